@@ -1,0 +1,45 @@
+# The only commands anyone needs. `make demo` and `make test` work on a fresh machine with Python 3.11+.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+EXTRAS := torch,envs,envpool,tensorboard,dev
+
+.PHONY: help setup demo test lint format bench bench-peers clean
+help:            ## this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
+
+setup: $(VENV)/.ready  ## create .venv and install farstep with all that its tests and benchmarks need
+$(VENV)/.ready: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "farstep needs Python 3.11 or newer; try: make PYTHON=python3.11 setup")'
+	@echo "creating $(VENV) (a few minutes the first time: torch, environments, tools)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "  torch"; $(PIP) torch==2.13.0
+	@# box2d has no wheel for ARM: box2d-py is compiled, with the swig that pip brings.
+	@test "$$(uname -m)" = x86_64 || { echo "  box2d (compiling, about a minute)"; $(PIP) swig setuptools wheel && PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) --no-build-isolation box2d-py==2.3.8; }
+	@echo "  farstep[$(EXTRAS)]"; $(PIP) --editable '.[$(EXTRAS)]'
+	@touch $@
+
+demo: setup      ## train CartPole-v1 on two local workers until it is solved
+	@$(BIN)/python examples/cartpole_ppo.py
+
+test: setup      ## all tests
+	@$(BIN)/python -m pytest
+
+lint: setup      ## ruff, mypy --strict, import-linter
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: setup    ## let ruff rewrite the code
+	@$(BIN)/ruff check --fix . ; $(BIN)/ruff format .
+
+bench: setup     ## throughput against the limit and the peers that bench-peers installed
+	@$(BIN)/python benchmarks/throughput.py
+
+bench-peers:     ## install the peers, each in a virtual environment of its own
+	@$(PYTHON) benchmarks/setup_peers.py
+
+clean:           ## remove what make made
+	rm -rf $(VENV) benchmarks/.venvs

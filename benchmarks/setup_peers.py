@@ -1,0 +1,219 @@
+"""Virtual environments of the peers that the throughput benchmark compares farstep with.
+
+Each peer gets ``.venvs/<name>`` beside this file, with pinned versions. A second call installs nothing
+unless the pins changed; a peer that cannot be installed is reported in one line and the others go on.
+
+    python benchmarks/setup_peers.py                 # all peers
+    python benchmarks/setup_peers.py envpool rllib   # some
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import venv
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+VENVS = Path(__file__).resolve().parent / ".venvs"
+WHEELS = VENVS / "wheels"
+TORCH = "torch==2.13.0"
+ENVS = (
+    "gymnasium==1.4.0",
+    "numpy==2.4.6",
+    "ale-py==0.12.1",
+    "opencv-python-headless==5.0.0.93",
+    "pygame-ce==2.5.8",
+)
+"""The environments, in the versions that farstep itself is measured with (see constraints.txt)."""
+
+OLD_ENVS = ("gymnasium==0.29.1", "ale-py==0.12.1", "opencv-python-headless==4.11.0.86", "pygame-ce==2.5.8")
+"""The same for a peer that stopped at Gymnasium 0.29 and NumPy 1."""
+
+BOX2D = ("box2d==2.3.10", "box2d-py==2.3.8")
+"""What LunarLander needs: the first has wheels for x86-64 only, the second compiles anywhere."""
+
+INSTALL_TIMEOUT_S = 1800.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peer:
+    """A peer: what pip installs into its environment, after torch and before Box2D."""
+
+    name: str
+    requirements: tuple[str, ...]
+    sources: tuple[str, ...] = ()
+    """Packages whose unpacked source is put on the path, because building them needs more than PyPI."""
+
+    @property
+    def pins(self) -> list[str]:
+        """Everything that decides whether an existing environment is still the right one."""
+        return [TORCH, *self.requirements, *self.sources, *BOX2D]
+
+
+PEERS = (
+    Peer(name="gymnasium", requirements=ENVS),
+    Peer(name="sb3", requirements=("stable-baselines3==2.9.2", *ENVS)),
+    Peer(name="envpool", requirements=("envpool==1.2.5", *ENVS)),
+    Peer(
+        name="pufferlib",
+        requirements=("gym==0.23.0", "pettingzoo==1.24.1", "psutil==7.1.0", *ENVS),
+        sources=("pufferlib==3.0.0",),
+    ),
+    Peer(name="sample-factory", requirements=("sample-factory==2.1.1", *OLD_ENVS)),
+    Peer(name="torchrl", requirements=("torchrl==0.14.1", "tensordict==0.14.3", *ENVS)),
+    Peer(name="rllib", requirements=("ray[rllib]==2.60.0", "gymnasium==1.2.2", *ENVS[1:])),
+)
+
+
+class InstallError(Exception):
+    """A command of an installation failed; the message is the line that says why."""
+
+
+def main() -> int:
+    known = {peer.name: peer for peer in PEERS}
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("names", nargs="*", metavar="PEER", help=f"some of {', '.join(known)}; default: all")
+    names = parser.parse_args().names or list(known)
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        parser.error(f"unknown peer {', '.join(unknown)}; known are {', '.join(known)}")
+    failures = {}
+    for index, name in enumerate(names, start=1):
+        say(f"[{index}/{len(names)}] {name}")
+        started = time.monotonic()
+        try:
+            done = install(known[name])
+        except InstallError as error:
+            failures[name] = str(error)
+            say(f"      cannot be installed: {error}")
+        else:
+            say(f"      {done} ({time.monotonic() - started:.0f} s)")
+    ready = [name for name in names if name not in failures]
+    say(f"ready: {', '.join(ready) or 'none'}")
+    for name, reason in failures.items():
+        say(f"not installed: {name}: {reason}")
+    return 0
+
+
+def install(peer: Peer) -> str:
+    """Make ``peer``'s environment what its pins say, and tell in one word what that took."""
+    home = VENVS / peer.name
+    marker = home / "installed.json"
+    if marker.exists() and json.loads(marker.read_text()) == peer.pins:
+        return "is up to date"
+    shutil.rmtree(home, ignore_errors=True)
+    python = create(home)
+    # torch goes first and stays: pip would otherwise replace it by the newest one, built for GPUs.
+    keep_torch = VENVS / "constraints.txt"
+    keep_torch.write_text(f"{TORCH}\n")
+    pip(python, "install", TORCH)
+    pip(python, "install", "--constraint", keep_torch, *peer.requirements)
+    for requirement in peer.sources:
+        add_source(python, requirement)
+    add_box2d(python)
+    marker.write_text(json.dumps(peer.pins))
+    return "installed"
+
+
+def add_box2d(python: Path) -> None:
+    """Box2D from a wheel where there is one, else from a wheel that is compiled once for all peers."""
+    prebuilt, compiled = BOX2D
+    try:
+        pip(python, "install", "--only-binary", ":all:", "--no-deps", prebuilt)
+        return
+    except InstallError:
+        pass
+    if not any(WHEELS.glob("box2d*.whl")):
+        say(f"      compiling {compiled}, about a minute")
+        pip(builder(), "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", WHEELS, compiled)
+    pip(python, "install", "--no-deps", "--no-index", "--find-links", WHEELS, compiled)
+
+
+def add_source(python: Path, requirement: str) -> None:
+    """Put the unpacked source of ``requirement`` on the path of ``python``, without building it."""
+    package = requirement.partition("==")[0]
+    target = python.parent.parent / "src" / package
+    with tempfile.TemporaryDirectory() as scratch:
+        # pip unpacks a source distribution before it asks setup.py for metadata, and setup.py fails at once
+        # where NumPy is missing; --no-clean leaves what was unpacked.
+        source_only = ("--no-binary", ":all:", "--no-deps", "--no-build-isolation", "--no-clean")
+        try:
+            pip(builder(), "download", *source_only, "--dest", scratch, requirement, scratch=scratch)
+        except InstallError as error:
+            reason = error
+        else:
+            reason = InstallError(f"{requirement}: pip left no unpacked source")
+        found = [path for path in Path(scratch).glob(f"*/*/{package}") if path.is_dir()]
+        if not found:
+            raise reason
+        target.parent.mkdir(parents=True)
+        shutil.move(found[0].parent, target)
+    purelib = subprocess.run(
+        [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout.strip()
+    Path(purelib, f"{package}-source.pth").write_text(f"{target}\n")
+
+
+def builder() -> Path:
+    """The interpreter of an environment with the compilers' helpers and without NumPy."""
+    home = VENVS / "builder"
+    marker = home / "installed.json"
+    if marker.exists():
+        return home / "bin" / "python"
+    shutil.rmtree(home, ignore_errors=True)
+    python = create(home)
+    pip(python, "install", "swig==4.3.1", "setuptools==80.9.0", "wheel==0.45.1")
+    marker.write_text("[]")
+    return python
+
+
+def create(home: Path) -> Path:
+    VENVS.mkdir(exist_ok=True)
+    venv.create(home, with_pip=True)
+    return home / "bin" / "python"
+
+
+def pip(python: Path, command: str, *arguments: object, scratch: str | None = None) -> None:
+    """Run pip under ``python``, with that environment's programs first on the path."""
+    environment = {**os.environ, "PATH": f"{python.parent}{os.pathsep}{os.environ.get('PATH', '')}"}
+    if scratch is not None:
+        environment["TMPDIR"] = scratch
+    line = [str(python), "-m", "pip", "--disable-pip-version-check", command, "--quiet"]
+    line += [str(argument) for argument in arguments]
+    try:
+        done = subprocess.run(
+            line, env=environment, capture_output=True, text=True, timeout=INSTALL_TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise InstallError(f"pip {command} took more than {INSTALL_TIMEOUT_S:.0f} s") from None
+    if done.returncode != 0:
+        raise InstallError(reason_in(done.stderr.splitlines()))
+
+
+def reason_in(lines: Iterable[str]) -> str:
+    """The line of pip's output that says most about a failure."""
+    texts = [line.strip() for line in lines if line.strip()]
+    for sign in ("no matching distribution", "modulenotfounderror", "error: command", "error:"):
+        for text in texts:
+            if sign in text.lower() and "subprocess-exited" not in text:
+                return text
+    return texts[-1] if texts else "pip said nothing"
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stdout, flush=True)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,60 @@
+"""farstep steps Gymnasium environments far away while the learner stays where it is.
+
+Names are imported when they are first used, so that a worker can set its threads before anything starts some.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from farstep.batch import Batch as Batch
+    from farstep.cluster_env import ClusterEnv as ClusterEnv
+    from farstep.config import EnvConfig as EnvConfig
+    from farstep.config import InProcessConfig as InProcessConfig
+    from farstep.config import LocalConfig as LocalConfig
+    from farstep.config import Timeouts as Timeouts
+    from farstep.errors import AgentError as AgentError
+    from farstep.errors import ClosedError as ClosedError
+    from farstep.errors import ConfigError as ConfigError
+    from farstep.errors import FarstepError as FarstepError
+    from farstep.errors import LaunchError as LaunchError
+    from farstep.errors import RemoteEnvError as RemoteEnvError
+    from farstep.errors import WorkerDied as WorkerDied
+    from farstep.errors import WorkerError as WorkerError
+    from farstep.errors import WorkerStuck as WorkerStuck
+    from farstep.vector_env import make_vec as make_vec
+
+_HOMES = {
+    "Batch": "batch",
+    "ClusterEnv": "cluster_env",
+    "EnvConfig": "config",
+    "InProcessConfig": "config",
+    "LocalConfig": "config",
+    "Timeouts": "config",
+    "AgentError": "errors",
+    "ClosedError": "errors",
+    "ConfigError": "errors",
+    "FarstepError": "errors",
+    "LaunchError": "errors",
+    "RemoteEnvError": "errors",
+    "WorkerDied": "errors",
+    "WorkerError": "errors",
+    "WorkerStuck": "errors",
+    "make_vec": "vector_env",
+}
+
+__all__ = list(_HOMES)
+
+
+def __getattr__(name: str) -> object:
+    if name in _HOMES:
+        return getattr(importlib.import_module(f"farstep.{_HOMES[name]}"), name)
+    if name == "sync":  # farstep.sync.EveryK(4) without another import
+        return importlib.import_module("farstep.sync")
+    raise AttributeError(f"module 'farstep' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "sync"])

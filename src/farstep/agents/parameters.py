@@ -1,0 +1,232 @@
+"""Parameters as one flat buffer: named leaves in a fixed order, each aligned, and the way back into an agent.
+
+`get_parameters()` may return torch tensors (CPU or GPU), NumPy or JAX arrays, nested in mappings, lists or tuples,
+or an iterator over them. The core imports neither torch nor jax: a leaf is recognised by what it can do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from farstep.core import Agent, Array, Nested
+from farstep.errors import AgentError
+
+_ALIGN = 64
+_COMPARED_BYTES = 2**20  # below this, contents are compared even when version counters say "unchanged"
+
+
+def leaves_of(parameters: Nested, name: str = "") -> list[tuple[str, Any]]:
+    """The named leaves of nested parameters, in order."""
+    return list(_walk(parameters, name))
+
+
+def _walk(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for key, sub in value.items():
+            yield from _walk(sub, f"{name}.{key}" if name else str(key))
+    elif hasattr(value, "dtype") and hasattr(value, "shape"):
+        yield name, value
+    elif isinstance(value, (list, tuple)) or hasattr(value, "__next__"):
+        for i, sub in enumerate(value):
+            yield from _walk(sub, f"{name}.{i}" if name else str(i))
+    elif isinstance(value, (bool, int, float)):
+        yield name, np.asarray(value)
+    else:
+        raise AgentError(
+            f"get_parameters() returned a {type(value).__name__} at {name or 'its top'!r}; expected arrays or "
+            "tensors in nested mappings, lists or tuples. Return only what the policy needs, e.g. state_dict()."
+        )
+
+
+def as_array(leaf: Any) -> Array:
+    """A leaf as a NumPy array on the host; dtypes NumPy lacks (bfloat16) come as their bits."""
+    if is_tensor(leaf):
+        leaf = leaf.detach().cpu()
+        if str(leaf.dtype) == "torch.bfloat16":
+            leaf = leaf.contiguous().view(_same_width_int(leaf))
+        return np.asarray(leaf.numpy())
+    array = np.asarray(leaf)
+    return array.view(f"u{array.dtype.itemsize}") if array.dtype.kind == "V" else array
+
+
+def is_tensor(leaf: Any) -> bool:
+    """Whether `leaf` is a torch tensor, without importing torch."""
+    return hasattr(leaf, "data_ptr") and hasattr(leaf, "detach")
+
+
+def _same_width_int(tensor: Any) -> Any:
+    import torch
+
+    return {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+
+
+@dataclass(frozen=True)
+class ParameterSchema:
+    """Names, shapes, dtypes and offsets of an agent's parameters in the flat buffer."""
+
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[str, ...]
+
+    @classmethod
+    def of(cls, leaves: list[tuple[str, Any]]) -> ParameterSchema:
+        if not leaves:
+            raise AgentError("get_parameters() returned nothing; a worker could never learn of new weights.")
+        arrays = [as_array(leaf) for _, leaf in leaves]
+        names = tuple(name for name, _ in leaves)
+        return cls(names, tuple(a.shape for a in arrays), tuple(a.dtype.str for a in arrays))
+
+    def _sizes(self) -> list[int]:
+        return [
+            int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+            for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
+        ]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(-(-size // _ALIGN) * _ALIGN for size in self._sizes())
+
+    def views(self, buffer: Any, offset: int = 0) -> list[Array]:
+        """The leaves as arrays over `buffer`."""
+        arrays = []
+        for shape, dtype, size in zip(self.shapes, self.dtypes, self._sizes(), strict=True):
+            arrays.append(np.ndarray(shape, np.dtype(dtype), buffer, offset))
+            offset += -(-size // _ALIGN) * _ALIGN
+        return arrays
+
+    def check(self, leaves: list[tuple[str, Any]]) -> None:
+        """Refuse, by name, parameters that are missing, new or of another shape."""
+        got = [name for name, _ in leaves]
+        if tuple(got) != self.names:
+            missing, extra = sorted(set(self.names) - set(got)), sorted(set(got) - set(self.names))
+            raise AgentError(
+                f"get_parameters() changed: missing {missing or 'none'}, new {extra or 'none'}"
+                f"{'' if missing or extra else ' (the order differs)'}. The old version stays in force; "
+                "return the same parameters every time."
+            )
+        for (name, leaf), shape in zip(leaves, self.shapes, strict=True):
+            if tuple(leaf.shape) != shape:
+                raise AgentError(
+                    f"parameter {name!r} changed its shape from {list(shape)} to {list(leaf.shape)}; the old "
+                    "version stays in force."
+                )
+
+
+class ChangeDetector:
+    """Tells whether an agent's parameters changed since they were last noted, as cheaply as the framework allows."""
+
+    def __init__(self) -> None:
+        self._print: list[object] = []
+
+    def same_counters(self, leaves: list[tuple[str, Any]]) -> bool:
+        """True when every leaf has a counter or is immutable, and none moved since `note`."""
+        return bool(self._print) and self._fingerprint(leaves) == self._print
+
+    def note(self, leaves: list[tuple[str, Any]]) -> None:
+        """Remember the present state of the leaves."""
+        self._print = self._fingerprint(leaves)
+
+    @staticmethod
+    def trusted(nbytes: int) -> bool:
+        """Whether equal counters alone are believed: writing through torch's `.data` bypasses them, so what is
+        cheap to compare is compared."""
+        return nbytes > _COMPARED_BYTES
+
+    @staticmethod
+    def _fingerprint(leaves: list[tuple[str, Any]]) -> list[object]:
+        prints: list[object] = []
+        for _, leaf in leaves:
+            if is_tensor(leaf):
+                prints.append((leaf.data_ptr(), leaf._version))
+            elif isinstance(leaf, np.ndarray):
+                prints.append(object())  # NumPy has no counter: never equal
+            else:
+                prints.append(leaf)  # JAX arrays never change in place: the same object is the same value
+        return _Identity.wrap(prints)
+
+
+class _Identity:
+    """Compares by identity, since `==` on arrays is elementwise."""
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Identity) and self.value is other.value
+
+    __hash__ = None  # type: ignore[assignment]
+
+    @classmethod
+    def wrap(cls, prints: list[object]) -> list[object]:
+        return [entry if isinstance(entry, tuple) else cls(entry) for entry in prints]
+
+
+class ParameterLoader:
+    """Puts a flat buffer into a worker's copy of the agent, by the first way that works (DESIGN section 3)."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self._template = agent.get_parameters()
+        if hasattr(self._template, "__next__"):  # an iterator is used up by one look
+            self._template = list(self._template)
+        leaves = leaves_of(self._template)
+        self.schema = ParameterSchema.of(leaves)
+        setter = getattr(agent, "set_parameters", None)
+        self._set = setter if callable(setter) else None
+        self._targets = None if self._set else self._find_targets(leaves)
+
+    def _find_targets(self, leaves: list[tuple[str, Any]]) -> list[Any]:
+        """The agent's own tensors or arrays that can be written in place."""
+        if hasattr(self._agent, "named_parameters") and hasattr(self._agent, "named_buffers"):
+            own = {**dict(self._agent.named_parameters()), **dict(self._agent.named_buffers())}
+            if all(name in own for name, _ in leaves):
+                return [own[name].detach() for name, _ in leaves]
+        again = [leaf for _, leaf in leaves_of(self._agent.get_parameters())]
+        for (name, leaf), second in zip(leaves, again, strict=True):
+            if is_tensor(leaf):
+                live = leaf.data_ptr() == second.data_ptr()
+            else:
+                live = isinstance(leaf, np.ndarray) and np.shares_memory(leaf, second) and leaf.flags.writeable
+            if not live:
+                raise AgentError(
+                    f"new weights cannot reach the agent: get_parameters() returns a copy or an immutable array "
+                    f"for {name!r} ({type(leaf).__module__}.{type(leaf).__name__}). Add "
+                    "set_parameters(parameters), which takes what get_parameters() returns."
+                )
+        return [leaf.detach() if is_tensor(leaf) else leaf for _, leaf in leaves]
+
+    def load(self, arrays: list[Array]) -> None:
+        """Load the leaves; either all of them or, on an error, as the agent's own setter left it."""
+        if self._set is not None:
+            self._set(self._rebuild(self._template, iter(arrays)))
+            return
+        assert self._targets is not None
+        for target, array in zip(self._targets, arrays, strict=True):
+            if is_tensor(target):
+                target.copy_(_to_tensor(array, target))
+            else:
+                target[...] = array
+
+    def _rebuild(self, template: Any, arrays: Iterator[Array]) -> Any:
+        """What get_parameters() returned, with new contents (copies, so that the buffer can be reused)."""
+        if isinstance(template, Mapping):
+            return type(template)({key: self._rebuild(sub, arrays) for key, sub in template.items()})  # type: ignore[call-arg]
+        if isinstance(template, (list, tuple)):
+            return type(template)(self._rebuild(sub, arrays) for sub in template)
+        array = next(arrays)
+        if is_tensor(template):
+            return _to_tensor(array, template).clone().to(template.device)
+        if isinstance(template, (bool, int, float)):
+            return type(template)(array)
+        return array.copy()
+
+
+def _to_tensor(array: Array, like: Any) -> Any:
+    import torch
+
+    tensor = torch.from_numpy(array)
+    return tensor.view(like.dtype) if like.dtype == torch.bfloat16 else tensor

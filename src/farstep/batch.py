@@ -1,0 +1,91 @@
+"""A batch: what a learner gets, `[T, N, ...]` arrays by name and what does not fit that shape."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from farstep.core import Array, Nested
+from farstep.spec import Structure, nest
+
+ENDS = np.dtype([("row", "<i4"), ("slot", "<i4"), ("length", "<i8"), ("return", "<f8"), ("time", "<f8")])
+"""One record per episode that ended: where, and what it came to."""
+
+EPISODE_KEYS = ("return", "length", "time", "slot")
+
+
+@dataclass(frozen=True)
+class FinalObs:
+    """The last observations of episodes that ended in the batch: entry `k` belongs to `[row[k], slot[k]]`."""
+
+    row: Array
+    slot: Array
+    obs: Nested
+
+    def __len__(self) -> int:
+        return len(self.row)
+
+
+@dataclass(frozen=True, repr=False)
+class Batch(Mapping[str, Nested]):
+    """A mapping of arrays `[T, N, ...]`; views of the buffer until the next call, `copy()` keeps.
+
+    `batch["obs"]` of a Dict or Tuple space is nested as the space is; `batch["obs.camera"]` is one array.
+    """
+
+    arrays: Mapping[str, Array]
+    structures: Mapping[str, Structure]
+    last_obs: Nested
+    """The observations after the last row, `[N, ...]`: what the next action is taken on."""
+    final_obs: FinalObs
+    episodes: Mapping[str, Array]
+    """`return`, `length`, `time` (seconds) and `slot` of each episode that ended, in order of slots."""
+    slots: Array
+    """The environment slot of each column."""
+    initial_state: Nested = None
+    """A recurrent agent's state at the first row, `[N, ...]`; None for others."""
+    infos: Sequence[Mapping[str, object]] = field(default=(), repr=False)
+
+    def __getitem__(self, key: str) -> Nested:
+        if key in self.arrays:
+            return self.arrays[key]
+        return nest(self.structures[key], self.arrays)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.arrays)
+
+    def __len__(self) -> int:
+        return len(self.arrays)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """`(T, N)`."""
+        rows, slots = self.arrays["reward"].shape[:2]
+        return rows, slots
+
+    def copy(self) -> Batch:
+        """The same batch in memory of its own."""
+        return Batch(
+            {name: array.copy() for name, array in self.arrays.items()},
+            self.structures,
+            _copied(self.last_obs),
+            FinalObs(self.final_obs.row, self.final_obs.slot, _copied(self.final_obs.obs)),
+            self.episodes,
+            self.slots,
+            _copied(self.initial_state),
+            self.infos,
+        )
+
+    def __repr__(self) -> str:
+        arrays = ", ".join(f"{name}: {a.dtype}{list(a.shape)}" for name, a in self.arrays.items())
+        return f"Batch({arrays}; {len(self.episodes['return'])} episodes ended)"
+
+
+def _copied(value: Nested) -> Nested:
+    if isinstance(value, Mapping):
+        return {key: _copied(sub) for key, sub in value.items()}
+    if isinstance(value, tuple):
+        return tuple(_copied(sub) for sub in value)
+    return None if value is None else value.copy()

@@ -1,0 +1,208 @@
+"""What to run and where: the configurations a user writes.
+
+All are frozen, keyword-only and checked at construction; a plain dict with the same keys is accepted
+wherever one is expected.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Self, TypeVar, cast, get_args
+
+from farstep.core import SyncRule
+from farstep.errors import ConfigError, unknown_name
+
+EnvType = Literal["gymnasium", "factory", "vector", "envpool"]
+Inference = Literal["auto", "eager"]
+LocalTransport = Literal["shm", "ipc", "tcp"]
+T = TypeVar("T")
+
+
+class _Config:
+    """What the configurations share: construction from a mapping and checks of literals."""
+
+    @classmethod
+    def of(cls, value: Self | Mapping[str, object] | None) -> Self:
+        """`value` itself, or a configuration made from a mapping; unknown keys are refused by name."""
+        if value is None:
+            return cls()
+        if isinstance(value, cls):
+            return value
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"expected a {cls.__name__} or a mapping of its fields, got {value!r}.")
+        known = [field.name for field in dataclasses.fields(cast(Any, cls))]
+        for key in value:
+            if key not in known:
+                raise ConfigError(unknown_name(f"option of {cls.__name__}", str(key), known))
+        return cls(**cast("dict[str, Any]", dict(value)))
+
+    def _one_of(self, field: str, literal: object) -> None:
+        got = getattr(self, field)
+        if got not in get_args(literal):
+            raise ConfigError(unknown_name(f"{field} of {type(self).__name__}", str(got), get_args(literal)))
+
+    def _at_least(self, field: str, minimum: float) -> None:
+        got = getattr(self, field)
+        if not isinstance(got, (int, float)) or isinstance(got, bool) or not got >= minimum:
+            raise ConfigError(f"{type(self).__name__}.{field} is {got!r}; it must be at least {minimum}.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EnvConfig(_Config):
+    """Which environments to run, and how workers act in them."""
+
+    type: EnvType = "gymnasium"
+    """Where environments come from: a Gymnasium id, a factory, a VectorEnv, or EnvPool."""
+    env_name: str | Callable[..., Any] | None = None
+    """Gymnasium or EnvPool id; `module:Id` imports the module first. For factory and vector also a
+    dotted path (`package.module:function`) or a callable."""
+    env_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Passed to the environment's constructor."""
+    wrappers: Sequence[Any] = ()
+    """Applied in order: a callable, a dotted path, or a pair of one of these and its keyword arguments."""
+    envs_per_node: int = 1
+    """Environments on each node; the total is nodes times this."""
+    seed: int | None = None
+    """Root of every environment's seeds; None draws one (see `env.seed`)."""
+    kl_threshold: float | None = None
+    """AAPS: pull weights when the running KL divergence exceeds this; None pulls every published version."""
+    sync: SyncRule | None = None
+    """When a worker pulls weights: `farstep.sync.Always()` (default) or `farstep.sync.EveryK(k)`."""
+    inference: Inference = "auto"
+    """`auto` uses the fast path where it agrees with the agent's own `act`; `eager` never does."""
+
+    def __post_init__(self) -> None:
+        self._one_of("type", EnvType)
+        self._one_of("inference", Inference)
+        self._at_least("envs_per_node", 1)
+        if self.env_name is None:
+            raise ConfigError("EnvConfig.env_name is missing; name an environment, e.g. 'CartPole-v1'.")
+        if callable(self.env_name) and self.type not in ("factory", "vector"):
+            raise ConfigError(
+                f"EnvConfig.env_name is a callable but type is {self.type!r}; use type='factory' "
+                "(it returns one environment) or type='vector' (it returns a VectorEnv)."
+            )
+        if self.seed is not None and (not isinstance(self.seed, int) or self.seed < 0):
+            raise ConfigError(f"EnvConfig.seed is {self.seed!r}; it must be None or a non-negative int.")
+        if self.kl_threshold is not None:
+            raise ConfigError(
+                f"EnvConfig.kl_threshold is {self.kl_threshold!r}, but adaptive synchronization is not in this "
+                "version; leave it None and choose a rule with `sync`."
+            )
+        if self.sync is not None and not isinstance(self.sync, SyncRule):
+            raise ConfigError(f"EnvConfig.sync is {self.sync!r}; use a rule such as farstep.sync.EveryK(4).")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Timeouts(_Config):
+    """How long each phase may go without progress before its worker counts as stuck, in seconds."""
+
+    connect_s: float = 60.0
+    """From the start of a worker until it says hello (imports happen here)."""
+    construct_s: float = 120.0
+    """Building one environment."""
+    reset_s: float = 60.0
+    """One `env.reset`."""
+    step_s: float = 60.0
+    """One `env.step`."""
+    act_s: float = 60.0
+    """One call of the agent on a worker, the first one included."""
+    load_s: float = 60.0
+    """Receiving an agent or loading new weights."""
+    close_s: float = 5.0
+    """From `close()` until workers that are still there are killed."""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            self._at_least(field.name, 0.01)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LaunchConfig(_Config):
+    """The words that all launch configurations share."""
+
+    nodes: int = 1
+    """How many nodes; each hosts `envs_per_node` environments."""
+    workers_per_node: int | None = None
+    """Worker processes on each node; None takes one per usable core."""
+    cpus_per_worker: int = 1
+    """Threads that torch and BLAS may use in one worker."""
+    gpus_per_node: int = 0
+    """GPUs on each node (0: workers act on the CPU)."""
+    time_limit: str | None = None
+    """Wall-clock limit in the engine's notation; engines without one ignore it."""
+    timeouts: Timeouts = Timeouts()
+    """Limits per phase; a mapping of them is accepted."""
+    restart_budget: int = 10
+    """Restarts of failed workers or environments allowed in any ten minutes; then the next call raises."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "timeouts", Timeouts.of(self.timeouts))
+        self._at_least("nodes", 1)
+        self._at_least("cpus_per_worker", 1)
+        self._at_least("gpus_per_node", 0)
+        self._at_least("restart_budget", 0)
+        if self.workers_per_node is not None:
+            self._at_least("workers_per_node", 1)
+
+    def num_workers(self, envs_per_node: int) -> int:
+        """Workers in all: never more than environments, since an idle worker is a wasted process."""
+        per_node = self.workers_per_node or max(1, usable_cpus() // self.cpus_per_worker)
+        return self.nodes * min(per_node, envs_per_node)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LocalConfig(LaunchConfig):
+    """Workers as processes of this machine."""
+
+    transport: LocalTransport = "shm"
+    """`shm`: shared memory (fastest); `ipc`, `tcp`: ZeroMQ as a remote worker would use it."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class InProcessConfig(LaunchConfig):
+    """Workers inside the caller's process and thread: for debugging, `breakpoint()` works."""
+
+
+def usable_cpus() -> int:
+    """Cores this process may use: the affinity mask cut by the cgroup's quota, never below one."""
+    cores = float(len(os.sched_getaffinity(0)))
+    for quota in _cgroup_quotas():
+        cores = min(cores, quota)
+    return max(1, int(cores))
+
+
+def _cgroup_quotas(root: Path = Path("/sys/fs/cgroup"), self_file: Path = Path("/proc/self/cgroup")) -> list[float]:
+    """CPU quotas in cores, of this process's cgroup (v2 or v1) and those above it."""
+    quotas: list[float] = []
+    try:
+        lines = self_file.read_text().splitlines()
+    except OSError:
+        return quotas
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        base = root / "cpu" if controllers else root
+        below = base / path.lstrip("/")
+        for folder in (below, *below.parents):
+            if base not in (folder, *folder.parents):
+                break
+            quotas += _quota_of(folder)
+    return quotas
+
+
+def _quota_of(folder: Path) -> list[float]:
+    try:
+        if (v2 := folder / "cpu.max").exists():
+            quota, period = v2.read_text().split()
+        elif (v1 := folder / "cpu.cfs_quota_us").exists():
+            quota, period = v1.read_text().strip(), (folder / "cpu.cfs_period_us").read_text().strip()
+        else:
+            return []
+    except (OSError, ValueError):
+        return []
+    return [] if quota in ("max", "-1") else [int(quota) / int(period)]

@@ -1,0 +1,124 @@
+"""The nouns of farstep, each in the loop it lives in. Read this first.
+
+    worker:   wait for a ticket ─ pull weights if the sync rule says so ─ roll T steps ─ hand over the chunk
+    head:     give tickets ─ take chunks into the buffer ─ yield a batch ─ publish new weights
+    launcher: start workers ─ watch them ─ end them
+
+Everything here is a protocol or a small value; implementations live in the folder of the same name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+Nested = Any
+"""An array, or nested mappings and tuples of arrays, shaped like a space."""
+
+
+class Agent(Protocol):
+    """What acts: lives on the learner, a copy of it on every worker.
+
+    `act(obs)` returns the actions of a batch of observations, or a mapping with `action` and any further
+    per-step arrays. An agent may take `act(obs, rng)` (one generator per environment slot); a recurrent one
+    has `initial_state(n)`, takes `act(obs, state, episode_start)` and returns its new state under `state`.
+    """
+
+    def act(self, obs: Nested) -> Nested: ...
+
+    def get_parameters(self) -> Nested: ...
+
+
+@runtime_checkable
+class SyncRule(Protocol):
+    """Decides on the worker, before each chunk, whether to pull the newest weights."""
+
+    def should_pull(self, held: int, newest: int) -> bool:
+        """`held` is the version in use (-1: none yet), `newest` the latest published."""
+        ...
+
+
+class Link(Protocol):
+    """One end of the conversation between the head and one worker.
+
+    A message is a list of frames: a header, then raw buffers. Frames arrive whole, in order and once.
+    """
+
+    def send(self, frames: Sequence[Buffer], fds: Sequence[int] = ()) -> None: ...
+
+    def receive(self, timeout_s: float | None = None) -> Received | None:
+        """The next message, or None after `timeout_s`; raises `EOFError` when the other side is gone."""
+        ...
+
+    def fileno(self) -> int: ...
+
+    def close(self) -> None: ...
+
+
+Buffer = bytes | bytearray | memoryview
+
+
+@dataclass(frozen=True)
+class Received:
+    """A message as it arrived: its frames and the file descriptors that came along (same host only)."""
+
+    frames: Sequence[Buffer]
+    fds: Sequence[int] = ()
+
+
+class Launcher(Protocol):
+    """Starts worker processes somewhere and says when they have ended.
+
+    The head calls `start` with a worker's bootstrap, `poll` to hear of ends, `kill` when it gave a worker up
+    and `close` at the end. A worker has ended only when it certainly writes nothing any more.
+    """
+
+    def start(self, worker: int, incarnation: int, bootstrap: Mapping[str, object]) -> WorkerHandle: ...
+
+    def close(self) -> None: ...
+
+
+class WorkerHandle(Protocol):
+    """One started worker process."""
+
+    def poll(self) -> Ended | None:
+        """How it ended, or None while it may still run."""
+        ...
+
+    def kill(self) -> None:
+        """End it and all it started, at once."""
+        ...
+
+    def dump_stacks(self) -> None:
+        """Ask it to write its Python stacks to its output (best effort)."""
+        ...
+
+    def output(self) -> str:
+        """The tail of what it printed."""
+        ...
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a worker process ended."""
+
+    status: int
+    """Exit status, or minus the signal that killed it."""
+    note: str = ""
+    """What the launcher knows beyond the status, e.g. that memory ran out."""
+
+
+class Clock(Protocol):
+    """Monotonic seconds; a fake one in tests."""
+
+    def __call__(self) -> float: ...
+
+
+def as_row_major(array: Array) -> Array:
+    """`array` itself when it is C-contiguous, else a copy that is."""
+    return np.ascontiguousarray(array)

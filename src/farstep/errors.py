@@ -1,0 +1,118 @@
+"""Every error that farstep raises.
+
+    FarstepError
+    ├── ConfigError          options that cannot work together, found at construction (also a ValueError)
+    │   └── SpaceError       a space farstep cannot lay out as arrays
+    ├── AgentError           the agent lacks something a worker needs (also a TypeError)
+    ├── LaunchError          the cluster did not come up
+    │   └── HandshakeError   head and worker differ in version or array schema
+    ├── WorkerError          something went wrong on a worker; says which, where and in which phase
+    │   ├── RemoteEnvError   the environment or the agent raised; carries the remote traceback
+    │   ├── WorkerDied       the process ended (signal or exit status), with the tail of its output
+    │   └── WorkerStuck      no progress within the phase's limit, with the stacks it was stuck in
+    ├── WireError            a message that is malformed, oversized or not from an admitted peer
+    └── ClosedError          the cluster is closed, or failed earlier and cannot go on
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+class FarstepError(Exception):
+    """Root of farstep's errors."""
+
+
+class ConfigError(FarstepError, ValueError):
+    """Options that cannot work; raised before anything is started."""
+
+
+class SpaceError(ConfigError):
+    """An observation or action space that has no fixed array layout."""
+
+
+class AgentError(FarstepError, TypeError):
+    """The agent cannot be used as it is; the message says what to add."""
+
+
+class LaunchError(FarstepError):
+    """The cluster could not be started."""
+
+
+class HandshakeError(LaunchError):
+    """Head and worker do not fit together; the message names both sides."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Where:
+    """Where on the cluster something happened."""
+
+    worker: int
+    incarnation: int = 0
+    host: str = "?"
+    pid: int = 0
+    phase: str = "?"
+    slot: int | None = None
+    seed: int | None = None
+    episode_step: int | None = None
+    version: int | None = None
+
+    def __str__(self) -> str:
+        parts = [f"worker {self.worker}"]
+        if self.incarnation:
+            parts[0] += f" (restart {self.incarnation})"
+        parts += [f"host {self.host}", f"pid {self.pid}", f"phase {self.phase}"]
+        if self.slot is not None:
+            parts.append(f"environment slot {self.slot}")
+        if self.seed is not None:
+            parts.append(f"seed {self.seed}")
+        if self.episode_step is not None:
+            parts.append(f"episode step {self.episode_step}")
+        if self.version is not None:
+            parts.append(f"policy version {self.version}")
+        return ", ".join(parts)
+
+
+class WorkerError(FarstepError):
+    """Something went wrong on a worker."""
+
+    def __init__(self, message: str, where: Where, remote_traceback: str = "", output: str = "") -> None:
+        self.where = where
+        self.remote_traceback = remote_traceback
+        self.output = output
+        text = f"{message} [{where}]"
+        if remote_traceback:
+            text += f"\n\nOn the worker:\n{remote_traceback.rstrip()}"
+        if output:
+            text += f"\n\nLast output of the worker:\n{output.rstrip()}"
+        super().__init__(text)
+
+
+class RemoteEnvError(WorkerError):
+    """The environment or the agent raised on a worker."""
+
+
+class WorkerDied(WorkerError):
+    """A worker process ended by itself or was killed."""
+
+
+class WorkerStuck(WorkerError):
+    """A worker made no progress within its phase's limit."""
+
+
+class WireError(FarstepError):
+    """A message that cannot be accepted."""
+
+
+class ClosedError(FarstepError):
+    """A call on a cluster that is closed or has failed."""
+
+
+def unknown_name(what: str, got: str, known: Iterable[str]) -> str:
+    """One sentence for a name that does not exist: the nearest ones, then all of them."""
+    names = sorted(known)
+    near = difflib.get_close_matches(got, names, n=1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    return f"unknown {what} {got!r}.{hint} Known: {', '.join(names)}."

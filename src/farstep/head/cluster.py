@@ -1,0 +1,55 @@
+"""From configurations to a running server: splits slots over workers and picks the engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from farstep.config import InProcessConfig, LaunchConfig, LocalConfig
+from farstep.errors import ConfigError
+from farstep.head.seats import Engine, InprocessEngine, LocalEngine, Seat, ZmqEngine
+from farstep.head.server import Server
+from farstep.worker.progress import Board
+
+
+class Cluster:
+    """A server with what it stands on; `close` frees all of it."""
+
+    def __init__(self, config: LaunchConfig, program: Any, envs_per_node: int, roots: list[int], budget: int) -> None:
+        workers = config.num_workers(envs_per_node)
+        self.seats = split(config.nodes, envs_per_node, workers)
+        self._board = Board(workers)
+        try:
+            engine = _engine(config, self._board)
+            self.server = Server(engine, self.seats, program, config.timeouts, budget, roots)
+        except BaseException:
+            self._board.close()
+            raise
+
+    def close(self) -> None:
+        self.server.close()
+        self._board.close()
+
+
+def _engine(config: LaunchConfig, board: Board) -> Engine:
+    if isinstance(config, InProcessConfig):
+        return InprocessEngine(board)
+    if isinstance(config, LocalConfig):
+        if config.gpus_per_node:
+            raise ConfigError("LocalConfig.gpus_per_node: workers of this version act on the CPU; set it to 0.")
+        if config.transport == "shm":
+            return LocalEngine(board, config.cpus_per_worker)
+        return ZmqEngine(config.cpus_per_worker, config.transport)
+    raise ConfigError(f"{type(config).__name__} is not a launch configuration that this version can start.")
+
+
+def split(nodes: int, envs_per_node: int, workers: int) -> list[Seat]:
+    """Slots in order, as even as they go: sizes of one node's workers differ by at most one."""
+    per_node = workers // nodes
+    seats: list[Seat] = []
+    first = 0
+    for _ in range(nodes):
+        for k in range(per_node):
+            count = envs_per_node // per_node + (k < envs_per_node % per_node)
+            seats.append(Seat(len(seats), first, first + count))
+            first += count
+    return seats

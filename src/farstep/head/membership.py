@@ -1,0 +1,211 @@
+"""Who is alive: the life of every worker as a state machine without I/O.
+
+    starting ─hello─► constructing ─ready─► alive
+        └───────────────┴────── stuck, gone ──┴─► dying ─ended─► waiting ─back-off over─► starting (next incarnation)
+
+The shell reports what it sees (`handle`), asks regularly (`tick`) and does what is answered. A worker is started
+again only after its process has certainly ended, so that two incarnations never write into the same columns.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+RESTART_WINDOW_S = 600.0
+_BACKOFF_S = (0.0, 0.1, 0.5, 1.0, 2.0, 5.0)
+
+
+class State(Enum):
+    STARTING = "starting"
+    CONSTRUCTING = "constructing"
+    ALIVE = "alive"
+    DYING = "dying"
+    WAITING = "waiting"
+    STOPPED = "stopped"
+
+
+# ---- events ----
+
+
+@dataclass(frozen=True)
+class Hello:
+    worker: int
+
+
+@dataclass(frozen=True)
+class Ready:
+    worker: int
+
+
+@dataclass(frozen=True)
+class Gone:
+    """Its connection closed; the process may still be there."""
+
+    worker: int
+
+
+@dataclass(frozen=True)
+class Ended:
+    """Its process is certainly over."""
+
+    worker: int
+
+
+@dataclass(frozen=True)
+class Failed:
+    """Its environment raised; the worker itself went on."""
+
+    worker: int
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What a worker's progress words say: a phase (empty when idle) and a counter that moves with every action."""
+
+    worker: int
+    phase: str
+    count: tuple[int, ...]
+
+
+Event = Hello | Ready | Gone | Ended | Failed | Observed
+
+# ---- actions ----
+
+
+@dataclass(frozen=True)
+class Start:
+    worker: int
+    incarnation: int
+
+
+@dataclass(frozen=True)
+class Kill:
+    worker: int
+    stuck_in: str = ""
+    """The phase it made no progress in, or empty when it is gone already."""
+
+
+@dataclass(frozen=True)
+class Lost:
+    """Its tickets are void."""
+
+    worker: int
+
+
+@dataclass(frozen=True)
+class GiveUp:
+    """The restart budget is spent; the worker's last failure is the run's."""
+
+    worker: int
+
+
+Action = Start | Kill | Lost | GiveUp
+
+
+@dataclass
+class Member:
+    """One worker, through all its incarnations."""
+
+    state: State = State.WAITING
+    incarnation: int = -1
+    since: float = 0.0
+    """When the state, or the last progress within it, began."""
+    seen: tuple[str, tuple[int, ...]] = ("", ())
+    restart_at: float = 0.0
+    failures: int = 0
+    """In a row, for the back-off; a ready worker starts from zero."""
+
+
+class Membership:
+    """All workers of a run."""
+
+    def __init__(self, workers: int, limits_s: dict[str, float], restart_budget: int) -> None:
+        self.members = [Member() for _ in range(workers)]
+        self.restarts = 0
+        self._limits_s, self._budget = limits_s, restart_budget
+        self._recent: deque[float] = deque()
+        self._stopping = False
+
+    def count(self, *states: State) -> int:
+        return sum(member.state in states for member in self.members)
+
+    def start(self, now: float) -> Sequence[Action]:
+        """Start everybody for the first time."""
+        return [self._start(worker, now) for worker in range(len(self.members))]
+
+    def stop(self) -> None:
+        """From now on, ends are expected."""
+        self._stopping = True
+
+    def handle(self, event: Event, now: float) -> Sequence[Action]:
+        member = self.members[event.worker]
+        match event:
+            case Hello() if member.state is State.STARTING:
+                self._enter(member, State.CONSTRUCTING, now)
+            case Ready() if member.state is State.CONSTRUCTING:
+                self._enter(member, State.ALIVE, now)
+                member.failures = 0
+            case Gone() if member.state in (State.STARTING, State.CONSTRUCTING, State.ALIVE):
+                self._enter(member, State.DYING, now)
+                return [Lost(event.worker), Kill(event.worker)]
+            case Ended() if member.state not in (State.WAITING, State.STOPPED):
+                lost = [] if member.state is State.DYING else [Lost(event.worker)]
+                return [*lost, *self._ended(event.worker, now)]
+            case Failed():
+                return self._spend(event.worker, now)
+            case Observed():
+                self._observed(member, event, now)
+        return []
+
+    def tick(self, now: float) -> Sequence[Action]:
+        """What time alone brings about: back-offs that are over, limits that were passed."""
+        actions: list[Action] = []
+        for worker, member in enumerate(self.members):
+            if member.state is State.WAITING and now >= member.restart_at and not self._stopping:
+                actions.append(self._start(worker, now))
+            phase = "connect" if member.state is State.STARTING else member.seen[0]
+            limit = self._limits_s.get(phase)
+            running = member.state in (State.STARTING, State.CONSTRUCTING, State.ALIVE)
+            if running and limit is not None and now - member.since > limit:
+                self._enter(member, State.DYING, now)
+                actions += [Lost(worker), Kill(worker, stuck_in=phase)]
+        return actions
+
+    def _observed(self, member: Member, event: Observed, now: float) -> None:
+        seen = (event.phase, event.count)
+        if seen != member.seen:
+            member.seen, member.since = seen, now
+
+    def _enter(self, member: Member, state: State, now: float) -> None:
+        member.state, member.since = state, now
+
+    def _start(self, worker: int, now: float) -> Start:
+        member = self.members[worker]
+        member.incarnation += 1
+        member.seen = ("", ())
+        self._enter(member, State.STARTING, now)
+        return Start(worker, member.incarnation)
+
+    def _ended(self, worker: int, now: float) -> Sequence[Action]:
+        member = self.members[worker]
+        if self._stopping:
+            self._enter(member, State.STOPPED, now)
+            return []
+        self._enter(member, State.WAITING, now)
+        member.restart_at = now + _BACKOFF_S[min(member.failures, len(_BACKOFF_S) - 1)]
+        member.failures += 1
+        return self._spend(worker, now)
+
+    def _spend(self, worker: int, now: float) -> Sequence[Action]:
+        """One restart of the budget; the budget is what may fail within a window, so rare faults never add up."""
+        while self._recent and now - self._recent[0] > RESTART_WINDOW_S:
+            self._recent.popleft()
+        self._recent.append(now)
+        if len(self._recent) > self._budget:
+            self._stopping = True
+            return [GiveUp(worker)]
+        self.restarts += 1
+        return []

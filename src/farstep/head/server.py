@@ -1,0 +1,442 @@
+"""The I/O shell around membership and tickets: sockets, processes, clocks, and who waits for what.
+
+Whoever waits, pumps: a call that needs an answer reads the connections itself, in its own thread, so that a reply
+costs one wake-up. While nobody waits, a thread of our own does the same, so that a worker that dies or joins is
+looked after. `_lead` hands the connections from one to the other with a single system call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import select
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import cloudpickle
+import numpy as np
+
+from farstep.config import Timeouts
+from farstep.core import Received
+from farstep.errors import ClosedError, FarstepError, HandshakeError, RemoteEnvError, WireError, WorkerError
+from farstep.head import membership as life
+from farstep.head.seats import Engine, Seat, import_path, preloads
+from farstep.head.tickets import Order, Tickets
+from farstep.wire import messages as m
+from farstep.wire.codec import unpack
+from farstep.worker.loop import versions
+from farstep.worker.progress import CANCEL, COUNT, PHASE, SLOT, Phase, copy_words
+
+log = logging.getLogger("farstep")
+T = TypeVar("T")
+
+
+class Server:
+    """All workers of a run, and the conversation with each of them."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        seats: list[Seat],
+        program: Any,
+        timeouts: Timeouts,
+        restart_budget: int,
+        roots: list[int],
+    ) -> None:
+        self._engine, self.seats, self._timeouts = engine, seats, timeouts
+        self._program = cloudpickle.dumps(program)
+        limits = {phase.label: getattr(timeouts, f"{phase.label}_s", None) for phase in Phase}
+        self.membership = life.Membership(
+            len(seats), {name: limit for name, limit in limits.items() if limit is not None}, restart_budget
+        )
+        self.tickets = Tickets(len(seats))
+        self.roots = roots
+        self.resume = np.zeros(len(roots), np.int64)
+        self.run = f"{time.time_ns():x}"
+        self.spaces: tuple[Any, Any] | None = None
+        self.stage: list[tuple[m.FromHead, Sequence[Any], Sequence[int]]] = []
+        """What a worker must be told before its first ticket: agent, parameters, layout."""
+        self.on_message: Callable[[Seat, m.FromWorker, Received], None] = lambda *_: None
+        self.make_ticket: Callable[[Order], tuple[m.Ticket, Sequence[Any]]]
+        self.version: Callable[[], int] = lambda: 0
+        self._failure: FarstepError | None = None
+        self._closed = False
+        self._tick_s = min(0.5, max(0.02, min(timeouts.step_s, timeouts.reset_s, timeouts.act_s) / 4))
+        self._next_tick = 0.0
+        self._lock = threading.RLock()
+        self._inner, self._outer = select.epoll(), select.epoll()
+        self._readers: dict[int, Callable[[], None]] = {}
+        self._outer.register(self._inner.fileno(), select.EPOLLIN)
+        for fd in engine.filenos():
+            self._register(fd, lambda: None)
+        self._thread: threading.Thread | None = None
+
+    @property
+    def shares_memory(self) -> bool:
+        return self._engine.shares_memory
+
+    # ---- start and end ----
+
+    def start(self) -> None:
+        """Start all workers; `wait_ready` waits for them."""
+        self._perform(self.membership.start(time.monotonic()))
+        if self._engine.threaded:
+            self._thread = threading.Thread(target=self._serve, name="farstep-head", daemon=True)
+            self._thread.start()
+
+    def wait_ready(self) -> None:
+        """Until every worker has built its environments."""
+        self.wait(lambda: True if all(seat.ready for seat in self.seats) else None)
+
+    def close(self) -> None:
+        """Stop workers, kill the ones that do not stop in time, and free everything. Idempotent."""
+        with self._lead():
+            if self._closed:
+                return
+            self._closed = True
+            self.membership.stop()
+            for seat in self.seats:
+                if seat.link is not None:
+                    seat.words[CANCEL] = 2**62
+                    with contextlib.suppress(OSError):
+                        seat.link.send([m.encode(m.Stop())])
+            self._wait_for_ends(time.monotonic() + self._timeouts.close_s)
+            for seat in self.seats:
+                if seat.handle is not None:
+                    seat.handle.kill()
+            self._wait_for_ends(time.monotonic() + 5.0)
+            for seat in self.seats:
+                self._drop_process(seat)
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+        self._engine.close()
+        self._inner.close()
+        self._outer.close()
+
+    def _wait_for_ends(self, deadline: float) -> None:
+        while time.monotonic() < deadline:
+            if all(seat.handle is None or seat.handle.poll() is not None for seat in self.seats):
+                return
+            self._pump(0.02)
+
+    # ---- waiting ----
+
+    def wait(self, done: Callable[[], T | None]) -> T:
+        """Pump until `done` answers; raises what the run failed of. Bounded: a worker without progress is killed
+        after its phase's limit, and the restart budget is finite."""
+        with self._lead():
+            while True:
+                self.raise_failure()
+                answer = done()
+                if answer is not None:
+                    return answer
+                self._pump(self._tick_s)
+
+    def raise_failure(self) -> None:
+        """Raise the run's failure the first time, a reference to it afterwards."""
+        if self._failure is not None:
+            failure = self._failure
+            if self._closed:
+                raise ClosedError(f"this cluster failed earlier and is closed: {str(failure).splitlines()[0]}")
+            self.close()
+            raise failure
+        if self._closed:
+            raise ClosedError("this cluster is closed; make a new one.")
+
+    def fail(self, error: FarstepError) -> None:
+        """The run cannot go on; whoever waits gets the error."""
+        if self._failure is None:
+            self._failure = error
+        self.membership.stop()
+
+    @contextlib.contextmanager
+    def _lead(self) -> Iterator[None]:
+        with self._lock:
+            if self._inner.closed:
+                yield
+                return
+            self._outer.modify(self._inner.fileno(), 0)
+            try:
+                yield
+            finally:
+                if not self._inner.closed:
+                    self._outer.modify(self._inner.fileno(), select.EPOLLIN)
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Exclude the background thread for a moment."""
+        with self._lock:
+            yield
+
+    def _serve(self) -> None:
+        while not self._closed:
+            try:
+                self._outer.poll(self._tick_s)
+            except (OSError, ValueError):
+                return
+            if self._lock.acquire(timeout=0.05):
+                try:
+                    if not self._closed:
+                        self._pump(0.0)
+                except Exception as error:  # a bug of ours must reach the caller, not die in a thread
+                    self.fail(FarstepError(f"internal error in the head: {error!r}"))
+                    log.exception("internal error in the head")
+                finally:
+                    self._lock.release()
+
+    def _pump(self, timeout_s: float) -> None:
+        """Read what has arrived, look at processes, do what is due. The lock is held."""
+        arrived = self._engine.drain(self._receive)
+        if not self._engine.threaded:
+            arrived = self._drive() or arrived
+        for fd, _ in self._inner.poll(0.0 if arrived else timeout_s):
+            reader = self._readers.get(fd)
+            if reader is not None:
+                reader()
+        self._engine.drain(self._receive)
+        now = time.monotonic()
+        if now >= self._next_tick:
+            self._next_tick = now + self._tick_s
+            self._observe(now)
+            self._perform(self.membership.tick(now))
+
+    def _drive(self) -> bool:
+        """Workers in this process move when we make them."""
+        moved = False
+        for seat in self.seats:
+            while seat.link is not None and not seat.link.closed and (received := seat.link.receive()) is not None:
+                moved = True
+                self._receive(seat.worker, received)
+            if seat.handle is not None and seat.handle.poll() is not None:
+                self._process_ended(seat)
+        return moved
+
+    def _observe(self, now: float) -> None:
+        for seat in self.seats:
+            if seat.handle is not None:
+                if not self._engine.threaded and seat.link is not None:
+                    continue  # it cannot be stuck without us
+                phase, count, slot = (int(seat.words[i]) for i in (PHASE, COUNT, SLOT))
+                label = Phase(phase).label if phase in Phase.__members__.values() and phase else ""
+                self._act_on(life.Observed(seat.worker, label, (count, slot)))
+                seat.link.flush() if seat.link is not None else None
+
+    # ---- doing what membership says ----
+
+    def _act_on(self, event: life.Event) -> None:
+        self._perform(self.membership.handle(event, time.monotonic()))
+
+    def _perform(self, actions: Sequence[life.Action]) -> None:
+        for action in actions:
+            seat = self.seats[action.worker]
+            match action:
+                case life.Start():
+                    self._start_seat(seat, action.incarnation)
+                case life.Kill():
+                    if action.stuck_in and seat.handle is not None:
+                        limit = getattr(self._timeouts, f"{action.stuck_in}_s")
+                        seat.error = seat.stuck(action.stuck_in, limit)
+                        log.warning("%s", str(seat.error).splitlines()[0])
+                    if seat.handle is not None:
+                        seat.handle.kill()
+                case life.Lost():
+                    seat.ready, seat.agent, seat.generation = False, -1, -1
+                    self.tickets.lost(seat.worker)
+                case life.GiveUp():
+                    self.fail(seat.error or WorkerError("a worker failed", seat.where("?")))
+
+    def _start_seat(self, seat: Seat, incarnation: int) -> None:
+        self._drop_process(seat)
+        seat.incarnation = incarnation
+        seat.ready, seat.agent, seat.generation, seat.error = False, -1, -1, None
+        try:
+            self._engine.start(seat, self.run)
+        except OSError as error:
+            self.fail(WorkerError(f"a worker could not be started: {error}", seat.where("start")))
+            return
+        seat.pid = seat.handle.pid if seat.handle else 0
+        if self._engine.threaded:
+            assert seat.handle is not None
+            if seat.link is not None and hasattr(seat.link, "fileno"):
+                self._register(seat.link.fileno(), lambda: self._read(seat))
+            self._register(seat.handle.exit_fd, lambda: self._process_ended(seat))
+            self._register(seat.handle.output_fd, lambda: self._read_output(seat))
+
+    def _drop_process(self, seat: Seat) -> None:
+        if seat.link is not None:
+            if hasattr(seat.link, "fileno") and self._engine.threaded:
+                self._unregister(seat.link.fileno())
+            seat.link.close()
+            seat.link = None
+        if seat.handle is not None:
+            self._unregister(seat.handle.exit_fd)
+            self._unregister(seat.handle.output_fd)
+            seat.handle.close()
+            seat.handle = None
+
+    def _register(self, fd: int, reader: Callable[[], None]) -> None:
+        self._readers[fd] = reader
+        self._inner.register(fd, select.EPOLLIN)
+
+    def _unregister(self, fd: int) -> None:
+        if self._readers.pop(fd, None) is not None:
+            with contextlib.suppress(OSError, ValueError):
+                self._inner.unregister(fd)
+
+    def _process_ended(self, seat: Seat) -> None:
+        ended = seat.handle.poll() if seat.handle is not None else None
+        if ended is None:
+            return
+        if seat.link is not None and hasattr(seat.link, "fileno") and self._engine.threaded:
+            self._read(seat)  # what it said before it ended still counts
+        phase = Phase(int(seat.words[PHASE])).label
+        if seat.error is None and not self._closed:
+            seat.error = seat.died(ended, phase)
+            log.warning("%s", str(seat.error).splitlines()[0])
+        if self._engine.threaded and seat.handle is not None:
+            self._unregister(seat.handle.exit_fd)
+        self._act_on(life.Ended(seat.worker))
+
+    def _read_output(self, seat: Seat) -> None:
+        if seat.handle is None:
+            return
+        new = seat.handle.read_output()
+        if not new:
+            self._unregister(seat.handle.output_fd)
+        for line in new.decode(errors="replace").splitlines():
+            log.info("worker %d: %s", seat.worker, line)
+
+    # ---- messages ----
+
+    def _read(self, seat: Seat) -> None:
+        while seat.link is not None:
+            try:
+                received = seat.link.receive()
+            except EOFError:
+                self._unregister(seat.link.fileno())
+                self._act_on(life.Gone(seat.worker))
+                return
+            except WireError as error:
+                log.warning("worker %d sent what cannot be read: %s", seat.worker, error)
+                self._act_on(life.Gone(seat.worker))
+                return
+            if received is None:
+                return
+            self._receive(seat.worker, received)
+
+    def _receive(self, worker: int, received: Received) -> None:
+        seat = self.seats[worker]
+        try:
+            message = m.decode_from_worker(received.frames)
+        except WireError as error:
+            log.warning("worker %d sent what cannot be read: %s", worker, error)
+            self._act_on(life.Gone(worker))
+            return
+        match message:
+            case m.Hello():
+                self._welcome(seat, message)
+            case m.Ready():
+                self._ready(seat, message)
+            case m.Progress():
+                copy_words(message.words, seat.words)
+            case m.Failure():
+                self._failed(seat, message)
+            case _:
+                self.on_message(seat, message, received)
+
+    def send(self, seat: Seat, message: m.FromHead, frames: Sequence[Any] = (), fds: Sequence[int] = ()) -> None:
+        if seat.link is not None:
+            shared = fds if self._engine.shares_memory else ()
+            seat.link.send([m.encode(message), *frames], shared)
+
+    def _welcome(self, seat: Seat, hello: m.Hello) -> None:
+        mine = versions()
+        different = [
+            f"{name} {mine.get(name, '?')} here and {hello.versions.get(name, '?')} on the worker"
+            for name in sorted(mine.keys() | hello.versions.keys())
+            if mine.get(name) != hello.versions.get(name)
+        ]
+        if hello.run != self.run or hello.worker != seat.worker or hello.incarnation != seat.incarnation:
+            different.append("it belongs to another run or incarnation")
+        seat.host, seat.pid = hello.host, hello.pid
+        if different:
+            reason = f"worker {seat.worker} on {hello.host} does not fit: {'; '.join(different)}."
+            self.send(seat, m.Refuse(reason))
+            self.fail(HandshakeError(f"{reason} Install the same versions on both sides."))
+            return
+        self._act_on(life.Hello(seat.worker))
+        columns = slice(seat.first, seat.stop)
+        self.send(
+            seat,
+            m.Welcome(
+                seat.first,
+                seat.num_envs,
+                self.roots[columns],
+                self.resume[columns].tolist(),
+                self._program,
+                import_path(),
+                preloads(),
+            ),
+        )
+
+    def _ready(self, seat: Seat, message: m.Ready) -> None:
+        spaces = (unpack(message.observation_space), unpack(message.action_space))
+        if self.spaces is None:
+            self.spaces = spaces
+        elif spaces != self.spaces:
+            self.fail(
+                HandshakeError(
+                    f"worker {seat.worker} on {seat.host} has the spaces {spaces}, another worker has {self.spaces}. "
+                    "All environments of a run must have equal spaces."
+                )
+            )
+            return
+        seat.ready = True
+        self._act_on(life.Ready(seat.worker))
+        for staged, frames, fds in self.stage:
+            self.send(seat, staged, frames, fds)
+        self.grant()
+
+    def _failed(self, seat: Seat, failure: m.Failure) -> None:
+        where = seat.where(
+            failure.phase,
+            slot=failure.slot,
+            seed=failure.seed,
+            episode_step=failure.episode_step,
+            version=failure.version,
+        )
+        what = "the agent raised" if failure.phase in ("act", "load") else "the environment raised"
+        error = RemoteEnvError(f"{what} {failure.message}", where, failure.traceback)
+        if failure.request is not None:
+            self.on_message(seat, failure, Received([]))
+            return
+        seat.error = error
+        first_time = failure.phase == "construct" and not seat.incarnation
+        if failure.phase in ("act", "load") or (failure.ticket is None and first_time):
+            self.fail(error)  # trying the same again would only fail again
+            return
+        log.warning("%s; going on with the next episodes", str(error).splitlines()[0])
+        if failure.ticket is not None and self.tickets.give_back(seat.worker, failure.ticket, "environment failed"):
+            self._act_on(life.Failed(seat.worker))
+            self.grant()
+
+    # ---- tickets ----
+
+    def grant(self) -> None:
+        """Give every ticket that may be given now."""
+        if self._failure is not None:
+            return
+        available = [seat.worker for seat in self.seats if seat.ready]
+        for order in self.tickets.grant(available, self.version()):
+            ticket, frames = self.make_ticket(order)
+            self.send(self.seats[order.worker], ticket, frames)
+
+    def cancel(self) -> None:
+        """Take back what was given and is not done."""
+        upto = self.tickets.cancel()
+        for seat in self.seats:
+            if seat.link is not None:
+                seat.words[CANCEL] = upto
+                self.send(seat, m.Cancel(upto))

@@ -1,0 +1,102 @@
+"""The counters behind `env.stats()`; the same names in every logger."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import Any
+
+import numpy as np
+
+from farstep.batch import Batch
+from farstep.head.membership import State
+from farstep.head.server import Server
+from farstep.wire.messages import Chunk
+
+_WINDOW = 100
+_RATE_WINDOW_S = 10.0
+
+
+class Counters:
+    """What happened so far; `snapshot` is plain data."""
+
+    def __init__(self, num_workers: int) -> None:
+        self.steps = self.chunks = self.episodes = 0
+        self.weights_sent = self.rollouts_received = 0
+        self.syncs = [0] * num_workers
+        self.wait = {"tickets": 0.0, "weights": 0.0, "learner": 0.0, "transfer": 0.0}
+        self._recent: deque[tuple[float, int]] = deque()
+        self._returns: deque[float] = deque(maxlen=_WINDOW)
+        self._lengths: deque[float] = deque(maxlen=_WINDOW)
+        self._lag_sum = self._lag_rows = self._lag_max = 0
+        self._oldest: int | None = None
+
+    def chunk(self, worker: int, chunk: Chunk, nbytes: int) -> None:
+        """A chunk was accepted."""
+        self.syncs[worker] += chunk.syncs
+        self.weights_sent += chunk.synced_bytes
+        self.rollouts_received += nbytes
+        self.wait["tickets"] += chunk.tickets_s
+        self.wait["weights"] += chunk.weights_s
+
+    def batch(self, batch: Batch, chunks: int, version: int) -> None:
+        """A batch was handed to the learner."""
+        rows, slots = batch.shape
+        self.steps += rows * slots
+        self.chunks += chunks
+        now = time.monotonic()
+        self._recent.append((now, rows * slots))
+        while now - self._recent[0][0] > _RATE_WINDOW_S and len(self._recent) > 2:
+            self._recent.popleft()
+        self.episodes += len(batch.episodes["return"])
+        self._returns.extend(batch.episodes["return"].tolist())
+        self._lengths.extend(batch.episodes["length"].tolist())
+        if rows:
+            versions = np.asarray(batch["version"])[0]  # one version per chunk: the first row has them all
+            lags = version - versions
+            self._lag_sum += int(lags.sum())
+            self._lag_rows += len(lags)
+            self._lag_max = max(self._lag_max, int(lags.max()))
+            oldest = int(versions.min())
+            self._oldest = oldest if self._oldest is None else min(self._oldest, oldest)
+
+    def snapshot(self, server: Server, version: int) -> dict[str, Any]:
+        members, tickets = server.membership, server.tickets
+        span = self._recent[-1][0] - self._recent[0][0] if len(self._recent) > 1 else 0.0
+        later_steps = sum(steps for _, steps in list(self._recent)[1:])
+        return {
+            "steps": self.steps,
+            "chunks": self.chunks,
+            "rolled": tickets.issued,
+            "delivered": tickets.delivered,
+            "buffered": tickets.buffered,
+            "in_flight": tickets.in_flight,
+            "dropped": dict(tickets.dropped),
+            "steps_per_second": later_steps / span if span > 0 else 0.0,
+            "workers": {
+                "alive": members.count(State.ALIVE),
+                "starting": members.count(State.STARTING, State.CONSTRUCTING, State.WAITING),
+                "parked": 0,
+                "lost": members.count(State.DYING),
+                "restarts": members.restarts,
+            },
+            "weight_syncs": {"total": sum(self.syncs), "per_worker": list(self.syncs)},
+            "bytes": {
+                "weights_sent": self.weights_sent,
+                "probes_sent": 0,
+                "rollouts_received": self.rollouts_received,
+            },
+            "versions": {
+                "current": version,
+                "oldest_consumed": self._oldest,
+                "lag_mean": self._lag_sum / self._lag_rows if self._lag_rows else 0.0,
+                "lag_max": self._lag_max,
+            },
+            "divergence": {},
+            "wait": dict(self.wait),
+            "episodes": {
+                "count": self.episodes,
+                "return_mean": float(np.mean(self._returns)) if self._returns else None,
+                "length_mean": float(np.mean(self._lengths)) if self._lengths else None,
+            },
+        }

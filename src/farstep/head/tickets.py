@@ -1,0 +1,239 @@
+"""Who may roll: tickets, admission and exactly-once acceptance, as a state machine without I/O.
+
+A session yields batches. With `num_chunks=None` batch `b` is one chunk of every worker; otherwise it is the first
+`num_chunks` chunks to arrive. Admission is one rule (DESIGN idea 2): batches outstanding + unread + held by the
+learner never exceed `max_staleness + 1`; a learner that publishes once per batch then never meets an older row.
+What publishes more often makes rows too old: those are dropped here, counted, and rolled again.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+_QUEUED_PER_WORKER = 2  # one being rolled, one to go on with at once
+
+
+@dataclass(frozen=True)
+class Order:
+    """A ticket that was given: who rolls what into which lane."""
+
+    seq: int
+    worker: int
+    batch: int
+    lane: int
+    min_version: int
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """A chunk that was accepted."""
+
+    order: Order
+    version: int
+    chunk: Any
+
+
+@dataclass
+class Session:
+    """What the current call asked for, and how far it got."""
+
+    max_staleness: int | None
+    """None: synchronous, age is not looked at."""
+    num_chunks: int | None
+    batches: int | None
+    """How many batches in all; None: as many as are asked for."""
+    issued: dict[int, int] = field(default_factory=dict)
+    """Per worker, the next batch it has no ticket for."""
+    redo: dict[int, deque[tuple[int, int]]] = field(default_factory=dict)
+    """Per worker, batch and lane of tickets to give again."""
+    taken: int = 0
+    released: int = 0
+    held_chunks: int = 0
+    lanes: dict[int, list[int]] = field(default_factory=dict)
+    """Per worker, free lanes (first-come sessions only)."""
+
+    @property
+    def depth(self) -> int:
+        return (self.max_staleness or 0) + 1
+
+
+class Tickets:
+    """Gives tickets to workers and takes chunks from them."""
+
+    def __init__(self, num_workers: int) -> None:
+        self._workers = num_workers
+        self._seq = 0
+        self._outstanding: dict[int, Order] = {}
+        self._arrived: deque[Arrived] = deque()
+        self._session: Session | None = None
+        self.issued = self.delivered = 0
+        self.dropped: Counter[str] = Counter()
+
+    @staticmethod
+    def lanes_needed(max_staleness: int | None, num_chunks: int | None) -> int:
+        """How many lanes a session writes into."""
+        depth = (max_staleness or 0) + 1
+        return depth if num_chunks is None else max(depth, _QUEUED_PER_WORKER)
+
+    def open(self, max_staleness: int | None, num_chunks: int | None = None, batches: int | None = None) -> None:
+        """Begin a session; whatever an earlier one left open is cancelled first."""
+        assert self._session is None, "cancel the session before opening another"
+        session = Session(max_staleness, num_chunks, batches)
+        lanes = self.lanes_needed(max_staleness, num_chunks)
+        for worker in range(self._workers):
+            session.issued[worker] = 0
+            session.redo[worker] = deque()
+            session.lanes[worker] = list(range(lanes))
+        self._session = session
+
+    @property
+    def is_open(self) -> bool:
+        return self._session is not None
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._outstanding)
+
+    @property
+    def buffered(self) -> int:
+        return len(self._arrived)
+
+    def busy(self, worker: int) -> int:
+        """How many tickets a worker holds."""
+        return sum(order.worker == worker for order in self._outstanding.values())
+
+    # ---- giving ----
+
+    def grant(self, available: Iterable[int], version: int) -> list[Order]:
+        """All tickets that the available workers may have now; `version` is the current one."""
+        session = self._session
+        if session is None:
+            return []
+        if session.num_chunks is None:
+            return [order for worker in available for order in self._rounds(session, worker, version)]
+        return self._first_come(session, session.num_chunks, list(available), version)
+
+    def _rounds(self, session: Session, worker: int, version: int) -> list[Order]:
+        orders = []
+        while session.redo[worker]:
+            batch, lane = session.redo[worker].popleft()
+            orders.append(self._order(session, worker, batch, lane, version + batch - session.released))
+        last = session.released + session.depth
+        if session.batches is not None:
+            last = min(last, session.batches)
+        while session.issued[worker] < last:
+            batch = session.issued[worker]
+            session.issued[worker] += 1
+            lane = batch % session.depth
+            orders.append(self._order(session, worker, batch, lane, version + batch - session.released))
+        return orders
+
+    def _first_come(self, session: Session, wanted: int, available: list[int], version: int) -> list[Order]:
+        orders = []
+        while True:
+            ahead = len(self._outstanding) + len(self._arrived) + session.held_chunks
+            free = [w for w in available if session.lanes[w] and self.busy(w) < _QUEUED_PER_WORKER]
+            if not free or ahead >= session.depth * wanted:
+                return orders
+            # Whoever has least to do; among equals, whoever got least so far.
+            worker = min(free, key=lambda w: (self.busy(w), session.issued[w]))
+            session.issued[worker] += 1
+            lane = session.lanes[worker].pop()
+            orders.append(self._order(session, worker, -1, lane, version + ahead // wanted))
+
+    def _order(self, session: Session, worker: int, batch: int, lane: int, version_then: int) -> Order:
+        """`version_then`: the version when the chunk is consumed, if the learner publishes once per batch."""
+        self._seq += 1
+        self.issued += 1
+        bound = 0 if session.max_staleness is None else max(0, version_then - session.max_staleness)
+        order = Order(self._seq, worker, batch, lane, bound)
+        self._outstanding[order.seq] = order
+        return order
+
+    # ---- taking ----
+
+    def order(self, seq: int) -> Order | None:
+        """The open ticket of that number."""
+        return self._outstanding.get(seq)
+
+    def accept(self, worker: int, seq: int, version: int, chunk: Any) -> bool:
+        """Take a chunk if its ticket is open and this worker owns it; anything else is a leftover or a repetition."""
+        order = self._outstanding.get(seq)
+        if order is None or order.worker != worker:
+            return False
+        del self._outstanding[seq]
+        self._arrived.append(Arrived(order, version, chunk))
+        return True
+
+    def give_back(self, worker: int, seq: int, cause: str) -> bool:
+        """The worker could not do this ticket; somebody is to do it again."""
+        order = self._outstanding.get(seq)
+        if order is None or order.worker != worker:
+            return False
+        del self._outstanding[seq]
+        self._drop(order, cause)
+        return True
+
+    def lost(self, worker: int) -> None:
+        """The worker is gone with its open tickets; what it handed over stays."""
+        for order in [order for order in self._outstanding.values() if order.worker == worker]:
+            del self._outstanding[order.seq]
+            self._drop(order, "worker lost")
+
+    def _drop(self, order: Order, cause: str) -> None:
+        self.dropped[cause] += 1
+        session = self._session
+        if session is None:
+            return
+        if session.num_chunks is None:
+            session.redo[order.worker].append((order.batch, order.lane))
+        else:
+            session.lanes[order.worker].append(order.lane)
+
+    def take(self, version: int) -> list[Arrived] | None:
+        """The next batch if it is there, its chunks in order of workers; releases the one before."""
+        session = self._session
+        assert session is not None
+        self._drop_stale(session, version)
+        if session.num_chunks is None:
+            batch = [arrived for arrived in self._arrived if arrived.order.batch == session.taken]
+            if len(batch) < self._workers:
+                return None
+        else:
+            if len(self._arrived) < session.num_chunks:
+                return None
+            batch = [self._arrived[i] for i in range(session.num_chunks)]
+            session.held_chunks = len(batch)
+            for arrived in batch:  # copied together by the caller before anybody gets the next ticket
+                session.lanes[arrived.order.worker].append(arrived.order.lane)
+        taken = {arrived.order.seq for arrived in batch}
+        self._arrived = deque(arrived for arrived in self._arrived if arrived.order.seq not in taken)
+        session.taken += 1
+        self.delivered += len(batch)
+        return sorted(batch, key=lambda arrived: (arrived.order.worker, arrived.order.seq))
+
+    def _drop_stale(self, session: Session, version: int) -> None:
+        if session.max_staleness is None:
+            return
+        for arrived in [a for a in self._arrived if version - a.version > session.max_staleness]:
+            self._arrived.remove(arrived)
+            self._drop(arrived.order, "stale")
+
+    def release(self) -> None:
+        """The learner is done with the batch it held."""
+        session = self._session
+        if session is not None:
+            session.released, session.held_chunks = session.taken, 0
+
+    def cancel(self) -> int:
+        """End the session; open tickets and unread chunks are dropped. Returns the last ticket's number."""
+        self.dropped["cancelled"] += len(self._outstanding) + len(self._arrived)
+        if not self.dropped["cancelled"]:
+            del self.dropped["cancelled"]
+        self._outstanding.clear()
+        self._arrived.clear()
+        self._session = None
+        return self._seq

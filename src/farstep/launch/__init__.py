@@ -1,0 +1,1 @@
+"""Where workers run: one module per engine, all behind `core.Launcher`."""

@@ -1,0 +1,137 @@
+"""Array schemas: which arrays a space or an agent's output consists of, and how they nest.
+
+A nested space becomes named arrays: a Dict observation with a `camera` entry is stored as `obs.camera`, the
+second entry of a Tuple action as `action.1`. A `Structure` remembers the nesting, so that values can be taken
+apart (`leaves`) and put together again (`nest`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import msgspec
+import numpy as np
+from gymnasium import spaces
+
+from farstep.core import Array, Nested
+from farstep.errors import AgentError, SpaceError
+
+Structure = str | dict[str, Any] | tuple[Any, ...]
+"""A leaf's name, or a mapping or tuple of structures."""
+
+
+class ArraySpec(msgspec.Struct, frozen=True, array_like=True):
+    """Shape and dtype of one step of one environment."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def nbytes(self) -> int:
+        return int(np.dtype(self.dtype).itemsize * np.prod(self.shape, dtype=np.int64))
+
+    @classmethod
+    def of(cls, array: Array) -> ArraySpec:
+        """The spec of a batch `array` of shape [n, ...]."""
+        return cls(tuple(array.shape[1:]), array.dtype.str)
+
+    def __str__(self) -> str:
+        return f"{np.dtype(self.dtype).name}{list(self.shape)}"
+
+
+Schema = dict[str, ArraySpec]
+
+_REFUSED = {
+    "Text": "strings have no fixed number of bytes",
+    "Graph": "the number of nodes and edges varies",
+    "Sequence": "the length varies from step to step",
+    "OneOf": "the shape depends on the choice",
+}
+
+
+def space_schema(space: spaces.Space[Any], name: str) -> tuple[Structure, Schema]:
+    """How `space` is stored under `name`: its nesting and one spec per array."""
+    schema: Schema = {}
+    return _visit(space, name, schema), schema
+
+
+def _visit(space: spaces.Space[Any], name: str, schema: Schema) -> Structure:
+    if isinstance(space, spaces.Dict):
+        for key in space.spaces:
+            if not isinstance(key, str) or not key or "." in key:
+                raise SpaceError(
+                    f"{name}: the Dict space has the key {key!r}; keys become array names, so they must be "
+                    "non-empty strings without a dot. Rename it in a wrapper."
+                )
+        return {key: _visit(sub, f"{name}.{key}", schema) for key, sub in space.spaces.items()}
+    if isinstance(space, spaces.Tuple):
+        return tuple(_visit(sub, f"{name}.{i}", schema) for i, sub in enumerate(space.spaces))
+    if isinstance(space, (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)):
+        assert space.shape is not None and space.dtype is not None
+        dtype = np.dtype(space.dtype)
+        if dtype.hasobject:
+            raise SpaceError(f"{name}: {space} holds Python objects; only plain numbers can be shared.")
+        schema[name] = ArraySpec(tuple(space.shape), dtype.str)
+        return name
+    kind = type(space).__name__
+    reason = _REFUSED.get(kind, "farstep does not know how to lay it out")
+    raise SpaceError(
+        f"{name}: {kind} spaces are not supported, since {reason} and farstep stores steps in fixed arrays. "
+        "Turn it into Box, Discrete, MultiDiscrete, MultiBinary, or a Dict or Tuple of these, with a wrapper."
+    )
+
+
+def value_structure(value: Nested, name: str, arrays: dict[str, Array]) -> Structure:
+    """The nesting of an agent's output; its arrays are added to `arrays` under their paths."""
+    if isinstance(value, Mapping):
+        for key in value:
+            if not isinstance(key, str) or not key or "." in key:
+                raise AgentError(f"{name}: key {key!r} of the agent's output must be a string without a dot.")
+        return {key: value_structure(sub, f"{name}.{key}", arrays) for key, sub in value.items()}
+    if isinstance(value, (tuple, list)):
+        return tuple(value_structure(sub, f"{name}.{i}", arrays) for i, sub in enumerate(value))
+    array = np.asarray(value)
+    if array.dtype.hasobject:
+        raise AgentError(f"{name}: the agent returned {type(value).__name__}; arrays of numbers are expected.")
+    arrays[name] = array
+    return name
+
+
+def nest(structure: Structure, arrays: Mapping[str, Any]) -> Nested:
+    """Put named arrays together as `structure` says."""
+    if isinstance(structure, str):
+        return arrays[structure]
+    if isinstance(structure, dict):
+        return {key: nest(sub, arrays) for key, sub in structure.items()}
+    return tuple(nest(sub, arrays) for sub in structure)
+
+
+def leaves(structure: Structure, value: Nested) -> Iterator[tuple[str, Any]]:
+    """Take `value` apart as `structure` says: pairs of array name and entry."""
+    if isinstance(structure, str):
+        yield structure, value
+    elif isinstance(structure, dict):
+        for key, sub in structure.items():
+            yield from leaves(sub, value[key])
+    else:
+        for sub, entry in zip(structure, value, strict=True):
+            yield from leaves(sub, entry)
+
+
+def leaf_names(structure: Structure) -> list[str]:
+    """The names of a structure's arrays, in order."""
+    if isinstance(structure, str):
+        return [structure]
+    subs = structure.values() if isinstance(structure, dict) else structure
+    return [name for sub in subs for name in leaf_names(sub)]
+
+
+def differences(mine: Mapping[str, ArraySpec], theirs: Mapping[str, ArraySpec]) -> list[str]:
+    """What two schemas disagree on, a clause each; empty when they are equal."""
+    found = []
+    for name in sorted(mine.keys() | theirs.keys()):
+        a, b = mine.get(name), theirs.get(name)
+        if a != b:
+            found.append(f"{name} is {a or 'absent'} here and {b or 'absent'} there")
+    return found

@@ -1,0 +1,176 @@
+"""Data-only encoding of plain Python values, arrays and spaces.
+
+Nothing in here can name code: whatever a peer sends decodes to numbers, strings, containers, arrays or
+Gymnasium spaces. What has no such form is refused, or replaced by its `repr` where a caller asks for that.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import numpy as np
+from gymnasium import spaces
+
+from farstep.errors import WireError
+
+_ARRAY, _SCALAR, _TUPLE, _SPACE, _BIGINT = 1, 2, 3, 4, 5
+_MAX_DEPTH = 32
+
+
+def pack(value: object, *, opaque: bool = False) -> bytes:
+    """Encode `value`; with `opaque`, what has no data form becomes its `repr`, else it is a `WireError`."""
+    return msgspec.msgpack.encode(_data(value, opaque, 0))
+
+
+def unpack(payload: bytes | bytearray | memoryview) -> Any:
+    """Decode what `pack` made; anything else is a `WireError`."""
+    try:
+        return _value(msgspec.msgpack.decode(payload))
+    except WireError:
+        raise
+    except Exception as error:  # a peer's bytes can be wrong in every way; all of them mean the same
+        raise WireError(f"cannot decode {len(payload)} bytes: {error}") from error
+
+
+def _data(value: object, opaque: bool, depth: int) -> object:
+    if depth > _MAX_DEPTH:
+        raise WireError(f"value is nested more than {_MAX_DEPTH} levels deep; it cannot be sent.")
+    kind = type(value)
+    if value is None or kind in (bool, str, float, bytes):
+        return value
+    if kind is int:
+        big = not -(2**63) <= value < 2**64  # type: ignore[operator]
+        return msgspec.msgpack.Ext(_BIGINT, str(value).encode()) if big else value
+    if isinstance(value, spaces.Space):  # before Mapping: a Dict space is one too
+        return _ext(_SPACE, _space_data(value, opaque, depth))
+    if isinstance(value, Mapping):
+        return {_key(key): _data(sub, opaque, depth + 1) for key, sub in value.items()}
+    if kind is list:
+        return [_data(sub, opaque, depth + 1) for sub in value]  # type: ignore[attr-defined]
+    if kind is tuple:
+        return _ext(_TUPLE, [_data(sub, opaque, depth + 1) for sub in value])  # type: ignore[attr-defined]
+    if isinstance(value, np.ndarray):
+        if value.dtype == object:
+            return _ext(_ARRAY, ["O", list(value.shape), [_data(x, opaque, depth + 1) for x in value.flat]])
+        if not value.dtype.hasobject and value.dtype.names is None:
+            return _ext(_ARRAY, [value.dtype.str, list(value.shape), value.tobytes()])
+    if isinstance(value, np.generic) and not value.dtype.hasobject and value.dtype.names is None:
+        return _ext(_SCALAR, [value.dtype.str, value.tobytes()])
+    if opaque:
+        return repr(value)
+    raise WireError(
+        f"a {kind.__module__}.{kind.__qualname__} cannot be sent from a worker: only numbers, strings, "
+        "containers, arrays and spaces travel, since nothing from a worker is ever unpickled."
+    )
+
+
+def _key(key: object) -> object:
+    if isinstance(key, (str, int, bool, float)) or key is None:
+        return key
+    if isinstance(key, np.generic):
+        return key.item()
+    return repr(key)
+
+
+def _ext(code: int, data: object) -> msgspec.msgpack.Ext:
+    return msgspec.msgpack.Ext(code, msgspec.msgpack.encode(data))
+
+
+def _value(data: object) -> object:
+    if isinstance(data, dict):
+        return {key: _value(sub) for key, sub in data.items()}
+    if isinstance(data, list):
+        return [_value(sub) for sub in data]
+    if isinstance(data, msgspec.msgpack.Ext):
+        return _decode_ext(data.code, bytes(data.data))
+    return data
+
+
+def _decode_ext(code: int, payload: bytes) -> object:
+    if code == _BIGINT:
+        return int(payload)
+    body = msgspec.msgpack.decode(payload)
+    if code == _TUPLE:
+        return tuple(_value(sub) for sub in body)
+    if code == _SCALAR:
+        return np.frombuffer(body[1], dtype=_dtype(body[0]))[0]
+    if code == _SPACE:
+        return _space(body)
+    if code != _ARRAY:
+        raise WireError(f"unknown extension type {code}.")
+    kind, shape, content = body
+    if kind == "O":
+        array = np.empty(len(content), dtype=object)
+        array[:] = [_value(sub) for sub in content]
+        return array.reshape(shape)
+    return np.frombuffer(content, dtype=_dtype(kind)).reshape(shape).copy()
+
+
+def _dtype(text: object) -> np.dtype[Any]:
+    dtype = np.dtype(str(text))
+    if dtype.hasobject:
+        raise WireError(f"dtype {text!r} would hold Python objects.")
+    return dtype
+
+
+def _space_data(space: spaces.Space[Any], opaque: bool, depth: int) -> list[object]:
+    def nested(sub: object) -> object:
+        return _data(sub, opaque, depth + 1)
+
+    match space:
+        case spaces.Box():
+            low, high = (_shrunk(bound) for bound in (space.low, space.high))
+            return ["box", nested(low), nested(high), list(space.shape), np.dtype(space.dtype).str]
+        case spaces.Discrete():
+            return ["discrete", nested(space.n), nested(space.start), np.dtype(space.dtype).str]
+        case spaces.MultiDiscrete():
+            return ["multidiscrete", nested(space.nvec), nested(space.start), np.dtype(space.dtype).str]
+        case spaces.MultiBinary():
+            return ["multibinary", nested(space.n)]
+        case spaces.Dict():
+            return ["dict", [[key, nested(sub)] for key, sub in space.spaces.items()]]
+        case spaces.Tuple():
+            return ["tuple", [nested(sub) for sub in space.spaces]]
+    return ["other", type(space).__name__, repr(space)]
+
+
+def _shrunk(bound: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """A bound that is the same everywhere travels as one number (an image's would be 2 x 28 KB)."""
+    first = bound.reshape(-1)[:1]
+    return first.reshape(()) if bound.size and bool(np.all(bound == first)) else bound
+
+
+def _space(body: list[Any]) -> object:
+    kind, *rest = body
+    fields = [_value(entry) for entry in rest]
+    if kind == "box":
+        low, high, shape, dtype = fields
+        real = _dtype(dtype)
+        bounds = [np.broadcast_to(np.asarray(b, real), tuple(shape)).copy() for b in (low, high)]
+        return spaces.Box(bounds[0], bounds[1], tuple(shape), real.type)
+    if kind == "discrete":
+        return spaces.Discrete(int(fields[0]), start=int(fields[1]), dtype=_dtype(fields[2]).type)
+    if kind == "multidiscrete":
+        return spaces.MultiDiscrete(fields[0], start=fields[1], dtype=_dtype(fields[2]).type)
+    if kind == "multibinary":
+        return spaces.MultiBinary(tuple(fields[0]) if isinstance(fields[0], tuple) else fields[0])
+    if kind == "dict":
+        return spaces.Dict({key: _value(sub) for key, sub in rest[0]})
+    if kind == "tuple":
+        return spaces.Tuple([_value(sub) for sub in rest[0]])
+    raise WireError(f"a space of kind {fields[0]!r} cannot be rebuilt here.")
+
+
+class Limits:
+    """Upper bounds on what one message may be; beyond them the peer is cut off."""
+
+    HEADER_BYTES = 16 * 2**20
+    MESSAGE_BYTES = 8 * 2**30
+
+
+def frame_lengths(lengths: list[int]) -> bytes:
+    """A fixed-width table of frame lengths, for links that carry one blob per message."""
+    return struct.pack(f"<I{len(lengths)}Q", len(lengths), *lengths)

@@ -1,0 +1,46 @@
+"""The link inside one process: frames handed over in memory, for debugging in one thread."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from farstep.core import Buffer, Received
+
+
+class InprocLink:
+    """One end; the head's end drives the worker when it has nothing to read."""
+
+    def __init__(self, inbox: deque[Received], outbox: deque[Received], drive: Callable[[], bool] | None = None) -> None:
+        self._inbox, self._outbox, self.drive = inbox, outbox, drive
+        self.closed = False
+
+    def fileno(self) -> int:
+        return -1
+
+    def send(self, frames: Sequence[Buffer], fds: Sequence[int] = ()) -> None:
+        # Copied, as on any other link: neither side may see later changes of the sender's buffers.
+        self._outbox.append(Received([bytes(frame) for frame in frames], [os.dup(fd) for fd in fds]))
+
+    def receive(self, timeout_s: float | None = None) -> Received | None:
+        while not self._inbox and self.drive is not None and self.drive():
+            pass
+        return self._inbox.popleft() if self._inbox else None
+
+    def flush(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        self.closed = True
+        for received in self._inbox:
+            for fd in received.fds:
+                os.close(fd)
+        self._inbox.clear()
+
+
+def inproc_pair() -> tuple[InprocLink, InprocLink]:
+    """The head's link and the worker's."""
+    to_head: deque[Received] = deque()
+    to_worker: deque[Received] = deque()
+    return InprocLink(to_head, to_worker), InprocLink(to_worker, to_head)

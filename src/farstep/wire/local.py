@@ -1,0 +1,153 @@
+"""The link between processes of one host: a socket pair, with shared memory for what is large.
+
+A worker inherits its end, so holding it is the authentication, and its end of file is the other side's death,
+noticed by the kernel at once. Messages keep their borders (SOCK_SEQPACKET); a large one travels as a memfd.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import struct
+from collections import deque
+from collections.abc import Sequence
+
+from farstep.core import Buffer, Received
+from farstep.errors import WireError
+from farstep.wire.codec import Limits, frame_lengths
+
+_INLINE_BYTES = 32 * 1024
+_MAX_FDS = 8
+_MAX_FRAMES = 4096
+
+
+def local_pair() -> tuple[LocalLink, socket.socket]:
+    """The head's link, which never blocks, and the socket for the worker to inherit."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.setblocking(False)
+    return LocalLink(ours), theirs
+
+
+class LocalLink:
+    """One end of the pair."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self._outbox: deque[tuple[bytes, list[int]]] = deque()
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def send(self, frames: Sequence[Buffer], fds: Sequence[int] = ()) -> None:
+        """Send at once; what a busy peer has no room for waits and goes out with `flush`."""
+        table = frame_lengths([len(frame) for frame in frames])
+        total = sum(len(frame) for frame in frames)
+        # Descriptors are duplicated, so that the caller may close its own while a message still waits.
+        held = [os.dup(fd) for fd in fds]
+        if total <= _INLINE_BYTES:
+            packet = b"".join((b"I", table, *frames))
+        else:
+            held.append(_in_memory(frames))
+            packet = b"M" + table
+        self._outbox.append((packet, held))
+        self.flush()
+
+    def flush(self) -> bool:
+        """Send what waits; True when nothing waits any more."""
+        while self._outbox:
+            packet, fds = self._outbox[0]
+            try:
+                if fds:
+                    socket.send_fds(self._socket, [packet], fds)
+                else:
+                    self._socket.send(packet)
+            except (BlockingIOError, InterruptedError):
+                return False
+            except (BrokenPipeError, ConnectionError):
+                pass  # the peer is gone: its end of file says so to whoever reads
+            self._outbox.popleft()
+            for fd in fds:
+                os.close(fd)
+        return True
+
+    def receive(self, timeout_s: float | None = None) -> Received | None:
+        if timeout_s is not None or self._socket.getblocking():
+            poll = select.poll()
+            poll.register(self._socket, select.POLLIN)
+            if not poll.poll(None if timeout_s is None else timeout_s * 1000):
+                return None
+        try:
+            packet, fds, flags, _ = socket.recv_fds(self._socket, _INLINE_BYTES + 65536, _MAX_FDS)
+        except BlockingIOError:
+            return None
+        except ConnectionError as error:
+            raise EOFError("the other side is gone") from error
+        if not packet:
+            raise EOFError("the other side is gone")
+        try:
+            if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+                raise WireError("a packet larger than a link carries.")
+            return _parse(packet, fds)
+        except BaseException:
+            for fd in fds:
+                os.close(fd)
+            raise
+
+    def close(self) -> None:
+        for _, fds in self._outbox:
+            for fd in fds:
+                os.close(fd)
+        self._outbox.clear()
+        self._socket.close()
+
+
+def _in_memory(frames: Sequence[Buffer]) -> int:
+    fd = os.memfd_create("farstep-message", os.MFD_CLOEXEC)
+    try:
+        for frame in frames:
+            view = memoryview(frame).cast("B")
+            while view:
+                view = view[os.write(fd, view) :]
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _parse(packet: bytes, fds: list[int]) -> Received:
+    try:
+        (count,) = struct.unpack_from("<I", packet, 1)
+        if count > _MAX_FRAMES:
+            raise WireError(f"a message of {count} frames; at most {_MAX_FRAMES} are accepted.")
+        lengths = struct.unpack_from(f"<{count}Q", packet, 5)
+    except struct.error as error:
+        raise WireError("a packet without a frame table.") from error
+    if sum(lengths) > Limits.MESSAGE_BYTES:
+        raise WireError(f"a message of {sum(lengths)} bytes; at most {Limits.MESSAGE_BYTES} are accepted.")
+    if packet[:1] == b"M":
+        if not fds:
+            raise WireError("a large message without its memory.")
+        payload: Buffer = _read_all(fds[-1], sum(lengths))
+        os.close(fds.pop())
+    else:
+        payload = memoryview(packet)[5 + 8 * count :]
+    if len(payload) != sum(lengths):
+        raise WireError("frame lengths and payload disagree.")
+    frames, start, view = [], 0, memoryview(payload)
+    for length in lengths:
+        frames.append(view[start : start + length])
+        start += length
+    return Received(frames, fds)
+
+
+def _read_all(fd: int, nbytes: int) -> bytearray:
+    """Read, not map: the sender could shrink its memory while we look at it."""
+    payload = bytearray(nbytes)
+    view, offset = memoryview(payload), 0
+    while offset < nbytes:
+        got = os.preadv(fd, [view[offset:]], offset)
+        if got == 0:
+            raise WireError("a large message shorter than its frame table says.")
+        offset += got
+    return payload

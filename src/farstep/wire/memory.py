@@ -1,0 +1,41 @@
+"""Memory that processes of one host share, without a name on disk.
+
+A memfd belongs to whoever holds its descriptor and is gone with the last holder, so nothing is left behind
+however a process ends, and no helper process of Python's can unlink it under somebody who still uses it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+
+_F_ADD_SEALS, _F_GET_SEALS, _F_SEAL_SHRINK = 1033, 1034, 0x0002
+
+
+class SharedMemory:
+    """A mapped memfd; arrays made from `view` keep the mapping alive."""
+
+    def __init__(self, fd: int, nbytes: int) -> None:
+        self.fd = fd
+        self.nbytes = nbytes
+        self.map = mmap.mmap(fd, nbytes)
+
+    @classmethod
+    def create(cls, nbytes: int, name: str = "farstep") -> SharedMemory:
+        """Zeroed memory; pages cost nothing until they are touched."""
+        fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(fd, max(nbytes, 1))
+            # Nobody can shrink it, so nobody can make another process die of SIGBUS.
+            fcntl.fcntl(fd, _F_ADD_SEALS, _F_SEAL_SHRINK)
+            return cls(fd, max(nbytes, 1))
+        except BaseException:
+            os.close(fd)
+            raise
+
+    def close(self) -> None:
+        """Give the descriptor back; the mapping goes when the last array over it does."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1

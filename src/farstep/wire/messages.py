@@ -1,0 +1,236 @@
+"""What head and worker say to each other, as typed structures.
+
+The order of a conversation:
+
+    worker  Hello ─────────────►            head  Welcome (or Refuse)
+            Ready (spaces) ────►                  Ship (agent), Parameters, Lay (where to write)
+            AgentReady ────────►                  Ticket, Ticket, ... Cancel
+            Chunk, Chunk, ... ─►                  Call ─► Reply;  Stop
+
+Workers without shared memory also ask for weights (`WeightRequest` ─► `Weights`) after a `Newest`, and send
+`Progress`. Decoding validates types; a message that does not fit is a `WireError`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+import msgspec
+
+from farstep.core import Buffer
+from farstep.errors import WireError
+from farstep.spec import Schema
+from farstep.wire.codec import Limits
+
+PROTOCOL = 1
+
+
+class Hello(msgspec.Struct, tag="hello"):
+    """A worker introduces itself; compared field by field with the head's own versions."""
+
+    worker: int
+    incarnation: int
+    run: str
+    host: str
+    pid: int
+    versions: dict[str, str]
+
+
+class Ready(msgspec.Struct, tag="ready"):
+    """All environments of the worker are built."""
+
+    observation_space: bytes
+    action_space: bytes
+    seconds: float
+    autoreset: str = ""
+
+
+class AgentReady(msgspec.Struct, tag="agent-ready"):
+    """The agent was received and tried on the worker's own observations."""
+
+    agent: int
+    schema: Schema
+    structure: bytes
+    state: Schema = {}
+    state_structure: bytes = b""
+    inference: str = ""
+
+
+class Chunk(msgspec.Struct, tag="chunk"):
+    """A ticket's work is done; rows are in the worker's columns, or in the frames that follow."""
+
+    ticket: int
+    version: int
+    resume: bytes
+    """int64 per slot: the episode to go on with if this worker is replaced."""
+    ends: bytes = b""
+    """Records of `batch.ENDS`, one per episode that ended."""
+    infos: bytes = b""
+    syncs: int = 0
+    synced_bytes: int = 0
+    tickets_s: float = 0.0
+    weights_s: float = 0.0
+    keys: list[str] = []
+    """The arrays in the frames, in order; empty with shared memory."""
+
+
+class Reply(msgspec.Struct, tag="reply"):
+    """The answer to a `Call`."""
+
+    request: int
+    payload: bytes
+
+
+class Failure(msgspec.Struct, tag="failure"):
+    """Something raised on the worker."""
+
+    message: str
+    traceback: str
+    phase: str
+    slot: int | None = None
+    seed: int | None = None
+    episode_step: int | None = None
+    version: int | None = None
+    ticket: int | None = None
+    """The ticket that was given up; the worker goes on with the next episodes."""
+    request: int | None = None
+
+
+class WeightRequest(msgspec.Struct, tag="weight-request"):
+    """A worker without shared memory wants the newest parameters."""
+
+    held: int
+
+
+class Progress(msgspec.Struct, tag="progress"):
+    """Where a worker without shared memory is; sent by a thread of its own."""
+
+    words: list[int]
+
+
+class Welcome(msgspec.Struct, tag="welcome"):
+    """What a worker is to host. `program` is code, pickled by the head for an authenticated worker."""
+
+    first_slot: int
+    num_slots: int
+    seeds: list[int]
+    episodes: list[int]
+    program: bytes
+    path: list[str]
+    preload: list[str]
+
+
+class Refuse(msgspec.Struct, tag="refuse"):
+    """The worker does not fit; it logs the reason and ends."""
+
+    reason: str
+
+
+class Ship(msgspec.Struct, tag="ship"):
+    """An agent, pickled, in the frame that follows."""
+
+    agent: int
+
+
+class Parameters(msgspec.Struct, tag="parameters"):
+    """Where the parameters of an agent are: in the memory that comes along, or sent on request."""
+
+    agent: int
+    nbytes: int
+    buffers: int
+
+
+class Lay(msgspec.Struct, tag="lay"):
+    """Where rollouts go; with shared memory its descriptor comes along."""
+
+    generation: int
+    lanes: int
+    steps: int
+    slots: int
+    rows: Schema
+    chunks: Schema
+
+
+class Reset(msgspec.Struct):
+    """Reset the masked slots (all without a mask) before the ticket's steps."""
+
+    seeds: list[int | None] | None = None
+    mask: bytes | None = None
+    options: bytes | None = None
+
+
+class Ticket(msgspec.Struct, tag="ticket"):
+    """Permission to roll one chunk into a lane."""
+
+    seq: int
+    lane: int
+    steps: int
+    min_version: int = 0
+    reset: Reset | None = None
+    infos: bool = False
+
+
+class Cancel(msgspec.Struct, tag="cancel"):
+    """Tickets up to this one are no longer wanted."""
+
+    upto: int
+
+
+class Newest(msgspec.Struct, tag="newest"):
+    """A version was published."""
+
+    version: int
+
+
+class Weights(msgspec.Struct, tag="weights"):
+    """A version's parameters, in the frame that follows."""
+
+    version: int
+
+
+class Call(msgspec.Struct, tag="call"):
+    """Do `name` on the worker's environments; `payload` is pickled by the head."""
+
+    request: int
+    name: str
+    payload: bytes
+
+
+class Stop(msgspec.Struct, tag="stop"):
+    """Close the environments and end."""
+
+
+FromWorker = Hello | Ready | AgentReady | Chunk | Reply | Failure | WeightRequest | Progress
+FromHead = Welcome | Refuse | Ship | Parameters | Lay | Ticket | Cancel | Newest | Weights | Call | Stop
+
+_encoder = msgspec.msgpack.Encoder()
+_from_worker: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker)
+_from_head: msgspec.msgpack.Decoder[FromHead] = msgspec.msgpack.Decoder(FromHead)
+M = TypeVar("M")
+
+
+def encode(message: FromWorker | FromHead) -> bytes:
+    """A message as its header frame."""
+    return _encoder.encode(message)
+
+
+def decode_from_worker(frames: Sequence[Buffer]) -> FromWorker:
+    """The message of a worker's header frame."""
+    return _decode(_from_worker, frames)
+
+
+def decode_from_head(frames: Sequence[Buffer]) -> FromHead:
+    """The message of the head's header frame."""
+    return _decode(_from_head, frames)
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[M], frames: Sequence[Buffer]) -> M:
+    if not frames:
+        raise WireError("a message without frames.")
+    if len(frames[0]) > Limits.HEADER_BYTES:
+        raise WireError(f"a header of {len(frames[0])} bytes; at most {Limits.HEADER_BYTES} are accepted.")
+    try:
+        return decoder.decode(frames[0])
+    except msgspec.MsgspecError as error:
+        raise WireError(f"not a farstep message: {error}") from error

@@ -1,0 +1,140 @@
+"""Links over ZeroMQ: one ROUTER at the head, a DEALER per worker, CURVE on all of them.
+
+The head issues a key pair per worker incarnation and admits nobody else; a message is attributed to the key that
+its connection was authenticated with, never to what the message says of itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import zmq
+import zmq.utils.z85
+
+from farstep.core import Buffer, Received
+from farstep.errors import WireError
+from farstep.wire.codec import Limits
+from farstep.wire.keys import KeyPair
+
+_ZAP = "inproc://zeromq.zap.01"
+_DOMAIN = b"farstep"
+MAIN, BEAT = b"main", b"beat"
+"""What the routing id of a worker's two connections ends in."""
+
+
+@dataclass
+class Peer:
+    """A worker the head issued a key to; `route` is known once it has spoken."""
+
+    worker: int
+    incarnation: int
+    route: bytes = b""
+
+
+class Hub:
+    """The head's side: listens, authenticates, and sorts messages by worker."""
+
+    def __init__(self, address: str) -> None:
+        self.keys = KeyPair.fresh()
+        self._peers: dict[bytes, Peer] = {}
+        self._context = zmq.Context()
+        self._zap = self._context.socket(zmq.REP)
+        self._zap.bind(_ZAP)
+        self._router = self._context.socket(zmq.ROUTER)
+        self._router.curve_server = True
+        self._router.curve_secretkey = self.keys.secret
+        self._router.curve_publickey = self.keys.public
+        self._router.zap_domain = _DOMAIN
+        self._router.maxmsgsize = Limits.MESSAGE_BYTES
+        self._router.linger = 0
+        self._router.handshake_ivl = 10_000
+        self._router.sndhwm = 0
+        self._router.router_mandatory = True
+        self._router.bind(address)
+        self.address = self._router.last_endpoint.rstrip(b"\0").decode()
+
+    def filenos(self) -> list[int]:
+        return [int(self._router.fd), int(self._zap.fd)]
+
+    def admit(self, worker: int, incarnation: int) -> KeyPair:
+        """A fresh pair for a worker; its earlier ones stop being accepted."""
+        self.expel(worker)
+        pair = KeyPair.fresh()
+        self._peers[pair.public] = Peer(worker, incarnation)
+        return pair
+
+    def expel(self, worker: int) -> None:
+        self._peers = {key: peer for key, peer in self._peers.items() if peer.worker != worker}
+
+    def drain(self) -> Iterator[tuple[Peer, Received]]:
+        """Answer handshakes and yield every message that has arrived."""
+        while True:
+            while self._zap.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+                self._answer(self._zap.recv_multipart())
+            if not int(self._router.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+                return
+            frames = self._router.recv_multipart(copy=False)
+            peer = self._peers.get(str(frames[-1].get("User-Id")).encode())
+            if peer is None or len(frames) < 2:
+                continue  # a key that was taken back meanwhile
+            # A worker's heartbeat has a connection of its own; answers go to the main one.
+            if frames[0].bytes.endswith(MAIN):
+                peer.route = frames[0].bytes
+            yield peer, Received([frame.buffer for frame in frames[1:]])
+
+    def send(self, worker: int, frames: Sequence[Buffer]) -> None:
+        peer = next((p for p in self._peers.values() if p.worker == worker), None)
+        if peer is None or not peer.route:
+            return
+        with contextlib.suppress(zmq.ZMQError):  # it has gone: the launcher or its lease says so
+            self._router.send_multipart([peer.route, *frames], flags=zmq.DONTWAIT)
+
+    def _answer(self, request: list[bytes]) -> None:
+        """RFC 27: admit exactly the keys that were issued."""
+        version, request_id, _domain, _address, _identity, mechanism, *credentials = request
+        key = zmq.utils.z85.encode(credentials[0]) if mechanism == b"CURVE" and credentials else b""
+        known = key in self._peers
+        status = [b"200", b"OK", key, b""] if known else [b"400", b"unknown key", b"", b""]
+        self._zap.send_multipart([version, request_id, *status])
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+
+class DealerLink:
+    """The worker's side of a `Hub`."""
+
+    def __init__(self, address: str, server_key: bytes, pair: KeyPair, role: bytes) -> None:
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.routing_id = pair.public[:16] + role
+        self._socket.curve_serverkey = server_key
+        self._socket.curve_publickey, self._socket.curve_secretkey = pair.public, pair.secret
+        self._socket.maxmsgsize = Limits.MESSAGE_BYTES
+        self._socket.linger = 2000
+        self._socket.heartbeat_ivl, self._socket.heartbeat_timeout = 2000, 10_000
+        self._socket.connect(address)
+
+    def fileno(self) -> int:
+        return int(self._socket.fd)
+
+    def send(self, frames: Sequence[Buffer], fds: Sequence[int] = ()) -> None:
+        if fds:
+            raise WireError("descriptors do not travel over ZeroMQ.")
+        self._socket.send_multipart(list(frames))
+
+    def receive(self, timeout_s: float | None = None) -> Received | None:
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic()) * 1000
+            if self._socket.poll(left):
+                return Received([frame.buffer for frame in self._socket.recv_multipart(copy=False)])
+            if deadline is not None and time.monotonic() >= deadline:
+                return None
+
+    def close(self) -> None:
+        self._socket.close()
+        self._context.term()

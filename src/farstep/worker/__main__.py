@@ -1,0 +1,85 @@
+"""`python -m farstep.worker`: what every launcher starts.
+
+Where to connect and with which keys comes through a descriptor or a file of mode 0600, never through arguments or
+the environment. Threads are set before anything that starts some is imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import json
+import os
+import select
+import signal
+import stat
+import sys
+from pathlib import Path
+from typing import Any
+
+_F_SETSIG = 10
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m farstep.worker", description=__doc__)
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--bootstrap-fd", type=int, help="descriptor to read the bootstrap from")
+    where.add_argument("--bootstrap", type=Path, help="file of mode 0600 to read the bootstrap from")
+    arguments = parser.parse_args()
+    bootstrap = _read(arguments.bootstrap_fd, arguments.bootstrap)
+    if "death_fd" in bootstrap:
+        _die_with_the_head(bootstrap["death_fd"])
+    _limit_threads(int(bootstrap["threads"]))
+    sys.path[:] = list(dict.fromkeys(bootstrap.get("path", []) + sys.path))
+    _run(bootstrap)
+
+
+def _read(fd: int | None, path: Path | None) -> dict[str, Any]:
+    if path is not None:
+        mode = stat.S_IMODE(path.stat().st_mode)
+        if mode & 0o077:
+            sys.exit(f"{path} holds keys but has mode {mode:o}; it must be 600.")
+        return dict(json.loads(path.read_bytes()))
+    assert fd is not None
+    with os.fdopen(fd, "rb") as file:
+        return dict(json.loads(file.read()))
+
+
+def _die_with_the_head(fd: int) -> None:
+    """Have the kernel kill this process group when the head's end of the pipe closes.
+
+    A thread that waits for it could be held up by an environment that keeps the interpreter; a signal cannot.
+    """
+    fcntl.fcntl(fd, _F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(fd, fcntl.F_SETOWN, -os.getpgrp())
+    fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_ASYNC)
+    gone = select.poll()
+    gone.register(fd, 0)
+    if gone.poll(0):  # it died before we asked
+        os._exit(1)
+
+
+def _limit_threads(threads: int) -> None:
+    for name in ("OMP", "MKL", "OPENBLAS", "NUMEXPR", "VECLIB_MAXIMUM"):
+        os.environ[f"{name}_NUM_THREADS"] = str(threads)
+
+
+def _run(bootstrap: dict[str, Any]) -> None:
+    import faulthandler
+    import logging
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the head's to handle
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR2, all_threads=True, chain=False)
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+
+    from farstep.worker.connect import connect
+
+    try:
+        connect(bootstrap).serve()
+    except EOFError:
+        sys.exit("the head is gone")
+
+
+if __name__ == "__main__":
+    main()

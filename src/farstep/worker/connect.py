@@ -1,0 +1,53 @@
+"""From a bootstrap to a connected worker."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from typing import Any
+
+from farstep.errors import LaunchError
+from farstep.wire.local import LocalLink
+from farstep.wire.memory import SharedMemory
+from farstep.wire.messages import Progress, encode
+from farstep.worker.loop import Worker
+from farstep.worker.progress import WORDS, private_words
+
+_BEAT_S = 1.0
+
+
+def connect(bootstrap: dict[str, Any]) -> Worker:
+    """The worker that the bootstrap describes, connected to its head."""
+    identity = (int(bootstrap["worker"]), int(bootstrap["incarnation"]), str(bootstrap["run"]))
+    match bootstrap["transport"]:
+        case "shm":
+            board = SharedMemory(bootstrap["board_fd"], bootstrap["board_bytes"])
+            words = memoryview(board.map).cast("q")[identity[0] * WORDS : (identity[0] + 1) * WORDS]
+            link = LocalLink(socket.socket(fileno=bootstrap["link_fd"]))
+            return Worker(link, *identity, words)
+        case "ipc" | "tcp":
+            from farstep.wire.zmq import MAIN, DealerLink
+
+            words = private_words()
+            link_to_head = DealerLink(*_address(bootstrap), MAIN)
+            threading.Thread(target=_beat, args=(bootstrap, words), daemon=True, name="farstep-beat").start()
+            return Worker(link_to_head, *identity, words)
+        case other:
+            raise LaunchError(f"bootstrap with unknown transport {other!r}.")
+
+
+def _address(bootstrap: dict[str, Any]) -> tuple[str, bytes, Any]:
+    from farstep.wire.keys import KeyPair
+
+    pair = KeyPair(bootstrap["public"].encode(), bootstrap["secret"].encode())
+    return bootstrap["address"], bootstrap["server_key"].encode(), pair
+
+
+def _beat(bootstrap: dict[str, Any], words: memoryview) -> None:
+    """Tell the head where we are, over a connection of our own, since a socket belongs to one thread."""
+    from farstep.wire.zmq import BEAT, DealerLink
+
+    link = DealerLink(*_address(bootstrap), BEAT)
+    pause = threading.Event()
+    while not pause.wait(_BEAT_S):
+        link.send([encode(Progress(words.tolist()))])

@@ -1,0 +1,357 @@
+"""The worker: ticket, weights, roll, hand over. `handle` takes one message; `serve` is the loop around it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import platform
+import socket
+import sys
+import time
+import traceback
+from collections import deque
+from typing import Any
+
+import cloudpickle
+import gymnasium
+import msgspec
+import numpy as np
+from gymnasium.vector import AutoresetMode
+
+from farstep.buffer.blocks import Layout
+from farstep.core import Array, Link, Received
+from farstep.errors import WireError
+from farstep.spec import space_schema
+from farstep.wire import messages as m
+from farstep.wire.codec import pack
+from farstep.wire.memory import SharedMemory
+from farstep.worker.acting import Actor
+from farstep.worker.hosting import HostedEnvs
+from farstep.worker.progress import CANCEL, COUNT, PHASE, SLOT, Phase
+from farstep.worker.program import Program
+from farstep.worker.rows import Rows, Slots
+from farstep.worker.strict_hosting import StrictEnvs
+from farstep.worker.vector_hosting import HostedVector
+from farstep.worker.weights import RemoteWeights, SharedWeights, Weights
+
+log = logging.getLogger("farstep.worker")
+
+
+def versions() -> dict[str, str]:
+    """What must agree between head and worker."""
+    return {
+        "protocol": str(m.PROTOCOL),
+        "farstep": _farstep_version(),
+        "python": ".".join(platform.python_version_tuple()[:2]),
+        "numpy": np.__version__,
+        "gymnasium": gymnasium.__version__,
+    }
+
+
+def _farstep_version() -> str:
+    from importlib.metadata import version
+
+    return version("farstep")
+
+
+class Worker:
+    """Hosts a range of environment slots and does what the head's tickets say."""
+
+    def __init__(self, link: Link, worker: int, incarnation: int, run: str, words: memoryview) -> None:
+        self._link, self._words = link, words
+        self._id = (worker, incarnation, run)
+        self._tickets: deque[tuple[m.Ticket, list[Any]]] = deque()
+        self._running = True
+        self._weights: Weights | None = None
+        self._actor: Actor | None = None
+        self._reply: tuple[int, Any] | None = None
+        self._idle_since = time.monotonic()
+
+    # ---- the loop ----
+
+    def hello(self) -> None:
+        worker, incarnation, run = self._id
+        self._words[PHASE] = Phase.CONNECT
+        self._send(m.Hello(worker, incarnation, run, socket.gethostname(), os.getpid(), versions()))
+
+    def serve(self) -> None:
+        """Until told to stop, or until the head is gone."""
+        self.hello()
+        while self._running:
+            # With work at hand, only look whether something newer was said.
+            received = self._link.receive(0.0 if self._tickets else None)
+            if received is not None:
+                self.handle(received)
+            elif self._tickets:
+                self.work()
+
+    def work(self) -> bool:
+        """Do the next ticket; False if there is none."""
+        if not self._tickets:
+            return False
+        self._do(*self._tickets.popleft())
+        return True
+
+    @property
+    def running(self) -> bool:
+        return self._running
+
+    def _send(self, message: m.FromWorker, *frames: Any) -> None:
+        self._link.send([m.encode(message), *frames])
+
+    def handle(self, received: Received) -> None:
+        """One message of the head; what goes wrong in it is reported, and ends the worker unless a ticket did it."""
+        message = m.decode_from_head(received.frames)
+        try:
+            self._dispatch(message, received)
+        except Exception as error:
+            self._report(error, request=message.request if isinstance(message, m.Call) else None)
+            if not isinstance(message, (m.Call, m.Ship)):
+                raise SystemExit(1) from error
+
+    def _dispatch(self, message: m.FromHead, received: Received) -> None:
+        match message:
+            case m.Ticket():
+                self._tickets.append((message, list(received.frames[1:])))
+            case m.Cancel():
+                self._tickets = deque(entry for entry in self._tickets if entry[0].seq > message.upto)
+            case m.Newest() if isinstance(self._weights, RemoteWeights):
+                self._weights.announced = message.version
+            case m.Weights():
+                self._reply = (message.version, received.frames[1])
+            case m.Lay():
+                self._lay(message, received.fds)
+            case m.Ship():
+                self._adopt(message, bytes(received.frames[1]))
+            case m.Parameters():
+                self._connect_weights(message, received.fds)
+            case m.Call():
+                self._call(message)
+            case m.Welcome():
+                self._construct(message)
+            case m.Refuse():
+                log.error("refused by the head: %s", message.reason)
+                self._running = False
+            case m.Stop():
+                self._running = False
+                self._host.close()
+            case _:
+                raise WireError(f"unexpected {type(message).__name__}.")
+
+    # ---- getting ready ----
+
+    def _construct(self, message: m.Welcome) -> None:
+        sys.path[:] = list(dict.fromkeys(message.path + sys.path))
+        began = time.monotonic()
+        self._words[PHASE] = Phase.CONSTRUCT
+        self._program: Program = pickle.loads(message.program)  # noqa: S301 - from the authenticated head
+        slots = Slots(message.first_slot, message.seeds, message.episodes)
+        source = self._program.source
+        if self._program.autoreset_mode:
+            mode = AutoresetMode(self._program.autoreset_mode)
+            self._host: Any = StrictEnvs(source, slots, self._words, mode)
+        else:
+            self._host = (HostedVector if source.is_vector else HostedEnvs)(source, slots, self._words)
+        self._obs, self._obs_schema = space_schema(self._host.observation_space, "obs")
+        _, self._action_schema = space_schema(self._host.action_space, "action")
+        spaces = (pack(self._host.observation_space), pack(self._host.action_space))
+        self._send(m.Ready(*spaces, time.monotonic() - began))
+        for module in message.preload:  # while the head makes up its mind, not when it waits
+            __import__(module)
+        self._seed_globals(self._program.seed + message.first_slot)
+        self._words[PHASE] = Phase.IDLE
+
+    @staticmethod
+    def _seed_globals(seed: int) -> None:
+        """An agent that draws from a global generator draws differently on every worker, alike in every run."""
+        import random
+
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        if (torch := sys.modules.get("torch")) is not None:
+            torch.manual_seed(seed)
+
+    def _adopt(self, message: m.Ship, payload: bytes) -> None:
+        self._words[PHASE] = Phase.LOAD
+        had_torch = "torch" in sys.modules
+        slots = self._host.slots
+        actor = Actor(payload, self._program.inference, self._obs, slots)
+        if "torch" in sys.modules and not had_torch:
+            sys.modules["torch"].set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+            self._seed_globals(self._program.seed + slots.first)
+        if not slots.started.all():
+            self._host.reset(~slots.started if slots.started.any() else None, None, None)
+        self._words[PHASE] = Phase.ACT
+        schema, state_schema, state = actor.probe(self._host.current, self._action_schema)
+        self._actor = actor
+        if self._weights is not None:
+            self._weights.close()
+            self._weights = None
+        self._send(
+            m.AgentReady(message.agent, schema, pack(actor.structure), state_schema, pack(state), actor.policy.note)
+        )
+        self._words[PHASE] = Phase.IDLE
+
+    def _connect_weights(self, message: m.Parameters, fds: Any) -> None:
+        if fds:
+            self._weights = SharedWeights(fds[0], message.nbytes, message.buffers)
+        else:
+            self._weights = RemoteWeights(self._ask_for_weights)
+
+    def _ask_for_weights(self) -> tuple[int, Any]:
+        assert self._actor is not None
+        self._reply = None
+        self._send(m.WeightRequest(self._actor.version))
+        while self._reply is None:
+            received = self._link.receive(None)
+            if received is not None:
+                self.handle(received)
+        return self._reply
+
+    def _lay(self, message: m.Lay, fds: Any) -> None:
+        layout = Layout.of(message)
+        slots = self._host.slots
+        if fds:
+            memory = SharedMemory(fds[0], layout.nbytes)
+            self._blocks = layout.views(memoryview(memory.map))
+            memory.close()
+            self._columns = (slots.first, slots.first + self._host.num_envs)
+        else:
+            layout = Layout(1, layout.steps, self._host.num_envs, layout.rows, layout.chunks)
+            self._blocks = layout.views(memoryview(np.zeros(layout.nbytes, np.uint8)).cast("B"))
+            self._columns = (0, self._host.num_envs)
+        self._layout, self._shared = layout, bool(fds)
+
+    # ---- a ticket ----
+
+    def _do(self, ticket: m.Ticket, frames: list[Any]) -> None:
+        began = time.monotonic()
+        waited = began - self._idle_since
+        try:
+            syncs, loading = self._sync(ticket)
+            chunk, arrays = self._roll(ticket, frames)
+        except Exception as error:
+            self._give_up(ticket, error)
+            return
+        finally:
+            self._words[PHASE] = Phase.IDLE
+            self._idle_since = time.monotonic()
+        if chunk is None:
+            return
+        chunk.tickets_s, chunk.weights_s, chunk.syncs = waited, loading, syncs
+        chunk.synced_bytes = syncs * self._actor.loader.schema.nbytes if self._actor else 0
+        self._send(chunk, *arrays)
+
+    def _sync(self, ticket: m.Ticket) -> tuple[int, float]:
+        """Pull weights if the rule or the ticket's bound says so."""
+        actor, weights = self._actor, self._weights
+        if actor is None or weights is None or not ticket.steps:
+            return 0, 0.0
+        newest = weights.newest()
+        if not self._program.sync.should_pull(actor.version, newest) and actor.version >= ticket.min_version:
+            return 0, 0.0
+        began = time.monotonic()
+        self._words[PHASE] = Phase.LOAD
+        self._words[COUNT] += 1
+        actor.loaded(weights.load(actor.loader))
+        return 1, time.monotonic() - began
+
+    def _roll(self, ticket: m.Ticket, frames: list[Any]) -> tuple[m.Chunk | None, list[Any]]:
+        host, actor, words, steps = self._host, self._actor, self._words, ticket.steps
+        strict = isinstance(host, StrictEnvs)
+        rows = Rows(self._layout, self._blocks, ticket.lane if self._shared else 0, *self._columns)
+        for name, frame in zip(self._action_schema, frames, strict=False):
+            target = rows.row[name][0]
+            target[...] = np.frombuffer(frame, target.dtype).reshape(target.shape)
+        host.want_infos(ticket.infos)
+        if ticket.reset is not None:
+            self._reset(ticket.reset)
+        host.begin(rows, steps)
+        if actor is not None and not strict and steps:
+            actor.begin(rows)
+        for t in range(steps):
+            if words[CANCEL] >= ticket.seq:
+                host.finish(t)
+                return None, []
+            if not strict:
+                host.slots.mark_starts(rows.row["episode_start"][t])
+                assert actor is not None
+                words[PHASE] = Phase.ACT
+                words[COUNT] += 1
+                actor.act(t)
+            host.step(t)
+        if not strict and actor is not None:
+            rows.row["version"][:steps] = actor.version
+        ends = host.finish(steps)
+        infos = pack(host.infos, opaque=True) if ticket.infos and host.infos else b""
+        chunk = m.Chunk(ticket.seq, actor.version if actor else 0, host.slots.resume.tobytes(), ends, infos)
+        arrays: list[Any] = []
+        if not self._shared:
+            chunk.keys, arrays = self._frames(rows, steps, len(ends))
+        return chunk, arrays
+
+    def _frames(self, rows: Rows, steps: int, ends_bytes: int) -> tuple[list[str], list[Any]]:
+        """The chunk's arrays for a head that does not share our memory."""
+        keys, arrays = [], []
+        for name, block in {**rows.row, **rows.chunk}.items():
+            part: Array = block
+            if name in rows.row:
+                count = steps + 1 if name.split(".")[0] == "obs" else steps
+                if name.startswith("final_obs"):
+                    count = min(steps, 1) if not ends_bytes else steps
+                part = block[:count]
+            keys.append(name)
+            arrays.append(memoryview(np.ascontiguousarray(part)).cast("B") if part.size else b"")
+        return keys, arrays
+
+    def _reset(self, order: m.Reset) -> None:
+        mask = None if order.mask is None else np.frombuffer(order.mask, bool)
+        options = pickle.loads(order.options) if order.options else None  # noqa: S301 - from the head
+        if mask is None or mask.any():
+            self._host.reset(mask, order.seeds, options)
+
+    def _give_up(self, ticket: m.Ticket, error: Exception) -> None:
+        phase, slot = Phase(self._words[PHASE]), self._words[SLOT]
+        self._report(error, ticket=ticket.seq)
+        if phase in (Phase.STEP, Phase.RESET, Phase.CONSTRUCT):
+            self._host.recover(slot)
+        else:
+            self._host.recover(None)
+
+    def _report(self, error: Exception, ticket: int | None = None, request: int | None = None) -> None:
+        phase = Phase(self._words[PHASE])
+        host = getattr(self, "_host", None)
+        in_env = host is not None and phase in (Phase.STEP, Phase.RESET)
+        i = self._words[SLOT]
+        text = "".join(traceback.format_exception(error))
+        self._send(
+            m.Failure(
+                message=f"{type(error).__name__}: {error}",
+                traceback=text,
+                phase=phase.label,
+                slot=host.slots.first + i if in_env and host else None,
+                seed=host.seed_of(i) if in_env and host else None,
+                episode_step=int(host.slots.total_rows - host.slots.start_row[i]) if in_env and host else None,
+                version=self._actor.version if self._actor else None,
+                ticket=ticket,
+                request=request,
+            )
+        )
+
+    # ---- calls on environments ----
+
+    def _call(self, message: m.Call) -> None:
+        args, kwargs = cloudpickle.loads(message.payload)
+        self._words[PHASE] = Phase.STEP
+        self._words[COUNT] += 1
+        try:
+            result = getattr(self._host, message.name)(*args, **kwargs)
+            self._send(m.Reply(message.request, pack(result)))
+        finally:
+            self._words[PHASE] = Phase.IDLE
+
+
+def bootstrap_of(payload: bytes) -> dict[str, Any]:
+    """What a launcher left for the worker to start with."""
+    return msgspec.json.decode(payload, type=dict[str, Any])

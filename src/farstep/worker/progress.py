@@ -1,0 +1,57 @@
+"""Where a worker is, in a few shared words: written at almost no cost, read by the head to tell busy from stuck."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from enum import IntEnum
+
+from farstep.wire.memory import SharedMemory
+
+WORDS = 8
+PHASE, COUNT, SLOT, CANCEL = range(4)
+
+
+class Phase(IntEnum):
+    """What a worker is doing; each but IDLE has a limit in `Timeouts`."""
+
+    IDLE = 0
+    CONNECT = 1
+    CONSTRUCT = 2
+    RESET = 3
+    STEP = 4
+    ACT = 5
+    LOAD = 6
+    CLOSE = 7
+
+    @property
+    def label(self) -> str:
+        return self.name.lower()
+
+
+class Board:
+    """One row of words per worker, in memory that head and local workers share."""
+
+    def __init__(self, workers: int) -> None:
+        self.memory = SharedMemory.create(workers * WORDS * 8, "farstep-board")
+        self._all = memoryview(self.memory.map).cast("q")
+
+    def words(self, worker: int) -> memoryview:
+        return self._all[worker * WORDS : (worker + 1) * WORDS]
+
+    def clear(self, worker: int) -> None:
+        copy_words([0] * WORDS, self.words(worker))
+
+    def close(self) -> None:
+        self.memory.close()
+
+
+def private_words() -> memoryview:
+    """Words of a worker that shares no memory with the head."""
+    return memoryview(array("q", [0] * WORDS))
+
+
+def copy_words(source: Sequence[int], target: memoryview) -> None:
+    """Words of a message into the ones the head looks at; more or fewer than there are is cut."""
+    for i, word in enumerate(source[: len(target)]):
+        target[i] = word

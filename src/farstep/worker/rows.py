@@ -1,0 +1,90 @@
+"""A worker's own columns of one lane, and the bookkeeping of episodes that all hosts share."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from farstep.batch import ENDS
+from farstep.buffer.blocks import Layout
+from farstep.core import Array
+
+
+class Rows:
+    """Views of the arrays a chunk is written into: `row[name][t]` per step, `chunk[name]` once."""
+
+    def __init__(self, layout: Layout, blocks: dict[str, Array], lane: int, first: int, stop: int) -> None:
+        self.row = {name: blocks[name][lane, :, first:stop] for name in layout.rows}
+        self.chunk = {name: blocks[name][lane, first:stop] for name in layout.chunks}
+
+    def clear_flags(self, steps: int) -> None:
+        """Ends and starts are rare: cleared once per chunk, then only set where they happen."""
+        for name in ("terminated", "truncated", "episode_start"):
+            self.row[name][:steps] = False
+        self.row["valid"][:steps] = True
+
+
+@dataclass
+class Slots:
+    """State of a worker's environment slots that outlives a chunk."""
+
+    first: int
+    roots: list[int]
+    episodes: list[int]
+    """The episode each slot is in, or will start with."""
+
+    def __post_init__(self) -> None:
+        count = len(self.roots)
+        self.started = np.zeros(count, bool)
+        self.fresh = np.zeros(count, bool)
+        """The next row begins an episode."""
+        self.returns = np.zeros(count, np.float64)
+        self.start_row = np.zeros(count, np.int64)
+        self.start_time = np.zeros(count, np.float64)
+        self.total_rows = 0
+        self.resume = np.array(self.episodes, np.int64)
+        self.any_fresh = False
+        self._ends: list[tuple[int, int, int, float, float]] = []
+
+    def begin_episode(self, i: int, next_row: int) -> None:
+        """Slot `i` was reset; its first observation is row `next_row` of the current chunk."""
+        self.started[i] = self.fresh[i] = self.any_fresh = True
+        self.returns[i] = 0.0
+        self.start_row[i] = self.total_rows + next_row
+        self.start_time[i] = time.monotonic()
+
+    def end_episode(self, i: int, t: int) -> int:
+        """Slot `i` ended its episode at row `t`; returns how many episodes ended in this chunk before it."""
+        length = self.total_rows + t + 1 - int(self.start_row[i])
+        seconds = time.monotonic() - float(self.start_time[i])
+        self._ends.append((t, self.first + i, length, float(self.returns[i]), seconds))
+        self.episodes[i] += 1
+        return len(self._ends) - 1
+
+    def mark_starts(self, row: Array) -> None:
+        """Write the `episode_start` row for slots that were reset since the last row."""
+        if self.any_fresh:
+            row[:] = self.fresh
+            self.fresh[:] = False
+            self.any_fresh = False
+
+    def finish(self, steps: int) -> bytes:
+        """A chunk is complete: count its rows, remember where to go on, return the ends as bytes."""
+        self.total_rows += steps
+        episodes = np.array(self.episodes, np.int64)
+        # An episode of which no row was handed over yet can be started again without losing anything.
+        self.resume = np.where(self.started & ~self.fresh, episodes + 1, episodes)
+        return np.array(self._ends, ENDS).tobytes()
+
+    def begin_chunk(self) -> None:
+        self._ends.clear()
+
+    def rewind(self) -> None:
+        """Forget the chunk in progress; every slot goes on with its next episode."""
+        self.episodes[:] = self.resume.tolist()
+        self.started[:] = self.fresh[:] = self.any_fresh = False
+        self._ends.clear()
+
+

@@ -1,0 +1,157 @@
+"""Hosting for `make_vec`: single environments with exactly the semantics of Gymnasium's `SyncVectorEnv`.
+
+Here the head acts and an environment keeps its own generator after its first seed. A row holds one step: the
+action and what came of it; the observation after it is in row 1, a final one beside it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from gymnasium.vector import AutoresetMode
+
+from farstep.core import Array
+from farstep.spec import leaf_names, leaves, nest, space_schema
+from farstep.worker.hosting import check_obs, empty_like
+from farstep.worker.progress import COUNT, PHASE, SLOT, Phase
+from farstep.worker.rows import Rows, Slots
+from farstep.worker.sources import Source
+
+Info = dict[str, Any]
+
+
+class StrictEnvs:
+    """Single environments, one per slot, stepped with the head's actions."""
+
+    def __init__(self, source: Source, slots: Slots, progress: memoryview, mode: AutoresetMode) -> None:
+        self.slots, self._progress, self._mode = slots, progress, mode
+        self.num_envs = len(slots.roots)
+        progress[PHASE] = Phase.CONSTRUCT
+        self.envs = []
+        for i in range(self.num_envs):
+            progress[SLOT] = i
+            progress[COUNT] += 1
+            self.envs.append(source.build())
+        self.observation_space, self.action_space = self.envs[0].observation_space, self.envs[0].action_space
+        self._check_spaces()
+        self._obs, self._obs_schema = space_schema(self.observation_space, "obs")
+        self._action, _ = space_schema(self.action_space, "action")
+        self.current = empty_like(self._obs_schema, self.num_envs)
+        self._done = np.zeros(self.num_envs, bool)
+        self._seeds: list[int | None] = [None] * self.num_envs
+        self.infos: list[tuple[int, Info | None, Info]] = []
+        """Slot, final info (SAME_STEP), info: only of slots that have any."""
+
+    def _check_spaces(self) -> None:
+        for i, env in enumerate(self.envs):
+            if env.observation_space != self.observation_space or env.action_space != self.action_space:
+                raise RuntimeError(
+                    f"environment {self.slots.first + i} has spaces {env.observation_space} and {env.action_space}; "
+                    f"the first has {self.observation_space} and {self.action_space}. They must be equal."
+                )
+
+    def reset(self, mask: Array | None, seeds: list[int | None] | None, options: Info | None) -> None:
+        """`SyncVectorEnv.reset` for the masked slots."""
+        for i in range(self.num_envs):
+            if mask is None or mask[i]:
+                self._reset(i, seeds[i] if seeds else None, options, self.current)
+                self._done[i] = False
+
+    def _reset(self, i: int, seed: int | None, options: Info | None, target: dict[str, Array], **kwargs: Any) -> None:
+        self._progress[PHASE], self._progress[SLOT] = Phase.RESET, i
+        self._progress[COUNT] += 1
+        self._seeds[i] = seed if seed is not None else self._seeds[i]
+        obs, info = self.envs[i].reset(seed=seed, options=options)
+        check_obs(self._obs, self._obs_schema, obs)
+        for name, leaf in leaves(self._obs, obs):
+            target[name][i] = leaf
+        if info or kwargs:
+            self.infos.append((i, kwargs.get("final_info"), info))
+
+    def want_infos(self, wanted: bool) -> None:
+        """Always, as Gymnasium does."""
+        self.infos = []
+
+    def begin(self, rows: Rows, steps: int) -> None:
+        self._rows = rows.row
+        self._after = {name: rows.row[name][steps] for name in self.current}
+
+    def step(self, t: int) -> None:
+        """One `SyncVectorEnv.step` of this worker's slots."""
+        progress, rows, after = self._progress, self._rows, self._after
+        progress[PHASE] = Phase.STEP
+        progress[COUNT] += 1
+        rewards, terminations, truncations = rows["reward"][0], rows["terminated"][0], rows["truncated"][0]
+        next_step, same_step = self._mode == AutoresetMode.NEXT_STEP, self._mode == AutoresetMode.SAME_STEP
+        single = after[self._obs] if isinstance(self._obs, str) else None
+        done = self._done.tolist()
+        actions = self._actions()
+        for i, env in enumerate(self.envs):
+            if next_step and done[i]:
+                self._reset(i, None, None, after)
+                progress[PHASE] = Phase.STEP
+                rewards[i], terminations[i], truncations[i], done[i] = 0.0, False, False, False
+                continue
+            progress[SLOT] = i
+            obs, rewards[i], terminated, truncated, info = env.step(actions[i])
+            terminations[i], truncations[i] = terminated, truncated
+            done[i] = bool(terminated or truncated)
+            if single is not None:
+                single[i] = obs
+            else:
+                for name, leaf in leaves(self._obs, obs):
+                    after[name][i] = leaf
+            if done[i] and same_step:
+                for name in after:
+                    rows["final_" + name][0, i] = after[name][i]
+                self._reset(i, None, None, after, final_info=info)
+                progress[PHASE] = Phase.STEP
+            elif info:
+                self.infos.append((i, None, info))
+        self._done[:] = done
+
+    def _actions(self) -> Any:
+        """An action per environment, in memory of its own."""
+        if isinstance(self._action, str):
+            return self._rows[self._action][0].copy()
+        arrays = {name: self._rows[name][0].copy() for name in leaf_names(self._action)}
+        return [nest(self._action, {n: a[i] for n, a in arrays.items()}) for i in range(self.num_envs)]
+
+    def finish(self, steps: int) -> bytes:
+        if steps:
+            for name, after in self._after.items():
+                np.copyto(self.current[name], after)
+        else:
+            for name, current in self.current.items():
+                self._after[name][:] = current
+        return b""
+
+    def recover(self, i: int | None) -> None:
+        """The caller steps these environments itself, so a lost one is its business: nothing is replaced."""
+
+    def seed_of(self, i: int) -> int | None:
+        return self._seeds[i]
+
+    def call(self, name: str, args: tuple[Any, ...], kwargs: Info) -> list[Any]:
+        """`SyncVectorEnv.call`: the attribute, or its result if it is a function."""
+        results = []
+        for i, env in enumerate(self.envs):
+            self._progress[SLOT] = i
+            function = env.get_wrapper_attr(name)
+            results.append(function(*args, **kwargs) if callable(function) else function)
+        return results
+
+    def set_attr(self, name: str, values: list[Any]) -> None:
+        for i, (env, value) in enumerate(zip(self.envs, values, strict=True)):
+            self._progress[SLOT] = i
+            env.set_wrapper_attr(name, value)
+
+    def render(self) -> list[Any]:
+        return [env.render() for env in self.envs]
+
+    def close(self) -> None:
+        self._progress[PHASE] = Phase.CLOSE
+        for i, env in enumerate(self.envs):
+            self._progress[SLOT] = i
+            env.close()

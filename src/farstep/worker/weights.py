@@ -1,0 +1,96 @@
+"""How a worker gets parameters: out of memory it shares with the head, or by asking for them."""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+
+from farstep.agents.parameters import ParameterLoader
+
+# The shared memory of parameters: one word naming version and buffer, then the buffers, each with its version.
+PAGE = 4096
+HEADER = 64
+_INDEX_BITS = 16
+
+
+def stride(nbytes: int) -> int:
+    """Distance between two parameter buffers."""
+    return -(-(HEADER + nbytes) // PAGE) * PAGE
+
+
+def pack_word(version: int, index: int) -> int:
+    """Version and buffer in one word, so that they are read together."""
+    return version << _INDEX_BITS | index
+
+
+def unpack_word(word: int) -> tuple[int, int]:
+    return word >> _INDEX_BITS, word & ((1 << _INDEX_BITS) - 1)
+
+
+class Weights(Protocol):
+    """The newest parameters, from wherever they are."""
+
+    def newest(self) -> int:
+        """The latest published version that this worker has heard of."""
+        ...
+
+    def load(self, loader: ParameterLoader) -> int:
+        """Load the newest version whole; returns it."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class SharedWeights:
+    """One copy for all workers of the host. A buffer is locked while it is read, so the head never writes into it;
+    the lock is the kernel's and goes with its holder, so a worker killed while reading blocks nobody."""
+
+    def __init__(self, fd: int, nbytes: int, buffers: int) -> None:
+        self._fd, self._nbytes = fd, nbytes
+        self._map = mmap.mmap(fd, PAGE + buffers * stride(nbytes))
+        self._word = memoryview(self._map).cast("q")
+
+    def newest(self) -> int:
+        return unpack_word(self._word[0])[0]
+
+    def load(self, loader: ParameterLoader) -> int:
+        while True:
+            version, index = unpack_word(self._word[0])
+            fcntl.lockf(self._fd, fcntl.LOCK_SH, 1, index)
+            try:
+                start = PAGE + index * stride(self._nbytes)
+                # Between reading the word and locking, the head may have reused the buffer: look again.
+                if self._word[start // 8] != version or unpack_word(self._word[0])[0] != version:
+                    continue
+                loader.load(loader.schema.views(self._map, start + HEADER))
+                return version
+            finally:
+                fcntl.lockf(self._fd, fcntl.LOCK_UN, 1, index)
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+class RemoteWeights:
+    """Parameters that arrive as messages; `ask` sends a request and returns version and bytes."""
+
+    def __init__(self, ask: Callable[[], tuple[int, Any]]) -> None:
+        self._ask = ask
+        self.announced = 0
+
+    def newest(self) -> int:
+        return self.announced
+
+    def load(self, loader: ParameterLoader) -> int:
+        version, payload = self._ask()
+        # Copied: torch wants writable memory and a message's is not.
+        loader.load(loader.schema.views(np.frombuffer(payload, np.uint8).copy()))
+        return version
+
+    def close(self) -> None:
+        """Nothing is held."""
