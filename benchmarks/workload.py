@@ -182,9 +182,7 @@ def sample_lean(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def mlp(num_inputs: int, num_outputs: int) -> nn.Sequential:
-    return nn.Sequential(
-        nn.Linear(num_inputs, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, num_outputs)
-    )
+    return nn.Sequential(nn.Linear(num_inputs, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, num_outputs))
 
 
 class Scale(nn.Module):
@@ -263,9 +261,7 @@ class Rollout:
 _STARTED = time.perf_counter()
 
 
-def measure(
-    collect: Callable[[], int], seconds: float, warm: Callable[[], object] | None = None
-) -> Measurement:
+def measure(collect: Callable[[], int], seconds: float, warm: Callable[[], object] | None = None) -> Measurement:
     """Call ``collect`` for ``seconds``, after one call that is not counted.
 
     ``collect`` gathers one full rollout and returns how many transitions that were; ``warm`` is called

@@ -38,9 +38,7 @@ def main() -> None:
             "num_workers": NUM_PROCESSES if workload.mode == "async" else 1,
             "batch_size": batch_size,
         }
-    envs = pufferlib.vector.make(
-        partial(puffer_env, workload.env), num_envs=workload.num_envs, seed=1, **layout
-    )
+    envs = pufferlib.vector.make(partial(puffer_env, workload.env), num_envs=workload.num_envs, seed=1, **layout)
     envs.async_reset(seed=1)
 
     def collect() -> int:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -46,7 +47,8 @@ class Batch(Mapping[str, Nested]):
     """The environment slot of each column."""
     initial_state: Nested = None
     """A recurrent agent's state at the first row, `[N, ...]`; None for others."""
-    infos: Sequence[Mapping[str, object]] = field(default=(), repr=False)
+    infos: Sequence[tuple[int, Any]] = ()
+    """First slot and infos of each worker that sent some; `step` and `reset` merge them."""
 
     def __getitem__(self, key: str) -> Nested:
         if key in self.arrays:

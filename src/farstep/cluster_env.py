@@ -41,7 +41,7 @@ class ClusterEnv:
     `env_config` says which environments (see `EnvConfig`), `config` where they run (see `LocalConfig`).
     """
 
-    _add_info = VectorEnv._add_info  # Gymnasium's own form of batched infos
+    _add_info: Any = VectorEnv._add_info  # Gymnasium's own form of batched infos
 
     def __init__(
         self,
@@ -80,14 +80,11 @@ class ClusterEnv:
         assert env_config.env_name is not None
         source = Source(env_config.type, env_config.env_name, dict(env_config.env_kwargs), list(env_config.wrappers))
         program = Program(source, env_config.sync or Always(), env_config.inference, seed=self.seed)
-        roots = [self.seed] * self.num_envs
-        cluster = Cluster(config, program, env_config.envs_per_node, roots, config.restart_budget)
+        cluster = Cluster(config, program, env_config.envs_per_node, self.seed, config.restart_budget, self)
         self._cluster = cluster
         # Also when nobody calls close(): at garbage collection and at the interpreter's end.
         self._finalizer = weakref.finalize(self, Cluster.close, cluster)
         self._server = cluster.server
-        self._server.make_ticket = self._make_ticket
-        self._server.on_message = self._on_message
         self._counters = Counters(self.num_workers)
         try:
             self._server.start()
@@ -124,7 +121,9 @@ class ClusterEnv:
 
     # ---- the user's calls ----
 
-    def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[Nested, dict[str, Any]]:
+    def reset(
+        self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
+    ) -> tuple[Nested, dict[str, Any]]:
         """Begin new episodes everywhere, or where `options["reset_mask"]` says; with a seed, from episode 0."""
         self.launch()
         rest = dict(options or {})
@@ -133,7 +132,8 @@ class ClusterEnv:
             mask = np.asarray(mask)
             if mask.shape != (self.num_envs,) or mask.dtype != bool:
                 raise ConfigError(
-                    f"reset_mask has shape {list(mask.shape)} and dtype {mask.dtype}; expected [{self.num_envs}] and bool."
+                    f"reset_mask has shape {list(mask.shape)} and dtype {mask.dtype}; "
+                    f"expected [{self.num_envs}] and bool."
                 )
         if seed is not None:
             chosen = np.ones(self.num_envs, bool) if mask is None else mask
@@ -210,7 +210,7 @@ class ClusterEnv:
         """Counters as plain data (DESIGN section 6)."""
         self.launch()
         with self._server.locked():
-            return self._counters.snapshot(self._server, self._version())
+            return self._counters.snapshot(self._server, self.version())
 
     # ---- the agent ----
 
@@ -273,14 +273,17 @@ class ClusterEnv:
     def _announce(self) -> None:
         """Workers without shared memory hear of a version by message."""
         if not self._server.shares_memory:
-            self._tell(m.Newest(self._version()))
+            self._tell(m.Newest(self.version()))
 
-    def _version(self) -> int:
+    def version(self) -> int:
+        """The newest published version."""
         return self._store.version if self._store is not None else 0
 
-    # ---- batches ----
+    # ---- batches (make_ticket and on_message are the server's side) ----
 
-    def _open(self, steps: int, max_staleness: int | None, num_chunks: int | None, batches: int | None, infos: bool) -> int:
+    def _open(
+        self, steps: int, max_staleness: int | None, num_chunks: int | None, batches: int | None, infos: bool
+    ) -> int:
         self._end_session()
         with self._server.locked():
             rows = {**base_rows(self._obs_schema), **self._agent_schemas[0]}
@@ -290,7 +293,6 @@ class ClusterEnv:
                 message = self._rollouts.layout.message(self._rollouts.generation)
                 self._tell(message, fds=[self._rollouts.memory.fd])
             self._steps, self._infos, self._num_chunks = steps, infos, num_chunks
-            self._server.version = self._version
             self._server.tickets.open(max_staleness, num_chunks, batches)
             self._sessions += 1
         return self._sessions
@@ -312,7 +314,7 @@ class ClusterEnv:
         began = time.monotonic()
 
         def ready() -> list[Arrived] | None:
-            return self._server.tickets.take(self._version())
+            return self._server.tickets.take(self.version())
 
         def granted() -> list[Arrived] | None:
             found = ready()
@@ -327,10 +329,10 @@ class ClusterEnv:
             assemble = self._rollouts.batch if self._num_chunks is None else self._rollouts.copied
             batch = assemble(arrived, self._steps)
             self._counters.wait["learner"] += time.monotonic() - began
-            self._counters.batch(batch, len(arrived), self._version())
+            self._counters.batch(batch, len(arrived), self.version())
         return batch
 
-    def _make_ticket(self, order: Order) -> tuple[m.Ticket, list[Any]]:
+    def make_ticket(self, order: Order) -> tuple[m.Ticket, list[Any]]:
         reset = self._reset
         if reset is not None:
             seat = self._server.seats[order.worker]
@@ -340,7 +342,7 @@ class ClusterEnv:
             reset = m.Reset(seeds, mask, reset.options)
         return m.Ticket(order.seq, order.lane, self._steps, order.min_version, reset, self._infos), []
 
-    def _on_message(self, seat: Seat, message: m.FromWorker, received: Received) -> None:
+    def on_message(self, seat: Seat, message: m.FromWorker, received: Received) -> None:
         match message:
             case m.Chunk():
                 self._take(seat, message, received)
@@ -351,7 +353,7 @@ class ClusterEnv:
 
     def _take(self, seat: Seat, chunk: m.Chunk, received: Received) -> None:
         tickets, steps = self._server.tickets, self._steps
-        self._rollouts.check(seat, chunk, steps, self._version())
+        self._rollouts.check(seat, chunk, steps, self.version())
         order = tickets.order(chunk.ticket)
         if order is None or order.worker != seat.worker:
             return  # cancelled, or its worker was given up: counted then
@@ -373,7 +375,11 @@ class ClusterEnv:
                 infos = self._add_info(infos, info, first + i)
         final = batch.final_obs
         for k, slot in enumerate(final.slot):
-            episode = {"r": batch.episodes["return"][k], "l": batch.episodes["length"][k], "t": batch.episodes["time"][k]}
+            episode = {
+                "r": batch.episodes["return"][k],
+                "l": batch.episodes["length"][k],
+                "t": batch.episodes["time"][k],
+            }
             last = {"final_obs": _entry(final.obs, k), "episode": episode}
             infos = self._add_info(infos, last, int(slot))
         return infos

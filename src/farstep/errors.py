@@ -1,17 +1,18 @@
 """Every error that farstep raises.
 
-    FarstepError
-    ├── ConfigError          options that cannot work together, found at construction (also a ValueError)
-    │   └── SpaceError       a space farstep cannot lay out as arrays
-    ├── AgentError           the agent lacks something a worker needs (also a TypeError)
-    ├── LaunchError          the cluster did not come up
-    │   └── HandshakeError   head and worker differ in version or array schema
-    ├── WorkerError          something went wrong on a worker; says which, where and in which phase
-    │   ├── RemoteEnvError   the environment or the agent raised; carries the remote traceback
-    │   ├── WorkerDied       the process ended (signal or exit status), with the tail of its output
-    │   └── WorkerStuck      no progress within the phase's limit, with the stacks it was stuck in
-    ├── WireError            a message that is malformed, oversized or not from an admitted peer
-    └── ClosedError          the cluster is closed, or failed earlier and cannot go on
+FarstepError
+├── ConfigError          options that cannot work together, found at construction (also a ValueError)
+│   └── SpaceError       a space farstep cannot lay out as arrays
+├── AgentError           the agent lacks something a worker needs (also a TypeError)
+├── LaunchError          the cluster did not come up
+│   └── HandshakeError   head and worker differ in version or array schema
+├── WorkerError          something went wrong on a worker; says which, where and in which phase
+│   ├── RemoteEnvError   the environment or the agent raised; carries the remote traceback
+│   ├── WorkerDied       the process ended (signal or exit status), with the tail of its output
+│   └── WorkerStuck      no progress within the phase's limit, with the stacks it was stuck in
+├── WireError            a message that is malformed, oversized or not from an admitted peer
+├── EndedError           step() of an ended environment without autoreset (also an AssertionError)
+└── ClosedError          the cluster is closed, or failed earlier and cannot go on
 """
 
 from __future__ import annotations
@@ -89,6 +90,9 @@ class WorkerError(FarstepError):
             text += f"\n\nLast output of the worker:\n{output.rstrip()}"
         super().__init__(text)
 
+    def __str__(self) -> str:
+        return str(self.args[0])  # also where it doubles as a KeyError, whose own form is a repr
+
 
 class RemoteEnvError(WorkerError):
     """The environment or the agent raised on a worker."""
@@ -108,6 +112,32 @@ class WireError(FarstepError):
 
 class ClosedError(FarstepError):
     """A call on a cluster that is closed or has failed."""
+
+
+_DOUBLES = (
+    AssertionError,
+    AttributeError,
+    IndexError,
+    KeyError,
+    NotImplementedError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+    ZeroDivisionError,
+)
+
+
+def remote_error(kind: str, message: str, where: Where, remote_traceback: str) -> RemoteEnvError:
+    """What raised on a worker; one of Python's own exceptions can be caught as such here, too."""
+    for double in _DOUBLES:
+        if double.__name__ == kind:
+            both = type(f"Remote{kind}", (RemoteEnvError, double), {"__module__": __name__})
+            return both(message, where, remote_traceback)  # type: ignore[no-any-return]
+    return RemoteEnvError(message, where, remote_traceback)
+
+
+class EndedError(FarstepError, AssertionError):
+    """An environment was stepped after its episode had ended, without autoreset."""
 
 
 def unknown_name(what: str, got: str, known: Iterable[str]) -> str:

@@ -33,9 +33,7 @@ from farstep.agents.tape import Untraceable, compile_act, equal_results  # noqa:
 
 
 def mlp(inputs: int, outputs: int, activation: type[nn.Module] = nn.Tanh) -> nn.Sequential:
-    net = nn.Sequential(
-        nn.Linear(inputs, 16), activation(), nn.Linear(16, 16), activation(), nn.Linear(16, outputs)
-    )
+    net = nn.Sequential(nn.Linear(inputs, 16), activation(), nn.Linear(16, 16), activation(), nn.Linear(16, outputs))
     for layer in net:
         if isinstance(layer, nn.Linear):
             nn.init.orthogonal_(layer.weight, 2**0.5)
@@ -43,9 +41,7 @@ def mlp(inputs: int, outputs: int, activation: type[nn.Module] = nn.Tanh) -> nn.
     return net
 
 
-def check(
-    function: Callable[..., Any], *draw: Callable[[], Any], calls: int = 4, tolerance: float = 1e-5
-) -> Any:
+def check(function: Callable[..., Any], *draw: Callable[[], Any], calls: int = 4, tolerance: float = 1e-5) -> Any:
     """Compile on one set of inputs, then compare with eager on others, from equal seeds."""
     torch.manual_seed(0)
     program = compile_act(function, *(one() for one in draw))
@@ -280,9 +276,7 @@ def test_recurrent(kind: str) -> None:
                 hidden = self.core(obs, state[0])
                 state = (hidden,)
             else:
-                hidden, new = self.core(
-                    obs[None], tuple(s[None] for s in state) if kind == "LSTM" else state[0][None]
-                )
+                hidden, new = self.core(obs[None], tuple(s[None] for s in state) if kind == "LSTM" else state[0][None])
                 hidden, state = hidden[0], tuple(s[0] for s in (new if kind == "LSTM" else (new,)))
             distribution = Categorical(logits=self.actor(hidden))
             action = distribution.sample()
@@ -437,6 +431,19 @@ def test_invalid_distributions_raise_as_in_eager() -> None:
         program(np.full((2, 4), np.nan, np.float32))
 
 
+@pytest.mark.parametrize("bad", [[[0.0, 0.0], [0.5, 0.5]], [[-1.0, 1.0], [0.5, 0.5]], [[np.inf, 1.0], [0.5, 0.5]]])
+def test_probabilities_that_are_none_raise_as_in_eager(bad: Any) -> None:
+    program = compile_act(lambda p: torch.multinomial(p * 1, 1), torch.ones(2, 2))
+    with pytest.raises(RuntimeError, match=r"probability|multinomial"):
+        program(np.array(bad, np.float32))
+
+
+def test_a_negative_deviation_raises_as_in_eager() -> None:
+    program = compile_act(lambda std: torch.normal(torch.zeros(3), std), torch.ones(3))
+    with pytest.raises(RuntimeError, match="std"):
+        program(np.array([1, -1, 1], np.float32))
+
+
 def test_no_warnings_reach_the_user() -> None:
     program = compile_act(lambda x: (x.log(), 1 / x, x.exp()), torch.ones(3))
     with warnings.catch_warnings():
@@ -445,9 +452,7 @@ def test_no_warnings_reach_the_user() -> None:
     assert logs[0] == -np.inf and np.isnan(logs[1]) and inverses[0] == np.inf and exps[2] == np.inf
 
 
-@pytest.mark.parametrize(
-    "given", [np.zeros((3, 1), np.float32), np.zeros((3, 4)), np.zeros((1, 4), np.float32)]
-)
+@pytest.mark.parametrize("given", [np.zeros((3, 1), np.float32), np.zeros((3, 4)), np.zeros((1, 4), np.float32)])
 def test_other_shapes_and_types_are_refused(given: np.ndarray[Any, Any]) -> None:
     program = compile_act(lambda obs: obs + 1, torch.zeros(3, 4))
     with pytest.raises(ValueError, match=r"obs is float.*recorded with float32\[3, 4\]"):
@@ -474,6 +479,8 @@ class Stateful(nn.Module):
         self.weight, self.register = nn.Parameter(torch.ones(4)), torch.zeros(3, 4)
         self.steps, self.rng, self.table = 0, np.random.default_rng(0), np.zeros(4, np.float32)
         self.last: Tensor = torch.zeros(3, 4)
+        self.history: list[Tensor] = []
+        self.nothing = float("nan")
 
     def branches(self, obs: Tensor) -> Tensor:
         return obs + 1 if obs.sum() > 0 else obs - 1
@@ -525,6 +532,10 @@ class Stateful(nn.Module):
         hidden.data = obs * 2
         return hidden
 
+    def fills_a_list(self, obs: Tensor) -> Tensor:
+        self.history.append(obs)
+        return obs * 2
+
     def counts(self, obs: Tensor) -> Tensor:
         self.steps += 1
         return obs * 2
@@ -569,6 +580,11 @@ def test_state_in_a_closure_is_seen() -> None:
 
     with pytest.raises(Untraceable, match="count"):
         compile_act(act, torch.zeros(3))
+
+
+def test_a_nan_among_the_attributes_is_no_change() -> None:
+    agent = Stateful()
+    check(lambda obs: agent.net(obs), lambda: torch.randn(3, 4))
 
 
 def test_a_scalar_that_depends_on_nothing_is_allowed() -> None:

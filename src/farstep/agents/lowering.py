@@ -476,11 +476,15 @@ def gather(w: Writer, op: Op) -> None:
 
 
 def _is_softmax(w: Writer, probabilities: Tensor) -> bool:
+    """Whether each row is what a softmax gave."""
     source = producer(w.ops, probabilities)
     if source is not None and source.name == "exp":
-        logits = producer(w.ops, source.args[0])
-        return logits is not None and logits.name == "_log_softmax"
-    return source is not None and source.name == "_softmax"
+        source = producer(w.ops, source.args[0])
+    if source is None or source.name not in ("_softmax", "_log_softmax"):
+        return False
+    return source.args[1] % source.out.dim() == source.out.dim() - 1 and (
+        source.out.shape[-1] == probabilities.shape[-1]
+    )
 
 
 @lowers("multinomial")

@@ -20,10 +20,13 @@ from __future__ import annotations
 import inspect
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import copy_context
-from itertools import zip_longest
+from functools import partial
+from itertools import islice, zip_longest
 from pathlib import Path
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -60,10 +63,13 @@ class Program:
         exec(compile(source, "<farstep program>", "exec"), names)
         self.source = source
         self._function = names["act"]
-        # Buffers may hold anything, and torch does not warn: neither may NumPy. Its error state is a context
-        # variable since 2.0; entering errstate in each call would cost 8 us.
+        # Buffers may hold anything, and torch does not warn: neither may NumPy. From 2.0 its error state is a
+        # context variable, set once for all calls here; to enter errstate in each costs 8 us.
         self._context = copy_context()
-        self._context.run(np.seterr, all="ignore")
+        if np.lib.NumpyVersion(np.__version__) < "2.0.0":
+            self._function = np.errstate(all="ignore")(self._function)
+        else:
+            self._context.run(np.seterr, all="ignore")
         self._outside = [(tensor, tensor.data_ptr()) for tensor in outside]
 
     def __call__(self, *args: Any) -> Any:
@@ -275,9 +281,7 @@ class Tape:
         if self.outside.keys() != other.outside.keys():
             raise Untraceable("act uses a tensor that is made anew in each call, unseen by the recording")
         mutated = {storage for op in self.ops if op.mutates for storage in op.writes}
-        for (tensor, copy), (again, again_copy) in zip(
-            self.constants.values(), other.constants.values(), strict=True
-        ):
+        for (tensor, copy), (again, again_copy) in zip(self.constants.values(), other.constants.values(), strict=True):
             if not _same_bytes(copy, again_copy):
                 raise Untraceable("act makes a tensor of Python values that are not the same in each call")
             if tensor.data_ptr() == again.data_ptr() and tensor.numel() and storage_of(tensor) in mutated:
@@ -370,34 +374,35 @@ def _python_state(function: Callable[..., Any]) -> dict[str, Any]:
     seen: set[int] = set()
 
     def walk(path: str, value: Any, depth: int) -> None:
-        state[path] = value if isinstance(value, bool | int | float | str | bytes) else id(value)
-        if id(value) in seen or depth > 8 or len(state) > 20_000:
+        if len(state) > 20_000:
+            return
+        state[path] = repr(value) if isinstance(value, bool | int | float | str | bytes) else id(value)
+        if id(value) in seen or depth > 8:
             return
         seen.add(id(value))
+        inside: Iterable[tuple[str, Any]] = ()
         if isinstance(value, np.random.Generator):
             state[path] = str(value.bit_generator.state)
-        elif isinstance(value, np.random.RandomState):
-            state[path] = str(value.get_state())
         elif isinstance(value, random.Random):
             state[path] = value.getstate()
         elif isinstance(value, np.ndarray):
             state[path] = (id(value), value.tobytes() if value.nbytes < 1 << 20 else None)
         elif isinstance(value, dict):
-            for key, item in value.items():
-                walk(f"{path}.{key}" if path else str(key), item, depth + 1)
-        elif isinstance(value, list | tuple | set | frozenset) or type(value).__name__ == "deque":
+            inside = [(f"{path}.{key}" if path else str(key), item) for key, item in value.items()]
+        elif isinstance(value, list | tuple | set | deque):
             state[path] = (id(value), len(value))
-            for index, item in enumerate(value):
-                walk(f"{path}[{index}]", item, depth + 1)
-        elif not isinstance(value, Tensor | type) and not inspect.ismodule(value):
-            owned = [getattr(value, "__self__", None), *(getattr(value, "args", None) or ())]
-            cells = getattr(value, "__closure__", None) or ()
-            owned += [cell.cell_contents for cell in cells if _is_full(cell)]
-            for index, item in enumerate(owned):
-                if item is not None and not inspect.ismodule(item):
-                    walk(path or ("" if index == 0 else f"closure {index}"), item, depth + 1)
-            if isinstance(attributes := getattr(value, "__dict__", None), dict):
-                walk(path, attributes, depth + 1)
+            inside = [(f"{path}[{index}]", item) for index, item in enumerate(islice(value, 256))]
+        elif isinstance(value, MethodType):
+            inside = [(path, value.__self__), (path, value.__func__)]
+        elif isinstance(value, partial):
+            inside = [(path, value.func), (path, value.args), (path, value.keywords)]
+        elif isinstance(value, FunctionType):
+            cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=False)
+            inside = [(name, cell.cell_contents) for name, cell in cells if _is_full(cell)]
+        elif not isinstance(value, Tensor | type | ModuleType) and hasattr(value, "__dict__"):
+            inside = [(path, value.__dict__)]
+        for deeper, item in inside:
+            walk(deeper, item, depth + 1)
 
     walk("", function, 0)
     state.pop("", None)
@@ -703,7 +708,7 @@ def _unequal(a: Any, b: Any, tolerance: float, name: str) -> str | None:
 def _unequal_leaves(a: Any, b: Any, tolerance: float, name: str) -> str | None:
     if a is None or b is None:
         return None if a is b else f"{name} is None on one side"
-    x, y = (np.asarray(leaf.detach() if isinstance(leaf, Tensor) else leaf) for leaf in (a, b))
+    x, y = (_comparable(leaf) for leaf in (a, b))
     if x.shape != y.shape or x.dtype != y.dtype:
         return f"{name} is {x.dtype}{list(x.shape)} and {y.dtype}{list(y.shape)}"
     if x.dtype.kind not in "fc":
@@ -713,3 +718,9 @@ def _unequal_leaves(a: Any, b: Any, tolerance: float, name: str) -> str | None:
         wrong = ~np.isclose(x, y, rtol=tolerance, atol=tolerance, equal_nan=True)
         gap = float(np.max(np.abs(x - y), where=wrong, initial=0.0))
     return f"{name} differs by {gap:.3g} in {int(wrong.sum())} of {x.size} elements" if wrong.any() else None
+
+
+def _comparable(leaf: Any) -> np.ndarray[Any, Any]:
+    if isinstance(leaf, Tensor):
+        return (leaf.detach().float() if leaf.dtype == torch.bfloat16 else leaf.detach()).cpu().numpy()
+    return np.asarray(leaf)

@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from farstep.config import InProcessConfig, LaunchConfig, LocalConfig
 from farstep.errors import ConfigError
 from farstep.head.seats import Engine, InprocessEngine, LocalEngine, Seat, ZmqEngine
-from farstep.head.server import Server
+from farstep.head.server import Client, Server
+from farstep.worker.program import Program
 from farstep.worker.progress import Board
 
 
 class Cluster:
     """A server with what it stands on; `close` frees all of it."""
 
-    def __init__(self, config: LaunchConfig, program: Any, envs_per_node: int, roots: list[int], budget: int) -> None:
+    def __init__(
+        self,
+        config: LaunchConfig,
+        program: Program,
+        envs_per_node: int,
+        root: int,
+        budget: int,
+        client: Client,
+    ) -> None:
         workers = config.num_workers(envs_per_node)
+        roots = [root] * (config.nodes * envs_per_node)
         self.seats = split(config.nodes, envs_per_node, workers)
         self._board = Board(workers)
         try:
             engine = _engine(config, self._board)
-            self.server = Server(engine, self.seats, program, config.timeouts, budget, roots)
+            self.server = Server(engine, self.seats, program, config.timeouts, budget, roots, client)
         except BaseException:
             self._board.close()
             raise

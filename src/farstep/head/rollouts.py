@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -68,7 +67,7 @@ class Rollouts:
         if ends is None or len(chunk.resume) != 8 * seat.num_envs or not -1 <= chunk.version <= version:
             raise WireError("a chunk whose header cannot be true.")
         if len(ends):
-            rows_fit = 0 <= ends["row"].min() and ends["row"].max() < max(steps, 1)
+            rows_fit = ends["row"].min() >= 0 and ends["row"].max() < max(steps, 1)
             if not rows_fit or ends["slot"].min() < seat.first or ends["slot"].max() >= seat.stop:
                 raise WireError("a chunk with episode ends outside its rows or columns.")
 
@@ -171,4 +170,3 @@ class Rollouts:
         if self.memory is not None:
             self.memory.close()
             self.memory = None
-

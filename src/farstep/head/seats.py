@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from farstep.core import Buffer, Ended, Received
@@ -70,7 +69,7 @@ class Seat:
     agent: int = -1
     """The agent it has, or was sent."""
     generation: int = -1
-    words: memoryview = memoryview(b"")
+    words: memoryview = field(default_factory=private_words)
     error: WorkerError | None = None
     """What it last failed of."""
     syncs: int = 0
@@ -81,7 +80,12 @@ class Seat:
 
     def where(self, phase: str, **more: Any) -> Where:
         return Where(
-            worker=self.worker, incarnation=self.incarnation, host=self.host, pid=self.pid, phase=phase, **more
+            worker=self.worker,
+            incarnation=self.incarnation,
+            host=self.host,
+            pid=self.pid,
+            phase=phase,
+            **more,
         )
 
     def died(self, ended: Ended, phase: str) -> WorkerError:
@@ -256,11 +260,6 @@ class _HubLink:
 
     def close(self) -> None:
         self._hub.expel(self._worker)
-
-
-def import_path() -> list[str]:
-    """Where the head finds modules, for workers to look there too."""
-    return [path or os.getcwd() for path in sys.path]
 
 
 def preloads() -> list[str]:

@@ -12,18 +12,20 @@ import logging
 import select
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import cloudpickle
 import numpy as np
 
 from farstep.config import Timeouts
 from farstep.core import Received
-from farstep.errors import ClosedError, FarstepError, HandshakeError, RemoteEnvError, WireError, WorkerError
+from farstep.errors import ClosedError, FarstepError, HandshakeError, WireError, WorkerError, remote_error
 from farstep.head import membership as life
-from farstep.head.seats import Engine, Seat, import_path, preloads
+from farstep.head.seats import Engine, Seat, preloads
 from farstep.head.tickets import Order, Tickets
+from farstep.launch.local import import_path
 from farstep.wire import messages as m
 from farstep.wire.codec import unpack
 from farstep.worker.loop import versions
@@ -31,6 +33,18 @@ from farstep.worker.progress import CANCEL, COUNT, PHASE, SLOT, Phase, copy_word
 
 log = logging.getLogger("farstep")
 T = TypeVar("T")
+
+
+class Client(Protocol):
+    """Who uses the server: makes tickets of orders and takes what workers answer."""
+
+    def make_ticket(self, order: Order) -> tuple[m.Ticket, Sequence[Any]]: ...
+
+    def on_message(self, seat: Seat, message: m.FromWorker, received: Received) -> None: ...
+
+    def version(self) -> int:
+        """The current version of the policy."""
+        ...
 
 
 class Server:
@@ -44,6 +58,7 @@ class Server:
         timeouts: Timeouts,
         restart_budget: int,
         roots: list[int],
+        client: Client,
     ) -> None:
         self._engine, self.seats, self._timeouts = engine, seats, timeouts
         self._program = cloudpickle.dumps(program)
@@ -58,9 +73,9 @@ class Server:
         self.spaces: tuple[Any, Any] | None = None
         self.stage: list[tuple[m.FromHead, Sequence[Any], Sequence[int]]] = []
         """What a worker must be told before its first ticket: agent, parameters, layout."""
-        self.on_message: Callable[[Seat, m.FromWorker, Received], None] = lambda *_: None
-        self.make_ticket: Callable[[Order], tuple[m.Ticket, Sequence[Any]]]
-        self.version: Callable[[], int] = lambda: 0
+        self._client: weakref.ref[Client] = weakref.ref(client)  # weak: it owns us, and is freed when forgotten
+        self.call_errors: list[WorkerError] = []
+        """What calls on environments raised; the caller takes it from here."""
         self._failure: FarstepError | None = None
         self._closed = False
         self._tick_s = min(0.5, max(0.02, min(timeouts.step_s, timeouts.reset_s, timeouts.act_s) / 4))
@@ -344,7 +359,9 @@ class Server:
             case m.Failure():
                 self._failed(seat, message)
             case _:
-                self.on_message(seat, message, received)
+                client = self._client()
+                if client is not None:
+                    client.on_message(seat, message, received)
 
     def send(self, seat: Seat, message: m.FromHead, frames: Sequence[Any] = (), fds: Sequence[int] = ()) -> None:
         if seat.link is not None:
@@ -408,9 +425,9 @@ class Server:
             version=failure.version,
         )
         what = "the agent raised" if failure.phase in ("act", "load") else "the environment raised"
-        error = RemoteEnvError(f"{what} {failure.message}", where, failure.traceback)
+        error = remote_error(failure.kind, f"{what} {failure.message}", where, failure.traceback)
         if failure.request is not None:
-            self.on_message(seat, failure, Received([]))
+            self.call_errors.append(error)
             return
         seat.error = error
         first_time = failure.phase == "construct" and not seat.incarnation
@@ -426,17 +443,19 @@ class Server:
 
     def grant(self) -> None:
         """Give every ticket that may be given now."""
-        if self._failure is not None:
+        client = self._client()
+        if self._failure is not None or client is None:
             return
         available = [seat.worker for seat in self.seats if seat.ready]
-        for order in self.tickets.grant(available, self.version()):
-            ticket, frames = self.make_ticket(order)
+        for order in self.tickets.grant(available, client.version()):
+            ticket, frames = client.make_ticket(order)
             self.send(self.seats[order.worker], ticket, frames)
 
     def cancel(self) -> None:
         """Take back what was given and is not done."""
+        open_tickets = self.tickets.in_flight
         upto = self.tickets.cancel()
         for seat in self.seats:
-            if seat.link is not None:
+            if open_tickets and seat.link is not None:
                 seat.words[CANCEL] = upto
                 self.send(seat, m.Cancel(upto))

@@ -132,7 +132,7 @@ class Tickets:
         return orders
 
     def _first_come(self, session: Session, wanted: int, available: list[int], version: int) -> list[Order]:
-        orders = []
+        orders: list[Order] = []
         while True:
             ahead = len(self._outstanding) + len(self._arrived) + session.held_chunks
             free = [w for w in available if session.lanes[w] and self.busy(w) < _QUEUED_PER_WORKER]

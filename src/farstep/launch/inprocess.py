@@ -13,7 +13,9 @@ class InprocessWorker:
     output_fd = exit_fd = -1
     pid = 0
 
-    def __init__(self, worker: int, incarnation: int, run: str, links: tuple[InprocLink, InprocLink], words: memoryview) -> None:
+    def __init__(
+        self, worker: int, incarnation: int, run: str, links: tuple[InprocLink, InprocLink], words: memoryview
+    ) -> None:
         self._head_link, self._link = links
         self._worker = Worker(self._link, worker, incarnation, run, words)
         self._ended: Ended | None = None

@@ -26,7 +26,7 @@ class LocalLauncher:
         self._death_read, self._death_write = os.pipe()
 
     def start(self, worker: int, incarnation: int, bootstrap: Mapping[str, object], fds: Sequence[int]) -> LocalProcess:
-        contents = {**bootstrap, "threads": self._threads, "path": [p or os.getcwd() for p in sys.path]}
+        contents = {**bootstrap, "threads": self._threads, "path": import_path()}
         # A death pipe per worker: the kernel's signal goes to one process group only.
         death = os.open(f"/proc/self/fd/{self._death_read}", os.O_RDONLY | os.O_NONBLOCK)
         bootstrap_fd = os.memfd_create("farstep-bootstrap", os.MFD_CLOEXEC)
@@ -120,6 +120,11 @@ class LocalProcess:
         """Forget the process; it has ended."""
         os.close(self.output_fd)
         os.close(self.exit_fd)
+
+
+def import_path() -> list[str]:
+    """Where this process finds modules, for workers to look there too."""
+    return [path or str(Path.cwd()) for path in sys.path]
 
 
 def _oom_kills() -> int:

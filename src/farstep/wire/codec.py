@@ -79,7 +79,7 @@ def _ext(code: int, data: object) -> msgspec.msgpack.Ext:
     return msgspec.msgpack.Ext(code, msgspec.msgpack.encode(data))
 
 
-def _value(data: object) -> object:
+def _value(data: object) -> Any:
     if isinstance(data, dict):
         return {key: _value(sub) for key, sub in data.items()}
     if isinstance(data, list):
@@ -89,7 +89,7 @@ def _value(data: object) -> object:
     return data
 
 
-def _decode_ext(code: int, payload: bytes) -> object:
+def _decode_ext(code: int, payload: bytes) -> Any:
     if code == _BIGINT:
         return int(payload)
     body = msgspec.msgpack.decode(payload)
@@ -145,7 +145,7 @@ def _shrunk(bound: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 def _space(body: list[Any]) -> object:
     kind, *rest = body
-    fields = [_value(entry) for entry in rest]
+    fields: list[Any] = [_value(entry) for entry in rest]
     if kind == "box":
         low, high, shape, dtype = fields
         real = _dtype(dtype)

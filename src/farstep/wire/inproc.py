@@ -12,7 +12,9 @@ from farstep.core import Buffer, Received
 class InprocLink:
     """One end; the head's end drives the worker when it has nothing to read."""
 
-    def __init__(self, inbox: deque[Received], outbox: deque[Received], drive: Callable[[], bool] | None = None) -> None:
+    def __init__(
+        self, inbox: deque[Received], outbox: deque[Received], drive: Callable[[], bool] | None = None
+    ) -> None:
         self._inbox, self._outbox, self.drive = inbox, outbox, drive
         self.closed = False
 

@@ -88,6 +88,8 @@ class Failure(msgspec.Struct, tag="failure"):
     message: str
     traceback: str
     phase: str
+    kind: str = ""
+    """The exception's class, if it is one of Python's own."""
     slot: int | None = None
     seed: int | None = None
     episode_step: int | None = None

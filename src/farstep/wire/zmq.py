@@ -10,6 +10,7 @@ import contextlib
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import zmq
 import zmq.utils.z85
@@ -54,7 +55,7 @@ class Hub:
         self._router.sndhwm = 0
         self._router.router_mandatory = True
         self._router.bind(address)
-        self.address = self._router.last_endpoint.rstrip(b"\0").decode()
+        self.address = bytes(cast(bytes, self._router.last_endpoint)).rstrip(b"\0").decode()
 
     def filenos(self) -> list[int]:
         return [int(self._router.fd), int(self._zap.fd)]
@@ -72,7 +73,7 @@ class Hub:
     def drain(self) -> Iterator[tuple[Peer, Received]]:
         """Answer handshakes and yield every message that has arrived."""
         while True:
-            while self._zap.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+            while int(self._zap.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
                 self._answer(self._zap.recv_multipart())
             if not int(self._router.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
                 return
@@ -129,7 +130,7 @@ class DealerLink:
     def receive(self, timeout_s: float | None = None) -> Received | None:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
-            left = None if deadline is None else max(0.0, deadline - time.monotonic()) * 1000
+            left = None if deadline is None else int(max(0.0, deadline - time.monotonic()) * 1000)
             if self._socket.poll(left):
                 return Received([frame.buffer for frame in self._socket.recv_multipart(copy=False)])
             if deadline is not None and time.monotonic() >= deadline:

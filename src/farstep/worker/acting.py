@@ -56,9 +56,8 @@ class Actor:
         schema, self.structure = _schema_of(out, count)
         for name, spec in action_schema.items():
             if name not in schema or schema[name].shape != spec.shape:
-                got = schema[name] if name in schema else "absent"
                 raise AgentError(
-                    f"act's {name} is {got} per environment; the action space wants shape {list(spec.shape)}."
+                    f"act's {name} is {schema.get(name, 'absent')} per environment; the action space wants shape {list(spec.shape)}."
                 )
         self._state = self.policy.initial_state(count)
         state_schema, state_structure = _schema_of({"state": self._state}, count) if state is not None else ({}, {})

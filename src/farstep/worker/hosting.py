@@ -7,7 +7,6 @@ the side, the environment is reset at once with the seed of its next episode, an
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -39,7 +38,7 @@ class HostedEnvs:
         self._single = self._obs if isinstance(self._obs, str) else None
         self.current = empty_like(self._obs_schema, self.num_envs)
         self._steps = [env.step for env in self.envs]
-        self._rewards = [0.0] * self.num_envs
+        self._rewards: list[Any] = [0.0] * self.num_envs
         self.infos: list[dict[str, Any]] | None = None
 
     def reset(self, mask: Array | None, roots: list[int | None] | None, options: dict[str, Any] | None) -> None:
@@ -78,13 +77,11 @@ class HostedEnvs:
         infos = self.infos
         if self._single is not None and infos is None:
             next_obs = rows[self._single][t + 1]
-            i = 0
-            for step, action in zip(self._steps, actions, strict=True):
+            for i, (step, action) in enumerate(zip(self._steps, actions, strict=True)):
                 progress[SLOT] = i
                 next_obs[i], rewards[i], terminated, truncated, info = step(action)
                 if terminated or truncated:
                     ended.append((i, terminated, truncated, info))
-                i += 1
         else:
             for i, (step, action) in enumerate(zip(self._steps, actions, strict=True)):
                 progress[SLOT] = i
@@ -124,7 +121,7 @@ class HostedEnvs:
             self.infos[i] = info
         return info
 
-    def _actions(self, t: int) -> Iterable[Any]:
+    def _actions(self, t: int) -> Any:
         """One action per environment, none of them a view of the row (an environment may change its action)."""
         if isinstance(self._action, str):
             return self._rows[self._action][t].copy()

@@ -28,8 +28,8 @@ from farstep.wire.codec import pack
 from farstep.wire.memory import SharedMemory
 from farstep.worker.acting import Actor
 from farstep.worker.hosting import HostedEnvs
-from farstep.worker.progress import CANCEL, COUNT, PHASE, SLOT, Phase
 from farstep.worker.program import Program
+from farstep.worker.progress import CANCEL, COUNT, PHASE, SLOT, Phase
 from farstep.worker.rows import Rows, Slots
 from farstep.worker.strict_hosting import StrictEnvs
 from farstep.worker.vector_hosting import HostedVector
@@ -145,7 +145,7 @@ class Worker:
         sys.path[:] = list(dict.fromkeys(message.path + sys.path))
         began = time.monotonic()
         self._words[PHASE] = Phase.CONSTRUCT
-        self._program: Program = pickle.loads(message.program)  # noqa: S301 - from the authenticated head
+        self._program: Program = pickle.loads(message.program)
         slots = Slots(message.first_slot, message.seeds, message.episodes)
         source = self._program.source
         if self._program.autoreset_mode:
@@ -219,7 +219,7 @@ class Worker:
             self._columns = (slots.first, slots.first + self._host.num_envs)
         else:
             layout = Layout(1, layout.steps, self._host.num_envs, layout.rows, layout.chunks)
-            self._blocks = layout.views(memoryview(np.zeros(layout.nbytes, np.uint8)).cast("B"))
+            self._blocks = layout.views(memoryview(bytearray(layout.nbytes)))
             self._columns = (0, self._host.num_envs)
         self._layout, self._shared = layout, bool(fds)
 
@@ -302,12 +302,12 @@ class Worker:
                     count = min(steps, 1) if not ends_bytes else steps
                 part = block[:count]
             keys.append(name)
-            arrays.append(memoryview(np.ascontiguousarray(part)).cast("B") if part.size else b"")
+            arrays.append(part.tobytes())
         return keys, arrays
 
     def _reset(self, order: m.Reset) -> None:
         mask = None if order.mask is None else np.frombuffer(order.mask, bool)
-        options = pickle.loads(order.options) if order.options else None  # noqa: S301 - from the head
+        options = pickle.loads(order.options) if order.options else None
         if mask is None or mask.any():
             self._host.reset(mask, order.seeds, options)
 
@@ -330,6 +330,7 @@ class Worker:
                 message=f"{type(error).__name__}: {error}",
                 traceback=text,
                 phase=phase.label,
+                kind=type(error).__name__ if type(error).__module__ == "builtins" else "",
                 slot=host.slots.first + i if in_env and host else None,
                 seed=host.seed_of(i) if in_env and host else None,
                 episode_step=int(host.slots.total_rows - host.slots.start_row[i]) if in_env and host else None,

@@ -86,5 +86,3 @@ class Slots:
         self.episodes[:] = self.resume.tolist()
         self.started[:] = self.fresh[:] = self.any_fresh = False
         self._ends.clear()
-
-

@@ -6,6 +6,8 @@ from functools import lru_cache
 
 import numpy as np
 
+from farstep.core import Array
+
 _BLOCK = 64
 
 
@@ -15,7 +17,7 @@ def episode_seed(root: int, slot: int, episode: int) -> int:
 
 
 @lru_cache(maxsize=65536)
-def _seed_block(root: int, slot: int, block: int) -> np.ndarray[tuple[int], np.dtype[np.uint32]]:
+def _seed_block(root: int, slot: int, block: int) -> Array:
     # Drawn 64 at a time: one SeedSequence costs more than a CartPole step.
     return np.random.SeedSequence(root, spawn_key=(slot, block)).generate_state(_BLOCK) >> 1
 

@@ -12,7 +12,9 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 
 from farstep.core import Array
+from farstep.errors import WireError
 from farstep.spec import leaf_names, leaves, nest, space_schema
+from farstep.wire.codec import pack
 from farstep.worker.hosting import check_obs, empty_like
 from farstep.worker.progress import COUNT, PHASE, SLOT, Phase
 from farstep.worker.rows import Rows, Slots
@@ -147,6 +149,11 @@ class StrictEnvs:
             self._progress[SLOT] = i
             env.set_wrapper_attr(name, value)
 
+    def describe(self) -> list[Any]:
+        """What the vector needs to know of its environments beyond their spaces."""
+        metadata = {key: value for key, value in self.envs[0].metadata.items() if _is_data(value)}
+        return [{"metadata": metadata, "render_mode": self.envs[0].render_mode}]
+
     def render(self) -> list[Any]:
         return [env.render() for env in self.envs]
 
@@ -155,3 +162,11 @@ class StrictEnvs:
         for i, env in enumerate(self.envs):
             self._progress[SLOT] = i
             env.close()
+
+
+def _is_data(value: object) -> bool:
+    try:
+        pack(value)
+    except WireError:
+        return False
+    return True

@@ -1,0 +1,80 @@
+"""A pytest plugin: every test must leave nothing behind.
+
+Around each test, processes, threads, descriptors, shared memory and temporary files are compared. What ends by
+itself gets a few seconds to do so. Use it with `-p farstep.testing.leaks`.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+_PATIENCE_S = 5.0
+_OURS = ("/memfd:farstep", "socket:", "pipe:", "anon_inode:[eventpoll]", "anon_inode:[pidfd]", "anon_inode:[eventfd]")
+
+
+def _processes() -> set[str]:
+    """This process's descendants that are not just zombies somebody else must reap."""
+    parents: dict[int, int] = {}
+    names: dict[int, str] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                head, _, tail = (entry / "stat").read_text().rpartition(")")
+            except OSError:
+                continue
+            state, parent = tail.split()[:2]
+            if state != "Z":
+                parents[int(entry.name)] = int(parent)
+                names[int(entry.name)] = head.partition("(")[2]
+    found: set[int] = set()
+    mine = {os.getpid()}
+    while mine:
+        mine = {pid for pid, parent in parents.items() if parent in mine} - found
+        found |= mine
+    return {f"process {pid} ({names[pid]})" for pid in found}
+
+
+def _descriptors() -> set[str]:
+    found = set()
+    for entry in Path("/proc/self/fd").iterdir():
+        try:
+            target = str(entry.readlink())
+        except OSError:
+            continue
+        if target.startswith(_OURS):
+            found.add(f"descriptor {entry.name} -> {target}")
+    return found
+
+
+def _snapshot() -> set[str]:
+    threads = {f"thread {thread.name}" for thread in threading.enumerate()}
+    shared = (
+        {f"shared memory {path.name}" for path in Path("/dev/shm").iterdir()} if Path("/dev/shm").exists() else set()
+    )
+    temporary = {f"file {path}" for path in Path(tempfile.gettempdir()).glob("farstep*")}
+    return threads | _processes() | _descriptors() | shared | temporary
+
+
+@pytest.fixture(autouse=True)
+def leak_check(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fails the test that leaves something behind."""
+    gc.collect()
+    before = _snapshot()
+    yield
+    deadline = time.monotonic() + _PATIENCE_S
+    while True:
+        gc.collect()
+        left = _snapshot() - before
+        if not left:
+            return
+        if time.monotonic() > deadline:
+            pytest.fail(f"left behind: {', '.join(sorted(left))}")
+        time.sleep(0.05)
