@@ -57,7 +57,8 @@ class Actor:
         for name, spec in action_schema.items():
             if name not in schema or schema[name].shape != spec.shape:
                 raise AgentError(
-                    f"act's {name} is {schema.get(name, 'absent')} per environment; the action space wants shape {list(spec.shape)}."
+                    f"act's {name} is {schema.get(name, 'absent')} per environment; "
+                    f"the action space wants shape {list(spec.shape)}."
                 )
         self._state = self.policy.initial_state(count)
         state_schema, state_structure = _schema_of({"state": self._state}, count) if state is not None else ({}, {})
