@@ -175,6 +175,7 @@ class ParameterLoader:
             self._template = list(self._template)
         leaves = leaves_of(self._template)
         self.schema = ParameterSchema.of(leaves)
+        self._verified = False
         setter = getattr(agent, "set_parameters", None)
         self._set = setter if callable(setter) else None
         self._targets = None if self._set else self._find_targets(leaves)
@@ -203,13 +204,25 @@ class ParameterLoader:
         """Load the leaves; either all of them or, on an error, as the agent's own setter left it."""
         if self._set is not None:
             self._set(self._rebuild(self._template, iter(arrays)))
-            return
-        assert self._targets is not None
-        for target, array in zip(self._targets, arrays, strict=True):
-            if is_tensor(target):
-                target.copy_(_to_tensor(array, target))
-            else:
-                target[...] = array
+        else:
+            assert self._targets is not None
+            for target, array in zip(self._targets, arrays, strict=True):
+                if is_tensor(target):
+                    target.copy_(_to_tensor(array, target))
+                else:
+                    target[...] = array
+        if not self._verified:
+            self._verify(arrays)
+            self._verified = True
+
+    def _verify(self, arrays: list[Array]) -> None:
+        """Make sure, once, that what was loaded is what the agent has now."""
+        for (name, leaf), array in zip(leaves_of(self._agent.get_parameters()), arrays, strict=True):
+            if not np.array_equal(as_array(leaf), array):
+                raise AgentError(
+                    f"parameter {name!r} does not have the value that was loaded into it. Let set_parameters() take "
+                    "what get_parameters() returns, or let get_parameters() return the agent's own arrays."
+                )
 
     def _rebuild(self, template: Any, arrays: Iterator[Array]) -> Any:
         """What get_parameters() returned, with new contents (copies, so that the buffer can be reused)."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import pickle
-import random
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -97,15 +95,17 @@ class Policy:
             self.note = "eager" if self.is_torch else "the agent's own act"
             return
         self._example = tuple(_copied(a) for a in self._arguments(obs, state, episode_start))
-        reason = self._why_not() or self._record() or self._disagreement()
+        unsuitable = "act takes a generator per slot" if self.wants_rng else None
+        reason = unsuitable or self._record() or self._disagreement()
         self._settle(reason)
 
     def check_after_load(self) -> None:
         """Compare the two paths with the new weights; record again if a setter replaced tensors."""
         if self._fast is None:
             return
-        reason = "a value outside the parameters changed" if self._state_bytes() != self._constants else None
-        if (reason or self._disagreement()) is not None:
+        reason = None
+        moved = not self._fast.is_current() or _constants_of(self.agent) != self._constants
+        if moved or self._disagreement() is not None:
             reason = self._record() or self._disagreement()
         self._settle(reason)
 
@@ -117,21 +117,6 @@ class Policy:
         self.note = f"eager: {reason}"
         log.warning("inference is eager, since %s", reason)
 
-    def _why_not(self) -> str | None:
-        """What a recording cannot see: other generators than torch's, and an act that changes its agent."""
-        if self.wants_rng:
-            return "act takes a generator per slot"
-        generators = (random.getstate(), pickle.dumps(np.random.get_state()))
-        before = cloudpickle.dumps(self.agent)
-        self._run_eager()
-        if (random.getstate(), pickle.dumps(np.random.get_state())) != generators:
-            random.setstate(generators[0])
-            np.random.set_state(pickle.loads(generators[1]))
-            return "act draws from Python's or NumPy's global generator"
-        if cloudpickle.dumps(self.agent) != before:
-            return "act changes the agent's own state"
-        return None
-
     def _record(self) -> str | None:
         from farstep.agents.tape import Untraceable, compile_act
 
@@ -142,35 +127,25 @@ class Policy:
             return str(error)
         finally:
             self._torch.set_rng_state(rng)
-        self._constants = self._state_bytes()
+        self._constants = _constants_of(self.agent)
         return None
 
     def _disagreement(self) -> str | None:
+        """How the recording differs from `act` on the same rows with the same random numbers; None if it does not."""
         from farstep.agents.tape import equal_results
 
-        rng = self._torch.get_rng_state()
+        torch = self._torch
+        rng = torch.get_rng_state()
         try:
-            eager = _copied(self._run_eager())
-            self._torch.set_rng_state(rng)
-            difference = equal_results(eager, _mapping(self._fast(*self._example)))
+            with torch.inference_mode():
+                eager = _copied(self._arrays(self.agent.act(*[self._tensors(a) for a in self._example])))
+            torch.set_rng_state(rng)
+            difference = equal_results(_mapping(eager), _mapping(self._fast(*self._example)))
         except Exception as error:  # whatever a replay trips over, eager is right
             return f"the recorded program failed: {type(error).__name__}: {error}"
         finally:
-            self._torch.set_rng_state(rng)
+            torch.set_rng_state(rng)
         return difference and f"the recorded program differs from act: {difference}"
-
-    def _run_eager(self) -> dict[str, Any]:
-        rng = self._torch.get_rng_state()
-        try:
-            with self._torch.inference_mode():
-                return _mapping(self._arrays(self.agent.act(*[self._tensors(a) for a in self._example])))
-        finally:
-            if self._fast is None:
-                self._torch.set_rng_state(rng)
-
-    def _state_bytes(self) -> bytes:
-        """Everything of the agent but its tensors, as bytes: what a recording took for constant."""
-        return _constants_of(self.agent)
 
 
 def is_torch_module(agent: Any) -> bool:
@@ -216,6 +191,7 @@ class _ConstantsPickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 def _constants_of(agent: Any) -> bytes:
+    """Everything of the agent but its tensors, as bytes: what a recording takes for constant."""
     import io
 
     buffer = io.BytesIO()

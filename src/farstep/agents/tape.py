@@ -22,12 +22,13 @@ import random
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from contextvars import copy_context
 from functools import partial
 from itertools import islice, zip_longest
 from pathlib import Path
 from types import FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -92,31 +93,37 @@ def compile_act(function: Callable[..., Any], *examples: Any) -> Program:
             seeds = [torch.get_rng_state()]
             expected = [_arrays(function(*_static(examples)))]
             tapes, before = [], _python_state(function)
-            for _ in range(2):
-                seeds.append(torch.get_rng_state())
-                tapes.append(Tape(function, _static(examples)))
-                expected.append(tapes[-1].expected)
-            if changed := _difference(before, _python_state(function)):
-                raise Untraceable(f"act changes {changed}, which a replay would not")
-            tapes[0].check_same(tapes[1])
-            program = _compile(tapes[0], function)
+            with _untraceable_if_failing("a recording"):
+                for _ in range(2):
+                    seeds.append(torch.get_rng_state())
+                    tapes.append(Tape(function, _static(examples)))
+                    expected.append(tapes[-1].expected)
+                if changed := _difference(before, _python_state(function)):
+                    raise Untraceable(f"act changes {changed}, which a replay would not")
+                tapes[0].check_same(tapes[1])
+                program = _compile(tapes[0], function)
             for seed, result in zip(seeds, expected, strict=True):
                 torch.set_rng_state(seed)
-                _check_replay(program, _arrays(_static(examples)), result)
+                with _untraceable_if_failing("a replay"):
+                    replayed = program(*_arrays(_static(examples)))
+                # Loose: a density near the edge of its support magnifies a rounding; a wrong line is far off.
+                if why := equal_results(result, replayed, tolerance=1e-3):
+                    raise Untraceable(f"a replay does not give what the eager call gives: {why}")
         finally:
             torch.set_rng_state(start)
     return program
 
 
-def _check_replay(program: Program, args: tuple[Any, ...], expected: Any) -> None:
+@contextmanager
+def _untraceable_if_failing(what: str) -> Iterator[None]:
+    """Take an error where eager calls had none as a reason to stay eager."""
     try:
-        result = program(*args)
+        yield
+    except Untraceable:
+        raise
     except Exception as error:
         reason = str(error).strip().partition("\n")[0]
-        raise Untraceable(f"a replay fails with {type(error).__name__}: {reason}") from error
-    # Loose: a density near the edge of its support magnifies a rounding, and a wrong line is off by far more.
-    if why := equal_results(expected, result, tolerance=1e-3):
-        raise Untraceable(f"a replay does not give what the eager call gives: {why}")
+        raise Untraceable(f"{what} fails with {type(error).__name__}: {reason}") from error
 
 
 # Recording --------------------------------------------------------------------------------------------
@@ -146,15 +153,23 @@ class Tape:
         self._numbers = {storage: index for index, storage in enumerate(self._given)}
         self._varies = set(self._given)
         python_random, numpy_random = random.getstate(), str(np.random.get_state())
+        self._refusal: Untraceable | None = None
         with _Escapes(self), _Recorder(self):
             self.result = function(*inputs)
+        if self._refusal is not None:  # and act went on all the same
+            raise self._refusal
         if random.getstate() != python_random or str(np.random.get_state()) != numpy_random:
             raise Untraceable("act draws from Python's or NumPy's global random numbers")
         for _, leaf in _leaves(self.result):
             self._meet(leaf)
-        self._encode((), self.result)
+        self._encode("the result", self.result)
         self.expected = _arrays(self.result)
         self._check_unchanged()
+
+    def refuse(self, why: str) -> NoReturn:
+        """Raise now and, should act catch that, once it has returned."""
+        self._refusal = Untraceable(why)
+        raise self._refusal
 
     def add(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors = list(_tensors((args, kwargs)))
@@ -183,15 +198,15 @@ class Tape:
     def _write(self, op: Op, varies: bool) -> None:
         """Enter an operation, unless all it made are views."""
         if op.name in _REPLACES_MEMORY:
-            raise Untraceable(f"act runs {op.func}, which replaces a tensor's memory")
+            self.refuse(f"act runs {op.func}, which replaces a tensor's memory")
         changed = {storage_of(tensor) for tensor in _changed(op)}
         made = {storage_of(tensor) for tensor in op.outputs} - op.reads
         if changed & self._given.keys():
-            raise Untraceable("act changes its input in place")
+            self.refuse("act changes its input in place")
         if changed & self.outside.keys():
-            raise Untraceable("act changes a parameter or another tensor that outlives the call")
+            self.refuse("act changes a parameter or another tensor that outlives the call")
         if made & self._numbers.keys():
-            raise Untraceable(f"{op.func} returned memory that it was not given")
+            self.refuse(f"{op.func} returned memory that it was not given")
         for tensor in op.outputs:
             self._check_kind(tensor)
         if torch.Tag.inplace_view in op.func.tags:
@@ -234,19 +249,19 @@ class Tape:
 
     def _check_kind(self, tensor: Tensor) -> None:
         if tensor.device.type != "cpu":
-            raise Untraceable(f"act uses a tensor on {tensor.device}, and only the CPU is replayed")
+            self.refuse(f"act uses a tensor on {tensor.device}, and only the CPU is replayed")
         if tensor.layout != torch.strided or type(tensor) not in (Tensor, torch.nn.Parameter):
-            raise Untraceable(f"act uses a {type(tensor).__name__} of layout {tensor.layout}")
+            self.refuse(f"act uses a {type(tensor).__name__} of layout {tensor.layout}")
 
     def _refuse_escape(self, op: Op, result: Any) -> None:
         """Raise if an operation's result depends on data in a way that the tape does not hold."""
         if torch.Tag.dynamic_output_shape in op.func.tags and not (
             op.name == "index" and all(i.dtype == torch.int64 for i in op.args[1] if i is not None)
         ):
-            raise Untraceable(f"act runs {op.func}, whose result has a shape that depends on data")
+            self.refuse(f"act runs {op.func}, whose result has a shape that depends on data")
         escapes = any(isinstance(leaf, bool | int | float | complex) for leaf in _flat(result))
         if escapes and not _is_validation():
-            raise Untraceable(f"act reads a tensor's value into Python, and may branch on it ({_caller()})")
+            self.refuse(f"act reads a tensor's value into Python, and may branch on it ({_caller()})")
 
     def _encode(self, func: Any, value: Any) -> None:
         """Add to what a second recording must repeat."""
@@ -268,20 +283,21 @@ class Tape:
         """Raise if an operation changed memory undeclared, as batch norm does with its statistics."""
         for _, leaf in _leaves(self.inputs):
             if not _same_bytes(leaf, self._given[storage_of(leaf)]):
-                raise Untraceable("act changes its input in place")
+                self.refuse("act changes its input in place")
         for tensor, copy in self.outside.values():
             if not _same_bytes(tensor, copy):
-                raise Untraceable("act changes a parameter or another tensor that outlives the call")
+                self.refuse("act changes a parameter or another tensor that outlives the call")
 
     def check_same(self, other: Tape) -> None:
         """Raise unless a second recording met the same tensors and ran the same operations."""
         for mine, others in zip_longest(self.signature, other.signature):
             if mine != others:
-                raise Untraceable(f"two calls did not run the same operations: {(mine or others)[0]} is new")
+                raise Untraceable(f"two calls did not do the same: {(mine or others)[0]} differs")
         if self.outside.keys() != other.outside.keys():
             raise Untraceable("act uses a tensor that is made anew in each call, unseen by the recording")
         mutated = {storage for op in self.ops if op.mutates for storage in op.writes}
-        for (tensor, copy), (again, again_copy) in zip(self.constants.values(), other.constants.values(), strict=True):
+        pairs = zip(self.constants.values(), other.constants.values(), strict=True)
+        for (tensor, copy), (again, again_copy) in pairs:
             if not _same_bytes(copy, again_copy):
                 raise Untraceable("act makes a tensor of Python values that are not the same in each call")
             if tensor.data_ptr() == again.data_ptr() and tensor.numel() and storage_of(tensor) in mutated:
@@ -321,9 +337,9 @@ class _Escapes(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
         if name in _LEAVES_UNSEEN and isinstance(args[0], Tensor) and self.tape.varies(args[0]):
-            raise Untraceable(f"act takes a tensor out of torch with {name} ({_caller()})")
+            self.tape.refuse(f"act takes a tensor out of torch with {name} ({_caller()})")
         if name == "__set__":
-            raise Untraceable(f"act assigns to a tensor's attribute ({_caller()})")
+            self.tape.refuse(f"act assigns to a tensor's attribute ({_caller()})")
         return func(*args, **(kwargs or {}))
 
 
@@ -452,7 +468,7 @@ def _compile(tape: Tape, function: Callable[..., Any]) -> Program:
             _write_op(w, op)
         if len(w.lines) > begin:
             shape = ", ".join(f"{str(t.dtype)[6:]}{list(t.shape)}" for t in op.outputs)
-            w.lines[begin] += f"  # {op.name} {shape}" if "#" not in w.lines[begin] else ""
+            w.lines[begin] += f"  # {op.name} {shape}".rstrip() if "#" not in w.lines[begin] else ""
 
     def leaf_name(leaf: Any) -> str:
         if not isinstance(leaf, Tensor):
@@ -569,10 +585,11 @@ def _labels(tape: Tape, function: Callable[..., Any]) -> dict[int, str]:
 
 def _argument_names(function: Callable[..., Any], count: int) -> list[str]:
     try:
-        names = list(inspect.signature(function).parameters)[:count]
+        parameters = list(inspect.signature(function).parameters.values())[:count]
     except (TypeError, ValueError):
-        names = []
-    usable = len(names) == count and "args" not in names and not FUNCTIONS.keys() & set(names)
+        parameters = []
+    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    usable = len(names) == count and not FUNCTIONS.keys() & set(names)
     return names if usable else [f"arg{i}" for i in range(count)]
 
 
@@ -671,7 +688,7 @@ def _arrays(value: Any) -> Any:
     def convert(leaf: Any) -> Any:
         try:
             return leaf.detach().numpy().copy() if isinstance(leaf, Tensor) else leaf
-        except TypeError:
+        except (TypeError, RuntimeError):
             raise Untraceable(f"act returns {leaf.dtype}, which NumPy does not have") from None
 
     return _map(value, convert)

@@ -23,23 +23,20 @@ class Actor:
 
     def __init__(self, payload: bytes, inference: str, obs: Structure, slots: Slots) -> None:
         self._slots, self._obs = slots, obs
+        # Tried first on a copy, since an agent may count its calls. The copy is made first: unpickling a class of
+        # the user's script again sets its attributes anew, and ours must be the ones that stay.
+        self._trial: Policy | None = Policy(cloudpickle.loads(payload), "eager")
         self.policy = Policy(cloudpickle.loads(payload), inference)
         self.loader = ParameterLoader(self.policy.agent)
-        self._payload: bytes | None = payload
-        self._inference = inference
         self.version = -1
         self.structure: dict[str, Any] = {}
         self._state: Any = None
         self._rng: list[np.random.Generator] = []
 
     def probe(self, current: dict[str, Array], action_schema: Schema) -> tuple[Schema, Schema, Structure]:
-        """Try `act` once on real observations, on a copy of the agent: what it returns, step by step and as state.
-
-        A copy, since an agent may count its calls; its results are thrown away.
-        """
-        assert self._payload is not None
-        trial = Policy(cloudpickle.loads(self._payload), "eager")
-        self._payload = None
+        """Try `act` once on real observations: what it returns, step by step and as state."""
+        assert self._trial is not None
+        trial, self._trial = self._trial, None
         count = len(self._slots.roots)
         starts = np.ones(count, bool)
         generators = [np.random.default_rng(0) for _ in range(count)]

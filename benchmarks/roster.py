@@ -1,0 +1,105 @@
+"""Who takes part in the throughput benchmark, and which interpreter runs each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+BENCHMARKS = Path(__file__).resolve().parent
+OWN = "farstep"
+"""The virtual environment of this repository; every other name is one of setup_peers.py."""
+
+LIMITS = {"eager": "limit-eager", "fast": "limit-fast"}
+"""The limit that a contender is held against, by its kind of inference."""
+
+FARSTEP = ("farstep-stream", "farstep-collect")
+"""The contenders that the others are held against: the faster of these."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contender:
+    """A script, its options, and where its packages are installed."""
+
+    name: str
+    script: str
+    venv: str
+    options: tuple[str, ...] = ()
+    inference: str = "eager"
+    """``fast`` where farstep's own inference path acts, ``eager`` where the policy is called as it is."""
+    by_default: bool = True
+    """False for variants that are known to be slower: they run when ``--only`` names them."""
+
+    @property
+    def interpreter(self) -> Path | None:
+        """The Python to run it with; None where that is not installed."""
+        home = BENCHMARKS.parent / ".venv" if self.venv == OWN else BENCHMARKS / ".venvs" / self.venv
+        marker = home if self.venv == OWN else home / "installed.json"
+        python = home / "bin" / "python"
+        return python if marker.exists() and python.exists() else None
+
+    @property
+    def how_to_install(self) -> str:
+        return "make setup" if self.venv == OWN else f"python benchmarks/setup_peers.py {self.venv}"
+
+    def command(self, arguments: list[str]) -> list[str]:
+        script = BENCHMARKS / "contenders" / self.script
+        return [str(self.interpreter), str(script), *self.options, *arguments]
+
+
+EAGER = ("--inference", "eager")
+
+CONTENDERS = (
+    Contender(name="limit-eager", script="limit.py", venv=OWN, options=EAGER),
+    Contender(name="limit-fast", script="limit.py", venv=OWN, options=("--inference", "fast"), inference="fast"),
+    Contender(name="farstep-collect", script="farstep_collect.py", venv=OWN, inference="fast"),
+    Contender(name="farstep-stream", script="farstep_stream.py", venv=OWN, inference="fast"),
+    Contender(name="farstep-collect-eager", script="farstep_collect.py", venv=OWN, options=EAGER),
+    Contender(name="farstep-stream-eager", script="farstep_stream.py", venv=OWN, options=EAGER),
+    Contender(name="farstep-make_vec", script="farstep_make_vec.py", venv=OWN),
+    Contender(name="farstep-envpool-collect", script="farstep_envpool.py", venv=OWN, inference="fast"),
+    Contender(
+        name="farstep-envpool-stream",
+        script="farstep_envpool.py",
+        venv=OWN,
+        options=("--mode", "stream"),
+        inference="fast",
+    ),
+    Contender(name="farstep-envpool-collect-eager", script="farstep_envpool.py", venv=OWN, options=EAGER),
+    Contender(name="envpool-sync", script="envpool_native.py", venv="envpool", options=("--mode", "sync")),
+    Contender(name="envpool-async", script="envpool_native.py", venv="envpool", options=("--mode", "async")),
+    Contender(name="gymnasium-sync", script="gymnasium_vector.py", venv="gymnasium", options=("--mode", "sync")),
+    Contender(name="gymnasium-async", script="gymnasium_vector.py", venv="gymnasium", options=("--mode", "async")),
+    Contender(name="sb3-subproc", script="sb3_subproc.py", venv="sb3"),
+    Contender(name="sb3-dummy", script="sb3_subproc.py", venv="sb3", options=("--mode", "dummy"), by_default=False),
+    Contender(name="pufferlib-serial", script="pufferlib_vector.py", venv="pufferlib", options=("--mode", "serial")),
+    Contender(name="pufferlib-sync", script="pufferlib_vector.py", venv="pufferlib", options=("--mode", "sync")),
+    Contender(
+        name="pufferlib-async",
+        script="pufferlib_vector.py",
+        venv="pufferlib",
+        options=("--mode", "async"),
+        by_default=False,
+    ),
+    Contender(name="sample-factory", script="sample_factory_sampler.py", venv="sample-factory"),
+    Contender(name="torchrl-sync", script="torchrl_collector.py", venv="torchrl", options=("--mode", "sync")),
+    Contender(name="torchrl-async", script="torchrl_collector.py", venv="torchrl", options=("--mode", "async")),
+    Contender(name="rllib", script="rllib_runners.py", venv="rllib"),
+)
+
+
+def choose(only: list[str], skip: list[str]) -> list[Contender]:
+    """The contenders that ``only`` names (patterns as in a shell; none: the usual ones) less ``skip``."""
+    for pattern in (*only, *skip):
+        if not any(fnmatchcase(contender.name, pattern) for contender in CONTENDERS):
+            known = ", ".join(contender.name for contender in CONTENDERS)
+            raise ValueError(f"no contender is called {pattern!r}; known are {known}")
+    return [
+        contender
+        for contender in CONTENDERS
+        if (matches(contender, only) if only else contender.by_default) and not matches(contender, skip)
+    ]
+
+
+def matches(contender: Contender, patterns: list[str]) -> bool:
+    return any(fnmatchcase(contender.name, pattern) for pattern in patterns)

@@ -1,0 +1,158 @@
+"""One contender, run as a process of its own, with the CPU time that others took meanwhile."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import resource
+import signal
+import subprocess
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from roster import Contender
+
+Status = Literal["ok", "failed", "timeout", "not installed"]
+PR_SET_CHILD_SUBREAPER = 36
+BUSY_FIELDS = (0, 1, 2, 5, 6, 7)
+"""user, nice, system, irq, softirq and steal of the first line of /proc/stat."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What became of one run."""
+
+    contender: str
+    status: Status
+    report: dict[str, Any] | None = None
+    """What the contender printed; None where it did not come so far."""
+    reason: str = ""
+    """Why there is no report, in one line."""
+    wall_s: float = 0.0
+    own_cpu_s: float = 0.0
+    others_cpu_s: float = 0.0
+
+    @property
+    def steps_per_second(self) -> float | None:
+        return None if self.report is None else float(self.report["steps_per_second"])
+
+    @property
+    def others_cores(self) -> float:
+        """How many cores others kept busy during the run, on average."""
+        return self.others_cpu_s / self.wall_s if self.wall_s else 0.0
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of what its children leave behind, to count and to end it."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def run(contender: Contender, arguments: list[str], timeout_s: float) -> Run:
+    """Run ``contender`` to its end or to ``timeout_s``; nothing of it is alive afterwards."""
+    if contender.interpreter is None:
+        return Run(contender=contender.name, status="not installed", reason=f"install: {contender.how_to_install}")
+    busy, own, started = busy_cpu_s(), own_cpu_s(), time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        status, output, errors = execute(contender.command(arguments), Path(folder), timeout_s)
+    wall_s = time.monotonic() - started
+    own_s = own_cpu_s() - own
+    others_s = max(0.0, busy_cpu_s() - busy - own_s)
+    report = last_report(output)
+    if status == "ok" and report is None:
+        status = "failed"
+    reason = f"took more than {timeout_s:.0f} s" if status == "timeout" else last_line(errors)
+    return Run(
+        contender=contender.name,
+        status=status,
+        report=report if status == "ok" else None,
+        reason="" if status == "ok" else reason,
+        wall_s=round(wall_s, 2),
+        own_cpu_s=round(own_s, 2),
+        others_cpu_s=round(others_s, 2),
+    )
+
+
+def execute(command: list[str], folder: Path, timeout_s: float) -> tuple[Status, str, str]:
+    """Run ``command`` in ``folder``, in a session of its own; its status, output and errors."""
+    # Files, not pipes: a grandchild that outlives the contender would keep a pipe open.
+    output, errors = folder / "stdout", folder / "stderr"
+    with output.open("wb") as stdout, errors.open("wb") as stderr:
+        process = subprocess.Popen(
+            command,
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=stderr,
+            start_new_session=True,
+        )
+        try:
+            status: Status = "ok" if process.wait(timeout_s) == 0 else "failed"
+        except subprocess.TimeoutExpired:
+            status = "timeout"
+        finally:
+            end_group(process)
+            end_orphans()
+    return status, output.read_text(errors="replace"), errors.read_text(errors="replace")
+
+
+def end_group(process: subprocess.Popen[bytes]) -> None:
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    process.wait()
+
+
+def end_orphans() -> None:
+    """Kill and reap what the contender left behind; the contender itself is gone by now."""
+    while True:
+        for pid in child_pids():
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+        try:
+            os.waitpid(-1, 0)
+        except ChildProcessError:
+            return
+
+
+def child_pids() -> list[int]:
+    """The children of this process, adopted ones included."""
+    children = Path(f"/proc/self/task/{os.getpid()}/children")
+    return [int(pid) for pid in children.read_text().split()]
+
+
+def busy_cpu_s() -> float:
+    """CPU time of the whole machine since it started."""
+    fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
+    return sum(int(fields[index]) for index in BUSY_FIELDS) / os.sysconf("SC_CLK_TCK")
+
+
+def own_cpu_s() -> float:
+    """CPU time of this process and of all its children that have ended."""
+    usages = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+
+
+def last_report(output: str) -> dict[str, Any] | None:
+    """The last line that a contender printed as a report; libraries print lines of their own."""
+    for line in reversed(output.splitlines()):
+        try:
+            found = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if isinstance(found, dict) and "steps_per_second" in found:
+            return found
+    return None
+
+
+def last_line(errors: str) -> str:
+    """The last line of the errors that says something, cut to a table's width."""
+    lines = [line.strip() for line in errors.splitlines() if line.strip()]
+    named = [line for line in lines if "Error" in line and not line.startswith(("raise ", "File "))]
+    return (named or lines or ["it printed no report and no error"])[-1][:200]

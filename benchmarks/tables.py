@@ -1,0 +1,137 @@
+"""The measurements as tables: Markdown that is also readable in a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from roster import CONTENDERS, FARSTEP, LIMITS
+from runner import Run
+
+
+@dataclass(frozen=True)
+class Case:
+    """What the contenders were asked to collect."""
+
+    env: str
+    num_envs: int
+    sampler: str
+
+    def __str__(self) -> str:
+        return f"{self.env.removeprefix('ALE/')} N={self.num_envs} {self.sampler}"
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Steps per second of one contender over the rounds."""
+
+    median: float
+    best: float
+
+    def over(self, other: Rates) -> Rates:
+        return Rates(self.median / other.median, self.best / other.best)
+
+
+Results = dict[Case, dict[str, list[Run]]]
+"""The runs of every case, by contender."""
+
+
+def rates_of(runs: Iterable[Run]) -> Rates | None:
+    found = [run.steps_per_second for run in runs if run.steps_per_second is not None]
+    return Rates(median(found), max(found)) if found else None
+
+
+def ratio_to_limit(name: str, rates: dict[str, Rates]) -> Rates | None:
+    """``name`` against the limit with the same kind of inference."""
+    inference = next(contender.inference for contender in CONTENDERS if contender.name == name)
+    limit = rates.get(LIMITS[inference])
+    return rates[name].over(limit) if limit and name in rates else None
+
+
+def ratio_of_farstep(name: str, rates: dict[str, Rates]) -> Rates | None:
+    """The faster of farstep's two ways of collecting against ``name``."""
+    own = [rates[candidate] for candidate in FARSTEP if candidate in rates]
+    return max(own, key=lambda found: found.median).over(rates[name]) if own and name in rates else None
+
+
+def case_table(case: Case, runs: dict[str, list[Run]]) -> str:
+    """Everything about one case, a row per contender."""
+    rates = {name: found for name, done in runs.items() if (found := rates_of(done))}
+    rows = []
+    for name, done in runs.items():
+        if name not in rates:
+            rows.append([name, "-", "-", "-", "-", "-", why_missing(done)])
+            continue
+        rows.append(
+            [
+                name,
+                f"{rates[name].median:,.0f}",
+                f"{rates[name].best:,.0f}",
+                pair(ratio_to_limit(name, rates)),
+                pair(ratio_of_farstep(name, rates)),
+                f"{median(run.others_cores for run in done if run.report):.2f}",
+                "",
+            ]
+        )
+    header = ["contender", "median", "best", "of the limit", "farstep is", "others' cores", "missing"]
+    return f"{case}, steps per second; ratios of medians (of best)\n\n{table(header, rows)}"
+
+
+def summary(results: Results) -> str:
+    """All cases side by side: rates, then ratios to the limit."""
+    cases = list(results)
+    names = list(dict.fromkeys(name for runs in results.values() for name in runs))
+    rates = {
+        case: {name: found for name, done in runs.items() if (found := rates_of(done))}
+        for case, runs in results.items()
+    }
+    speeds = [[name, *(cell(rates[case].get(name), results[case].get(name, [])) for case in cases)] for name in names]
+    ratios = [
+        [name, *(pair(ratio_to_limit(name, rates[case])) for case in cases)]
+        for name in names
+        if any(name in rates[case] for case in cases)
+    ]
+    header = ["contender", *map(str, cases)]
+    others = [run.others_cores for runs in results.values() for done in runs.values() for run in done if run.report]
+    load = f"Others kept {median(others):.2f} cores busy (median; at most {max(others):.2f})." if others else ""
+    return "\n\n".join(
+        part
+        for part in (
+            "Steps per second, median (best):",
+            table(header, speeds),
+            "Ratio to the limit with the same kind of inference, of medians (of best):",
+            table(header, ratios),
+            load,
+        )
+        if part
+    )
+
+
+def cell(rates: Rates | None, runs: list[Run]) -> str:
+    if rates is None:
+        return runs[-1].status if runs else "-"
+    return f"{rates.median:,.0f} ({rates.best:,.0f})"
+
+
+def pair(ratio: Rates | None) -> str:
+    return f"{ratio.median:.2f} ({ratio.best:.2f})" if ratio else "-"
+
+
+def why_missing(runs: list[Run]) -> str:
+    if not runs:
+        return "not run yet"
+    return f"{runs[-1].status}: {runs[-1].reason}".replace("|", "\\|")
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table, padded so that its columns line up as plain text; numbers to the right."""
+    widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
+
+    def line(row: Sequence[str]) -> str:
+        padded = [text.rjust(width) for text, width in zip(row, widths, strict=True)]
+        padded[0] = row[0].ljust(widths[0])
+        return f"| {' | '.join(padded)} |"
+
+    rule = [f":{'-' * (widths[0] - 1)}", *(f"{'-' * (width - 1)}:" for width in widths[1:])]
+    return "\n".join([line(header), f"| {' | '.join(rule)} |", *map(line, rows)])

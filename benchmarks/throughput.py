@@ -1,0 +1,198 @@
+"""Steps per second of farstep, of its peers, and of the limit that none of them can pass.
+
+All contenders run in turn, several rounds, each in its own process and virtual environment:
+
+    python benchmarks/throughput.py                                            # all: about two hours
+    python benchmarks/throughput.py --env CartPole-v1 --num-envs 64 --rounds 1
+    python benchmarks/throughput.py --only 'limit-*' 'farstep-*' 'envpool-*' --sampler lean
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from roster import BENCHMARKS, Contender, choose
+from runner import Run, adopt_orphans, run
+from tables import Case, Results, case_table, summary
+
+ENVS = ("CartPole-v1", "LunarLander-v3", "ALE/Pong-v5")
+README_MARKS = ("<!-- throughput: begin -->", "<!-- throughput: end -->")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What to run, how often and for how long."""
+
+    cases: list[Case]
+    contenders: list[Contender]
+    rounds: int
+    steps: int
+    seconds: float
+    timeout_s: float
+
+    @property
+    def num_runs(self) -> int:
+        return len(self.cases) * len(self.contenders) * self.rounds
+
+    def __iter__(self) -> Iterator[tuple[Case, int, Contender]]:
+        """Case by case, so that what is compared ran close together; every other round backwards."""
+        for case in self.cases:
+            for number in range(1, self.rounds + 1):
+                order = self.contenders if number % 2 else self.contenders[::-1]
+                for contender in order:
+                    yield case, number, contender
+
+    def arguments(self, case: Case) -> list[str]:
+        return [
+            *("--env", case.env),
+            *("--num-envs", str(case.num_envs)),
+            *("--sampler", case.sampler),
+            *("--steps", str(self.steps)),
+            *("--seconds", str(self.seconds)),
+        ]
+
+
+def main() -> int:
+    options = parse_options()
+    plan = Plan(
+        cases=[Case(env, n, sampler) for sampler in options.sampler for env in options.env for n in options.num_envs],
+        contenders=options.contenders,
+        rounds=options.rounds,
+        steps=options.steps,
+        seconds=options.seconds,
+        timeout_s=options.timeout,
+    )
+    missing = [contender for contender in plan.contenders if contender.interpreter is None]
+    print(f"{plan.num_runs} runs of {len(plan.contenders)} contenders, {len(plan.cases)} cases")
+    for contender in missing:
+        print(f"  {contender.name} is not installed: {contender.how_to_install}")
+    adopt_orphans()
+    results: Results = {case: {contender.name: [] for contender in plan.contenders} for case in plan.cases}
+    try:
+        execute(plan, results)
+    except KeyboardInterrupt:
+        print("\ninterrupted; what was measured so far:")
+    for case, runs in results.items():
+        if any(runs.values()):
+            print(f"\n{case_table(case, runs)}")
+    write_json(options.out, plan, results)
+    print(f"\nwritten: {options.out}")
+    if options.markdown:
+        write_markdown(options.markdown, summary(results))
+        print(f"written: {options.markdown}")
+    return 0
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--env", nargs="+", default=list(ENVS), metavar="ID")
+    parser.add_argument("--num-envs", nargs="+", type=int, default=[16, 64], metavar="N")
+    parser.add_argument("--sampler", nargs="+", choices=("eager", "lean"), default=["eager"])
+    parser.add_argument("--steps", type=int, default=128, help="length T of a rollout")
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each contender in each case")
+    parser.add_argument("--seconds", type=float, default=4.0, help="measured time of one run")
+    parser.add_argument("--timeout", type=float, default=240.0, help="seconds after which a run is ended")
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="contenders, as shell patterns")
+    parser.add_argument("--skip", nargs="+", default=[], metavar="NAME", help="likewise, to leave out")
+    parser.add_argument("--out", type=Path, default=BENCHMARKS / "results" / "throughput.json")
+    parser.add_argument(
+        "--markdown",
+        type=Path,
+        metavar="FILE",
+        help="write the summary there: between its marks in a README, else as the whole file",
+    )
+    options = parser.parse_args()
+    try:
+        options.contenders = choose(options.only, options.skip)
+    except ValueError as error:
+        parser.error(str(error))
+    return options
+
+
+def execute(plan: Plan, results: Results) -> None:
+    """Carry out the plan, with a line per run; who failed once in a case is not run again in it."""
+    started = time.monotonic()
+    for index, (case, number, contender) in enumerate(plan, start=1):
+        runs = results[case][contender.name]
+        if runs and runs[-1].report is None:
+            continue
+        done = run(contender, plan.arguments(case), plan.timeout_s)
+        runs.append(done)
+        left_min = (time.monotonic() - started) / index * (plan.num_runs - index) / 60
+        place = f"[{index}/{plan.num_runs}, {left_min:.0f} min left] {case}, round {number}"
+        print(f"{place}: {contender.name}: {outcome(done)}", flush=True)
+
+
+def outcome(done: Run) -> str:
+    if done.steps_per_second is None:
+        return f"{done.status}: {done.reason}"
+    return f"{done.steps_per_second:,.0f} steps/s, others took {done.others_cores:.2f} cores"
+
+
+def write_json(path: Path, plan: Plan, results: Results) -> None:
+    """The machine, the command and every single run."""
+    document = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(["python", "benchmarks/throughput.py", *sys.argv[1:]]),
+        "machine": machine(),
+        "rounds": plan.rounds,
+        "steps": plan.steps,
+        "seconds": plan.seconds,
+        "runs": [
+            {"env": case.env, "num_envs": case.num_envs, "sampler": case.sampler, "round": number, **asdict(done)}
+            for case, runs in results.items()
+            for done_runs in runs.values()
+            for number, done in enumerate(done_runs, start=1)
+        ],
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(document, indent=1) + "\n")
+
+
+def machine() -> dict[str, object]:
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {
+        "cpu": cpu_model(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(memory_bytes / 2**30, 1),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "python": platform.python_version(),
+    }
+
+
+def cpu_model() -> str:
+    """What lscpu calls the processor; ARM kernels leave the name out of /proc/cpuinfo."""
+    try:
+        lines = subprocess.run(["lscpu"], capture_output=True, text=True, check=True).stdout.splitlines()
+    except (OSError, subprocess.CalledProcessError):
+        return platform.processor() or "unknown"
+    named = [line.partition(":")[2].strip() for line in lines if line.startswith("Model name:")]
+    return named[0] if named else "unknown"
+
+
+def write_markdown(path: Path, text: str) -> None:
+    """Put ``text`` between the marks of an existing file; without them the file becomes the text."""
+    begin, end = README_MARKS
+    before = path.read_text() if path.exists() else ""
+    if begin in before and end in before:
+        head, rest = before.split(begin, 1)
+        tail = rest.split(end, 1)[1]
+        text = f"{head}{begin}\n\n{text}\n\n{end}{tail}"
+    else:
+        text += "\n"
+    path.write_text(text)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
