@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-import resource
 import signal
 import subprocess
 import tempfile
@@ -14,12 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from cpu_meter import CpuMeter
 from roster import Contender
 
 Status = Literal["ok", "failed", "timeout", "not installed"]
 PR_SET_CHILD_SUBREAPER = 36
-BUSY_FIELDS = (0, 1, 2, 5, 6, 7)
-"""user, nice, system, irq, softirq and steal of the first line of /proc/stat."""
+DISTURBED_CORES = 0.2
+"""A run counts as disturbed when others kept more cores than this busy."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +45,11 @@ class Run:
         """How many cores others kept busy during the run, on average."""
         return self.others_cpu_s / self.wall_s if self.wall_s else 0.0
 
+    @property
+    def disturbed(self) -> bool:
+        """Whether others took so much that the number says more about them."""
+        return self.others_cores > DISTURBED_CORES
+
 
 def adopt_orphans() -> None:
     """Make this process the parent of what its children leave behind, to count and to end it."""
@@ -55,12 +60,10 @@ def run(contender: Contender, arguments: list[str], timeout_s: float) -> Run:
     """Run ``contender`` to its end or to ``timeout_s``; nothing of it is alive afterwards."""
     if contender.interpreter is None:
         return Run(contender=contender.name, status="not installed", reason=f"install: {contender.how_to_install}")
-    busy, own, started = busy_cpu_s(), own_cpu_s(), time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder, CpuMeter() as meter:
         status, output, errors = execute(contender.command(arguments), Path(folder), timeout_s)
     wall_s = time.monotonic() - started
-    own_s = own_cpu_s() - own
-    others_s = max(0.0, busy_cpu_s() - busy - own_s)
     report = last_report(output)
     if status == "ok" and report is None:
         status = "failed"
@@ -71,8 +74,8 @@ def run(contender: Contender, arguments: list[str], timeout_s: float) -> Run:
         report=report if status == "ok" else None,
         reason="" if status == "ok" else reason,
         wall_s=round(wall_s, 2),
-        own_cpu_s=round(own_s, 2),
-        others_cpu_s=round(others_s, 2),
+        own_cpu_s=round(meter.own_s, 2),
+        others_cpu_s=round(meter.others_s, 2),
     )
 
 
@@ -125,18 +128,6 @@ def child_pids() -> list[int]:
     """The children of this process, adopted ones included."""
     children = Path(f"/proc/self/task/{os.getpid()}/children")
     return [int(pid) for pid in children.read_text().split()]
-
-
-def busy_cpu_s() -> float:
-    """CPU time of the whole machine since it started."""
-    fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
-    return sum(int(fields[index]) for index in BUSY_FIELDS) / os.sysconf("SC_CLK_TCK")
-
-
-def own_cpu_s() -> float:
-    """CPU time of this process and of all its children that have ended."""
-    usages = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
-    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
 def last_report(output: str) -> dict[str, Any] | None:

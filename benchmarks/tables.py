@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
 from roster import CONTENDERS, FARSTEP, LIMITS
-from runner import Run
+from runner import DISTURBED_CORES, Run
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,14 @@ Results = dict[Case, dict[str, list[Run]]]
 """The runs of every case, by contender."""
 
 
-def rates_of(runs: Iterable[Run]) -> Rates | None:
-    found = [run.steps_per_second for run in runs if run.steps_per_second is not None]
-    return Rates(median(found), max(found)) if found else None
+def rates_of(runs: Sequence[Run]) -> Rates | None:
+    """Rates of the runs that others left alone; where they left none alone, of all."""
+    calm = [run for run in runs if not run.disturbed]
+    for chosen in (calm, runs):
+        found = [run.steps_per_second for run in chosen if run.steps_per_second is not None]
+        if found:
+            return Rates(median(found), max(found))
+    return None
 
 
 def ratio_to_limit(name: str, rates: dict[str, Rates]) -> Rates | None:
@@ -58,24 +63,22 @@ def ratio_of_farstep(name: str, rates: dict[str, Rates]) -> Rates | None:
 def case_table(case: Case, runs: dict[str, list[Run]]) -> str:
     """Everything about one case, a row per contender."""
     rates = {name: found for name, done in runs.items() if (found := rates_of(done))}
-    rows = []
-    for name, done in runs.items():
-        if name not in rates:
-            rows.append([name, "-", "-", "-", "-", "-", why_missing(done)])
-            continue
-        rows.append(
-            [
-                name,
-                f"{rates[name].median:,.0f}",
-                f"{rates[name].best:,.0f}",
-                pair(ratio_to_limit(name, rates)),
-                pair(ratio_of_farstep(name, rates)),
-                f"{median(run.others_cores for run in done if run.report):.2f}",
-                "",
-            ]
-        )
-    header = ["contender", "median", "best", "of the limit", "farstep is", "others' cores", "missing"]
-    return f"{case}, steps per second; ratios of medians (of best)\n\n{table(header, rows)}"
+    rows = [
+        [
+            name,
+            f"{found.median:,.0f}",
+            f"{found.best:,.0f}",
+            pair(ratio_to_limit(name, rates)),
+            pair(ratio_of_farstep(name, rates)),
+            f"{median(run.others_cores for run in runs[name] if run.report):.2f}",
+            f"{sum(not run.disturbed for run in runs[name] if run.report)}/{len(runs[name])}",
+        ]
+        for name, found in rates.items()
+    ]
+    header = ["contender", "median", "best", "to the limit", "farstep to it", "others' cores", "calm runs"]
+    absent = [f"- {name}: {why_missing(done)}" for name, done in runs.items() if name not in rates]
+    title = f"{case}, steps per second; ratios of medians (of best):"
+    return "\n\n".join(filter(None, (title, table(header, rows), "\n".join(absent))))
 
 
 def summary(results: Results) -> str:
@@ -94,7 +97,12 @@ def summary(results: Results) -> str:
     ]
     header = ["contender", *map(str, cases)]
     others = [run.others_cores for runs in results.values() for done in runs.values() for run in done if run.report]
-    load = f"Others kept {median(others):.2f} cores busy (median; at most {max(others):.2f})." if others else ""
+    load = (
+        f"Others kept {median(others):.2f} cores busy (median; at most {max(others):.2f}); runs in which they kept "
+        f"more than {DISTURBED_CORES} busy are left out where there are others."
+        if others
+        else ""
+    )
     return "\n\n".join(
         part
         for part in (
@@ -121,7 +129,7 @@ def pair(ratio: Rates | None) -> str:
 def why_missing(runs: list[Run]) -> str:
     if not runs:
         return "not run yet"
-    return f"{runs[-1].status}: {runs[-1].reason}".replace("|", "\\|")
+    return f"{runs[-1].status}: {runs[-1].reason}"
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

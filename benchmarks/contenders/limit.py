@@ -27,6 +27,7 @@ from workload import (
     measure,
     parse_arguments,
     report,
+    spaces_of,
 )
 
 Act: TypeAlias = Callable[[Array], Mapping[str, Any]]
@@ -110,12 +111,15 @@ def together(parts: list[Measurement]) -> Measurement:
 
 def fast_act(policy: Policy, workload: Workload) -> Act:
     """``policy.act`` as farstep's workers call it when env_config has ``"inference": "auto"``."""
-    import farstep.agents  # noqa: F401
+    from farstep.agents.policy import Policy as WorkerPolicy
 
-    raise NotImplementedError(
-        "limit.py --inference fast: farstep.agents has no inference path yet; fill in fast_act() with "
-        f"what a worker makes of {type(policy).__name__} for {workload.envs_per_process} observations a call."
-    )
+    observation_space, _ = spaces_of(workload.env)
+    example = np.stack([observation_space.sample() for _ in range(workload.envs_per_process)])
+    worker_policy = WorkerPolicy(policy, "auto")
+    worker_policy.accelerate(example, None, None)
+    if worker_policy.note != "fast":
+        raise RuntimeError(f"farstep has no fast path for this policy ({worker_policy.note}): nothing to measure")
+    return lambda obs: worker_policy(obs, None, None, None)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
+from farstep.version import VERSION
+
 if TYPE_CHECKING:
     from farstep.batch import Batch as Batch
     from farstep.cluster_env import ClusterEnv as ClusterEnv
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
     from farstep.errors import WorkerError as WorkerError
     from farstep.errors import WorkerStuck as WorkerStuck
     from farstep.vector_env import make_vec as make_vec
+
+__version__ = VERSION
 
 _HOMES = {
     "Batch": "batch",

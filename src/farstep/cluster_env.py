@@ -23,7 +23,7 @@ from farstep.head.parameters import ParameterStore
 from farstep.head.rollouts import Rollouts, base_rows
 from farstep.head.seats import Seat
 from farstep.head.stats import Counters
-from farstep.head.tickets import Arrived, Order, Tickets
+from farstep.head.tickets import Arrived, Order
 from farstep.spec import Schema, differences, space_schema
 from farstep.sync import Always
 from farstep.wire import messages as m
@@ -196,6 +196,7 @@ class ClusterEnv:
     def publish(self, agent: Agent) -> int:
         """Make the agent's parameters the newest version; returns it. Batches in hand stay valid."""
         self.launch()
+        self._server.raise_failure()
         if self._agent is not agent:
             self._adopt(agent)
         else:
@@ -229,15 +230,15 @@ class ClusterEnv:
                 raise AgentError(
                     f"{type(agent).__name__} has no {method}(); an agent needs act(obs) and get_parameters()."
                 )
+        began = time.monotonic()
         payload = ship(agent)
         self._end_session()
         with self._server.locked():
-            self._agent_id += 1
+            store = ParameterStore(agent, self._agent_id + 1, self.num_workers)  # raises before anything changed
             if self._store is not None:
                 self._store.close()
-            self._store = ParameterStore(agent, self._agent_id, self.num_workers)
-            self._answers = {}
-            self._server.stage = []
+            self._store, self._agent_id, self._answers = store, self._agent_id + 1, {}
+            self._server.stage = [entry for entry in self._server.stage if isinstance(entry[0], m.Lay)]
             self._tell(m.Ship(self._agent_id), [payload])
             self._tell(self._store.message(), fds=[self._store.memory.fd])
             self._announce()
@@ -245,6 +246,7 @@ class ClusterEnv:
         self._server.wait(lambda: True if len(self._answers) == self.num_workers else None)
         self._agree()
         self._agent = agent
+        self._server.start_s["agent"] = time.monotonic() - began
 
     def _agree(self) -> None:
         """All workers' copies of the agent must return the same arrays."""
@@ -287,7 +289,7 @@ class ClusterEnv:
         self._end_session()
         with self._server.locked():
             rows = {**base_rows(self._obs_schema), **self._agent_schemas[0]}
-            lanes = Tickets.lanes_needed(max_staleness, num_chunks)
+            lanes = self._server.tickets.lanes_needed(max_staleness, num_chunks)
             if self._rollouts.fit(lanes, max(steps, 1), rows, self._agent_schemas[1]):
                 assert self._rollouts.layout is not None and self._rollouts.memory is not None
                 message = self._rollouts.layout.message(self._rollouts.generation)
@@ -322,10 +324,9 @@ class ClusterEnv:
                 self._server.grant()
             return found
 
-        with self._server.locked():
+        with self._server.locked():  # until it is copied: a ticket given meanwhile could write into its lanes
             self._server.grant()
-        arrived = self._server.wait(granted)
-        with self._server.locked():
+            arrived = self._server.wait(granted)
             assemble = self._rollouts.batch if self._num_chunks is None else self._rollouts.copied
             batch = assemble(arrived, self._steps)
             self._counters.wait["learner"] += time.monotonic() - began
@@ -353,10 +354,10 @@ class ClusterEnv:
 
     def _take(self, seat: Seat, chunk: m.Chunk, received: Received) -> None:
         tickets, steps = self._server.tickets, self._steps
-        self._rollouts.check(seat, chunk, steps, self.version())
         order = tickets.order(chunk.ticket)
         if order is None or order.worker != seat.worker:
             return  # cancelled, or its worker was given up: counted then
+        self._rollouts.check(seat, chunk, steps, self.version())
         began = time.monotonic()
         if chunk.keys:
             nbytes = self._rollouts.store(seat, order.lane, steps, chunk, received)

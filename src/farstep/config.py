@@ -7,6 +7,7 @@ wherever one is expected.
 from __future__ import annotations
 
 import dataclasses
+import numbers
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -45,9 +46,13 @@ class _Config:
             raise ConfigError(unknown_name(f"{field} of {type(self).__name__}", str(got), get_args(literal)))
 
     def _at_least(self, field: str, minimum: float) -> None:
-        got = getattr(self, field)
-        if not isinstance(got, (int, float)) or isinstance(got, bool) or not got >= minimum:
-            raise ConfigError(f"{type(self).__name__}.{field} is {got!r}; it must be at least {minimum}.")
+        got: Any = getattr(self, field)
+        kind = numbers.Integral if isinstance(minimum, int) else numbers.Real  # NumPy's numbers are both
+        if not isinstance(got, kind) or isinstance(got, bool) or not float(got) >= minimum:
+            what = "an integer" if isinstance(minimum, int) else "a number"
+            raise ConfigError(f"{type(self).__name__}.{field} is {got!r}; it must be {what} of at least {minimum}.")
+        if isinstance(got, numbers.Integral):
+            object.__setattr__(self, field, int(got))  # NumPy's integers do not travel
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -85,8 +90,10 @@ class EnvConfig(_Config):
                 f"EnvConfig.env_name is a callable but type is {self.type!r}; use type='factory' "
                 "(it returns one environment) or type='vector' (it returns a VectorEnv)."
             )
-        if self.seed is not None and (not isinstance(self.seed, int) or self.seed < 0):
+        if self.seed is not None and (not isinstance(self.seed, numbers.Integral) or self.seed < 0):
             raise ConfigError(f"EnvConfig.seed is {self.seed!r}; it must be None or a non-negative int.")
+        if self.seed is not None:
+            object.__setattr__(self, "seed", int(self.seed))
         if self.kl_threshold is not None:
             raise ConfigError(
                 f"EnvConfig.kl_threshold is {self.kl_threshold!r}, but adaptive synchronization is not in this "
@@ -112,6 +119,8 @@ class Timeouts(_Config):
     """One call of the agent on a worker, the first one included."""
     load_s: float = 60.0
     """Receiving an agent or loading new weights."""
+    idle_s: float = 60.0
+    """From a ticket to an idle worker until it begins with it (a stopped process never does)."""
     close_s: float = 5.0
     """From `close()` until workers that are still there are killed."""
 
@@ -160,6 +169,10 @@ class LocalConfig(LaunchConfig):
 
     transport: LocalTransport = "shm"
     """`shm`: shared memory (fastest); `ipc`, `tcp`: ZeroMQ as a remote worker would use it."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._one_of("transport", LocalTransport)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

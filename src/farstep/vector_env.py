@@ -175,15 +175,10 @@ class ClusterVectorEnv(VectorEnv[Any, Any, Any]):
         for a in arrived:
             if a.chunk.infos:
                 first = server.seats[a.order.worker].first
-                for i, final_info, info in unpack(a.chunk.infos):
-                    infos = self._merge(infos, first + i, final_info, info)
+                for i, final, info in unpack(a.chunk.infos):
+                    infos = self._add_info(infos, final or {}, first + i)
+                    infos = self._add_info(infos, info, first + i)
         return infos
-
-    def _merge(self, infos: dict[str, Any], slot: int, final_info: Any, info: dict[str, Any]) -> dict[str, Any]:
-        if final_info is not None:
-            arrays = {name: self._rollouts.blocks["final_" + name][0, 0, slot].copy() for name in self._obs_schema}
-            infos = self._add_info(infos, {"final_obs": nest(self._obs, arrays), "final_info": final_info}, slot)
-        return self._add_info(infos, info, slot)
 
     def render(self) -> tuple[Any, ...] | None:
         return self._call("render", ())

@@ -141,7 +141,9 @@ class ChangeDetector:
         prints: list[object] = []
         for _, leaf in leaves:
             if is_tensor(leaf):
-                prints.append((leaf.data_ptr(), leaf._version))
+                # Counter 0: a copy made just now, or a `.data` alias whose counter is its own. It says nothing.
+                counts = not leaf.is_inference() and leaf._version > 0
+                prints.append((leaf.data_ptr(), leaf._version) if counts else object())
             elif isinstance(leaf, np.ndarray):
                 prints.append(object())  # NumPy has no counter: never equal
             else:

@@ -201,6 +201,8 @@ class Membership:
 
     def _spend(self, worker: int, now: float) -> Sequence[Action]:
         """One restart of the budget; the budget is what may fail within a window, so rare faults never add up."""
+        if self._stopping:
+            return []
         while self._recent and now - self._recent[0] > RESTART_WINDOW_S:
             self._recent.popleft()
         self._recent.append(now)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -16,7 +18,7 @@ from farstep.launch.local import LocalLauncher, describe
 from farstep.wire.inproc import inproc_pair
 from farstep.wire.local import local_pair
 from farstep.wire.zmq import Hub
-from farstep.worker.progress import SLOT, Board, private_words
+from farstep.worker.progress import PHASE, SLOT, Board, Phase, private_words
 
 log = logging.getLogger("farstep")
 
@@ -73,6 +75,8 @@ class Seat:
     words: memoryview = field(default_factory=private_words)
     error: WorkerError | None = None
     """What it last failed of."""
+    asked: bool = False
+    """It was sent an agent or a call and has not answered yet."""
     syncs: int = 0
 
     @property
@@ -100,6 +104,7 @@ class Seat:
         """The error for a process that makes no progress; asks it for its stacks first."""
         output = ""
         if self.handle is not None:
+            self.handle.read_output()
             self.handle.dump_stacks()
             _wait_for_output(self.handle)
             output = self.handle.output()
@@ -119,7 +124,9 @@ def _wait_for_output(handle: Handle, timeout_s: float = 0.5) -> None:
         return
     poll = select.poll()
     poll.register(handle.output_fd, select.POLLIN)
-    poll.poll(timeout_s * 1000)
+    deadline = time.monotonic() + 2 * timeout_s
+    while poll.poll(timeout_s * 1000) and handle.read_output() and time.monotonic() < deadline:
+        timeout_s = 0.05  # it writes piece by piece: done when nothing more comes
 
 
 class Engine(Protocol):
@@ -152,6 +159,7 @@ class InprocessEngine:
 
     def start(self, seat: Seat, run: str) -> None:
         seat.words = self._board.words(seat.worker)
+        seat.host = socket.gethostname()
         links = inproc_pair()
         seat.link = links[0]
         seat.handle = InprocessWorker(seat.worker, seat.incarnation, run, links, seat.words)
@@ -178,6 +186,8 @@ class LocalEngine:
     def start(self, seat: Seat, run: str) -> None:
         self._board.clear(seat.worker)
         seat.words = self._board.words(seat.worker)
+        seat.words[PHASE] = Phase.CONNECT
+        seat.host = socket.gethostname()
         seat.link, theirs = local_pair()
         memory = self._board.memory
         bootstrap = {
@@ -219,6 +229,8 @@ class ZmqEngine:
     def start(self, seat: Seat, run: str) -> None:
         pair = self._hub.admit(seat.worker, seat.incarnation)
         seat.words = private_words()
+        seat.words[PHASE] = Phase.CONNECT
+        seat.host = socket.gethostname()
         seat.link = _HubLink(self._hub, seat.worker)
         bootstrap = {
             "transport": self._transport,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import select
 import threading
 import time
@@ -29,7 +30,7 @@ from farstep.launch.local import import_path
 from farstep.wire import messages as m
 from farstep.wire.codec import unpack
 from farstep.worker.loop import versions
-from farstep.worker.progress import CANCEL, COUNT, PHASE, SLOT, Phase, copy_words
+from farstep.worker.progress import BEAT_S, CANCEL, COUNT, PHASE, SLOT, Phase, copy_words
 
 log = logging.getLogger("farstep")
 T = TypeVar("T")
@@ -62,10 +63,10 @@ class Server:
     ) -> None:
         self._engine, self.seats, self._timeouts = engine, seats, timeouts
         self._program = cloudpickle.dumps(program)
-        limits = {phase.label: getattr(timeouts, f"{phase.label}_s", None) for phase in Phase}
-        self.membership = life.Membership(
-            len(seats), {name: limit for name, limit in limits.items() if limit is not None}, restart_budget
-        )
+        # Where progress is reported by message, what we know is up to a heartbeat old (and a message may be late).
+        slack_s = 0.0 if engine.shares_memory else 3 * BEAT_S
+        limits = {phase.label: getattr(timeouts, f"{phase.label}_s") + slack_s for phase in Phase}
+        self.membership = life.Membership(len(seats), limits, restart_budget)
         self.tickets = Tickets(len(seats))
         self.roots = roots
         self.resume = np.zeros(len(roots), np.int64)
@@ -74,6 +75,9 @@ class Server:
         self.stage: list[tuple[m.FromHead, Sequence[Any], Sequence[int]]] = []
         """What a worker must be told before its first ticket: agent, parameters, layout."""
         self._client: weakref.ref[Client] = weakref.ref(client)  # weak: it owns us, and is freed when forgotten
+        self.start_s = {"connect": 0.0, "construct": 0.0}
+        """How long the slowest first start took: until its hello, and from there until its environments were built."""
+        self._started_at = 0.0
         self.call_errors: list[WorkerError] = []
         """What calls on environments raised; the caller takes it from here."""
         self._failure: FarstepError | None = None
@@ -96,6 +100,7 @@ class Server:
 
     def start(self) -> None:
         """Start all workers; `wait_ready` waits for them."""
+        self._started_at = time.monotonic()
         self._perform(self.membership.start(time.monotonic()))
         if self._engine.threaded:
             self._thread = threading.Thread(target=self._serve, name="farstep-head", daemon=True)
@@ -234,7 +239,8 @@ class Server:
                 if not self._engine.threaded and seat.link is not None:
                     continue  # it cannot be stuck without us
                 phase, count, slot = (int(seat.words[i]) for i in (PHASE, COUNT, SLOT))
-                label = Phase(phase).label if phase in Phase.__members__.values() and phase else ""
+                idle = "idle" if seat.asked or self.tickets.busy(seat.worker) else ""
+                label = Phase(phase).label if phase in Phase.__members__.values() and phase else idle
                 self._act_on(life.Observed(seat.worker, label, (count, slot)))
                 seat.link.flush() if seat.link is not None else None
 
@@ -265,7 +271,7 @@ class Server:
     def _start_seat(self, seat: Seat, incarnation: int) -> None:
         self._drop_process(seat)
         seat.incarnation = incarnation
-        seat.ready, seat.agent, seat.generation, seat.error = False, -1, -1, None
+        seat.ready, seat.agent, seat.generation, seat.error, seat.asked = False, -1, -1, None, False
         try:
             self._engine.start(seat, self.run)
         except OSError as error:
@@ -306,7 +312,8 @@ class Server:
             return
         if seat.link is not None and hasattr(seat.link, "fileno") and self._engine.threaded:
             self._read(seat)  # what it said before it ended still counts
-        phase = Phase(int(seat.words[PHASE])).label
+        word = int(seat.words[PHASE])
+        phase = Phase(word).label if word in Phase.__members__.values() else "?"
         if seat.error is None and not self._closed:
             seat.error = seat.died(ended, phase)
             log.warning("%s", str(seat.error).splitlines()[0])
@@ -339,6 +346,8 @@ class Server:
                 return
             if received is None:
                 return
+            for fd in received.fds:  # no message of a worker has one
+                os.close(fd)
             self._receive(seat.worker, received)
 
     def _receive(self, worker: int, received: Received) -> None:
@@ -359,12 +368,15 @@ class Server:
             case m.Failure():
                 self._failed(seat, message)
             case _:
+                if seat.ready:  # else it was given up: what it died of stays
+                    seat.asked, seat.error = False, None
                 client = self._client()
                 if client is not None:
                     client.on_message(seat, message, received)
 
     def send(self, seat: Seat, message: m.FromHead, frames: Sequence[Any] = (), fds: Sequence[int] = ()) -> None:
         if seat.link is not None:
+            seat.asked = seat.asked or isinstance(message, (m.Ship, m.Call))
             shared = fds if self._engine.shares_memory else ()
             seat.link.send([m.encode(message), *frames], shared)
 
@@ -384,6 +396,8 @@ class Server:
             self.fail(HandshakeError(f"{reason} Install the same versions on both sides."))
             return
         self._act_on(life.Hello(seat.worker))
+        if not seat.incarnation:
+            self.start_s["connect"] = time.monotonic() - self._started_at
         columns = slice(seat.first, seat.stop)
         self.send(
             seat,
@@ -411,6 +425,8 @@ class Server:
             )
             return
         seat.ready = True
+        if not seat.incarnation:
+            self.start_s["construct"] = time.monotonic() - self._started_at - self.start_s["connect"]
         self._act_on(life.Ready(seat.worker))
         for staged, frames, fds in self.stage:
             self.send(seat, staged, frames, fds)
@@ -437,6 +453,7 @@ class Server:
         log.warning("%s; going on with the next episodes", str(error).splitlines()[0])
         if failure.ticket is not None and self.tickets.give_back(seat.worker, failure.ticket, "environment failed"):
             self._act_on(life.Failed(seat.worker))
+            seat.error = None  # it went on: what it dies of later is something else
             self.grant()
 
     # ---- tickets ----

@@ -93,6 +93,7 @@ class Counters:
                 "lag_max": self._lag_max,
             },
             "divergence": {},
+            "start": dict(server.start_s),
             "wait": dict(self.wait),
             "episodes": {
                 "count": self.episodes,

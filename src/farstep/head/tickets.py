@@ -72,11 +72,13 @@ class Tickets:
         self.issued = self.delivered = 0
         self.dropped: Counter[str] = Counter()
 
-    @staticmethod
-    def lanes_needed(max_staleness: int | None, num_chunks: int | None) -> int:
+    def lanes_needed(self, max_staleness: int | None, num_chunks: int | None) -> int:
         """How many lanes a session writes into."""
         depth = (max_staleness or 0) + 1
-        return depth if num_chunks is None else max(depth, _QUEUED_PER_WORKER)
+        if num_chunks is None:
+            return depth
+        # With fewer than a batch's share per worker, a batch of many chunks could never be complete.
+        return max(depth, _QUEUED_PER_WORKER, -(-depth * num_chunks // self._workers))
 
     def open(self, max_staleness: int | None, num_chunks: int | None = None, batches: int | None = None) -> None:
         """Begin a session; whatever an earlier one left open is cancelled first."""

@@ -54,4 +54,5 @@ class InprocessWorker:
         return ""
 
     def close(self) -> None:
+        self._worker.close()
         self._link.close()

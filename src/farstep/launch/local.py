@@ -67,7 +67,6 @@ class LocalProcess:
         os.set_blocking(output_fd, False)
         self.output_fd = output_fd
         self.exit_fd = os.pidfd_open(process.pid)
-        self._killed = False
 
     @property
     def pid(self) -> int:
@@ -79,12 +78,11 @@ class LocalProcess:
             return None
         self._kill_group()  # whatever its environments had started goes with it
         note = ""
-        if status == -signal.SIGKILL and not self._killed and _oom_kills() > self._oom_kills:
+        if status == -signal.SIGKILL and _oom_kills() > self._oom_kills:
             note = "the machine ran out of memory and the kernel chose this process; use fewer environments per node"
         return Ended(status, note)
 
     def kill(self) -> None:
-        self._killed = True
         self._kill_group()
 
     def _kill_group(self) -> None:

@@ -2,5 +2,6 @@
 
 from farstep.testing.clock import FakeClock
 from farstep.testing.envs import CountingEnv, FaultyEnv, SpacesEnv, TableAgent
+from farstep.testing.transport import Ends, check_transport
 
-__all__ = ["CountingEnv", "FakeClock", "FaultyEnv", "SpacesEnv", "TableAgent"]
+__all__ = ["CountingEnv", "Ends", "FakeClock", "FaultyEnv", "SpacesEnv", "TableAgent", "check_transport"]

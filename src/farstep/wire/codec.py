@@ -6,6 +6,7 @@ Gymnasium spaces. What has no such form is refused, or replaced by its `repr` wh
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Mapping
 from typing import Any
@@ -18,6 +19,7 @@ from farstep.errors import WireError
 
 _ARRAY, _SCALAR, _TUPLE, _SPACE, _BIGINT = 1, 2, 3, 4, 5
 _MAX_DEPTH = 32
+_MAX_BOX_BYTES = 2**28  # its bounds travel as two numbers, so a few bytes could ask for all memory
 
 
 def pack(value: object, *, opaque: bool = False) -> bytes:
@@ -39,7 +41,7 @@ def _data(value: object, opaque: bool, depth: int) -> object:
     if depth > _MAX_DEPTH:
         raise WireError(f"value is nested more than {_MAX_DEPTH} levels deep; it cannot be sent.")
     kind = type(value)
-    if value is None or kind in (bool, str, float, bytes):
+    if value is None or kind in (bool, float, bytes) or (kind is str and _is_utf8(value)):  # type: ignore[arg-type]
         return value
     if kind is int:
         big = not -(2**63) <= value < 2**64  # type: ignore[operator]
@@ -67,7 +69,17 @@ def _data(value: object, opaque: bool, depth: int) -> object:
     )
 
 
+def _is_utf8(text: str) -> bool:
+    """Lone surrogates, as in names of files that are not UTF-8, cannot be encoded."""
+    try:
+        return text.isascii() or bool(text.encode())
+    except UnicodeEncodeError:
+        return False
+
+
 def _key(key: object) -> object:
+    if isinstance(key, str) and not _is_utf8(key):
+        return repr(key)
     if isinstance(key, (str, int, bool, float)) or key is None:
         return key
     if isinstance(key, np.generic):
@@ -96,7 +108,8 @@ def _decode_ext(code: int, payload: bytes) -> Any:
     if code == _TUPLE:
         return tuple(_value(sub) for sub in body)
     if code == _SCALAR:
-        return np.frombuffer(body[1], dtype=_dtype(body[0]))[0]
+        real = _dtype(body[0])
+        return np.frombuffer(body[1], dtype=real)[0] if real.itemsize else real.type()  # an empty string has no bytes
     if code == _SPACE:
         return _space(body)
     if code != _ARRAY:
@@ -149,6 +162,8 @@ def _space(body: list[Any]) -> object:
     if kind == "box":
         low, high, shape, dtype = fields
         real = _dtype(dtype)
+        if max(1, math.prod(shape)) * real.itemsize > _MAX_BOX_BYTES:
+            raise WireError(f"a Box of shape {shape}; one observation may have {_MAX_BOX_BYTES} bytes.")
         bounds = [np.broadcast_to(np.asarray(b, real), tuple(shape)).copy() for b in (low, high)]
         return spaces.Box(bounds[0], bounds[1], tuple(shape), real.type)
     if kind == "discrete":
@@ -158,7 +173,7 @@ def _space(body: list[Any]) -> object:
     if kind == "multibinary":
         return spaces.MultiBinary(tuple(fields[0]) if isinstance(fields[0], tuple) else fields[0])
     if kind == "dict":
-        return spaces.Dict({key: _value(sub) for key, sub in rest[0]})
+        return spaces.Dict([(key, _value(sub)) for key, sub in rest[0]])  # pairs: a dict would be sorted
     if kind == "tuple":
         return spaces.Tuple([_value(sub) for sub in rest[0]])
     raise WireError(f"a space of kind {fields[0]!r} cannot be rebuilt here.")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import select
 import socket
+import stat
 import struct
 from collections import deque
 from collections.abc import Sequence
@@ -78,14 +79,14 @@ class LocalLink:
             if not poll.poll(None if timeout_s is None else timeout_s * 1000):
                 return None
         try:
-            packet, fds, flags, _ = socket.recv_fds(self._socket, _INLINE_BYTES + 65536, _MAX_FDS)
+            packet, fds, flags = self._receive_packet()
         except BlockingIOError:
             return None
         except ConnectionError as error:
             raise EOFError("the other side is gone") from error
-        if not packet:
-            raise EOFError("the other side is gone")
         try:
+            if not packet:
+                raise EOFError("the other side is gone")
             if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
                 raise WireError("a packet larger than a link carries.")
             return _parse(packet, fds)
@@ -93,6 +94,18 @@ class LocalLink:
             for fd in fds:
                 os.close(fd)
             raise
+
+    def _receive_packet(self) -> tuple[bytes, list[int], int]:
+        for _ in range(2):
+            try:
+                packet, fds, flags, _ = socket.recv_fds(self._socket, _INLINE_BYTES + 65536, _MAX_FDS)
+                for fd in fds:
+                    os.set_inheritable(fd, False)
+                return packet, fds, flags
+            except ConnectionResetError as error:
+                # A peer that ends with something unread: the kernel says so once, before what it had sent.
+                reset = error
+        raise reset
 
     def close(self) -> None:
         for _, fds in self._outbox:
@@ -125,6 +138,8 @@ def _parse(packet: bytes, fds: list[int]) -> Received:
         raise WireError("a packet without a frame table.") from error
     if sum(lengths) > Limits.MESSAGE_BYTES:
         raise WireError(f"a message of {sum(lengths)} bytes; at most {Limits.MESSAGE_BYTES} are accepted.")
+    if packet[:1] not in (b"I", b"M"):
+        raise WireError(f"a packet of the unknown kind {packet[:1]!r}.")
     if packet[:1] == b"M":
         if not fds:
             raise WireError("a large message without its memory.")
@@ -143,6 +158,9 @@ def _parse(packet: bytes, fds: list[int]) -> Received:
 
 def _read_all(fd: int, nbytes: int) -> bytearray:
     """Read, not map: the sender could shrink its memory while we look at it."""
+    kind = os.fstat(fd)
+    if not stat.S_ISREG(kind.st_mode) or kind.st_size < nbytes:  # before memory is given to a false promise
+        raise WireError("a large message shorter than its frame table says.")
     payload = bytearray(nbytes)
     view, offset = memoryview(payload), 0
     while offset < nbytes:

@@ -17,9 +17,10 @@ class SharedMemory:
     """A mapped memfd; arrays made from `view` keep the mapping alive."""
 
     def __init__(self, fd: int, nbytes: int) -> None:
-        self.fd = fd
+        self.fd = -1
         self.nbytes = nbytes
         self.map = mmap.mmap(fd, nbytes)
+        self.fd = fd
 
     @classmethod
     def create(cls, nbytes: int, name: str = "farstep") -> SharedMemory:
@@ -39,3 +40,6 @@ class SharedMemory:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+
+    def __del__(self) -> None:
+        self.close()

@@ -234,5 +234,5 @@ def _decode(decoder: msgspec.msgpack.Decoder[M], frames: Sequence[Buffer]) -> M:
         raise WireError(f"a header of {len(frames[0])} bytes; at most {Limits.HEADER_BYTES} are accepted.")
     try:
         return decoder.decode(frames[0])
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise WireError(f"not a farstep message: {error}") from error

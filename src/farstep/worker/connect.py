@@ -11,9 +11,7 @@ from farstep.wire.local import LocalLink
 from farstep.wire.memory import SharedMemory
 from farstep.wire.messages import Progress, encode
 from farstep.worker.loop import Worker
-from farstep.worker.progress import WORDS, private_words
-
-_BEAT_S = 1.0
+from farstep.worker.progress import BEAT_S, WORDS, private_words
 
 
 def connect(bootstrap: dict[str, Any]) -> Worker:
@@ -49,5 +47,5 @@ def _beat(bootstrap: dict[str, Any], words: memoryview) -> None:
 
     link = DealerLink(*_address(bootstrap), BEAT)
     pause = threading.Event()
-    while not pause.wait(_BEAT_S):
+    while not pause.wait(BEAT_S):
         link.send([encode(Progress(words.tolist()))])

@@ -91,9 +91,9 @@ class HostedEnvs:
                     ended.append((i, terminated, truncated, info))
                 elif infos is not None:
                     infos[i] = info
-        row = rows["reward"][t]
-        row[:] = rewards
-        self.slots.returns += rewards
+        gained = np.array(rewards, np.float64)
+        rows["reward"][t] = gained
+        self.slots.returns += gained
         for i, terminated, truncated, info in ended:
             self._end(t, i, terminated, truncated, info)
 

@@ -23,6 +23,7 @@ from farstep.buffer.blocks import Layout
 from farstep.core import Array, Link, Received
 from farstep.errors import WireError
 from farstep.spec import space_schema
+from farstep.version import VERSION
 from farstep.wire import messages as m
 from farstep.wire.codec import pack
 from farstep.wire.memory import SharedMemory
@@ -42,17 +43,11 @@ def versions() -> dict[str, str]:
     """What must agree between head and worker."""
     return {
         "protocol": str(m.PROTOCOL),
-        "farstep": _farstep_version(),
+        "farstep": VERSION,
         "python": ".".join(platform.python_version_tuple()[:2]),
         "numpy": np.__version__,
         "gymnasium": gymnasium.__version__,
     }
-
-
-def _farstep_version() -> str:
-    from importlib.metadata import version
-
-    return version("farstep")
 
 
 class Worker:
@@ -97,6 +92,12 @@ class Worker:
     def running(self) -> bool:
         return self._running
 
+    def close(self) -> None:
+        """Give back what the end of a process would, for a worker without one of its own."""
+        if self._weights is not None:
+            self._weights.close()
+            self._weights = None
+
     def _send(self, message: m.FromWorker, *frames: Any) -> None:
         self._link.send([m.encode(message), *frames])
 
@@ -106,8 +107,10 @@ class Worker:
         try:
             self._dispatch(message, received)
         except Exception as error:
+            agent_failed = isinstance(message, m.Ship) and Phase(self._words[PHASE]) in (Phase.LOAD, Phase.ACT)
             self._report(error, request=message.request if isinstance(message, m.Call) else None)
-            if not isinstance(message, (m.Call, m.Ship)):
+            self._words[PHASE] = Phase.IDLE
+            if not isinstance(message, m.Call) and not agent_failed:
                 raise SystemExit(1) from error
 
     def _dispatch(self, message: m.FromHead, received: Received) -> None:
@@ -146,6 +149,7 @@ class Worker:
         began = time.monotonic()
         self._words[PHASE] = Phase.CONSTRUCT
         self._program: Program = pickle.loads(message.program)
+        self._first_slot = message.first_slot
         slots = Slots(message.first_slot, message.seeds, message.episodes)
         source = self._program.source
         if self._program.autoreset_mode:
@@ -331,7 +335,7 @@ class Worker:
                 traceback=text,
                 phase=phase.label,
                 kind=type(error).__name__ if type(error).__module__ == "builtins" else "",
-                slot=host.slots.first + i if in_env and host else None,
+                slot=self._first_slot + i if in_env or phase is Phase.CONSTRUCT else None,
                 seed=host.seed_of(i) if in_env and host else None,
                 episode_step=int(host.slots.total_rows - host.slots.start_row[i]) if in_env and host else None,
                 version=self._actor.version if self._actor else None,
@@ -346,11 +350,9 @@ class Worker:
         args, kwargs = cloudpickle.loads(message.payload)
         self._words[PHASE] = Phase.STEP
         self._words[COUNT] += 1
-        try:
-            result = getattr(self._host, message.name)(*args, **kwargs)
-            self._send(m.Reply(message.request, pack(result)))
-        finally:
-            self._words[PHASE] = Phase.IDLE
+        result = getattr(self._host, message.name)(*args, **kwargs)
+        self._send(m.Reply(message.request, pack(result)))
+        self._words[PHASE] = Phase.IDLE
 
 
 def bootstrap_of(payload: bytes) -> dict[str, Any]:

@@ -10,6 +10,8 @@ from farstep.wire.memory import SharedMemory
 
 WORDS = 8
 PHASE, COUNT, SLOT, CANCEL = range(4)
+BEAT_S = 1.0
+"""How often a worker without shared memory says where it is."""
 
 
 class Phase(IntEnum):

@@ -6,6 +6,7 @@ action and what came of it; the observation after it is in row 1, a final one be
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 import numpy as np
@@ -43,7 +44,7 @@ class StrictEnvs:
         self._done = np.zeros(self.num_envs, bool)
         self._seeds: list[int | None] = [None] * self.num_envs
         self.infos: list[tuple[int, Info | None, Info]] = []
-        """Slot, final info (SAME_STEP), info: only of slots that have any."""
+        """Slot, what an episode ended with (SAME_STEP), info: only of slots that have any."""
 
     def _check_spaces(self) -> None:
         for i, env in enumerate(self.envs):
@@ -60,7 +61,7 @@ class StrictEnvs:
                 self._reset(i, seeds[i] if seeds else None, options, self.current)
                 self._done[i] = False
 
-    def _reset(self, i: int, seed: int | None, options: Info | None, target: dict[str, Array], **kwargs: Any) -> None:
+    def _reset(self, i: int, seed: int | None, options: Info | None, target: dict[str, Array], final: Info | None = None) -> None:
         self._progress[PHASE], self._progress[SLOT] = Phase.RESET, i
         self._progress[COUNT] += 1
         self._seeds[i] = seed if seed is not None else self._seeds[i]
@@ -68,8 +69,8 @@ class StrictEnvs:
         check_obs(self._obs, self._obs_schema, obs)
         for name, leaf in leaves(self._obs, obs):
             target[name][i] = leaf
-        if info or kwargs:
-            self.infos.append((i, kwargs.get("final_info"), info))
+        if info or final:
+            self.infos.append((i, final, info))
 
     def want_infos(self, wanted: bool) -> None:
         """Always, as Gymnasium does."""
@@ -105,9 +106,8 @@ class StrictEnvs:
                 for name, leaf in leaves(self._obs, obs):
                     after[name][i] = leaf
             if done[i] and same_step:
-                for name in after:
-                    rows["final_" + name][0, i] = after[name][i]
-                self._reset(i, None, None, after, final_info=info)
+                # The very object that the environment returned; a copy, since it may use its memory again.
+                self._reset(i, None, None, after, {"final_obs": deepcopy(obs), "final_info": info})
                 progress[PHASE] = Phase.STEP
             elif info:
                 self.infos.append((i, None, info))

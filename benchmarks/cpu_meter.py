@@ -1,0 +1,81 @@
+"""CPU time of this process's descendants, and of everybody else, while something runs."""
+
+from __future__ import annotations
+
+import os
+import resource
+import threading
+from pathlib import Path
+from typing import Self
+
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+BUSY_FIELDS = (0, 1, 2, 5, 6, 7)
+"""user, nice, system, irq, softirq and steal of the first line of /proc/stat."""
+
+
+class CpuMeter:
+    """Measures from the start to the end of a with-block; all descendants must have ended by then.
+
+    The kernel adds a process's time to its parent's when the parent waits for it. Ray's daemons do not wait
+    for theirs, so the descendants are also looked at once a second, and the larger sum counts.
+    """
+
+    own_s = 0.0
+    others_s = 0.0
+
+    def __init__(self, interval_s: float = 1.0) -> None:
+        self._interval_s = interval_s
+        self._seen: dict[tuple[int, int], float] = {}
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> Self:
+        self._busy, self._waited = busy_s(), waited_for_s()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+        self.own_s = max(waited_for_s() - self._waited, sum(self._seen.values()))
+        self.others_s = max(0.0, busy_s() - self._busy - self.own_s)
+
+    def _watch(self) -> None:
+        while not self._ended.wait(self._interval_s):
+            self._seen.update(descendants_s())
+
+
+def busy_s() -> float:
+    """CPU time of the whole machine since it started."""
+    fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
+    return sum(int(fields[index]) for index in BUSY_FIELDS) / TICKS_PER_S
+
+
+def waited_for_s() -> float:
+    """CPU time of this process and of all descendants that were waited for."""
+    usages = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+
+
+def descendants_s() -> dict[tuple[int, int], float]:
+    """CPU time of every living descendant, by process id and time of start."""
+    parents: dict[int, int] = {}
+    usages: dict[int, tuple[tuple[int, int], float]] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            text = path.read_text()
+        except OSError:  # it ended meanwhile
+            continue
+        # The second field is the program's name in parentheses, which may hold anything.
+        fields = text.rpartition(")")[2].split()
+        pid = int(path.parent.name)
+        parents[pid] = int(fields[1])
+        usages[pid] = (pid, int(fields[19])), (int(fields[11]) + int(fields[12])) / TICKS_PER_S
+    return dict(usage for pid, usage in usages.items() if is_descendant(pid, parents))
+
+
+def is_descendant(pid: int, parents: dict[int, int]) -> bool:
+    while pid := parents.get(pid, 0):
+        if pid == os.getpid():
+            return True
+    return False

@@ -1,0 +1,186 @@
+"""How farstep's cost grows: with workers, with environments, with rollout length; and what starting costs.
+
+    python benchmarks/scaling.py [--seconds 3] [--rounds 3] [--out benchmarks/results/scaling.json]
+
+Steps per second per worker should stay what they are for one worker while there are cores, and the head's CPU time
+per step should fall with longer chunks: it works per chunk, not per step. Runs are interleaved; the best of the rounds
+counts, since other work on the machine can only slow a run down.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import platform
+import resource
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+from workload import Workload, make_policy
+
+import farstep
+from farstep.config import usable_cpus
+
+MODES = ("alone", "collect", "stream")
+WORKERS = (1, 2, 4, 8, 14)
+ENVS = (8, 16, 32, 64, 128, 256, 512, 1024)
+STEPS = (16, 32, 64, 128, 256, 512, 1024)
+
+
+@dataclass(kw_only=True)
+class Args:
+    """Measure how cost grows with workers, environments and rollout length."""
+
+    env: str = "CartPole-v1"
+    seconds: float = 3.0
+    """time of one measurement"""
+    rounds: int = 3
+    """the best of so many, interleaved"""
+    envs_per_worker: int = 32
+    """while the number of workers changes"""
+    sweeps: tuple[Literal["workers", "environments", "rollout length"], ...] = (
+        "workers",
+        "environments",
+        "rollout length",
+    )
+    """what to vary"""
+    out: Path = Path(__file__).parent / "results" / "scaling.json"
+
+
+def measure(env_id: str, workers: int, num_envs: int, steps: int, seconds: float, mode: str) -> dict[str, Any]:
+    """Collect for a while; what it gave and what it cost the head."""
+    if mode == "alone":
+        return alone(env_id, workers, num_envs // workers, steps, seconds)
+    policy = make_policy(Workload(env=env_id, num_envs=num_envs, steps=steps, seconds=seconds, sampler="eager"))
+    began = time.monotonic()
+    config = farstep.LocalConfig(workers_per_node=workers)
+    with farstep.ClusterEnv({"env_name": env_id, "envs_per_node": num_envs, "seed": 1}, config) as env:
+        launched = time.monotonic()
+        env.collect(policy, steps=steps)
+        first = time.monotonic()
+        start = env.stats()["start"]
+        batches = env.stream(policy, steps=steps) if mode == "stream" else None
+        cpu, clock, count = _cpu_s(), time.monotonic(), 0
+        while time.monotonic() - clock < seconds:
+            next(batches) if batches is not None else env.collect(policy, steps=steps)
+            count += steps * num_envs
+        elapsed = time.monotonic() - clock
+        return {
+            "mode": mode,
+            "workers": workers,
+            "num_envs": num_envs,
+            "steps": steps,
+            "steps_per_second": count / elapsed,
+            "steps_per_second_per_worker": count / elapsed / workers,
+            "head_cpu_s_per_million_steps": (_cpu_s() - cpu) / count * 1e6,
+            "start_s": {**start, "launch": launched - began, "first_batch": first - launched, "total": first - began},
+        }
+
+
+def alone(env_id: str, workers: int, num_envs: int, steps: int, seconds: float) -> dict[str, Any]:
+    """What the machine itself allows: as many processes with a worker's work each, that know nothing of each other."""
+    context = multiprocessing.get_context("spawn")
+    barrier, results = context.Barrier(workers), context.Queue()
+    arguments = (env_id, num_envs, steps, seconds, barrier, results)
+    processes = [context.Process(target=_alone, args=arguments) for _ in range(workers)]
+    for process in processes:
+        process.start()
+    rate = sum(results.get(timeout=120) for _ in processes)
+    for process in processes:
+        process.join()
+    row = {"mode": "alone", "workers": workers, "num_envs": num_envs * workers, "steps": steps}
+    return {**row, "steps_per_second": rate, "steps_per_second_per_worker": rate / workers}
+
+
+def _alone(env_id: str, num_envs: int, steps: int, seconds: float, barrier: Any, results: Any) -> None:
+    policy = make_policy(Workload(env=env_id, num_envs=num_envs, steps=steps, seconds=seconds, sampler="eager"))
+    config = farstep.InProcessConfig(workers_per_node=1)
+    with farstep.ClusterEnv({"env_name": env_id, "envs_per_node": num_envs, "seed": 1}, config) as env:
+        env.collect(policy, steps=steps)
+        barrier.wait(120)
+        clock, count = time.monotonic(), 0
+        while time.monotonic() - clock < seconds:
+            env.collect(policy, steps=steps)
+            count += steps * num_envs
+        results.put(count / (time.monotonic() - clock))
+
+
+def _cpu_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def best(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """The round that was disturbed least."""
+    return max(runs, key=lambda run: run["steps_per_second"])
+
+
+def main(args: Args) -> None:
+    console = Console()
+    cores = usable_cpus()
+    counts = [count for count in WORKERS if count <= max(cores, 2)]
+    cases = {
+        "workers": [
+            (w, w * args.envs_per_worker, 128, mode) for w in counts for mode in ("alone", "collect", "stream")
+        ],
+        "environments": [(min(2, cores), n, 128, "collect") for n in ENVS],
+        "rollout length": [(min(2, cores), 64, t, "collect") for t in STEPS],
+    }
+    cases = {what: cases[what] for what in args.sweeps}
+    results: dict[str, list[dict[str, Any]]] = {}
+    for what, sizes in cases.items():
+        runs: dict[tuple[int, int, int, str], list[dict[str, Any]]] = {size: [] for size in sizes}
+        for _ in range(args.rounds):
+            for size in sizes:
+                workers, num_envs, steps, mode = size
+                runs[size].append(measure(args.env, workers, num_envs, steps, args.seconds, mode))
+                found = runs[size][-1]["steps_per_second"]
+                console.print(f"{what}: workers, environments, length {size}: {found:,.0f} steps/s")
+        results[what] = [best(found) for found in runs.values()]
+    for what, rows in results.items():
+        console.print(table(what, rows))
+    for row in results.get("workers", []):
+        if row["workers"] == min(2, cores) and row["mode"] == "collect":
+            console.print("start until the first batch, s:", {k: round(v, 2) for k, v in row["start_s"].items()})
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    machine = {"cpu": platform.processor() or platform.machine(), "cores": cores, "python": platform.python_version()}
+    document = {
+        "command": " ".join(sys.argv),
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": machine,
+        "results": results,
+    }
+    args.out.write_text(json.dumps(document, indent=1) + "\n")
+
+
+def table(what: str, rows: list[dict[str, Any]]) -> Table:
+    """One sweep."""
+    first = {row["mode"]: row["steps_per_second_per_worker"] for row in reversed(rows)}
+    alone_rate = {row["workers"]: row["steps_per_second_per_worker"] for row in rows if row["mode"] == "alone"}
+    shown = Table("", "workers", "envs", "T", "steps/s", "per worker", "of the first", "of alone", "head CPU s/1e6")
+    shown.title = f"as {what} grow{'s' if what == 'rollout length' else ''}"
+    for row in rows:
+        rate, bare = row["steps_per_second_per_worker"], alone_rate.get(row["workers"])
+        head = row.get("head_cpu_s_per_million_steps")
+        shown.add_row(
+            row["mode"],
+            str(row["workers"]),
+            str(row["num_envs"]),
+            str(row["steps"]),
+            f"{row['steps_per_second']:,.0f}",
+            f"{rate:,.0f}",
+            f"{rate / first[row['mode']]:.2f}",
+            f"{rate / bare:.2f}" if bare else "",
+            f"{head:.3f}" if head is not None else "",
+        )
+    return shown
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))

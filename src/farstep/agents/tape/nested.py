@@ -1,0 +1,126 @@
+"""Nested values: the mappings, lists and tuples that `act` takes and returns, and whether two of them agree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from farstep.agents.tape.errors import Untraceable
+
+
+def map_leaves(value: Any, leaf: Callable[[Any], Any]) -> Any:
+    """The same structure with another value for each leaf."""
+    if isinstance(value, Mapping):
+        return {key: map_leaves(item, leaf) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        items = [map_leaves(item, leaf) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return leaf(value)
+
+
+def flat(value: Any) -> Iterator[Any]:
+    """The leaves, of whatever type, in order."""
+    if isinstance(value, Mapping):
+        for item in value.values():
+            yield from flat(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from flat(item)
+    else:
+        yield value
+
+
+def tensors_of(value: Any) -> Iterator[Tensor]:
+    """The leaves that are tensors."""
+    return (leaf for leaf in flat(value) if isinstance(leaf, Tensor))
+
+
+def aliases_of(value: Any) -> Any:
+    """A nested value with its tensors as others over the same memory."""
+    return map_leaves(value, lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf)
+
+
+def outline_of(value: Any) -> str:
+    """The structure in words: containers, keys and the types of the leaves."""
+    return repr(map_leaves(value, lambda leaf: type(leaf).__name__))
+
+
+def leaves_of(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a nested value, each with the subscripts that reach it."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from leaves_of(item, f"{path}[{key!r}]")
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from leaves_of(item, f"{path}[{index}]")
+    elif isinstance(value, Tensor):
+        yield path, value
+
+
+def static_inputs(examples: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Tensors of our own for a recording to read its inputs from."""
+
+    def own(leaf: Any) -> Any:
+        return leaf if leaf is None else torch.as_tensor(leaf).clone(memory_format=torch.contiguous_format)
+
+    return tuple(map_leaves(example, own) for example in examples)
+
+
+def arrays_of(value: Any) -> Any:
+    """A nested value with its tensors as arrays of their own."""
+
+    def convert(leaf: Any) -> Any:
+        try:
+            return leaf.detach().numpy().copy() if isinstance(leaf, Tensor) else leaf
+        except (TypeError, RuntimeError):
+            raise Untraceable(f"act returns {leaf.dtype}, which NumPy does not have") from None
+
+    return map_leaves(value, convert)
+
+
+def equal_results(a: Any, b: Any, tolerance: float = 1e-5) -> str | None:
+    """None if nested results agree, else a clause with the first key that differs and by how much.
+
+    Floats agree within the tolerance, relative plus absolute, and NaN with NaN; others must be the same.
+    """
+    return _unequal(a, b, tolerance, "the result")
+
+
+def _unequal(a: Any, b: Any, tolerance: float, name: str) -> str | None:
+    if isinstance(a, Mapping) or isinstance(b, Mapping):
+        if not (isinstance(a, Mapping) and isinstance(b, Mapping) and a.keys() == b.keys()):
+            return f"{name} has other keys"
+        pairs = [(str(key), a[key], b[key]) for key in a]
+    elif isinstance(a, list | tuple) or isinstance(b, list | tuple):
+        if not (isinstance(a, list | tuple) and isinstance(b, list | tuple) and len(a) == len(b)):
+            return f"{name} has another length"
+        pairs = [(str(index), *pair) for index, pair in enumerate(zip(a, b, strict=True))]
+    else:
+        return _unequal_leaves(a, b, tolerance, name)
+    prefix = "" if name == "the result" else name + "."
+    return next((why for key, x, y in pairs if (why := _unequal(x, y, tolerance, prefix + key))), None)
+
+
+def _unequal_leaves(a: Any, b: Any, tolerance: float, name: str) -> str | None:
+    if a is None or b is None:
+        return None if a is b else f"{name} is None on one side"
+    x, y = (_comparable(leaf) for leaf in (a, b))
+    if x.shape != y.shape or x.dtype != y.dtype:
+        return f"{name} is {x.dtype}{list(x.shape)} and {y.dtype}{list(y.shape)}"
+    if x.dtype.kind not in "fc":
+        count = int(np.count_nonzero(x != y))
+        return f"{name} differs in {count} of {x.size} elements" if count else None
+    with np.errstate(all="ignore"):
+        wrong = ~np.isclose(x, y, rtol=tolerance, atol=tolerance, equal_nan=True)
+        gap = float(np.max(np.abs(x - y), where=wrong, initial=0.0))
+    return f"{name} differs by {gap:.3g} in {int(wrong.sum())} of {x.size} elements" if wrong.any() else None
+
+
+def _comparable(leaf: Any) -> np.ndarray[Any, Any]:
+    if isinstance(leaf, Tensor):
+        return (leaf.detach().float() if leaf.dtype == torch.bfloat16 else leaf.detach()).cpu().numpy()
+    return np.asarray(leaf)

@@ -1,0 +1,55 @@
+"""One recorded operation, and what is asked of the memory that its tensors live in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(eq=False)
+class Op:
+    """One recorded operation, with the tensors it read and wrote."""
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outputs: list[Tensor]
+    reads: set[int] = field(default_factory=set)
+    """Storages of the tensors among the arguments."""
+    writes: set[int] = field(default_factory=set)
+    """Storages made or changed."""
+    mutates: bool = False
+    is_random: bool = False
+    initial: list[Tensor] | None = None
+    """Copies of the outputs of an operation that depends on no input, parameter or random number."""
+
+    @property
+    def name(self) -> str:
+        return str(self.func.overloadpacket.__name__)
+
+    @property
+    def out(self) -> Tensor:
+        return self.outputs[0]
+
+
+def storage_of(tensor: Tensor) -> int:
+    """What two tensors have in common if and only if they may share memory."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def producer(ops: Iterable[Op], tensor: Tensor) -> Op | None:
+    """The only operation that wrote this tensor's memory, if the tensor is all of what it wrote."""
+    writers = [op for op in ops if storage_of(tensor) in op.writes]
+    if len(writers) != 1 or writers[0].mutates or len(writers[0].outputs) != 1:
+        return None
+    return writers[0] if writers[0].out.numel() == tensor.numel() else None
+
+
+def same_bytes(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors hold the same bits: NaN equals NaN here, and -0.0 is not 0.0."""
+    a, b = a.detach().contiguous(), b.detach().contiguous()
+    return a.shape == b.shape and torch.equal(a.view(-1).view(torch.uint8), b.view(-1).view(torch.uint8))

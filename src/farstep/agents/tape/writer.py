@@ -1,0 +1,103 @@
+"""The text of a program as it grows, and the objects that its names stand for."""
+
+from __future__ import annotations
+
+import keyword
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.dlpack import from_dlpack
+
+from farstep.agents.tape.errors import Unsupported
+from farstep.agents.tape.op import Op, storage_of
+
+FLOATS = (torch.float32, torch.float64)
+NUMBERS = (*FLOATS, torch.int64, torch.int32)
+
+
+class Writer:
+    """The text of a program as it grows, and the objects its names stand for."""
+
+    def __init__(
+        self, ops: Sequence[Op], labels: dict[int, str], names: Mapping[str, Any], reserved: Sequence[str]
+    ) -> None:
+        self.ops = ops
+        self.labels = labels
+        self.lines: list[str] = []
+        self.names: dict[str, Any] = dict(names)
+        self._reserved = {"act", "made", "tensors", *reserved}
+        self._known: dict[Any, str] = {}
+
+    def line(self, text: str) -> None:
+        self.lines.append(text)
+
+    def bind(self, name: str, value: Any) -> str:
+        """A name, unused so far, for an object the program holds."""
+        unique, count = name, 1
+        while unique in self.names or unique in self._reserved:
+            count += 1
+            unique = f"{name}_{count}"
+        self.names[unique] = value
+        return unique
+
+    def tensor(self, tensor: Tensor) -> str:
+        """The name of a tensor, for torch."""
+        return self._named(tensor, "torch", lambda alias: alias)
+
+    def array(self, tensor: Tensor) -> str:
+        """The name of a tensor, for NumPy: an array over the same memory."""
+        return self._named(tensor, "numpy", as_array)
+
+    def _named(self, tensor: Tensor, kind: str, view: Callable[[Tensor], Any]) -> str:
+        key = (kind, tensor.data_ptr(), storage_of(tensor), tensor.dtype, tensor.shape, tensor.stride())
+        if key not in self._known:
+            storage = storage_of(tensor)
+            label = self.labels.setdefault(storage, f"v{len(self.labels)}")
+            # A parameter may require grad, and an operation on it would then build a graph; a tensor made in
+            # inference mode may not be written outside it, but other tensors over its memory may.
+            alias = from_dlpack(tensor) if tensor.is_inference() else tensor.detach()
+            self._known[key] = self.bind(label + ("_t" if kind == "torch" else ""), view(alias))
+        return self._known[key]
+
+    def scratch(self, shape: Sequence[int], dtype: torch.dtype) -> str:
+        return self.bind("scratch", as_array(torch.empty(tuple(shape), dtype=dtype)))
+
+    def number(self, value: Any, dtype: torch.dtype) -> str:
+        """The name of a Python number as a 0-d array, which a ufunc takes quicker than the number itself."""
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise Unsupported
+        if isinstance(value, float) and dtype not in FLOATS:
+            raise Unsupported
+        key = ("number", repr(value), dtype)
+        if key not in self._known:
+            try:
+                with np.errstate(all="ignore"):
+                    constant = np.array(value, as_array(torch.empty(0, dtype=dtype)).dtype)
+            except OverflowError:
+                raise Unsupported from None
+            self._known[key] = self.bind(identifier(f"c_{value:.5g}"), constant)
+        return self._known[key]
+
+    def operand(self, value: Any, dtype: torch.dtype) -> str:
+        """A tensor of this type, or a number: no promotion is left to NumPy, whose rules are not torch's."""
+        if not isinstance(value, Tensor):
+            return self.number(value, dtype)
+        if value.dtype != dtype:
+            raise Unsupported
+        return self.array(value)
+
+
+def as_array(tensor: Tensor) -> np.ndarray[Any, Any]:
+    try:
+        return tensor.numpy()
+    except (TypeError, RuntimeError):
+        raise Unsupported from None
+
+
+def identifier(text: str) -> str:
+    """A name that Python takes and no keyword is."""
+    name = "".join(c if c.isalnum() else "_" for c in text)
+    return f"p_{name}" if name[:1].isdigit() or keyword.iskeyword(name) else name

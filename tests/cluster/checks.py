@@ -1,0 +1,116 @@
+"""What the tests of a running cluster share: deadlines, and what must hold for every batch and all counters."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+import farstep
+from farstep.testing import CountingEnv
+
+DEADLINE_S = 60.0
+
+
+def within(call: Callable[[], Any], seconds: float = DEADLINE_S) -> Any:
+    """The result of `call`, which must come (or raise) before the deadline."""
+    return together({"call": call}, seconds)["call"].get()
+
+
+class Outcome:
+    """What a call came to."""
+
+    def __init__(self) -> None:
+        self.value: Any = None
+        self.error: BaseException | None = None
+
+    def get(self) -> Any:
+        if self.error is not None:
+            raise self.error
+        return self.value
+
+
+def together(calls: Mapping[str, Callable[[], Any]], seconds: float = DEADLINE_S) -> dict[str, Outcome]:
+    """Run calls at the same time, each in a thread; a call that does not come back in time fails the test."""
+    outcomes = {name: Outcome() for name in calls}
+
+    def run(name: str) -> None:
+        try:
+            outcomes[name].value = calls[name]()
+        except BaseException as error:
+            outcomes[name].error = error
+
+    threads = {name: threading.Thread(target=run, args=(name,), name=f"call {name}", daemon=True) for name in calls}
+    for thread in threads.values():
+        thread.start()
+    deadline = time.monotonic() + seconds
+    for thread in threads.values():
+        thread.join(max(0.0, deadline - time.monotonic()))
+    hanging = [name for name, thread in threads.items() if thread.is_alive()]
+    assert not hanging, f"no answer within {seconds} s from {hanging}"
+    return outcomes
+
+
+def eventually(what: Callable[[], Any], seconds: float = 30.0) -> Any:
+    """The first true answer of `what`, for events that nobody announces; fails at the deadline."""
+    deadline = time.monotonic() + seconds
+    while not (answer := what()):
+        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
+        time.sleep(0.01)
+    return answer
+
+
+def cluster(env: Any = CountingEnv, *, envs: int = 2, workers: int = 1, **options: Any) -> farstep.ClusterEnv:
+    """A ClusterEnv over a factory; `options` go to the environment configuration or to the launch configuration."""
+    names = ("type", "env_kwargs", "wrappers", "seed", "sync", "inference")
+    chosen = {name: options.pop(name) for name in names if name in options}
+    config = options.pop("config", None) or farstep.LocalConfig(workers_per_node=workers, **options)
+    return farstep.ClusterEnv({"type": "factory", "env_name": env, "envs_per_node": envs, "seed": 5, **chosen}, config)
+
+
+def inprocess(workers: int = 1, **options: Any) -> farstep.InProcessConfig:
+    return farstep.InProcessConfig(workers_per_node=workers, **options)
+
+
+def assert_sound(batch: farstep.Batch) -> None:
+    """A batch of `CountingEnv`: every row follows from the one before, or begins an episode and says so."""
+    obs = np.concatenate([batch["obs"], batch.last_obs[None]])
+    steps, slots = batch.shape
+    ended = batch["terminated"] | batch["truncated"]
+    final = {(r, s): o for r, s, o in zip(batch.final_obs.row, batch.final_obs.slot, batch.final_obs.obs, strict=True)}
+    assert batch["valid"].all()
+    assert set(final) == set(zip(*np.nonzero(ended), strict=True))
+    for t in range(steps):
+        for i in range(slots):
+            assert batch["episode_start"][t, i] == (obs[t, i, 1] == 0), (t, i)
+            after = final[t, i] if ended[t, i] else obs[t + 1, i]
+            np.testing.assert_array_equal(after, [obs[t, i, 0], obs[t, i, 1] + 1, batch["action"][t, i]])
+            assert batch["reward"][t, i] == after[1]
+            if ended[t, i]:
+                np.testing.assert_array_equal(obs[t + 1, i, 1:], [0, -1])
+
+
+def assert_balanced(stats: Mapping[str, Any]) -> None:
+    """Nothing lost, nothing twice (DESIGN section 5)."""
+    rest = sum(stats["dropped"].values()) + stats["buffered"] + stats["in_flight"]
+    assert stats["rolled"] == stats["delivered"] + rest, stats
+
+
+def arrays_of(batch: farstep.Batch) -> dict[str, np.ndarray]:
+    """Everything in a batch that is promised to be reproducible, ended episodes in order of slot and row."""
+    order = np.lexsort((batch.final_obs.row, batch.final_obs.slot))
+    episodes = {f"episodes {key}": batch.episodes[key][order] for key in ("return", "length", "slot")}
+    final = {"final row": batch.final_obs.row, "final slot": batch.final_obs.slot, "final obs": batch.final_obs.obs}
+    copies = {name: array.copy() for name, array in batch.arrays.items()}
+    return {**copies, "last": batch.last_obs.copy(), **{k: v[order] for k, v in final.items()}, **episodes}
+
+
+def assert_same(one: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray]) -> None:
+    """Equal bit for bit, in names, dtypes and contents."""
+    assert one.keys() == other.keys()
+    for name, array in one.items():
+        assert array.dtype == other[name].dtype
+        np.testing.assert_array_equal(array, other[name], err_msg=name)

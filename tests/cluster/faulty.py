@@ -1,0 +1,97 @@
+"""Environments and agents that misbehave on purpose; workers import this module by its name."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from farstep.testing import CountingEnv, FaultyEnv, TableAgent
+from farstep.testing.envs import do_fault
+
+
+def once(marker: str) -> bool:
+    """True for the first process that asks, on the whole machine."""
+    try:
+        os.close(os.open(marker, os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return False
+    return True
+
+
+class EachOnceEnv(FaultyEnv):
+    """Does every one of `faults` once in `phase`, whichever environment of the cluster comes first."""
+
+    def __init__(self, faults: list[str], phase: str, folder: str, at: int = 3) -> None:
+        self._faults, self._folder = faults, folder
+        super().__init__("", phase, at)
+
+    def _maybe(self, phase: str, at: int) -> None:
+        if phase == self._phase and self._calls >= at:
+            for fault in self._faults:
+                if once(f"{self._folder}/{phase}-{fault}"):
+                    do_fault(fault)
+                    return
+
+
+class MortalEnv(CountingEnv):
+    """Episodes of random length; the first environment to take its `at`-th step kills its worker."""
+
+    def __init__(self, marker: str, at: int) -> None:
+        super().__init__(length=0)
+        self._marker, self._at, self._steps = marker, at, 0
+
+    def step(self, action: Any) -> Any:
+        self._steps += 1
+        if self._steps == self._at and once(self._marker):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().step(action)
+
+
+class BusyParentEnv(CountingEnv):
+    """Starts a process of its own; `stuck` names where it stays: construct, step (holding the interpreter)."""
+
+    def __init__(self, stuck: str = "", marker: str = "") -> None:
+        super().__init__(length=None)
+        self._stuck, self._marker = stuck, marker
+        self._child = subprocess.Popen(["sleep", "1000"])
+        if stuck == "construct":
+            self._say()
+            do_fault("hang")
+
+    def step(self, action: Any) -> Any:
+        if self._stuck == "step":
+            self._say()
+            do_fault("hang-gil")
+        return super().step(action)
+
+    def _say(self) -> None:
+        Path(self._marker).touch()
+
+
+class FaultyAgent(TableAgent):
+    """Misbehaves in `set_parameters` (or `act`) with each of `faults` once, or always with the only one."""
+
+    def __init__(self, faults: list[str], folder: str = "", where: str = "load") -> None:
+        super().__init__()
+        self._faults, self._folder, self._where = faults, folder, where
+        self._acted = 0
+
+    def set_parameters(self, parameters: Any) -> None:
+        self.table = parameters["table"]
+        self._maybe("load")
+
+    def act(self, obs: Any) -> Any:
+        self._acted += 1
+        if self._acted > 2:  # the first ones are the worker's trial
+            self._maybe("act")
+        return super().act(obs)
+
+    def _maybe(self, where: str) -> None:
+        if where == self._where:
+            for fault in self._faults:
+                if not self._folder or once(f"{self._folder}/{where}-{fault}"):
+                    do_fault(fault)
+                    return

@@ -1,0 +1,208 @@
+"""The fault matrix: whatever happens to a worker, a call returns a full batch or raises the right error in time.
+
+Faults: an exception, a process that ends (SIGKILL, SIGSEGV, `os._exit`), one that is stopped, one that hangs, one
+that hangs and keeps the interpreter. Phases: connect, construct, reset, step, load (of weights), act, close.
+"""
+
+from __future__ import annotations
+
+import inspect
+import socket
+from pathlib import Path
+
+import pytest
+from checks import assert_balanced, assert_sound, cluster, inprocess, together, within
+from faulty import EachOnceEnv, FaultyAgent
+
+import farstep
+from farstep.errors import ClosedError, RemoteEnvError, WorkerDied, WorkerError, WorkerStuck
+from farstep.testing import FaultyEnv, TableAgent
+from farstep.testing.envs import do_fault
+
+DEATHS = {"sigkill": "SIGKILL", "sigsegv": "SIGSEGV", "exit": "status 3"}
+HANGS = ["sigstop", "hang", "hang-gil"]
+SILENT = [*DEATHS, *HANGS]
+ALL = ["raise", *SILENT]
+LIMITS = farstep.Timeouts(construct_s=2.0, reset_s=1.0, step_s=1.0, act_s=1.0, load_s=2.0, idle_s=2.0, close_s=1.0)
+
+# What an environment or agent raises has a file and a line: that of the `raise` in do_fault.
+_source, _first = inspect.getsourcelines(do_fault)
+RAISE_LINE = _first + next(i for i, line in enumerate(_source) if "raise UnpicklableError" in line)
+
+# `sitecustomize` is what the interpreter runs first of all: the way to misbehave before farstep says hello.
+SITECUSTOMIZE = """
+import ctypes, os, signal, sys, time
+if "farstep.worker" in sys.orig_argv:
+    for fault in os.environ["FARSTEP_TEST_FAULTS"].split():
+        folder = os.environ["FARSTEP_TEST_FOLDER"]
+        try:
+            if folder:
+                os.close(os.open(f"{folder}/{fault}", os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            continue
+        if fault == "exit": os._exit(3)
+        elif fault == "hang": time.sleep(3600)
+        elif fault == "hang-gil": ctypes.PyDLL(None).sleep(3600)
+        else: os.kill(os.getpid(), getattr(signal, fault.upper()))
+        break
+"""
+
+
+@pytest.fixture
+def before_hello(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Makes workers that start from now on misbehave before they connect."""
+    (tmp_path / "sitecustomize.py").write_text(SITECUSTOMIZE)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    def misbehave(faults: list[str], folder: str = "") -> None:
+        monkeypatch.setenv("FARSTEP_TEST_FAULTS", " ".join(faults))
+        monkeypatch.setenv("FARSTEP_TEST_FOLDER", folder)
+
+    return misbehave
+
+
+def goes_on(env: farstep.ClusterEnv, agent: TableAgent, faults: list[str], folder: Path) -> None:
+    """Every fault happens, every batch is whole all the same."""
+    with env:
+        for _ in range(20):
+            batch = within(lambda: env.collect(agent, steps=6))
+            assert batch.shape == (6, env.num_envs)
+            assert_sound(batch)
+            if len(list(folder.iterdir())) == len(faults):
+                break
+        assert_sound(within(lambda: env.collect(agent, steps=6)))
+        stats = env.stats()
+        assert len(list(folder.iterdir())) == len(faults)
+        assert stats["workers"]["restarts"] >= len(faults)
+        assert stats["workers"]["alive"] == env.num_workers
+        assert_balanced(stats)
+
+
+# Not here: an exception while the first environments are built, which is a mistake in the program and is said at
+# once (below); a fault in close, after which there is nothing to go on with (below).
+@pytest.mark.parametrize("phase, faults", [("construct", SILENT), ("reset", ALL), ("step", ALL)])
+def test_an_environment_that_fails_once_is_gone_on_from(phase: str, faults: list[str], tmp_path: Path) -> None:
+    kwargs = {"faults": faults, "phase": phase, "folder": str(tmp_path)}
+    env = cluster(EachOnceEnv, envs=4, workers=4, env_kwargs=kwargs, timeouts=LIMITS, restart_budget=20)
+    goes_on(env, TableAgent(), faults, tmp_path)
+
+
+# An agent that raises is not tried again: it would raise again (below).
+@pytest.mark.parametrize("phase", ["load", "act"])
+def test_an_agent_that_fails_once_is_gone_on_from(phase: str, tmp_path: Path) -> None:
+    agent = FaultyAgent(SILENT, str(tmp_path), phase)
+    goes_on(cluster(envs=4, workers=4, timeouts=LIMITS, restart_budget=20), agent, SILENT, tmp_path)
+
+
+# Nothing of the user's runs before hello, so nothing can raise there.
+def test_a_worker_that_fails_to_connect_is_started_again(before_hello, tmp_path_factory) -> None:
+    folder = tmp_path_factory.mktemp("once")
+    before_hello(SILENT, str(folder))
+    limits = farstep.Timeouts(connect_s=4.0)
+    env = cluster(envs=6, workers=6, timeouts=limits, restart_budget=20)
+    goes_on(env, TableAgent(), SILENT, folder)
+
+
+def failure(fault: str, phase: str) -> WorkerError:
+    """The error of a call with a fault that happens always, and nothing allowed to fail."""
+    agent = FaultyAgent([fault], where=phase)
+    kind, kwargs = FaultyEnv, {"fault": fault, "phase": phase}
+    if phase == "connect":
+        limits = farstep.Timeouts(connect_s=3.0)
+    else:
+        limits = LIMITS
+    env = cluster(kind, envs=1, env_kwargs=kwargs, timeouts=limits, restart_budget=0)
+    with pytest.raises(WorkerError) as caught:
+        env.launch()
+        env.collect(agent, steps=8)
+    for call in (lambda: env.collect(agent), env.reset, lambda: env.step(agent), lambda: env.publish(agent)):
+        with pytest.raises(ClosedError):
+            call()
+    env.close()
+    env.close()
+    return caught.value
+
+
+def assert_says_all(error: WorkerError, fault: str, phase: str) -> None:
+    kinds = {"raise": RemoteEnvError, **dict.fromkeys(DEATHS, WorkerDied), **dict.fromkeys(HANGS, WorkerStuck)}
+    assert isinstance(error, kinds[fault]), error
+    where, text = error.where, str(error)
+    assert (where.worker, where.host, where.phase) == (0, socket.gethostname(), phase), text
+    assert where.pid > 0
+    assert f"worker 0, host {where.host}, pid {where.pid}, phase {phase}" in text
+    if phase in ("construct", "reset", "step"):
+        assert where.slot == 0
+        assert "environment slot 0" in text
+    if fault == "raise":
+        assert text.count("UnpicklableError: deliberate") == 2  # in the first line, and where the traceback ends
+        assert text.count(f'envs.py", line {RAISE_LINE}, in do_fault') == 1
+        if phase in ("reset", "step"):
+            assert f"seed {where.seed}" in text
+    elif fault in DEATHS:
+        assert DEATHS[fault] in text
+    elif fault != "sigstop" and phase != "connect":  # a stopped process says nothing, an early one knows nothing
+        assert "in do_fault" in text
+
+
+@pytest.mark.parametrize("phase", ["construct", "reset", "step", "load", "act"])
+def test_a_fault_that_happens_always_is_raised(phase: str) -> None:
+    outcomes = together({fault: lambda fault=fault: failure(fault, phase) for fault in ALL})
+    for fault, outcome in outcomes.items():
+        assert_says_all(outcome.get(), fault, phase)
+
+
+def test_a_worker_that_never_says_hello_is_raised(before_hello) -> None:
+    def error(fault: str) -> WorkerError:
+        return failure(fault, "connect")
+
+    for faults in (list(DEATHS), HANGS):
+        for fault in faults:
+            before_hello([fault])
+            assert_says_all(within(lambda fault=fault: error(fault)), fault, "connect")
+
+
+def test_close_comes_back_whatever_environments_do_in_it() -> None:
+    def closed(fault: str) -> None:
+        env = cluster(FaultyEnv, envs=1, env_kwargs={"fault": fault, "phase": "close"}, timeouts=LIMITS)
+        assert_sound(env.collect(TableAgent(), steps=4))
+        env.close()
+        env.close()
+
+    for outcome in together({fault: lambda fault=fault: closed(fault) for fault in ALL}).values():
+        outcome.get()
+
+
+def test_the_restart_budget_is_spent_before_the_run_fails() -> None:
+    env = cluster(FaultyEnv, envs=1, env_kwargs={"fault": "exit", "phase": "step"}, restart_budget=2)
+    with env, pytest.raises(WorkerDied, match=r"worker 0 \(restart 2\)"):
+        within(lambda: env.collect(TableAgent(), steps=8))
+
+
+def test_an_exception_after_the_restart_budget_is_raised_in_this_process_too() -> None:
+    env = cluster(FaultyEnv, envs=1, env_kwargs={"fault": "raise", "phase": "step"}, config=inprocess(restart_budget=2))
+    with env, pytest.raises(RemoteEnvError, match="environment slot 0"):
+        within(lambda: env.collect(TableAgent(), steps=8))
+
+
+@pytest.mark.parametrize("transport", ["shm", "ipc"])
+def test_a_slow_environment_is_left_alone(transport: str) -> None:
+    kwargs = {"fault": "slow", "phase": "step", "at": 0, "slow_s": 0.6}
+    limits = farstep.Timeouts(step_s=1.0, act_s=1.0)
+    env = cluster(FaultyEnv, envs=2, env_kwargs=kwargs, timeouts=limits, restart_budget=0, transport=transport)
+    with env:
+        assert_sound(within(lambda: env.collect(TableAgent(), steps=3)))
+
+
+@pytest.mark.parametrize("transport", ["ipc", "tcp"])
+def test_faults_are_found_without_shared_memory(transport: str, tmp_path: Path) -> None:
+    kwargs = {"faults": ALL, "phase": "step", "folder": str(tmp_path)}
+    options = {"timeouts": LIMITS, "restart_budget": 20, "transport": transport}
+    goes_on(cluster(EachOnceEnv, envs=4, workers=4, env_kwargs=kwargs, **options), TableAgent(), ALL, tmp_path)
+
+
+def test_a_later_death_is_not_blamed_on_an_earlier_exception(tmp_path: Path) -> None:
+    kwargs = {"faults": ["raise", "exit"], "phase": "step", "folder": str(tmp_path)}
+    env = cluster(EachOnceEnv, envs=1, env_kwargs=kwargs, restart_budget=1)
+    with env, pytest.raises(WorkerDied, match="status 3"):
+        for _ in range(3):
+            within(lambda: env.collect(TableAgent(), steps=6))

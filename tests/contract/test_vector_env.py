@@ -1,0 +1,307 @@
+"""`make_vec` behaves exactly as Gymnasium's SyncVectorEnv does."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import closing
+from copy import deepcopy
+from typing import Any, ClassVar
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from vector_parity import Parity, assert_same
+
+import farstep
+from farstep.errors import ConfigError, EndedError, FarstepError
+from farstep.testing import CountingEnv, SpacesEnv
+
+IN_PROCESS = farstep.InProcessConfig(workers_per_node=2)
+MODES = pytest.mark.parametrize("mode", list(AutoresetMode), ids=lambda mode: mode.name)
+
+NESTED = spaces.Dict(
+    camera=spaces.Box(0, 255, (4, 4, 3), np.uint8),
+    arms=spaces.Tuple([spaces.Dict(joint=spaces.Box(-1, 1, (7,), np.float64)), spaces.MultiBinary(2)]),
+    mode=spaces.Discrete(3, start=5),
+)
+SPACES: dict[str, spaces.Space[Any]] = {
+    "box-f4": spaces.Box(-1, 1, (3,), np.float32),
+    "box-f8-scalar": spaces.Box(-1, 1, (), np.float64),
+    "box-f2": spaces.Box(-1, 1, (2, 2), np.float16),
+    "box-u1": spaces.Box(0, 255, (4, 4), np.uint8),
+    "box-i4": spaces.Box(-5, 5, (2,), np.int32),
+    "box-unbounded": spaces.Box(-np.inf, np.inf, (2,), np.float64),
+    "discrete": spaces.Discrete(4),
+    "discrete-start": spaces.Discrete(4, start=-2),
+    "multidiscrete": spaces.MultiDiscrete([3, 4]),
+    "multidiscrete-2d": spaces.MultiDiscrete([[3, 4], [2, 2]]),
+    "multibinary": spaces.MultiBinary(3),
+    "multibinary-2d": spaces.MultiBinary((2, 3)),
+    "tuple": spaces.Tuple([spaces.Discrete(2), spaces.Box(0, 1, (2,))]),
+    "dict-ordered": spaces.Dict(OrderedDict(z=spaces.Discrete(2), a=spaces.MultiBinary(2))),
+    "nested": NESTED,
+}
+
+
+def spaces_env(observation_space: spaces.Space[Any], action_space: spaces.Space[Any]) -> Callable[[], SpacesEnv]:
+    """Every environment has spaces of its own: they have generators."""
+    return lambda: SpacesEnv(deepcopy(observation_space), deepcopy(action_space), p_end=0.3)
+
+
+class InfosEnv(CountingEnv):
+    """Infos of every kind that come and go; observations whose types are not quite the space's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.observation_space = spaces.Discrete(10**6)
+        self.render_mode = "rgb_array"
+
+    metadata: ClassVar[dict[str, Any]] = {"render_modes": ["rgb_array"], "render_fps": 30}
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        super().reset(seed=seed, options=options)
+        return self.episode, {"nested": {"deep": {"episode": self.episode}}} if self.episode % 2 else {}
+
+    def step(self, action: Any) -> Any:
+        _, _, terminated, truncated, _ = super().step(action)
+        info = {
+            "int": self.count,
+            "float": self.count / 3,
+            "flag": self.count % 2 == 0,
+            "none": None,
+            "tuple": (1, "two", 3.0),
+            "list": [1, [2]],
+            "float32": np.float32(self.count),
+            "bytes": b"raw",
+            "array": np.full((2, 2), self.count, np.int16),
+            "nested": {"a": self.count, "b": {"c": "text", "d": np.arange(2)}},
+        }
+        some = {key: value for i, (key, value) in enumerate(info.items()) if (self.count + self.episode + i) % 3}
+        return self.count, np.float32(self.count), np.bool_(terminated), truncated, some
+
+    def render(self) -> Any:
+        return np.full((2, 2, 3), self.episode % 256, np.uint8)
+
+    def multiply(self, factor: int, plus: int = 0) -> int:
+        return self.episode * factor + plus
+
+
+def pair(
+    factory: Callable[[], Any], mode: AutoresetMode, num_envs: int = 5, config: Any = IN_PROCESS
+) -> tuple[Any, SyncVectorEnv]:
+    theirs = SyncVectorEnv([factory] * num_envs, autoreset_mode=mode)
+    return farstep.make_vec(factory, num_envs, config, autoreset_mode=mode), theirs
+
+
+# ---- parity over random sequences ----
+
+
+@MODES
+@pytest.mark.parametrize("name", SPACES)
+def test_observations_of_every_space(name: str, mode: AutoresetMode) -> None:
+    ours, theirs = pair(spaces_env(SPACES[name], spaces.Discrete(3)), mode)
+    with closing(ours), closing(theirs):
+        Parity(ours, theirs, seed=1).run(40)
+
+
+@MODES
+@pytest.mark.parametrize("name", SPACES)
+def test_actions_of_every_space(name: str, mode: AutoresetMode) -> None:
+    ours, theirs = pair(spaces_env(spaces.Discrete(3), SPACES[name]), mode)
+    with closing(ours), closing(theirs):
+        Parity(ours, theirs, seed=2).run(40)
+
+
+@MODES
+def test_infos_of_every_kind(mode: AutoresetMode) -> None:
+    ours, theirs = pair(InfosEnv, mode)
+    with closing(ours), closing(theirs):
+        Parity(ours, theirs, seed=3).run(150)
+
+
+@MODES
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_worker_processes(transport: str, mode: AutoresetMode) -> None:
+    config = farstep.LocalConfig(workers_per_node=2, transport=transport)  # type: ignore[arg-type]
+    ours, theirs = pair(spaces_env(NESTED, NESTED), mode, num_envs=3, config=config)
+    with closing(ours), closing(theirs):
+        Parity(ours, theirs, seed=4).run(60)
+
+
+@pytest.mark.parametrize("workers", [1, 3, 5])
+def test_any_number_of_workers(workers: int) -> None:
+    config = farstep.InProcessConfig(workers_per_node=workers)
+    ours, theirs = pair(InfosEnv, AutoresetMode.SAME_STEP, config=config)
+    with closing(ours), closing(theirs):
+        Parity(ours, theirs, seed=5).run(60)
+
+
+def test_a_registered_environment() -> None:
+    theirs = gymnasium.make_vec("CartPole-v1", 4, vectorization_mode="sync")
+    with closing(farstep.make_vec("CartPole-v1", 4, IN_PROCESS)) as ours, closing(theirs):
+        assert ours.spec == gymnasium.spec("CartPole-v1")
+        Parity(ours, theirs, seed=6).run(120)  # type: ignore[arg-type]
+
+
+# ---- what random sequences do not reach ----
+
+
+@pytest.fixture
+def vectors() -> Any:
+    ours, theirs = pair(InfosEnv, AutoresetMode.NEXT_STEP)
+    with closing(ours), closing(theirs):
+        ours.reset(seed=0), theirs.reset(seed=0)
+        yield ours, theirs
+
+
+def test_metadata_and_render(vectors: Any) -> None:
+    ours, theirs = vectors
+    assert_same(ours.metadata, theirs.metadata)
+    assert_same(ours.render_mode, theirs.render_mode)
+    assert_same(ours.render(), theirs.render())
+
+
+def test_calls_and_attributes(vectors: Any) -> None:
+    for vector in vectors:
+        vector.set_attr("episode", [5, 6, 7, 8, 9])
+        vector.set_attr("limit", 4)
+    ours, theirs = vectors
+    for name, args, kwargs in (("multiply", (3,), {}), ("multiply", (3,), {"plus": 1}), ("episode", (), {})):
+        assert_same(ours.call(name, *args, **kwargs), theirs.call(name, *args, **kwargs))
+    assert ours.call("multiply", 3, plus=1) == (16, 19, 22, 25, 28)
+    assert_same(ours.get_attr("limit"), theirs.get_attr("limit"))
+    assert_same(ours.np_random_seed, theirs.np_random_seed)
+
+
+@pytest.mark.parametrize("values", [[1, 2], (1, 2, 3, 4, 5, 6)], ids=["too-few", "too-many"])
+def test_values_that_do_not_fit(vectors: Any, values: Any) -> None:
+    for vector in vectors:
+        with pytest.raises(ValueError):
+            vector.set_attr("episode", values)
+
+
+def test_an_unknown_attribute_raises_and_the_vector_goes_on(vectors: Any) -> None:
+    for vector in vectors:
+        with pytest.raises(AttributeError):
+            vector.get_attr("no_such_thing")
+        vector.step(np.zeros(5, np.int64))
+
+
+BAD_MASKS = [
+    ([True] * 5, TypeError),
+    (np.ones(4, bool), ValueError),
+    (np.ones(5), TypeError),
+    (np.zeros(5, bool), ValueError),
+]
+
+
+@pytest.mark.parametrize(("mask", "error"), BAD_MASKS, ids=["list", "shape", "dtype", "empty"])
+def test_bad_masks_raise_as_in_gymnasium(vectors: Any, mask: Any, error: type[Exception]) -> None:
+    for vector in vectors:
+        with pytest.raises(error, match="reset_mask"):
+            vector.reset(options={"reset_mask": mask})
+
+
+@pytest.mark.parametrize("seed", [[1, 2], [1] * 6], ids=["too-few", "too-many"])
+def test_seeds_that_do_not_fit(vectors: Any, seed: list[int]) -> None:
+    for vector in vectors:
+        with pytest.raises(ValueError, match="num_envs=5"):
+            vector.reset(seed=seed)
+
+
+def test_actions_that_do_not_fit(vectors: Any) -> None:
+    for vector in vectors:
+        with pytest.raises(ValueError):
+            vector.step(np.zeros(4, np.int64))
+    with pytest.raises(ConfigError, match=r"\[4\]; expected \[5\]"):
+        vectors[0].step(np.zeros(4, np.int64))
+
+
+def test_an_action_keeps_the_dtype_it_was_given_in() -> None:
+    ours, theirs = pair(lambda: EchoEnv(), AutoresetMode.NEXT_STEP, num_envs=2)
+    with closing(ours), closing(theirs):
+        ours.reset(), theirs.reset()
+        for actions in (np.zeros((2, 2), np.float32), np.zeros((2, 2)), [[0, 1], [1, 0]], np.ones((2, 2), np.float32)):
+            assert_same(ours.step(actions), theirs.step(np.asarray(actions)))
+
+
+class EchoEnv(SpacesEnv):
+    def __init__(self) -> None:
+        box = spaces.Box(-1, 1, (2,), np.float32)
+        super().__init__(box, box)
+
+    def step(self, action: Any) -> Any:
+        return (
+            np.zeros(2, np.float32),
+            0.0,
+            False,
+            False,
+            {"got": str(action.dtype), "writable": action.flags.writeable},
+        )
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        return np.zeros(2, np.float32), {}
+
+
+def ended(vector: Any) -> np.ndarray[Any, Any]:
+    """Step until an environment has ended."""
+    while True:
+        _, _, terminated, truncated, _ = vector.step(np.zeros(5, np.int64))
+        if (terminated | truncated).any():
+            return terminated | truncated
+
+
+def test_without_autoreset_an_ended_environment_must_not_be_stepped() -> None:
+    for vector in pair(InfosEnv, AutoresetMode.DISABLED):
+        with closing(vector):
+            vector.reset(seed=1)
+            mask = ended(vector)
+            with pytest.raises(AssertionError):
+                vector.step(np.zeros(5, np.int64))
+            if not isinstance(vector, SyncVectorEnv):  # which by now has stepped those before the ended one
+                with pytest.raises(EndedError, match="reset_mask"):
+                    vector.step(np.zeros(5, np.int64))
+            vector.reset(options={"reset_mask": mask})
+            vector.step(np.zeros(5, np.int64))
+
+
+def test_no_step_is_swallowed_after_an_explicit_reset() -> None:
+    """AsyncVectorEnv would reset once more here, instead of stepping."""
+    for vector in pair(InfosEnv, AutoresetMode.NEXT_STEP):
+        with closing(vector):
+            vector.reset(seed=1)
+            mask = ended(vector)
+            vector.reset(options={"reset_mask": mask})
+            observations, *_ = vector.step(np.zeros(5, np.int64))
+            assert (observations[mask] == 1).all()  # the first step of an episode, not its beginning
+
+
+def test_results_stay_as_they_are() -> None:
+    ours, theirs = pair(spaces_env(NESTED, spaces.Discrete(3)), AutoresetMode.SAME_STEP)
+    with closing(ours), closing(theirs):
+        mine, kept = [], []
+        for vector, results in ((ours, mine), (theirs, kept)):
+            results.append(vector.reset(seed=3))
+            results += [vector.step(np.ones(5, np.int64)) for _ in range(20)]
+        assert_same(mine, kept)
+
+
+def test_what_cannot_be_laid_out_is_refused_with_the_reason() -> None:
+    with pytest.raises(FarstepError, match="strings have no fixed number of bytes"):
+        farstep.make_vec(spaces_env(spaces.Text(3), spaces.Discrete(2)), 2, IN_PROCESS)
+    with pytest.raises(ConfigError, match="num_envs=3 does not divide"):
+        farstep.make_vec(InfosEnv, 3, farstep.InProcessConfig(nodes=2))
+    with pytest.raises(ValueError, match="SometimesReset"):
+        farstep.make_vec(InfosEnv, 3, IN_PROCESS, autoreset_mode="SometimesReset")
+
+
+def test_closing_twice_is_fine_and_a_closed_vector_says_so() -> None:
+    vector = farstep.make_vec(InfosEnv, 2, IN_PROCESS)
+    vector.reset()
+    vector.close()
+    vector.close()
+    with pytest.raises(farstep.ClosedError):
+        vector.step(np.zeros(2, np.int64))

@@ -1,0 +1,88 @@
+"""Steps two vector environments side by side and compares everything they return."""
+
+from __future__ import annotations
+
+import random
+from copy import deepcopy
+from typing import Any
+
+import numpy as np
+from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
+
+
+def assert_same(ours: Any, theirs: Any, where: str = "result") -> None:
+    """Equal in structure, type, dtype and every number."""
+    assert type(ours) is type(theirs), f"{where}: {type(ours)} is not {type(theirs)}"
+    if isinstance(theirs, dict):
+        assert list(ours) == list(theirs), f"{where}: keys {list(ours)} are not {list(theirs)}"
+        for key in theirs:
+            assert_same(ours[key], theirs[key], f"{where}[{key!r}]")
+    elif isinstance(theirs, (tuple, list)):
+        assert len(ours) == len(theirs), where
+        for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+            assert_same(a, b, f"{where}[{i}]")
+    elif isinstance(theirs, np.ndarray):
+        assert ours.dtype == theirs.dtype and ours.shape == theirs.shape, f"{where}: {ours!r} is not {theirs!r}"
+        if theirs.dtype == object:
+            assert_same(list(ours.ravel()), list(theirs.ravel()), where)
+        else:
+            np.testing.assert_array_equal(ours, theirs, where)
+    else:
+        assert ours == theirs or (ours != ours and theirs != theirs), f"{where}: {ours!r} is not {theirs!r}"
+
+
+class Parity:
+    """A random sequence of resets and steps, done to both."""
+
+    def __init__(self, ours: VectorEnv[Any, Any, Any], theirs: SyncVectorEnv, seed: int) -> None:
+        self.ours, self.theirs = ours, theirs
+        self.rng = random.Random(seed)
+        theirs.action_space.seed(seed)
+        self.done = np.zeros(theirs.num_envs, bool)
+        self.dones = 0
+
+    def run(self, steps: int) -> None:
+        assert_same(self.ours.num_envs, self.theirs.num_envs)
+        for name in ("observation_space", "action_space", "single_observation_space", "single_action_space"):
+            assert getattr(self.ours, name) == getattr(self.theirs, name), name
+        self.reset(seed=self.rng.randrange(1000))
+        for _ in range(steps):
+            if self.rng.random() < 0.1:
+                self.any_reset()
+            if self.done.any() and self.theirs.autoreset_mode == AutoresetMode.DISABLED:
+                self.reset(options={"reset_mask": self.done.copy(), "why": "ended"})
+            self.step()
+        assert self.dones > 3, "too few episodes ended to tell anything"
+
+    def any_reset(self) -> None:
+        """At any moment, also right after an episode's end: no step may be swallowed afterwards."""
+        n = self.theirs.num_envs
+        mask = np.array([self.rng.random() < 0.5 for _ in range(n)])
+        mask[self.rng.randrange(n)] = True
+        seeds = [self.rng.choice([None, self.rng.randrange(1000)]) for _ in range(n)]
+        kinds: list[dict[str, Any]] = [
+            {},
+            {"seed": self.rng.randrange(1000)},
+            {"seed": seeds},
+            {"options": {"level": 3}},
+            {"options": {"reset_mask": mask}},
+            {"options": {"reset_mask": mask, "level": 3}, "seed": seeds},
+            {"options": {"reset_mask": mask}, "seed": self.rng.randrange(1000)},
+        ]
+        self.reset(**self.rng.choice(kinds))
+
+    def reset(self, **kwargs: Any) -> None:
+        mine = deepcopy(kwargs)
+        assert_same(self.ours.reset(**mine), self.theirs.reset(**deepcopy(kwargs)), f"reset({kwargs})")
+        assert_same(mine, kwargs, "the caller's arguments")
+        mask = (kwargs.get("options") or {}).get("reset_mask")
+        self.done[slice(None) if mask is None else mask] = False
+
+    def step(self) -> None:
+        actions = self.theirs.action_space.sample()
+        mine = deepcopy(actions)
+        ours, theirs = self.ours.step(mine), self.theirs.step(actions)
+        assert_same(ours, theirs, f"step({actions})")
+        assert_same(mine, actions, "the caller's actions")
+        self.done = theirs[2] | theirs[3]
+        self.dones += int(self.done.sum())

@@ -1,0 +1,161 @@
+"""Configurations: what is refused, with which words, and how many cores there are."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from farstep import config as config_module
+from farstep.config import EnvConfig, InProcessConfig, LocalConfig, Timeouts, _cgroup_quotas, usable_cpus
+from farstep.errors import ConfigError
+
+ALL = [EnvConfig, LocalConfig, InProcessConfig, Timeouts]
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "nearest"),
+    [
+        (EnvConfig, "env_nam", "env_name"),
+        (EnvConfig, "envs_per_nodes", "envs_per_node"),
+        (LocalConfig, "worker_per_node", "workers_per_node"),
+        (Timeouts, "steps_s", "step_s"),
+    ],
+)
+def test_an_unknown_key_names_the_nearest_and_lists_all(kind: Any, key: str, nearest: str) -> None:
+    with pytest.raises(ConfigError, match=f"Did you mean '{nearest}'") as caught:
+        kind.of({key: 1})
+    assert all(field.name in str(caught.value) for field in dataclasses.fields(kind))
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: EnvConfig(), "env_name is missing"),
+        (lambda: EnvConfig(env_name="CartPole-v1", type="gymnasum"), "Did you mean 'gymnasium'"),  # type: ignore[arg-type]
+        (lambda: EnvConfig(env_name="CartPole-v1", inference="eagre"), "Did you mean 'eager'"),  # type: ignore[arg-type]
+        (lambda: EnvConfig(env_name=lambda: None), "type='factory'"),
+        (lambda: EnvConfig(env_name="CartPole-v1", envs_per_node=0), "at least 1"),
+        (lambda: EnvConfig(env_name="CartPole-v1", envs_per_node=2.5), "integer"),  # type: ignore[arg-type]
+        (lambda: EnvConfig(env_name="CartPole-v1", seed=-1), "non-negative"),
+        (lambda: EnvConfig(env_name="CartPole-v1", seed=1.0), "non-negative int"),  # type: ignore[arg-type]
+        (lambda: EnvConfig(env_name="CartPole-v1", sync="always"), "EveryK"),  # type: ignore[arg-type]
+        (lambda: LocalConfig(transport="udp"), "Known: ipc, shm, tcp"),  # type: ignore[arg-type]
+        (lambda: LocalConfig(nodes=0), "at least 1"),
+        (lambda: LocalConfig(nodes=True), "integer"),
+        (lambda: LocalConfig(nodes=1.5), "integer"),  # type: ignore[arg-type]
+        (lambda: LocalConfig(workers_per_node=0), "at least 1"),
+        (lambda: LocalConfig(cpus_per_worker=0), "at least 1"),
+        (lambda: LocalConfig(gpus_per_node=-1), "at least 0"),
+        (lambda: LocalConfig(restart_budget=-1), "at least 0"),
+        (lambda: LocalConfig(timeouts={"step_s": 0.0}), "at least 0.01"),  # type: ignore[arg-type]
+        (lambda: LocalConfig(timeouts={"stop_s": 1.0}), "option of Timeouts 'stop_s'"),  # type: ignore[arg-type]
+        (lambda: Timeouts(step_s=float("nan")), "at least"),
+        (lambda: Timeouts(step_s="60"), "a number"),  # type: ignore[arg-type]
+        (lambda: LocalConfig.of("CartPole-v1"), "expected a LocalConfig or a mapping"),  # type: ignore[arg-type]
+    ],
+)
+def test_what_cannot_work_is_refused_at_construction(make: Callable[[], object], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        make()
+
+
+def test_a_mapping_and_a_configuration_are_the_same() -> None:
+    made = LocalConfig.of({"nodes": 2, "timeouts": {"step_s": 3.0}, "transport": "tcp"})
+    assert made == LocalConfig(nodes=2, timeouts=Timeouts(step_s=3.0), transport="tcp")
+    assert LocalConfig.of(made) is made
+    assert LocalConfig.of(None) == LocalConfig()
+
+
+@pytest.mark.parametrize("kind", ALL, ids=lambda kind: kind.__name__)
+def test_configurations_are_frozen_keyword_only_and_documented(kind: Any) -> None:
+    with pytest.raises(TypeError):
+        kind("CartPole-v1")
+    made = kind(env_name="CartPole-v1") if kind is EnvConfig else kind()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        made.nodes = 3
+    source = Path(config_module.__file__).read_text()
+    for field in dataclasses.fields(kind):
+        after = source.split(f"\n    {field.name}: ", 1)[1].splitlines()[1]
+        assert after.lstrip().startswith('"""'), f"{field.name} has no docstring"
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    made = EnvConfig(env_name="CartPole-v1", envs_per_node=np.int64(4), seed=np.int32(7))  # type: ignore[arg-type]
+    assert (type(made.envs_per_node), made.envs_per_node) == (int, 4)
+    assert (type(made.seed), made.seed) == (int, 7)
+
+
+def test_never_more_workers_than_environments() -> None:
+    assert LocalConfig(nodes=2, workers_per_node=8).num_workers(envs_per_node=3) == 6
+    assert LocalConfig(workers_per_node=2).num_workers(envs_per_node=64) == 2
+
+
+def test_workers_share_the_usable_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config_module, "usable_cpus", lambda: 8)
+    assert LocalConfig().num_workers(64) == 8
+    assert LocalConfig(cpus_per_worker=3).num_workers(64) == 2
+    assert LocalConfig(cpus_per_worker=16).num_workers(64) == 1
+
+
+# ---- cores ----
+
+
+def cgroup(tmp_path: Path, membership: str, files: dict[str, str]) -> list[float]:
+    """Quotas read from a made-up /sys/fs/cgroup and /proc/self/cgroup."""
+    for name, content in files.items():
+        (tmp_path / "sys" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "sys" / name).write_text(content)
+    (tmp_path / "self").write_text(membership)
+    return _cgroup_quotas(tmp_path / "sys", tmp_path / "self")
+
+
+@pytest.mark.parametrize(
+    ("membership", "files", "cores"),
+    [
+        ("0::/job/step\n", {"job/step/cpu.max": "max 100000\n", "job/cpu.max": "250000 100000\n"}, [2.5]),
+        ("0::/job/step\n", {"job/step/cpu.max": "100000 100000", "job/cpu.max": "400000 100000"}, [1.0, 4.0]),
+        ("0::/\n", {"cpu.max": "50000 100000\n"}, [0.5]),
+        ("0::/not/mounted/here\n", {"cpu.max": "300000 100000\n"}, [3.0]),
+        ("0::/../outside\n", {"cpu.max": "300000 100000\n"}, [3.0]),
+        (
+            "12:memory:/x\n4:cpu,cpuacct:/docker/1\n",
+            {"cpu/docker/1/cpu.cfs_quota_us": "150000\n", "cpu/docker/1/cpu.cfs_period_us": "100000\n"},
+            [1.5],
+        ),
+        ("4:cpu:/a\n", {"cpu/a/cpu.cfs_quota_us": "-1\n", "cpu/a/cpu.cfs_period_us": "100000\n"}, []),
+        ("12:memory:/x\n", {"cpu.max": "100000 100000\n"}, []),
+        ("0::/\n", {"cpu.max": "garbage\n"}, []),
+        ("0::/\n", {"other": ""}, []),
+    ],
+    ids=["v2-parent", "v2-both", "v2-root", "v2-namespace", "v2-dots", "v1", "v1-none", "no-cpu", "garbage", "absent"],
+)
+def test_cgroup_quotas(tmp_path: Path, membership: str, files: dict[str, str], cores: list[float]) -> None:
+    assert cgroup(tmp_path, membership, files) == cores
+
+
+def test_no_cgroups_at_all(tmp_path: Path) -> None:
+    assert _cgroup_quotas(tmp_path, tmp_path / "absent") == []
+
+
+@pytest.mark.parametrize(("quotas", "cores"), [([], 8), ([2.5], 2), ([0.5], 1), ([16.0, 3.0], 3), ([100.0], 8)])
+def test_usable_cores_are_what_affinity_and_quota_leave(
+    monkeypatch: pytest.MonkeyPatch, quotas: list[float], cores: int
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    monkeypatch.setattr(config_module, "_cgroup_quotas", lambda: quotas)
+    assert usable_cpus() == cores
+
+
+def test_affinity_is_respected() -> None:
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(before)})
+    try:
+        assert usable_cpus() == 1
+    finally:
+        os.sched_setaffinity(0, before)

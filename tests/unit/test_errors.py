@@ -1,0 +1,77 @@
+"""The tree of errors: as drawn, so it is."""
+
+from __future__ import annotations
+
+import inspect
+import re
+
+import pytest
+
+import farstep
+from farstep import errors
+from farstep.errors import FarstepError, RemoteEnvError, Where, WorkerDied, remote_error, unknown_name
+
+WHERE = Where(worker=3, incarnation=1, host="n7", pid=12, phase="step", slot=5, seed=9, episode_step=4, version=2)
+
+
+def drawn_tree() -> dict[str, str | None]:
+    """Child and parent of every line of the docstring's drawing."""
+    parents: dict[str, str | None] = {}
+    path: list[str] = []
+    for line in (errors.__doc__ or "").splitlines():
+        match = re.match(r"^([│├└─\s]*)([A-Z]\w+)(\s{2,}|$)", line)
+        if match:
+            depth = len(match[1]) // 4
+            path[depth:] = [match[2]]
+            parents[match[2]] = path[depth - 1] if depth else None
+    return parents
+
+
+def test_the_drawn_tree_equals_the_classes() -> None:
+    classes = {
+        name: kind
+        for name, kind in vars(errors).items()
+        if inspect.isclass(kind) and issubclass(kind, FarstepError) and kind.__module__ == errors.__name__
+    }
+    real = {
+        name: next((b.__name__ for b in kind.__bases__ if b.__name__ in classes), None)
+        for name, kind in classes.items()
+    }
+    assert drawn_tree() == real
+
+
+def test_what_the_drawing_says_of_builtins_is_so() -> None:
+    for name, builtin in re.findall(r"(\w+) .*\(also an? (\w+)\)", errors.__doc__ or ""):
+        assert issubclass(getattr(errors, name), getattr(__import__("builtins"), builtin)), name
+
+
+def test_a_workers_error_says_where_and_shows_what_it_said() -> None:
+    error = WorkerDied("a worker was killed by SIGKILL", WHERE, output="last line\n")
+    for part in ("worker 3 (restart 1)", "host n7", "pid 12", "phase step", "slot 5", "seed 9", "step 4", "version 2"):
+        assert part in str(error)
+    assert str(error).endswith("last line")
+
+
+@pytest.mark.parametrize("kind", ["ValueError", "KeyError", "AssertionError", "ZeroDivisionError"])
+def test_what_python_raised_over_there_can_be_caught_here(kind: str) -> None:
+    error = remote_error(kind, f"the environment raised {kind}: x", WHERE, "Traceback ...")
+    assert isinstance(error, RemoteEnvError) and isinstance(error, getattr(__import__("builtins"), kind))
+    assert str(error).startswith("the environment raised") and str(error).endswith("Traceback ...")
+
+
+@pytest.mark.parametrize("kind", ["", "MyOwnError", "SystemExit", "KeyboardInterrupt"])
+def test_other_kinds_are_remote_errors_only(kind: str) -> None:
+    assert type(remote_error(kind, "x", WHERE, "")) is RemoteEnvError
+
+
+def test_an_unknown_name_lists_the_known_ones() -> None:
+    assert (
+        unknown_name("thing", "bett", ["beta", "alpha"])
+        == "unknown thing 'bett'. Did you mean 'beta'? Known: alpha, beta."
+    )
+    assert "Did you mean" not in unknown_name("thing", "zzz", ["alpha"])
+
+
+def test_public_errors_are_of_the_tree() -> None:
+    public = [getattr(farstep, name) for name in farstep.__all__ if name.endswith(("Error", "Died", "Stuck"))]
+    assert public and all(issubclass(kind, FarstepError) for kind in public)

@@ -1,0 +1,236 @@
+"""What must not get through a link: broken packets on local ones, strangers on ZeroMQ."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import struct
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from farstep.errors import WireError
+from farstep.wire.codec import Limits, frame_lengths
+from farstep.wire.keys import KeyPair
+from farstep.wire.local import LocalLink, local_pair
+from farstep.wire.zmq import MAIN, Hub
+
+# ---- local links ----
+
+
+@pytest.fixture
+def local() -> Iterator[tuple[LocalLink, socket.socket]]:
+    """The head's link and a worker's raw socket, on which anything can be written."""
+    link, raw = local_pair()
+    with contextlib.closing(link), raw:
+        yield link, raw
+
+
+def descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def memory(content: bytes) -> int:
+    fd = os.memfd_create("farstep-test")
+    os.write(fd, content)
+    return fd
+
+
+BROKEN = {
+    "no-table": b"I",
+    "half-a-table": b"I" + struct.pack("<IQ", 3, 1),
+    "unknown-kind": b"X" + frame_lengths([1]) + b"x",
+    "too-many-frames": b"I" + struct.pack("<I", 2**32 - 1),
+    "too-long": b"I" + frame_lengths([3]) + b"abcd",
+    "too-short": b"I" + frame_lengths([3]) + b"ab",
+    "memory-missing": b"M" + frame_lengths([3]),
+    "oversized": b"M" + frame_lengths([Limits.MESSAGE_BYTES, 1]),
+    "overflowing": b"I" + frame_lengths([2**64 - 1, 2**64 - 1, 3]) + b"a",
+    "truncated-by-the-kernel": b"I" + frame_lengths([150_000]) + b"a" * 150_000,
+}
+
+
+@pytest.mark.parametrize("packet", BROKEN.values(), ids=BROKEN)
+@pytest.mark.parametrize("with_descriptor", [False, True], ids=["plain", "with-descriptor"])
+def test_a_broken_packet_is_refused(
+    local: tuple[LocalLink, socket.socket], packet: bytes, with_descriptor: bool
+) -> None:
+    link, raw = local
+    before = descriptors()
+    if with_descriptor:
+        fd = memory(b"ab")  # one byte less than "memory-missing" promises
+        socket.send_fds(raw, [packet], [fd])
+        os.close(fd)
+    else:
+        raw.send(packet)
+    with pytest.raises(WireError):
+        link.receive(10.0)
+    assert descriptors() == before
+
+
+def test_a_promise_of_gigabytes_costs_nothing(local: tuple[LocalLink, socket.socket]) -> None:
+    link, raw = local
+    fd = memory(b"not that much")
+    socket.send_fds(raw, [b"M" + frame_lengths([Limits.MESSAGE_BYTES])], [fd])
+    os.close(fd)
+    with pytest.raises(WireError, match="shorter"):
+        link.receive(10.0)
+
+
+def test_a_large_message_must_be_in_memory(local: tuple[LocalLink, socket.socket]) -> None:
+    link, raw = local
+    reader, writer = os.pipe()  # reading it would block for ever
+    socket.send_fds(raw, [b"M" + frame_lengths([3])], [reader])
+    os.close(reader)
+    os.close(writer)
+    with pytest.raises(WireError):
+        link.receive(10.0)
+
+
+def test_more_descriptors_than_a_message_has_are_refused(local: tuple[LocalLink, socket.socket]) -> None:
+    link, raw = local
+    before = descriptors()
+    socket.send_fds(raw, [b"I" + frame_lengths([0])], [0] * 20)
+    with pytest.raises(WireError):
+        link.receive(10.0)
+    assert descriptors() == before
+
+
+def test_an_empty_packet_is_the_end_and_leaks_nothing(local: tuple[LocalLink, socket.socket]) -> None:
+    link, raw = local
+    before = descriptors()
+    socket.send_fds(raw, [b""], [0])
+    with pytest.raises(EOFError):
+        link.receive(10.0)
+    assert descriptors() == before
+
+
+def test_received_descriptors_are_not_inherited(local: tuple[LocalLink, socket.socket]) -> None:
+    link, raw = local
+    socket.send_fds(raw, [b"I" + frame_lengths([0])], [0])
+    received = link.receive(10.0)
+    assert received is not None and not os.get_inheritable(received.fds[0])
+    os.close(received.fds[0])
+
+
+def test_a_head_never_waits_for_a_worker_that_does_not_read() -> None:
+    link, raw = local_pair()
+    before = descriptors()
+    for _ in range(500):
+        link.send([b"x" * 30_000])  # far more than a socket holds
+    for _ in range(100):
+        link.send([b"y" * 100_000])
+    assert not link.flush()
+    raw.close()
+    link.close()
+    assert descriptors() == before - 2
+
+
+# ---- ZeroMQ ----
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    hub = Hub("tcp://127.0.0.1:*")
+    yield hub
+    hub.close()
+
+
+class Client:
+    """A peer that says of itself what it likes; `outcome` is what became of its connection."""
+
+    def __init__(self, hub: Hub, pair: KeyPair | None, server_key: bytes, route: bytes = b"anybody" + MAIN) -> None:
+        self._context = zmq.Context()
+        self.socket = self._context.socket(zmq.DEALER)
+        self.socket.linger = 0
+        self.socket.routing_id = route
+        self.socket.reconnect_ivl = -1  # one attempt
+        if pair is not None:
+            self.socket.curve_serverkey = server_key
+            self.socket.curve_publickey, self.socket.curve_secretkey = pair.public, pair.secret
+        self._events = self.socket.get_monitor_socket()
+        self.socket.connect(hub.address)
+        self.socket.send_multipart([b"let me in"])
+
+    def outcome(self, hub: Hub) -> tuple[str, list[tuple[int, bytes]]]:
+        """Serve the hub until the connection is settled: how, and what the hub took in."""
+        taken: list[tuple[int, bytes]] = []
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline:
+            taken += [(peer.worker, bytes(received.frames[0])) for peer, received in hub.drain()]
+            if taken:
+                return "admitted", taken
+            while self._events.poll(0):
+                event = recv_monitor_message(self._events)["event"]
+                if event in (zmq.EVENT_DISCONNECTED, zmq.EVENT_CLOSED, zmq.EVENT_HANDSHAKE_FAILED_AUTH):
+                    return "refused", taken
+            poll = select.poll()
+            for fd in (*hub.filenos(), int(self._events.fd)):
+                poll.register(fd, select.POLLIN)
+            poll.poll(20)
+        raise AssertionError("neither admitted nor refused")
+
+    def close(self) -> None:
+        self.socket.disable_monitor()
+        self._events.close(linger=0)
+        self._context.destroy(linger=0)
+
+
+def settle(hub: Hub, pair: KeyPair | None, server_key: bytes | None = None) -> tuple[str, list[tuple[int, bytes]]]:
+    with contextlib.closing(Client(hub, pair, server_key or hub.keys.public)) as client:
+        return client.outcome(hub)
+
+
+def test_an_issued_key_is_admitted(hub: Hub) -> None:
+    assert settle(hub, hub.admit(5, 0)) == ("admitted", [(5, b"let me in")])
+
+
+def test_an_unknown_key_gets_nowhere(hub: Hub) -> None:
+    hub.admit(0, 0)
+    for _ in range(3):
+        assert settle(hub, KeyPair.fresh()) == ("refused", [])
+
+
+def test_a_plain_text_client_gets_nowhere(hub: Hub) -> None:
+    hub.admit(0, 0)
+    for _ in range(3):
+        assert settle(hub, None) == ("refused", [])
+
+
+def test_knowing_a_public_key_is_not_enough(hub: Hub) -> None:
+    issued = hub.admit(0, 0)
+    assert settle(hub, KeyPair(issued.public, KeyPair.fresh().secret)) == ("refused", [])
+
+
+def test_a_worker_does_not_talk_to_another_head(hub: Hub) -> None:
+    assert settle(hub, hub.admit(0, 0), server_key=KeyPair.fresh().public) == ("refused", [])
+
+
+def test_a_key_is_taken_back_with_its_worker(hub: Hub) -> None:
+    old = hub.admit(0, 0)
+    new = hub.admit(0, 1)
+    assert settle(hub, old) == ("refused", [])
+    assert settle(hub, new)[0] == "admitted"
+    hub.expel(0)
+    assert settle(hub, new) == ("refused", [])
+
+
+def test_a_worker_cannot_speak_or_listen_for_another(hub: Hub) -> None:
+    victim, liar = hub.admit(1, 0), hub.admit(2, 0)
+    with contextlib.closing(Client(hub, liar, hub.keys.public, route=victim.public[:16] + MAIN)) as client:
+        assert client.outcome(hub) == ("admitted", [(2, b"let me in")])  # it is what its key says
+        hub.send(1, [b"for worker 1"])
+        hub.send(2, [b"for worker 2"])
+        assert client.socket.poll(30_000)
+        assert client.socket.recv_multipart() == [b"for worker 2"]
+
+
+def test_a_secret_is_not_printed() -> None:
+    pair = KeyPair.fresh()
+    assert pair.secret.decode() not in repr(pair)

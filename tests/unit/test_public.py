@@ -1,0 +1,44 @@
+"""The public names, and what importing them costs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import farstep
+
+
+def test_there_are_few_public_names() -> None:
+    assert 0 < len(farstep.__all__) <= 30
+    assert len(set(farstep.__all__)) == len(farstep.__all__)
+    assert set(farstep.__all__) <= set(dir(farstep))
+
+
+@pytest.mark.parametrize("name", farstep.__all__)
+def test_each_name_is_there_and_says_what_it_is(name: str) -> None:
+    thing = getattr(farstep, name)
+    assert thing.__name__ == name
+    assert (thing.__doc__ or "").strip()
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="ClusterEnvv"):
+        farstep.ClusterEnvv
+
+
+def loaded_after(statement: str) -> set[str]:
+    """Top-level modules that a fresh interpreter has loaded after the statement."""
+    code = f"{statement}\nimport sys\nprint(*{{name.partition('.')[0] for name in sys.modules}})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    return set(done.stdout.split())
+
+
+def test_importing_farstep_starts_nothing() -> None:
+    """Threads must be set before NumPy or torch is imported, so the package itself imports neither."""
+    assert not loaded_after("import farstep") & {"numpy", "torch", "jax", "gymnasium", "zmq"}
+
+
+def test_no_public_name_needs_torch_or_jax() -> None:
+    assert not loaded_after("import farstep\nfor name in farstep.__all__: getattr(farstep, name)") & {"torch", "jax"}
