@@ -27,7 +27,7 @@ from workload import Workload, make_policy
 import farstep
 from farstep.config import usable_cpus
 
-MODES = ("alone", "collect", "stream")
+MODES = ("alone", "collect", "stream", "first come")
 WORKERS = (1, 2, 4, 8, 14)
 ENVS = (8, 16, 32, 64, 128, 256, 512, 1024)
 STEPS = (16, 32, 64, 128, 256, 512, 1024)
@@ -44,6 +44,8 @@ class Args:
     """the best of so many, interleaved"""
     envs_per_worker: int = 32
     """while the number of workers changes"""
+    workers: tuple[int, ...] = WORKERS
+    """how many workers, while that changes"""
     sweeps: tuple[Literal["workers", "environments", "rollout length"], ...] = (
         "workers",
         "environments",
@@ -65,7 +67,8 @@ def measure(env_id: str, workers: int, num_envs: int, steps: int, seconds: float
         env.collect(policy, steps=steps)
         first = time.monotonic()
         start = env.stats()["start"]
-        batches = env.stream(policy, steps=steps) if mode == "stream" else None
+        streams = {"stream": None, "first come": workers}  # chunks per batch: one of each worker, or whoever is first
+        batches = env.stream(policy, steps=steps, num_chunks=streams[mode]) if mode in streams else None
         cpu, clock, count = _cpu_s(), time.monotonic(), 0
         while time.monotonic() - clock < seconds:
             next(batches) if batches is not None else env.collect(policy, steps=steps)
@@ -124,7 +127,7 @@ def best(runs: list[dict[str, Any]]) -> dict[str, Any]:
 def main(args: Args) -> None:
     console = Console()
     cores = usable_cpus()
-    counts = [count for count in WORKERS if count <= max(cores, 2)]
+    counts = [count for count in args.workers if count <= max(cores, 2)]
     cases = {
         "workers": [
             (w, w * args.envs_per_worker, 128, mode) for w in counts for mode in ("alone", "collect", "stream")

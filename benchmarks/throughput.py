@@ -1,4 +1,4 @@
-"""Steps per second of farstep, of its peers, and of the limit that none of them can pass.
+"""Steps per second of farstep, of its peers, and of the limit for Python environments on this machine.
 
 All contenders run in turn, several rounds, each in its own process and virtual environment:
 

@@ -121,7 +121,7 @@ def make_env(env_id: str) -> gym.Env[Any, Any]:
     return PlainFrames(gym.wrappers.FrameStack(env, 4))
 
 
-class PlainFrames(gym.ObservationWrapper):  # type: ignore[type-arg]
+class PlainFrames(gym.ObservationWrapper):
     """Gymnasium 0.29's lazily stacked frames as the array that later versions return."""
 
     def observation(self, observation: object) -> Array:
@@ -142,6 +142,8 @@ class Policy(nn.Module):
     def __init__(self, observation_shape: tuple[int, ...], num_actions: int, sampler: Sampler) -> None:
         super().__init__()
         self.trunk: nn.Module
+        self.actor: nn.Module
+        self.critic: nn.Module
         if len(observation_shape) == 3:
             self.trunk = nature_cnn(observation_shape[0])
             self.actor = nn.Linear(512, num_actions)

@@ -1,7 +1,8 @@
 """The limit: one process per core with its share of the environments, stepped and acted for, nothing moved.
 
 Each process runs the leanest loop there is over plain environments and writes into arrays of its own, so
-whatever hands rollouts to a learner in another process can at best draw level with it.
+whatever steps the same environments and hands rollouts to a learner can at best draw level with it. EnvPool
+can pass it: its environments are not these.
 """
 
 import multiprocessing

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 import weakref
 from collections.abc import Iterator, Mapping
@@ -33,6 +34,7 @@ from farstep.worker.seeds import fresh_root
 from farstep.worker.sources import Source
 
 Space = gymnasium.spaces.Space[Any]
+log = logging.getLogger("farstep")
 
 
 class ClusterEnv:
@@ -261,6 +263,9 @@ class ClusterEnv:
         self._rollouts.structures = {**self._rollouts.structures, **unpack(first.structure)}
         self._rollouts.state = unpack(first.state_structure) or None
         self.inference = first.inference
+        """How workers call the agent: `fast`, or why not."""
+        if self.inference.startswith("eager:"):
+            log.warning("workers call the agent as it is, not on the fast path, since %s", self.inference[7:])
 
     def _tell(self, message: m.FromHead, frames: list[Any] | None = None, fds: list[int] | None = None) -> None:
         """Tell every worker that is there, and those that come later."""

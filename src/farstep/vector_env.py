@@ -126,6 +126,7 @@ class ClusterVectorEnv(VectorEnv[Any, Any, Any]):
         return self._observation(0), infos
 
     def step(self, actions: Nested) -> tuple[Nested, Array, Array, Array, dict[str, Any]]:
+        self._server.raise_failure()
         if self._mode == AutoresetMode.DISABLED and self._done.any():
             raise EndedError(
                 f"environments {np.flatnonzero(self._done).tolist()} have ended; with autoreset_mode=DISABLED call "
@@ -189,6 +190,11 @@ class ClusterVectorEnv(VectorEnv[Any, Any, Any]):
 
     def get_attr(self, name: str) -> tuple[Any, ...]:
         return self.call(name)
+
+    @property
+    def np_random_seed(self) -> tuple[int, ...]:  # type: ignore[override]
+        """The seed of every environment's generator."""
+        return self.get_attr("np_random_seed")
 
     def set_attr(self, name: str, values: list[Any] | tuple[Any, ...] | object) -> None:
         each = list(values) if isinstance(values, (list, tuple)) else [values] * self.num_envs

@@ -50,6 +50,14 @@ class MortalEnv(CountingEnv):
         return super().step(action)
 
 
+class SelfNamingEnv(CountingEnv):
+    """Tells the process it lives in."""
+
+    def reset(self, **kwargs: Any) -> Any:
+        obs, info = super().reset(**kwargs)
+        return obs, {**info, "pid": os.getpid()}
+
+
 class BusyParentEnv(CountingEnv):
     """Starts a process of its own; `stuck` names where it stays: construct, step (holding the interpreter)."""
 

@@ -7,12 +7,14 @@ that hangs and keeps the interpreter. Phases: connect, construct, reset, step, l
 from __future__ import annotations
 
 import inspect
+import os
+import signal
 import socket
 from pathlib import Path
 
 import pytest
 from checks import assert_balanced, assert_sound, cluster, inprocess, together, within
-from faulty import EachOnceEnv, FaultyAgent
+from faulty import EachOnceEnv, FaultyAgent, SelfNamingEnv
 
 import farstep
 from farstep.errors import ClosedError, RemoteEnvError, WorkerDied, WorkerError, WorkerStuck
@@ -193,10 +195,9 @@ def test_a_slow_environment_is_left_alone(transport: str) -> None:
         assert_sound(within(lambda: env.collect(TableAgent(), steps=3)))
 
 
-@pytest.mark.parametrize("transport", ["ipc", "tcp"])
-def test_faults_are_found_without_shared_memory(transport: str, tmp_path: Path) -> None:
+def test_faults_are_found_without_shared_memory(tmp_path: Path) -> None:
     kwargs = {"faults": ALL, "phase": "step", "folder": str(tmp_path)}
-    options = {"timeouts": LIMITS, "restart_budget": 20, "transport": transport}
+    options = {"timeouts": LIMITS, "restart_budget": 20, "transport": "tcp"}
     goes_on(cluster(EachOnceEnv, envs=4, workers=4, env_kwargs=kwargs, **options), TableAgent(), ALL, tmp_path)
 
 
@@ -206,3 +207,27 @@ def test_a_later_death_is_not_blamed_on_an_earlier_exception(tmp_path: Path) -> 
     with env, pytest.raises(WorkerDied, match="status 3"):
         for _ in range(3):
             within(lambda: env.collect(TableAgent(), steps=6))
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_worker_that_is_stopped_between_two_calls_is_replaced(transport: str) -> None:
+    limits = farstep.Timeouts(idle_s=1.0, close_s=1.0)
+    with cluster(SelfNamingEnv, envs=2, workers=2, timeouts=limits, transport=transport) as env:
+        agent = TableAgent()
+        _, info = env.reset()
+        os.kill(info["pid"][0], signal.SIGSTOP)
+        assert_sound(within(lambda: env.collect(agent, steps=4)))
+        assert env.stats()["workers"]["restarts"] == 1
+        _, info = env.reset()
+        os.kill(info["pid"][1], signal.SIGSTOP)  # and close() does not wait for it for ever
+
+
+def test_a_worker_that_died_between_two_calls_is_replaced() -> None:
+    with cluster(SelfNamingEnv, envs=2, workers=2) as env:
+        first, second = TableAgent(), TableAgent()
+        for agent in (first, second, first):  # the new worker must be told of all that came before
+            _, info = env.reset()
+            os.kill(info["pid"][0], signal.SIGKILL)
+            assert_sound(within(lambda agent=agent: env.collect(agent, steps=4)))
+        assert env.stats()["workers"]["restarts"] == 3
+        assert_balanced(env.stats())

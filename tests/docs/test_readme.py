@@ -9,11 +9,11 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_readme_example_prints_what_it_says(tmp_path):
-    blocks = re.findall(r"```(python|)\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", (ROOT / "README.md").read_text(), re.S | re.M)
     code = [text for kind, text in blocks if kind == "python"]
     printed = [text for kind, text in blocks if not kind][-1]
     assert len(code) == 1
-    assert len([line for line in code[0].splitlines() if line.strip()]) <= 13
+    assert len([line for line in code[0].splitlines() if line.strip()]) == 12
     script = tmp_path / "example.py"
     script.write_text(code[0])
     run = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120, cwd=tmp_path)

@@ -115,7 +115,7 @@ class Policy:
             return
         self._fast = None
         self.note = f"eager: {reason}"
-        log.warning("inference is eager, since %s", reason)
+        log.info("inference is eager, since %s", reason)
 
     def _record(self) -> str | None:
         from farstep.agents.tape import Untraceable, compile_act

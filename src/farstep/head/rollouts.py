@@ -170,3 +170,4 @@ class Rollouts:
         if self.memory is not None:
             self.memory.close()
             self.memory = None
+            self.blocks = {}  # what a batch still shows stays; nothing else does

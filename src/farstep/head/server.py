@@ -34,6 +34,8 @@ from farstep.worker.progress import BEAT_S, CANCEL, COUNT, PHASE, SLOT, Phase, c
 
 log = logging.getLogger("farstep")
 T = TypeVar("T")
+_NOTE_S = 10.0
+"""A call that takes longer says what it waits for, this often."""
 
 
 class Client(Protocol):
@@ -147,12 +149,28 @@ class Server:
         """Pump until `done` answers; raises what the run failed of. Bounded: a worker without progress is killed
         after its phase's limit, and the restart budget is finite."""
         with self._lead():
+            began = time.monotonic()
+            next_note = began + _NOTE_S
             while True:
                 self.raise_failure()
                 answer = done()
                 if answer is not None:
                     return answer
                 self._pump(self._tick_s)
+                if (now := time.monotonic()) > next_note:
+                    next_note = now + _NOTE_S
+                    log.warning("waiting for %.0f s: %s", now - began, self._whereabouts())
+
+    def _whereabouts(self) -> str:
+        """What each worker that keeps us waiting is doing."""
+        parts = []
+        for seat, member in zip(self.seats, self.membership.members, strict=True):
+            phase, slot = int(seat.words[PHASE]), seat.first + int(seat.words[SLOT])
+            if member.state is not life.State.ALIVE:
+                parts.append(f"worker {seat.worker} is {member.state.value} (restart {member.incarnation})")
+            elif phase != Phase.IDLE:
+                parts.append(f"worker {seat.worker} in {Phase(phase).label}, environment slot {slot}")
+        return "; ".join(parts) or "all workers are idle"
 
     def raise_failure(self) -> None:
         """Raise the run's failure the first time, a reference to it afterwards."""
@@ -370,9 +388,16 @@ class Server:
             case _:
                 if seat.ready:  # else it was given up: what it died of stays
                     seat.asked, seat.error = False, None
-                client = self._client()
-                if client is not None:
-                    client.on_message(seat, message, received)
+                self._hand_over(seat, message, received)
+
+    def _hand_over(self, seat: Seat, message: m.FromWorker, received: Received) -> None:
+        client = self._client()
+        try:
+            if client is not None:
+                client.on_message(seat, message, received)
+        except WireError as error:
+            log.warning("worker %d sent what cannot be true: %s", seat.worker, error)
+            self._act_on(life.Gone(seat.worker))
 
     def send(self, seat: Seat, message: m.FromHead, frames: Sequence[Any] = (), fds: Sequence[int] = ()) -> None:
         if seat.link is not None:
@@ -396,6 +421,7 @@ class Server:
             self.fail(HandshakeError(f"{reason} Install the same versions on both sides."))
             return
         self._act_on(life.Hello(seat.worker))
+        self._note(seat, Phase.CONSTRUCT)
         if not seat.incarnation:
             self.start_s["connect"] = time.monotonic() - self._started_at
         columns = slice(seat.first, seat.stop)
@@ -411,6 +437,11 @@ class Server:
                 preloads(),
             ),
         )
+
+    def _note(self, seat: Seat, phase: Phase) -> None:
+        """Where a worker without shared memory must be, until its next heartbeat says it."""
+        if not self._engine.shares_memory:
+            seat.words[PHASE] = phase
 
     def _ready(self, seat: Seat, message: m.Ready) -> None:
         spaces = (unpack(message.observation_space), unpack(message.action_space))
@@ -428,6 +459,7 @@ class Server:
         if not seat.incarnation:
             self.start_s["construct"] = time.monotonic() - self._started_at - self.start_s["connect"]
         self._act_on(life.Ready(seat.worker))
+        self._note(seat, Phase.IDLE)
         for staged, frames, fds in self.stage:
             self.send(seat, staged, frames, fds)
         self.grant()

@@ -2,6 +2,16 @@
 
 from farstep.testing.clock import FakeClock
 from farstep.testing.envs import CountingEnv, FaultyEnv, SpacesEnv, TableAgent
+from farstep.testing.launcher import check_launcher
 from farstep.testing.transport import Ends, check_transport
 
-__all__ = ["CountingEnv", "Ends", "FakeClock", "FaultyEnv", "SpacesEnv", "TableAgent", "check_transport"]
+__all__ = [
+    "CountingEnv",
+    "Ends",
+    "FakeClock",
+    "FaultyEnv",
+    "SpacesEnv",
+    "TableAgent",
+    "check_launcher",
+    "check_transport",
+]

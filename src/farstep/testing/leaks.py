@@ -58,16 +58,21 @@ def _of_others(thing: str) -> bool:
     """Whether it is shared memory in use by a process that does not descend from this one."""
     if not thing.startswith("shared memory "):
         return False
-    path = f"/dev/shm/{thing.removeprefix('shared memory ')}"
+    try:
+        inode = (Path("/dev/shm") / thing.removeprefix("shared memory ")).stat().st_ino
+    except OSError:
+        return True  # gone meanwhile
     ours = {os.getpid(), *(int(name.split()[1]) for name in _processes())}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) not in ours:
             try:
-                if path in (entry / "maps").read_text():
-                    return True
+                mapped = (entry / "maps").read_text()
             except OSError:
                 continue
-    return not Path(path).exists()
+            # By inode: a semaphore is made under another name than it gets.
+            if any("/dev/shm/" in line and line.split()[4] == str(inode) for line in mapped.splitlines()):
+                return True
+    return False
 
 
 def _snapshot() -> set[str]:

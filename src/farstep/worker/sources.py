@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -46,9 +47,10 @@ class Source:
         if self.type == "envpool":
             import envpool
 
-            return envpool.make(
-                str(self.env_name), env_type="gymnasium", num_envs=num_envs, seed=seed, **self.env_kwargs
-            )
+            # As many threads as the worker may use, not as the machine has: other workers need theirs.
+            threads = int(os.environ.get("OMP_NUM_THREADS", "1"))
+            options = {"num_envs": num_envs, "seed": seed, "num_threads": threads, **self.env_kwargs}
+            return envpool.make(str(self.env_name), env_type="gymnasium", **options)
         if isinstance(self.env_name, str) and not _is_path(self.env_name):
             env = gymnasium.make_vec(self.env_name, num_envs, **self.env_kwargs)
         else:

@@ -61,7 +61,9 @@ class StrictEnvs:
                 self._reset(i, seeds[i] if seeds else None, options, self.current)
                 self._done[i] = False
 
-    def _reset(self, i: int, seed: int | None, options: Info | None, target: dict[str, Array], final: Info | None = None) -> None:
+    def _reset(
+        self, i: int, seed: int | None, options: Info | None, target: dict[str, Array], final: Info | None = None
+    ) -> None:
         self._progress[PHASE], self._progress[SLOT] = Phase.RESET, i
         self._progress[COUNT] += 1
         self._seeds[i] = seed if seed is not None else self._seeds[i]

@@ -1,0 +1,221 @@
+"""The contract of launchers: `check_launcher` is run against every one of them."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import numpy as np
+
+from farstep.cluster_env import ClusterEnv
+from farstep.config import LaunchConfig
+from farstep.errors import ClosedError, RemoteEnvError, WorkerDied
+from farstep.launch.local import import_path
+from farstep.testing.envs import CountingEnv, TableAgent
+from farstep.worker.seeds import episode_seed
+
+MakeConfig = Callable[..., LaunchConfig]
+"""Takes fields of `LaunchConfig` (`workers_per_node`, `timeouts`, ...) and adds what the launcher needs."""
+
+_SEED = 11
+_LEASE_S = 10.0
+_DEADLINE_S = 60.0
+_LAST_WORDS = "these are my last words"
+
+
+class ProbeEnv(CountingEnv):
+    """Tells where it lives, never ends, and in the episode with `fatal_seed` does `fault` at its fifth step."""
+
+    def __init__(self, fatal_seed: int = -1, fault: str = "exit") -> None:
+        super().__init__(length=None)
+        self._fatal_seed, self._fault, self._fatal = fatal_seed, fault, False
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        obs, info = super().reset(seed=seed, options=options)
+        self._fatal = seed == self._fatal_seed
+        return obs, {**info, "pid": os.getpid(), "host": socket.gethostname(), "threads": _threads()}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        if self._fatal and self.count == 4:
+            if self._fault == "raise":
+                raise LookupError(_LAST_WORDS)
+            os.write(1, f"{_LAST_WORDS}\n".encode())
+            if self._fault == "exit":
+                os._exit(7)
+            time.sleep(3600)
+        return super().step(action)
+
+
+def _threads() -> int:
+    return int(os.environ.get("OMP_NUM_THREADS", "0"))
+
+
+def check_launcher(make_config: MakeConfig, *, processes: bool = True) -> None:
+    """Fails with an AssertionError where a launcher breaks the contract.
+
+    `processes=False` is for one whose workers live in this process: nothing can be killed there. Workers are
+    looked at by process id where they run on this host.
+    """
+    _check_start(make_config, processes)
+    _check_exception(make_config)
+    if processes:
+        _check_crash(make_config)
+        _check_output(make_config)
+        _check_cancel(make_config)
+        _check_killed_head(make_config)
+
+
+def _cluster(config: LaunchConfig, fault: str = "") -> ClusterEnv:
+    kwargs = {"fatal_seed": episode_seed(_SEED, 0, 0), "fault": fault} if fault else {}
+    return ClusterEnv(
+        {"type": "factory", "env_name": ProbeEnv, "env_kwargs": kwargs, "envs_per_node": 3, "seed": _SEED}, config
+    )
+
+
+def _check_start(make_config: MakeConfig, processes: bool) -> None:
+    """All workers come up, each with its slots, and end with `close`, which may be called twice."""
+    env = _cluster(make_config(workers_per_node=2, cpus_per_worker=2))
+    try:
+        env.launch()
+        _, info = env.reset()
+        pids = [int(pid) for pid in info["pid"]]
+        assert pids[0] == pids[1], "slots 0 and 1 belong to the first worker"
+        assert (len(set(pids)) == 2) == processes, f"two workers, but slots live in the processes {pids}"
+        assert (os.getpid() not in pids) == processes
+        if processes:
+            assert list(info["threads"]) == [2] * 3, "cpus_per_worker must reach the worker"
+        batch = env.collect(TableAgent(), steps=8)
+        _assert_whole(batch)
+        assert env.stats()["workers"]["alive"] == 2
+    finally:
+        env.close()
+        env.close()
+    if processes:
+        _assert_gone(info, 0.0)
+    try:
+        env.launch()
+    except ClosedError:
+        return
+    raise AssertionError("launch() after close() must raise ClosedError")
+
+
+def _check_exception(make_config: MakeConfig) -> None:
+    """What an environment raises arrives with its place and its traceback."""
+    with _cluster(make_config(workers_per_node=2, restart_budget=0), "raise") as env:
+        try:
+            env.collect(TableAgent(), steps=8)
+        except RemoteEnvError as error:
+            assert error.where.worker == error.where.slot == 0, error
+            assert error.where.host not in ("", "?"), error
+            assert str(error).count(f"raise LookupError({'_LAST_WORDS'})") == 1, error
+            return
+        raise AssertionError("an environment raised, restart_budget is 0, and nobody was told")
+
+
+def _check_crash(make_config: MakeConfig) -> None:
+    """A worker that dies is replaced; the others are not disturbed."""
+    with _cluster(make_config(workers_per_node=2), "exit") as env:
+        _, before = env.reset()
+        agent = TableAgent()
+        _assert_whole(env.collect(agent, steps=2))
+        batch = env.collect(agent, steps=8)
+        _assert_whole(batch)
+        assert list(batch["episode_start"][0]) == [True, True, False], "worker 0's slots go on with the next episode"
+        assert env.stats()["workers"]["restarts"] == 1
+        _, after = env.reset()
+        assert after["pid"][0] != before["pid"][0]
+        assert after["pid"][2] == before["pid"][2]
+
+
+def _check_output(make_config: MakeConfig) -> None:
+    """What a worker printed before it died is in the error, with how it ended."""
+    with _cluster(make_config(workers_per_node=2, restart_budget=0), "exit") as env:
+        _, info = env.reset()
+        try:
+            env.collect(TableAgent(), steps=8)
+        except WorkerDied as error:
+            where = error.where
+            assert (where.worker, where.host, where.pid) == (0, info["host"][0], info["pid"][0]), error
+            assert "status 7" in str(error), error
+            assert _LAST_WORDS in error.output, error
+            return
+        raise AssertionError("a worker died, restart_budget is 0, and nobody was told")
+
+
+def _check_cancel(make_config: MakeConfig) -> None:
+    """`close` ends a worker that does not listen."""
+    env = _cluster(make_config(workers_per_node=2, timeouts={"close_s": 0.5}), "hang")
+    _, info = env.reset()
+    stream = env.stream(TableAgent(), steps=2, max_staleness=3)
+    next(stream)  # further tickets run into the hanging step
+    closing = threading.Thread(target=env.close, daemon=True)
+    closing.start()
+    closing.join(_DEADLINE_S)
+    assert not closing.is_alive(), "close() does not come back while an environment hangs"
+    _assert_gone(info, 0.0)
+
+
+def _check_killed_head(make_config: MakeConfig) -> None:
+    """Workers end with their head, even when it has no chance to say so."""
+    code = "import sys, cloudpickle; cloudpickle.load(sys.stdin.buffer)()"
+    head = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(import_path())},
+    )
+    assert head.stdin is not None and head.stdout is not None
+    with head, contextlib.ExitStack() as at_the_end:
+        at_the_end.callback(head.kill)
+        head.stdin.write(cloudpickle.dumps(functools.partial(_stay, make_config)))
+        head.stdin.close()
+        info = json.loads(head.stdout.readline())
+        head.kill()
+        head.wait()
+        _assert_gone(info, _LEASE_S)
+
+
+def _stay(make_config: MakeConfig) -> None:
+    """A head that says where its workers are and then does nothing."""
+    env = _cluster(make_config(workers_per_node=2))
+    _, info = env.reset()
+    places = {"pid": [int(pid) for pid in info["pid"]], "host": [str(host) for host in info["host"]]}
+    os.write(1, (json.dumps(places) + "\n").encode())
+    signal.pause()
+
+
+def _assert_whole(batch: Any) -> None:
+    count = batch["obs"][..., 1]
+    assert count.shape[1] == 3
+    assert (batch["episode_start"] == (count == 0)).all(), "a row that begins an episode must say so, and no other"
+    goes_on = ~batch["episode_start"][1:]
+    assert (np.diff(count, axis=0)[goes_on] == 1).all(), "rows of an episode must follow each other"
+
+
+def _assert_gone(info: dict[str, Any], seconds: float) -> None:
+    """None of the workers that run on this host is there any more."""
+    mine = [int(pid) for pid, host in zip(info["pid"], info["host"], strict=True) if host == socket.gethostname()]
+    deadline = time.monotonic() + seconds
+    while left := [pid for pid in mine if _alive(pid)]:
+        assert time.monotonic() < deadline, f"workers are left behind: {left}"
+        time.sleep(0.01)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in ("Z", "X")

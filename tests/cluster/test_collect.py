@@ -1,0 +1,374 @@
+"""What a learner gets: the contract of batches, sources of environments, streams, `step` and counters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+from checks import assert_balanced, assert_sound, cluster, inprocess, together, within
+from toys import DoubledReward, NestedAgent, NestedEnv, RememberingAgent, counting_vector
+
+import farstep
+from farstep.sync import EveryK
+from farstep.testing import CountingEnv, TableAgent
+from farstep.worker.seeds import episode_seed
+
+BOTH = pytest.mark.parametrize(
+    "config", [inprocess(2), farstep.LocalConfig(workers_per_node=2)], ids=["inprocess", "local"]
+)
+
+
+def test_a_batch_keeps_its_contract() -> None:
+    with cluster(envs=3, workers=2) as env:
+        agent = TableAgent()
+        observation_space, action_space = env.launch()
+        assert (observation_space.shape, action_space) == ((3,), gymnasium.spaces.Discrete(3))
+        assert env.launch() == (observation_space, action_space)
+        batch = env.collect(agent, steps=20)
+        assert_sound(batch)
+        kinds = {name: array.dtype.name for name, array in batch.items()}
+        flags = dict.fromkeys(("terminated", "truncated", "valid", "episode_start"), "bool")
+        agents = {"action": "int64", "value": "float32"}
+        assert kinds == {"obs": "float32", "reward": "float32", "version": "int64", **flags, **agents}
+        assert batch["obs"].shape == (20, 3, 3)
+        assert all(array.shape[:2] == batch.shape == (20, 3) for array in batch.values())
+        assert batch.last_obs.shape == (3, 3)
+        np.testing.assert_array_equal(batch["value"], batch["obs"][..., 0] * 2)
+        np.testing.assert_array_equal(batch.slots, [0, 1, 2])
+        assert (batch["version"] == 0).all()
+        assert batch.initial_state is None
+        # An episode's record: its rewards are 1, 2, ..., its length.
+        length = batch.episodes["length"]
+        assert len(length) == len(batch.final_obs) > 3
+        np.testing.assert_array_equal(batch.episodes["return"], length * (length + 1) / 2)
+        np.testing.assert_array_equal(batch.episodes["slot"], batch.final_obs.slot)
+        np.testing.assert_array_equal(batch.final_obs.obs[:, 1], length)
+        assert (batch.episodes["time"] > 0).all()
+
+
+def test_a_batch_is_a_view_until_the_next_call() -> None:
+    with cluster(envs=3, workers=2) as env:
+        agent = TableAgent()
+        batch = env.collect(agent, steps=5)
+        before = {name: array.copy() for name, array in batch.items()}
+        kept = batch.copy()
+        agent.table[:] = 0
+        env.publish(agent)
+        env.stats()
+        for name, array in batch.items():
+            np.testing.assert_array_equal(array, before[name])
+        after = env.collect(agent, steps=5)
+        assert np.shares_memory(after["obs"], batch["obs"])  # not a copy
+        assert (after["action"] == 0).all()
+        assert (after["version"] == 1).all()
+        for name, array in kept.items():
+            np.testing.assert_array_equal(array, before[name])
+        assert_sound(kept)
+
+
+@BOTH
+def test_nested_spaces_are_arrays_by_name(config: farstep.LaunchConfig) -> None:
+    with cluster(NestedEnv, config=config) as env:
+        batch = env.collect(NestedAgent(), steps=7)
+        count = np.tile(np.arange(7)[:, None] % 3, 2)
+        np.testing.assert_array_equal(batch["obs.camera"][..., 1, 1], 10 * count)
+        assert batch["obs.camera"].dtype == np.uint8
+        np.testing.assert_array_equal(batch["obs"]["pair"][0], count)
+        np.testing.assert_array_equal(batch["obs.pair.1"], np.stack([np.ones_like(count), count % 2], axis=2))
+        np.testing.assert_array_equal(batch["action"][1], count - 1)
+        np.testing.assert_array_equal(batch["action.0"], np.stack([count, count], axis=2))
+        np.testing.assert_array_equal(batch["extra.double"], count * 2)
+        # What the environment got is what the agent did.
+        same_episode = np.arange(1, 7)[np.arange(1, 7) % 3 != 0]
+        np.testing.assert_array_equal(batch["obs.echo.gear"][same_episode], batch["action.1"][same_episode - 1])
+        np.testing.assert_array_equal(batch["obs.echo.move"][same_episode], batch["action.0"][same_episode - 1])
+        np.testing.assert_array_equal(batch.final_obs.obs["pair"][0], [3] * 4)
+        np.testing.assert_array_equal(batch.last_obs["camera"][:, 0, 0], [10, 10])
+        obs, reward, *_, info = env.step(NestedAgent())
+        np.testing.assert_array_equal(obs["pair"][0], [2, 2])
+        obs, *_, info = env.step(NestedAgent())
+        np.testing.assert_array_equal(obs["pair"][0], [0, 0])
+        assert info["final_obs"][0]["pair"][0] == 3
+
+
+@BOTH
+def test_a_recurrent_agent_starts_each_chunk_from_its_recorded_state(config: farstep.LaunchConfig) -> None:
+    with cluster(envs=3, config=config) as env:
+        agent = RememberingAgent()
+        state = np.zeros((3, 1))
+        for steps in (4, 9, 1, 6):
+            batch = env.collect(agent, steps=steps)
+            assert_sound(batch)
+            np.testing.assert_array_equal(batch.initial_state["age"], state)
+            np.testing.assert_array_equal(batch["age"], batch["obs"][..., 1] + 1)
+            state = batch["age"][-1][:, None].copy()
+
+
+# ---- where environments come from ----
+
+
+def oracle(slot: int, rows: int, seed: int = 5) -> list[tuple[float, ...]]:
+    """Observation, action, reward and end of one environment by itself, seeded once."""
+    env, agent, found = CountingEnv(), TableAgent(), []
+    obs, _ = env.reset(seed=episode_seed(seed, slot, 0))
+    for _ in range(rows):
+        action = agent.act(obs[None])["action"][0]
+        new, reward, over, _, _ = env.step(action)
+        found.append((*obs, action, reward, over))
+        obs = env.reset()[0] if over else new
+    return found
+
+
+@pytest.mark.parametrize("mode", ["NEXT_STEP", "SAME_STEP", "DISABLED"])
+def test_a_vector_source_gives_the_episodes_of_its_environments(mode: str) -> None:
+    options: Any = {"type": "vector", "env_kwargs": {"mode": mode}, "config": inprocess(2)}
+    with cluster(counting_vector, envs=3, **options) as env:
+        batches = [env.collect(TableAgent(), steps=steps).copy() for steps in (13, 1, 16)]
+    joined = {name: np.concatenate([batch[name] for batch in batches]) for name in batches[0]}
+    ends = sum(len(batch.episodes["length"]) for batch in batches)
+    assert joined["valid"].all() == (mode != "NEXT_STEP")
+    assert joined["terminated"].sum() == ends > 6
+    assert not joined["terminated"][~joined["valid"]].any()
+    assert not joined["episode_start"][~joined["valid"]].any()
+    for slot in range(3):
+        mine = np.flatnonzero(joined["valid"][:, slot])
+        rows = [
+            (*joined["obs"][t, slot], *(joined[key][t, slot] for key in ("action", "reward", "terminated")))
+            for t in mine
+        ]
+        assert rows == oracle(slot, len(mine))
+        np.testing.assert_array_equal(joined["episode_start"][mine, slot], joined["obs"][mine, slot, 1] == 0)
+    for batch in batches:
+        length = batch.episodes["length"]
+        np.testing.assert_array_equal(batch.final_obs.obs[:, 1], length)
+        np.testing.assert_array_equal(batch.episodes["return"], length * (length + 1) / 2)
+
+
+class PoleAgent(TableAgent):
+    def act(self, obs: Any) -> Any:
+        return (obs[:, 2] > 0).astype(np.int32)
+
+
+@pytest.fixture(scope="module")
+def envpool() -> Any:
+    """Imported outside of any test: it keeps exceptions of its own imports, and with them their frames."""
+    return pytest.importorskip("envpool")
+
+
+@pytest.mark.usefixtures("envpool")
+def test_envpool_is_a_source() -> None:
+    config = farstep.LocalConfig(workers_per_node=2)
+    with farstep.ClusterEnv({"type": "envpool", "env_name": "CartPole-v1", "envs_per_node": 4}, config) as env:
+        batch = env.collect(PoleAgent(), steps=200)
+        assert len(batch.final_obs) > 4
+        assert (batch["reward"] == batch["valid"]).all()
+        np.testing.assert_array_equal(batch.episodes["return"], batch.episodes["length"])
+        for slot, row, length in zip(
+            batch.episodes["slot"], batch.final_obs.row, batch.episodes["length"], strict=True
+        ):
+            span = slice(row - length + 1, row + 1)
+            assert batch["valid"][span, slot].all()
+            assert batch["episode_start"][span, slot].tolist() == [True] + [False] * (length - 1)
+            assert batch["terminated"][row, slot]
+        assert (np.abs(batch["obs"][batch["episode_start"]]) < 0.06).all()
+
+
+def test_factories_and_wrappers() -> None:
+    length = 4
+    in_main = type("MainEnv", (CountingEnv,), {"__module__": "__main__"})
+
+    def closure() -> CountingEnv:
+        return CountingEnv(length=length)
+
+    limit = ("gymnasium.wrappers:TimeLimit", {"max_episode_steps": length})
+    never = {"env_kwargs": {"length": None}}
+    cases: dict[str, dict[str, Any]] = {
+        "path with a colon": {"env_name": "farstep.testing:CountingEnv", "env_kwargs": {"length": length}},
+        "path with dots": {"env_name": "farstep.testing.envs.CountingEnv", "env_kwargs": {"length": length}},
+        "closure": {"env_name": closure},
+        "class of __main__": {"env_name": in_main, "env_kwargs": {"length": length}},
+        "wrappers": {"env_name": CountingEnv, "wrappers": [limit, DoubledReward], **never},
+    }
+
+    def lengths(case: dict[str, Any]) -> Any:
+        with farstep.ClusterEnv({"type": "factory", **case}, farstep.LocalConfig(workers_per_node=1)) as env:
+            batch = env.collect(TableAgent(), steps=2 * length)
+            return batch.episodes["length"].tolist(), batch["reward"][:, 0].tolist()
+
+    for name, outcome in together({name: lambda case=case: lengths(case) for name, case in cases.items()}).items():
+        found, rewards = outcome.get()
+        assert found == [length, length], name
+        assert rewards == [k * (1 + (name == "wrappers")) for k in (1, 2, 3, 4)] * 2
+
+
+def test_gymnasium_environments_by_id() -> None:
+    config = {"env_name": "CartPole-v1", "env_kwargs": {"sutton_barto_reward": True}, "envs_per_node": 2}
+    with farstep.ClusterEnv(config, inprocess()) as env:
+        batch = env.collect(PoleAgent(), steps=60)
+        np.testing.assert_array_equal(batch["reward"], -batch["terminated"].astype(np.float32))
+
+
+# ---- agents ----
+
+
+def test_an_agent_that_cannot_be_used_leaves_the_other_one_in_force() -> None:
+    class Broken(TableAgent):
+        def get_parameters(self) -> Any:
+            return {"table": np.array([np.nan])}
+
+    with cluster(config=inprocess(2)) as env:
+        agent = TableAgent()
+        env.collect(agent, steps=4)
+        with pytest.raises(farstep.FarstepError, match="NaN"):
+            env.collect(Broken(), steps=4)
+        agent.table[:] = 1
+        assert (env.collect(agent, steps=4)["action"] == 1).all()
+
+
+def test_a_sync_rule_decides_which_version_acts() -> None:
+    with cluster(sync=EveryK(3), config=inprocess(2)) as env:
+        agent, versions = TableAgent(), []
+        for k in range(8):
+            agent.table[:] = k % 3
+            versions.append(set(env.collect(agent, steps=2)["version"].flat))
+        assert versions == [{0}, {0}, {0}, {3}, {3}, {3}, {6}, {6}]
+        assert env.stats()["weight_syncs"] == {"total": 6, "per_worker": [3, 3]}
+
+
+# ---- streams ----
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1, 3])
+@BOTH
+def test_a_learner_that_publishes_every_batch_never_meets_an_older_row(
+    config: farstep.LaunchConfig, max_staleness: int
+) -> None:
+    with cluster(envs=3, config=config) as env:
+        agent, version, seen = TableAgent(), 0, []
+        for k, batch in enumerate(env.stream(agent, steps=8, max_staleness=max_staleness)):
+            assert_sound(batch)
+            lag = version - batch["version"]
+            assert (lag >= 0).all()
+            assert lag.max() <= max_staleness
+            seen.append(int(lag.max()))
+            if k == 12:
+                break
+            agent.table[:] = (agent.table + 1) % 3
+            version = env.publish(agent)
+            assert version == k + 1
+        stats = env.stats()
+        assert stats["versions"]["lag_max"] == max(seen)
+        assert not stats["dropped"].get("stale")  # pacing, not dropping
+        assert_balanced(stats)
+
+
+def test_rows_that_became_too_old_are_dropped_and_counted() -> None:
+    with cluster(envs=2, workers=2) as env:
+        agent, version = TableAgent(), 0
+        for k, batch in enumerate(env.stream(agent, steps=4, max_staleness=1)):
+            assert_sound(batch)
+            assert (version - batch["version"]).max() <= 1
+            if k == 10:
+                break
+            for _ in range(3):
+                version = env.publish(agent)
+        stats = env.stats()
+        assert stats["dropped"]["stale"] > 0
+        assert_balanced(stats)
+
+
+def test_a_learner_that_never_publishes_is_never_starved() -> None:
+    with cluster(envs=2, workers=2) as env:
+        for k, batch in enumerate(env.stream(TableAgent(), steps=4, max_staleness=0)):
+            assert (batch["version"] == 0).all()
+            if k == 20:
+                break
+        assert env.stats()["delivered"] == 42
+
+
+@pytest.mark.parametrize("num_chunks", [1, 3, 5])
+def test_the_first_chunks_to_arrive_come_as_copies(num_chunks: int) -> None:
+    with cluster(envs=5, workers=3) as env:  # columns 0-1, 2-3 and 4
+        kept, ranges = [], ([0, 1], [2, 3], [4])
+        for k, batch in enumerate(env.stream(TableAgent(), steps=6, num_chunks=num_chunks)):
+            assert_sound(batch)
+            rest = batch.slots.tolist()
+            for _ in range(num_chunks):
+                part = next(r for r in ranges if rest[: len(r)] == r)
+                rest = rest[len(part) :]
+            assert rest == []
+            kept.append((batch, batch["obs"].copy()))
+            if k == 8:
+                break
+        for batch, obs in kept:
+            np.testing.assert_array_equal(batch["obs"], obs)  # a copy stays as it was
+        assert_balanced(env.stats())
+
+
+def test_leaving_the_loop_cancels_what_is_under_way() -> None:
+    with cluster(envs=3, workers=3) as env:
+        agent = TableAgent()
+        for _ in range(3):
+            for _ in env.stream(agent, steps=200, max_staleness=2):
+                break
+            stats = env.stats()
+            assert (stats["in_flight"], stats["buffered"]) == (0, 0)
+            assert_balanced(stats)
+            assert_sound(within(lambda: env.collect(agent, steps=3)))  # leftovers of the stream do not get in
+        assert env.stats()["dropped"]["cancelled"] > 0
+        stream = env.stream(agent, steps=5)
+        next(stream)
+        env.collect(agent, steps=2)
+        with pytest.raises(farstep.ClosedError, match="another call"):
+            next(stream)
+
+
+# ---- lock-step, and counters ----
+
+
+@BOTH
+def test_step_returns_gymnasiums_five_values(config: farstep.LaunchConfig) -> None:
+    with cluster(envs=3, config=config, env_kwargs={"length": 3, "truncate": True}) as env:
+        agent = TableAgent()
+        obs, info = env.reset(seed=2)
+        np.testing.assert_array_equal(info["episode_id"], obs[:, 0])
+        for count in (1, 2, 3):
+            before = obs.copy()
+            action = agent.act(before)["action"]
+            obs, reward, terminated, truncated, info = env.step(agent)
+            assert reward.tolist() == [count] * 3
+            assert not terminated.any()
+            assert truncated.tolist() == [count == 3] * 3
+            if count < 3:
+                np.testing.assert_array_equal(obs, np.stack([before[:, 0], [count] * 3, action], axis=1))
+                assert info["count"].tolist() == [count] * 3
+        np.testing.assert_array_equal(obs[:, 1:], [[0, -1]] * 3)  # SAME_STEP: the next episode has begun
+        np.testing.assert_array_equal(info["episode_id"], obs[:, 0])
+        final = np.stack(list(info["final_obs"]))
+        np.testing.assert_array_equal(final, np.stack([before[:, 0], [3] * 3, action], axis=1))
+        assert info["_final_obs"].all()
+        assert info["final_info"]["count"].tolist() == [3] * 3
+        assert info["episode"]["r"].tolist() == [6] * 3
+        assert info["episode"]["l"].tolist() == [3] * 3
+
+
+def test_stats_has_every_counter_of_the_design() -> None:
+    with cluster(envs=3, workers=2) as env:
+        agent = TableAgent()
+        episodes = sum(len(env.collect(agent, steps=10).episodes["return"]) for _ in range(3))
+        stats = env.stats()
+        assert (stats["steps"], stats["chunks"], stats["episodes"]["count"]) == (90, 6, episodes)
+        assert stats["steps_per_second"] > 0
+        workers = {"alive": 2, "starting": 0, "parked": 0, "lost": 0, "restarts": 0}
+        assert workers.items() <= stats["workers"].items()
+        assert stats["weight_syncs"] == {"total": 2, "per_worker": [1, 1]}
+        assert stats["bytes"].keys() == {"weights_sent", "probes_sent", "rollouts_received"}
+        assert stats["bytes"]["rollouts_received"] > 90 * 3 * 4
+        assert stats["versions"] == {"current": 0, "oldest_consumed": 0, "lag_mean": 0.0, "lag_max": 0}
+        assert stats["wait"].keys() == {"tickets", "weights", "learner", "transfer"}
+        assert stats["divergence"] == {}
+        assert stats["dropped"] == {}
+        assert stats["episodes"]["length_mean"] > 1
+        assert_balanced(stats)
