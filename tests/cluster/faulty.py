@@ -58,6 +58,33 @@ class SelfNamingEnv(CountingEnv):
         return obs, {**info, "pid": os.getpid()}
 
 
+class OnceOnlyEnv(CountingEnv):
+    """Raises in its third step, and whenever it is built again."""
+
+    def __init__(self, marker: str) -> None:
+        super().__init__(length=None)
+        if not once(marker):
+            raise RuntimeError("this environment can be built only once")
+
+    def step(self, action: Any) -> Any:
+        if self.count == 2:
+            raise ValueError("deliberate")
+        return super().step(action)
+
+
+def with_a_child(env: Any) -> Any:
+    """A wrapper whose environment starts a process and tells of it."""
+    child = subprocess.Popen(["sleep", "1000"])
+    reset = env.reset
+
+    def telling(**kwargs: Any) -> Any:
+        obs, info = reset(**kwargs)
+        return obs, {**info, "child": child.pid}
+
+    env.reset = telling
+    return env
+
+
 class BusyParentEnv(CountingEnv):
     """Starts a process of its own; `stuck` names where it stays: construct, step (holding the interpreter)."""
 

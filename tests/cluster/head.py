@@ -1,4 +1,4 @@
-"""A head to be ended: `python head.py PHASE END FOLDER`. Says where it is by files in FOLDER; SIGUSR1 ends it by END."""
+"""A head to be ended: `python head.py PHASE END FOLDER`. A file in FOLDER says that it is there; SIGUSR1 ends it."""
 
 from __future__ import annotations
 

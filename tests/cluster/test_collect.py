@@ -86,7 +86,7 @@ def test_nested_spaces_are_arrays_by_name(config: farstep.LaunchConfig) -> None:
         np.testing.assert_array_equal(batch["obs.echo.move"][same_episode], batch["action.0"][same_episode - 1])
         np.testing.assert_array_equal(batch.final_obs.obs["pair"][0], [3] * 4)
         np.testing.assert_array_equal(batch.last_obs["camera"][:, 0, 0], [10, 10])
-        obs, reward, *_, info = env.step(NestedAgent())
+        obs, *_ = env.step(NestedAgent())
         np.testing.assert_array_equal(obs["pair"][0], [2, 2])
         obs, *_, info = env.step(NestedAgent())
         np.testing.assert_array_equal(obs["pair"][0], [0, 0])

@@ -159,9 +159,21 @@ def test_messages_come_back_equal(message: Any) -> None:
         [msgspec.msgpack.encode({"type": "nobody"})],
         [b"\x82\xa4type\xa5reply\xa1x" + b"\x91" * 100_000 + b"\x01"],
         [b"\x82\xa4type\xa7failure\xa7message\xa2\xff\xfe"],
+        [msgspec.msgpack.encode({"type": "progress", "words": [2**63]})],
         [bytes(Limits.HEADER_BYTES + 1)],
     ],
-    ids=["none", "empty", "invalid", "other-side", "wrong-type", "unknown", "too-deep", "not-utf8", "oversized"],
+    ids=[
+        "none",
+        "empty",
+        "invalid",
+        "other-side",
+        "wrong-type",
+        "unknown",
+        "too-deep",
+        "not-utf8",
+        "overflow",
+        "oversized",
+    ],
 )
 def test_messages_that_are_none_are_refused(frames: list[bytes]) -> None:
     with pytest.raises(WireError):

@@ -142,6 +142,11 @@ def hub() -> Iterator[Hub]:
     hub.close()
 
 
+def test_an_address_that_is_taken_is_an_error_and_no_hang(hub: Hub) -> None:
+    with pytest.raises(zmq.ZMQError):
+        Hub(hub.address)
+
+
 class Client:
     """A peer that says of itself what it likes; `outcome` is what became of its connection."""
 
@@ -156,7 +161,8 @@ class Client:
             self.socket.curve_publickey, self.socket.curve_secretkey = pair.public, pair.secret
         self._events = self.socket.get_monitor_socket()
         self.socket.connect(hub.address)
-        self.socket.send_multipart([b"let me in"])
+        with contextlib.suppress(zmq.Again):  # refused already
+            self.socket.send_multipart([b"let me in"], flags=zmq.DONTWAIT)
 
     def outcome(self, hub: Hub) -> tuple[str, list[tuple[int, bytes]]]:
         """Serve the hub until the connection is settled: how, and what the hub took in."""

@@ -46,6 +46,7 @@ class TicketWorld:
             self.repeat: 4,
             self.impostor: 4,
             self.fail: 2,
+            self.retry: 2,
             self.die: 2,
             self.revive: 4,
             self.cancel: 0.3,
@@ -121,6 +122,7 @@ class TicketWorld:
         seq = self.queues[worker][0].seq if worker != other and self.queues[worker] else 10**9
         assert not self.tickets.accept(other, seq, self.version, "stolen")
         assert not self.tickets.give_back(other, seq, "stolen")
+        assert not self.tickets.again(other, seq, "stolen")
 
     def fail(self) -> None:
         worker = self.rng.randrange(self.workers)
@@ -128,6 +130,12 @@ class TicketWorld:
             order = self.queues[worker].popleft()
             assert self.tickets.give_back(worker, order.seq, "environment failed")
             self.closed_seqs.append((worker, order.seq))
+
+    def retry(self) -> None:
+        """A worker failed and does the same ticket once more: one more was issued, one dropped, it stays open."""
+        worker = self.rng.randrange(self.workers)
+        if self.queues[worker]:
+            assert self.tickets.again(worker, self.queues[worker][0].seq, "environment failed")
 
     def die(self) -> None:
         worker = self.rng.randrange(self.workers)

@@ -124,18 +124,26 @@ class Server:
                     seat.words[CANCEL] = 2**62
                     with contextlib.suppress(OSError):
                         seat.link.send([m.encode(m.Stop())])
-            self._wait_for_ends(time.monotonic() + self._timeouts.close_s)
-            for seat in self.seats:
-                if seat.handle is not None:
-                    seat.handle.kill()
-            self._wait_for_ends(time.monotonic() + 5.0)
-            for seat in self.seats:
-                self._drop_process(seat)
+            try:
+                self._wait_for_ends(time.monotonic() + self._timeouts.close_s)
+            finally:  # also for somebody who has no patience and interrupts
+                self._kill_all()
+                self._free()
+
+    def _free(self) -> None:
         if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()
+            self._thread.join()  # it never waits for our lock for long
         self._engine.close()
         self._inner.close()
         self._outer.close()
+
+    def _kill_all(self) -> None:
+        for seat in self.seats:
+            if seat.handle is not None:
+                seat.handle.kill()
+        self._wait_for_ends(time.monotonic() + 5.0)
+        for seat in self.seats:
+            self._drop_process(seat)
 
     def _wait_for_ends(self, deadline: float) -> None:
         while time.monotonic() < deadline:
@@ -247,6 +255,8 @@ class Server:
             while seat.link is not None and not seat.link.closed and (received := seat.link.receive()) is not None:
                 moved = True
                 self._receive(seat.worker, received)
+                if self._failure is not None and not self._closed:
+                    return True  # the run is over: nobody takes another step
             if seat.handle is not None and seat.handle.poll() is not None:
                 self._process_ended(seat)
         return moved
@@ -478,12 +488,13 @@ class Server:
             self.call_errors.append(error)
             return
         seat.error = error
-        first_time = failure.phase == "construct" and not seat.incarnation
+        first_time = failure.phase == "construct" and not seat.incarnation and not seat.ready
         if failure.phase in ("act", "load") or (failure.ticket is None and first_time):
             self.fail(error)  # trying the same again would only fail again
             return
         log.warning("%s; going on with the next episodes", str(error).splitlines()[0])
-        if failure.ticket is not None and self.tickets.give_back(seat.worker, failure.ticket, "environment failed"):
+        given_up = self.tickets.again if failure.again else self.tickets.give_back
+        if failure.ticket is not None and given_up(seat.worker, failure.ticket, "environment failed"):
             self._act_on(life.Failed(seat.worker))
             seat.error = None  # it went on: what it dies of later is something else
             self.grant()

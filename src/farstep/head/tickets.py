@@ -179,6 +179,15 @@ class Tickets:
         self._drop(order, cause)
         return True
 
+    def again(self, worker: int, seq: int, cause: str) -> bool:
+        """The worker could not do this ticket and does it once more by itself, before its later ones."""
+        order = self._outstanding.get(seq)
+        if order is None or order.worker != worker:
+            return False
+        self.dropped[cause] += 1
+        self.issued += 1
+        return True
+
     def lost(self, worker: int) -> None:
         """The worker is gone with its open tickets; what it handed over stays."""
         for order in [order for order in self._outstanding.values() if order.worker == worker]:

@@ -67,12 +67,15 @@ class LocalProcess:
         os.set_blocking(output_fd, False)
         self.output_fd = output_fd
         self.exit_fd = os.pidfd_open(process.pid)
+        self._ended: Ended | None = None
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
     def poll(self) -> Ended | None:
+        if self._ended is not None:
+            return self._ended  # its process id may be somebody else's by now
         status = self._process.poll()
         if status is None:
             return None
@@ -80,10 +83,12 @@ class LocalProcess:
         note = ""
         if status == -signal.SIGKILL and _oom_kills() > self._oom_kills:
             note = "the machine ran out of memory and the kernel chose this process; use fewer environments per node"
-        return Ended(status, note)
+        self._ended = Ended(status, note)
+        return self._ended
 
     def kill(self) -> None:
-        self._kill_group()
+        if self._ended is None:
+            self._kill_group()
 
     def _kill_group(self) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -14,7 +14,7 @@ Workers without shared memory also ask for weights (`WeightRequest` ─► `Weig
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 
@@ -24,6 +24,7 @@ from farstep.spec import Schema
 from farstep.wire.codec import Limits
 
 PROTOCOL = 1
+Word = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 
 
 class Hello(msgspec.Struct, tag="hello"):
@@ -96,6 +97,8 @@ class Failure(msgspec.Struct, tag="failure"):
     version: int | None = None
     ticket: int | None = None
     """The ticket that was given up; the worker goes on with the next episodes."""
+    again: bool = False
+    """The worker does the ticket once more, before any later one."""
     request: int | None = None
 
 
@@ -108,7 +111,7 @@ class WeightRequest(msgspec.Struct, tag="weight-request"):
 class Progress(msgspec.Struct, tag="progress"):
     """Where a worker without shared memory is; sent by a thread of its own."""
 
-    words: list[int]
+    words: list[Word]
 
 
 class Welcome(msgspec.Struct, tag="welcome"):

@@ -42,6 +42,13 @@ class Hub:
         self.keys = KeyPair.fresh()
         self._peers: dict[bytes, Peer] = {}
         self._context = zmq.Context()
+        try:
+            self.address = self._listen(address)
+        except BaseException:
+            self.close()  # a context with open sockets blocks whoever collects it
+            raise
+
+    def _listen(self, address: str) -> str:
         self._zap = self._context.socket(zmq.REP)
         self._zap.bind(_ZAP)
         self._router = self._context.socket(zmq.ROUTER)
@@ -55,7 +62,7 @@ class Hub:
         self._router.sndhwm = 0
         self._router.router_mandatory = True
         self._router.bind(address)
-        self.address = bytes(cast(bytes, self._router.last_endpoint)).rstrip(b"\0").decode()
+        return bytes(cast(bytes, self._router.last_endpoint)).rstrip(b"\0").decode()
 
     def filenos(self) -> list[int]:
         return [int(self._router.fd), int(self._zap.fd)]

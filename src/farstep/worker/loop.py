@@ -236,7 +236,7 @@ class Worker:
             syncs, loading = self._sync(ticket)
             chunk, arrays = self._roll(ticket, frames)
         except Exception as error:
-            self._give_up(ticket, error)
+            self._give_up(ticket, frames, error)
             return
         finally:
             self._words[PHASE] = Phase.IDLE
@@ -315,15 +315,21 @@ class Worker:
         if mask is None or mask.any():
             self._host.reset(mask, order.seeds, options)
 
-    def _give_up(self, ticket: m.Ticket, error: Exception) -> None:
+    def _give_up(self, ticket: m.Ticket, frames: list[Any], error: Exception) -> None:
         phase, slot = Phase(self._words[PHASE]), self._words[SLOT]
-        self._report(error, ticket=ticket.seq)
-        if phase in (Phase.STEP, Phase.RESET, Phase.CONSTRUCT):
-            self._host.recover(slot)
-        else:
-            self._host.recover(None)
+        again = not isinstance(self._host, StrictEnvs)
+        self._report(error, ticket=ticket.seq, again=again)
+        try:
+            self._host.recover(slot if phase in (Phase.STEP, Phase.RESET, Phase.CONSTRUCT) else None)
+        except Exception as another:  # it cannot even be built again: perhaps in a new process
+            self._report(another)
+            raise SystemExit(1) from another
+        if again:  # before any later ticket: chunks of a worker must follow each other
+            self._tickets.appendleft((ticket, frames))
 
-    def _report(self, error: Exception, ticket: int | None = None, request: int | None = None) -> None:
+    def _report(
+        self, error: Exception, ticket: int | None = None, again: bool = False, request: int | None = None
+    ) -> None:
         phase = Phase(self._words[PHASE])
         host = getattr(self, "_host", None)
         in_env = host is not None and phase in (Phase.STEP, Phase.RESET)
@@ -340,6 +346,7 @@ class Worker:
                 episode_step=int(host.slots.total_rows - host.slots.start_row[i]) if in_env and host else None,
                 version=self._actor.version if self._actor else None,
                 ticket=ticket,
+                again=again,
                 request=request,
             )
         )
