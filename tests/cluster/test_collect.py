@@ -307,8 +307,9 @@ def test_the_first_chunks_to_arrive_come_as_copies(num_chunks: int) -> None:
         assert_balanced(env.stats())
 
 
-def test_leaving_the_loop_cancels_what_is_under_way() -> None:
-    with cluster(envs=3, workers=3) as env:
+@pytest.mark.parametrize("transport", ["shm", "tcp"])  # over tcp, a chunk under way is finished and comes too late
+def test_leaving_the_loop_cancels_what_is_under_way(transport: str) -> None:
+    with cluster(envs=3, workers=3, transport=transport) as env:
         agent = TableAgent()
         for _ in range(3):
             for _ in env.stream(agent, steps=200, max_staleness=2):

@@ -191,11 +191,11 @@ def test_an_exception_after_the_restart_budget_is_raised_in_this_process_too() -
 
 def test_a_slow_environment_is_left_alone() -> None:
     def batch(transport: str) -> farstep.Batch:
-        kwargs = {"fault": "slow", "phase": "step", "at": 0, "slow_s": 0.6}
-        limits = farstep.Timeouts(step_s=1.0, act_s=1.0)
+        kwargs = {"fault": "slow", "phase": "step", "at": 0, "slow_s": 0.4}
+        limits = farstep.Timeouts(step_s=0.7, act_s=0.7)  # less than the time between two heartbeats
         options = {"timeouts": limits, "restart_budget": 0, "transport": transport}
         with cluster(FaultyEnv, envs=2, env_kwargs=kwargs, **options) as env:
-            return env.collect(TableAgent(), steps=3)
+            return env.collect(TableAgent(), steps=4)
 
     for outcome in together({name: lambda name=name: batch(name) for name in ("shm", "ipc")}).values():
         assert_sound(outcome.get())
@@ -246,8 +246,9 @@ def test_an_environment_that_cannot_be_built_again_is_raised(config: Any, tmp_pa
         within(lambda: env.collect(TableAgent(), steps=8))
 
 
-def test_what_an_environment_started_dies_with_its_worker() -> None:
-    with cluster(SelfNamingEnv, envs=1, wrappers=["faulty:with_a_child"]) as env:
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_what_an_environment_started_dies_with_its_worker(transport: str) -> None:
+    with cluster(SelfNamingEnv, envs=1, wrappers=["faulty:with_a_child"], transport=transport) as env:
         _, info = env.reset()
         os.kill(info["pid"][0], signal.SIGKILL)
         _, after = env.reset()

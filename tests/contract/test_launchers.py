@@ -10,12 +10,6 @@ import farstep
 from farstep.testing import check_launcher
 
 
-@pytest.fixture(autouse=True)
-def no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers would import torch, and be slow to start, because other tests of this process have."""
-    monkeypatch.setattr("farstep.head.server.preloads", list)
-
-
 def test_inprocess() -> None:
     check_launcher(farstep.InProcessConfig, processes=False)
 

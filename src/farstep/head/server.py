@@ -1,8 +1,7 @@
 """The I/O shell around membership and tickets: sockets, processes, clocks, and who waits for what.
 
-Whoever waits, pumps: a call that needs an answer reads the connections itself, in its own thread, so that a reply
-costs one wake-up. While nobody waits, a thread of our own does the same, so that a worker that dies or joins is
-looked after. `_lead` hands the connections from one to the other with a single system call.
+Whoever waits, pumps (see `switchboard.py`); while nobody waits, a thread does, so that a worker that dies or joins is
+looked after at any time.
 """
 
 from __future__ import annotations
@@ -10,11 +9,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import select
-import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
 import cloudpickle
@@ -25,6 +22,7 @@ from farstep.core import Received
 from farstep.errors import ClosedError, FarstepError, HandshakeError, WireError, WorkerError, remote_error
 from farstep.head import membership as life
 from farstep.head.seats import Engine, Seat, preloads
+from farstep.head.switchboard import Switchboard
 from farstep.head.tickets import Order, Tickets
 from farstep.launch.local import import_path
 from farstep.wire import messages as m
@@ -86,13 +84,9 @@ class Server:
         self._closed = False
         self._tick_s = min(0.5, max(0.02, min(timeouts.step_s, timeouts.reset_s, timeouts.act_s) / 4))
         self._next_tick = 0.0
-        self._lock = threading.RLock()
-        self._inner, self._outer = select.epoll(), select.epoll()
-        self._readers: dict[int, Callable[[], None]] = {}
-        self._outer.register(self._inner.fileno(), select.EPOLLIN)
+        self._switchboard = Switchboard()
         for fd in engine.filenos():
-            self._register(fd, lambda: None)
-        self._thread: threading.Thread | None = None
+            self._switchboard.register(fd, lambda: None)
 
     @property
     def shares_memory(self) -> bool:
@@ -105,8 +99,7 @@ class Server:
         self._started_at = time.monotonic()
         self._perform(self.membership.start(time.monotonic()))
         if self._engine.threaded:
-            self._thread = threading.Thread(target=self._serve, name="farstep-head", daemon=True)
-            self._thread.start()
+            self._switchboard.start_thread(self._pump_alone, self._tick_s)
 
     def wait_ready(self) -> None:
         """Until every worker has built its environments."""
@@ -114,7 +107,7 @@ class Server:
 
     def close(self) -> None:
         """Stop workers, kill the ones that do not stop in time, and free everything. Idempotent."""
-        with self._lead():
+        with self._switchboard.lead():
             if self._closed:
                 return
             self._closed = True
@@ -128,14 +121,8 @@ class Server:
                 self._wait_for_ends(time.monotonic() + self._timeouts.close_s)
             finally:  # also for somebody who has no patience and interrupts
                 self._kill_all()
-                self._free()
-
-    def _free(self) -> None:
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()  # it never waits for our lock for long
-        self._engine.close()
-        self._inner.close()
-        self._outer.close()
+                self._switchboard.close()
+                self._engine.close()
 
     def _kill_all(self) -> None:
         for seat in self.seats:
@@ -156,7 +143,7 @@ class Server:
     def wait(self, done: Callable[[], T | None]) -> T:
         """Pump until `done` answers; raises what the run failed of. Bounded: a worker without progress is killed
         after its phase's limit, and the restart budget is finite."""
-        with self._lead():
+        with self._switchboard.lead():
             began = time.monotonic()
             next_note = began + _NOTE_S
             while True:
@@ -197,50 +184,24 @@ class Server:
             self._failure = error
         self.membership.stop()
 
-    @contextlib.contextmanager
-    def _lead(self) -> Iterator[None]:
-        with self._lock:
-            if self._inner.closed:
-                yield
-                return
-            self._outer.modify(self._inner.fileno(), 0)
-            try:
-                yield
-            finally:
-                if not self._inner.closed:
-                    self._outer.modify(self._inner.fileno(), select.EPOLLIN)
-
-    @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
+    def locked(self) -> contextlib.AbstractContextManager[None]:
         """Exclude the background thread for a moment."""
-        with self._lock:
-            yield
+        return self._switchboard.locked()
 
-    def _serve(self) -> None:
-        while not self._closed:
-            try:
-                self._outer.poll(self._tick_s)
-            except (OSError, ValueError):
-                return
-            if self._lock.acquire(timeout=0.05):
-                try:
-                    if not self._closed:
-                        self._pump(0.0)
-                except Exception as error:  # a bug of ours must reach the caller, not die in a thread
-                    self.fail(FarstepError(f"internal error in the head: {error!r}"))
-                    log.exception("internal error in the head")
-                finally:
-                    self._lock.release()
+    def _pump_alone(self) -> None:
+        """What the background thread does while nobody waits."""
+        try:
+            self._pump(0.0)
+        except Exception as error:  # a bug of ours must reach the caller, not die in a thread
+            self.fail(FarstepError(f"internal error in the head: {error!r}"))
+            log.exception("internal error in the head")
 
     def _pump(self, timeout_s: float) -> None:
         """Read what has arrived, look at processes, do what is due. The lock is held."""
         arrived = self._engine.drain(self._receive)
         if not self._engine.threaded:
             arrived = self._drive() or arrived
-        for fd, _ in self._inner.poll(0.0 if arrived else timeout_s):
-            reader = self._readers.get(fd)
-            if reader is not None:
-                reader()
+        self._switchboard.poll(0.0 if arrived else timeout_s)
         self._engine.drain(self._receive)
         now = time.monotonic()
         if now >= self._next_tick:
@@ -309,30 +270,21 @@ class Server:
         if self._engine.threaded:
             assert seat.handle is not None
             if seat.link is not None and hasattr(seat.link, "fileno"):
-                self._register(seat.link.fileno(), lambda: self._read(seat))
-            self._register(seat.handle.exit_fd, lambda: self._process_ended(seat))
-            self._register(seat.handle.output_fd, lambda: self._read_output(seat))
+                self._switchboard.register(seat.link.fileno(), lambda: self._read(seat))
+            self._switchboard.register(seat.handle.exit_fd, lambda: self._process_ended(seat))
+            self._switchboard.register(seat.handle.output_fd, lambda: self._read_output(seat))
 
     def _drop_process(self, seat: Seat) -> None:
         if seat.link is not None:
             if hasattr(seat.link, "fileno") and self._engine.threaded:
-                self._unregister(seat.link.fileno())
+                self._switchboard.unregister(seat.link.fileno())
             seat.link.close()
             seat.link = None
         if seat.handle is not None:
-            self._unregister(seat.handle.exit_fd)
-            self._unregister(seat.handle.output_fd)
+            self._switchboard.unregister(seat.handle.exit_fd)
+            self._switchboard.unregister(seat.handle.output_fd)
             seat.handle.close()
             seat.handle = None
-
-    def _register(self, fd: int, reader: Callable[[], None]) -> None:
-        self._readers[fd] = reader
-        self._inner.register(fd, select.EPOLLIN)
-
-    def _unregister(self, fd: int) -> None:
-        if self._readers.pop(fd, None) is not None:
-            with contextlib.suppress(OSError, ValueError):
-                self._inner.unregister(fd)
 
     def _process_ended(self, seat: Seat) -> None:
         ended = seat.handle.poll() if seat.handle is not None else None
@@ -346,7 +298,7 @@ class Server:
             seat.error = seat.died(ended, phase)
             log.warning("%s", str(seat.error).splitlines()[0])
         if self._engine.threaded and seat.handle is not None:
-            self._unregister(seat.handle.exit_fd)
+            self._switchboard.unregister(seat.handle.exit_fd)
         self._act_on(life.Ended(seat.worker))
 
     def _read_output(self, seat: Seat) -> None:
@@ -354,7 +306,7 @@ class Server:
             return
         new = seat.handle.read_output()
         if not new:
-            self._unregister(seat.handle.output_fd)
+            self._switchboard.unregister(seat.handle.output_fd)
         for line in new.decode(errors="replace").splitlines():
             log.info("worker %d: %s", seat.worker, line)
 
@@ -365,7 +317,7 @@ class Server:
             try:
                 received = seat.link.receive()
             except EOFError:
-                self._unregister(seat.link.fileno())
+                self._switchboard.unregister(seat.link.fileno())
                 self._act_on(life.Gone(seat.worker))
                 return
             except WireError as error:

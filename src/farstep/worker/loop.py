@@ -161,6 +161,7 @@ class Worker:
         _, self._action_schema = space_schema(self._host.action_space, "action")
         spaces = (pack(self._host.observation_space), pack(self._host.action_space))
         self._send(m.Ready(*spaces, time.monotonic() - began))
+        self._words[PHASE] = Phase.CONNECT  # whose limit is meant for imports
         for module in message.preload:  # while the head makes up its mind, not when it waits
             __import__(module)
         self._seed_globals(self._program.seed + message.first_slot)
