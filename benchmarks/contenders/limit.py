@@ -83,7 +83,8 @@ def lean_loop(index: int, workload: Workload, act: Act) -> Callable[[], int]:
             rollout.logprob[t] = output["logprob"]
             rollout.value[t] = output["value"]
             following = obs[t + 1]
-            for i, (step, choice) in enumerate(zip(steps, action.tolist(), strict=True)):
+            # NumPy's integers, as every vector environment passes them: their cost is the environments' own.
+            for i, (step, choice) in enumerate(zip(steps, action, strict=True)):
                 seen, rewards[i], terminated, truncated, _ = step(choice)
                 terminateds[i] = terminated
                 truncateds[i] = truncated

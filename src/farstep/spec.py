@@ -7,6 +7,7 @@ apart (`leaves`) and put together again (`nest`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -29,7 +30,7 @@ class ArraySpec(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def nbytes(self) -> int:
-        return int(np.dtype(self.dtype).itemsize * np.prod(self.shape, dtype=np.int64))
+        return int(np.dtype(self.dtype).itemsize * math.prod(self.shape))
 
     @classmethod
     def of(cls, array: Array) -> ArraySpec:

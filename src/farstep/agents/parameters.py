@@ -6,8 +6,10 @@ or an iterator over them. The core imports neither torch nor jax: a leaf is reco
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -80,20 +82,20 @@ class ParameterSchema:
         names = tuple(name for name, _ in leaves)
         return cls(names, tuple(a.shape for a in arrays), tuple(a.dtype.str for a in arrays))
 
+    @cached_property
     def _sizes(self) -> list[int]:
         return [
-            int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
-            for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
+            math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
         ]
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
-        return sum(-(-size // _ALIGN) * _ALIGN for size in self._sizes())
+        return sum(-(-size // _ALIGN) * _ALIGN for size in self._sizes)
 
     def views(self, buffer: Any, offset: int = 0) -> list[Array]:
         """The leaves as arrays over `buffer`."""
         arrays = []
-        for shape, dtype, size in zip(self.shapes, self.dtypes, self._sizes(), strict=True):
+        for shape, dtype, size in zip(self.shapes, self.dtypes, self._sizes, strict=True):
             arrays.append(np.ndarray(shape, np.dtype(dtype), buffer, offset))
             offset += -(-size // _ALIGN) * _ALIGN
         return arrays

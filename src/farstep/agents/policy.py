@@ -28,6 +28,8 @@ class Policy:
         self.recurrent = callable(getattr(agent, "initial_state", None))
         self.wants_rng = "rng" in _parameters_of(agent.act)
         self.note = "eager"
+        self._has_doubles: bool | None = None
+        """Whether observations are float64, once one was seen; looked at in every step it would cost 5 us."""
         self._fast: Any = None
         self._example: tuple[Nested, ...] = ()
         self._constants = b""
@@ -58,17 +60,19 @@ class Policy:
         return _mapping(self.agent.act(*arguments))
 
     def _arguments(self, obs: Nested, state: Nested, episode_start: Any) -> tuple[Nested, ...]:
-        if self.is_torch:
+        if self.is_torch and self._has_doubles is not False:
             obs = self._floats(obs)
         return (obs, state, episode_start) if self.recurrent else (obs,)
 
     def _floats(self, value: Nested) -> Nested:
         """float64 observations become torch's default type, as modules expect."""
+        if self._has_doubles is None:
+            self._has_doubles = self._single() and _any_doubles(value)
         if isinstance(value, Mapping):
             return {key: self._floats(sub) for key, sub in value.items()}
         if isinstance(value, tuple):
             return tuple(self._floats(sub) for sub in value)
-        return value.astype(np.float32) if value.dtype == np.float64 and self._single() else value
+        return value.astype(np.float32) if self._has_doubles and value.dtype == np.float64 else value
 
     def _single(self) -> bool:
         return bool(self._torch.get_default_dtype() == self._torch.float32)
@@ -146,6 +150,14 @@ class Policy:
         finally:
             torch.set_rng_state(rng)
         return difference and f"the recorded program differs from act: {difference}"
+
+
+def _any_doubles(value: Nested) -> bool:
+    if isinstance(value, Mapping):
+        return any(_any_doubles(sub) for sub in value.values())
+    if isinstance(value, tuple):
+        return any(_any_doubles(sub) for sub in value)
+    return bool(value.dtype == np.float64)
 
 
 def is_torch_module(agent: Any) -> bool:

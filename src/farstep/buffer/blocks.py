@@ -7,6 +7,7 @@ compute the same offsets from the same `Layout`, so only the layout is agreed, n
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -44,7 +45,7 @@ class Layout:
         offsets, end = {}, 0
         for name, spec in self._specs().items():
             offsets[name] = end
-            size = int(np.prod(self.shape(name), dtype=np.int64)) * np.dtype(spec.dtype).itemsize
+            size = math.prod(self.shape(name)) * np.dtype(spec.dtype).itemsize
             end += -(-size // _ALIGN) * _ALIGN
         offsets[""] = end
         return offsets

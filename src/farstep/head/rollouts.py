@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -83,7 +84,7 @@ class Rollouts:
                 raise WireError(f"a chunk with the unknown array {name!r}.")
             columns = slice(seat.first, seat.stop)
             target = block[lane, :, columns] if name in self.layout.rows else block[lane, columns]
-            row_bytes = int(np.prod(target.shape[1:], dtype=np.int64)) * block.dtype.itemsize
+            row_bytes = math.prod(target.shape[1:]) * block.dtype.itemsize
             if name in self.layout.rows:
                 count = len(frame) // row_bytes if row_bytes else 0
                 if count > steps + 1 or (row_bytes and len(frame) % row_bytes):

@@ -14,7 +14,7 @@ import numpy as np
 from farstep.core import Array
 from farstep.errors import SpaceError
 from farstep.spec import Schema, Structure, leaf_names, leaves, nest, space_schema
-from farstep.worker.progress import COUNT, PHASE, SLOT, Phase
+from farstep.worker.progress import COUNT, PHASE, RESET, SLOT, STEP, Phase
 from farstep.worker.rows import Rows, Slots
 from farstep.worker.seeds import episode_seed
 from farstep.worker.sources import Source
@@ -70,7 +70,7 @@ class HostedEnvs:
     def step(self, t: int) -> None:
         """Step every environment with row `t`'s action; observations go to row `t + 1`."""
         progress, rewards, rows = self._progress, self._rewards, self._rows
-        progress[PHASE] = Phase.STEP
+        progress[PHASE] = STEP
         progress[COUNT] += 1
         ended: list[tuple[int, bool, bool, Any]] = []
         actions = self._actions(t)
@@ -109,14 +109,14 @@ class HostedEnvs:
 
     def _start(self, i: int, target: dict[str, Array], row: int | None, options: dict[str, Any] | None) -> Any:
         """Reset slot `i` with its episode's seed, its first observation into `target[...][i]`."""
-        self._progress[PHASE], self._progress[SLOT] = Phase.RESET, i
+        self._progress[PHASE], self._progress[SLOT] = RESET, i
         self._progress[COUNT] += 1
         obs, info = self.envs[i].reset(seed=self.seed_of(i), options=options)
         check_obs(self._obs, self._obs_schema, obs)
         for name, leaf in leaves(self._obs, obs):
             target[name][i] = leaf
         self.slots.begin_episode(i, row or 0)
-        self._progress[PHASE] = Phase.STEP
+        self._progress[PHASE] = STEP
         if self.infos is not None:
             self.infos[i] = info
         return info

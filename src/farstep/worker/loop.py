@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import pickle
@@ -30,7 +31,7 @@ from farstep.wire.memory import SharedMemory
 from farstep.worker.acting import Actor
 from farstep.worker.hosting import HostedEnvs
 from farstep.worker.program import Program
-from farstep.worker.progress import CANCEL, COUNT, PHASE, SLOT, Phase
+from farstep.worker.progress import ACT, CANCEL, COUNT, PHASE, SLOT, Phase
 from farstep.worker.rows import Rows, Slots
 from farstep.worker.strict_hosting import StrictEnvs
 from farstep.worker.vector_hosting import HostedVector
@@ -58,6 +59,7 @@ class Worker:
         self._id = (worker, incarnation, run)
         self._tickets: deque[tuple[m.Ticket, list[Any]]] = deque()
         self._running = True
+        self._owns_process = False
         self._weights: Weights | None = None
         self._actor: Actor | None = None
         self._reply: tuple[int, Any] | None = None
@@ -72,6 +74,7 @@ class Worker:
 
     def serve(self) -> None:
         """Until told to stop, or until the head is gone."""
+        self._owns_process = True
         self.hello()
         while self._running:
             # With work at hand, only look whether something newer was said.
@@ -196,6 +199,9 @@ class Worker:
         self._send(
             m.AgentReady(message.agent, schema, pack(actor.structure), state_schema, pack(state), actor.policy.note)
         )
+        if self._owns_process:
+            gc.collect()
+            gc.freeze()  # what is there now stays: the collector need not look at torch's objects again and again
         self._words[PHASE] = Phase.IDLE
 
     def _connect_weights(self, message: m.Parameters, fds: Any) -> None:
@@ -280,9 +286,10 @@ class Worker:
                 host.finish(t)
                 return None, []
             if not strict:
-                host.slots.mark_starts(rows.row["episode_start"][t])
                 assert actor is not None
-                words[PHASE] = Phase.ACT
+                if host.slots.any_fresh:
+                    host.slots.mark_starts(rows.row["episode_start"][t])
+                words[PHASE] = ACT
                 words[COUNT] += 1
                 actor.act(t)
             host.step(t)

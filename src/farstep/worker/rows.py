@@ -65,10 +65,9 @@ class Slots:
 
     def mark_starts(self, row: Array) -> None:
         """Write the `episode_start` row for slots that were reset since the last row."""
-        if self.any_fresh:
-            row[:] = self.fresh
-            self.fresh[:] = False
-            self.any_fresh = False
+        row[:] = self.fresh
+        self.fresh[:] = False
+        self.any_fresh = False
 
     def finish(self, steps: int) -> bytes:
         """A chunk is complete: count its rows, remember where to go on, return the ends as bytes."""

@@ -17,7 +17,7 @@ from farstep.errors import WireError
 from farstep.spec import leaf_names, leaves, nest, space_schema
 from farstep.wire.codec import pack
 from farstep.worker.hosting import check_obs, empty_like
-from farstep.worker.progress import COUNT, PHASE, SLOT, Phase
+from farstep.worker.progress import COUNT, PHASE, RESET, SLOT, STEP, Phase
 from farstep.worker.rows import Rows, Slots
 from farstep.worker.sources import Source
 
@@ -64,7 +64,7 @@ class StrictEnvs:
     def _reset(
         self, i: int, seed: int | None, options: Info | None, target: dict[str, Array], final: Info | None = None
     ) -> None:
-        self._progress[PHASE], self._progress[SLOT] = Phase.RESET, i
+        self._progress[PHASE], self._progress[SLOT] = RESET, i
         self._progress[COUNT] += 1
         self._seeds[i] = seed if seed is not None else self._seeds[i]
         obs, info = self.envs[i].reset(seed=seed, options=options)
@@ -85,7 +85,7 @@ class StrictEnvs:
     def step(self, t: int) -> None:
         """One `SyncVectorEnv.step` of this worker's slots."""
         progress, rows, after = self._progress, self._rows, self._after
-        progress[PHASE] = Phase.STEP
+        progress[PHASE] = STEP
         progress[COUNT] += 1
         rewards, terminations, truncations = rows["reward"][0], rows["terminated"][0], rows["truncated"][0]
         next_step, same_step = self._mode == AutoresetMode.NEXT_STEP, self._mode == AutoresetMode.SAME_STEP
@@ -95,7 +95,7 @@ class StrictEnvs:
         for i, env in enumerate(self.envs):
             if next_step and done[i]:
                 self._reset(i, None, None, after)
-                progress[PHASE] = Phase.STEP
+                progress[PHASE] = STEP
                 rewards[i], terminations[i], truncations[i], done[i] = 0.0, False, False, False
                 continue
             progress[SLOT] = i
@@ -110,7 +110,7 @@ class StrictEnvs:
             if done[i] and same_step:
                 # The very object that the environment returned; a copy, since it may use its memory again.
                 self._reset(i, None, None, after, {"final_obs": deepcopy(obs), "final_info": info})
-                progress[PHASE] = Phase.STEP
+                progress[PHASE] = STEP
             elif info:
                 self.infos.append((i, None, info))
         self._done[:] = done

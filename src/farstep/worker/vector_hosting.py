@@ -14,7 +14,7 @@ from gymnasium.vector import AutoresetMode
 from farstep.core import Array
 from farstep.spec import leaf_names, leaves, nest, space_schema
 from farstep.worker.hosting import empty_like
-from farstep.worker.progress import COUNT, PHASE, Phase
+from farstep.worker.progress import COUNT, PHASE, STEP, Phase
 from farstep.worker.rows import Rows, Slots
 from farstep.worker.seeds import episode_seed
 from farstep.worker.sources import Source
@@ -87,7 +87,7 @@ class HostedVector:
         rows.clear_flags(steps)
 
     def step(self, t: int) -> None:
-        self._progress[PHASE] = Phase.STEP
+        self._progress[PHASE] = STEP
         self._progress[COUNT] += 1
         rows = self._rows
         actions = nest(self._action, {name: rows[name][t].copy() for name in self._action_names})
