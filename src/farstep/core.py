@@ -52,7 +52,8 @@ class Link(Protocol):
     def send(self, frames: Sequence[Buffer], fds: Sequence[int] = ()) -> None: ...
 
     def receive(self, timeout_s: float | None = None) -> Received | None:
-        """The next message, or None after `timeout_s`; raises `EOFError` when the other side is gone."""
+        """The next message, or None after `timeout_s`; raises `EOFError` if the link can tell that the other side
+        is gone (a local one can)."""
         ...
 
     def fileno(self) -> int: ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import gymnasium
@@ -373,3 +374,10 @@ def test_stats_has_every_counter_of_the_design() -> None:
         assert stats["dropped"] == {}
         assert stats["episodes"]["length_mean"] > 1
         assert_balanced(stats)
+
+
+def test_a_factory_that_cannot_travel_is_refused_before_anything_starts() -> None:
+    lock = threading.Lock()
+    env = farstep.ClusterEnv({"type": "factory", "env_name": lambda: lock, "envs_per_node": 1})
+    with pytest.raises(farstep.ConfigError, match="cannot be sent to workers"):
+        env.launch()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import cloudpickle
+
 from farstep.config import InProcessConfig, LaunchConfig, LocalConfig
 from farstep.errors import ConfigError
 from farstep.head.seats import Engine, InprocessEngine, LocalEngine, Seat, ZmqEngine
@@ -24,11 +26,12 @@ class Cluster:
     ) -> None:
         workers = config.num_workers(envs_per_node)
         roots = [root] * (config.nodes * envs_per_node)
+        payload = _pickled(program)
         self.seats = split(config.nodes, envs_per_node, workers)
         self._board = Board(workers)
         try:
             engine = _engine(config, self._board)
-            self.server = Server(engine, self.seats, program, config.timeouts, budget, roots, client)
+            self.server = Server(engine, self.seats, payload, config.timeouts, budget, roots, client)
         except BaseException:
             self._board.close()
             raise
@@ -36,6 +39,17 @@ class Cluster:
     def close(self) -> None:
         self.server.close()
         self._board.close()
+
+
+def _pickled(program: Program) -> bytes:
+    try:
+        payload: bytes = cloudpickle.dumps(program)
+    except Exception as error:
+        raise ConfigError(
+            f"the environment's factory, arguments or wrappers cannot be sent to workers: {type(error).__name__}: "
+            f"{error}. Give a dotted path ('package.module:function'), or build what cannot travel inside the factory."
+        ) from error
+    return payload
 
 
 def _engine(config: LaunchConfig, board: Board) -> Engine:

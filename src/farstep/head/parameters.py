@@ -69,6 +69,11 @@ class ParameterStore:
             start = self._start(index)
             for view, (name, leaf) in zip(self.schema.views(self.memory.map, start + HEADER), leaves, strict=True):
                 array = as_array(leaf)
+                if array.dtype != view.dtype:
+                    raise AgentError(
+                        f"parameter {name!r} changed its dtype from {view.dtype} to {array.dtype}; version "
+                        f"{self.version} stays in force."
+                    )
                 if array.dtype.kind == "f" and not np.isfinite(array).all():
                     raise AgentError(
                         f"parameter {name!r} has a NaN or an infinity; version {self.version} stays in force. "

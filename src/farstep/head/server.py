@@ -14,7 +14,6 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
-import cloudpickle
 import numpy as np
 
 from farstep.config import Timeouts
@@ -55,14 +54,14 @@ class Server:
         self,
         engine: Engine,
         seats: list[Seat],
-        program: Any,
+        program: bytes,
         timeouts: Timeouts,
         restart_budget: int,
         roots: list[int],
         client: Client,
     ) -> None:
         self._engine, self.seats, self._timeouts = engine, seats, timeouts
-        self._program = cloudpickle.dumps(program)
+        self._program = program
         # Where progress is reported by message, what we know is up to a heartbeat old (and a message may be late).
         slack_s = 0.0 if engine.shares_memory else 3 * BEAT_S
         limits = {phase.label: getattr(timeouts, f"{phase.label}_s") + slack_s for phase in Phase}
@@ -444,7 +443,8 @@ class Server:
         if failure.phase in ("act", "load") or (failure.ticket is None and first_time):
             self.fail(error)  # trying the same again would only fail again
             return
-        log.warning("%s; going on with the next episodes", str(error).splitlines()[0])
+        onward = "" if failure.phase == "close" else "; going on with the next episodes"
+        log.warning("%s%s", str(error).splitlines()[0], onward)
         given_up = self.tickets.again if failure.again else self.tickets.give_back
         if failure.ticket is not None and given_up(seat.worker, failure.ticket, "environment failed"):
             self._act_on(life.Failed(seat.worker))
