@@ -76,7 +76,10 @@ class Head:
 
     def assert_nothing_left(self) -> None:
         self.process.communicate(timeout=LEASE_S)
-        eventually(lambda: not self.processes(), LEASE_S)
+        try:
+            eventually(lambda: not self.processes(), LEASE_S)
+        except AssertionError as error:
+            raise AssertionError(f"{self._folder.name}: left {self.processes()}") from error
         assert list(self._temporary.iterdir()) == []
 
 

@@ -7,6 +7,7 @@ the environment. Threads are set before anything that starts some is imported.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import fcntl
 import json
 import os
@@ -79,6 +80,18 @@ def _run(bootstrap: dict[str, Any]) -> None:
         connect(bootstrap).serve()
     except EOFError:
         sys.exit("the head is gone")
+    finally:
+        _end_children()
+
+
+def _end_children() -> None:
+    """End what environments started and left: once we are gone, a head that dies too could not do it any more."""
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            with contextlib.suppress(OSError):
+                group = (entry / "stat").read_text().rpartition(")")[2].split()[2]
+                if int(group) == os.getpgrp():
+                    os.kill(int(entry.name), signal.SIGKILL)
 
 
 if __name__ == "__main__":
