@@ -145,7 +145,7 @@ class ClusterEnv:
         payload = cloudpickle.dumps(rest) if rest else None
         self._reset = m.Reset(None if seed is None else [int(seed)], None if mask is None else mask.tobytes(), payload)
         try:
-            batch = self._one_batch(0, infos=True)
+            batch = self._one_batch(0, infos=True).copy()
         finally:
             self._reset = None
         return batch.last_obs, self._merged(batch)
@@ -153,7 +153,7 @@ class ClusterEnv:
     def step(self, agent: Agent) -> tuple[Nested, Array, Array, Array, dict[str, Any]]:
         """One step everywhere, workers act; ended environments are reset at once (SAME_STEP)."""
         self._adopt(agent)
-        batch = self._one_batch(1, infos=True)
+        batch = self._one_batch(1, infos=True).copy()  # a step's arrays are kept by many loops, and small
         return (
             batch.last_obs,
             batch["reward"][0],

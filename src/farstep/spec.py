@@ -28,6 +28,15 @@ class ArraySpec(msgspec.Struct, frozen=True, array_like=True):
     shape: tuple[int, ...]
     dtype: str
 
+    def __post_init__(self) -> None:
+        # Also when it comes from a worker: an array of objects over shared memory would be one of raw pointers.
+        try:
+            plain = not np.dtype(self.dtype).hasobject and all(size >= 0 for size in self.shape)
+        except TypeError:
+            plain = False
+        if not plain:
+            raise ValueError(f"{self.dtype!r} with shape {self.shape} is not an array of plain numbers")
+
     @property
     def nbytes(self) -> int:
         return int(np.dtype(self.dtype).itemsize * math.prod(self.shape))

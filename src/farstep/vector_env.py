@@ -148,6 +148,8 @@ class ClusterVectorEnv(VectorEnv[Any, Any, Any]):
             expected = (self.num_envs, *self._action_schema[name].shape)
             if array.shape != expected:
                 raise ConfigError(f"{name} has shape {list(array.shape)}; expected {list(expected)}.")
+            if array.dtype.hasobject:
+                raise ConfigError(f"{name} is an array of Python objects; an array of numbers is expected.")
         schema = {name: ArraySpec.of(array) for name, array in arrays.items()}
         if schema != self._action_schema:  # an environment gets its action in the dtype that it was given in
             self._lay(schema)

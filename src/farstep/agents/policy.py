@@ -53,11 +53,11 @@ class Policy:
         if self.is_torch:
             with self._torch.inference_mode():
                 arguments = [self._tensors(a) for a in self._arguments(obs, state, episode_start)]
-                if self.wants_rng:
-                    arguments.append(rng)
-                return _mapping(self._arrays(self.agent.act(*arguments)))
-        arguments = [*self._arguments(obs, state, episode_start), *([rng] if self.wants_rng else [])]
-        return _mapping(self.agent.act(*arguments))
+                return _mapping(self._arrays(self.agent.act(*arguments, **self._generators(rng))))
+        return _mapping(self.agent.act(*self._arguments(obs, state, episode_start), **self._generators(rng)))
+
+    def _generators(self, rng: Sequence[Any] | None) -> dict[str, Any]:
+        return {"rng": rng} if self.wants_rng else {}
 
     def _arguments(self, obs: Nested, state: Nested, episode_start: Any) -> tuple[Nested, ...]:
         if self.is_torch and self._has_doubles is not False:

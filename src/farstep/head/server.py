@@ -436,6 +436,7 @@ class Server:
         what = "the agent raised" if failure.phase in ("act", "load") else "the environment raised"
         error = remote_error(failure.kind, f"{what} {failure.message}", where, failure.traceback)
         if failure.request is not None:
+            seat.asked = False
             self.call_errors.append(error)
             return
         seat.error = error

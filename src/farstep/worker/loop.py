@@ -151,8 +151,8 @@ class Worker:
         sys.path[:] = list(dict.fromkeys(message.path + sys.path))
         began = time.monotonic()
         self._words[PHASE] = Phase.CONSTRUCT
-        self._program: Program = pickle.loads(message.program)
         self._first_slot = message.first_slot
+        self._program: Program = pickle.loads(message.program)
         slots = Slots(message.first_slot, message.seeds, message.episodes)
         source = self._program.source
         if self._program.autoreset_mode:
@@ -167,16 +167,22 @@ class Worker:
         self._words[PHASE] = Phase.CONNECT  # whose limit is meant for imports
         for module in message.preload:  # while the head makes up its mind, not when it waits
             __import__(module)
-        self._seed_globals(self._program.seed + message.first_slot)
+        self._seed_globals(self._program.seed, message.first_slot)
         self._words[PHASE] = Phase.IDLE
 
-    @staticmethod
-    def _seed_globals(seed: int) -> None:
-        """An agent that draws from a global generator draws differently on every worker, alike in every run."""
+    def _seed_globals(self, root: int, slot: int) -> None:
+        """An agent that draws from a global generator draws differently on every worker, alike in every run.
+
+        Not in the caller's own process, whose generators are the caller's.
+        """
+        if not self._owns_process:
+            return
         import random
 
+        incarnation = self._id[1]
+        seed = int(np.random.SeedSequence(root, spawn_key=(slot, incarnation, 2)).generate_state(1)[0])
         random.seed(seed)
-        np.random.seed(seed % 2**32)
+        np.random.seed(seed)
         if (torch := sys.modules.get("torch")) is not None:
             torch.manual_seed(seed)
 
@@ -187,7 +193,7 @@ class Worker:
         actor = Actor(payload, self._program.inference, self._obs, slots)
         if "torch" in sys.modules and not had_torch:
             sys.modules["torch"].set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-            self._seed_globals(self._program.seed + slots.first)
+            self._seed_globals(self._program.seed, slots.first)
         if not slots.started.all():
             self._host.reset(~slots.started if slots.started.any() else None, None, None)
         self._words[PHASE] = Phase.ACT
