@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[Any]
@@ -112,14 +111,3 @@ class Ended:
     """Exit status, or minus the signal that killed it."""
     note: str = ""
     """What the launcher knows beyond the status, e.g. that memory ran out."""
-
-
-class Clock(Protocol):
-    """Monotonic seconds; a fake one in tests."""
-
-    def __call__(self) -> float: ...
-
-
-def as_row_major(array: Array) -> Array:
-    """`array` itself when it is C-contiguous, else a copy that is."""
-    return np.ascontiguousarray(array)

@@ -77,7 +77,6 @@ class Seat:
     """What it last failed of."""
     asked: bool = False
     """It was sent an agent or a call and has not answered yet."""
-    syncs: int = 0
 
     @property
     def num_envs(self) -> int:

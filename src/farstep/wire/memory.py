@@ -10,7 +10,7 @@ import fcntl
 import mmap
 import os
 
-_F_ADD_SEALS, _F_GET_SEALS, _F_SEAL_SHRINK = 1033, 1034, 0x0002
+_F_ADD_SEALS, _F_SEAL_SHRINK = 1033, 0x0002
 
 
 class SharedMemory:

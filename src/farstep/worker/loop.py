@@ -16,7 +16,6 @@ from typing import Any
 
 import cloudpickle
 import gymnasium
-import msgspec
 import numpy as np
 from gymnasium.vector import AutoresetMode
 
@@ -374,8 +373,3 @@ class Worker:
         result = getattr(self._host, message.name)(*args, **kwargs)
         self._send(m.Reply(message.request, pack(result)))
         self._words[PHASE] = Phase.IDLE
-
-
-def bootstrap_of(payload: bytes) -> dict[str, Any]:
-    """What a launcher left for the worker to start with."""
-    return msgspec.json.decode(payload, type=dict[str, Any])
