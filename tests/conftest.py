@@ -6,4 +6,4 @@ import pytest
 @pytest.fixture(autouse=True)
 def no_preloading(monkeypatch):
     """Workers import torch only for an agent that needs it, not because an earlier test imported it here."""
-    monkeypatch.setattr("farstep.head.server.preloads", list)
+    monkeypatch.setattr("farstep.head.server._PRELOADED", ())

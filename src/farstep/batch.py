@@ -14,6 +14,9 @@ from farstep.spec import Structure, nest
 ENDS = np.dtype([("row", "<i4"), ("slot", "<i4"), ("length", "<i8"), ("return", "<f8"), ("time", "<f8")])
 """One record per episode that ended: where, and what it came to."""
 
+RESERVED = {"obs", "reward", "terminated", "truncated", "valid", "version", "episode_start", "final_obs"}
+"""What farstep records itself; an agent's outputs have other names."""
+
 EPISODE_KEYS = ("return", "length", "time", "slot")
 
 
@@ -45,6 +48,9 @@ class Batch(Mapping[str, Nested]):
     """`return`, `length`, `time` (seconds) and `slot` of each episode that ended, in order of slots."""
     slots: Array
     """The environment slot of each column."""
+    continues: Array
+    """Per column: its first row follows the last row of that slot which was handed out before. False at the very
+    start and wherever rows between were dropped, cancelled, lost with a worker or cut off by `reset`."""
     initial_state: Nested = None
     """A recurrent agent's state at the first row, `[N, ...]`; None for others."""
     infos: Sequence[tuple[int, Any]] = ()
@@ -76,6 +82,7 @@ class Batch(Mapping[str, Nested]):
             FinalObs(self.final_obs.row, self.final_obs.slot, _copied(self.final_obs.obs)),
             self.episodes,
             self.slots,
+            self.continues,
             _copied(self.initial_state),
             self.infos,
         )

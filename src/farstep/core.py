@@ -9,7 +9,8 @@ Everything here is a protocol or a small value; implementations live in the fold
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import signal
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -55,9 +56,19 @@ class Link(Protocol):
         is gone (a local one can)."""
         ...
 
-    def fileno(self) -> int: ...
+    def fileno(self) -> int:
+        """A descriptor to wait on, or -1 if the link has none of its own."""
+        ...
 
     def close(self) -> None: ...
+
+
+class HeadLink(Link, Protocol):
+    """The head's end of a link, which never blocks: what finds no room waits for `flush`."""
+
+    def flush(self) -> bool:
+        """Send what waits; True when nothing waits any more."""
+        ...
 
 
 Buffer = bytes | bytearray | memoryview
@@ -72,19 +83,40 @@ class Received:
 
 
 class Launcher(Protocol):
-    """Starts worker processes somewhere and says when they have ended.
+    """Starts workers somewhere, carries what they say and knows when they have ended.
 
-    The head calls `start` with a worker's bootstrap, `poll` to hear of ends, `kill` when it gave a worker up
-    and `close` at the end. A worker has ended only when it certainly writes nothing any more.
+    The head calls `start` for each worker and for its replacements, reads their links, calls `kill` on a handle when
+    it gave a worker up, and `close` at the end. A worker has ended only when it certainly writes nothing any more.
     """
 
-    def start(self, worker: int, incarnation: int, bootstrap: Mapping[str, object]) -> WorkerHandle: ...
+    shares_memory: bool
+    """Workers see the head's memory: blocks, parameters and progress words."""
+    driven: bool
+    """Workers live in the head's thread and move only when their link is read."""
+
+    def start(self, worker: int, incarnation: int, run: str) -> Started: ...
+
+    def filenos(self) -> Sequence[int]:
+        """Descriptors to wait on for connections that workers share."""
+        ...
+
+    def drain(self, receive: Callable[[int, Received], None]) -> bool:
+        """Hand over what has arrived on such connections, for a while; True if anything did."""
+        ...
 
     def close(self) -> None: ...
 
 
 class WorkerHandle(Protocol):
     """One started worker process."""
+
+    exit_fd: int
+    """Readable once it has ended; -1 if there is no such descriptor."""
+    output_fd: int
+    """Readable when it printed something; -1 if there is no such descriptor."""
+
+    @property
+    def pid(self) -> int: ...
 
     def poll(self) -> Ended | None:
         """How it ended, or None while it may still run."""
@@ -98,9 +130,28 @@ class WorkerHandle(Protocol):
         """Ask it to write its Python stacks to its output (best effort)."""
         ...
 
+    def read_output(self) -> bytes:
+        """What it printed since the last call, as far as it is here; the tail is kept."""
+        ...
+
     def output(self) -> str:
         """The tail of what it printed."""
         ...
+
+    def close(self) -> None:
+        """Forget it; it has ended."""
+        ...
+
+
+@dataclass(frozen=True)
+class Started:
+    """A worker that was just started."""
+
+    handle: WorkerHandle
+    link: HeadLink
+    words: memoryview
+    """Where it says how far it is (see `worker/progress.py`)."""
+    host: str
 
 
 @dataclass(frozen=True)
@@ -111,3 +162,12 @@ class Ended:
     """Exit status, or minus the signal that killed it."""
     note: str = ""
     """What the launcher knows beyond the status, e.g. that memory ran out."""
+
+    def __str__(self) -> str:
+        note = f"; {self.note}" if self.note else ""
+        if self.status >= 0:
+            return f"exited with status {self.status}{note}"
+        try:
+            return f"was killed by {signal.Signals(-self.status).name}{note}"
+        except ValueError:
+            return f"was killed by signal {-self.status}{note}"

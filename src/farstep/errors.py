@@ -20,6 +20,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 
 class FarstepError(Exception):
@@ -80,7 +81,7 @@ class WorkerError(FarstepError):
     """Something went wrong on a worker."""
 
     def __init__(self, message: str, where: Where, remote_traceback: str = "", output: str = "") -> None:
-        self.where = where
+        self.message, self.where = message, where
         self.remote_traceback = remote_traceback
         self.output = output
         text = f"{message} [{where}]"
@@ -93,9 +94,18 @@ class WorkerError(FarstepError):
     def __str__(self) -> str:
         return str(self.args[0])  # also where it doubles as a KeyError, whose own form is a repr
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.message, self.where, self.remote_traceback, self.output)
+
 
 class RemoteEnvError(WorkerError):
     """The environment or the agent raised on a worker."""
+
+    kind = ""
+    """The class that was raised there, where this can be caught as such."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return remote_error, (self.kind, self.message, self.where, self.remote_traceback)
 
 
 class WorkerDied(WorkerError):
@@ -115,12 +125,15 @@ class ClosedError(FarstepError):
 
 
 _DOUBLES = (
+    AgentError,
     AssertionError,
     AttributeError,
+    ConfigError,
     IndexError,
     KeyError,
     NotImplementedError,
     RuntimeError,
+    SpaceError,
     TypeError,
     ValueError,
     ZeroDivisionError,
@@ -128,10 +141,10 @@ _DOUBLES = (
 
 
 def remote_error(kind: str, message: str, where: Where, remote_traceback: str) -> RemoteEnvError:
-    """What raised on a worker; one of Python's own exceptions can be caught as such here, too."""
+    """What raised on a worker; one of Python's own exceptions, or of farstep's, can be caught as such here, too."""
     for double in _DOUBLES:
         if double.__name__ == kind:
-            both = type(f"Remote{kind}", (RemoteEnvError, double), {"__module__": __name__})
+            both = type(f"Remote{kind}", (RemoteEnvError, double), {"__module__": __name__, "kind": kind})
             return both(message, where, remote_traceback)  # type: ignore[no-any-return]
     return RemoteEnvError(message, where, remote_traceback)
 

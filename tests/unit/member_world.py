@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from farstep.head.membership import (
+    DEATH_S,
     RESTART_WINDOW_S,
     Action,
     Ended,
@@ -36,6 +37,7 @@ class Process:
     said_hello: bool = False
     said_ready: bool = False
     killed: bool = False
+    killed_at: float = 0.0
     lost: bool = True
     phase: str = ""
     count: int = 0
@@ -72,14 +74,20 @@ class MemberWorld:
         self.rng.choices(list(events), list(events.values()))[0]()
 
     def advance(self) -> None:
-        """Time passes; now and then a lot of it, as when the head itself was suspended."""
+        """Time passes; now and then a lot of it, as when the head itself was suspended. What was killed ends soon."""
+        for worker, process in enumerate(self.processes):
+            if process.killed and process.running and self.rng.random() < 0.99:
+                self._end(worker)
         self.clock.advance(self.rng.choice((0.01, 0.5, 1.5, 3.0, 40.0)))
         self.tick()
 
     def tick(self) -> None:
         now = self.clock()
         overdue = {w for w, p in enumerate(self.processes) if self._overdue(p)}
+        undead = any(p.running and p.killed and now - p.killed_at > DEATH_S for p in self.processes)
         actions = self.membership.tick(now)
+        gives_up = any(isinstance(action, GiveUp) for action in actions)
+        assert gives_up == (undead and not self.gave_up), "a process that does not die ends the run, once"
         assert {a.worker for a in actions if isinstance(a, Kill)} == overdue, "killed: who is stuck, nobody else"
         self._perform(actions)
 
@@ -116,8 +124,12 @@ class MemberWorld:
     def end(self) -> None:
         worker, process = self._any()
         if process.running:
-            process.running, process.ended_at = False, self.clock()
-            self._fail_of(worker, Ended(worker))
+            self._end(worker)
+
+    def _end(self, worker: int) -> None:
+        process = self.processes[worker]
+        process.running, process.ended_at = False, self.clock()
+        self._fail_of(worker, Ended(worker))
 
     def vanish(self) -> None:
         """Its connection closes; the process is still there until it is reported as ended."""
@@ -176,7 +188,7 @@ class MemberWorld:
                     self.processes[action.worker] = started
                 case Kill():
                     assert process.running and not process.killed, "killed twice"
-                    process.killed = True
+                    process.killed, process.killed_at = True, self.clock()
                     self.kills += 1
                 case Lost():
                     assert not process.lost

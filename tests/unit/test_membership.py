@@ -6,6 +6,7 @@ import pytest
 from member_world import LIMITS_S, MemberWorld
 
 from farstep.head.membership import (
+    DEATH_S,
     RESTART_WINDOW_S,
     Ended,
     Failed,
@@ -65,9 +66,18 @@ def test_a_stuck_worker_is_killed_once_and_replaced_only_when_it_has_ended() -> 
     membership.handle(Observed(0, "step", (1, 0)), clock())
     assert membership.tick(clock.advance(2.0)) == []
     assert membership.tick(clock.advance(0.1)) == [Lost(0), Kill(0, stuck_in="step")]
-    assert membership.tick(clock.advance(1000.0)) == []  # a stopped process may wake up: nobody takes its place
+    assert membership.tick(clock.advance(DEATH_S)) == []  # it may wake up once more: nobody takes its place
     assert membership.handle(Ended(0), clock()) == []
     assert membership.tick(clock()) == [Start(0, 1)]
+
+
+def test_a_process_that_cannot_be_ended_ends_the_run() -> None:
+    membership, clock = ready_worker()
+    membership.handle(Gone(0), clock())
+    assert membership.tick(clock.advance(DEATH_S)) == []
+    assert membership.tick(clock.advance(0.1)) == [GiveUp(0)]
+    assert membership.tick(clock.advance(DEATH_S)) == []
+    assert membership.handle(Ended(0), clock()) == []
 
 
 def test_a_phase_that_begins_has_its_whole_limit() -> None:
@@ -115,7 +125,7 @@ def test_the_budget_is_spent_by_ends_and_by_environments_that_raise() -> None:
     assert membership.handle(Failed(0), clock()) == []
     assert membership.handle(Ended(0), clock()) == [Lost(0)]
     assert membership.tick(clock()) == [Start(0, 1)]
-    assert membership.restarts == 2
+    assert membership.restarts == 1
     assert membership.handle(Ended(0), clock()) == [Lost(0), GiveUp(0)]
     assert membership.handle(Failed(0), clock()) == []  # once is enough
     assert membership.tick(clock.advance(10**6)) == []

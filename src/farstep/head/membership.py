@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from enum import Enum
 
 RESTART_WINDOW_S = 600.0
+DEATH_S = 60.0
+"""How long a killed process may take to end; one that the kernel cannot end (a dead file system) blocks its columns."""
 _BACKOFF_S = (0.0, 0.1, 0.5, 1.0, 2.0, 5.0)
 
 
@@ -97,7 +99,7 @@ class Lost:
 
 @dataclass(frozen=True)
 class GiveUp:
-    """The restart budget is spent; the worker's last failure is the run's."""
+    """The restart budget is spent, or the worker cannot be ended: its last failure is the run's."""
 
     worker: int
 
@@ -127,7 +129,7 @@ class Membership:
         self.restarts = 0
         self._limits_s, self._budget = limits_s, restart_budget
         self._recent: deque[float] = deque()
-        self._stopping = False
+        self.stopping = False
 
     def count(self, *states: State) -> int:
         return sum(member.state in states for member in self.members)
@@ -138,7 +140,7 @@ class Membership:
 
     def stop(self) -> None:
         """From now on, ends are expected."""
-        self._stopping = True
+        self.stopping = True
 
     def handle(self, event: Event, now: float) -> Sequence[Action]:
         member = self.members[event.worker]
@@ -164,8 +166,12 @@ class Membership:
         """What time alone brings about: back-offs that are over, limits that were passed."""
         actions: list[Action] = []
         for worker, member in enumerate(self.members):
-            if member.state is State.WAITING and now >= member.restart_at and not self._stopping:
+            if member.state is State.WAITING and now >= member.restart_at and not self.stopping:
                 actions.append(self._start(worker, now))
+                self.restarts += 1
+            if member.state is State.DYING and now - member.since > DEATH_S and not self.stopping:
+                self.stopping = True
+                actions.append(GiveUp(worker))
             phase = "connect" if member.state is State.STARTING else member.seen[0]
             limit = self._limits_s.get(phase)
             running = member.state in (State.STARTING, State.CONSTRUCTING, State.ALIVE)
@@ -191,7 +197,7 @@ class Membership:
 
     def _ended(self, worker: int, now: float) -> Sequence[Action]:
         member = self.members[worker]
-        if self._stopping:
+        if self.stopping:
             self._enter(member, State.STOPPED, now)
             return []
         self._enter(member, State.WAITING, now)
@@ -201,13 +207,12 @@ class Membership:
 
     def _spend(self, worker: int, now: float) -> Sequence[Action]:
         """One restart of the budget; the budget is what may fail within a window, so rare faults never add up."""
-        if self._stopping:
+        if self.stopping:
             return []
         while self._recent and now - self._recent[0] > RESTART_WINDOW_S:
             self._recent.popleft()
         self._recent.append(now)
         if len(self._recent) > self._budget:
-            self._stopping = True
+            self.stopping = True
             return [GiveUp(worker)]
-        self.restarts += 1
         return []

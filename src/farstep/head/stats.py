@@ -31,11 +31,14 @@ class Counters:
         self._lag_sum = self._lag_rows = self._lag_max = 0
         self._oldest: int | None = None
 
-    def chunk(self, worker: int, chunk: Chunk, nbytes: int) -> None:
+    def received(self, nbytes: int) -> None:
         """A chunk was accepted."""
+        self.rollouts_received += nbytes
+
+    def synced(self, worker: int, chunk: Chunk) -> None:
+        """A worker says what it pulled and waited for, whether its chunk is still wanted or not."""
         self.syncs[worker] += chunk.syncs
         self.weights_sent += chunk.synced_bytes
-        self.rollouts_received += nbytes
         self.wait["tickets"] += chunk.tickets_s
         self.wait["weights"] += chunk.weights_s
 
@@ -43,7 +46,7 @@ class Counters:
         """A batch was handed to the learner."""
         rows, slots = batch.shape
         self.steps += rows * slots
-        self.chunks += chunks
+        self.chunks += chunks if rows else 0  # a reset rolls nothing
         now = time.monotonic()
         self._recent.append((now, rows * slots))
         while now - self._recent[0][0] > _RATE_WINDOW_S and len(self._recent) > 2:
@@ -60,8 +63,8 @@ class Counters:
             oldest = int(versions.min())
             self._oldest = oldest if self._oldest is None else min(self._oldest, oldest)
 
-    def snapshot(self, server: Server, version: int) -> dict[str, Any]:
-        members, tickets = server.membership, server.tickets
+    def snapshot(self, server: Server, version: int, inference: str) -> dict[str, Any]:
+        members, tickets = server.crew.membership, server.tickets
         span = self._recent[-1][0] - self._recent[0][0] if len(self._recent) > 1 else 0.0
         later_steps = sum(steps for _, steps in list(self._recent)[1:])
         return {
@@ -93,6 +96,7 @@ class Counters:
                 "lag_max": self._lag_max,
             },
             "divergence": {},
+            "inference": inference,
             "start": dict(server.start_s),
             "wait": dict(self.wait),
             "episodes": {

@@ -1,16 +1,20 @@
 """Who reads the connections: whoever waits, and a thread of our own while nobody does.
 
 A call that needs an answer reads the descriptors itself, in its own thread, so that a reply costs one wake-up.
-All descriptors are in an inner epoll set, which is itself the only member of an outer one; the thread sleeps on the
-outer. Taking the lead is therefore one system call (hide the inner set from the outer), and so is giving it back.
+All descriptors are in an inner epoll set, which is itself a member of an outer one; the thread sleeps on the outer.
+Taking the lead is therefore one system call (hide the inner set from the outer), and so is giving it back.
+State changes under one lock, with Ctrl-C held back; both are let go while somebody sleeps.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import select
 import threading
 from collections.abc import Callable, Iterator
+
+from farstep.head.interrupts import Interrupts
 
 _PATIENCE_S = 0.05
 
@@ -19,17 +23,22 @@ class Switchboard:
     """Descriptors with their readers, one lock, and at most one thread."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
+        self._turn, self._interrupts = _Turn(), Interrupts()
         self._inner, self._outer = select.epoll(), select.epoll()
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC)
+        self._inner.register(self._wake, select.EPOLLIN)
+        self._outer.register(self._wake, select.EPOLLIN)
         self._outer.register(self._inner.fileno(), select.EPOLLIN)
+        self._leaders = 0
         self._readers: dict[int, Callable[[], None]] = {}
         self._thread: threading.Thread | None = None
         self._running = True
 
     def register(self, fd: int, reader: Callable[[], None]) -> None:
-        """Call `reader` whenever `fd` can be read."""
-        self._readers[fd] = reader
-        self._inner.register(fd, select.EPOLLIN)
+        """Call `reader` whenever `fd` can be read; -1 is nothing to wait on."""
+        if fd >= 0:
+            self._readers[fd] = reader
+            self._inner.register(fd, select.EPOLLIN)
 
     def unregister(self, fd: int) -> None:
         if self._readers.pop(fd, None) is not None:
@@ -37,28 +46,36 @@ class Switchboard:
                 self._inner.unregister(fd)
 
     @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Nobody else changes anything, and no Ctrl-C cuts this short."""
+        with self._interrupts.held(), self._turn:
+            yield
+
+    @contextlib.contextmanager
     def lead(self) -> Iterator[None]:
-        """The caller reads; the thread sleeps on."""
-        with self._lock:
-            if self._inner.closed:
+        """Locked, and the caller reads; the thread sleeps on."""
+        with self.locked():
+            if not self._running:
                 yield
                 return
+            self._leaders += 1
             self._outer.modify(self._inner.fileno(), 0)
             try:
                 yield
             finally:
-                if not self._inner.closed:
+                self._leaders -= 1
+                if self._running and not self._leaders:
                     self._outer.modify(self._inner.fileno(), select.EPOLLIN)
 
-    @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
-        """Exclude the thread for a moment."""
-        with self._lock:
-            yield
+    def interruptible(self) -> contextlib.AbstractContextManager[None]:
+        """Let Ctrl-C in, although the lock is held: for code of the user that runs in our thread."""
+        return self._interrupts.let_in()
 
     def poll(self, timeout_s: float) -> None:
-        """Wait for something to read and read it. The lock is held."""
-        for fd, _ in self._inner.poll(timeout_s):
+        """Wait for something to read and read it. The lock is held, but not while it waits."""
+        with self._turn.let_go(), self._interrupts.let_in():
+            events = self._inner.poll(timeout_s) if self._running else []
+        for fd, _ in events:
             reader = self._readers.get(fd)
             if reader is not None:
                 reader()
@@ -70,22 +87,62 @@ class Switchboard:
 
     def _serve(self, pump: Callable[[], None], tick_s: float) -> None:
         while self._running:
-            try:
-                self._outer.poll(tick_s)
-            except (OSError, ValueError):
-                return
+            self._outer.poll(tick_s)
             # Not for long: whoever leads does the same work, and close() waits for this thread.
-            if self._lock.acquire(timeout=_PATIENCE_S):
+            if self._turn.acquire(_PATIENCE_S):
                 try:
                     if self._running:
                         pump()
                 finally:
-                    self._lock.release()
+                    self._turn.release()
 
     def close(self) -> None:
-        """End the thread and free the descriptors; the caller may hold the lock."""
+        """End the thread, wake whoever still sleeps here, and free the descriptors; the caller may hold the lock."""
         self._running = False
+        os.eventfd_write(self._wake, 1)
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
+        self._readers.clear()
         self._inner.close()
         self._outer.close()
+        os.close(self._wake)
+
+
+class _Turn:
+    """A lock that its holder may take again, and let go altogether while it sleeps."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._owner = 0
+        self._depth = 0
+
+    def acquire(self, timeout_s: float = -1) -> bool:
+        me = threading.get_ident()
+        if self._owner != me:
+            if not self._lock.acquire(timeout=timeout_s):
+                return False
+            self._owner = me
+        self._depth += 1
+        return True
+
+    def release(self) -> None:
+        self._depth -= 1
+        if not self._depth:
+            self._owner = 0
+            self._lock.release()
+
+    def __enter__(self) -> None:
+        self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    @contextlib.contextmanager
+    def let_go(self) -> Iterator[None]:
+        depth, self._depth, self._owner = self._depth, 0, 0
+        self._lock.release()
+        try:
+            yield
+        finally:
+            self._lock.acquire()
+            self._owner, self._depth = threading.get_ident(), depth

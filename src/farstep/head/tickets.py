@@ -33,7 +33,7 @@ class Arrived:
 
     order: Order
     version: int
-    chunk: Any
+    piece: Any
 
 
 @dataclass
@@ -161,13 +161,13 @@ class Tickets:
         """The open ticket of that number."""
         return self._outstanding.get(seq)
 
-    def accept(self, worker: int, seq: int, version: int, chunk: Any) -> bool:
+    def accept(self, worker: int, seq: int, version: int, piece: Any) -> bool:
         """Take a chunk if its ticket is open and this worker owns it; anything else is a leftover or a repetition."""
         order = self._outstanding.get(seq)
         if order is None or order.worker != worker:
             return False
         del self._outstanding[seq]
-        self._arrived.append(Arrived(order, version, chunk))
+        self._arrived.append(Arrived(order, version, piece))
         return True
 
     def give_back(self, worker: int, seq: int, cause: str) -> bool:

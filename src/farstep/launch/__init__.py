@@ -1,1 +1,21 @@
-"""Where workers run: one module per engine, all behind `core.Launcher`."""
+"""Where workers run: one module per launcher, all behind `core.Launcher`."""
+
+from __future__ import annotations
+
+from farstep.config import InProcessConfig, LaunchConfig, LocalConfig
+from farstep.core import Launcher
+from farstep.errors import ConfigError
+from farstep.launch.inprocess import InprocessLauncher
+from farstep.launch.local import LocalLauncher
+from farstep.launch.network import NetworkLauncher
+
+
+def launcher_for(config: LaunchConfig, workers: int) -> Launcher:
+    """The launcher that a configuration asks for; it has started nothing yet."""
+    if isinstance(config, InProcessConfig):
+        return InprocessLauncher(workers)
+    if isinstance(config, LocalConfig):
+        if config.transport == "shm":
+            return LocalLauncher(workers, config.cpus_per_worker)
+        return NetworkLauncher(config.cpus_per_worker, config.transport)
+    raise ConfigError(f"{type(config).__name__} is not a launch configuration that this version can start.")

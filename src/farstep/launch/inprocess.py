@@ -2,25 +2,55 @@
 
 from __future__ import annotations
 
-from farstep.core import Ended
-from farstep.wire.inproc import InprocLink
+import socket
+from collections.abc import Callable, Sequence
+
+from farstep.core import Ended, Received, Started
+from farstep.wire.inproc import InprocLink, inproc_pair
 from farstep.worker.loop import Worker
+from farstep.worker.progress import Board
+
+
+class InprocessLauncher:
+    """A worker per seat, all in the head's thread."""
+
+    shares_memory = True
+    driven = True
+
+    def __init__(self, workers: int) -> None:
+        self._board = Board(workers)
+
+    def start(self, worker: int, incarnation: int, run: str) -> Started:
+        words = self._board.words(worker, clear=True)
+        link, theirs = inproc_pair()
+        return Started(
+            InprocessWorker(Worker(theirs, worker, incarnation, run, words), link, theirs),
+            link,
+            words,
+            socket.gethostname(),
+        )
+
+    def filenos(self) -> Sequence[int]:
+        return ()
+
+    def drain(self, receive: Callable[[int, Received], None]) -> bool:
+        return False
+
+    def close(self) -> None:
+        self._board.close()
 
 
 class InprocessWorker:
-    """A worker that runs when the head waits for it."""
+    """A worker that runs when the head reads its link."""
 
     output_fd = exit_fd = -1
     pid = 0
 
-    def __init__(
-        self, worker: int, incarnation: int, run: str, links: tuple[InprocLink, InprocLink], words: memoryview
-    ) -> None:
-        self._head_link, self._link = links
-        self._worker = Worker(self._link, worker, incarnation, run, words)
+    def __init__(self, worker: Worker, head_link: InprocLink, link: InprocLink) -> None:
+        self._worker, self._link = worker, link
         self._ended: Ended | None = None
-        self._head_link.drive = self._drive
-        self._worker.hello()
+        head_link.drive = self._drive
+        worker.hello()
 
     def _drive(self) -> bool:
         """Let the worker go on by one message or one ticket; False when it has nothing to do."""

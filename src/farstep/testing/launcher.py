@@ -22,7 +22,7 @@ import numpy as np
 from farstep.cluster_env import ClusterEnv
 from farstep.config import LaunchConfig
 from farstep.errors import ClosedError, RemoteEnvError, WorkerDied
-from farstep.launch.local import import_path
+from farstep.launch.process import import_path
 from farstep.testing.envs import CountingEnv, TableAgent
 from farstep.worker.seeds import episode_seed
 

@@ -23,7 +23,7 @@ from farstep.errors import WireError
 from farstep.spec import Schema
 from farstep.wire.codec import Limits
 
-PROTOCOL = 1
+PROTOCOL = 2
 Word = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 
 
@@ -43,8 +43,6 @@ class Ready(msgspec.Struct, tag="ready"):
 
     observation_space: bytes
     action_space: bytes
-    seconds: float
-    autoreset: str = ""
 
 
 class AgentReady(msgspec.Struct, tag="agent-ready"):
@@ -67,7 +65,12 @@ class Chunk(msgspec.Struct, tag="chunk"):
     """int64 per slot: the episode to go on with if this worker is replaced."""
     ends: bytes = b""
     """Records of `batch.ENDS`, one per episode that ended."""
-    infos: bytes = b""
+    order: int = 0
+    """Counts the chunks this worker began; a gap says that rows between two chunks were never handed over."""
+    infos: bool = False
+    """The last frame has the environments' infos."""
+    inference: str = ""
+    """How the agent is called, if that changed since the last chunk."""
     syncs: int = 0
     synced_bytes: int = 0
     tickets_s: float = 0.0
@@ -77,10 +80,9 @@ class Chunk(msgspec.Struct, tag="chunk"):
 
 
 class Reply(msgspec.Struct, tag="reply"):
-    """The answer to a `Call`."""
+    """The answer to a `Call`, in the frame that follows."""
 
     request: int
-    payload: bytes
 
 
 class Failure(msgspec.Struct, tag="failure"):
@@ -100,12 +102,15 @@ class Failure(msgspec.Struct, tag="failure"):
     again: bool = False
     """The worker does the ticket once more, before any later one."""
     request: int | None = None
+    """The call that raised; the worker is as before."""
+    agent: int | None = None
+    """The agent that could not be used; the worker waits for another."""
 
 
 class WeightRequest(msgspec.Struct, tag="weight-request"):
-    """A worker without shared memory wants the newest parameters."""
+    """A worker without shared memory wants the newest parameters of the agent it has."""
 
-    held: int
+    agent: int
 
 
 class Progress(msgspec.Struct, tag="progress"):
@@ -115,13 +120,11 @@ class Progress(msgspec.Struct, tag="progress"):
 
 
 class Welcome(msgspec.Struct, tag="welcome"):
-    """What a worker is to host. `program` is code, pickled by the head for an authenticated worker."""
+    """What a worker is to host; the program follows in a frame, pickled by the head for an authenticated worker."""
 
     first_slot: int
-    num_slots: int
     seeds: list[int]
     episodes: list[int]
-    program: bytes
     path: list[str]
     preload: list[str]
 
@@ -189,17 +192,17 @@ class Newest(msgspec.Struct, tag="newest"):
 
 
 class Weights(msgspec.Struct, tag="weights"):
-    """A version's parameters, in the frame that follows."""
+    """A version's parameters, in the frame that follows; without one, that agent is no longer wanted."""
 
+    agent: int
     version: int
 
 
 class Call(msgspec.Struct, tag="call"):
-    """Do `name` on the worker's environments; `payload` is pickled by the head."""
+    """Do `name` on the worker's environments, with the arguments in the frame that follows, pickled by the head."""
 
     request: int
     name: str
-    payload: bytes
 
 
 class Stop(msgspec.Struct, tag="stop"):

@@ -6,7 +6,6 @@ import gc
 import logging
 import os
 import pickle
-import platform
 import socket
 import sys
 import time
@@ -15,18 +14,17 @@ from collections import deque
 from typing import Any
 
 import cloudpickle
-import gymnasium
 import numpy as np
 from gymnasium.vector import AutoresetMode
 
 from farstep.buffer.blocks import Layout
-from farstep.core import Array, Link, Received
+from farstep.core import Array, Buffer, Link, Received
 from farstep.errors import WireError
 from farstep.spec import space_schema
-from farstep.version import VERSION
 from farstep.wire import messages as m
 from farstep.wire.codec import pack
 from farstep.wire.memory import SharedMemory
+from farstep.wire.versions import versions
 from farstep.worker.acting import Actor
 from farstep.worker.hosting import HostedEnvs
 from farstep.worker.program import Program
@@ -37,17 +35,14 @@ from farstep.worker.vector_hosting import HostedVector
 from farstep.worker.weights import RemoteWeights, SharedWeights, Weights
 
 log = logging.getLogger("farstep.worker")
+_KNOWN_ERRORS = ("builtins", "farstep.errors")
+
+_LOOK_S = 0.2
+"""How often a worker that shares no memory looks, while it rolls, whether its ticket was taken back."""
 
 
-def versions() -> dict[str, str]:
-    """What must agree between head and worker."""
-    return {
-        "protocol": str(m.PROTOCOL),
-        "farstep": VERSION,
-        "python": ".".join(platform.python_version_tuple()[:2]),
-        "numpy": np.__version__,
-        "gymnasium": gymnasium.__version__,
-    }
+class _NotWanted(Exception):
+    """The ticket in hand was taken back, or its agent replaced."""
 
 
 class Worker:
@@ -57,12 +52,18 @@ class Worker:
         self._link, self._words = link, words
         self._id = (worker, incarnation, run)
         self._tickets: deque[tuple[m.Ticket, list[Any]]] = deque()
+        self._unread: deque[Received] = deque()
+        """What arrived while a ticket was being done, for afterwards."""
         self._running = True
         self._owns_process = False
+        self._host: Any = None
         self._weights: Weights | None = None
         self._actor: Actor | None = None
-        self._reply: tuple[int, Any] | None = None
+        self._agent_id = -1
         self._idle_since = time.monotonic()
+        self._order = 0
+        self._synced = (0, 0.0)
+        """Pulls of weights, and seconds they took, that no chunk has reported yet."""
 
     # ---- the loop ----
 
@@ -77,7 +78,7 @@ class Worker:
         self.hello()
         while self._running:
             # With work at hand, only look whether something newer was said.
-            received = self._link.receive(0.0 if self._tickets else None)
+            received = self._unread.popleft() if self._unread else self._link.receive(0.0 if self._tickets else None)
             if received is not None:
                 self.handle(received)
             elif self._tickets:
@@ -109,10 +110,14 @@ class Worker:
         try:
             self._dispatch(message, received)
         except Exception as error:
-            agent_failed = isinstance(message, m.Ship) and Phase(self._words[PHASE]) in (Phase.LOAD, Phase.ACT)
-            self._report(error, request=message.request if isinstance(message, m.Call) else None)
+            refused = isinstance(message, m.Ship) and Phase(self._words[PHASE]) in (Phase.LOAD, Phase.ACT)
+            self._report(
+                error,
+                request=message.request if isinstance(message, m.Call) else None,
+                agent=message.agent if isinstance(message, m.Ship) and refused else None,
+            )
             self._words[PHASE] = Phase.IDLE
-            if not isinstance(message, m.Call) and not agent_failed:
+            if not isinstance(message, m.Call) and not refused:
                 raise SystemExit(1) from error
 
     def _dispatch(self, message: m.FromHead, received: Received) -> None:
@@ -124,7 +129,7 @@ class Worker:
             case m.Newest() if isinstance(self._weights, RemoteWeights):
                 self._weights.announced = message.version
             case m.Weights():
-                self._reply = (message.version, received.frames[1])
+                log.debug("weights of version %d come too late", message.version)
             case m.Lay():
                 self._lay(message, received.fds)
             case m.Ship():
@@ -132,37 +137,37 @@ class Worker:
             case m.Parameters():
                 self._connect_weights(message, received.fds)
             case m.Call():
-                self._call(message)
+                self._call(message, received.frames[1])
             case m.Welcome():
-                self._construct(message)
+                self._construct(message, received.frames[1])
             case m.Refuse():
                 log.error("refused by the head: %s", message.reason)
                 self._running = False
             case m.Stop():
                 self._running = False
-                self._host.close()
+                if self._host is not None:
+                    self._host.close()
             case _:
                 raise WireError(f"unexpected {type(message).__name__}.")
 
     # ---- getting ready ----
 
-    def _construct(self, message: m.Welcome) -> None:
+    def _construct(self, message: m.Welcome, program: Buffer) -> None:
         sys.path[:] = list(dict.fromkeys(message.path + sys.path))
-        began = time.monotonic()
         self._words[PHASE] = Phase.CONSTRUCT
         self._first_slot = message.first_slot
-        self._program: Program = pickle.loads(message.program)
+        self._program: Program = pickle.loads(program)
         slots = Slots(message.first_slot, message.seeds, message.episodes)
         source = self._program.source
         if self._program.autoreset_mode:
             mode = AutoresetMode(self._program.autoreset_mode)
-            self._host: Any = StrictEnvs(source, slots, self._words, mode)
+            self._host = StrictEnvs(source, slots, self._words, mode)
         else:
             self._host = (HostedVector if source.is_vector else HostedEnvs)(source, slots, self._words)
         self._obs, self._obs_schema = space_schema(self._host.observation_space, "obs")
         _, self._action_schema = space_schema(self._host.action_space, "action")
         spaces = (pack(self._host.observation_space), pack(self._host.action_space))
-        self._send(m.Ready(*spaces, time.monotonic() - began))
+        self._send(m.Ready(*spaces))
         self._words[PHASE] = Phase.CONNECT  # whose limit is meant for imports
         for module in message.preload:  # while the head makes up its mind, not when it waits
             __import__(module)
@@ -197,7 +202,7 @@ class Worker:
             self._host.reset(~slots.started if slots.started.any() else None, None, None)
         self._words[PHASE] = Phase.ACT
         schema, state_schema, state = actor.probe(self._host.current, self._action_schema)
-        self._actor = actor
+        self._actor, self._agent_id = actor, message.agent
         if self._weights is not None:
             self._weights.close()
             self._weights = None
@@ -216,14 +221,33 @@ class Worker:
             self._weights = RemoteWeights(self._ask_for_weights)
 
     def _ask_for_weights(self) -> tuple[int, Any]:
-        assert self._actor is not None
-        self._reply = None
-        self._send(m.WeightRequest(self._actor.version))
-        while self._reply is None:
+        self._send(m.WeightRequest(self._agent_id))
+        while True:  # the head answers; should it not, our time in this phase is limited
             received = self._link.receive(None)
-            if received is not None:
-                self.handle(received)
-        return self._reply
+            message = m.decode_from_head(received.frames) if received is not None else None
+            if received is None or message is None:
+                continue
+            if isinstance(message, m.Weights) and message.agent == self._agent_id:
+                if len(received.frames) < 2:
+                    raise _NotWanted
+                return message.version, received.frames[1]
+            self._put_off(message, received)
+            if isinstance(message, m.Stop):
+                raise _NotWanted
+
+    def _put_off(self, message: m.FromHead, received: Received) -> None:
+        """While a ticket is being done, only what takes it back is heard; the rest comes afterwards, in order."""
+        if isinstance(message, m.Cancel):
+            self._words[CANCEL] = message.upto
+        self._unread.append(received)
+
+    def _look(self) -> None:
+        """Hear, in the middle of a ticket, what a worker with shared memory would see in its words."""
+        while (received := self._link.receive(0.0)) is not None:
+            message = m.decode_from_head(received.frames)
+            self._put_off(message, received)
+            if isinstance(message, m.Stop):
+                raise _NotWanted
 
     def _lay(self, message: m.Lay, fds: Any) -> None:
         layout = Layout.of(message)
@@ -242,38 +266,45 @@ class Worker:
     # ---- a ticket ----
 
     def _do(self, ticket: m.Ticket, frames: list[Any]) -> None:
-        began = time.monotonic()
-        waited = began - self._idle_since
+        waited_s = time.monotonic() - self._idle_since
+        self._order += ticket.steps > 0
         try:
-            syncs, loading = self._sync(ticket)
+            self._sync(ticket)
             chunk, arrays = self._roll(ticket, frames)
+        except _NotWanted:
+            return
         except Exception as error:
             self._give_up(ticket, frames, error)
             return
+        except BaseException:  # Ctrl-C of somebody whose environments live in the same process
+            self._host.recover(None)
+            raise
         finally:
             self._words[PHASE] = Phase.IDLE
             self._idle_since = time.monotonic()
-        if chunk is None:
-            return
-        chunk.tickets_s, chunk.weights_s, chunk.syncs = waited, loading, syncs
-        chunk.synced_bytes = syncs * self._actor.loader.schema.nbytes if self._actor else 0
+        chunk.order, chunk.tickets_s = self._order, waited_s
+        (chunk.syncs, chunk.weights_s), self._synced = self._synced, (0, 0.0)
+        if self._actor is not None:
+            chunk.synced_bytes = chunk.syncs * self._actor.loader.schema.nbytes
+            chunk.inference = self._actor.take_note()
         self._send(chunk, *arrays)
 
-    def _sync(self, ticket: m.Ticket) -> tuple[int, float]:
+    def _sync(self, ticket: m.Ticket) -> None:
         """Pull weights if the rule or the ticket's bound says so."""
         actor, weights = self._actor, self._weights
         if actor is None or weights is None or not ticket.steps:
-            return 0, 0.0
+            return
         newest = weights.newest()
         if not self._program.sync.should_pull(actor.version, newest) and actor.version >= ticket.min_version:
-            return 0, 0.0
+            return
         began = time.monotonic()
         self._words[PHASE] = Phase.LOAD
         self._words[COUNT] += 1
         actor.loaded(weights.load(actor.loader))
-        return 1, time.monotonic() - began
+        syncs, seconds = self._synced
+        self._synced = syncs + 1, seconds + time.monotonic() - began
 
-    def _roll(self, ticket: m.Ticket, frames: list[Any]) -> tuple[m.Chunk | None, list[Any]]:
+    def _roll(self, ticket: m.Ticket, frames: list[Any]) -> tuple[m.Chunk, list[Any]]:
         host, actor, words, steps = self._host, self._actor, self._words, ticket.steps
         strict = isinstance(host, StrictEnvs)
         rows = Rows(self._layout, self._blocks, ticket.lane if self._shared else 0, *self._columns)
@@ -286,10 +317,14 @@ class Worker:
         host.begin(rows, steps)
         if actor is not None and not strict and steps:
             actor.begin(rows)
+        next_look = time.monotonic() + _LOOK_S
         for t in range(steps):
+            if not self._shared and time.monotonic() > next_look:
+                self._look()
+                next_look = time.monotonic() + _LOOK_S
             if words[CANCEL] >= ticket.seq:
                 host.finish(t)
-                return None, []
+                raise _NotWanted
             if not strict:
                 assert actor is not None
                 if host.slots.any_fresh:
@@ -301,11 +336,13 @@ class Worker:
         if not strict and actor is not None:
             rows.row["version"][:steps] = actor.version
         ends = host.finish(steps)
-        infos = pack(host.infos, opaque=True) if ticket.infos and host.infos else b""
-        chunk = m.Chunk(ticket.seq, actor.version if actor else 0, host.slots.resume.tobytes(), ends, infos)
+        chunk = m.Chunk(ticket.seq, actor.version if actor else 0, host.slots.resume.tobytes(), ends)
         arrays: list[Any] = []
         if not self._shared:
             chunk.keys, arrays = self._frames(rows, steps, len(ends))
+        if ticket.infos and host.infos:
+            chunk.infos = True
+            arrays.append(pack(host.infos, opaque=True))
         return chunk, arrays
 
     def _frames(self, rows: Rows, steps: int, ends_bytes: int) -> tuple[list[str], list[Any]]:
@@ -341,10 +378,15 @@ class Worker:
             self._tickets.appendleft((ticket, frames))
 
     def _report(
-        self, error: Exception, ticket: int | None = None, again: bool = False, request: int | None = None
+        self,
+        error: Exception,
+        ticket: int | None = None,
+        again: bool = False,
+        request: int | None = None,
+        agent: int | None = None,
     ) -> None:
         phase = Phase(self._words[PHASE])
-        host = getattr(self, "_host", None)
+        host = self._host
         in_env = host is not None and phase in (Phase.STEP, Phase.RESET)
         i = self._words[SLOT]
         text = "".join(traceback.format_exception(error))
@@ -353,7 +395,7 @@ class Worker:
                 message=f"{type(error).__name__}: {error}",
                 traceback=text,
                 phase=phase.label,
-                kind=type(error).__name__ if type(error).__module__ == "builtins" else "",
+                kind=type(error).__name__ if type(error).__module__ in _KNOWN_ERRORS else "",
                 slot=self._first_slot + i if in_env or phase is Phase.CONSTRUCT else None,
                 seed=host.seed_of(i) if in_env and host else None,
                 episode_step=int(host.slots.total_rows - host.slots.start_row[i]) if in_env and host else None,
@@ -361,15 +403,16 @@ class Worker:
                 ticket=ticket,
                 again=again,
                 request=request,
+                agent=agent,
             )
         )
 
     # ---- calls on environments ----
 
-    def _call(self, message: m.Call) -> None:
-        args, kwargs = cloudpickle.loads(message.payload)
+    def _call(self, message: m.Call, arguments: Buffer) -> None:
+        args, kwargs = cloudpickle.loads(arguments)
         self._words[PHASE] = Phase.STEP
         self._words[COUNT] += 1
         result = getattr(self._host, message.name)(*args, **kwargs)
-        self._send(m.Reply(message.request, pack(result)))
+        self._send(m.Reply(message.request), pack(result))
         self._words[PHASE] = Phase.IDLE

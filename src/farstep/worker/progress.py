@@ -42,11 +42,11 @@ class Board:
         self.memory = SharedMemory.create(workers * WORDS * 8, "farstep-board")
         self._all = memoryview(self.memory.map).cast("q")
 
-    def words(self, worker: int) -> memoryview:
-        return self._all[worker * WORDS : (worker + 1) * WORDS]
-
-    def clear(self, worker: int) -> None:
-        copy_words([0] * WORDS, self.words(worker))
+    def words(self, worker: int, *, clear: bool = False) -> memoryview:
+        words = self._all[worker * WORDS : (worker + 1) * WORDS]
+        if clear:
+            copy_words([0] * WORDS, words)
+        return words
 
     def close(self) -> None:
         self.memory.close()

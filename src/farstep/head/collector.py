@@ -1,0 +1,335 @@
+"""Rollouts of one agent at a time: ships it to workers, opens sessions of tickets, puts batches together."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import gymnasium
+import numpy as np
+
+from farstep.agents.policy import ship
+from farstep.batch import Batch
+from farstep.config import EnvConfig, LaunchConfig
+from farstep.core import Agent, Array, Received
+from farstep.errors import AgentError, ClosedError, HandshakeError, WorkerError
+from farstep.head.parameters import ParameterStore
+from farstep.head.rollouts import Piece, Rollouts, agent_structures, base_rows
+from farstep.head.seats import Seat
+from farstep.head.server import Server
+from farstep.head.stats import Counters
+from farstep.head.tickets import Arrived, Order
+from farstep.spec import Schema, differences, space_schema
+from farstep.sync import Always
+from farstep.wire import messages as m
+from farstep.worker.program import Program
+from farstep.worker.sources import Source
+
+Space = gymnasium.spaces.Space[Any]
+log = logging.getLogger("farstep")
+
+
+@dataclass(frozen=True)
+class ResetOrder:
+    """What `reset` asks of all slots."""
+
+    seed: int | None
+    mask: Array | None
+    options: bytes | None
+
+    def part(self, seat: Seat) -> m.Reset:
+        """A worker's share."""
+        seeds: list[int | None] | None = None if self.seed is None else [self.seed] * seat.num_envs
+        return m.Reset(seeds, None if self.mask is None else self.mask[seat.columns].tobytes(), self.options)
+
+
+@dataclass(frozen=True)
+class Session:
+    """What the call under way asked for."""
+
+    number: int
+    steps: int
+    num_chunks: int | None
+    infos: bool
+    reset: ResetOrder | None
+
+
+class Collector:
+    """The server's client that stands behind a `ClusterEnv`."""
+
+    def __init__(self, env_config: EnvConfig, config: LaunchConfig, seed: int) -> None:
+        assert env_config.env_name is not None
+        source = Source(env_config.type, env_config.env_name, dict(env_config.env_kwargs), list(env_config.wrappers))
+        program = Program(source, env_config.sync or Always(), env_config.inference, seed=seed)
+        self.server = Server(config, program, env_config.envs_per_node, seed, config.restart_budget, self)
+        self._num_workers = len(self.server.seats)
+        self.counters = Counters(self._num_workers)
+        self.inference = ""
+        self._agent: Agent | None = None
+        self._agent_id = 0
+        self._answers: dict[int, m.AgentReady | WorkerError] = {}
+        self._store: ParameterStore | None = None
+        self._agent_schemas: tuple[Schema, Schema] = ({}, {})
+        self._session = Session(0, 0, None, False, None)
+        self._rollouts: Rollouts | None = None
+        self._followed = np.full(len(self.server.roots), -1, np.int64)
+        """Per slot, the last chunk that was handed to the learner (`Piece.key`)."""
+
+    def start(self) -> tuple[Space, Space]:
+        """Start the workers; the spaces of one environment."""
+        self.server.start()
+        assert self.server.spaces is not None
+        observation_space, action_space = self.server.spaces
+        obs, self._obs_schema = space_schema(observation_space, "obs")
+        _, self._action_schema = space_schema(action_space, "action")
+        self._rollouts = Rollouts(self.server.seats, obs, self._obs_schema)
+        return observation_space, action_space
+
+    def close(self) -> None:
+        """End all workers and free everything; idempotent."""
+        self.server.close()
+        if self._rollouts is not None:
+            self._rollouts.close()
+        if self._store is not None:
+            self._store.close()
+            self._store = None
+        self._agent = None
+
+    def snapshot(self) -> dict[str, Any]:
+        with self.server.locked():
+            return self.counters.snapshot(self.server, self.version(), self.inference)
+
+    # ---- the agent ----
+
+    def version(self) -> int:
+        """The newest published version."""
+        return self._store.version if self._store is not None else 0
+
+    def publish(self, agent: Agent) -> int:
+        """A new version from the agent's parameters."""
+        self.server.raise_failure()
+        if self._agent is not agent:
+            self.adopt(agent)
+        else:
+            assert self._store is not None
+            with self.server.locked():
+                self._store.publish(agent)
+                self._announce()
+        return self.version()
+
+    def adopt(self, agent: Agent) -> None:
+        """Make workers act with this agent and its present parameters."""
+        self.server.raise_failure()
+        if agent is self._agent:
+            assert self._store is not None
+            with self.server.locked():
+                if self._store.publish_if_changed(agent):
+                    self._announce()
+            return
+        for method in ("act", "get_parameters"):
+            if not callable(getattr(agent, method, None)):
+                raise AgentError(
+                    f"{type(agent).__name__} has no {method}(); an agent needs act(obs) and get_parameters()."
+                )
+        began = time.monotonic()
+        payload = ship(agent)
+        first_version = 0 if self._store is None else self._store.version + 1
+        store = ParameterStore(agent, self._agent_id + 1, self._num_workers, first_version)
+        self._end_session()
+        self._forget_agent()
+        with self.server.locked():
+            self._store, self._agent_id, self._answers = store, self._agent_id + 1, {}
+            self.server.tell(m.Ship(self._agent_id), [payload])
+            self.server.tell(store.message(), fds=[store.memory.fd])
+            self._announce()
+        try:
+            self.server.wait(lambda: True if len(self._answers) == self._num_workers else None)
+            self._agree()
+        except BaseException:
+            self._forget_agent()
+            raise
+        self._agent = agent
+        self.server.start_s["agent"] = time.monotonic() - began
+
+    def _forget_agent(self) -> None:
+        with self.server.locked():
+            self._agent = None
+            self.server.untell(m.Ship, m.Parameters, m.Newest)
+            if self._store is not None:
+                self._store.close()
+
+    def _agree(self) -> None:
+        """All workers' copies of the agent must be usable and return the same arrays."""
+        answers: list[m.AgentReady] = []
+        for worker in range(self._num_workers):
+            answer = self._answers[worker]
+            if isinstance(answer, WorkerError):
+                raise answer
+            answers.append(answer)
+        first = answers[0]
+        for worker, answer in enumerate(answers):
+            found = differences(first.schema, answer.schema) + differences(first.state, answer.state)
+            if found:
+                raise HandshakeError(
+                    f"the agent returns other arrays on worker {worker} than on worker 0: {'; '.join(found)}."
+                )
+        assert self._rollouts is not None
+        self._agent_schemas = (first.schema, first.state)
+        self._rollouts.adopt(*agent_structures(first, self._action_schema))
+        self._note_inference(first.inference)
+
+    def _note_inference(self, note: str) -> None:
+        if note.startswith("eager:") and note != self.inference:
+            log.warning("workers call the agent as it is, not on the fast path, since %s", note[7:])
+        self.inference = note
+
+    def _announce(self) -> None:
+        """Workers without shared memory hear of a version by message."""
+        if not self.server.shares_memory:
+            self.server.tell(m.Newest(self.version()))
+
+    # ---- sessions ----
+
+    def one_batch(self, steps: int, *, infos: bool = False, reset: ResetOrder | None = None) -> Batch:
+        """A batch of one chunk of every worker, rolled now."""
+        session = self._open(steps, None, None, 1, infos, reset)
+        try:
+            return self._next_batch(session)
+        finally:
+            self._end_session(session)
+
+    def stream(self, steps: int, max_staleness: int, num_chunks: int | None) -> Iterator[Batch]:
+        """Batches without end; closing the iterator cancels what is under way."""
+        session = self._open(steps, max_staleness, num_chunks, None, False, None)
+        try:
+            while True:
+                yield self._next_batch(session)
+                with self.server.locked():
+                    if session is self._session:
+                        self.server.tickets.release()
+        finally:
+            self._end_session(session)
+
+    def _open(
+        self,
+        steps: int,
+        max_staleness: int | None,
+        num_chunks: int | None,
+        batches: int | None,
+        infos: bool,
+        reset: ResetOrder | None,
+    ) -> Session:
+        self._end_session()
+        with self.server.locked():
+            self.server.raise_failure()
+            self._lay(max(steps, 1), self.server.tickets.lanes_needed(max_staleness, num_chunks))
+            if reset is not None:
+                self._note_reset(reset)
+            self._session = Session(self._session.number + 1, steps, num_chunks, infos, reset)
+            self.server.tickets.open(max_staleness, num_chunks, batches)
+            return self._session
+
+    def _lay(self, steps: int, lanes: int) -> None:
+        """Make room for a session, and tell workers where to write."""
+        rollouts = self._rollouts
+        assert rollouts is not None
+        rows = {**base_rows(self._obs_schema), **self._agent_schemas[0]}
+        if rollouts.fit(lanes, steps, rows, self._agent_schemas[1]):
+            assert rollouts.layout is not None and rollouts.memory is not None
+            self.server.tell(rollouts.layout.message(rollouts.generation), fds=[rollouts.memory.fd])
+
+    def _note_reset(self, reset: ResetOrder) -> None:
+        """What a worker that is replaced must start from, and that nothing continues where slots are reset."""
+        slots = np.arange(len(self._followed))
+        chosen = slots if reset.mask is None else slots[reset.mask]
+        self._followed[chosen] = -1
+        if reset.seed is not None:
+            self.server.resume[chosen] = 0
+            for slot in chosen:
+                self.server.roots[slot] = reset.seed
+
+    def _end_session(self, session: Session | None = None) -> None:
+        """Cancel what is under way; with a session, only if it is still that one."""
+        with self.server.locked():
+            if self.server.tickets.is_open and (session is None or session is self._session):
+                self.server.cancel()
+                self._session = Session(self._session.number + 1, 0, None, False, None)
+
+    def _next_batch(self, session: Session) -> Batch:
+        began = time.monotonic()
+        server, rollouts = self.server, self._rollouts
+        assert rollouts is not None
+
+        def taken() -> list[Arrived] | None:
+            if session is not self._session:
+                raise ClosedError("another call on this ClusterEnv ended this one; calls must follow each other.")
+            found = server.tickets.take(self.version())
+            if found is None:
+                server.grant()
+            return found
+
+        with server.locked():  # until it is copied: a ticket given meanwhile could write into its lanes
+            if session is self._session:
+                server.grant()
+            arrived = server.wait(taken)
+            continues = np.concatenate([self._follow(a) for a in arrived])
+            assemble = rollouts.batch if session.num_chunks is None else rollouts.copied
+            batch = assemble(arrived, session.steps, continues)
+            self.counters.wait["learner"] += time.monotonic() - began
+            self.counters.batch(batch, len(arrived), self.version())
+        return batch
+
+    def _follow(self, arrived: Arrived) -> Array:
+        """For each slot of a chunk: whether its first row follows the last one that the learner was given."""
+        piece: Piece = arrived.piece
+        columns = self.server.seats[arrived.order.worker].columns
+        continues: Array = self._followed[columns] == piece.key - 1
+        self._followed[columns] = piece.key
+        return continues
+
+    # ---- the server's side ----
+
+    def make_ticket(self, order: Order) -> tuple[m.Ticket, list[Any]]:
+        session = self._session
+        reset = None if session.reset is None else session.reset.part(self.server.seats[order.worker])
+        return m.Ticket(order.seq, order.lane, session.steps, order.min_version, reset, session.infos), []
+
+    def on_message(self, seat: Seat, message: m.FromWorker, received: Received) -> None:
+        match message:
+            case m.Chunk():
+                self._take(seat, message, received)
+            case m.AgentReady() if message.agent == self._agent_id:
+                agent_structures(message, self._action_schema)  # refused here, where we know who said it
+                self._answers[seat.worker] = message
+            case m.WeightRequest():
+                wanted = self._store is not None and message.agent == self._agent_id
+                payload = [self._store.payload()] if self._store is not None and wanted else []
+                self.server.send(seat, m.Weights(message.agent, self.version()), payload)
+
+    def on_error(self, seat: Seat, error: WorkerError) -> None:
+        if self._agent is None:
+            self._answers[seat.worker] = error
+        else:
+            self.server.fail(error)  # a replaced worker cannot use the agent that all others use
+
+    def _take(self, seat: Seat, chunk: m.Chunk, received: Received) -> None:
+        tickets, session = self.server.tickets, self._session
+        self.counters.synced(seat.worker, chunk)
+        if chunk.inference:
+            self._note_inference(chunk.inference)
+        order = tickets.order(chunk.ticket)
+        if order is None or order.worker != seat.worker:
+            return  # cancelled, or its worker was given up: counted then
+        assert self._rollouts is not None
+        began = time.monotonic()
+        piece = self._rollouts.take(seat, order.lane, session.steps, chunk, received, self.version())
+        if chunk.keys:
+            self.counters.wait["transfer"] += time.monotonic() - began
+        self.counters.received(piece.nbytes)
+        tickets.accept(seat.worker, chunk.ticket, chunk.version, piece)
+        self.server.resume[seat.columns] = piece.resume
+        if session.num_chunks is not None:
+            self.server.grant()  # whoever is quick goes on while the learner is busy

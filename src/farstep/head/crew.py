@@ -1,0 +1,234 @@
+"""The crew: every worker's process and connection, started, watched and replaced as membership says."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from farstep.config import Timeouts
+from farstep.core import Launcher, Received
+from farstep.errors import FarstepError, WireError, WorkerError
+from farstep.head import membership as life
+from farstep.head.seats import Seat
+from farstep.head.switchboard import Switchboard
+from farstep.worker.progress import BEAT_S, COUNT, SLOT, Phase
+
+log = logging.getLogger("farstep")
+_MESSAGES_AT_ONCE = 64
+"""Read from one worker before others get their turn."""
+
+
+class Watcher(Protocol):
+    """Who hears of the crew."""
+
+    def receive(self, worker: int, received: Received) -> None:
+        """A worker said something."""
+        ...
+
+    def is_busy(self, seat: Seat) -> bool:
+        """Whether something is expected of this worker."""
+        ...
+
+    def lost(self, seat: Seat) -> None:
+        """What it was doing will not be done."""
+        ...
+
+    def fail(self, error: FarstepError) -> None:
+        """The run cannot go on."""
+        ...
+
+
+class Crew:
+    """All workers of a run. Everything here happens under the switchboard's lock."""
+
+    def __init__(
+        self,
+        launcher: Launcher,
+        seats: Sequence[Seat],
+        timeouts: Timeouts,
+        restart_budget: int,
+        switchboard: Switchboard,
+        watcher: Watcher,
+    ) -> None:
+        self.seats = seats
+        self.launcher = launcher
+        self._timeouts, self._switchboard, self._watcher = timeouts, switchboard, watcher
+        # Where progress is reported by message, what we know is up to a heartbeat old (and a message may be late).
+        slack_s = 0.0 if launcher.shares_memory else 3 * BEAT_S
+        limits = {phase.label: getattr(timeouts, f"{phase.label}_s") + slack_s for phase in Phase}
+        self.membership = life.Membership(len(seats), limits, restart_budget)
+        self.run = f"{time.time_ns():x}"
+        for fd in launcher.filenos():
+            switchboard.register(fd, lambda: None)
+
+    def start(self) -> None:
+        self._perform(self.membership.start(time.monotonic()))
+
+    def stop(self) -> None:
+        """From now on, ends are expected."""
+        self.membership.stop()
+
+    def ended(self) -> bool:
+        return all(seat.handle is None or seat.handle.poll() is not None for seat in self.seats)
+
+    def kill(self) -> None:
+        for seat in self.seats:
+            if seat.handle is not None:
+                seat.handle.kill()
+
+    def close(self) -> None:
+        for seat in self.seats:
+            self._drop_process(seat)
+        self.launcher.close()
+
+    def whereabouts(self) -> str:
+        """What each worker that keeps somebody waiting is doing."""
+        parts = []
+        for seat, member in zip(self.seats, self.membership.members, strict=True):
+            if member.state is not life.State.ALIVE:
+                parts.append(f"worker {seat.worker} is {member.state.value} (restart {member.incarnation})")
+            elif seat.phase != "idle":
+                slot = seat.first + int(seat.words[SLOT])
+                parts.append(f"worker {seat.worker} in {seat.phase}, environment slot {slot}")
+        return "; ".join(parts) or "all workers are idle"
+
+    # ---- reading ----
+
+    def read_shared(self) -> bool:
+        """What has arrived on connections that have no descriptor per worker; True if anything did."""
+        arrived = self.launcher.drain(self._watcher.receive)
+        if self.launcher.driven:
+            for seat in self.seats:
+                arrived = self._drive(seat) or arrived
+        return arrived
+
+    def _drive(self, seat: Seat) -> bool:
+        """A worker in this process moves when we make it: its environments may hang, so Ctrl-C must reach them."""
+        moved = False
+        while seat.link is not None:
+            with self._switchboard.interruptible():
+                received = seat.link.receive()
+            if received is None:
+                break
+            moved = True
+            self._watcher.receive(seat.worker, received)
+            if self.membership.stopping:
+                break  # the run is over: nobody takes another step before whoever waits has heard of it
+        if seat.handle is not None and seat.handle.poll() is not None:
+            self._process_ended(seat)
+        return moved
+
+    def _read(self, seat: Seat, limit: int | None = _MESSAGES_AT_ONCE) -> None:
+        count = 0
+        while seat.link is not None and (limit is None or count < limit):
+            count += 1
+            try:
+                received = seat.link.receive()
+            except EOFError:
+                self._switchboard.unregister(seat.link.fileno())
+                self.act_on(life.Gone(seat.worker))
+                return
+            except WireError as error:
+                self.distrust(seat, error)
+                return
+            if received is None:
+                return
+            for fd in received.fds:  # no message of a worker has one
+                os.close(fd)
+            self._watcher.receive(seat.worker, received)
+
+    def distrust(self, seat: Seat, error: WireError) -> None:
+        """A worker said what cannot be read, or cannot be true: it is replaced."""
+        log.warning("worker %d sent what cannot be accepted: %s", seat.worker, error)
+        self.act_on(life.Gone(seat.worker))
+
+    def _read_output(self, seat: Seat) -> None:
+        if seat.handle is None:
+            return
+        new = seat.handle.read_output()
+        if not new:
+            self._switchboard.unregister(seat.handle.output_fd)
+        for line in new.decode(errors="replace").splitlines():
+            log.info("worker %d: %s", seat.worker, line)
+
+    # ---- watching ----
+
+    def tick(self) -> None:
+        """Look at everybody's progress, and do what time alone brings about."""
+        for seat in self.seats:
+            if seat.handle is None or (self.launcher.driven and seat.link is not None):
+                continue  # one in this process cannot be stuck without us
+            phase = seat.phase
+            if phase == "idle" and not self._watcher.is_busy(seat):
+                phase = ""
+            self.act_on(life.Observed(seat.worker, phase, (int(seat.words[COUNT]), int(seat.words[SLOT]))))
+            if seat.link is not None:
+                seat.link.flush()
+        self._perform(self.membership.tick(time.monotonic()))
+
+    def act_on(self, event: life.Event) -> None:
+        self._perform(self.membership.handle(event, time.monotonic()))
+
+    def _perform(self, actions: Sequence[life.Action]) -> None:
+        for action in actions:
+            seat = self.seats[action.worker]
+            match action:
+                case life.Start():
+                    self._start_process(seat, action.incarnation)
+                case life.Kill():
+                    if action.stuck_in and seat.handle is not None:
+                        limit_s = getattr(self._timeouts, f"{action.stuck_in}_s")
+                        seat.error = seat.stuck(action.stuck_in, limit_s)
+                        log.warning("%s", str(seat.error).splitlines()[0])
+                    if seat.handle is not None:
+                        seat.handle.kill()
+                case life.Lost():
+                    seat.ready = False
+                    self._watcher.lost(seat)
+                case life.GiveUp():
+                    error = WorkerError("a worker does not end, although it was killed", seat.where(seat.phase))
+                    self._watcher.fail(seat.error or error)
+
+    def _start_process(self, seat: Seat, incarnation: int) -> None:
+        self._drop_process(seat)
+        seat.incarnation, seat.ready, seat.error, seat.asked = incarnation, False, None, False
+        try:
+            started = self.launcher.start(seat.worker, incarnation, self.run)
+        except OSError as error:
+            self._watcher.fail(WorkerError(f"a worker could not be started: {error}", seat.where("start")))
+            return
+        seat.handle, seat.link = started.handle, started.link
+        seat.words, seat.host, seat.pid = started.words, started.host, started.handle.pid
+        readers: list[tuple[int, Callable[[Seat], None]]] = [
+            (started.link.fileno(), self._read),
+            (started.handle.exit_fd, self._process_ended),
+            (started.handle.output_fd, self._read_output),
+        ]
+        for fd, reader in readers:
+            self._switchboard.register(fd, lambda reader=reader: reader(seat))  # type: ignore[misc]
+
+    def _process_ended(self, seat: Seat) -> None:
+        ended = seat.handle.poll() if seat.handle is not None else None
+        if ended is None or seat.handle is None:
+            return
+        if seat.link is not None and seat.link.fileno() >= 0:
+            self._read(seat, limit=None)  # what it said before it ended still counts
+        if seat.error is None and not self.membership.stopping:
+            seat.error = seat.died(ended)
+            log.warning("%s", str(seat.error).splitlines()[0])
+        self._switchboard.unregister(seat.handle.exit_fd)
+        self.act_on(life.Ended(seat.worker))
+
+    def _drop_process(self, seat: Seat) -> None:
+        if seat.link is not None:
+            self._switchboard.unregister(seat.link.fileno())
+            seat.link.close()
+            seat.link = None
+        if seat.handle is not None:
+            self._switchboard.unregister(seat.handle.exit_fd)
+            self._switchboard.unregister(seat.handle.output_fd)
+            seat.handle.close()
+            seat.handle = None

@@ -1,0 +1,170 @@
+"""Single steps with the caller's own actions: the server's client that stands behind `make_vec`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import cloudpickle
+
+from farstep.config import LaunchConfig
+from farstep.core import Array, Buffer, Received
+from farstep.errors import WireError, WorkerError
+from farstep.head.rollouts import Rollouts, base_rows
+from farstep.head.seats import Seat
+from farstep.head.server import Server
+from farstep.head.tickets import Order
+from farstep.spec import ArraySpec, Schema, space_schema
+from farstep.wire import messages as m
+from farstep.wire.codec import unpack
+from farstep.worker.program import Program
+
+
+@dataclass(frozen=True)
+class ResetOrder:
+    """What `reset` asks of all environments."""
+
+    seeds: Sequence[int | None] | None
+    mask: Array | None
+    options: bytes | None
+
+    def part(self, seat: Seat) -> m.Reset:
+        """A worker's share."""
+        seeds = None if self.seeds is None else list(self.seeds[seat.columns])
+        return m.Reset(seeds, None if self.mask is None else self.mask[seat.columns].tobytes(), self.options)
+
+
+Info = tuple[int, Mapping[str, Any] | None, Mapping[str, Any]]
+"""Environment, what its episode ended with, and the step's or reset's info."""
+
+
+class Stepper:
+    """Actions in, one row of everything out. A failure raises: nothing is restarted behind the learner's back."""
+
+    def __init__(self, config: LaunchConfig, program: Program, envs_per_node: int) -> None:
+        self.server = Server(config, program, envs_per_node, 0, 0, self)
+        self._steps = 0
+        self._reset: ResetOrder | None = None
+        self._request = 0
+        self._answers: dict[int, Any] = {}
+        self._rollouts: Rollouts | None = None
+
+    def start(self) -> tuple[Any, Any]:
+        """Start the workers; the spaces of one environment."""
+        self.server.start()
+        assert self.server.spaces is not None
+        observation_space, action_space = self.server.spaces
+        obs, self._obs_schema = space_schema(observation_space, "obs")
+        _, actions = space_schema(action_space, "action")
+        self._rollouts = Rollouts(self.server.seats, obs, self._obs_schema)
+        self._lay(actions)
+        return observation_space, action_space
+
+    def close(self) -> None:
+        self.server.close()
+        if self._rollouts is not None:
+            self._rollouts.close()
+
+    @property
+    def blocks(self) -> Mapping[str, Array]:
+        """Arrays `[1, 2, N, ...]`: row 0 is the step, row 1 the observation after it."""
+        assert self._rollouts is not None
+        return self._rollouts.blocks
+
+    def _lay(self, actions: Schema) -> None:
+        rollouts = self._rollouts
+        assert rollouts is not None
+        self._action_schema = actions
+        if rollouts.fit(1, 1, {**base_rows(self._obs_schema, "<f8"), **actions}, {}):
+            assert rollouts.layout is not None and rollouts.memory is not None
+            with self.server.locked():
+                self.server.tell(rollouts.layout.message(rollouts.generation), fds=[rollouts.memory.fd])
+
+    def step(self, actions: Mapping[str, Array]) -> list[Info]:
+        """Step every environment."""
+        schema = {name: ArraySpec.of(array) for name, array in actions.items()}
+        if schema != self._action_schema:  # an environment gets its action in the dtype that it was given in
+            self._lay(schema)
+        for name, array in actions.items():
+            self.blocks[name][0, 0] = array
+        return self._roll(1, None)
+
+    def reset(self, order: ResetOrder) -> list[Info]:
+        return self._roll(0, order)
+
+    def _roll(self, steps: int, reset: ResetOrder | None) -> list[Info]:
+        """One ticket for every worker."""
+        server = self.server
+        with server.locked():
+            server.raise_failure()
+            if server.tickets.is_open:  # of a call that was interrupted
+                server.cancel()
+            self._steps, self._reset = steps, reset
+            server.tickets.open(None, None, 1)
+            server.grant()
+            try:
+                arrived = server.wait(lambda: server.tickets.take(0))
+            finally:
+                server.cancel()
+        return [info for a in arrived for info in a.piece]
+
+    def call(self, name: str, *arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Do something on every worker; `arguments` is one tuple for all, or one each. Values in order of slots."""
+        server = self.server
+        parts = arguments if len(arguments) == len(server.seats) else arguments * len(server.seats)
+        with server.locked():
+            server.raise_failure()
+            self._answers = {}
+            self._request += 1
+            for seat, args in zip(server.seats, parts, strict=True):
+                server.send(seat, m.Call(self._request, name), [cloudpickle.dumps((args, {}))])
+        server.wait(lambda: True if len(self._answers) >= len(server.seats) else None)
+        for answer in self._answers.values():
+            if isinstance(answer, WorkerError):
+                raise answer
+        return tuple(value for worker in sorted(self._answers) for value in self._answers[worker] or ())
+
+    # ---- the server's side ----
+
+    def version(self) -> int:
+        return 0  # the learner acts: there is no policy on the workers
+
+    def make_ticket(self, order: Order) -> tuple[m.Ticket, list[Any]]:
+        seat = self.server.seats[order.worker]
+        frames: list[Any] = []
+        reset = None if self._reset is None else self._reset.part(seat)
+        if reset is None and not self.server.shares_memory:
+            frames = [self.blocks[name][0, 0, seat.columns].tobytes() for name in self._action_schema]
+        return m.Ticket(order.seq, order.lane, self._steps, 0, reset, infos=True), frames
+
+    def on_message(self, seat: Seat, message: m.FromWorker, received: Received) -> None:
+        match message:
+            case m.Chunk() if self.server.tickets.order(message.ticket) is not None:
+                frames = list(received.frames[1:])
+                infos = _infos(frames.pop(), seat) if message.infos and frames else []
+                if message.keys:
+                    assert self._rollouts is not None
+                    self._rollouts.store(seat, 0, self._steps, message.keys, frames)
+                self.server.tickets.accept(seat.worker, message.ticket, 0, infos)
+            case m.Reply() if message.request == self._request:
+                if len(received.frames) != 2:
+                    raise WireError("a reply without its value.")
+                self._answers[seat.worker] = unpack(received.frames[1])
+
+    def on_error(self, seat: Seat, error: WorkerError) -> None:
+        self._answers[seat.worker] = error
+
+
+def _infos(frame: Buffer, seat: Seat) -> list[Info]:
+    infos = unpack(frame)
+    if not isinstance(infos, list):
+        raise WireError("infos that are not a list.")
+    found: list[Info] = []
+    for entry in infos:
+        match entry:
+            case (int(i), dict() | None as final, dict(info)) if 0 <= i < seat.num_envs:
+                found.append((seat.first + i, final, info))
+            case _:
+                raise WireError("infos that are not of this worker's environments.")
+    return found
