@@ -8,8 +8,6 @@ import os
 from collections.abc import Callable
 from typing import Any, Protocol
 
-import numpy as np
-
 from farstep.agents.parameters import ParameterLoader
 
 # The shared memory of parameters: one word naming version and buffer, then the buffers, each with its version.
@@ -48,11 +46,15 @@ class Weights(Protocol):
 
 class SharedWeights:
     """One copy for all workers of the host. A buffer is locked while it is read, so the head never writes into it;
-    the lock is the kernel's and goes with its holder, so a worker killed while reading blocks nobody."""
+    the lock is the kernel's and goes with its holder, so a worker killed while reading blocks nobody.
+
+    Locks of one process never conflict. A worker inside the head's process needs none: it loads only while the head
+    waits for it, in the same thread and under the head's lock, so nothing is written meanwhile.
+    """
 
     def __init__(self, fd: int, nbytes: int, buffers: int) -> None:
         self._fd, self._nbytes = fd, nbytes
-        self._map = mmap.mmap(fd, PAGE + buffers * stride(nbytes))
+        self._map = mmap.mmap(fd, PAGE + buffers * stride(nbytes), prot=mmap.PROT_READ)
         self._word = memoryview(self._map).cast("q")
 
     def newest(self) -> int:
@@ -88,8 +90,7 @@ class RemoteWeights:
 
     def load(self, loader: ParameterLoader) -> int:
         version, payload = self._ask()
-        # Copied: torch wants writable memory and a message's is not.
-        loader.load(loader.schema.views(np.frombuffer(payload, np.uint8).copy()))
+        loader.load(loader.schema.views(payload))
         return version
 
     def close(self) -> None:
