@@ -298,13 +298,19 @@ def test_a_kernel_without_the_seal_does_without(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     "make", [*AGENTS, lambda: Module().bfloat16()], ids=[*(m.__name__ for m in AGENTS), "bfloat16"]
 )
-def test_loading_out_of_memory_for_reading_warns_nobody(make: Callable[[], Any]) -> None:
-    code_filters = list(warnings.filters)
-    with warnings.catch_warnings(), store_of(make()) as store:
-        warnings.simplefilter("error")
-        pulled(store, make())
-        RemoteWeights(lambda: (0, bytes(store.payload()))).load(ParameterLoader(make()))
-    assert warnings.filters == code_filters
+def test_loading_from_memory_for_reading_warns_nobody(make: Callable[[], Any]) -> None:
+    filters = list(warnings.filters)
+    torch.set_warn_always(True)
+    try:
+        with warnings.catch_warnings(record=True) as warned, store_of(make()) as store:
+            warnings.simplefilter("always")
+            inside = list(warnings.filters)
+            pulled(store, make())
+            RemoteWeights(lambda: (0, bytes(store.payload()))).load(ParameterLoader(make()))
+            assert warnings.filters == inside and not warned
+    finally:
+        torch.set_warn_always(False)
+    assert warnings.filters == filters
 
 
 READER = """
@@ -312,11 +318,11 @@ import sys
 from farstep.worker.weights import SharedWeights
 
 class Loader:
+    nbytes = int(sys.argv[2])
     schema = property(lambda self: self)
     def views(self, buffer, start):
-        return buffer, start
-    def load(self, views):
-        buffer, start = views
+        return []
+    def load(self, arrays):
         print("reading", flush=True)
         sys.stdin.read()
 
@@ -370,6 +376,14 @@ class FrozenAgent(NumpyAgent):
 def test_weights_that_could_not_reach_the_agent_are_refused_with_advice(make: Callable[[], Any]) -> None:
     with pytest.raises(AgentError, match=r"'w'.*Add set_parameters\(parameters\)"):
         ParameterLoader(make())
+
+
+def test_a_copy_of_another_size_is_refused() -> None:
+    with store_of(Module(3)) as store:
+        with pytest.raises(AgentError, match="copy of the agent has 320 bytes of parameters, the learner's agent 192"):
+            pulled(store, Module(20))
+        with pytest.raises(AgentError, match="copy of the agent has 320 bytes of parameters, the learner's agent 192"):
+            RemoteWeights(lambda: (0, store.payload())).load(ParameterLoader(Module(20)))
 
 
 @pytest.mark.parametrize(("parameters", "words"), [({}, "nothing"), ({"net": {"w": "text"}}, "str at 'net.w'")])

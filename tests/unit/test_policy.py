@@ -308,6 +308,16 @@ def test_tensors_that_numpy_cannot_hold_are_refused_with_advice(make: Callable[[
     assert type(caught.value) is AgentError
 
 
+class Homesick(Module):
+    def __reduce__(self) -> Any:
+        return int, ("home",)
+
+
+def test_an_agent_that_cannot_be_loaded_is_refused() -> None:
+    with pytest.raises(AgentError, match=r"cannot be loaded on the worker: ValueError: .*'home'"):
+        actor_of(Homesick())
+
+
 def test_parameters_that_vary_in_number_are_refused() -> None:
     class Growing(Module):
         def get_parameters(self) -> Any:

@@ -32,12 +32,12 @@ def _walk(value: Any, name: str) -> Iterator[tuple[str, Any]]:
         for key, sub in value.items():
             yield from _walk(sub, f"{name}.{key}" if name else str(key))
     elif is_tensor(value) or (hasattr(value, "dtype") and hasattr(value, "shape")):
-        yield name, value
+        yield name or "parameters", value
     elif isinstance(value, (list, tuple)) or hasattr(value, "__next__"):
         for i, sub in enumerate(value):
             yield from _walk(sub, f"{name}.{i}" if name else str(i))
     elif isinstance(value, (bool, int, float)):
-        yield name, np.asarray(value)
+        yield name or "parameters", np.asarray(value)
     else:
         raise AgentError(
             f"get_parameters() returned a {type(value).__name__} at {name or 'its top'!r}; expected arrays or "
@@ -108,7 +108,10 @@ class ParameterSchema:
     @classmethod
     def of(cls, leaves: list[tuple[str, Any]]) -> ParameterSchema:
         if not leaves:
-            raise AgentError("get_parameters() returned nothing; a worker could never learn of new weights.")
+            raise AgentError(
+                "get_parameters() returned nothing; a worker could never learn of new weights. Return the arrays or "
+                "tensors that act uses, e.g. state_dict()."
+            )
         arrays = [as_stored(name, leaf) for name, leaf in leaves]
         names = tuple(name for name, _ in leaves)
         return cls(names, tuple(a.shape for a in arrays), tuple(a.dtype.str for a in arrays))
@@ -145,7 +148,7 @@ class ParameterSchema:
             if tuple(leaf.shape) != shape:
                 raise AgentError(
                     f"parameter {name!r} changed its shape from {list(shape)} to {list(leaf.shape)}; the old "
-                    "version stays in force."
+                    "version stays in force. An agent of other shapes must be another object."
                 )
 
 

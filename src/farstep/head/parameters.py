@@ -73,7 +73,7 @@ class ParameterStore:
                 if array.dtype != view.dtype:
                     raise AgentError(
                         f"parameter {name!r} changed its dtype from {view.dtype} to {array.dtype}; version "
-                        f"{self.version} stays in force."
+                        f"{self.version} stays in force. Convert it back, or make another agent of it."
                     )
                 if has_nan(leaf, array):
                     raise AgentError(

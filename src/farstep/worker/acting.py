@@ -25,8 +25,8 @@ class Actor:
         self._slots, self._obs = slots, obs
         # Tried first on a copy, since an agent may count its calls. The copy is made first: unpickling a class of
         # the user's script again sets its attributes anew, and ours must be the ones that stay.
-        self._trial: Policy | None = Policy(cloudpickle.loads(payload), "eager")
-        self.policy = Policy(cloudpickle.loads(payload), inference)
+        self._trial: Policy | None = Policy(_unpacked(payload), "eager")
+        self.policy = Policy(_unpacked(payload), inference)
         self.loader = ParameterLoader(self.policy.agent)
         self.version = -1
         self.structure: dict[str, Any] = {}
@@ -128,6 +128,16 @@ class Actor:
             return ""
         self._noted = self.policy.note
         return self._noted
+
+
+def _unpacked(payload: bytes) -> Any:
+    try:
+        return cloudpickle.loads(payload)
+    except Exception as error:
+        raise AgentError(
+            f"the agent cannot be loaded on the worker: {type(error).__name__}: {error}. Its modules must be "
+            "importable there, and __setstate__ must work without what only the learner has."
+        ) from error
 
 
 def _schema_of(out: dict[str, Any], count: int) -> tuple[Schema, dict[str, Any]]:

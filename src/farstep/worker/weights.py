@@ -6,9 +6,11 @@ import fcntl
 import mmap
 import os
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 from farstep.agents.parameters import ParameterLoader
+from farstep.core import Buffer
+from farstep.errors import AgentError
 
 # The shared memory of parameters: one word naming version and buffer, then the buffers, each with its version.
 PAGE = 4096
@@ -69,7 +71,7 @@ class SharedWeights:
                 # Between reading the word and locking, the head may have reused the buffer: look again.
                 if self._word[start // 8] != version or unpack_word(self._word[0])[0] != version:
                     continue
-                loader.load(loader.schema.views(self._map, start + HEADER))
+                _load(loader, self._map, start + HEADER, self._nbytes)
                 return version
             finally:
                 fcntl.lockf(self._fd, fcntl.LOCK_UN, 1, index)
@@ -81,7 +83,7 @@ class SharedWeights:
 class RemoteWeights:
     """Parameters that arrive as messages; `ask` sends a request and returns version and bytes."""
 
-    def __init__(self, ask: Callable[[], tuple[int, Any]]) -> None:
+    def __init__(self, ask: Callable[[], tuple[int, Buffer]]) -> None:
         self._ask = ask
         self.announced = 0
 
@@ -90,8 +92,17 @@ class RemoteWeights:
 
     def load(self, loader: ParameterLoader) -> int:
         version, payload = self._ask()
-        loader.load(loader.schema.views(payload))
+        _load(loader, payload, 0, len(payload))
         return version
 
     def close(self) -> None:
         """Nothing is held."""
+
+
+def _load(loader: ParameterLoader, buffer: Buffer | mmap.mmap, offset: int, nbytes: int) -> None:
+    if loader.schema.nbytes != nbytes:
+        raise AgentError(
+            f"the worker's copy of the agent has {loader.schema.nbytes} bytes of parameters, the learner's agent "
+            f"{nbytes}; get_parameters() must return the same arrays on both. Make all of them in __init__."
+        )
+    loader.load(loader.schema.views(buffer, offset))
