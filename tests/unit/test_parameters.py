@@ -212,6 +212,30 @@ def test_a_conjugated_view_is_resolved() -> None:
     assert worker.parameters["tensor"].tolist() == [1 - 2j]
 
 
+CONVERSIONS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "bfloat16": lambda tensor: tensor.bfloat16(),
+    "float16": lambda tensor: tensor.half(),
+    "float32": lambda tensor: tensor.float(),
+    "NumPy": lambda tensor: tensor.float().numpy(),
+}
+
+
+@pytest.mark.parametrize("own", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("convert", CONVERSIONS.values(), ids=CONVERSIONS.keys())
+def test_a_module_may_give_its_tensors_in_another_type(convert: Callable[[Any], Any], own: torch.dtype) -> None:
+    class Converting(Module):
+        def get_parameters(self) -> Any:
+            return {name: convert(value) for name, value in self.state_dict().items()}
+
+    learner, worker = Converting().to(own), Converting().to(own)
+    with torch.no_grad():
+        learner.net.weight.fill_(0.3)
+    with store_of(learner) as store:
+        pulled(store, worker)
+    assert worker.net.weight.dtype == own
+    torch.testing.assert_close(worker.net.weight, learner.net.weight, rtol=1e-2, atol=1e-2)
+
+
 class TiedModule(Module):
     """One tensor under two names, of which `named_parameters` gives the first only."""
 
@@ -244,6 +268,7 @@ def test_an_empty_array_is_no_copy() -> None:
 UNFIT: dict[str, tuple[Callable[[], Any], str]] = {
     "meta": (lambda: torch.zeros(2, device="meta"), "no data"),
     "sparse": (lambda: torch.eye(2).to_sparse(), "to_dense"),
+    "sparse bfloat16": (lambda: torch.eye(2).bfloat16().to_sparse(), "Sparse"),
     "uninitialized": (lambda: torch.nn.LazyLinear(2).weight, "uninitialized parameter"),
     "objects": (lambda: np.array([object()]), "array of object; expected plain numbers"),
     "records": (lambda: np.zeros(2, [("x", "f4"), ("y", "f8")]), "expected plain numbers"),

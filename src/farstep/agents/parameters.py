@@ -81,9 +81,11 @@ def is_torch_module(agent: Any) -> bool:
 
 
 def _bits(tensor: Any) -> Any:
+    """The tensor itself or, of a type that NumPy lacks, its bits as integers over the same memory."""
     import torch
 
-    if tensor.dtype in (torch.float16, torch.float32, torch.float64) or not tensor.dtype.is_floating_point:
+    has_type = tensor.dtype in (torch.float16, torch.float32, torch.float64) or not tensor.dtype.is_floating_point
+    if has_type or tensor.layout != torch.strided:
         return tensor
     return tensor.detach().view({1: torch.uint8, 2: torch.int16}[tensor.dtype.itemsize])
 
@@ -216,7 +218,8 @@ class ParameterLoader:
         self._verified = False
         setter = getattr(agent, "set_parameters", None)
         self._set = setter if callable(setter) else None
-        self._targets = None if self._set else self._find_targets(leaves)
+        self._leaves = [leaf for _, leaf in leaves]
+        self._targets = [] if self._set else self._find_targets(leaves)
 
     def _find_targets(self, leaves: list[tuple[str, Any]]) -> list[Any]:
         """The agent's own tensors or arrays that can be written in place."""
@@ -226,7 +229,7 @@ class ParameterLoader:
             own = dict(module.named_parameters(self._agent, remove_duplicate=False))
             own.update(module.named_buffers(self._agent, remove_duplicate=False))
             if all(name in own for name, _ in leaves):
-                return [_writable(own[name]) for name, _ in leaves]
+                return [_writable(own[name], leaf) for name, leaf in leaves]
         again = leaves_of(self._agent.get_parameters())
         self.schema.check(again)
         for (name, leaf), (_, second) in zip(leaves, again, strict=True):
@@ -241,17 +244,16 @@ class ParameterLoader:
                     f"for {name!r} ({type(leaf).__module__}.{type(leaf).__name__}). Add "
                     "set_parameters(parameters), which takes what get_parameters() returns."
                 )
-        return [_writable(leaf) for _, leaf in leaves]
+        return [_writable(leaf, leaf) for _, leaf in leaves]
 
     def load(self, arrays: list[Array]) -> None:
         """Load the leaves; either all of them or, on an error, as the agent's own setter left it."""
         if self._set is not None:
             self._set(self._rebuild(self._template, iter(arrays)))
         else:
-            assert self._targets is not None
-            for target, array in zip(self._targets, arrays, strict=True):
+            for target, leaf, array in zip(self._targets, self._leaves, arrays, strict=True):
                 if is_tensor(target):
-                    target.copy_(_to_tensor(array, target))
+                    target.copy_(_to_tensor(array, leaf))
                 else:
                     target[...] = array
         if not self._verified:
@@ -284,14 +286,17 @@ class ParameterLoader:
         return array.copy().view(template.dtype)
 
 
-def _writable(leaf: Any) -> Any:
-    """The memory of a leaf: as an array, unless it is a tensor on a device."""
-    if not is_tensor(leaf):
-        return leaf
-    return as_array(_bits(leaf)) if leaf.device.type == "cpu" else leaf.detach()
+def _writable(own: Any, leaf: Any) -> Any:
+    """What to write new values of `leaf` into: the agent's own memory as an array, or the tensor if it must convert."""
+    if not is_tensor(own):
+        return own
+    same = is_tensor(leaf) and own.dtype == leaf.dtype
+    numbers = all(not is_tensor(entry) or _bits(entry) is entry for entry in (own, leaf))
+    return as_array(_bits(own)) if own.device.type == "cpu" and (same or numbers) else own.detach()
 
 
 def _to_tensor(array: Array, like: Any) -> Any:
     import torch
 
-    return torch.from_numpy(array.copy()).view(like.dtype).to(like.device)
+    tensor = torch.from_numpy(array.copy())
+    return tensor.view(like.dtype).to(like.device) if is_tensor(like) else tensor

@@ -50,8 +50,8 @@ class SharedWeights:
     """One copy for all workers of the host. A buffer is locked while it is read, so the head never writes into it;
     the lock is the kernel's and goes with its holder, so a worker killed while reading blocks nobody.
 
-    Locks of one process never conflict. A worker inside the head's process needs none: it loads only while the head
-    waits for it, in the same thread and under the head's lock, so nothing is written meanwhile.
+    Locks of one process never conflict, and go when it closes any descriptor of the file. A worker inside the head's
+    process needs none: it loads only while the head waits for it, in one thread, so nothing is written or closed.
     """
 
     def __init__(self, fd: int, nbytes: int, buffers: int) -> None:
