@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from farstep.core import Array, Nested
-from farstep.spec import Structure, nest
+from farstep.spec import Structure, map_leaves, nest
 
 ENDS = np.dtype([("row", "<i4"), ("slot", "<i4"), ("length", "<i8"), ("return", "<f8"), ("time", "<f8")])
 """One record per episode that ended: where, and what it came to."""
@@ -93,8 +93,4 @@ class Batch(Mapping[str, Nested]):
 
 
 def _copied(value: Nested) -> Nested:
-    if isinstance(value, Mapping):
-        return {key: _copied(sub) for key, sub in value.items()}
-    if isinstance(value, tuple):
-        return tuple(_copied(sub) for sub in value)
-    return None if value is None else value.copy()
+    return None if value is None else map_leaves(np.ndarray.copy, value)

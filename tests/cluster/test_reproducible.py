@@ -12,6 +12,7 @@ from faulty import MortalEnv
 
 import farstep
 from farstep.testing import CountingEnv, TableAgent
+from farstep.worker.seeds import episode_generator
 
 SLOTS = 5  # so that workers differ in size
 
@@ -52,6 +53,20 @@ CONFIGS = {
 def test_trajectories_do_not_depend_on_workers(config: farstep.LaunchConfig, reference: Any) -> None:
     for mine, theirs in zip(rolled(cluster(CountingEnv, envs=SLOTS, config=config)), reference, strict=True):
         assert_same(mine, theirs)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_an_agent_in_the_middle_of_episodes_draws_from_their_generators(workers: int) -> None:
+    with cluster(CountingEnv, envs=SLOTS, config=inprocess(workers), env_kwargs={"length": 6}) as env:
+        env.reset(seed=3)
+        env.collect(TableAgent(), steps=8)  # into the second episodes
+        drawn = env.collect(DrawingAgent(), steps=6)
+        for slot in range(SLOTS):
+            rows = drawn["action"][:, slot].tolist(), drawn["value"][:, slot].tolist()
+            for episode, span in ((1, slice(0, 4)), (2, slice(4, 6))):
+                rng = episode_generator(3, slot, episode)
+                expected = [(rng.integers(3), rng.random()) for _ in rows[0][span]]
+                assert list(zip(*(row[span] for row in rows), strict=True)) == expected
 
 
 def test_the_environments_are_seeded_by_slot_and_episode(reference: Any) -> None:

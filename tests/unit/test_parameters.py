@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import mmap
 import os
+import subprocess
+import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
+import cloudpickle
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 
-from farstep.agents.parameters import ParameterLoader, ParameterSchema, leaves_of
+from farstep.agents.parameters import ParameterLoader, ParameterSchema, as_stored, leaves_of
+from farstep.agents.policy import ship
 from farstep.errors import AgentError
 from farstep.head.parameters import ParameterStore
-from farstep.worker.weights import SharedWeights
+from farstep.worker.weights import RemoteWeights, SharedWeights
 
 LARGE = 600_000  # elements: more bytes than are compared when counters say "unchanged"
 
@@ -98,9 +107,7 @@ def pulled(store: ParameterStore, agent: Any) -> int:
 
 
 def numbers(agent: Any) -> list[Any]:
-    return [
-        np.asarray(leaf.detach() if torch.is_tensor(leaf) else leaf) for _, leaf in leaves_of(agent.get_parameters())
-    ]
+    return [as_stored(name, leaf) for name, leaf in leaves_of(agent.get_parameters())]
 
 
 AGENTS: list[Callable[[], Any]] = [Module, ListModule, IteratorModule, NumpyAgent, SetterAgent, JaxSetterAgent]
@@ -138,6 +145,236 @@ def test_bfloat16_travels_as_its_bits() -> None:
     assert worker.net.weight.dtype == torch.bfloat16 and torch.equal(worker.net.weight, learner.net.weight)
 
 
+class Layer(NamedTuple):
+    weight: Any
+    bias: Any
+
+
+def test_a_setter_of_jax_gets_its_containers_and_bfloat16() -> None:
+    learner, worker = SetterAgent(), SetterAgent()
+    learner.parameters = {"layer": Layer(jnp.arange(3, dtype=jnp.bfloat16), np.float32(1.5))}
+    worker.parameters = {"layer": Layer(jnp.zeros(3, jnp.bfloat16), np.float32(0))}
+    with store_of(learner) as store:
+        pulled(store, worker)
+    layer = worker.parameters["layer"]
+    assert isinstance(layer, Layer) and layer.weight.dtype == jnp.bfloat16 and type(layer.bias) is np.float32
+    np.testing.assert_array_equal(layer.weight, learner.parameters["layer"].weight)
+    assert layer.bias == 1.5
+
+
+TENSORS: dict[str, Callable[[], torch.Tensor]] = {
+    "requires grad": lambda: torch.arange(3.0, requires_grad=True),
+    "without dimensions": lambda: torch.tensor(2.5),
+    "empty": lambda: torch.zeros(0, 3),
+    "transposed": lambda: torch.arange(6.0).view(2, 3).t(),
+    "transposed bfloat16": lambda: torch.arange(6, dtype=torch.bfloat16).view(2, 3).t(),
+    "every second": lambda: torch.arange(6)[::2],
+    "complex": lambda: torch.tensor([1 + 2j, 3 - 1j]),
+    "float8": lambda: torch.tensor([1.0, -2.0]).to(torch.float8_e4m3fn),
+    "bool": lambda: torch.tensor([True, False]),
+    "of inference mode": torch.inference_mode()(lambda: torch.arange(3.0)),
+}
+
+
+class TensorAgent(Base):
+    """Written in place."""
+
+    def __init__(self, tensor: Any) -> None:
+        self.parameters = {"first": torch.zeros(1), "tensor": tensor, "last": torch.zeros(1)}
+
+    def get_parameters(self) -> Any:
+        return self.parameters
+
+
+class TensorSetterAgent(TensorAgent, SetterAgent):
+    """Through a setter."""
+
+
+@pytest.mark.parametrize("make", TENSORS.values(), ids=TENSORS.keys())
+@pytest.mark.parametrize("kind", [TensorAgent, TensorSetterAgent], ids=lambda kind: kind.__name__)
+def test_tensors_of_every_sort(kind: Callable[[Any], Any], make: Callable[[], torch.Tensor]) -> None:
+    tensor = make()
+    learner, worker = kind(torch.zeros_like(tensor)), kind(tensor)
+    learner.parameters["last"] += 7
+    with store_of(learner) as store:
+        pulled(store, worker)
+        assert not store.publish_if_changed(learner)
+    assert worker.parameters["last"] == 7
+    mine, theirs = learner.parameters["tensor"], worker.parameters["tensor"]
+    assert theirs.dtype == mine.dtype and theirs.tolist() == mine.tolist()
+    assert (theirs is tensor) == (kind is TensorAgent)
+
+
+def test_a_conjugated_view_is_resolved() -> None:
+    learner, worker = TensorAgent(torch.tensor([1 + 2j]).conj()), TensorAgent(torch.zeros(1, dtype=torch.complex64))
+    with store_of(learner) as store:
+        pulled(store, worker)
+    assert worker.parameters["tensor"].tolist() == [1 - 2j]
+
+
+CONVERSIONS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "bfloat16": lambda tensor: tensor.bfloat16(),
+    "float16": lambda tensor: tensor.half(),
+    "float32": lambda tensor: tensor.float(),
+    "NumPy": lambda tensor: tensor.float().numpy(),
+}
+
+
+@pytest.mark.parametrize("own", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("convert", CONVERSIONS.values(), ids=CONVERSIONS.keys())
+def test_a_module_may_give_its_tensors_in_another_type(convert: Callable[[Any], Any], own: torch.dtype) -> None:
+    class Converting(Module):
+        def get_parameters(self) -> Any:
+            return {name: convert(value) for name, value in self.state_dict().items()}
+
+    learner, worker = Converting().to(own), Converting().to(own)
+    with torch.no_grad():
+        learner.net.weight.fill_(0.3)
+    with store_of(learner) as store:
+        pulled(store, worker)
+    assert worker.net.weight.dtype == own
+    torch.testing.assert_close(worker.net.weight, learner.net.weight, rtol=1e-2, atol=1e-2)
+
+
+class TiedModule(Module):
+    """One tensor under two names, of which `named_parameters` gives the first only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.again = self.net
+
+    def get_parameters(self) -> Any:
+        return {name: value.clone() for name, value in self.state_dict().items()}
+
+
+def test_tied_tensors() -> None:
+    learner, worker = TiedModule(), TiedModule()
+    with store_of(learner) as store:
+        assert "again.weight" in store.schema.names
+        pulled(store, worker)
+    assert worker.again.weight is worker.net.weight and torch.equal(worker.net.weight, learner.net.weight)
+
+
+def test_an_empty_array_is_no_copy() -> None:
+    learner, worker = NumpyAgent(), NumpyAgent()
+    for agent in (learner, worker):
+        agent.weights["none"] = np.zeros((0, 2))
+    learner.weights["w"] += 1
+    with store_of(learner) as store:
+        pulled(store, worker)
+    np.testing.assert_array_equal(worker.weights["w"], learner.weights["w"])
+
+
+UNFIT: dict[str, tuple[Callable[[], Any], str]] = {
+    "meta": (lambda: torch.zeros(2, device="meta"), "no data"),
+    "sparse": (lambda: torch.eye(2).to_sparse(), "to_dense"),
+    "sparse bfloat16": (lambda: torch.eye(2).bfloat16().to_sparse(), "Sparse"),
+    "uninitialized": (lambda: torch.nn.LazyLinear(2).weight, "uninitialized parameter"),
+    "objects": (lambda: np.array([object()]), "array of object; expected plain numbers"),
+    "records": (lambda: np.zeros(2, [("x", "f4"), ("y", "f8")]), "expected plain numbers"),
+    "a key of JAX's": (lambda: jax.random.key(0), "PRNGKey"),
+}
+
+
+@pytest.mark.parametrize(("make", "words"), UNFIT.values(), ids=UNFIT.keys())
+def test_what_has_no_plain_numbers_is_refused_by_name(make: Callable[[], Any], words: str) -> None:
+    for refuse in (lambda agent: ParameterStore(agent, 1, 1), ParameterLoader):
+        with pytest.raises(AgentError, match=f"parameter 'tensor'.*{words}") as caught:
+            refuse(TensorSetterAgent(make()))
+        assert type(caught.value) is AgentError
+
+
+def test_a_tensor_without_memory_may_travel_if_it_is_no_parameter() -> None:
+    agent = Module()
+    agent.shape_only = torch.zeros(2, device="meta")
+    assert cloudpickle.loads(ship(agent)).shape_only.device.type == "meta"
+
+
+# ---- the memory that workers read from ----
+
+
+def test_a_worker_can_read_the_memory_and_not_write_it() -> None:
+    with store_of(Module()) as store:
+        with pytest.raises(PermissionError):
+            mmap.mmap(store.memory.fd, store.memory.nbytes)
+        with pytest.raises(PermissionError):
+            os.pwrite(store.memory.fd, b"garbage", 0)
+        assert store.publish(Module()) == 1  # the head still can
+
+
+def test_a_kernel_without_the_seal_does_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, future_write = fcntl.fcntl, 0x0010
+
+    def old_kernel(fd: int, command: int, argument: Any = 0) -> Any:
+        if argument == future_write:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(fd, command, argument)
+
+    monkeypatch.setattr(fcntl, "fcntl", old_kernel)
+    learner, worker = Module(), Module()
+    with store_of(learner) as store:
+        pulled(store, worker)
+        message = store.message()
+        with closing(SharedWeights(os.dup(store.memory.fd), message.nbytes, message.buffers)) as weights:
+            assert memoryview(weights._map).readonly
+    assert torch.equal(worker.net.weight, learner.net.weight)
+
+
+@pytest.mark.parametrize(
+    "make", [*AGENTS, lambda: Module().bfloat16()], ids=[*(m.__name__ for m in AGENTS), "bfloat16"]
+)
+def test_loading_from_memory_for_reading_warns_nobody(make: Callable[[], Any]) -> None:
+    filters = list(warnings.filters)
+    torch.set_warn_always(True)
+    try:
+        with warnings.catch_warnings(record=True) as warned, store_of(make()) as store:
+            warnings.simplefilter("always")
+            inside = list(warnings.filters)
+            pulled(store, make())
+            RemoteWeights(lambda: (0, bytes(store.payload()))).load(ParameterLoader(make()))
+            assert warnings.filters == inside and not warned
+    finally:
+        torch.set_warn_always(False)
+    assert warnings.filters == filters
+
+
+READER = """
+import sys
+from farstep.worker.weights import SharedWeights
+
+class Loader:
+    nbytes = int(sys.argv[2])
+    schema = property(lambda self: self)
+    def views(self, buffer, start):
+        return []
+    def load(self, arrays):
+        print("reading", flush=True)
+        sys.stdin.read()
+
+SharedWeights(*map(int, sys.argv[1:])).load(Loader())
+"""
+
+
+def test_a_buffer_is_left_alone_while_a_worker_reads_it_and_used_again_when_that_is_killed() -> None:
+    agent = NumpyAgent()
+    with store_of(agent) as store:
+        message, fd = store.message(), store.memory.fd
+        command = [sys.executable, "-c", READER, str(fd), str(message.nbytes), str(message.buffers)]
+        with subprocess.Popen(command, pass_fds=[fd], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as reader:
+            assert reader.stdout is not None
+            assert reader.stdout.readline() == b"reading\n"
+            read = store.payload()
+            before = bytes(read)
+            for version in range(1, 9):
+                agent.weights["w"] += 1  # type: ignore[operator]
+                assert store.publish(agent) == version
+                assert bytes(read) == before
+            reader.kill()
+        for _ in range(2):  # all but the current buffer are free now, and the first one comes first
+            store.publish(agent)
+        assert bytes(read) != before
+
+
 def test_leaves_are_named_and_aligned() -> None:
     schema = ParameterSchema.of(leaves_of(NumpyAgent().get_parameters()))
     assert schema.names == ("w", "layers.0", "layers.1")
@@ -166,6 +403,14 @@ def test_weights_that_could_not_reach_the_agent_are_refused_with_advice(make: Ca
         ParameterLoader(make())
 
 
+def test_a_copy_of_another_size_is_refused() -> None:
+    with store_of(Module(3)) as store:
+        with pytest.raises(AgentError, match="copy of the agent has 320 bytes of parameters, the learner's agent 192"):
+            pulled(store, Module(20))
+        with pytest.raises(AgentError, match="copy of the agent has 320 bytes of parameters, the learner's agent 192"):
+            RemoteWeights(lambda: (0, store.payload())).load(ParameterLoader(Module(20)))
+
+
 @pytest.mark.parametrize(("parameters", "words"), [({}, "nothing"), ({"net": {"w": "text"}}, "str at 'net.w'")])
 def test_what_are_no_parameters_is_refused(parameters: Any, words: str) -> None:
     agent = SetterAgent()
@@ -188,8 +433,20 @@ def poison(agent: SetterAgent) -> None:
     agent.parameters["w"][1] = float("nan")
 
 
-def overflow(agent: SetterAgent) -> None:
-    agent.parameters["w"][1] = float("inf")
+def poison_bits(agent: SetterAgent) -> None:
+    agent.parameters["half"][0] = float("nan")
+
+
+def poison_jax(agent: SetterAgent) -> None:
+    agent.parameters["jax"] = jnp.full(2, jnp.nan, jnp.bfloat16)
+
+
+def retype(agent: SetterAgent) -> None:
+    agent.parameters["last"] = torch.full((1,), 3, dtype=torch.float64)
+
+
+def empty(agent: SetterAgent) -> None:
+    agent.parameters["last"] = torch.zeros(1, device="meta")
 
 
 def lose(agent: SetterAgent) -> None:
@@ -208,7 +465,10 @@ def reshape(agent: SetterAgent) -> None:
     ("spoil", "words"),
     [
         (poison, "'w' has a NaN"),
-        (overflow, "'w' has a NaN or an infinity"),
+        (poison_bits, "'half' has a NaN"),
+        (poison_jax, "'jax' has a NaN"),
+        (retype, "'last' changed its dtype from float32 to float64"),
+        (empty, "'last'.*no data"),
         (lose, r"missing \['w'\]"),
         (add, r"new \['extra'\]"),
         (reshape, r"'w' changed its shape from \[3\] to \[4\]"),
@@ -219,17 +479,37 @@ def reshape(agent: SetterAgent) -> None:
 def test_a_bad_version_is_refused_by_name_and_the_old_one_stays(
     spoil: Callable[[SetterAgent], None], words: str, method: str
 ) -> None:
-    learner, worker = SetterAgent(), SetterAgent()
+    def agent() -> SetterAgent:
+        made = SetterAgent()
+        made.parameters |= {"half": torch.ones(2).bfloat16(), "jax": jnp.ones(2, jnp.bfloat16), "last": torch.ones(1)}
+        return made
+
+    learner, worker = agent(), agent()
     worker.parameters["w"] = torch.zeros(3)
     with store_of(learner) as store:
+        learner.parameters["w"] += 1  # written before the bad one is met
         spoil(learner)
         for _ in range(5):  # as often as there are buffers, and once more
             with pytest.raises(AgentError, match=words):
                 getattr(store, method)(learner)
         assert store.version == 0
         assert pulled(store, worker) == 0
-        assert store.publish(SetterAgent()) == 1  # and the store goes on
-    assert torch.equal(worker.parameters["w"], torch.arange(3.0))
+        for mine, theirs in zip(numbers(agent()), numbers(worker), strict=True):
+            np.testing.assert_array_equal(mine, theirs)
+        assert store.publish(agent()) == 1  # and the store goes on
+
+
+@pytest.mark.parametrize("value", [float("inf"), -float("inf")])
+def test_infinities_are_ordinary(value: float) -> None:
+    learner, worker = Module(), Module()
+    learner.scale[0] = value  # as in a mask of attention
+    with store_of(learner) as store:
+        pulled(store, worker)
+        assert not store.publish_if_changed(learner)
+        learner.scale[1] = value
+        assert store.publish_if_changed(learner)
+        pulled(store, worker)
+    assert worker.scale.tolist() == [value, value]
 
 
 # ---- noticing changes ----

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections import OrderedDict
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 from gymnasium import spaces
 
 from farstep.errors import AgentError, ConfigError, SpaceError
-from farstep.spec import ArraySpec, differences, leaf_names, leaves, nest, space_schema, value_structure
+from farstep.spec import (
+    ArraySpec,
+    differences,
+    flat,
+    leaf_names,
+    leaves,
+    map_leaves,
+    nest,
+    space_schema,
+    value_structure,
+)
 
 CAMERA = spaces.Box(0, 255, (4, 4, 3), np.uint8)
 NESTED = spaces.Dict(
@@ -108,10 +119,32 @@ def test_an_agents_output_has_a_structure_too() -> None:
     structure = value_structure({"mean": np.zeros((5, 2)), "heads": [np.ones(5), (np.zeros(5),)]}, "dist", arrays)
     assert structure == {"mean": "dist.mean", "heads": ("dist.heads.0", ("dist.heads.1.0",))}
     assert ArraySpec.of(arrays["dist.mean"]) == ArraySpec((2,), "<f8")
-    with pytest.raises(AgentError, match="without a dot"):
+    with pytest.raises(AgentError, match=r"'a\.b'.*without a dot"):
         value_structure({"a.b": np.zeros(3)}, "x", {})
-    with pytest.raises(AgentError, match="arrays of numbers"):
-        value_structure({"a": object()}, "x", {})
+
+
+@pytest.mark.parametrize(
+    ("value", "got"),
+    [(None, "NoneType"), (np.array([{}]), "dict"), (np.array(["left"]), "<U4"), (np.zeros(2, "V2"), r"\|V2")],
+    ids=["nothing", "objects", "text", "bytes"],
+)
+def test_what_an_agent_returns_must_be_numbers(value: Any, got: str) -> None:
+    with pytest.raises(AgentError, match=f"x.a: the agent returned {got}; arrays of numbers are expected"):
+        value_structure({"a": value}, "x", {})
+
+
+class Pair(NamedTuple):
+    left: Any
+    right: Any
+
+
+def test_leaves_change_and_the_nesting_stays() -> None:
+    value = OrderedDict(a=[1, (2, 3)], b=Pair(4, {"c": 5}))
+    doubled = map_leaves(lambda leaf: 2 * leaf, value)
+    assert doubled == {"a": [2, (4, 6)], "b": Pair(8, {"c": 10})}
+    assert type(doubled) is dict and type(doubled["b"]) is Pair
+    assert list(flat(doubled)) == [2, 4, 6, 8, 10]
+    assert map_leaves(abs, -1) == 1 and list(flat(-1)) == [-1]
 
 
 def test_differences_name_both_sides() -> None:

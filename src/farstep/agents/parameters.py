@@ -7,6 +7,7 @@ or an iterator over them. The core imports neither torch nor jax: a leaf is reco
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -30,13 +31,13 @@ def _walk(value: Any, name: str) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Mapping):
         for key, sub in value.items():
             yield from _walk(sub, f"{name}.{key}" if name else str(key))
-    elif hasattr(value, "dtype") and hasattr(value, "shape"):
-        yield name, value
+    elif is_tensor(value) or (hasattr(value, "dtype") and hasattr(value, "shape")):
+        yield name or "parameters", value
     elif isinstance(value, (list, tuple)) or hasattr(value, "__next__"):
         for i, sub in enumerate(value):
             yield from _walk(sub, f"{name}.{i}" if name else str(i))
     elif isinstance(value, (bool, int, float)):
-        yield name, np.asarray(value)
+        yield name or "parameters", np.asarray(value)
     else:
         raise AgentError(
             f"get_parameters() returned a {type(value).__name__} at {name or 'its top'!r}; expected arrays or "
@@ -44,14 +45,27 @@ def _walk(value: Any, name: str) -> Iterator[tuple[str, Any]]:
         )
 
 
-def as_array(leaf: Any) -> Array:
-    """A leaf as a NumPy array on the host; dtypes NumPy lacks (bfloat16) come as their bits."""
+def as_array(leaf: Any, name: str = "a value of the agent") -> Array:
+    """A leaf as a NumPy array on the host, over the same memory where it is there already."""
+    try:
+        return leaf.numpy(force=True) if is_tensor(leaf) else np.asarray(leaf)
+    except Exception as error:  # sparse, on no device, not initialised yet, of a dtype that NumPy lacks
+        raise AgentError(
+            f"{name} is a {type(leaf).__module__}.{type(leaf).__name__} that NumPy cannot hold ({error}); expected "
+            "dense numbers. Convert it, e.g. with .float() or .to_dense(), or leave it out."
+        ) from error
+
+
+def as_stored(name: str, leaf: Any) -> Array:
+    """A parameter as it travels: dtypes NumPy lacks (bfloat16) come as their bits."""
     if is_tensor(leaf):
-        leaf = leaf.detach().cpu()
-        if str(leaf.dtype) == "torch.bfloat16":
-            leaf = leaf.contiguous().view(_same_width_int(leaf))
-        return np.asarray(leaf.numpy())
-    array = np.asarray(leaf)
+        return as_array(_bits(leaf), f"parameter {name!r}")
+    array = as_array(leaf, f"parameter {name!r}")
+    if array.dtype.hasobject or array.dtype.names:
+        raise AgentError(
+            f"parameter {name!r} is an array of {array.dtype}; expected plain numbers. Leave it out, or make "
+            "get_parameters() return the numbers in it."
+        )
     return array.view(f"u{array.dtype.itemsize}") if array.dtype.kind == "V" else array
 
 
@@ -60,10 +74,29 @@ def is_tensor(leaf: Any) -> bool:
     return hasattr(leaf, "data_ptr") and hasattr(leaf, "detach")
 
 
-def _same_width_int(tensor: Any) -> Any:
+def is_torch_module(agent: Any) -> bool:
+    """Whether the agent is a torch module; torch is imported by the agent itself or not at all."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(agent, torch.nn.Module)
+
+
+def _bits(tensor: Any) -> Any:
+    """The tensor itself or, of a type that NumPy lacks, its bits as integers over the same memory."""
     import torch
 
-    return {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    has_type = tensor.dtype in (torch.float16, torch.float32, torch.float64) or not tensor.dtype.is_floating_point
+    if has_type or tensor.layout != torch.strided:
+        return tensor
+    return tensor.detach().view({1: torch.uint8, 2: torch.int16}[tensor.dtype.itemsize])
+
+
+def has_nan(leaf: Any, stored: Array) -> bool:
+    """Whether a parameter, given also as it is stored, holds a NaN."""
+    if is_tensor(leaf) and leaf.dtype.is_floating_point and stored.dtype.kind != "f":
+        stored = as_array(leaf.float())
+    elif getattr(leaf.dtype, "kind", "") == "V":
+        stored = np.asarray(leaf, np.float32)
+    return stored.dtype.kind in "fc" and bool(np.isnan(stored).any())
 
 
 @dataclass(frozen=True)
@@ -77,8 +110,11 @@ class ParameterSchema:
     @classmethod
     def of(cls, leaves: list[tuple[str, Any]]) -> ParameterSchema:
         if not leaves:
-            raise AgentError("get_parameters() returned nothing; a worker could never learn of new weights.")
-        arrays = [as_array(leaf) for _, leaf in leaves]
+            raise AgentError(
+                "get_parameters() returned nothing; a worker could never learn of new weights. Return the arrays or "
+                "tensors that act uses, e.g. state_dict()."
+            )
+        arrays = [as_stored(name, leaf) for name, leaf in leaves]
         names = tuple(name for name, _ in leaves)
         return cls(names, tuple(a.shape for a in arrays), tuple(a.dtype.str for a in arrays))
 
@@ -114,7 +150,7 @@ class ParameterSchema:
             if tuple(leaf.shape) != shape:
                 raise AgentError(
                     f"parameter {name!r} changed its shape from {list(shape)} to {list(leaf.shape)}; the old "
-                    "version stays in force."
+                    "version stays in force. An agent of other shapes must be another object."
                 )
 
 
@@ -182,37 +218,42 @@ class ParameterLoader:
         self._verified = False
         setter = getattr(agent, "set_parameters", None)
         self._set = setter if callable(setter) else None
-        self._targets = None if self._set else self._find_targets(leaves)
+        self._leaves = [leaf for _, leaf in leaves]
+        self._targets = [] if self._set else self._find_targets(leaves)
 
     def _find_targets(self, leaves: list[tuple[str, Any]]) -> list[Any]:
         """The agent's own tensors or arrays that can be written in place."""
-        if hasattr(self._agent, "named_parameters") and hasattr(self._agent, "named_buffers"):
-            own = {**dict(self._agent.named_parameters()), **dict(self._agent.named_buffers())}
+        if is_torch_module(self._agent):
+            module = sys.modules["torch"].nn.Module
+            # With all names of tied tensors, as a state_dict has them.
+            own = dict(module.named_parameters(self._agent, remove_duplicate=False))
+            own.update(module.named_buffers(self._agent, remove_duplicate=False))
             if all(name in own for name, _ in leaves):
-                return [own[name].detach() for name, _ in leaves]
-        again = [leaf for _, leaf in leaves_of(self._agent.get_parameters())]
-        for (name, leaf), second in zip(leaves, again, strict=True):
+                return [_writable(own[name], leaf) for name, leaf in leaves]
+        again = leaves_of(self._agent.get_parameters())
+        self.schema.check(again)
+        for (name, leaf), (_, second) in zip(leaves, again, strict=True):
             if is_tensor(leaf):
                 live = leaf.data_ptr() == second.data_ptr()
             else:
-                live = isinstance(leaf, np.ndarray) and np.shares_memory(leaf, second) and leaf.flags.writeable
+                live = isinstance(leaf, np.ndarray) and leaf.flags.writeable
+                live = live and (leaf.size == 0 or np.shares_memory(leaf, second))
             if not live:
                 raise AgentError(
                     f"new weights cannot reach the agent: get_parameters() returns a copy or an immutable array "
                     f"for {name!r} ({type(leaf).__module__}.{type(leaf).__name__}). Add "
                     "set_parameters(parameters), which takes what get_parameters() returns."
                 )
-        return [leaf.detach() if is_tensor(leaf) else leaf for _, leaf in leaves]
+        return [_writable(leaf, leaf) for _, leaf in leaves]
 
     def load(self, arrays: list[Array]) -> None:
         """Load the leaves; either all of them or, on an error, as the agent's own setter left it."""
         if self._set is not None:
             self._set(self._rebuild(self._template, iter(arrays)))
         else:
-            assert self._targets is not None
-            for target, array in zip(self._targets, arrays, strict=True):
+            for target, leaf, array in zip(self._targets, self._leaves, arrays, strict=True):
                 if is_tensor(target):
-                    target.copy_(_to_tensor(array, target))
+                    target.copy_(_to_tensor(array, leaf))
                 else:
                     target[...] = array
         if not self._verified:
@@ -221,29 +262,41 @@ class ParameterLoader:
 
     def _verify(self, arrays: list[Array]) -> None:
         """Make sure, once, that what was loaded is what the agent has now."""
-        for (name, leaf), array in zip(leaves_of(self._agent.get_parameters()), arrays, strict=True):
-            if not np.array_equal(as_array(leaf), array):
+        leaves = leaves_of(self._agent.get_parameters())
+        self.schema.check(leaves)
+        for (name, leaf), array in zip(leaves, arrays, strict=True):
+            if not np.array_equal(as_stored(name, leaf), array):
                 raise AgentError(
                     f"parameter {name!r} does not have the value that was loaded into it. Let set_parameters() take "
                     "what get_parameters() returns, or let get_parameters() return the agent's own arrays."
                 )
 
     def _rebuild(self, template: Any, arrays: Iterator[Array]) -> Any:
-        """What get_parameters() returned, with new contents (copies, so that the buffer can be reused)."""
+        """What get_parameters() returned, types included, with new contents (copies, for the buffer is reused)."""
         if isinstance(template, Mapping):
             return type(template)({key: self._rebuild(sub, arrays) for key, sub in template.items()})  # type: ignore[call-arg]
         if isinstance(template, (list, tuple)):
-            return type(template)(self._rebuild(sub, arrays) for sub in template)
+            items = [self._rebuild(sub, arrays) for sub in template]
+            return type(template)(*items) if hasattr(template, "_fields") else type(template)(items)
         array = next(arrays)
         if is_tensor(template):
-            return _to_tensor(array, template).clone().to(template.device)
-        if isinstance(template, (bool, int, float)):
-            return type(template)(array)
-        return array.copy()
+            return _to_tensor(array, template)
+        if isinstance(template, (bool, int, float, np.generic)):
+            return type(template)(array[()])
+        return array.copy().view(template.dtype)
+
+
+def _writable(own: Any, leaf: Any) -> Any:
+    """What to write new values of `leaf` into: the agent's own memory as an array, or the tensor if it must convert."""
+    if not is_tensor(own):
+        return own
+    same = is_tensor(leaf) and own.dtype == leaf.dtype
+    numbers = all(not is_tensor(entry) or _bits(entry) is entry for entry in (own, leaf))
+    return as_array(_bits(own)) if own.device.type == "cpu" and (same or numbers) else own.detach()
 
 
 def _to_tensor(array: Array, like: Any) -> Any:
     import torch
 
-    tensor = torch.from_numpy(array)
-    return tensor.view(like.dtype) if like.dtype == torch.bfloat16 else tensor
+    tensor = torch.from_numpy(array.copy())
+    return tensor.view(like.dtype).to(like.device) if is_tensor(like) else tensor

@@ -11,8 +11,10 @@ from typing import Any
 import cloudpickle
 import numpy as np
 
+from farstep.agents.parameters import as_array, is_torch_module
 from farstep.core import Nested
 from farstep.errors import AgentError
+from farstep.spec import flat, map_leaves
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +43,10 @@ class Policy:
 
     def initial_state(self, num_envs: int) -> Nested:
         """The recurrent state before the first step, or None."""
-        return self.agent.initial_state(num_envs) if self.recurrent else None
+        if not self.recurrent:
+            return None
+        state = self.agent.initial_state(num_envs)
+        return map_leaves(as_array, state) if self.is_torch else state
 
     def __call__(self, obs: Nested, state: Nested, episode_start: Any, rng: Sequence[Any] | None) -> dict[str, Any]:
         """One step for a batch: a mapping with `action`, further outputs, and `state` if recurrent."""
@@ -50,11 +55,15 @@ class Policy:
         return self._eager(obs, state, episode_start, rng)
 
     def _eager(self, obs: Nested, state: Nested, episode_start: Any, rng: Sequence[Any] | None) -> dict[str, Any]:
-        if self.is_torch:
-            with self._torch.inference_mode():
-                arguments = [self._tensors(a) for a in self._arguments(obs, state, episode_start)]
-                return _mapping(self._arrays(self.agent.act(*arguments, **self._generators(rng))))
-        return _mapping(self.agent.act(*self._arguments(obs, state, episode_start), **self._generators(rng)))
+        # In memory of its own: act may change or keep what it gets, and these rows are the batch to be.
+        obs = map_leaves(np.ndarray.copy, obs)
+        if self.recurrent:
+            episode_start = episode_start.copy()
+        arguments = self._arguments(obs, state, episode_start)
+        if not self.is_torch:
+            return _mapping(self.agent.act(*arguments, **self._generators(rng)))
+        with self._torch.inference_mode():
+            return _mapping(map_leaves(as_array, self.agent.act(*self._tensors(arguments), **self._generators(rng))))
 
     def _generators(self, rng: Sequence[Any] | None) -> dict[str, Any]:
         return {"rng": rng} if self.wants_rng else {}
@@ -64,32 +73,17 @@ class Policy:
             obs = self._floats(obs)
         return (obs, state, episode_start) if self.recurrent else (obs,)
 
-    def _floats(self, value: Nested) -> Nested:
+    def _floats(self, obs: Nested) -> Nested:
         """float64 observations become torch's default type, as modules expect."""
         if self._has_doubles is None:
-            self._has_doubles = self._single() and _any_doubles(value)
-        if isinstance(value, Mapping):
-            return {key: self._floats(sub) for key, sub in value.items()}
-        if isinstance(value, tuple):
-            return tuple(self._floats(sub) for sub in value)
-        return value.astype(np.float32) if self._has_doubles and value.dtype == np.float64 else value
-
-    def _single(self) -> bool:
-        return bool(self._torch.get_default_dtype() == self._torch.float32)
+            single = self._torch.get_default_dtype() == self._torch.float32
+            self._has_doubles = single and any(leaf.dtype == np.float64 for leaf in flat(obs))
+        if not self._has_doubles:
+            return obs
+        return map_leaves(lambda leaf: leaf.astype(np.float32) if leaf.dtype == np.float64 else leaf, obs)
 
     def _tensors(self, value: Nested) -> Nested:
-        if isinstance(value, Mapping):
-            return {key: self._tensors(sub) for key, sub in value.items()}
-        if isinstance(value, (tuple, list)):
-            return tuple(self._tensors(sub) for sub in value)
-        return self._torch.from_numpy(value) if isinstance(value, np.ndarray) else value
-
-    def _arrays(self, value: Nested) -> Nested:
-        if isinstance(value, Mapping):
-            return {key: self._arrays(sub) for key, sub in value.items()}
-        if isinstance(value, (tuple, list)):
-            return tuple(self._arrays(sub) for sub in value)
-        return value.detach().cpu().numpy() if isinstance(value, self._torch.Tensor) else np.asarray(value)
+        return map_leaves(self._torch.from_numpy, value)
 
     # ---- the fast path: recorded once, compared with eager at the start and after every load of weights ----
 
@@ -98,7 +92,7 @@ class Policy:
         if self._inference != "auto" or not self.is_torch:
             self.note = "eager" if self.is_torch else "the agent's own act"
             return
-        self._example = tuple(_copied(a) for a in self._arguments(obs, state, episode_start))
+        self._example = map_leaves(np.array, self._arguments(obs, state, episode_start))
         unsuitable = "act takes a generator per slot" if self.wants_rng else None
         reason = unsuitable or self._record() or self._disagreement()
         self._settle(reason)
@@ -126,13 +120,13 @@ class Policy:
 
         rng = self._torch.get_rng_state()
         try:
-            self._fast = compile_act(self.agent.act, *[self._tensors(a) for a in self._example])
+            self._fast = compile_act(self.agent.act, *self._tensors(self._example))
         except Untraceable as error:
             return str(error)
         finally:
             self._torch.set_rng_state(rng)
         self._constants = _constants_of(self.agent)
-        return None
+        return None if self._constants else "an attribute of the agent cannot be pickled, so a change would go unseen"
 
     def _disagreement(self) -> str | None:
         """How the recording differs from `act` on the same rows with the same random numbers; None if it does not."""
@@ -142,7 +136,7 @@ class Policy:
         rng = torch.get_rng_state()
         try:
             with torch.inference_mode():
-                eager = _copied(self._arrays(self.agent.act(*[self._tensors(a) for a in self._example])))
+                eager = map_leaves(as_array, self.agent.act(*self._tensors(self._example)))
             torch.set_rng_state(rng)
             difference = equal_results(_mapping(eager), _mapping(self._fast(*self._example)))
         except Exception as error:  # whatever a replay trips over, eager is right
@@ -150,20 +144,6 @@ class Policy:
         finally:
             torch.set_rng_state(rng)
         return difference and f"the recorded program differs from act: {difference}"
-
-
-def _any_doubles(value: Nested) -> bool:
-    if isinstance(value, Mapping):
-        return any(_any_doubles(sub) for sub in value.values())
-    if isinstance(value, tuple):
-        return any(_any_doubles(sub) for sub in value)
-    return bool(value.dtype == np.float64)
-
-
-def is_torch_module(agent: Any) -> bool:
-    """Whether the agent is a torch module; torch is imported by the agent itself or not at all."""
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(agent, torch.nn.Module)
 
 
 def ship(agent: Any) -> bytes:
@@ -184,7 +164,7 @@ def ship(agent: Any) -> bytes:
 class _CpuPickler(cloudpickle.Pickler):  # type: ignore[misc]
     def reducer_override(self, obj: Any) -> Any:
         torch = sys.modules.get("torch")
-        if torch is not None and isinstance(obj, torch.Tensor) and obj.device.type != "cpu":
+        if torch is not None and isinstance(obj, torch.Tensor) and obj.device.type not in ("cpu", "meta"):
             data = obj.detach().cpu()
             if isinstance(obj, torch.nn.Parameter):
                 return torch.nn.Parameter, (data, obj.requires_grad)
@@ -203,11 +183,14 @@ class _ConstantsPickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 def _constants_of(agent: Any) -> bytes:
-    """Everything of the agent but its tensors, as bytes: what a recording takes for constant."""
+    """Everything of the agent but its tensors, as bytes: what a recording takes for constant. Empty if unknown."""
     import io
 
     buffer = io.BytesIO()
-    _ConstantsPickler(buffer).dump(vars(agent))
+    try:
+        _ConstantsPickler(buffer).dump(vars(agent))
+    except Exception:  # whatever an attribute's own pickling raises
+        return b""
     return buffer.getvalue()
 
 
@@ -220,11 +203,3 @@ def _parameters_of(function: Any) -> Sequence[str]:
 
 def _mapping(output: Nested) -> dict[str, Any]:
     return dict(output) if isinstance(output, Mapping) else {"action": output}
-
-
-def _copied(value: Nested) -> Nested:
-    if isinstance(value, Mapping):
-        return {key: _copied(sub) for key, sub in value.items()}
-    if isinstance(value, (tuple, list)):
-        return tuple(_copied(sub) for sub in value)
-    return value.copy() if isinstance(value, np.ndarray) else value.clone() if hasattr(value, "clone") else value

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from farstep.agents.parameters import ChangeDetector, ParameterSchema, as_array, leaves_of
+from farstep.agents.parameters import ChangeDetector, ParameterSchema, as_stored, has_nan, leaves_of
 from farstep.core import Agent, Buffer
 from farstep.errors import AgentError
 from farstep.wire.memory import SharedMemory
@@ -26,6 +26,7 @@ class ParameterStore:
         self._buffers = workers + 2
         self._stride = stride(self.schema.nbytes)
         self.memory = SharedMemory.create(PAGE + self._buffers * self._stride, "farstep-parameters")
+        self.memory.refuse_other_writers()
         self._word = memoryview(self.memory.map).cast("q")
         self._changes = ChangeDetector()
         self._index = -1
@@ -49,7 +50,7 @@ class ParameterStore:
             return False
         self.schema.check(leaves)
         current = self.schema.views(self.memory.map, self._start(self._index) + HEADER)
-        if all(_same(old, as_array(leaf)) for old, (_, leaf) in zip(current, leaves, strict=True)):
+        if all(np.array_equal(old, as_stored(*entry)) for old, entry in zip(current, leaves, strict=True)):
             self._changes.note(leaves)
             return False
         self._write(leaves)
@@ -68,15 +69,15 @@ class ParameterStore:
         try:
             start = self._start(index)
             for view, (name, leaf) in zip(self.schema.views(self.memory.map, start + HEADER), leaves, strict=True):
-                array = as_array(leaf)
+                array = as_stored(name, leaf)
                 if array.dtype != view.dtype:
                     raise AgentError(
                         f"parameter {name!r} changed its dtype from {view.dtype} to {array.dtype}; version "
-                        f"{self.version} stays in force."
+                        f"{self.version} stays in force. Convert it back, or make another agent of it."
                     )
-                if array.dtype.kind == "f" and not np.isfinite(array).all():
+                if has_nan(leaf, array):
                     raise AgentError(
-                        f"parameter {name!r} has a NaN or an infinity; version {self.version} stays in force. "
+                        f"parameter {name!r} has a NaN; version {self.version} stays in force. "
                         "Workers would act on it: lower the learning rate, or clip gradients."
                     )
                 view[...] = array
@@ -101,8 +102,3 @@ class ParameterStore:
 
     def close(self) -> None:
         self.memory.close()
-
-
-def _same(old: np.ndarray[Any, Any], new: np.ndarray[Any, Any]) -> bool:
-    """Equal bit for bit (NaN cannot be in there)."""
-    return np.array_equal(old, new)

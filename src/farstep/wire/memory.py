@@ -6,11 +6,12 @@ however a process ends, and no helper process of Python's can unlink it under so
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import mmap
 import os
 
-_F_ADD_SEALS, _F_SEAL_SHRINK = 1033, 0x0002
+_F_ADD_SEALS, _F_SEAL_SHRINK, _F_SEAL_FUTURE_WRITE = 1033, 0x0002, 0x0010
 
 
 class SharedMemory:
@@ -34,6 +35,14 @@ class SharedMemory:
         except BaseException:
             os.close(fd)
             raise
+
+    def refuse_other_writers(self) -> None:
+        """From now on only this mapping writes: whoever else gets the descriptor can read, and no more."""
+        try:
+            fcntl.fcntl(self.fd, _F_ADD_SEALS, _F_SEAL_FUTURE_WRITE)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # Linux before 5.1 has no such seal
+                raise
 
     def close(self) -> None:
         """Give the descriptor back; the mapping goes when the last array over it does."""

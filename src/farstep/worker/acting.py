@@ -11,7 +11,7 @@ from farstep.agents.parameters import ParameterLoader, as_array, leaves_of
 from farstep.agents.policy import Policy
 from farstep.core import Array
 from farstep.errors import AgentError
-from farstep.spec import ArraySpec, Schema, Structure, leaves, nest, value_structure
+from farstep.spec import ArraySpec, Schema, Structure, differences, leaves, map_leaves, nest, value_structure
 from farstep.worker.rows import Rows, Slots
 from farstep.worker.seeds import episode_generator
 
@@ -25,11 +25,12 @@ class Actor:
         self._slots, self._obs = slots, obs
         # Tried first on a copy, since an agent may count its calls. The copy is made first: unpickling a class of
         # the user's script again sets its attributes anew, and ours must be the ones that stay.
-        self._trial: Policy | None = Policy(cloudpickle.loads(payload), "eager")
-        self.policy = Policy(cloudpickle.loads(payload), inference)
+        self._trial: Policy | None = Policy(_unpacked(payload), "eager")
+        self.policy = Policy(_unpacked(payload), inference)
         self.loader = ParameterLoader(self.policy.agent)
         self.version = -1
         self.structure: dict[str, Any] = {}
+        self._noted = ""
         self._state: Any = None
         self._rng: list[np.random.Generator] = []
 
@@ -43,25 +44,39 @@ class Actor:
         with _same_randomness():
             out = trial(nest(self._obs, current), trial.initial_state(count), starts, generators)
         if "action" not in out:
-            raise AgentError(f"act returned {sorted(out)} without 'action'; return the actions or a mapping with them.")
+            raise AgentError(f"act returned {list(out)} without 'action'; return the actions or a mapping with them.")
         clash = sorted(RESERVED & out.keys())
         if clash:
             raise AgentError(f"act returned {clash}, which farstep records itself; rename them.")
-        state = out.pop("state", None)
-        if self.policy.recurrent and state is None:
-            raise AgentError("the agent has initial_state(n), so act must return its new state under 'state'.")
+        recurrent = self.policy.recurrent
+        if recurrent and "state" not in out:
+            raise AgentError(
+                f"act returned {list(out)} without 'state', but the agent has initial_state(n); return the new state "
+                "under 'state', or leave initial_state out."
+            )
+        if "state" in out and not recurrent:
+            raise AgentError(
+                "act returned 'state', but the agent has no initial_state(n) to begin with; add it, or rename the key."
+            )
+        new_state = {"state": out.pop("state")} if recurrent else {}
         schema, self.structure = _schema_of(out, count)
         for name, spec in action_schema.items():
             if name not in schema or schema[name].shape != spec.shape:
                 raise AgentError(
-                    f"act's {name} is {schema.get(name, 'absent')} per environment; "
-                    f"the action space wants shape {list(spec.shape)}."
+                    f"act's {name} is {schema.get(name, 'absent')} per environment; the action space wants shape "
+                    f"{list(spec.shape)}. Return one such action for each environment, nested as the space is."
                 )
         self._state = self.policy.initial_state(count)
-        state_schema, state_structure = _schema_of({"state": self._state}, count) if state is not None else ({}, {})
+        state_schema, state_structure = _schema_of({"state": self._state} if recurrent else {}, count)
+        if found := differences(_schema_of(new_state, count)[0], state_schema):
+            raise AgentError(
+                f"act returned another state (here) than initial_state({count}) gives (there): {'; '.join(found)}. "
+                "Convert one of them."
+            )
         with _same_randomness():
             self.policy.accelerate(nest(self._obs, current), self._state, starts)
-        return schema, state_schema, state_structure.get("state", "") if state_schema else ""
+        self._noted = self.policy.note
+        return schema, state_schema, state_structure.get("state", "")
 
     def begin(self, rows: Rows) -> None:
         """A chunk starts: record the recurrent state it starts with, and where its outputs go."""
@@ -89,25 +104,47 @@ class Actor:
     def _generators(self, t: int) -> list[np.random.Generator] | None:
         if not self.policy.wants_rng:
             return None
-        slots = self._slots
-        if not self._rng:
-            self._rng = [np.random.default_rng(0)] * len(slots.roots)
+        if not self._rng:  # an agent may come in the middle of episodes
+            self._rng = [self._generator(i) for i in range(len(self._slots.roots))]
         for i in np.flatnonzero(self._rows["episode_start"][t]):
-            self._rng[i] = episode_generator(slots.roots[i], slots.first + int(i), slots.episodes[i])
+            self._rng[i] = self._generator(int(i))
         return self._rng
+
+    def _generator(self, i: int) -> np.random.Generator:
+        slots = self._slots
+        return episode_generator(slots.roots[i], slots.first + i, slots.episodes[i])
 
     def loaded(self, version: int) -> None:
         """New weights are in: make sure that the fast path still agrees."""
         self.version = version
+        if self.policy.recurrent and self.policy.is_torch:  # in buffers of the fast path, which the check overwrites
+            self._state = map_leaves(np.array, self._state)
         with _same_randomness():
             self.policy.check_after_load()
+
+    def take_note(self) -> str:
+        """How the policy is called, if that changed since it was last told (`probe`'s answer tells it); else ""."""
+        if self.policy.note == self._noted:
+            return ""
+        self._noted = self.policy.note
+        return self._noted
+
+
+def _unpacked(payload: bytes) -> Any:
+    try:
+        return cloudpickle.loads(payload)
+    except Exception as error:
+        raise AgentError(
+            f"the agent cannot be loaded on the worker: {type(error).__name__}: {error}. Its modules must be "
+            "importable there, and __setstate__ must work without what only the learner has."
+        ) from error
 
 
 def _schema_of(out: dict[str, Any], count: int) -> tuple[Schema, dict[str, Any]]:
     arrays: dict[str, Array] = {}
     structure: dict[str, Any] = {}
     for key, value in out.items():
-        structure[key] = value_structure(_as_arrays(value), key, arrays)
+        structure[key] = value_structure(map_leaves(as_array, value), key, arrays)
     for name, array in arrays.items():
         if array.ndim == 0 or array.shape[0] != count:
             raise AgentError(
@@ -115,14 +152,6 @@ def _schema_of(out: dict[str, Any], count: int) -> tuple[Schema, dict[str, Any]]
                 "that the worker acts for (a recurrent state too: [n, ...], not [layers, n, ...])."
             )
     return {name: ArraySpec.of(array) for name, array in arrays.items()}, structure
-
-
-def _as_arrays(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _as_arrays(sub) for key, sub in value.items()}
-    if isinstance(value, (tuple, list)):
-        return tuple(_as_arrays(sub) for sub in value)
-    return as_array(value)
 
 
 class _same_randomness:  # noqa: N801

@@ -6,11 +6,11 @@ import fcntl
 import mmap
 import os
 from collections.abc import Callable
-from typing import Any, Protocol
-
-import numpy as np
+from typing import Protocol
 
 from farstep.agents.parameters import ParameterLoader
+from farstep.core import Buffer
+from farstep.errors import AgentError
 
 # The shared memory of parameters: one word naming version and buffer, then the buffers, each with its version.
 PAGE = 4096
@@ -48,11 +48,15 @@ class Weights(Protocol):
 
 class SharedWeights:
     """One copy for all workers of the host. A buffer is locked while it is read, so the head never writes into it;
-    the lock is the kernel's and goes with its holder, so a worker killed while reading blocks nobody."""
+    the lock is the kernel's and goes with its holder, so a worker killed while reading blocks nobody.
+
+    Locks of one process never conflict, and go when it closes any descriptor of the file. A worker inside the head's
+    process needs none: it loads only while the head waits for it, in one thread, so nothing is written or closed.
+    """
 
     def __init__(self, fd: int, nbytes: int, buffers: int) -> None:
         self._fd, self._nbytes = fd, nbytes
-        self._map = mmap.mmap(fd, PAGE + buffers * stride(nbytes))
+        self._map = mmap.mmap(fd, PAGE + buffers * stride(nbytes), prot=mmap.PROT_READ)
         self._word = memoryview(self._map).cast("q")
 
     def newest(self) -> int:
@@ -67,7 +71,7 @@ class SharedWeights:
                 # Between reading the word and locking, the head may have reused the buffer: look again.
                 if self._word[start // 8] != version or unpack_word(self._word[0])[0] != version:
                     continue
-                loader.load(loader.schema.views(self._map, start + HEADER))
+                _load(loader, self._map, start + HEADER, self._nbytes)
                 return version
             finally:
                 fcntl.lockf(self._fd, fcntl.LOCK_UN, 1, index)
@@ -79,7 +83,7 @@ class SharedWeights:
 class RemoteWeights:
     """Parameters that arrive as messages; `ask` sends a request and returns version and bytes."""
 
-    def __init__(self, ask: Callable[[], tuple[int, Any]]) -> None:
+    def __init__(self, ask: Callable[[], tuple[int, Buffer]]) -> None:
         self._ask = ask
         self.announced = 0
 
@@ -88,9 +92,17 @@ class RemoteWeights:
 
     def load(self, loader: ParameterLoader) -> int:
         version, payload = self._ask()
-        # Copied: torch wants writable memory and a message's is not.
-        loader.load(loader.schema.views(np.frombuffer(payload, np.uint8).copy()))
+        _load(loader, payload, 0, len(payload))
         return version
 
     def close(self) -> None:
         """Nothing is held."""
+
+
+def _load(loader: ParameterLoader, buffer: Buffer | mmap.mmap, offset: int, nbytes: int) -> None:
+    if loader.schema.nbytes != nbytes:
+        raise AgentError(
+            f"the worker's copy of the agent has {loader.schema.nbytes} bytes of parameters, the learner's agent "
+            f"{nbytes}; get_parameters() must return the same arrays on both. Make all of them in __init__."
+        )
+    loader.load(loader.schema.views(buffer, offset))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -10,28 +10,7 @@ import torch
 from torch import Tensor
 
 from farstep.agents.tape.errors import Untraceable
-
-
-def map_leaves(value: Any, leaf: Callable[[Any], Any]) -> Any:
-    """The same structure with another value for each leaf."""
-    if isinstance(value, Mapping):
-        return {key: map_leaves(item, leaf) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        items = [map_leaves(item, leaf) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    return leaf(value)
-
-
-def flat(value: Any) -> Iterator[Any]:
-    """The leaves, of whatever type, in order."""
-    if isinstance(value, Mapping):
-        for item in value.values():
-            yield from flat(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from flat(item)
-    else:
-        yield value
+from farstep.spec import flat, map_leaves
 
 
 def tensors_of(value: Any) -> Iterator[Tensor]:
@@ -41,12 +20,12 @@ def tensors_of(value: Any) -> Iterator[Tensor]:
 
 def aliases_of(value: Any) -> Any:
     """A nested value with its tensors as others over the same memory."""
-    return map_leaves(value, lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf)
+    return map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, value)
 
 
 def outline_of(value: Any) -> str:
     """The structure in words: containers, keys and the types of the leaves."""
-    return repr(map_leaves(value, lambda leaf: type(leaf).__name__))
+    return repr(map_leaves(lambda leaf: type(leaf).__name__, value))
 
 
 def leaves_of(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -67,7 +46,7 @@ def static_inputs(examples: tuple[Any, ...]) -> tuple[Any, ...]:
     def own(leaf: Any) -> Any:
         return leaf if leaf is None else torch.as_tensor(leaf).clone(memory_format=torch.contiguous_format)
 
-    return tuple(map_leaves(example, own) for example in examples)
+    return tuple(map_leaves(own, example) for example in examples)
 
 
 def arrays_of(value: Any) -> Any:
@@ -79,7 +58,7 @@ def arrays_of(value: Any) -> Any:
         except (TypeError, RuntimeError):
             raise Untraceable(f"act returns {leaf.dtype}, which NumPy does not have") from None
 
-    return map_leaves(value, convert)
+    return map_leaves(convert, value)
 
 
 def equal_results(a: Any, b: Any, tolerance: float = 1e-5) -> str | None:
