@@ -261,13 +261,18 @@ def test_batches_of_a_stream_follow_each_other_after_a_fault(fault: str, tmp_pat
     """A row that does not go on where the batch before ended begins an episode, and says so."""
     kwargs = {"faults": [fault], "phase": "step", "folder": str(tmp_path), "at": 2}
     with cluster(EachOnceEnv, envs=2, workers=2, env_kwargs=kwargs) as env:
-        last = None
+        last, cuts = None, 0
         for k, batch in enumerate(env.stream(TableAgent(), steps=4, max_staleness=3)):
             assert_sound(batch)
+            cuts += int((~batch.continues).sum())
             if last is not None:
-                assert (batch["episode_start"][0] | (batch["obs"][0] == last).all(axis=1)).all()
+                follows = (batch["obs"][0] == last).all(axis=1)
+                assert (batch["episode_start"][0] | follows).all()
+                np.testing.assert_array_equal(batch.continues, follows)
             last = batch.last_obs.copy()
             if k == 8:
                 break
-        assert env.stats()["workers"]["restarts"] == 1
-        assert_balanced(env.stats())
+        stats = env.stats()
+        assert stats["workers"]["restarts"] + stats["dropped"].get("environment failed", 0) == 1
+        assert cuts == 3, "both slots begin once, and the one that failed is cut once more"
+        assert_balanced(stats)

@@ -18,7 +18,7 @@ from farstep.worker.weights import HEADER, PAGE, pack_word, stride
 class ParameterStore:
     """All versions of one agent; the newest is in memory that local workers read from."""
 
-    def __init__(self, agent: Agent, agent_id: int, workers: int) -> None:
+    def __init__(self, agent: Agent, agent_id: int, workers: int, first_version: int = 0) -> None:
         leaves = leaves_of(agent.get_parameters())
         self.schema = ParameterSchema.of(leaves)
         self._agent_id = agent_id
@@ -30,7 +30,7 @@ class ParameterStore:
         self._word = memoryview(self.memory.map).cast("q")
         self._changes = ChangeDetector()
         self._index = -1
-        self.version = -1
+        self.version = first_version - 1
         self._write(leaves)
 
     def message(self) -> Parameters:

@@ -9,13 +9,13 @@ import numpy as np
 
 from farstep.agents.parameters import ParameterLoader, as_array, leaves_of
 from farstep.agents.policy import Policy
+from farstep.batch import RESERVED
 from farstep.core import Array
 from farstep.errors import AgentError
 from farstep.spec import ArraySpec, Schema, Structure, differences, leaves, map_leaves, nest, value_structure
 from farstep.worker.rows import Rows, Slots
 from farstep.worker.seeds import episode_generator
 
-RESERVED = {"obs", "reward", "terminated", "truncated", "valid", "version", "episode_start", "final_obs"}
 
 
 class Actor:

@@ -1,0 +1,213 @@
+"""What happens around a call: Ctrl-C, other threads, forks, other agents, and agents that cannot be used."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from checks import assert_balanced, assert_sound, cluster, eventually, inprocess, within
+from faulty import SelfNamingEnv
+
+import farstep
+from farstep.testing import CountingEnv, FaultyEnv, TableAgent
+
+BOTH = pytest.mark.parametrize(
+    "config", [inprocess(2), farstep.LocalConfig(workers_per_node=2)], ids=["inprocess", "local"]
+)
+SLOW = {"fault": "slow", "phase": "step", "at": 0, "slow_s": 0.02}
+
+
+@contextlib.contextmanager
+def interrupted(after_s: float) -> Iterator[None]:
+    """Ctrl-C, a moment from now, in this very thread."""
+    before = signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
+    signal.setitimer(signal.ITIMER_REAL, after_s)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@BOTH
+def test_an_interrupted_call_leaves_a_cluster_that_goes_on(config: farstep.LaunchConfig) -> None:
+    with cluster(FaultyEnv, envs=2, env_kwargs=SLOW, config=config) as env:
+        agent = TableAgent()
+        env.collect(agent, steps=1)
+        with interrupted(0.3):
+            env.collect(agent, steps=10_000)
+        batch = env.collect(agent, steps=3)
+        assert_sound(batch)
+        assert not batch.continues.any(), "what was rolled before the interrupt is gone"
+        assert env.stats()["dropped"] == {"cancelled": 2}
+        assert_balanced(env.stats())
+
+
+@BOTH
+def test_interrupts_at_any_moment_lose_nothing_and_count_nothing_twice(config: farstep.LaunchConfig) -> None:
+    rng = random.Random(1)
+    with cluster(envs=4, config=config) as env:
+        agent = TableAgent()
+        last = env.collect(agent, steps=2).last_obs.copy()
+        for _ in range(40):
+            with interrupted(rng.uniform(0.0002, 0.02)):
+                while True:
+                    batch = env.collect(agent, steps=2)
+                    last = batch.last_obs.copy()
+            batch = env.collect(agent, steps=2)
+            assert_sound(batch)
+            follows = (batch["obs"][0] == last).all(axis=1)
+            assert not (batch.continues & ~follows).any()
+            assert_balanced(env.stats())
+
+
+def test_an_interrupted_close_leaves_nothing_behind() -> None:
+    limits = farstep.Timeouts(close_s=60.0)
+    env = cluster(FaultyEnv, envs=1, env_kwargs={"fault": "hang", "phase": "close"}, timeouts=limits)
+    env.collect(TableAgent(), steps=1)
+    with interrupted(0.3):
+        env.close()
+    env.close()  # the leak check sees to the rest
+
+
+def test_another_thread_can_look_and_can_close_while_a_call_waits() -> None:
+    env = cluster(FaultyEnv, envs=1, env_kwargs={**SLOW, "slow_s": 0.1}, workers=1)
+    env.launch()
+    outcome: list[BaseException] = []
+
+    def collect() -> None:
+        try:
+            env.collect(TableAgent(), steps=100_000)
+        except farstep.FarstepError as error:
+            outcome.append(error)
+
+    waiting = threading.Thread(target=collect, name="waiting", daemon=True)
+    waiting.start()
+    within(lambda: eventually(lambda: env.stats()["in_flight"] == 1))
+    within(env.close)
+    waiting.join(30)
+    assert not waiting.is_alive()
+    assert isinstance(outcome[0], farstep.ClosedError)
+
+
+def test_a_call_from_another_thread_ends_the_one_under_way_with_a_clear_error() -> None:
+    with cluster(FaultyEnv, envs=1, env_kwargs={**SLOW, "slow_s": 0.1}, workers=1) as env:
+        agent = TableAgent()
+        env.collect(agent, steps=1)
+        outcome: list[BaseException] = []
+
+        def collect() -> None:
+            try:
+                env.collect(agent, steps=100_000)
+            except farstep.FarstepError as error:
+                outcome.append(error)
+
+        waiting = threading.Thread(target=collect, name="waiting", daemon=True)
+        waiting.start()
+        eventually(lambda: env.stats()["in_flight"] == 1)
+        assert_sound(within(lambda: env.collect(agent, steps=2)))
+        waiting.join(30)
+        assert isinstance(outcome[0], farstep.ClosedError) and "another call" in str(outcome[0])
+        assert_balanced(env.stats())
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_fork_of_the_head_neither_ends_the_workers_nor_keeps_them(transport: str) -> None:
+    with cluster(SelfNamingEnv, envs=1, transport=transport) as env:
+        agent = TableAgent()
+        _, info = env.reset()
+        child = os.fork()
+        if not child:
+            try:
+                env.close()  # as the interpreter's end would
+                sys.exit(0)
+            except SystemExit:
+                os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert_sound(within(lambda: env.collect(agent, steps=3)))
+        _, after = env.reset()
+        assert after["pid"][0] == info["pid"][0]
+
+
+def test_another_agent_ends_a_stream_with_a_clear_error() -> None:
+    with cluster(workers=2) as env:
+        first, second = TableAgent(), TableAgent()
+        with pytest.raises(farstep.ClosedError, match="another call"):
+            for batch in env.stream(first, steps=4):
+                assert_sound(batch)
+                env.publish(second)
+        assert_sound(env.collect(second, steps=4))
+        assert_balanced(env.stats())
+
+
+class Stubborn(TableAgent):
+    def act(self, obs: Any) -> Any:
+        return {"value": np.zeros(len(obs))}
+
+
+class Broken(TableAgent):
+    def act(self, obs: Any) -> Any:
+        raise ZeroDivisionError("nothing to divide by")
+
+
+@BOTH
+def test_an_agent_that_is_refused_costs_nothing_but_a_clear_error(config: farstep.LaunchConfig) -> None:
+    with cluster(config=config) as env:
+        good = TableAgent()
+        assert_sound(env.collect(good, steps=4))
+        with pytest.raises(farstep.AgentError, match="without 'action'"):
+            env.collect(Stubborn(), steps=4)
+        with pytest.raises(ZeroDivisionError, match="nothing to divide by") as caught:
+            env.publish(Broken())
+        assert isinstance(caught.value, farstep.RemoteEnvError)
+        assert "phase act" in str(caught.value)
+        assert_sound(env.collect(good, steps=4))
+        assert env.stats()["workers"]["restarts"] == 0
+
+
+class CountedEnv(CountingEnv):
+    """Knows how often it was stepped, over all episodes."""
+
+    steps = 0
+
+    def reset(self, **kwargs: Any) -> Any:
+        obs, info = super().reset(**kwargs)
+        return obs, {**info, "steps": self.steps}
+
+    def step(self, action: Any) -> Any:
+        self.steps += 1
+        threading.Event().wait(0.001)
+        return super().step(action)
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_worker_drops_a_ticket_that_was_taken_back(transport: str) -> None:
+    with cluster(CountedEnv, envs=1, transport=transport) as env:
+        agent = TableAgent()
+        env.collect(agent, steps=1)
+        with interrupted(0.5):
+            env.collect(agent, steps=20_000)
+        _, info = env.reset()
+        assert 1 < info["steps"][0] < 20_000
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_large_answers_travel(transport: str) -> None:
+    config = farstep.LocalConfig(workers_per_node=1, transport=transport)
+    vec = farstep.make_vec("CartPole-v1", 32, config, env_kwargs={"render_mode": "rgb_array"})
+    try:
+        vec.reset(seed=1)
+        frames = vec.render()
+        assert frames is not None and len(frames) == 32
+        assert sum(frame.nbytes for frame in frames) > 16 * 2**20
+    finally:
+        vec.close()
