@@ -10,6 +10,7 @@ import numpy as np
 from farstep.batch import ENDS
 from farstep.buffer.blocks import Layout
 from farstep.core import Array
+from farstep.worker.seeds import episode_seed
 
 
 class Rows:
@@ -47,6 +48,20 @@ class Slots:
         self.resume = np.array(self.episodes, np.int64)
         self.any_fresh = False
         self._ends: list[tuple[int, int, int, float, float]] = []
+
+    def seed_of(self, i: int) -> int:
+        """The seed of the episode that slot `i` is in."""
+        return episode_seed(self.roots[i], self.first + i, self.episodes[i])
+
+    def choose(self, mask: Array | None, roots: list[int] | None) -> Array:
+        """Move the masked slots (all without a mask) on to their next episode, or to episode 0 of new roots."""
+        chosen = np.ones(len(self.roots), bool) if mask is None else mask
+        for i in np.flatnonzero(chosen):
+            if roots is not None:
+                self.roots[i], self.episodes[i], self.resume[i] = roots[i], 0, 0
+            elif self.started[i]:
+                self.episodes[i] += 1
+        return chosen
 
     def begin_episode(self, i: int, next_row: int) -> None:
         """Slot `i` was reset; its first observation is row `next_row` of the current chunk."""

@@ -6,6 +6,7 @@ step needs filler rows: the step that resets takes no action, so its row has `va
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import numpy as np
@@ -13,78 +14,49 @@ from gymnasium.vector import AutoresetMode
 
 from farstep.core import Array
 from farstep.spec import leaf_names, leaves, nest, space_schema
-from farstep.worker.hosting import empty_like
-from farstep.worker.progress import COUNT, PHASE, STEP, Phase
-from farstep.worker.rows import Rows, Slots
-from farstep.worker.seeds import episode_seed
+from farstep.worker.hosting import Host, Info
+from farstep.worker.progress import COUNT, PHASE, RESET, STEP, Phase
+from farstep.worker.rows import Slots
 from farstep.worker.sources import Source
 
 
-class HostedVector:
+class HostedVector(Host):
     """One vector environment for all slots of a worker."""
 
     def __init__(self, source: Source, slots: Slots, progress: memoryview) -> None:
-        self.slots, self._source, self._progress = slots, source, progress
-        self.num_envs = len(slots.roots)
-        self._build()
-        self._obs, self._obs_schema = space_schema(self.observation_space, "obs")
+        self._source = source
+        self.env = _build(source, slots, progress)
+        self._pool = source.type == "envpool"
+        if self._pool:
+            self.mode = AutoresetMode.NEXT_STEP
+            spaces = self.env.observation_space, self.env.action_space
+        else:
+            self.mode = self.env.metadata.get("autoreset_mode", AutoresetMode.NEXT_STEP)
+            spaces = self.env.single_observation_space, self.env.single_action_space
+        super().__init__(spaces, slots, progress)
         self._action, _ = space_schema(self.action_space, "action")
-        self.current = empty_like(self._obs_schema, self.num_envs)
         self._action_names = leaf_names(self._action)
-        self.infos: list[dict[str, Any]] | None = None
         self._pending = np.zeros(self.num_envs, bool)
         """Slots whose next step only resets them (NEXT_STEP)."""
 
-    def _build(self) -> None:
-        self._progress[PHASE] = Phase.CONSTRUCT
+    def _start(self, chosen: Array, options: Info | None) -> None:
+        self._progress[PHASE] = RESET
         self._progress[COUNT] += 1
-        self.env = self._source.build_vector(self.num_envs, self.seed_of(0))
-        if self._source.type == "envpool":
-            self.mode = AutoresetMode.NEXT_STEP
-            self.observation_space, self.action_space = self.env.observation_space, self.env.action_space
+        ids = np.flatnonzero(chosen)
+        if self._pool:
+            obs, _ = self.env.reset(ids.astype(np.int32))
+            entries = np.arange(len(ids))  # EnvPool answers only for those that were asked
         else:
-            self.mode = self.env.metadata.get("autoreset_mode", AutoresetMode.NEXT_STEP)
-            self.observation_space = self.env.single_observation_space
-            self.action_space = self.env.single_action_space
-
-    def reset(self, mask: Array | None, roots: list[int | None] | None, options: dict[str, Any] | None) -> None:
-        self._progress[PHASE] = Phase.RESET
-        self._progress[COUNT] += 1
-        chosen = np.ones(self.num_envs, bool) if mask is None else mask
-        for i in np.flatnonzero(chosen):
-            if roots is not None and (root := roots[i]) is not None:
-                self.slots.roots[i], self.slots.episodes[i] = root, 0
-            elif self.slots.started[i]:
-                self.slots.episodes[i] += 1
-        if self._source.type == "envpool":
-            obs, _ = self.env.reset() if mask is None else self.env.reset(np.flatnonzero(chosen).astype(np.int32))
-            self._store(obs, chosen, compact=mask is not None)
-        else:
-            if mask is not None:
+            if not chosen.all():
                 options = {**(options or {}), "reset_mask": chosen}
-            seeds: Any = [self.seed_of(i) if chosen[i] else None for i in range(self.num_envs)]
+            seeds = [self.slots.seed_of(i) if chosen[i] else None for i in range(self.num_envs)]
             obs, _ = self.env.reset(seed=seeds, options=options)
-            self._store(obs, chosen, compact=False)
-        self._pending[chosen] = False
-        for i in np.flatnonzero(chosen):
-            self.slots.begin_episode(int(i), 0)
-
-    def _store(self, obs: Any, chosen: Array, compact: bool) -> None:
+            entries = ids
         for name, leaf in leaves(self._obs, obs):
-            self.current[name][chosen] = leaf if compact else leaf[chosen]
-
-    def want_infos(self, wanted: bool) -> None:
-        """A vector's infos come batched already; they stay on the worker."""
-
-    def begin(self, rows: Rows, steps: int) -> None:
-        self.slots.begin_chunk()
-        if not self.slots.started.all():
-            self.reset(~self.slots.started if self.slots.started.any() else None, None, None)
-        self._rows = rows.row
-        self._final = {name: rows.row["final_" + name] for name in self._obs_schema}
-        for name, current in self.current.items():
-            self._rows[name][0] = current
-        rows.clear_flags(steps)
+            self.current[name][ids] = leaf[entries]
+        self._pending[ids] = False
+        for i in ids.tolist():
+            self.slots.begin_episode(i, 0)
 
     def step(self, t: int) -> None:
         self._progress[PHASE] = STEP
@@ -124,21 +96,20 @@ class HostedVector:
             for i in np.flatnonzero(done):
                 self.slots.begin_episode(int(i), t + 1)
 
-    def finish(self, steps: int) -> bytes:
-        for name, current in self.current.items():
-            np.copyto(current, self._rows[name][steps])
-        return self.slots.finish(steps)
-
     def recover(self, i: int | None) -> None:
         """After an exception nothing of the vector can be trusted: build it anew."""
-        self.env.close()
         self.slots.rewind()
-        self._build()
         self._pending[:] = False
-
-    def seed_of(self, i: int) -> int:
-        return episode_seed(self.slots.roots[i], self.slots.first + i, self.slots.episodes[i])
+        with contextlib.suppress(Exception):
+            self.env.close()
+        self.env = _build(self._source, self.slots, self._progress)
 
     def close(self) -> None:
         self._progress[PHASE] = Phase.CLOSE
         self.env.close()
+
+
+def _build(source: Source, slots: Slots, progress: memoryview) -> Any:
+    progress[PHASE] = Phase.CONSTRUCT
+    progress[COUNT] += 1
+    return source.build_vector(len(slots.roots), slots.seed_of(0))
