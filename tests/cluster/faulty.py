@@ -50,6 +50,27 @@ class MortalEnv(CountingEnv):
         return super().step(action)
 
 
+class PoisonEnv(CountingEnv):
+    """Raises in `phase` (reset, or the first step) of every episode that begins with one of `seeds`."""
+
+    def __init__(self, seeds: list[int], phase: str) -> None:
+        super().__init__()
+        self._seeds, self._phase = seeds, phase
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        self._poisoned = seed in self._seeds
+        self._maybe("reset")
+        return super().reset(seed=seed, options=options)
+
+    def step(self, action: Any) -> Any:
+        self._maybe("step")
+        return super().step(action)
+
+    def _maybe(self, phase: str) -> None:
+        if self._poisoned and phase == self._phase:
+            raise ValueError("poison")
+
+
 class SelfNamingEnv(CountingEnv):
     """Tells the process it lives in."""
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from farstep.core import Array
 from farstep.spec import Schema, leaves, space_schema
-from farstep.worker.progress import COUNT, PHASE, SLOT, STEP
+from farstep.worker.progress import COUNT, PHASE, RESET, SLOT, STEP
 from farstep.worker.rows import Rows, Slots
 from farstep.worker.single_envs import SingleEnvs
 from farstep.worker.sources import Source
@@ -32,6 +32,8 @@ class Host:
         self._obs, self._obs_schema = space_schema(self.observation_space, "obs")
         self.current = empty_like(self._obs_schema, self.num_envs)
         self.infos: list[Info] | None = None
+        self._late: tuple[int, Exception] | None = None
+        """Slot and error of a reset that failed outside of a ticket."""
 
     def _start(self, chosen: Array, options: Info | None) -> None:
         """Reset the chosen slots with their episodes' seeds, observations into `current`."""
@@ -39,7 +41,22 @@ class Host:
 
     def reset(self, mask: Array | None, roots: list[int] | None, options: Info | None) -> None:
         """Begin new episodes in the masked slots (all without a mask); with roots, from episode 0."""
+        self._late = None  # of an episode that nobody wants any more
         self._start(self.slots.choose(mask, roots), options)
+
+    def prepare(self) -> None:
+        """Begin episodes where there are none, for the trial of an agent.
+
+        What raises is left for the next ticket to raise, since a ticket can be given up and done again.
+        """
+        missing = ~self.slots.started
+        try:
+            if missing.any():
+                self._start(missing, None)
+        except Exception as error:
+            self._late = self._progress[SLOT], error
+            for name, leaf in leaves(self._obs, self.observation_space.sample()):
+                self.current[name][~self.slots.started] = leaf
 
     def want_infos(self, wanted: bool) -> None:
         """Whether the next chunk brings the environments' infos along (a rollout does not)."""
@@ -48,6 +65,10 @@ class Host:
     def begin(self, rows: Rows, steps: int) -> None:
         """Get ready to write `steps` rows: the first observation of a chunk is the last one of the one before."""
         self.slots.begin_chunk()
+        if self._late is not None:
+            (self._progress[SLOT], error), self._late = self._late, None
+            self._progress[PHASE] = RESET
+            raise error
         if not self.slots.started.all():
             self._start(~self.slots.started, None)
         self._rows = rows.row
@@ -131,10 +152,10 @@ class HostedEnvs(Host):
 
     def recover(self, i: int | None) -> None:
         """After an exception: build the environment anew and go on with everybody's next episode."""
+        self.slots.rewind(() if i is None else (i,))
         if i is not None:
             self._envs.replace(i)
             self._steps[i] = self._envs.envs[i].step
-        self.slots.rewind()
 
     def close(self) -> None:
         self._envs.close()

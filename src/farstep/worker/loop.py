@@ -193,8 +193,7 @@ class Worker:
         if "torch" in sys.modules and not had_torch:
             sys.modules["torch"].set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
             self._seed_globals(self._program.seed, slots.first)
-        if not slots.started.all():
-            self._host.reset(~slots.started if slots.started.any() else None, None, None)
+        self._host.prepare()
         self._words[PHASE] = Phase.ACT
         schema, state_schema, state = actor.probe(self._host.current, self._action_schema)
         self._actor = actor
@@ -338,6 +337,8 @@ class Worker:
             self._report(another)
             raise SystemExit(1) from another
         if again:  # before any later ticket: chunks of a worker must follow each other
+            if ticket.reset is not None:
+                ticket.reset.seeds = None  # slots have them by now, and one that failed must not go back to them
             self._tickets.appendleft((ticket, frames))
 
     def _report(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -95,8 +96,11 @@ class Slots:
     def begin_chunk(self) -> None:
         self._ends.clear()
 
-    def rewind(self) -> None:
-        """Forget the chunk in progress; every slot goes on with its next episode."""
+    def rewind(self, failed: Iterable[int] = ()) -> None:
+        """Forget the chunk in progress; every slot goes on with its next episode, one that failed with the one after
+        the failure: the same episode would only fail again."""
+        for i in failed:
+            self.resume[i] = self.episodes[i] + 1
         self.episodes[:] = self.resume.tolist()
         self.started[:] = self.fresh[:] = self.any_fresh = False
         self._ends.clear()

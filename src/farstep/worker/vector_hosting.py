@@ -97,8 +97,8 @@ class HostedVector(Host):
                 self.slots.begin_episode(int(i), t + 1)
 
     def recover(self, i: int | None) -> None:
-        """After an exception nothing of the vector can be trusted: build it anew."""
-        self.slots.rewind()
+        """After an exception nothing of the vector can be trusted, and any slot may have raised: all go on."""
+        self.slots.rewind(range(self.num_envs))
         self._pending[:] = False
         with contextlib.suppress(Exception):
             self.env.close()
