@@ -8,6 +8,8 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+from gymnasium.vector import SyncVectorEnv
+
 from farstep.testing import CountingEnv, FaultyEnv, TableAgent
 from farstep.testing.envs import do_fault
 
@@ -69,6 +71,14 @@ class PoisonEnv(CountingEnv):
     def _maybe(self, phase: str) -> None:
         if self._poisoned and phase == self._phase:
             raise ValueError("poison")
+
+
+def faulty_vector(num_envs: int, phase: str) -> SyncVectorEnv:
+    return SyncVectorEnv([lambda: FaultyEnv("raise", phase)] * num_envs)
+
+
+def poisoned_vector(num_envs: int, seeds: list[int]) -> SyncVectorEnv:
+    return SyncVectorEnv([lambda: PoisonEnv(seeds, "step")] * num_envs)
 
 
 class SelfNamingEnv(CountingEnv):

@@ -14,14 +14,16 @@ import socket
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from checks import assert_balanced, assert_sound, cluster, eventually, inprocess, together, within
-from faulty import EachOnceEnv, FaultyAgent, OnceOnlyEnv, SelfNamingEnv
+from faulty import EachOnceEnv, FaultyAgent, OnceOnlyEnv, SelfNamingEnv, faulty_vector, poisoned_vector
 
 import farstep
 from farstep.errors import ClosedError, RemoteEnvError, WorkerDied, WorkerError, WorkerStuck
 from farstep.testing import FaultyEnv, TableAgent
 from farstep.testing.envs import do_fault
+from farstep.worker.seeds import episode_seed
 
 DEATHS = {"sigkill": "SIGKILL", "sigsegv": "SIGSEGV", "exit": "status 3"}
 HANGS = ["sigstop", "hang", "hang-gil"]
@@ -187,6 +189,46 @@ def test_an_exception_after_the_restart_budget_is_raised_in_this_process_too() -
     env = cluster(FaultyEnv, envs=1, env_kwargs={"fault": "raise", "phase": "step"}, config=inprocess(restart_budget=2))
     with env, pytest.raises(RemoteEnvError, match="environment slot 0"):
         within(lambda: env.collect(TableAgent(), steps=8))
+
+
+@pytest.mark.parametrize("steps", [3, 8], ids=["later chunk", "first chunk"])
+def test_an_exception_says_how_far_its_episode_was(steps: int) -> None:
+    kwargs = {"fault": "raise", "phase": "step", "at": 6}
+    with (
+        cluster(FaultyEnv, envs=2, env_kwargs=kwargs, config=inprocess(restart_budget=0)) as env,
+        pytest.raises(RemoteEnvError, match=r"environment slot 0, seed \d+, episode step 5,") as caught,
+    ):
+        agent = TableAgent()
+        for _ in range(3):
+            env.collect(agent, steps=steps)
+    assert caught.value.where.seed == episode_seed(5, 0, 0)
+
+
+def test_make_vec_says_how_far_an_episode_was() -> None:
+    vector = farstep.make_vec(lambda: FaultyEnv("raise", "step", at=6), 2, inprocess(2))
+    with contextlib.closing(vector), pytest.raises(RemoteEnvError, match="slot 0, seed 7, episode step 2"):
+        vector.reset(seed=7)
+        for t in range(6):
+            if t == 3:
+                vector.reset()
+            vector.step(np.zeros(2, np.int64))
+
+
+@pytest.mark.parametrize("phase", ["construct", "reset", "step"])
+def test_an_exception_in_a_vector_is_nobodys_in_particular(phase: str) -> None:
+    env = cluster(faulty_vector, envs=2, type="vector", env_kwargs={"phase": phase}, config=inprocess(restart_budget=0))
+    with pytest.raises(RemoteEnvError) as caught, env:
+        env.collect(TableAgent(), steps=8)
+    where = caught.value.where
+    assert (where.phase, where.slot, where.seed, where.episode_step) == (phase, None, None, None)
+
+
+def test_a_vector_goes_on_after_an_episode_that_always_raises() -> None:
+    poison = [episode_seed(5, 1, 0)]
+    options: Any = {"type": "vector", "env_kwargs": {"seeds": poison}, "config": inprocess(restart_budget=1)}
+    with cluster(poisoned_vector, envs=2, **options) as env:
+        assert env.collect(TableAgent(), steps=8).shape == (8, 2)
+        assert env.stats()["workers"]["restarts"] == 1
 
 
 def test_a_slow_environment_is_left_alone() -> None:

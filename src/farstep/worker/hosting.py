@@ -107,6 +107,7 @@ class HostedEnvs(Host):
         progress, rewards, rows = self._progress, self._rewards, self._rows
         progress[PHASE] = STEP
         progress[COUNT] += 1
+        self.slots.row = t
         ended: list[tuple[int, bool, bool, Any]] = []
         actions = self._envs.actions(rows, t)
         infos = self.infos

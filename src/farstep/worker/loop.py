@@ -345,9 +345,6 @@ class Worker:
         self, error: Exception, ticket: int | None = None, again: bool = False, request: int | None = None
     ) -> None:
         phase = Phase(self._words[PHASE])
-        host = getattr(self, "_host", None)
-        in_env = host is not None and phase in (Phase.STEP, Phase.RESET)
-        i = self._words[SLOT]
         text = "".join(traceback.format_exception(error))
         self._send(
             m.Failure(
@@ -355,15 +352,26 @@ class Worker:
                 traceback=text,
                 phase=phase.label,
                 kind=type(error).__name__ if type(error).__module__ == "builtins" else "",
-                slot=self._first_slot + i if in_env or phase is Phase.CONSTRUCT else None,
-                seed=host.seed_of(i) if in_env and host else None,
-                episode_step=int(host.slots.total_rows - host.slots.start_row[i]) if in_env and host else None,
                 version=self._actor.version if self._actor else None,
                 ticket=ticket,
                 again=again,
                 request=request,
+                **self._where(phase),
             )
         )
+
+    def _where(self, phase: Phase) -> dict[str, int]:
+        """What is known of the environment that raised; of one inside a vector, nothing."""
+        program = getattr(self, "_program", None)
+        if program is None or program.source.is_vector or phase not in (Phase.CONSTRUCT, Phase.RESET, Phase.STEP):
+            return {}
+        i = self._words[SLOT]
+        where = {"slot": self._first_slot + i}
+        if phase is not Phase.CONSTRUCT and (seed := self._host.seed_of(i)) is not None:
+            where["seed"] = seed
+        if phase is Phase.STEP:
+            where["episode_step"] = self._host.slots.episode_step(i)
+        return where
 
     # ---- calls on environments ----
 

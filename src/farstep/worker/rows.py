@@ -46,6 +46,9 @@ class Slots:
         self.start_row = np.zeros(count, np.int64)
         self.start_time = np.zeros(count, np.float64)
         self.total_rows = 0
+        """Rows of the chunks before this one."""
+        self.row = 0
+        """The row of this chunk that is under way."""
         self.resume = np.array(self.episodes, np.int64)
         self.any_fresh = False
         self._ends: list[tuple[int, int, int, float, float]] = []
@@ -63,6 +66,10 @@ class Slots:
             elif self.started[i]:
                 self.episodes[i] += 1
         return chosen
+
+    def episode_step(self, i: int) -> int:
+        """How many steps of its episode slot `i` had done before the row under way."""
+        return int(self.total_rows + self.row - self.start_row[i])
 
     def begin_episode(self, i: int, next_row: int) -> None:
         """Slot `i` was reset; its first observation is row `next_row` of the current chunk."""
@@ -94,6 +101,7 @@ class Slots:
         return np.array(self._ends, ENDS).tobytes()
 
     def begin_chunk(self) -> None:
+        self.row = 0
         self._ends.clear()
 
     def rewind(self, failed: Iterable[int] = ()) -> None:

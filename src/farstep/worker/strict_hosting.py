@@ -52,14 +52,19 @@ class StrictEnvs:
         """`SyncVectorEnv.reset` for the masked slots."""
         for i in range(self.num_envs):
             if mask is None or mask[i]:
-                self._reset(i, seeds[i] if seeds else None, options, self.current)
+                seed = seeds[i] if seeds else None
+                self._seeds[i] = self._seeds[i] if seed is None else seed
+                info = self._envs.reset(i, seed, options, self.current)
+                self.slots.begin_episode(i, 0)
                 self._done[i] = False
+                if info:
+                    self.infos.append((i, None, info))
 
-    def _reset(
-        self, i: int, seed: int | None, options: Info | None, target: dict[str, Array], final: Info | None = None
-    ) -> None:
-        self._seeds[i] = seed if seed is not None else self._seeds[i]
-        info = self._envs.reset(i, seed, options, target)
+    def _autoreset(self, i: int, final: Info | None = None) -> None:
+        """Reset a slot in the middle of a step."""
+        info = self._envs.reset(i, None, None, self._after)
+        self.slots.begin_episode(i, 1)
+        self._progress[PHASE] = STEP
         if info or final:
             self.infos.append((i, final, info))
 
@@ -83,8 +88,7 @@ class StrictEnvs:
         actions = self._envs.actions(rows, 0)
         for i, env in enumerate(self.envs):
             if next_step and done[i]:
-                self._reset(i, None, None, after)
-                progress[PHASE] = STEP
+                self._autoreset(i)
                 rewards[i], terminations[i], truncations[i], done[i] = 0.0, False, False, False
                 continue
             progress[SLOT] = i
@@ -98,13 +102,13 @@ class StrictEnvs:
                     after[name][i] = leaf
             if done[i] and same_step:
                 # The very object that the environment returned; a copy, since it may use its memory again.
-                self._reset(i, None, None, after, {"final_obs": deepcopy(obs), "final_info": info})
-                progress[PHASE] = STEP
+                self._autoreset(i, {"final_obs": deepcopy(obs), "final_info": info})
             elif info:
                 self.infos.append((i, None, info))
         self._done[:] = done
 
     def finish(self, steps: int) -> bytes:
+        self.slots.total_rows += steps
         if steps:
             for name, after in self._after.items():
                 np.copyto(self.current[name], after)
