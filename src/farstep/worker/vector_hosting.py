@@ -44,16 +44,20 @@ class HostedVector(Host):
         self._progress[COUNT] += 1
         ids = np.flatnonzero(chosen)
         if self._pool:
-            obs, _ = self.env.reset(ids.astype(np.int32))
-            entries = np.arange(len(ids))  # EnvPool answers only for those that were asked
+            obs, info = self.env.reset(ids.astype(np.int32))
+            entries, count = np.arange(len(ids)), len(ids)  # EnvPool answers only for those that were asked
         else:
             if not chosen.all():
                 options = {**(options or {}), "reset_mask": chosen}
             seeds = [self.slots.seed_of(i) if chosen[i] else None for i in range(self.num_envs)]
-            obs, _ = self.env.reset(seed=seeds, options=options)
-            entries = ids
+            obs, info = self.env.reset(seed=seeds, options=options)
+            entries, count = ids, self.num_envs
         for name, leaf in leaves(self._obs, obs):
             self.current[name][ids] = leaf[entries]
+        if self.infos is not None:
+            parts = split_infos(info, count)
+            for i, k in zip(ids.tolist(), entries.tolist(), strict=True):
+                self.infos[i] = parts[k]
         self._pending[ids] = False
         for i in ids.tolist():
             self.slots.begin_episode(i, 0)
@@ -67,6 +71,8 @@ class HostedVector(Host):
         for name, leaf in leaves(self._obs, obs):
             rows[name][t + 1] = leaf
         rows["reward"][t] = reward
+        if self.infos is not None:
+            self.infos = split_infos(info, self.num_envs)
         if self._pending.any():  # the step that reset them was nobody's action
             rows["valid"][t] = ~self._pending
             rows["reward"][t, self._pending] = 0.0
@@ -89,9 +95,13 @@ class HostedVector(Host):
             for name in self.current:
                 self._final[name][place] = final[name] if same_step else rows[name][t + 1, i]
         if self.mode == AutoresetMode.DISABLED:
-            obs, _ = self.env.reset(options={"reset_mask": done})
+            obs, info = self.env.reset(options={"reset_mask": done})
             for name, leaf in leaves(self._obs, obs):
                 rows[name][t + 1] = leaf
+        if self.infos is not None and not same_step:
+            after = split_infos(info, self.num_envs)
+            for i in np.flatnonzero(done):
+                self.infos[i] = {**after[i], "final_info": self.infos[i]}
         if self.mode != AutoresetMode.NEXT_STEP:
             for i in np.flatnonzero(done):
                 self.slots.begin_episode(int(i), t + 1)
@@ -113,3 +123,25 @@ def _build(source: Source, slots: Slots, progress: memoryview) -> Any:
     progress[PHASE] = Phase.CONSTRUCT
     progress[COUNT] += 1
     return source.build_vector(len(slots.roots), slots.seed_of(0))
+
+
+def split_infos(batched: Info, count: int) -> list[Info]:
+    """Each environment's own part of a vector's infos; `final_obs` is left out, since it has a place of its own.
+
+    Gymnasium says in `_key` who has a `key`. Without that (EnvPool) everybody has every array of the right length.
+    """
+    parts: list[Info] = [{} for _ in range(count)]
+    for key, value in batched.items():
+        mask = batched.get(f"_{key}")
+        if key == "final_obs" or (key.startswith("_") and key[1:] in batched):
+            continue
+        if isinstance(value, dict) and mask is not None:
+            entries: Any = split_infos(value, count)
+        elif isinstance(value, np.ndarray) and value.shape[:1] == (count,):
+            # Python's truth values: of NumPy's own, Gymnasium makes arrays of objects.
+            entries = value.tolist() if value.dtype == bool and value.ndim == 1 else value
+        else:
+            continue
+        for i in range(count) if mask is None else np.flatnonzero(mask):
+            parts[i][key] = entries[i]
+    return parts
