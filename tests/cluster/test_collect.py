@@ -228,6 +228,16 @@ def test_envpool_gives_infos() -> None:
         assert info["final_info"]["elapsed_step"][terminated.argmax()] == count
 
 
+@pytest.mark.usefixtures("envpool")
+def test_envpool_is_reseeded_by_a_reset() -> None:
+    with pool() as env:
+        first, second, other = (env.reset(seed=seed)[0] for seed in (3, 3, 4))
+        np.testing.assert_array_equal(first, second)
+        assert (first != other).all()
+        assert len(np.unique(first[:, 0])) == 4
+        assert (env.reset()[0] != other).all()
+
+
 def test_factories_and_wrappers() -> None:
     length = 4
     in_main = type("MainEnv", (CountingEnv,), {"__module__": "__main__"})

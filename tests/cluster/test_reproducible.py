@@ -66,6 +66,13 @@ def test_the_environments_are_seeded_by_slot_and_episode(reference: Any) -> None
     assert len(set(firsts)) == SLOTS
 
 
+def test_the_largest_seed_travels() -> None:
+    with cluster(CountingEnv, envs=2, workers=1, seed=2**63 - 1) as env:
+        first, _ = env.reset()
+        again, _ = env.reset(seed=2**63 - 1)
+    np.testing.assert_array_equal(first, again)
+
+
 def learn(agent: TableAgent, k: int) -> bool:
     """Changes the agent after every batch but the first."""
     agent.table[:] = (agent.table + (k > 0)) % 3

@@ -42,7 +42,13 @@ class Host:
     def reset(self, mask: Array | None, roots: list[int] | None, options: Info | None) -> None:
         """Begin new episodes in the masked slots (all without a mask); with roots, from episode 0."""
         self._late = None  # of an episode that nobody wants any more
-        self._start(self.slots.choose(mask, roots), options)
+        chosen = self.slots.choose(mask, roots)
+        if roots is not None:
+            self._reseed(chosen)
+        self._start(chosen, options)
+
+    def _reseed(self, chosen: Array) -> None:
+        """For environments that do not take a seed when they are reset."""
 
     def prepare(self) -> None:
         """Begin episodes where there are none, for the trial of an agent.

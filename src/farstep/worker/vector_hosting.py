@@ -39,6 +39,11 @@ class HostedVector(Host):
         self._pending = np.zeros(self.num_envs, bool)
         """Slots whose next step only resets them (NEXT_STEP)."""
 
+    def _reseed(self, chosen: Array) -> None:
+        if self._pool:  # which takes a seed at construction only
+            assert chosen.all(), "the head refuses to reseed some environments of an EnvPool"
+            self._rebuild()
+
     def _start(self, chosen: Array, options: Info | None) -> None:
         self._progress[PHASE] = RESET
         self._progress[COUNT] += 1
@@ -109,6 +114,9 @@ class HostedVector(Host):
     def recover(self, i: int | None) -> None:
         """After an exception nothing of the vector can be trusted, and any slot may have raised: all go on."""
         self.slots.rewind(range(self.num_envs))
+        self._rebuild()
+
+    def _rebuild(self) -> None:
         self._pending[:] = False
         with contextlib.suppress(Exception):
             self.env.close()
