@@ -73,6 +73,22 @@ class PoisonEnv(CountingEnv):
             raise ValueError("poison")
 
 
+class OddRewardEnv(CountingEnv):
+    """Returns `reward` in the third step of the episode that begins with `seed`."""
+
+    def __init__(self, reward: Any, seed: int) -> None:
+        super().__init__(length=4)
+        self._reward, self._seed = reward, seed
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        self._odd = seed == self._seed
+        return super().reset(seed=seed, options=options)
+
+    def step(self, action: Any) -> Any:
+        obs, reward, *rest = super().step(action)
+        return obs, self._reward if self._odd and self.count == 3 else reward, *rest
+
+
 def faulty_vector(num_envs: int, phase: str) -> SyncVectorEnv:
     return SyncVectorEnv([lambda: FaultyEnv("raise", phase)] * num_envs)
 

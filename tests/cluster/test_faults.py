@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 from checks import assert_balanced, assert_sound, cluster, eventually, inprocess, together, within
-from faulty import EachOnceEnv, FaultyAgent, OnceOnlyEnv, SelfNamingEnv, faulty_vector, poisoned_vector
+from faulty import EachOnceEnv, FaultyAgent, OddRewardEnv, OnceOnlyEnv, SelfNamingEnv, faulty_vector, poisoned_vector
 
 import farstep
 from farstep.errors import ClosedError, RemoteEnvError, WorkerDied, WorkerError, WorkerStuck
@@ -202,6 +202,24 @@ def test_an_exception_says_how_far_its_episode_was(steps: int) -> None:
         for _ in range(3):
             env.collect(agent, steps=steps)
     assert caught.value.where.seed == episode_seed(5, 0, 0)
+
+
+@pytest.mark.parametrize("reward", [None, "1.5", 1j, np.ones(2)], ids=repr)
+def test_a_reward_that_is_no_number_is_raised(reward: Any) -> None:
+    seed = episode_seed(5, 1, 0)
+    kwargs = {"reward": reward, "seed": seed}
+    env = cluster(OddRewardEnv, envs=3, env_kwargs=kwargs, config=inprocess(restart_budget=0))
+    with env, pytest.raises(RemoteEnvError, match="a number is expected") as caught:
+        env.collect(TableAgent(), steps=4)
+    where = caught.value.where
+    assert (where.slot, where.seed, where.episode_step) == (1, seed, 2)
+
+
+@pytest.mark.parametrize("reward", [float("nan"), 2, True, np.float32(2), np.array(2.0)], ids=repr)
+def test_a_reward_that_is_some_number_is_kept(reward: Any) -> None:
+    kwargs = {"reward": reward, "seed": episode_seed(5, 1, 0)}
+    with cluster(OddRewardEnv, envs=3, env_kwargs=kwargs, config=inprocess()) as env:
+        np.testing.assert_array_equal(env.collect(TableAgent(), steps=4)["reward"][2], [3, float(reward), 3])
 
 
 def test_make_vec_says_how_far_an_episode_was() -> None:
