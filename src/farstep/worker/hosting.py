@@ -91,7 +91,7 @@ class Host:
             np.copyto(current, self._rows[name][steps])
         return self.slots.finish(steps)
 
-    def seed_of(self, i: int) -> int | None:
+    def seed_of(self, i: int) -> int:
         """The seed of the episode that slot `i` is in."""
         return self.slots.seed_of(i)
 

@@ -90,11 +90,11 @@ class HostedVector(Host):
             rows["terminated"][t], rows["truncated"][t] = terminated & done, truncated & done
             self._end(t, done, info)
 
-    def _end(self, t: int, done: Array, info: dict[str, Any]) -> None:
-        rows = self._rows
+    def _end(self, t: int, done: Array, info: Info) -> None:
+        rows, ended = self._rows, np.flatnonzero(done).tolist()
         same_step = self.mode == AutoresetMode.SAME_STEP
-        for i in np.flatnonzero(done):
-            k = self.slots.end_episode(int(i), t)
+        for i in ended:
+            k = self.slots.end_episode(i, t)
             place = k // self.num_envs, k % self.num_envs
             final = dict(leaves(self._obs, info["final_obs"][i])) if same_step else {}
             for name in self.current:
@@ -105,11 +105,11 @@ class HostedVector(Host):
                 rows[name][t + 1] = leaf
         if self.infos is not None and not same_step:
             after = split_infos(info, self.num_envs)
-            for i in np.flatnonzero(done):
+            for i in ended:
                 self.infos[i] = {**after[i], "final_info": self.infos[i]}
         if self.mode != AutoresetMode.NEXT_STEP:
-            for i in np.flatnonzero(done):
-                self.slots.begin_episode(int(i), t + 1)
+            for i in ended:
+                self.slots.begin_episode(i, t + 1)
 
     def recover(self, i: int | None) -> None:
         """After an exception nothing of the vector can be trusted, and any slot may have raised: all go on."""
