@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Mapping
+from operator import itemgetter
 from types import TracebackType
 from typing import Any, Self
 
@@ -13,7 +14,7 @@ import numpy as np
 from gymnasium.vector import VectorEnv
 
 from farstep.batch import Batch
-from farstep.config import EnvConfig, LaunchConfig, LocalConfig, check_seed
+from farstep.config import EnvConfig, LaunchConfig, LocalConfig
 from farstep.core import Agent, Array, Nested
 from farstep.errors import ClosedError, ConfigError
 from farstep.head.collector import Collector, ResetOrder
@@ -86,7 +87,6 @@ class ClusterEnv:
         self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
     ) -> tuple[Nested, dict[str, Any]]:
         """Begin new episodes everywhere, or where `options["reset_mask"]` says; with a seed, from episode 0."""
-        root = None if seed is None else check_seed(seed)
         rest = dict(options or {})
         mask = rest.pop("reset_mask", None)
         if mask is not None:
@@ -96,6 +96,7 @@ class ClusterEnv:
                     f"reset_mask has shape {list(mask.shape)} and dtype {mask.dtype}; "
                     f"expected [{self.num_envs}] and bool."
                 )
+        root = self.env_config.check_reset(seed, mask is not None)
         order = ResetOrder(root, mask, cloudpickle.dumps(rest) if rest else None)
         batch = self._launched().one_batch(0, infos=True, reset=order).copy()
         return batch.last_obs, self._merged(batch)
@@ -168,7 +169,7 @@ class ClusterEnv:
                 "l": batch.episodes["length"][k],
                 "t": batch.episodes["time"][k],
             }
-            last = {"final_obs": map_leaves(lambda leaf, k=k: leaf[k], final.obs), "episode": episode}
+            last = {"final_obs": map_leaves(itemgetter(k), final.obs), "episode": episode}
             infos = self._add_info(infos, last, int(slot))
         return infos
 

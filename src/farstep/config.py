@@ -90,10 +90,13 @@ class EnvConfig(_Config):
                 f"EnvConfig.env_name is a callable but type is {self.type!r}; use type='factory' "
                 "(it returns one environment) or type='vector' (it returns a VectorEnv)."
             )
-        if self.seed is not None and (not isinstance(self.seed, numbers.Integral) or self.seed < 0):
-            raise ConfigError(f"EnvConfig.seed is {self.seed!r}; it must be None or a non-negative int.")
+        if self.wrappers and self.type == "envpool":
+            raise ConfigError(
+                "EnvConfig.wrappers do not reach EnvPool's environments, which are not Python objects; give EnvPool's "
+                "own options in env_kwargs (e.g. frame_skip), or use type='gymnasium'."
+            )
         if self.seed is not None:
-            object.__setattr__(self, "seed", int(self.seed))
+            object.__setattr__(self, "seed", check_seed(self.seed))
         if self.kl_threshold is not None:
             raise ConfigError(
                 f"EnvConfig.kl_threshold is {self.kl_threshold!r}, but adaptive synchronization is not in this "
@@ -101,6 +104,15 @@ class EnvConfig(_Config):
             )
         if self.sync is not None and not isinstance(self.sync, SyncRule):
             raise ConfigError(f"EnvConfig.sync is {self.sync!r}; use a rule such as farstep.sync.EveryK(4).")
+
+    def check_reset(self, seed: int | None, masked: bool) -> int | None:
+        """The seed of a reset of all environments, or only of masked ones."""
+        if seed is not None and masked and self.type == "envpool":
+            raise ConfigError(
+                "reset got a seed and a reset_mask, but EnvPool seeds all of its environments together; "
+                "leave out one of the two."
+            )
+        return None if seed is None else check_seed(seed)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -136,7 +148,7 @@ class LaunchConfig(_Config):
     nodes: int = 1
     """How many nodes; each hosts `envs_per_node` environments."""
     workers_per_node: int | None = None
-    """Worker processes on each node; None takes one per usable core."""
+    """Worker processes on each node; None takes one per usable core (local nodes share this machine's)."""
     cpus_per_worker: int = 1
     """Threads that torch and BLAS may use in one worker."""
     gpus_per_node: int = 0
@@ -159,12 +171,31 @@ class LaunchConfig(_Config):
 
     def num_workers(self, envs_per_node: int) -> int:
         """Workers in all: never more than environments, since an idle worker is a wasted process."""
-        per_node = self.workers_per_node or max(1, usable_cpus() // self.cpus_per_worker)
+        per_node = self.workers_per_node or max(1, self._cores_per_node() // self.cpus_per_worker)
         return self.nodes * min(per_node, envs_per_node)
+
+    def _cores_per_node(self) -> int:
+        return usable_cpus()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LocalConfig(LaunchConfig):
+class _ThisMachine(LaunchConfig):
+    """A launch configuration whose nodes are all this machine."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.gpus_per_node:
+            raise ConfigError(
+                f"{type(self).__name__}.gpus_per_node is {self.gpus_per_node}, but workers of this version act on the "
+                "CPU; leave it 0."
+            )
+
+    def _cores_per_node(self) -> int:
+        return usable_cpus() // self.nodes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LocalConfig(_ThisMachine):
     """Workers as processes of this machine."""
 
     transport: LocalTransport = "shm"
@@ -176,8 +207,15 @@ class LocalConfig(LaunchConfig):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class InProcessConfig(LaunchConfig):
+class InProcessConfig(_ThisMachine):
     """Workers inside the caller's process and thread: for debugging, `breakpoint()` works."""
+
+
+def check_seed(value: object) -> int:
+    """A root of seeds, if it is one that can be sent to workers."""
+    if not isinstance(value, numbers.Integral) or isinstance(value, bool) or not 0 <= int(value) < 2**63:
+        raise ConfigError(f"the seed is {value!r}; it must be a non-negative integer below 2**63, to fit a message.")
+    return int(value)
 
 
 def usable_cpus() -> int:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
+
+from gymnasium.vector import SyncVectorEnv
 
 from farstep.testing import CountingEnv, FaultyEnv, TableAgent
 from farstep.testing.envs import do_fault
@@ -48,6 +51,55 @@ class MortalEnv(CountingEnv):
         if self._steps == self._at and once(self._marker):
             os.kill(os.getpid(), signal.SIGKILL)
         return super().step(action)
+
+
+class PoisonEnv(CountingEnv):
+    """Raises in `phase` (reset, or the first step) of every episode that begins with one of `seeds`, or does worse."""
+
+    def __init__(self, seeds: list[int], phase: str, how: str = "raise") -> None:
+        super().__init__()
+        self._seeds, self._phase, self._how = seeds, phase, how
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        self._poisoned = seed in self._seeds
+        self._maybe("reset")
+        return super().reset(seed=seed, options=options)
+
+    def step(self, action: Any) -> Any:
+        self._maybe("step")
+        return super().step(action)
+
+    def _maybe(self, phase: str) -> None:
+        if self._poisoned and phase == self._phase:
+            if self._how == "SIGSEGV":
+                os.kill(os.getpid(), signal.SIGSEGV)
+            while self._how == "hang":
+                time.sleep(60)
+            raise ValueError("poison")
+
+
+class OddRewardEnv(CountingEnv):
+    """Returns `reward` in the third step of the episode that begins with `seed`."""
+
+    def __init__(self, reward: Any, seed: int) -> None:
+        super().__init__(length=4)
+        self._reward, self._seed = reward, seed
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        self._odd = seed == self._seed
+        return super().reset(seed=seed, options=options)
+
+    def step(self, action: Any) -> Any:
+        obs, reward, *rest = super().step(action)
+        return obs, self._reward if self._odd and self.count == 3 else reward, *rest
+
+
+def faulty_vector(num_envs: int, phase: str) -> SyncVectorEnv:
+    return SyncVectorEnv([lambda: FaultyEnv("raise", phase)] * num_envs)
+
+
+def poisoned_vector(num_envs: int, seeds: list[int]) -> SyncVectorEnv:
+    return SyncVectorEnv([lambda: PoisonEnv(seeds, "step")] * num_envs)
 
 
 class SelfNamingEnv(CountingEnv):

@@ -9,7 +9,7 @@ import gymnasium
 import numpy as np
 import pytest
 from checks import assert_balanced, assert_sound, cluster, inprocess, together, within
-from toys import DoubledReward, NestedAgent, NestedEnv, RememberingAgent, counting_vector
+from toys import DoubledReward, NestedAgent, NestedEnv, RememberingAgent, counting_vector, telling_vector
 
 import farstep
 from farstep.sync import EveryK
@@ -147,6 +147,38 @@ def test_a_vector_source_gives_the_episodes_of_its_environments(mode: str) -> No
         np.testing.assert_array_equal(batch.episodes["return"], length * (length + 1) / 2)
 
 
+def part(info: dict[str, Any], i: int) -> dict[str, Any]:
+    """What a batched info says of environment `i`."""
+    keys = [key for key in info if f"_{key}" in info and info[f"_{key}"][i]]
+    return {key: part(info[key], i) if isinstance(info[key], dict) else info[key][i] for key in keys}
+
+
+@pytest.mark.parametrize("mode", ["NEXT_STEP", "SAME_STEP", "DISABLED"])
+def test_infos_of_a_vector_source_are_those_of_its_environments(mode: str) -> None:
+    agent, theirs = TableAgent(), telling_vector(3, mode)
+    options: Any = {"type": "vector", "env_kwargs": {"mode": mode}, "config": inprocess(2)}
+    with cluster(telling_vector, envs=3, **options) as env:
+        _, info = env.reset(seed=5)
+        obs, own = theirs.reset(seed=[episode_seed(5, slot, 0) for slot in range(3)])
+        np.testing.assert_equal(info, own)
+        for _ in range(20):
+            *_, info = env.step(agent)
+            obs, _, over, _, own = theirs.step(agent.act(obs)["action"])
+            begun = own
+            if mode == "DISABLED" and over.any():
+                obs, begun = theirs.reset(options={"reset_mask": over})
+            for i in range(3):
+                got, expected = part(info, i), part(own, i)
+                if over[i]:
+                    final = expected["final_info"] if mode == "SAME_STEP" else expected
+                    expected = {key: value for key, value in part(begun, i).items() if "final" not in key}
+                    np.testing.assert_equal(got.pop("final_info"), final)
+                    assert got.pop("final_obs")[1] == got.pop("episode")["l"] == final["count"]
+                np.testing.assert_equal(got, expected)
+            assert all(info[key].dtype == own[key].dtype for key in ("flag", "array", "odd") if key in info)
+    theirs.close()
+
+
 class PoleAgent(TableAgent):
     def act(self, obs: Any) -> Any:
         return (obs[:, 2] > 0).astype(np.int32)
@@ -158,10 +190,14 @@ def envpool() -> Any:
     return pytest.importorskip("envpool")
 
 
+def pool() -> farstep.ClusterEnv:
+    config = farstep.LocalConfig(workers_per_node=2)
+    return farstep.ClusterEnv({"type": "envpool", "env_name": "CartPole-v1", "envs_per_node": 4}, config)
+
+
 @pytest.mark.usefixtures("envpool")
 def test_envpool_is_a_source() -> None:
-    config = farstep.LocalConfig(workers_per_node=2)
-    with farstep.ClusterEnv({"type": "envpool", "env_name": "CartPole-v1", "envs_per_node": 4}, config) as env:
+    with pool() as env:
         batch = env.collect(PoleAgent(), steps=200)
         assert len(batch.final_obs) > 4
         assert (batch["reward"] == batch["valid"]).all()
@@ -174,6 +210,32 @@ def test_envpool_is_a_source() -> None:
             assert batch["episode_start"][span, slot].tolist() == [True] + [False] * (length - 1)
             assert batch["terminated"][row, slot]
         assert (np.abs(batch["obs"][batch["episode_start"]]) < 0.06).all()
+
+
+@pytest.mark.usefixtures("envpool")
+def test_envpool_gives_infos() -> None:
+    with pool() as env:
+        agent = PoleAgent()
+        _, info = env.reset()
+        assert info["elapsed_step"].tolist() == [0] * 4
+        assert "players" not in info  # nested, and not of one length
+        for count in range(1, 200):
+            _, _, terminated, _, info = env.step(agent)
+            assert info["elapsed_step"].tolist() == [count] * 4
+            if terminated.any():
+                break
+        assert info["final_info"]["_elapsed_step"].tolist() == terminated.tolist()
+        assert info["final_info"]["elapsed_step"][terminated.argmax()] == count
+
+
+@pytest.mark.usefixtures("envpool")
+def test_envpool_is_reseeded_by_a_reset() -> None:
+    with pool() as env:
+        first, second, other = (env.reset(seed=seed)[0] for seed in (3, 3, 4))
+        np.testing.assert_array_equal(first, second)
+        assert (first != other).all()
+        assert len(np.unique(first[:, 0])) == 4
+        assert (env.reset()[0] != other).all()
 
 
 def test_factories_and_wrappers() -> None:

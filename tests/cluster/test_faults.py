@@ -14,14 +14,25 @@ import socket
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from checks import assert_balanced, assert_sound, cluster, eventually, inprocess, together, within
-from faulty import EachOnceEnv, FaultyAgent, OnceOnlyEnv, SelfNamingEnv
+from faulty import (
+    EachOnceEnv,
+    FaultyAgent,
+    OddRewardEnv,
+    OnceOnlyEnv,
+    PoisonEnv,
+    SelfNamingEnv,
+    faulty_vector,
+    poisoned_vector,
+)
 
 import farstep
 from farstep.errors import ClosedError, RemoteEnvError, WorkerDied, WorkerError, WorkerStuck
-from farstep.testing import FaultyEnv, TableAgent
+from farstep.testing import CountingEnv, FaultyEnv, TableAgent
 from farstep.testing.envs import do_fault
+from farstep.worker.seeds import episode_seed
 
 DEATHS = {"sigkill": "SIGKILL", "sigsegv": "SIGSEGV", "exit": "status 3"}
 HANGS = ["sigstop", "hang", "hang-gil"]
@@ -189,6 +200,82 @@ def test_an_exception_after_the_restart_budget_is_raised_in_this_process_too() -
         within(lambda: env.collect(TableAgent(), steps=8))
 
 
+@pytest.mark.parametrize("steps", [3, 8], ids=["later chunk", "first chunk"])
+def test_an_exception_says_how_far_its_episode_was(steps: int) -> None:
+    kwargs = {"fault": "raise", "phase": "step", "at": 6}
+    with (
+        cluster(FaultyEnv, envs=2, env_kwargs=kwargs, config=inprocess(restart_budget=0)) as env,
+        pytest.raises(RemoteEnvError, match=r"environment slot 0, seed \d+, episode step 5,") as caught,
+    ):
+        agent = TableAgent()
+        for _ in range(3):
+            env.collect(agent, steps=steps)
+    assert caught.value.where.seed == episode_seed(5, 0, 0)
+
+
+@pytest.mark.parametrize("reward", [None, "1.5", 1j, np.ones(2)], ids=repr)
+def test_a_reward_that_is_no_number_is_raised(reward: Any) -> None:
+    seed = episode_seed(5, 1, 0)
+    kwargs = {"reward": reward, "seed": seed}
+    env = cluster(OddRewardEnv, envs=3, env_kwargs=kwargs, config=inprocess(restart_budget=0))
+    with env, pytest.raises(RemoteEnvError, match="a number is expected") as caught:
+        env.collect(TableAgent(), steps=4)
+    where = caught.value.where
+    assert (where.slot, where.seed, where.episode_step) == (1, seed, 2)
+
+
+@pytest.mark.parametrize("reward", [float("nan"), 2, True, np.float32(2), np.array(2.0)], ids=repr)
+def test_a_reward_that_is_some_number_is_kept(reward: Any) -> None:
+    kwargs = {"reward": reward, "seed": episode_seed(5, 1, 0)}
+    with cluster(OddRewardEnv, envs=3, env_kwargs=kwargs, config=inprocess()) as env:
+        np.testing.assert_array_equal(env.collect(TableAgent(), steps=4)["reward"][2], [3, float(reward), 3])
+
+
+def test_make_vec_says_how_far_an_episode_was() -> None:
+    vector = farstep.make_vec(lambda: FaultyEnv("raise", "step", at=6), 2, inprocess(2))
+    with contextlib.closing(vector), pytest.raises(RemoteEnvError, match="slot 0, seed 7, episode step 2"):
+        vector.reset(seed=7)
+        for t in range(6):
+            if t == 3:
+                vector.reset()
+            vector.step(np.zeros(2, np.int64))
+
+
+@pytest.mark.parametrize("phase", ["construct", "reset", "step"])
+def test_an_exception_in_a_vector_is_nobodys_in_particular(phase: str) -> None:
+    env = cluster(faulty_vector, envs=2, type="vector", env_kwargs={"phase": phase}, config=inprocess(restart_budget=0))
+    with pytest.raises(RemoteEnvError) as caught, env:
+        env.collect(TableAgent(), steps=8)
+    where = caught.value.where
+    assert (where.phase, where.slot, where.seed, where.episode_step) == (phase, None, None, None)
+
+
+def test_a_vector_goes_on_after_an_episode_that_always_raises() -> None:
+    poison = [episode_seed(5, 1, 0)]
+    options: Any = {"type": "vector", "env_kwargs": {"seeds": poison}, "config": inprocess(restart_budget=1)}
+    with cluster(poisoned_vector, envs=2, **options) as env:
+        assert env.collect(TableAgent(), steps=8).shape == (8, 2)
+        assert env.stats()["dropped"] == {"environment failed": 1}
+
+
+@pytest.mark.parametrize("phase", ["reset", "step"])
+@pytest.mark.parametrize("how", ["SIGSEGV", "hang"])
+def test_an_episode_that_kills_or_stalls_its_worker_is_named_and_tried_twice_only(phase: str, how: str) -> None:
+    poison = episode_seed(5, 1, 0)
+    limits = farstep.Timeouts(step_s=1.0, reset_s=1.0, close_s=1.0)
+    kwargs = {"seeds": [poison], "phase": phase, "how": how}
+    with cluster(PoisonEnv, envs=2, env_kwargs=kwargs, timeouts=limits, restart_budget=2) as env:
+        batch = within(lambda: env.collect(TableAgent(), steps=4))
+        assert_sound(batch)
+        np.testing.assert_array_equal(batch["obs"][0, 1], CountingEnv().reset(seed=episode_seed(5, 1, 1))[0])
+        assert env.stats()["workers"]["restarts"] == 2, "once more, since it might have been bad luck"
+    options = {"env_kwargs": kwargs, "timeouts": limits, "restart_budget": 0}
+    with pytest.raises(farstep.WorkerError) as caught, cluster(PoisonEnv, envs=2, **options) as env:
+        within(lambda: env.collect(TableAgent(), steps=4))
+    where = caught.value.where
+    assert (where.phase, where.slot, where.seed) == (phase, 1, poison)
+
+
 def test_a_slow_environment_is_left_alone() -> None:
     def batch(transport: str) -> farstep.Batch:
         kwargs = {"fault": "slow", "phase": "step", "at": 0, "slow_s": 0.4}
@@ -259,7 +346,7 @@ def test_what_an_environment_started_dies_with_its_worker(transport: str) -> Non
 @pytest.mark.parametrize("fault", ["raise", "sigkill"])
 def test_batches_of_a_stream_follow_each_other_after_a_fault(fault: str, tmp_path: Path) -> None:
     """A row that does not go on where the batch before ended begins an episode, and says so."""
-    kwargs = {"faults": [fault], "phase": "step", "folder": str(tmp_path), "at": 2}
+    kwargs = {"faults": [fault], "phase": "step", "folder": str(tmp_path), "at": 6}
     with cluster(EachOnceEnv, envs=2, workers=2, env_kwargs=kwargs) as env:
         last, cuts = None, 0
         for k, batch in enumerate(env.stream(TableAgent(), steps=4, max_staleness=3)):

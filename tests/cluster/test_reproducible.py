@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 from checks import arrays_of, assert_same, assert_sound, cluster, inprocess
-from faulty import MortalEnv
+from faulty import MortalEnv, PoisonEnv
 
 import farstep
 from farstep.testing import CountingEnv, TableAgent
-from farstep.worker.seeds import episode_generator
+from farstep.worker.seeds import episode_generator, episode_seed
 
 SLOTS = 5  # so that workers differ in size
 
@@ -78,6 +78,13 @@ def test_the_environments_are_seeded_by_slot_and_episode(reference: Any) -> None
     assert not (other["obs"] == reference[0]["obs"]).all(axis=(0, 2)).any()
     firsts = reference[0]["obs"][0, :, 0]
     assert len(set(firsts)) == SLOTS
+
+
+def test_the_largest_seed_travels() -> None:
+    with cluster(CountingEnv, envs=2, workers=1, seed=2**63 - 1) as env:
+        first, _ = env.reset()
+        again, _ = env.reset(seed=2**63 - 1)
+    np.testing.assert_array_equal(first, again)
 
 
 def learn(agent: TableAgent, k: int) -> bool:
@@ -147,6 +154,28 @@ def test_later_episodes_are_the_same_after_a_kill(tmp_path: Path) -> None:
         assert common > 3
     assert max(cuts) == 1  # somebody's episode was cut ...
     assert sum(cuts) in (1, 2, 3)  # ... of one worker's slots; none where the episode had ended with the chunk
+
+
+@pytest.mark.parametrize("explicit", [False, True], ids=["collect", "reset"])
+@pytest.mark.parametrize("phase", ["reset", "step"])
+def test_an_episode_that_always_raises_is_left_out(phase: str, explicit: bool) -> None:
+    """Also the first one of a run: it costs one restart, and its slot goes on with the episode after it."""
+    poison = (1, 2, 4)  # two of them on one worker
+    seeds = [episode_seed(5, slot, 0) for slot in poison]
+    runs = []
+    for bad in ([], seeds):
+        config = inprocess(2, restart_budget=len(bad))
+        with cluster(PoisonEnv, envs=SLOTS, config=config, env_kwargs={"seeds": bad, "phase": phase}) as env:
+            if explicit:
+                env.reset(seed=5)
+            agent = DrawingAgent()
+            runs.append(episodes([arrays_of(env.collect(agent, steps=8)) for _ in range(4)]))
+            assert env.stats()["dropped"].get("environment failed", 0) == len(bad)
+    for slot, (clean, poisoned) in enumerate(zip(*runs, strict=True)):
+        expected = clean[1:] if slot in poison else clean
+        common = min(len(expected), len(poisoned)) - 1  # the last one of a run may be cut by its end
+        assert common > 1
+        assert poisoned[:common] == expected[:common]
 
 
 def test_only_masked_slots_are_reset() -> None:

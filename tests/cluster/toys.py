@@ -74,6 +74,19 @@ def counting_vector(num_envs: int, mode: str) -> SyncVectorEnv:
     return SyncVectorEnv([CountingEnv] * num_envs, autoreset_mode=AutoresetMode[mode])
 
 
+class TellingEnv(CountingEnv):
+    """Infos of every kind; some of them come and go."""
+
+    def step(self, action: Any) -> Any:
+        *rest, info = super().step(action)
+        some = {"odd": self.count} if self.count % 2 else {"nested": {"half": self.count / 2, "text": f"{self.count}"}}
+        return *rest, {**info, "flag": self.count > 2, "array": np.full(2, self.count, np.float32), **some}
+
+
+def telling_vector(num_envs: int, mode: str) -> SyncVectorEnv:
+    return SyncVectorEnv([TellingEnv] * num_envs, autoreset_mode=AutoresetMode[mode])
+
+
 class DoubledReward(gymnasium.RewardWrapper[Any, Any]):
     def reward(self, reward: Any) -> Any:
         return 2 * reward

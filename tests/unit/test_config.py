@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from farstep import config as config_module
-from farstep.config import EnvConfig, InProcessConfig, LocalConfig, Timeouts, _cgroup_quotas, usable_cpus
+from farstep.config import EnvConfig, InProcessConfig, LocalConfig, Timeouts, _cgroup_quotas, check_seed, usable_cpus
 from farstep.errors import ConfigError
 
 ALL = [EnvConfig, LocalConfig, InProcessConfig, Timeouts]
@@ -44,6 +44,11 @@ def test_an_unknown_key_names_the_nearest_and_lists_all(kind: Any, key: str, nea
         (lambda: EnvConfig(env_name="CartPole-v1", envs_per_node=2.5), "integer"),  # type: ignore[arg-type]
         (lambda: EnvConfig(env_name="CartPole-v1", seed=-1), "non-negative"),
         (lambda: EnvConfig(env_name="CartPole-v1", seed=1.0), "non-negative int"),  # type: ignore[arg-type]
+        (lambda: EnvConfig(env_name="CartPole-v1", seed=True), "non-negative int"),
+        (lambda: EnvConfig(env_name="CartPole-v1", seed=2**63), r"below 2\*\*63"),
+        (lambda: EnvConfig(env_name="CartPole-v1", type="envpool", wrappers=[str]), "env_kwargs"),
+        (lambda: EnvConfig(env_name="CartPole-v1", type="envpool").check_reset(3, masked=True), "reset_mask"),
+        (lambda: EnvConfig(env_name="CartPole-v1").check_reset(2**64, masked=False), r"below 2\*\*63"),
         (lambda: EnvConfig(env_name="CartPole-v1", sync="always"), "EveryK"),  # type: ignore[arg-type]
         (lambda: LocalConfig(transport="udp"), "Known: ipc, shm, tcp"),  # type: ignore[arg-type]
         (lambda: LocalConfig(nodes=0), "at least 1"),
@@ -52,6 +57,8 @@ def test_an_unknown_key_names_the_nearest_and_lists_all(kind: Any, key: str, nea
         (lambda: LocalConfig(workers_per_node=0), "at least 1"),
         (lambda: LocalConfig(cpus_per_worker=0), "at least 1"),
         (lambda: LocalConfig(gpus_per_node=-1), "at least 0"),
+        (lambda: LocalConfig(gpus_per_node=1), "LocalConfig.gpus_per_node is 1"),
+        (lambda: InProcessConfig(gpus_per_node=1), "InProcessConfig.gpus_per_node is 1"),
         (lambda: LocalConfig(restart_budget=-1), "at least 0"),
         (lambda: LocalConfig(timeouts={"step_s": 0.0}), "at least 0.01"),  # type: ignore[arg-type]
         (lambda: LocalConfig(timeouts={"stop_s": 1.0}), "option of Timeouts 'stop_s'"),  # type: ignore[arg-type]
@@ -91,6 +98,13 @@ def test_numbers_of_numpy_are_numbers() -> None:
     assert (type(made.seed), made.seed) == (int, 7)
 
 
+def test_every_seed_that_travels_is_accepted() -> None:
+    config = EnvConfig(env_name="CartPole-v1", seed=2**63 - 1)
+    assert config.check_reset(config.seed, masked=True) == config.seed
+    assert config.check_reset(None, masked=True) is None
+    assert check_seed(np.uint64(7)) == 7
+
+
 def test_never_more_workers_than_environments() -> None:
     assert LocalConfig(nodes=2, workers_per_node=8).num_workers(envs_per_node=3) == 6
     assert LocalConfig(workers_per_node=2).num_workers(envs_per_node=64) == 2
@@ -101,6 +115,11 @@ def test_workers_share_the_usable_cores(monkeypatch: pytest.MonkeyPatch) -> None
     assert LocalConfig().num_workers(64) == 8
     assert LocalConfig(cpus_per_worker=3).num_workers(64) == 2
     assert LocalConfig(cpus_per_worker=16).num_workers(64) == 1
+    # All nodes are this machine, and each has a worker of its own.
+    assert LocalConfig(nodes=4).num_workers(64) == InProcessConfig(nodes=4).num_workers(64) == 8
+    assert LocalConfig(nodes=3).num_workers(64) == 6
+    assert LocalConfig(nodes=16).num_workers(64) == 16
+    assert LocalConfig(nodes=2, cpus_per_worker=2).num_workers(64) == 4
 
 
 # ---- cores ----

@@ -75,7 +75,7 @@ class Collector:
         self._agent_schemas: tuple[Schema, Schema] = ({}, {})
         self._session = Session(0, 0, None, False, None)
         self._rollouts: Rollouts | None = None
-        self._followed = np.full(len(self.server.roots), -1, np.int64)
+        self._followed = np.full(self.server.seats[-1].stop, -1, np.int64)
         """Per slot, the last chunk that was handed to the learner (`Piece.key`)."""
 
     def start(self) -> tuple[Space, Space]:
@@ -198,6 +198,9 @@ class Collector:
         session = self._open(steps, None, None, 1, infos, reset)
         try:
             return self._next_batch(session)
+        except BaseException:
+            self._followed[:] = -1  # a batch that was put together just before Ctrl-C reached nobody
+            raise
         finally:
             self._end_session(session)
 
@@ -243,13 +246,12 @@ class Collector:
 
     def _note_reset(self, reset: ResetOrder) -> None:
         """What a worker that is replaced must start from, and that nothing continues where slots are reset."""
-        slots = np.arange(len(self._followed))
-        chosen = slots if reset.mask is None else slots[reset.mask]
+        chosen = np.ones(len(self._followed), bool) if reset.mask is None else reset.mask
         self._followed[chosen] = -1
         if reset.seed is not None:
-            self.server.resume[chosen] = 0
-            for slot in chosen:
-                self.server.roots[slot] = reset.seed
+            for seat in self.server.seats:
+                for i in np.flatnonzero(chosen[seat.columns]):
+                    seat.roots[i], seat.resume[i] = reset.seed, 0
 
     def _end_session(self, session: Session | None = None) -> None:
         """Cancel what is under way; with a session, only if it is still that one."""
@@ -330,6 +332,6 @@ class Collector:
             self.counters.wait["transfer"] += time.monotonic() - began
         self.counters.received(piece.nbytes)
         tickets.accept(seat.worker, chunk.ticket, chunk.version, piece)
-        self.server.resume[seat.columns] = piece.resume
+        seat.resume[:] = piece.resume
         if session.num_chunks is not None:
             self.server.grant()  # whoever is quick goes on while the learner is busy

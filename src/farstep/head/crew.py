@@ -91,8 +91,9 @@ class Crew:
             if member.state is not life.State.ALIVE:
                 parts.append(f"worker {seat.worker} is {member.state.value} (restart {member.incarnation})")
             elif seat.phase != "idle":
-                slot = seat.first + int(seat.words[SLOT])
-                parts.append(f"worker {seat.worker} in {seat.phase}, environment slot {slot}")
+                i = int(seat.words[SLOT])
+                slot = f", environment slot {seat.first + i}" if i >= 0 else ""
+                parts.append(f"worker {seat.worker} in {seat.phase}{slot}")
         return "; ".join(parts) or "all workers are idle"
 
     # ---- reading ----

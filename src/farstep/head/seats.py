@@ -5,12 +5,15 @@ from __future__ import annotations
 import select
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from farstep.core import Ended, HeadLink, WorkerHandle
+import numpy as np
+
+from farstep.core import Array, Ended, HeadLink, WorkerHandle
 from farstep.errors import Where, WorkerDied, WorkerError, WorkerStuck
-from farstep.worker.progress import PHASE, SLOT, Phase, private_words
+from farstep.worker.progress import EPISODES, PHASE, SLOT, Phase, private_words
+from farstep.worker.seeds import episode_seed
 
 _ENV_PHASES = ("step", "reset", "construct")
 
@@ -22,6 +25,11 @@ class Seat:
     worker: int
     first: int
     stop: int
+    roots: list[int]
+    """Per environment, what its seeds derive from."""
+    resume: Array
+    """Per environment, the episode to go on with if the worker is replaced."""
+    words: memoryview
     incarnation: int = 0
     handle: WorkerHandle | None = None
     link: HeadLink | None = None
@@ -29,11 +37,12 @@ class Seat:
     pid: int = 0
     ready: bool = False
     """Environments are built."""
-    words: memoryview = field(default_factory=private_words)
     error: WorkerError | None = None
     """What it last failed of."""
     asked: bool = False
     """It was sent an agent or a call and has not answered yet."""
+    _suspect: tuple[int, int] | None = None
+    """Environment and episode in which it last died."""
 
     @property
     def num_envs(self) -> int:
@@ -60,9 +69,17 @@ class Seat:
         )
 
     def _where_in_env(self, phase: str) -> Where:
-        """With the environment that its progress words name."""
-        slot = self.first + int(self.words[SLOT]) if phase in _ENV_PHASES else None
-        return self.where(phase, slot=slot)
+        """With the environment and the episode that its progress words name."""
+        i = int(self.words[SLOT])
+        if phase not in _ENV_PHASES or not 0 <= i < self.num_envs:
+            return self.where(phase)
+        episode = int(self.words[EPISODES + i]) - 1
+        if phase == "construct" or episode < 0:
+            return self.where(phase, slot=self.first + i)
+        if self._suspect == (i, episode):  # it is this very episode that kills its worker: nobody tries it again
+            self.resume[i] = max(int(self.resume[i]), episode + 1)
+        self._suspect = (i, episode)
+        return self.where(phase, slot=self.first + i, seed=episode_seed(self.roots[i], self.first + i, episode))
 
     def died(self, ended: Ended) -> WorkerError:
         """The error for a process that ended by itself."""
@@ -95,7 +112,7 @@ def _wait_for_output(handle: WorkerHandle, timeout_s: float = 0.5) -> None:
         timeout_s = 0.05  # it writes piece by piece: done when nothing more comes
 
 
-def split(nodes: int, envs_per_node: int, workers: int) -> Sequence[Seat]:
+def split(nodes: int, envs_per_node: int, workers: int, root: int) -> Sequence[Seat]:
     """Slots in order, as even as they go: sizes of one node's workers differ by at most one."""
     per_node = workers // nodes
     seats: list[Seat] = []
@@ -103,6 +120,7 @@ def split(nodes: int, envs_per_node: int, workers: int) -> Sequence[Seat]:
     for _ in range(nodes):
         for k in range(per_node):
             count = envs_per_node // per_node + (k < envs_per_node % per_node)
-            seats.append(Seat(len(seats), first, first + count))
+            resume = np.zeros(count, np.int64)
+            seats.append(Seat(len(seats), first, first + count, [root] * count, resume, private_words(count)))
             first += count
     return seats

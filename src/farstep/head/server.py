@@ -14,8 +14,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
-import numpy as np
-
 from farstep.config import LaunchConfig
 from farstep.core import Received
 from farstep.errors import ClosedError, FarstepError, HandshakeError, WireError, WorkerError, remote_error
@@ -73,11 +71,8 @@ class Server:
         self._close_s = config.timeouts.close_s
         self._client = client
         workers = config.num_workers(envs_per_node)
-        self.seats = split(config.nodes, envs_per_node, workers)
+        self.seats = split(config.nodes, envs_per_node, workers, root)
         self.tickets = Tickets(workers)
-        self.roots = [root] * (config.nodes * envs_per_node)
-        self.resume = np.zeros(len(self.roots), np.int64)
-        """The episode that each slot goes on with if its worker is replaced."""
         self.spaces: tuple[Any, Any] | None = None
         self.stage: list[tuple[m.FromHead, Sequence[Any], Sequence[int]]] = []
         """What a worker must be told before its first ticket: agent, parameters, layout."""
@@ -91,7 +86,7 @@ class Server:
         self._next_tick = 0.0
         self._switchboard = Switchboard()
         try:
-            launcher = launcher_for(config, workers)
+            launcher = launcher_for(config, workers, max(seat.num_envs for seat in self.seats))
         except BaseException:
             self._switchboard.close()
             raise
@@ -262,8 +257,8 @@ class Server:
         if not seat.incarnation:
             self.start_s["connect"] = time.monotonic() - self._started_at
         preload = [name for name in _PRELOADED if name in sys.modules]
-        seeds, episodes = self.roots[seat.columns], self.resume[seat.columns].tolist()
-        self.send(seat, m.Welcome(seat.first, seeds, episodes, import_path(), preload), [self._program])
+        welcome = m.Welcome(seat.first, seat.roots, seat.resume.tolist(), import_path(), preload)
+        self.send(seat, welcome, [self._program])
 
     def _note(self, seat: Seat, phase: Phase) -> None:
         """Where a worker without shared memory must be, until its next heartbeat says it."""

@@ -10,12 +10,12 @@ from farstep.launch.local import LocalLauncher
 from farstep.launch.network import NetworkLauncher
 
 
-def launcher_for(config: LaunchConfig, workers: int) -> Launcher:
-    """The launcher that a configuration asks for; it has started nothing yet."""
+def launcher_for(config: LaunchConfig, workers: int, envs: int) -> Launcher:
+    """The launcher that a configuration asks for, for workers of up to `envs` environments; it starts nothing yet."""
     if isinstance(config, InProcessConfig):
-        return InprocessLauncher(workers)
+        return InprocessLauncher(workers, envs)
     if isinstance(config, LocalConfig):
         if config.transport == "shm":
-            return LocalLauncher(workers, config.cpus_per_worker)
-        return NetworkLauncher(config.cpus_per_worker, config.transport)
+            return LocalLauncher(workers, envs, config.cpus_per_worker)
+        return NetworkLauncher(envs, config.cpus_per_worker, config.transport)
     raise ConfigError(f"{type(config).__name__} is not a launch configuration that this version can start.")

@@ -17,11 +17,11 @@ class InprocessLauncher:
     shares_memory = True
     driven = True
 
-    def __init__(self, workers: int) -> None:
-        self._board = Board(workers)
+    def __init__(self, workers: int, envs: int) -> None:
+        self._board = Board(workers, envs)
 
     def start(self, worker: int, incarnation: int, run: str) -> Started:
-        words = self._board.words(worker, clear=True)
+        words = self._board.words(worker)
         link, theirs = inproc_pair()
         return Started(
             InprocessWorker(Worker(theirs, worker, incarnation, run, words), link, theirs),

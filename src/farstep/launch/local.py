@@ -17,12 +17,12 @@ class LocalLauncher:
     shares_memory = True
     driven = False
 
-    def __init__(self, workers: int, threads: int) -> None:
-        self._board = Board(workers)
+    def __init__(self, workers: int, envs: int, threads: int) -> None:
+        self._board = Board(workers, envs)
         self._starter = ProcessStarter(threads)
 
     def start(self, worker: int, incarnation: int, run: str) -> Started:
-        words = self._board.words(worker, clear=True)
+        words = self._board.words(worker)
         words[PHASE] = Phase.CONNECT
         link, theirs = local_pair()
         memory = self._board.memory
@@ -34,6 +34,7 @@ class LocalLauncher:
             "link_fd": theirs.fileno(),
             "board_fd": memory.fd,
             "board_bytes": memory.nbytes,
+            "words": self._board.range(worker),
         }
         try:
             with theirs:

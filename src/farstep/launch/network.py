@@ -18,22 +18,23 @@ class NetworkLauncher:
     shares_memory = False
     driven = False
 
-    def __init__(self, threads: int, transport: str) -> None:
+    def __init__(self, envs: int, threads: int, transport: str) -> None:
         # An abstract socket leaves no file behind; loopback only, and any free port.
         address = f"ipc://@farstep-{os.getpid()}-{os.urandom(8).hex()}" if transport == "ipc" else "tcp://127.0.0.1:*"
-        self._transport = transport
+        self._transport, self._envs = transport, envs
         self._hub = Hub(address)
         self._starter = ProcessStarter(threads)
 
     def start(self, worker: int, incarnation: int, run: str) -> Started:
         pair = self._hub.admit(worker, incarnation)
-        words = private_words()
+        words = private_words(self._envs)
         words[PHASE] = Phase.CONNECT
         bootstrap = {
             "transport": self._transport,
             "worker": worker,
             "incarnation": incarnation,
             "run": run,
+            "envs": self._envs,
             "address": self._hub.address,
             "server_key": self._hub.keys.public.decode(),
             "public": pair.public.decode(),

@@ -27,6 +27,8 @@ def main() -> None:
     where.add_argument("--bootstrap-fd", type=int, help="descriptor to read the bootstrap from")
     where.add_argument("--bootstrap", type=Path, help="file of mode 0600 to read the bootstrap from")
     arguments = parser.parse_args()
+    if os.getpgrp() != os.getpid():
+        os.setpgid(0, 0)  # our group is what we kill at the end: nobody else may be in it
     bootstrap = _read(arguments.bootstrap_fd, arguments.bootstrap)
     if "death_fd" in bootstrap:
         _die_with_the_head(bootstrap["death_fd"])

@@ -17,7 +17,6 @@ from farstep.worker.rows import Rows, Slots
 from farstep.worker.seeds import episode_generator
 
 
-
 class Actor:
     """Writes a row of actions and whatever else `act` returns."""
 

@@ -11,7 +11,7 @@ from farstep.wire.local import LocalLink
 from farstep.wire.memory import SharedMemory
 from farstep.wire.messages import Progress, encode
 from farstep.worker.loop import Worker
-from farstep.worker.progress import BEAT_S, WORDS, private_words
+from farstep.worker.progress import BEAT_S, private_words
 
 
 def connect(bootstrap: dict[str, Any]) -> Worker:
@@ -20,13 +20,13 @@ def connect(bootstrap: dict[str, Any]) -> Worker:
     match bootstrap["transport"]:
         case "shm":
             board = SharedMemory(bootstrap["board_fd"], bootstrap["board_bytes"])
-            words = memoryview(board.map).cast("q")[identity[0] * WORDS : (identity[0] + 1) * WORDS]
+            words = memoryview(board.map).cast("q")[slice(*bootstrap["words"])]
             link = LocalLink(socket.socket(fileno=bootstrap["link_fd"]))
             return Worker(link, *identity, words)
         case "ipc" | "tcp":
             from farstep.wire.zmq import MAIN, DealerLink
 
-            words = private_words()
+            words = private_words(int(bootstrap["envs"]))
             link_to_head = DealerLink(*_address(bootstrap), MAIN)
             threading.Thread(target=_beat, args=(bootstrap, words), daemon=True, name="farstep-beat").start()
             return Worker(link_to_head, *identity, words)

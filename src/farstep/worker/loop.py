@@ -11,12 +11,14 @@ import sys
 import time
 import traceback
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import cloudpickle
 import numpy as np
 from gymnasium.vector import AutoresetMode
 
+from farstep.batch import ENDS
 from farstep.buffer.blocks import Layout
 from farstep.core import Array, Buffer, Link, Received
 from farstep.errors import WireError
@@ -192,20 +194,18 @@ class Worker:
 
     def _adopt(self, message: m.Ship, payload: bytes) -> None:
         self._words[PHASE] = Phase.LOAD
+        self._actor, self._agent_id = None, -1
+        self.close()  # the weights of the agent before
         had_torch = "torch" in sys.modules
         slots = self._host.slots
         actor = Actor(payload, self._program.inference, self._obs, slots)
         if "torch" in sys.modules and not had_torch:
             sys.modules["torch"].set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
             self._seed_globals(self._program.seed, slots.first)
-        if not slots.started.all():
-            self._host.reset(~slots.started if slots.started.any() else None, None, None)
+        self._host.prepare()
         self._words[PHASE] = Phase.ACT
         schema, state_schema, state = actor.probe(self._host.current, self._action_schema)
         self._actor, self._agent_id = actor, message.agent
-        if self._weights is not None:
-            self._weights.close()
-            self._weights = None
         self._send(
             m.AgentReady(message.agent, schema, pack(actor.structure), state_schema, pack(state), actor.policy.note)
         )
@@ -214,8 +214,11 @@ class Worker:
             gc.freeze()  # what is there now stays: the collector need not look at torch's objects again and again
         self._words[PHASE] = Phase.IDLE
 
-    def _connect_weights(self, message: m.Parameters, fds: Any) -> None:
-        if fds:
+    def _connect_weights(self, message: m.Parameters, fds: Sequence[int]) -> None:
+        if message.agent != self._agent_id:  # of an agent that was refused here
+            for fd in fds:
+                os.close(fd)
+        elif fds:
             self._weights = SharedWeights(fds[0], message.nbytes, message.buffers)
         else:
             self._weights = RemoteWeights(self._ask_for_weights)
@@ -353,7 +356,7 @@ class Worker:
             if name in rows.row:
                 count = steps + 1 if name.split(".")[0] == "obs" else steps
                 if name.startswith("final_obs"):
-                    count = min(steps, 1) if not ends_bytes else steps
+                    count = -(-ends_bytes // (ENDS.itemsize * self._host.num_envs))
                 part = block[:count]
             keys.append(name)
             arrays.append(part.tobytes())
@@ -375,6 +378,8 @@ class Worker:
             self._report(another)
             raise SystemExit(1) from another
         if again:  # before any later ticket: chunks of a worker must follow each other
+            if ticket.reset is not None:
+                ticket.reset.seeds = None  # slots have them by now, and one that failed must not go back to them
             self._tickets.appendleft((ticket, frames))
 
     def _report(
@@ -386,9 +391,6 @@ class Worker:
         agent: int | None = None,
     ) -> None:
         phase = Phase(self._words[PHASE])
-        host = self._host
-        in_env = host is not None and phase in (Phase.STEP, Phase.RESET)
-        i = self._words[SLOT]
         text = "".join(traceback.format_exception(error))
         self._send(
             m.Failure(
@@ -396,16 +398,27 @@ class Worker:
                 traceback=text,
                 phase=phase.label,
                 kind=type(error).__name__ if type(error).__module__ in _KNOWN_ERRORS else "",
-                slot=self._first_slot + i if in_env or phase is Phase.CONSTRUCT else None,
-                seed=host.seed_of(i) if in_env and host else None,
-                episode_step=int(host.slots.total_rows - host.slots.start_row[i]) if in_env and host else None,
                 version=self._actor.version if self._actor else None,
                 ticket=ticket,
                 again=again,
                 request=request,
                 agent=agent,
+                **self._where(phase),
             )
         )
+
+    def _where(self, phase: Phase) -> dict[str, int]:
+        """What is known of the environment that raised; of one inside a vector, nothing."""
+        program = getattr(self, "_program", None)
+        if program is None or program.source.is_vector or phase not in (Phase.CONSTRUCT, Phase.RESET, Phase.STEP):
+            return {}
+        i = self._words[SLOT]
+        where = {"slot": self._first_slot + i}
+        if phase is not Phase.CONSTRUCT and (seed := self._host.seed_of(i)) is not None:
+            where["seed"] = seed
+        if phase is Phase.STEP:
+            where["episode_step"] = self._host.slots.episode_step(i)
+        return where
 
     # ---- calls on environments ----
 

@@ -8,8 +8,9 @@ from enum import IntEnum
 
 from farstep.wire.memory import SharedMemory
 
-WORDS = 8
 PHASE, COUNT, SLOT, CANCEL = range(4)
+EPISODES = 8
+"""From here on a word per environment: its episode plus one, or zero where nobody knows."""
 BEAT_S = 1.0
 """How often a worker without shared memory says where it is."""
 
@@ -38,23 +39,29 @@ STEP, ACT, RESET = int(Phase.STEP), int(Phase.ACT), int(Phase.RESET)
 class Board:
     """One row of words per worker, in memory that head and local workers share."""
 
-    def __init__(self, workers: int) -> None:
-        self.memory = SharedMemory.create(workers * WORDS * 8, "farstep-board")
+    def __init__(self, workers: int, envs: int) -> None:
+        self._width = EPISODES + envs
+        self.memory = SharedMemory.create(workers * self._width * 8, "farstep-board")
         self._all = memoryview(self.memory.map).cast("q")
 
-    def words(self, worker: int, *, clear: bool = False) -> memoryview:
-        words = self._all[worker * WORDS : (worker + 1) * WORDS]
-        if clear:
-            copy_words([0] * WORDS, words)
+    def range(self, worker: int) -> tuple[int, int]:
+        """Where a worker's words begin and end."""
+        return worker * self._width, (worker + 1) * self._width
+
+    def words(self, worker: int) -> memoryview:
+        """A worker's words, cleared for its next incarnation."""
+        first, stop = self.range(worker)
+        words = self._all[first:stop]
+        copy_words([0] * self._width, words)
         return words
 
     def close(self) -> None:
         self.memory.close()
 
 
-def private_words() -> memoryview:
+def private_words(envs: int) -> memoryview:
     """Words of a worker that shares no memory with the head."""
-    return memoryview(array("q", [0] * WORDS))
+    return memoryview(array("q", [0] * (EPISODES + envs)))
 
 
 def copy_words(source: Sequence[int], target: memoryview) -> None:

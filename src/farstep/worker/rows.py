@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,6 +11,7 @@ import numpy as np
 from farstep.batch import ENDS
 from farstep.buffer.blocks import Layout
 from farstep.core import Array
+from farstep.worker.seeds import episode_seed
 
 
 class Rows:
@@ -44,9 +46,30 @@ class Slots:
         self.start_row = np.zeros(count, np.int64)
         self.start_time = np.zeros(count, np.float64)
         self.total_rows = 0
+        """Rows of the chunks before this one."""
+        self.row = 0
+        """The row of this chunk that is under way."""
         self.resume = np.array(self.episodes, np.int64)
         self.any_fresh = False
         self._ends: list[tuple[int, int, int, float, float]] = []
+
+    def seed_of(self, i: int) -> int:
+        """The seed of the episode that slot `i` is in."""
+        return episode_seed(self.roots[i], self.first + i, self.episodes[i])
+
+    def choose(self, mask: Array | None, roots: list[int] | None) -> Array:
+        """Move the masked slots (all without a mask) on to their next episode, or to episode 0 of new roots."""
+        chosen = np.ones(len(self.roots), bool) if mask is None else mask
+        for i in np.flatnonzero(chosen):
+            if roots is not None:
+                self.roots[i], self.episodes[i], self.resume[i] = roots[i], 0, 0
+            elif self.started[i]:
+                self.episodes[i] += 1
+        return chosen
+
+    def episode_step(self, i: int) -> int:
+        """How many steps of its episode slot `i` had done before the row under way."""
+        return int(self.total_rows + self.row - self.start_row[i])
 
     def begin_episode(self, i: int, next_row: int) -> None:
         """Slot `i` was reset; its first observation is row `next_row` of the current chunk."""
@@ -78,10 +101,14 @@ class Slots:
         return np.array(self._ends, ENDS).tobytes()
 
     def begin_chunk(self) -> None:
+        self.row = 0
         self._ends.clear()
 
-    def rewind(self) -> None:
-        """Forget the chunk in progress; every slot goes on with its next episode."""
+    def rewind(self, failed: Iterable[int] = ()) -> None:
+        """Forget the chunk in progress; every slot goes on with its next episode, one that failed with the one after
+        the failure: the same episode would only fail again."""
+        for i in failed:
+            self.resume[i] = self.episodes[i] + 1
         self.episodes[:] = self.resume.tolist()
         self.started[:] = self.fresh[:] = self.any_fresh = False
         self._ends.clear()

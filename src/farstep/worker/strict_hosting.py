@@ -14,14 +14,13 @@ from gymnasium.vector import AutoresetMode
 
 from farstep.core import Array
 from farstep.errors import WireError
-from farstep.spec import leaf_names, leaves, nest, space_schema
+from farstep.spec import leaves, space_schema
 from farstep.wire.codec import pack
-from farstep.worker.hosting import check_obs, empty_like
-from farstep.worker.progress import COUNT, PHASE, RESET, SLOT, STEP, Phase
+from farstep.worker.hosting import Info, empty_like
+from farstep.worker.progress import COUNT, PHASE, SLOT, STEP
 from farstep.worker.rows import Rows, Slots
+from farstep.worker.single_envs import SingleEnvs
 from farstep.worker.sources import Source
-
-Info = dict[str, Any]
 
 
 class StrictEnvs:
@@ -30,17 +29,12 @@ class StrictEnvs:
     def __init__(self, source: Source, slots: Slots, progress: memoryview, mode: AutoresetMode) -> None:
         self.slots, self._progress, self._mode = slots, progress, mode
         self.num_envs = len(slots.roots)
-        progress[PHASE] = Phase.CONSTRUCT
-        self.envs = []
-        for i in range(self.num_envs):
-            progress[SLOT] = i
-            progress[COUNT] += 1
-            self.envs.append(source.build())
-        self.observation_space, self.action_space = self.envs[0].observation_space, self.envs[0].action_space
+        self._envs = SingleEnvs(source, self.num_envs, progress)
+        self.envs = self._envs.envs
+        self.observation_space, self.action_space = self._envs.spaces
         self._check_spaces()
-        self._obs, self._obs_schema = space_schema(self.observation_space, "obs")
-        self._action, _ = space_schema(self.action_space, "action")
-        self.current = empty_like(self._obs_schema, self.num_envs)
+        self._obs, schema = space_schema(self.observation_space, "obs")
+        self.current = empty_like(schema, self.num_envs)
         self._done = np.zeros(self.num_envs, bool)
         self._seeds: list[int | None] = [None] * self.num_envs
         self.infos: list[tuple[int, Info | None, Info]] = []
@@ -58,19 +52,19 @@ class StrictEnvs:
         """`SyncVectorEnv.reset` for the masked slots."""
         for i in range(self.num_envs):
             if mask is None or mask[i]:
-                self._reset(i, seeds[i] if seeds else None, options, self.current)
+                seed = seeds[i] if seeds else None
+                self._seeds[i] = self._seeds[i] if seed is None else seed
+                info = self._envs.reset(i, seed, options, self.current)
+                self.slots.begin_episode(i, 0)
                 self._done[i] = False
+                if info:
+                    self.infos.append((i, None, info))
 
-    def _reset(
-        self, i: int, seed: int | None, options: Info | None, target: dict[str, Array], final: Info | None = None
-    ) -> None:
-        self._progress[PHASE], self._progress[SLOT] = RESET, i
-        self._progress[COUNT] += 1
-        self._seeds[i] = seed if seed is not None else self._seeds[i]
-        obs, info = self.envs[i].reset(seed=seed, options=options)
-        check_obs(self._obs, self._obs_schema, obs)
-        for name, leaf in leaves(self._obs, obs):
-            target[name][i] = leaf
+    def _autoreset(self, i: int, final: Info | None = None) -> None:
+        """Reset a slot in the middle of a step."""
+        info = self._envs.reset(i, None, None, self._after)
+        self.slots.begin_episode(i, 1)
+        self._progress[PHASE] = STEP
         if info or final:
             self.infos.append((i, final, info))
 
@@ -91,11 +85,10 @@ class StrictEnvs:
         next_step, same_step = self._mode == AutoresetMode.NEXT_STEP, self._mode == AutoresetMode.SAME_STEP
         single = after[self._obs] if isinstance(self._obs, str) else None
         done = self._done.tolist()
-        actions = self._actions()
+        actions = self._envs.actions(rows, 0)
         for i, env in enumerate(self.envs):
             if next_step and done[i]:
-                self._reset(i, None, None, after)
-                progress[PHASE] = STEP
+                self._autoreset(i)
                 rewards[i], terminations[i], truncations[i], done[i] = 0.0, False, False, False
                 continue
             progress[SLOT] = i
@@ -109,20 +102,13 @@ class StrictEnvs:
                     after[name][i] = leaf
             if done[i] and same_step:
                 # The very object that the environment returned; a copy, since it may use its memory again.
-                self._reset(i, None, None, after, {"final_obs": deepcopy(obs), "final_info": info})
-                progress[PHASE] = STEP
+                self._autoreset(i, {"final_obs": deepcopy(obs), "final_info": info})
             elif info:
                 self.infos.append((i, None, info))
         self._done[:] = done
 
-    def _actions(self) -> Any:
-        """An action per environment, in memory of its own."""
-        if isinstance(self._action, str):
-            return self._rows[self._action][0].copy()
-        arrays = {name: self._rows[name][0].copy() for name in leaf_names(self._action)}
-        return [nest(self._action, {n: a[i] for n, a in arrays.items()}) for i in range(self.num_envs)]
-
     def finish(self, steps: int) -> bytes:
+        self.slots.total_rows += steps
         if steps:
             for name, after in self._after.items():
                 np.copyto(self.current[name], after)
@@ -160,10 +146,7 @@ class StrictEnvs:
         return [env.render() for env in self.envs]
 
     def close(self) -> None:
-        self._progress[PHASE] = Phase.CLOSE
-        for i, env in enumerate(self.envs):
-            self._progress[SLOT] = i
-            env.close()
+        self._envs.close()
 
 
 def _is_data(value: object) -> bool:

@@ -6,6 +6,7 @@ step needs filler rows: the step that resets takes no action, so its row has `va
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import numpy as np
@@ -13,78 +14,58 @@ from gymnasium.vector import AutoresetMode
 
 from farstep.core import Array
 from farstep.spec import leaf_names, leaves, nest, space_schema
-from farstep.worker.hosting import empty_like
-from farstep.worker.progress import COUNT, PHASE, STEP, Phase
-from farstep.worker.rows import Rows, Slots
-from farstep.worker.seeds import episode_seed
+from farstep.worker.hosting import Host, Info
+from farstep.worker.progress import COUNT, PHASE, RESET, SLOT, STEP, Phase
+from farstep.worker.rows import Slots
 from farstep.worker.sources import Source
 
 
-class HostedVector:
+class HostedVector(Host):
     """One vector environment for all slots of a worker."""
 
     def __init__(self, source: Source, slots: Slots, progress: memoryview) -> None:
-        self.slots, self._source, self._progress = slots, source, progress
-        self.num_envs = len(slots.roots)
-        self._build()
-        self._obs, self._obs_schema = space_schema(self.observation_space, "obs")
+        self._source = source
+        self.env = _build(source, slots, progress)
+        self._pool = source.type == "envpool"
+        if self._pool:
+            self.mode = AutoresetMode.NEXT_STEP
+            spaces = self.env.observation_space, self.env.action_space
+        else:
+            self.mode = self.env.metadata.get("autoreset_mode", AutoresetMode.NEXT_STEP)
+            spaces = self.env.single_observation_space, self.env.single_action_space
+        super().__init__(spaces, slots, progress)
         self._action, _ = space_schema(self.action_space, "action")
-        self.current = empty_like(self._obs_schema, self.num_envs)
         self._action_names = leaf_names(self._action)
-        self.infos: list[dict[str, Any]] | None = None
         self._pending = np.zeros(self.num_envs, bool)
         """Slots whose next step only resets them (NEXT_STEP)."""
 
-    def _build(self) -> None:
-        self._progress[PHASE] = Phase.CONSTRUCT
-        self._progress[COUNT] += 1
-        self.env = self._source.build_vector(self.num_envs, self.seed_of(0))
-        if self._source.type == "envpool":
-            self.mode = AutoresetMode.NEXT_STEP
-            self.observation_space, self.action_space = self.env.observation_space, self.env.action_space
-        else:
-            self.mode = self.env.metadata.get("autoreset_mode", AutoresetMode.NEXT_STEP)
-            self.observation_space = self.env.single_observation_space
-            self.action_space = self.env.single_action_space
+    def _reseed(self, chosen: Array) -> None:
+        if self._pool:  # which takes a seed at construction only
+            assert chosen.all(), "the head refuses to reseed some environments of an EnvPool"
+            self._rebuild()
 
-    def reset(self, mask: Array | None, roots: list[int | None] | None, options: dict[str, Any] | None) -> None:
-        self._progress[PHASE] = Phase.RESET
+    def _start(self, chosen: Array, options: Info | None) -> None:
+        self._progress[PHASE] = RESET
         self._progress[COUNT] += 1
-        chosen = np.ones(self.num_envs, bool) if mask is None else mask
-        for i in np.flatnonzero(chosen):
-            if roots is not None and (root := roots[i]) is not None:
-                self.slots.roots[i], self.slots.episodes[i] = root, 0
-            elif self.slots.started[i]:
-                self.slots.episodes[i] += 1
-        if self._source.type == "envpool":
-            obs, _ = self.env.reset() if mask is None else self.env.reset(np.flatnonzero(chosen).astype(np.int32))
-            self._store(obs, chosen, compact=mask is not None)
+        ids = np.flatnonzero(chosen)
+        if self._pool:
+            obs, info = self.env.reset(ids.astype(np.int32))
+            entries, count = np.arange(len(ids)), len(ids)  # EnvPool answers only for those that were asked
         else:
-            if mask is not None:
+            if not chosen.all():
                 options = {**(options or {}), "reset_mask": chosen}
-            seeds: Any = [self.seed_of(i) if chosen[i] else None for i in range(self.num_envs)]
-            obs, _ = self.env.reset(seed=seeds, options=options)
-            self._store(obs, chosen, compact=False)
-        self._pending[chosen] = False
-        for i in np.flatnonzero(chosen):
-            self.slots.begin_episode(int(i), 0)
-
-    def _store(self, obs: Any, chosen: Array, compact: bool) -> None:
+            seeds = [self.slots.seed_of(i) if chosen[i] else None for i in range(self.num_envs)]
+            obs, info = self.env.reset(seed=seeds, options=options)
+            entries, count = ids, self.num_envs
         for name, leaf in leaves(self._obs, obs):
-            self.current[name][chosen] = leaf if compact else leaf[chosen]
-
-    def want_infos(self, wanted: bool) -> None:
-        """A vector's infos come batched already; they stay on the worker."""
-
-    def begin(self, rows: Rows, steps: int) -> None:
-        self.slots.begin_chunk()
-        if not self.slots.started.all():
-            self.reset(~self.slots.started if self.slots.started.any() else None, None, None)
-        self._rows = rows.row
-        self._final = {name: rows.row["final_" + name] for name in self._obs_schema}
-        for name, current in self.current.items():
-            self._rows[name][0] = current
-        rows.clear_flags(steps)
+            self.current[name][ids] = leaf[entries]
+        if self.infos is not None:
+            parts = split_infos(info, count)
+            for i, k in zip(ids.tolist(), entries.tolist(), strict=True):
+                self.infos[i] = parts[k]
+        self._pending[ids] = False
+        for i in ids.tolist():
+            self.slots.begin_episode(i, 0)
 
     def step(self, t: int) -> None:
         self._progress[PHASE] = STEP
@@ -95,6 +76,8 @@ class HostedVector:
         for name, leaf in leaves(self._obs, obs):
             rows[name][t + 1] = leaf
         rows["reward"][t] = reward
+        if self.infos is not None:
+            self.infos = split_infos(info, self.num_envs)
         if self._pending.any():  # the step that reset them was nobody's action
             rows["valid"][t] = ~self._pending
             rows["reward"][t, self._pending] = 0.0
@@ -107,38 +90,67 @@ class HostedVector:
             rows["terminated"][t], rows["truncated"][t] = terminated & done, truncated & done
             self._end(t, done, info)
 
-    def _end(self, t: int, done: Array, info: dict[str, Any]) -> None:
-        rows = self._rows
+    def _end(self, t: int, done: Array, info: Info) -> None:
+        rows, ended = self._rows, np.flatnonzero(done).tolist()
         same_step = self.mode == AutoresetMode.SAME_STEP
-        for i in np.flatnonzero(done):
-            k = self.slots.end_episode(int(i), t)
+        for i in ended:
+            k = self.slots.end_episode(i, t)
             place = k // self.num_envs, k % self.num_envs
             final = dict(leaves(self._obs, info["final_obs"][i])) if same_step else {}
             for name in self.current:
                 self._final[name][place] = final[name] if same_step else rows[name][t + 1, i]
         if self.mode == AutoresetMode.DISABLED:
-            obs, _ = self.env.reset(options={"reset_mask": done})
+            obs, info = self.env.reset(options={"reset_mask": done})
             for name, leaf in leaves(self._obs, obs):
                 rows[name][t + 1] = leaf
+        if self.infos is not None and not same_step:
+            after = split_infos(info, self.num_envs)
+            for i in ended:
+                self.infos[i] = {**after[i], "final_info": self.infos[i]}
         if self.mode != AutoresetMode.NEXT_STEP:
-            for i in np.flatnonzero(done):
-                self.slots.begin_episode(int(i), t + 1)
-
-    def finish(self, steps: int) -> bytes:
-        for name, current in self.current.items():
-            np.copyto(current, self._rows[name][steps])
-        return self.slots.finish(steps)
+            for i in ended:
+                self.slots.begin_episode(i, t + 1)
 
     def recover(self, i: int | None) -> None:
-        """After an exception nothing of the vector can be trusted: build it anew."""
-        self.env.close()
-        self.slots.rewind()
-        self._build()
-        self._pending[:] = False
+        """After an exception nothing of the vector can be trusted, and any slot may have raised: all go on."""
+        self.slots.rewind(range(self.num_envs))
+        self._rebuild()
 
-    def seed_of(self, i: int) -> int:
-        return episode_seed(self.slots.roots[i], self.slots.first + i, self.slots.episodes[i])
+    def _rebuild(self) -> None:
+        self._pending[:] = False
+        with contextlib.suppress(Exception):
+            self.env.close()
+        self.env = _build(self._source, self.slots, self._progress)
 
     def close(self) -> None:
         self._progress[PHASE] = Phase.CLOSE
         self.env.close()
+
+
+def _build(source: Source, slots: Slots, progress: memoryview) -> Any:
+    progress[PHASE] = Phase.CONSTRUCT
+    progress[COUNT] += 1
+    progress[SLOT] = -1  # nobody knows which of them is being stepped
+    return source.build_vector(len(slots.roots), slots.seed_of(0))
+
+
+def split_infos(batched: Info, count: int) -> list[Info]:
+    """Each environment's own part of a vector's infos; `final_obs` is left out, since it has a place of its own.
+
+    Gymnasium says in `_key` who has a `key`. Without that (EnvPool) everybody has every array of the right length.
+    """
+    parts: list[Info] = [{} for _ in range(count)]
+    for key, value in batched.items():
+        mask = batched.get(f"_{key}")
+        if key == "final_obs" or (key.startswith("_") and key[1:] in batched):
+            continue
+        if isinstance(value, dict) and mask is not None:
+            entries: Any = split_infos(value, count)
+        elif isinstance(value, np.ndarray) and value.shape[:1] == (count,):
+            # Python's truth values: of NumPy's own, Gymnasium makes arrays of objects.
+            entries = value.tolist() if value.dtype == bool and value.ndim == 1 else value
+        else:
+            continue
+        for i in range(count) if mask is None else np.flatnonzero(mask):
+            parts[i][key] = entries[i]
+    return parts
