@@ -119,6 +119,13 @@ def _cpu_s() -> float:
     return used.ru_utime + used.ru_stime
 
 
+def threads_per_core() -> int:
+    """How many of the machine's "cores" share one: more processes than real cores slow each other down."""
+    siblings = Path("/sys/devices/system/cpu/cpu0/topology/thread_siblings_list")
+    text = siblings.read_text().strip() if siblings.exists() else "0"
+    return len(text.replace("-", ",").split(","))
+
+
 def best(runs: list[dict[str, Any]]) -> dict[str, Any]:
     """The round that was disturbed least."""
     return max(runs, key=lambda run: run["steps_per_second"])
@@ -129,9 +136,7 @@ def main(args: Args) -> None:
     cores = usable_cpus()
     counts = [count for count in args.workers if count <= max(cores, 2)]
     cases = {
-        "workers": [
-            (w, w * args.envs_per_worker, 128, mode) for w in counts for mode in ("alone", "collect", "stream")
-        ],
+        "workers": [(w, w * args.envs_per_worker, 128, mode) for w in counts for mode in MODES],
         "environments": [(min(2, cores), n, 128, "collect") for n in ENVS],
         "rollout length": [(min(2, cores), 64, t, "collect") for t in STEPS],
     }
@@ -152,7 +157,12 @@ def main(args: Args) -> None:
         if row["workers"] == min(2, cores) and row["mode"] == "collect":
             console.print("start until the first batch, s:", {k: round(v, 2) for k, v in row["start_s"].items()})
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    machine = {"cpu": platform.processor() or platform.machine(), "cores": cores, "python": platform.python_version()}
+    machine = {
+        "cpu": platform.processor() or platform.machine(),
+        "cores": cores,
+        "threads_per_core": threads_per_core(),
+        "python": platform.python_version(),
+    }
     document = {
         "command": " ".join(sys.argv),
         "date": time.strftime("%Y-%m-%d"),

@@ -94,7 +94,7 @@ def assert_sound(batch: farstep.Batch) -> None:
 
 
 def assert_balanced(stats: Mapping[str, Any]) -> None:
-    """Nothing lost, nothing twice (DESIGN section 5)."""
+    """Nothing lost, nothing twice."""
     rest = sum(stats["dropped"].values()) + stats["buffered"] + stats["in_flight"]
     assert stats["rolled"] == stats["delivered"] + rest, stats
 

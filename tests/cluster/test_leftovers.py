@@ -163,3 +163,27 @@ def test_close_can_be_called_at_any_time_and_again(config: farstep.LaunchConfig)
     for call in (env.launch, env.reset, env.stats, lambda: env.collect(agent), lambda: env.publish(agent)):
         with pytest.raises(farstep.ClosedError):
             call()
+
+
+FORKING = """
+import os, signal, time
+env = farstep.ClusterEnv({"type": "factory", "env_name": CountingEnv}, farstep.LocalConfig(workers_per_node=1))
+env.collect(TableAgent(), steps=4)
+if not os.fork():
+    time.sleep(1000)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_workers_end_with_the_head_even_if_a_fork_of_it_lives_on(tmp_path: Path) -> None:
+    start = "import farstep\nfrom farstep.testing import CountingEnv, TableAgent\n"
+    head = Head(tmp_path / "forking", "-W", "ignore", "-c", start + FORKING)
+    try:
+        head.process.wait(60)
+        eventually(lambda: not [name for name in head.processes().values() if "farstep.worker" in name], LEASE_S)
+        (fork,) = head.processes()
+    finally:
+        for pid in head.processes():
+            os.kill(pid, signal.SIGKILL)
+        head.process.communicate()
+    assert fork != head.process.pid

@@ -206,7 +206,7 @@ class _Identity:
 
 
 class ParameterLoader:
-    """Puts a flat buffer into a worker's copy of the agent, by the first way that works (DESIGN section 3)."""
+    """Puts a flat buffer into a worker's copy of the agent, by the first way that works."""
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent

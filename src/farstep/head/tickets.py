@@ -1,7 +1,7 @@
 """Who may roll: tickets, admission and exactly-once acceptance, as a state machine without I/O.
 
 A session yields batches. With `num_chunks=None` batch `b` is one chunk of every worker; otherwise it is the first
-`num_chunks` chunks to arrive. Admission is one rule (DESIGN idea 2): batches outstanding + unread + held by the
+`num_chunks` chunks to arrive. Admission is one rule: batches outstanding + unread + held by the
 learner never exceed `max_staleness + 1`; a learner that publishes once per batch then never meets an older row.
 What publishes more often makes rows too old: those are dropped here, counted, and rolled again.
 """

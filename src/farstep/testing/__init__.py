@@ -4,6 +4,7 @@ from farstep.testing.clock import FakeClock
 from farstep.testing.envs import CountingEnv, FaultyEnv, SpacesEnv, TableAgent
 from farstep.testing.launcher import check_launcher
 from farstep.testing.transport import Ends, check_transport
+from farstep.testing.vector_env import check_vector_env
 
 __all__ = [
     "CountingEnv",
@@ -14,4 +15,5 @@ __all__ = [
     "TableAgent",
     "check_launcher",
     "check_transport",
+    "check_vector_env",
 ]

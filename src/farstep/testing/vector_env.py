@@ -1,13 +1,39 @@
-"""Steps two vector environments side by side and compares everything they return."""
+"""The contract of vector environments: step for step what Gymnasium's `SyncVectorEnv` does."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from contextlib import closing
 from copy import deepcopy
 from typing import Any
 
 import numpy as np
+from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
+
+from farstep.testing.envs import CountingEnv, SpacesEnv
+
+MakeVector = Callable[[Callable[[], Any], int, AutoresetMode], VectorEnv[Any, Any, Any]]
+"""Takes an environment's factory, the number of environments and the autoreset mode."""
+
+
+def check_vector_env(make_vector: MakeVector) -> None:
+    """Fails with an AssertionError where a vector environment differs from `SyncVectorEnv`.
+
+    Random resets (seeds, masks, options) and steps, flat and nested spaces, infos, all three autoreset modes.
+    """
+    factories: list[Callable[[], Any]] = [CountingEnv, _nested_env]
+    for mode in AutoresetMode:
+        for seed, factory in enumerate(factories):
+            theirs = SyncVectorEnv([factory] * 3, autoreset_mode=mode)
+            with closing(theirs), closing(make_vector(factory, 3, mode)) as ours:
+                Parity(ours, theirs, seed).run(40)
+
+
+def _nested_env() -> SpacesEnv:
+    arms = spaces.Tuple([spaces.Box(-1, 1, (2,), np.float64), spaces.MultiBinary(2)])
+    return SpacesEnv(spaces.Dict(camera=spaces.Box(0, 255, (4, 4), np.uint8), arms=arms), spaces.Discrete(3, start=5))
 
 
 def assert_same(ours: Any, theirs: Any, where: str = "result") -> None:
