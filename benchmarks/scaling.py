@@ -13,6 +13,7 @@ import json
 import multiprocessing
 import platform
 import resource
+import shlex
 import sys
 import time
 from dataclasses import dataclass
@@ -164,7 +165,7 @@ def main(args: Args) -> None:
         "python": platform.python_version(),
     }
     document = {
-        "command": " ".join(sys.argv),
+        "command": shlex.join(["python", "benchmarks/scaling.py", *sys.argv[1:]]),
         "date": time.strftime("%Y-%m-%d"),
         "machine": machine,
         "results": results,

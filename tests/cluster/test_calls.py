@@ -172,6 +172,22 @@ def test_an_agent_that_is_refused_costs_nothing_but_a_clear_error(config: farste
         assert env.stats()["workers"]["restarts"] == 0
 
 
+class Fickle(TableAgent):
+    """Gives one value for all environments from the second call on."""
+
+    calls = 0
+
+    def act(self, obs: Any) -> Any:
+        self.calls += 1
+        return {**super().act(obs), "value": np.zeros(len(obs) if self.calls == 1 else 1, np.float32)}
+
+
+@BOTH
+def test_an_agent_that_returns_other_shapes_later_on_is_told(config: farstep.LaunchConfig) -> None:
+    with cluster(config=config, envs=4) as env, pytest.raises(farstep.AgentError, match="now, and"):
+        env.collect(Fickle(), steps=4)
+
+
 class CountedEnv(CountingEnv):
     """Knows how often it was stepped, over all episodes."""
 

@@ -84,7 +84,7 @@ class Actor:
                 rows.chunk[name][:] = as_array(leaf)
         self._rows = rows.row
         flat = all(isinstance(sub, str) for sub in self.structure.values())
-        self._targets = [(key, rows.row[key]) for key in self.structure] if flat else None
+        self._flat = list(self.structure) if flat else None
 
     def act(self, t: int) -> None:
         """Row `t`: from its observations to its actions."""
@@ -93,12 +93,14 @@ class Actor:
         out = self.policy(obs, self._state, rows["episode_start"][t], self._generators(t))
         if self.policy.recurrent:
             self._state = out.pop("state")
-        if self._targets is not None:
-            for key, target in self._targets:
-                target[t] = out[key]
-        else:
-            for name, leaf in leaves(self.structure, out):
-                rows[name][t] = leaf
+        for name, leaf in [(key, out[key]) for key in self._flat] if self._flat else leaves(self.structure, out):
+            row = rows[name][t]
+            if np.shape(leaf) != row.shape:  # NumPy would spread a single value over all environments
+                raise AgentError(
+                    f"act returned {name} as {list(np.shape(leaf))} now, and {list(row.shape)} when it was tried: "
+                    "return one value for each environment every time."
+                )
+            row[...] = leaf
 
     def _generators(self, t: int) -> list[np.random.Generator] | None:
         if not self.policy.wants_rng:
