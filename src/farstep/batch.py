@@ -17,6 +17,12 @@ ENDS = np.dtype([("row", "<i4"), ("slot", "<i4"), ("length", "<i8"), ("return", 
 RESERVED = {"obs", "reward", "terminated", "truncated", "valid", "version", "episode_start", "final_obs"}
 """What farstep records itself; an agent's outputs have other names."""
 
+
+def is_final(name: str) -> bool:
+    """Whether an array holds last observations of episodes, by place in the list of ends and not by row."""
+    return name.split(".")[0] == "final_obs"
+
+
 EPISODE_KEYS = ("return", "length", "time", "slot")
 
 

@@ -17,7 +17,8 @@ from farstep.batch import Batch
 from farstep.config import EnvConfig, LaunchConfig, LocalConfig
 from farstep.core import Agent, Array, Nested
 from farstep.errors import ClosedError, ConfigError
-from farstep.head.collector import Collector, ResetOrder
+from farstep.head.collector import Collector
+from farstep.head.seats import ResetOrder
 from farstep.spec import map_leaves
 from farstep.worker.seeds import fresh_root
 
@@ -97,7 +98,8 @@ class ClusterEnv:
                     f"expected [{self.num_envs}] and bool."
                 )
         root = self.env_config.check_reset(seed, mask is not None)
-        order = ResetOrder(root, mask, cloudpickle.dumps(rest) if rest else None)
+        roots = None if root is None else [root] * self.num_envs
+        order = ResetOrder(roots, mask, cloudpickle.dumps(rest) if rest else None)
         batch = self._launched().one_batch(0, infos=True, reset=order).copy()
         return batch.last_obs, self._merged(batch)
 

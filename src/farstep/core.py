@@ -130,8 +130,8 @@ class WorkerHandle(Protocol):
         """Ask it to write its Python stacks to its output (best effort)."""
         ...
 
-    def read_output(self) -> bytes:
-        """What it printed since the last call, as far as it is here; the tail is kept."""
+    def read_output(self) -> bytes | None:
+        """What it printed since the last call, as far as it is here; None once nothing more can come."""
         ...
 
     def output(self) -> str:

@@ -15,7 +15,8 @@ from gymnasium.vector.utils import batch_space
 from farstep.config import EnvConfig, LaunchConfig, LocalConfig
 from farstep.core import Array, Nested
 from farstep.errors import ConfigError, EndedError
-from farstep.head.stepper import Info, ResetOrder, Stepper
+from farstep.head.seats import ResetOrder
+from farstep.head.stepper import Info, Stepper
 from farstep.spec import leaves, nest, space_schema
 from farstep.sync import Always
 from farstep.worker.program import Program
@@ -56,9 +57,7 @@ class ClusterVectorEnv(VectorEnv[Any, Any, Any]):
         self.closed = True  # until there is something to close
         self.num_envs = config.nodes * env_config.envs_per_node
         self._mode = autoreset_mode
-        assert env_config.env_name is not None
-        source = Source(env_config.type, env_config.env_name, dict(env_config.env_kwargs), list(env_config.wrappers))
-        program = Program(source, Always(), autoreset_mode=autoreset_mode.value)
+        program = Program(Source.of(env_config), Always(), autoreset_mode=autoreset_mode.value)
         self._stepper = Stepper(config, program, env_config.envs_per_node)
         self._finalizer = weakref.finalize(self, Stepper.close, self._stepper)
         self.closed = False
@@ -75,8 +74,8 @@ class ClusterVectorEnv(VectorEnv[Any, Any, Any]):
         self._done = np.zeros(self.num_envs, bool)
         self.metadata = {**described["metadata"], "autoreset_mode": self._mode}
         self.render_mode = described["render_mode"]
-        if isinstance(source.env_name, str) and source.env_name in gymnasium.registry:
-            self.spec = gymnasium.spec(source.env_name)
+        if isinstance(env_config.env_name, str) and env_config.env_name in gymnasium.registry:
+            self.spec = gymnasium.spec(env_config.env_name)
 
     def reset(
         self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,8 @@ class PoisonEnv(CountingEnv):
 
     def _maybe(self, phase: str) -> None:
         if self._poisoned and phase == self._phase:
+            if self._how == "sys.exit":
+                sys.exit(3)
             if self._how == "SIGSEGV":
                 os.kill(os.getpid(), signal.SIGSEGV)
             while self._how == "hang":

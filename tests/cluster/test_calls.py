@@ -6,7 +6,6 @@ import contextlib
 import os
 import random
 import signal
-import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -19,6 +18,7 @@ from faulty import SelfNamingEnv
 import farstep
 from farstep.testing import CountingEnv, FaultyEnv, TableAgent
 
+TRANSPORTS = pytest.mark.parametrize("transport", ["shm", "tcp"])
 BOTH = pytest.mark.parametrize(
     "config", [inprocess(2), farstep.LocalConfig(workers_per_node=2)], ids=["inprocess", "local"]
 )
@@ -76,8 +76,9 @@ def test_an_interrupted_close_leaves_nothing_behind() -> None:
     env.close()  # the leak check sees to the rest
 
 
-def test_another_thread_can_look_and_can_close_while_a_call_waits() -> None:
-    env = cluster(FaultyEnv, envs=1, env_kwargs={**SLOW, "slow_s": 0.1}, workers=1)
+@TRANSPORTS
+def test_another_thread_can_look_and_can_close_while_a_call_waits(transport: str) -> None:
+    env = cluster(FaultyEnv, envs=1, env_kwargs={**SLOW, "slow_s": 0.1}, transport=transport)
     env.launch()
     outcome: list[BaseException] = []
 
@@ -118,18 +119,21 @@ def test_a_call_from_another_thread_ends_the_one_under_way_with_a_clear_error() 
 
 
 @pytest.mark.filterwarnings("ignore:os.fork")
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@TRANSPORTS
 def test_a_fork_of_the_head_neither_ends_the_workers_nor_keeps_them(transport: str) -> None:
     with cluster(SelfNamingEnv, envs=1, transport=transport) as env:
         agent = TableAgent()
         _, info = env.reset()
         child = os.fork()
         if not child:
-            try:
-                env.close()  # as the interpreter's end would
-                sys.exit(0)
-            except SystemExit:
-                os._exit(0)
+            refused = []
+            for call in (env.stats, env.reset, lambda: env.collect(agent)):
+                try:
+                    call()
+                except farstep.ClosedError as error:
+                    refused.append("fork" in str(error))
+            env.close()  # as the interpreter's end would
+            os._exit(0 if refused == [True] * 3 else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         assert_sound(within(lambda: env.collect(agent, steps=3)))
         _, after = env.reset()
@@ -157,11 +161,18 @@ class Broken(TableAgent):
         raise ZeroDivisionError("nothing to divide by")
 
 
-@BOTH
+EVERY = [inprocess(2), *(farstep.LocalConfig(workers_per_node=2, transport=name) for name in ("shm", "tcp"))]
+
+
+@pytest.mark.parametrize("config", EVERY, ids=["inprocess", "shm", "tcp"])
 def test_an_agent_that_is_refused_costs_nothing_but_a_clear_error(config: farstep.LaunchConfig) -> None:
     with cluster(config=config) as env:
+        with pytest.raises(farstep.AgentError, match="without 'action'"):
+            env.collect(Stubborn(), steps=4)
         good = TableAgent()
-        assert_sound(env.collect(good, steps=4))
+        batch = env.collect(good, steps=4)
+        assert_sound(batch)
+        assert (batch["version"] == 0).all(), "the first version that anybody acted with"
         with pytest.raises(farstep.AgentError, match="without 'action'"):
             env.collect(Stubborn(), steps=4)
         with pytest.raises(ZeroDivisionError, match="nothing to divide by") as caught:
@@ -203,7 +214,7 @@ class CountedEnv(CountingEnv):
         return super().step(action)
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@TRANSPORTS
 def test_a_worker_drops_a_ticket_that_was_taken_back(transport: str) -> None:
     with cluster(CountedEnv, envs=1, transport=transport) as env:
         agent = TableAgent()
@@ -214,7 +225,7 @@ def test_a_worker_drops_a_ticket_that_was_taken_back(transport: str) -> None:
         assert 1 < info["steps"][0] < 20_000
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@TRANSPORTS
 def test_large_answers_travel(transport: str) -> None:
     config = farstep.LocalConfig(workers_per_node=1, transport=transport)
     vec = farstep.make_vec("CartPole-v1", 32, config, env_kwargs={"render_mode": "rgb_array"})
@@ -225,3 +236,89 @@ def test_large_answers_travel(transport: str) -> None:
         assert sum(frame.nbytes for frame in frames) > 16 * 2**20
     finally:
         vec.close()
+
+
+class TalkativeEnv(CountingEnv):
+    def step(self, action: Any) -> Any:
+        print("x" * 100)
+        return super().step(action)
+
+
+def test_an_environment_may_print_as_much_as_it_likes() -> None:
+    limits = farstep.Timeouts(step_s=10.0)
+    with cluster(TalkativeEnv, envs=2, workers=2, timeouts=limits, restart_budget=0) as env:
+        agent = TableAgent()
+        for _ in range(200):  # 600 KB from each worker, ten times what a pipe holds
+            within(lambda: env.collect(agent, steps=30))
+    vec = farstep.make_vec(TalkativeEnv, 2, farstep.LocalConfig(workers_per_node=2, timeouts=limits))
+    with contextlib.closing(vec):
+        vec.reset(seed=1)
+        for _ in range(2000):
+            vec.step(np.zeros(2, np.int64))
+
+
+@BOTH
+def test_continues_says_where_rows_are_missing(config: farstep.LaunchConfig) -> None:
+    with cluster(config=config, envs=4) as env:
+        agent = TableAgent()
+        env.reset(seed=1)
+        assert not env.collect(agent, steps=3).continues.any()
+        assert env.collect(agent, steps=3).continues.all()
+        env.reset(options={"reset_mask": np.array([True, False, False, True])})
+        np.testing.assert_array_equal(env.collect(agent, steps=3).continues, [False, True, True, False])
+        env.step(agent)
+        assert env.collect(agent, steps=3).continues.all()
+        for _ in env.stream(agent, steps=3, max_staleness=0):
+            break
+        assert env.collect(agent, steps=3).continues.all()
+        env.reset()
+        assert not env.collect(agent, steps=3).continues.any()
+
+
+@BOTH
+def test_a_rollout_that_does_not_fit_leaves_a_cluster_that_goes_on(config: farstep.LaunchConfig) -> None:
+    with cluster(config=config) as env:
+        agent = TableAgent()
+        assert_sound(env.collect(agent, steps=2))
+        with pytest.raises(farstep.ConfigError, match="GiB"):
+            env.collect(agent, steps=10**12)
+        assert_sound(env.collect(agent, steps=2))
+        assert_sound(env.collect(agent, steps=20))
+
+
+@BOTH
+def test_an_environment_that_raises_does_not_end_a_vector(config: farstep.LaunchConfig) -> None:
+    with contextlib.closing(farstep.make_vec(CountingEnv, 4, config)) as vec:
+        vec.reset(seed=1)
+        with pytest.raises(AssertionError) as caught:
+            vec.step(np.array([0, 0, 9, 0]))
+        assert isinstance(caught.value, farstep.RemoteEnvError)
+        assert caught.value.where.slot == 2
+        obs, _ = vec.reset(seed=1)
+        np.testing.assert_array_equal(obs[:, 1], 0)
+        obs, *_ = vec.step(np.zeros(4, np.int64))
+        np.testing.assert_array_equal(obs[:, 1], 1)
+
+
+class FinalAgent(TableAgent):
+    def act(self, obs: Any) -> Any:
+        return {**super().act(obs), "final_obs_value": obs[:, 0]}
+
+
+@TRANSPORTS
+def test_outputs_of_an_agent_may_begin_as_our_own_do(transport: str) -> None:
+    with cluster(transport=transport) as env:
+        batch = env.collect(FinalAgent(), steps=12)
+        np.testing.assert_array_equal(batch["final_obs_value"], batch["obs"][..., 0])
+
+
+class OneStepEnv(CountingEnv):
+    def __init__(self) -> None:
+        super().__init__(length=1)
+
+
+def test_an_episode_may_end_in_every_single_step() -> None:
+    with cluster(OneStepEnv, envs=64) as env:
+        batch = env.collect(TableAgent(), steps=9000)  # more ends than a header has room for
+        assert len(batch.final_obs) == 64 * 9000
+        assert (batch.episodes["length"] == 1).all()

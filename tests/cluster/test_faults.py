@@ -259,6 +259,26 @@ def test_a_vector_goes_on_after_an_episode_that_always_raises() -> None:
 
 
 @pytest.mark.parametrize("phase", ["reset", "step"])
+def test_sys_exit_in_an_environment_is_an_exception_like_any_other(phase: str) -> None:
+    kwargs = {"seeds": [episode_seed(5, 1, 0)], "phase": phase, "how": "sys.exit"}
+    with cluster(PoisonEnv, envs=2, env_kwargs=kwargs, restart_budget=1) as env:
+        assert_sound(env.collect(TableAgent(), steps=4))
+        assert env.stats()["workers"]["restarts"] == 0
+    options = {"env_kwargs": kwargs, "restart_budget": 0}
+    with pytest.raises(RemoteEnvError, match="SystemExit: 3") as caught, cluster(PoisonEnv, envs=2, **options) as env:
+        env.collect(TableAgent(), steps=4)
+    assert (caught.value.where.phase, caught.value.where.slot) == (phase, 1)
+
+
+def test_an_episode_that_kills_its_worker_is_left_out_after_a_reset_with_a_seed_too() -> None:
+    kwargs = {"seeds": [episode_seed(7, 1, 0)], "phase": "reset", "how": "SIGSEGV"}
+    with cluster(PoisonEnv, envs=2, env_kwargs=kwargs, restart_budget=2) as env:
+        obs, _ = within(lambda: env.reset(seed=7))
+        np.testing.assert_array_equal(obs[1], CountingEnv().reset(seed=episode_seed(7, 1, 1))[0])
+        np.testing.assert_array_equal(obs[0], CountingEnv().reset(seed=episode_seed(7, 0, 0))[0])
+
+
+@pytest.mark.parametrize("phase", ["reset", "step"])
 @pytest.mark.parametrize("how", ["SIGSEGV", "hang"])
 def test_an_episode_that_kills_or_stalls_its_worker_is_named_and_tried_twice_only(phase: str, how: str) -> None:
     poison = episode_seed(5, 1, 0)

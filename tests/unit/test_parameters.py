@@ -24,7 +24,7 @@ from farstep.agents.parameters import ParameterLoader, ParameterSchema, as_store
 from farstep.agents.policy import ship
 from farstep.errors import AgentError
 from farstep.head.parameters import ParameterStore
-from farstep.worker.weights import RemoteWeights, SharedWeights
+from farstep.worker.weights import RemoteWeights, SharedWeights, check_digest
 
 LARGE = 600_000  # elements: more bytes than are compared when counters say "unchanged"
 
@@ -403,12 +403,16 @@ def test_weights_that_could_not_reach_the_agent_are_refused_with_advice(make: Ca
         ParameterLoader(make())
 
 
-def test_a_copy_of_another_size_is_refused() -> None:
-    with store_of(Module(3)) as store:
-        with pytest.raises(AgentError, match="copy of the agent has 320 bytes of parameters, the learner's agent 192"):
-            pulled(store, Module(20))
-        with pytest.raises(AgentError, match="copy of the agent has 320 bytes of parameters, the learner's agent 192"):
-            RemoteWeights(lambda: (0, store.payload())).load(ParameterLoader(Module(20)))
+def test_a_copy_with_other_parameters_is_refused() -> None:
+    one, other = np.zeros(3, np.float32), np.zeros(5, np.float32)  # 64 bytes each in the buffer
+    agent = SetterAgent()
+    agent.parameters = {"a": one, "b": other}
+    with store_of(agent) as store:
+        digest = store.message().digest
+        check_digest(digest, ParameterSchema.of(leaves_of({"a": one + 1, "b": other})))
+        for copy in ({"b": other, "a": one}, {"a": other, "b": one}, {"a": one, "b": other, "c": one}):
+            with pytest.raises(AgentError, match="in another form or order than the learner's"):
+                check_digest(digest, ParameterSchema.of(leaves_of(copy)))
 
 
 @pytest.mark.parametrize(("parameters", "words"), [({}, "nothing"), ({"net": {"w": "text"}}, "str at 'net.w'")])

@@ -72,8 +72,8 @@ class Layout:
             and self.chunks == other.chunks
         )
 
-    def message(self, generation: int) -> Lay:
-        return Lay(generation, self.lanes, self.steps, self.slots, self.rows, self.chunks)
+    def message(self) -> Lay:
+        return Lay(self.lanes, self.steps, self.slots, self.rows, self.chunks)
 
     @classmethod
     def of(cls, message: Lay) -> Layout:

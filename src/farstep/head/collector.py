@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import gymnasium
@@ -18,7 +18,7 @@ from farstep.core import Agent, Array, Received
 from farstep.errors import AgentError, ClosedError, HandshakeError, WorkerError
 from farstep.head.parameters import ParameterStore
 from farstep.head.rollouts import Piece, Rollouts, agent_structures, base_rows
-from farstep.head.seats import Seat
+from farstep.head.seats import ResetOrder, Seat
 from farstep.head.server import Server
 from farstep.head.stats import Counters
 from farstep.head.tickets import Arrived, Order
@@ -33,37 +33,22 @@ log = logging.getLogger("farstep")
 
 
 @dataclass(frozen=True)
-class ResetOrder:
-    """What `reset` asks of all slots."""
-
-    seed: int | None
-    mask: Array | None
-    options: bytes | None
-
-    def part(self, seat: Seat) -> m.Reset:
-        """A worker's share."""
-        seeds: list[int | None] | None = None if self.seed is None else [self.seed] * seat.num_envs
-        return m.Reset(seeds, None if self.mask is None else self.mask[seat.columns].tobytes(), self.options)
-
-
-@dataclass(frozen=True)
-class Session:
+class Request:
     """What the call under way asked for."""
 
-    number: int
-    steps: int
-    num_chunks: int | None
-    infos: bool
-    reset: ResetOrder | None
+    steps: int = 0
+    num_chunks: int | None = None
+    infos: bool = False
+    reset: ResetOrder | None = None
+    incarnations: tuple[int, ...] = ()
+    """Of all workers, when it was made."""
 
 
 class Collector:
     """The server's client that stands behind a `ClusterEnv`."""
 
     def __init__(self, env_config: EnvConfig, config: LaunchConfig, seed: int) -> None:
-        assert env_config.env_name is not None
-        source = Source(env_config.type, env_config.env_name, dict(env_config.env_kwargs), list(env_config.wrappers))
-        program = Program(source, env_config.sync or Always(), env_config.inference, seed=seed)
+        program = Program(Source.of(env_config), env_config.sync or Always(), env_config.inference, seed=seed)
         self.server = Server(config, program, env_config.envs_per_node, seed, config.restart_budget, self)
         self._num_workers = len(self.server.seats)
         self.counters = Counters(self._num_workers)
@@ -73,7 +58,7 @@ class Collector:
         self._answers: dict[int, m.AgentReady | WorkerError] = {}
         self._store: ParameterStore | None = None
         self._agent_schemas: tuple[Schema, Schema] = ({}, {})
-        self._session = Session(0, 0, None, False, None)
+        self._request = Request()
         self._rollouts: Rollouts | None = None
         self._followed = np.full(self.server.seats[-1].stop, -1, np.int64)
         """Per slot, the last chunk that was handed to the learner (`Piece.key`)."""
@@ -90,13 +75,15 @@ class Collector:
 
     def close(self) -> None:
         """End all workers and free everything; idempotent."""
-        self.server.close()
-        if self._rollouts is not None:
-            self._rollouts.close()
-        if self._store is not None:
-            self._store.close()
-            self._store = None
-        self._agent = None
+        try:
+            self.server.close()
+        finally:
+            if self._rollouts is not None:
+                self._rollouts.close()
+            if self._store is not None:
+                self._store.close()
+                self._store = None
+            self._agent = None
 
     def snapshot(self) -> dict[str, Any]:
         with self.server.locked():
@@ -118,6 +105,7 @@ class Collector:
             with self.server.locked():
                 self._store.publish(agent)
                 self._announce()
+                self.server.drain()
         return self.version()
 
     def adopt(self, agent: Agent) -> None:
@@ -128,6 +116,7 @@ class Collector:
             with self.server.locked():
                 if self._store.publish_if_changed(agent):
                     self._announce()
+                    self.server.drain()
             return
         for method in ("act", "get_parameters"):
             if not callable(getattr(agent, method, None)):
@@ -136,9 +125,11 @@ class Collector:
                 )
         began = time.monotonic()
         payload = ship(agent)
-        first_version = 0 if self._store is None else self._store.version + 1
+        first_version = 0
+        if self._store is not None:  # go on counting; one that was refused used no number
+            first_version = self._store.version + (self._agent is not None)
         store = ParameterStore(agent, self._agent_id + 1, self._num_workers, first_version)
-        self._end_session()
+        self._end()
         self._forget_agent()
         with self.server.locked():
             self._store, self._agent_id, self._answers = store, self._agent_id + 1, {}
@@ -195,78 +186,76 @@ class Collector:
 
     def one_batch(self, steps: int, *, infos: bool = False, reset: ResetOrder | None = None) -> Batch:
         """A batch of one chunk of every worker, rolled now."""
-        session = self._open(steps, None, None, 1, infos, reset)
+        request = self._open(Request(steps, None, infos, reset), None, 1)
         try:
-            return self._next_batch(session)
-        except BaseException:
-            self._followed[:] = -1  # a batch that was put together just before Ctrl-C reached nobody
-            raise
+            return self._next_batch(request)
         finally:
-            self._end_session(session)
+            self._end(request)
 
     def stream(self, steps: int, max_staleness: int, num_chunks: int | None) -> Iterator[Batch]:
         """Batches without end; closing the iterator cancels what is under way."""
-        session = self._open(steps, max_staleness, num_chunks, None, False, None)
+        request = self._open(Request(steps, num_chunks), max_staleness, None)
         try:
             while True:
-                yield self._next_batch(session)
+                yield self._next_batch(request)
                 with self.server.locked():
-                    if session is self._session:
+                    if request is self._request:
                         self.server.tickets.release()
         finally:
-            self._end_session(session)
+            self._end(request)
 
-    def _open(
-        self,
-        steps: int,
-        max_staleness: int | None,
-        num_chunks: int | None,
-        batches: int | None,
-        infos: bool,
-        reset: ResetOrder | None,
-    ) -> Session:
-        self._end_session()
+    def _open(self, request: Request, max_staleness: int | None, batches: int | None) -> Request:
+        """Begin to give tickets for a request; whatever was under way is over."""
+        tickets = self.server.tickets
         with self.server.locked():
             self.server.raise_failure()
-            self._lay(max(steps, 1), self.server.tickets.lanes_needed(max_staleness, num_chunks))
-            if reset is not None:
-                self._note_reset(reset)
-            self._session = Session(self._session.number + 1, steps, num_chunks, infos, reset)
-            self.server.tickets.open(max_staleness, num_chunks, batches)
-            return self._session
+            self._end()
+            self._lay(max(request.steps, 1), tickets.lanes_needed(max_staleness, request.num_chunks))
+            if request.reset is not None:
+                self._note_reset(request.reset)
+            self._request = replace(request, incarnations=tuple(seat.incarnation for seat in self.server.seats))
+            tickets.open(max_staleness, request.num_chunks, batches)
+            return self._request
 
     def _lay(self, steps: int, lanes: int) -> None:
         """Make room for a session, and tell workers where to write."""
         rollouts = self._rollouts
         assert rollouts is not None
         rows = {**base_rows(self._obs_schema), **self._agent_schemas[0]}
-        if rollouts.fit(lanes, steps, rows, self._agent_schemas[1]):
-            assert rollouts.layout is not None and rollouts.memory is not None
-            self.server.tell(rollouts.layout.message(rollouts.generation), fds=[rollouts.memory.fd])
+        if lay := rollouts.fit(lanes, steps, rows, self._agent_schemas[1]):
+            assert rollouts.memory is not None
+            self.server.tell(lay, fds=[rollouts.memory.fd])
 
     def _note_reset(self, reset: ResetOrder) -> None:
         """What a worker that is replaced must start from, and that nothing continues where slots are reset."""
         chosen = np.ones(len(self._followed), bool) if reset.mask is None else reset.mask
         self._followed[chosen] = -1
-        if reset.seed is not None:
-            for seat in self.server.seats:
-                for i in np.flatnonzero(chosen[seat.columns]):
-                    seat.roots[i], seat.resume[i] = reset.seed, 0
+        for seat in self.server.seats:
+            for i, root in enumerate(reset.part(seat).seeds or ()):
+                if root is not None and chosen[seat.first + i]:
+                    seat.roots[i], seat.resume[i] = root, 0
 
-    def _end_session(self, session: Session | None = None) -> None:
-        """Cancel what is under way; with a session, only if it is still that one."""
+    def _end(self, request: Request | None = None) -> None:
+        """Cancel what is under way; with a request, only if it is still that one."""
         with self.server.locked():
-            if self.server.tickets.is_open and (session is None or session is self._session):
+            if self.server.tickets.is_open and (request is None or request is self._request):
                 self.server.cancel()
-                self._session = Session(self._session.number + 1, 0, None, False, None)
+                self._request = Request()
 
-    def _next_batch(self, session: Session) -> Batch:
+    def _next_batch(self, request: Request) -> Batch:
+        try:
+            return self._assembled(request)
+        except BaseException:
+            self._followed[:] = -1  # a batch that was put together just before Ctrl-C reached nobody
+            raise
+
+    def _assembled(self, request: Request) -> Batch:
         began = time.monotonic()
         server, rollouts = self.server, self._rollouts
         assert rollouts is not None
 
         def taken() -> list[Arrived] | None:
-            if session is not self._session:
+            if request is not self._request:
                 raise ClosedError("another call on this ClusterEnv ended this one; calls must follow each other.")
             found = server.tickets.take(self.version())
             if found is None:
@@ -274,30 +263,33 @@ class Collector:
             return found
 
         with server.locked():  # until it is copied: a ticket given meanwhile could write into its lanes
-            if session is self._session:
+            if request is self._request:
                 server.grant()
             arrived = server.wait(taken)
-            continues = np.concatenate([self._follow(a) for a in arrived])
-            assemble = rollouts.batch if session.num_chunks is None else rollouts.copied
-            batch = assemble(arrived, session.steps, continues)
+            continues = np.concatenate([self._follow(a, request.steps) for a in arrived])
+            assemble = rollouts.batch if request.num_chunks is None else rollouts.copied
+            batch = assemble(arrived, request.steps, continues)
             self.counters.wait["learner"] += time.monotonic() - began
             self.counters.batch(batch, len(arrived), self.version())
         return batch
 
-    def _follow(self, arrived: Arrived) -> Array:
+    def _follow(self, arrived: Arrived, steps: int) -> Array:
         """For each slot of a chunk: whether its first row follows the last one that the learner was given."""
         piece: Piece = arrived.piece
         columns = self.server.seats[arrived.order.worker].columns
         continues: Array = self._followed[columns] == piece.key - 1
-        self._followed[columns] = piece.key
+        if steps:  # a reset has no rows to follow
+            self._followed[columns] = piece.key
         return continues
 
     # ---- the server's side ----
 
     def make_ticket(self, order: Order) -> tuple[m.Ticket, list[Any]]:
-        session = self._session
-        reset = None if session.reset is None else session.reset.part(self.server.seats[order.worker])
-        return m.Ticket(order.seq, order.lane, session.steps, order.min_version, reset, session.infos), []
+        request, seat = self._request, self.server.seats[order.worker]
+        reset = None if request.reset is None else request.reset.part(seat)
+        if reset is not None and seat.incarnation != request.incarnations[seat.worker]:
+            reset.seeds = None  # it began with them, and is perhaps past an episode that kills it
+        return m.Ticket(order.seq, order.lane, request.steps, order.min_version, reset, request.infos), []
 
     def on_message(self, seat: Seat, message: m.FromWorker, received: Received) -> None:
         match message:
@@ -311,14 +303,16 @@ class Collector:
                 payload = [self._store.payload()] if self._store is not None and wanted else []
                 self.server.send(seat, m.Weights(message.agent, self.version()), payload)
 
-    def on_error(self, seat: Seat, error: WorkerError) -> None:
+    def on_error(self, seat: Seat, failure: m.Failure, error: WorkerError) -> None:
+        if failure.agent != self._agent_id:
+            return  # nobody wants it any more
         if self._agent is None:
             self._answers[seat.worker] = error
         else:
             self.server.fail(error)  # a replaced worker cannot use the agent that all others use
 
     def _take(self, seat: Seat, chunk: m.Chunk, received: Received) -> None:
-        tickets, session = self.server.tickets, self._session
+        tickets, request = self.server.tickets, self._request
         self.counters.synced(seat.worker, chunk)
         if chunk.inference:
             self._note_inference(chunk.inference)
@@ -327,11 +321,11 @@ class Collector:
             return  # cancelled, or its worker was given up: counted then
         assert self._rollouts is not None
         began = time.monotonic()
-        piece = self._rollouts.take(seat, order.lane, session.steps, chunk, received, self.version())
+        piece = self._rollouts.take(seat, order.lane, request.steps, chunk, received, self.version())
         if chunk.keys:
             self.counters.wait["transfer"] += time.monotonic() - began
         self.counters.received(piece.nbytes)
         tickets.accept(seat.worker, chunk.ticket, chunk.version, piece)
         seat.resume[:] = piece.resume
-        if session.num_chunks is not None:
+        if request.num_chunks is not None:
             self.server.grant()  # whoever is quick goes on while the learner is busy

@@ -150,9 +150,9 @@ class Crew:
         if seat.handle is None:
             return
         new = seat.handle.read_output()
-        if not new:
+        if new is None:
             self._switchboard.unregister(seat.handle.output_fd)
-        for line in new.decode(errors="replace").splitlines():
+        for line in (new or b"").decode(errors="replace").splitlines():
             log.info("worker %d: %s", seat.worker, line)
 
     # ---- watching ----
@@ -160,7 +160,7 @@ class Crew:
     def tick(self) -> None:
         """Look at everybody's progress, and do what time alone brings about."""
         for seat in self.seats:
-            if seat.handle is None or (self.launcher.driven and seat.link is not None):
+            if seat.handle is None or self.launcher.driven:
                 continue  # one in this process cannot be stuck without us
             phase = seat.phase
             if phase == "idle" and not self._watcher.is_busy(seat):
@@ -182,6 +182,7 @@ class Crew:
                 case life.Kill():
                     if action.stuck_in and seat.handle is not None:
                         limit_s = getattr(self._timeouts, f"{action.stuck_in}_s")
+                        seat.blame(action.stuck_in)
                         seat.error = seat.stuck(action.stuck_in, limit_s)
                         log.warning("%s", str(seat.error).splitlines()[0])
                     if seat.handle is not None:
@@ -190,8 +191,14 @@ class Crew:
                     seat.ready = False
                     self._watcher.lost(seat)
                 case life.GiveUp():
-                    error = WorkerError("a worker does not end, although it was killed", seat.where(seat.phase))
-                    self._watcher.fail(seat.error or error)
+                    undead = WorkerError("a worker does not end, although it was killed", seat.where(seat.phase))
+                    error = seat.error or undead
+                    if budget := self.membership.restart_budget:
+                        minutes = life.RESTART_WINDOW_S / 60
+                        error.add_note(
+                            f"More than restart_budget={budget} failures within {minutes:g} minutes; this is the last."
+                        )
+                    self._watcher.fail(error)
 
     def _start_process(self, seat: Seat, incarnation: int) -> None:
         self._drop_process(seat)
@@ -215,9 +222,11 @@ class Crew:
         ended = seat.handle.poll() if seat.handle is not None else None
         if ended is None or seat.handle is None:
             return
+        self.launcher.drain(self._watcher.receive)  # what it said before it ended still counts
         if seat.link is not None and seat.link.fileno() >= 0:
-            self._read(seat, limit=None)  # what it said before it ended still counts
+            self._read(seat, limit=None)
         if seat.error is None and not self.membership.stopping:
+            seat.blame(seat.phase)
             seat.error = seat.died(ended)
             log.warning("%s", str(seat.error).splitlines()[0])
         self._switchboard.unregister(seat.handle.exit_fd)

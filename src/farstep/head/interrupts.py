@@ -21,8 +21,8 @@ class Interrupts:
         self._depth = 0
         self._open = False
         self._before: Any = None
-        self._waiting: FrameType | bool | None = False
-        """The frame of an interrupt that came at a bad moment; False: none did."""
+        self._waiting = False
+        """One came at a bad moment."""
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
@@ -60,9 +60,9 @@ class Interrupts:
         if self._open:
             self._before(number, frame)
         else:
-            self._waiting = frame
+            self._waiting = True
 
     def _deliver(self) -> None:
-        if self._waiting is not False:
-            frame, self._waiting = self._waiting, False
-            self._before(signal.SIGINT, frame)
+        if self._waiting:
+            self._waiting = False
+            self._before(signal.SIGINT, None)

@@ -127,7 +127,7 @@ class Membership:
     def __init__(self, workers: int, limits_s: dict[str, float], restart_budget: int) -> None:
         self.members = [Member() for _ in range(workers)]
         self.restarts = 0
-        self._limits_s, self._budget = limits_s, restart_budget
+        self._limits_s, self.restart_budget = limits_s, restart_budget
         self._recent: deque[float] = deque()
         self.stopping = False
 
@@ -212,7 +212,7 @@ class Membership:
         while self._recent and now - self._recent[0] > RESTART_WINDOW_S:
             self._recent.popleft()
         self._recent.append(now)
-        if len(self._recent) > self._budget:
+        if len(self._recent) > self.restart_budget:
             self.stopping = True
             return [GiveUp(worker)]
         return []

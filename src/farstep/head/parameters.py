@@ -12,7 +12,7 @@ from farstep.core import Agent, Buffer
 from farstep.errors import AgentError
 from farstep.wire.memory import SharedMemory
 from farstep.wire.messages import Parameters
-from farstep.worker.weights import HEADER, PAGE, pack_word, stride
+from farstep.worker.weights import HEADER, PAGE, digest, pack_word, stride
 
 
 class ParameterStore:
@@ -34,7 +34,7 @@ class ParameterStore:
         self._write(leaves)
 
     def message(self) -> Parameters:
-        return Parameters(self._agent_id, self.schema.nbytes, self._buffers)
+        return Parameters(self._agent_id, self.schema.nbytes, self._buffers, digest(self.schema))
 
     def publish(self, agent: Agent) -> int:
         """A new version from the agent's parameters, whether they changed or not."""

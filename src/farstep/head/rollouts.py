@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from farstep.batch import ENDS, EPISODE_KEYS, RESERVED, Batch, FinalObs
+from farstep.batch import ENDS, EPISODE_KEYS, RESERVED, Batch, FinalObs, is_final
 from farstep.buffer.blocks import Layout
+from farstep.config import check_memory
 from farstep.core import Array, Buffer, Nested, Received
 from farstep.errors import WireError
 from farstep.head.seats import Seat
@@ -18,7 +19,7 @@ from farstep.head.tickets import Arrived
 from farstep.spec import ArraySpec, Schema, Structure, leaf_names, nest
 from farstep.wire.codec import unpack
 from farstep.wire.memory import SharedMemory
-from farstep.wire.messages import AgentReady, Chunk
+from farstep.wire.messages import AgentReady, Chunk, Lay
 
 MAX_STEP_BYTES = 2**28
 """What an agent may return per environment and step."""
@@ -60,24 +61,24 @@ class Rollouts:
         self._obs, self._obs_schema = obs, obs_schema
         self.layout: Layout | None = None
         self.memory: SharedMemory | None = None
-        self.generation = 0
         self.blocks: dict[str, Array] = {}
         self.structures: dict[str, Structure] = {"obs": obs}
         self.state: Structure | None = None
 
-    def fit(self, lanes: int, steps: int, rows: Schema, chunks: Schema) -> bool:
-        """Make room for what a session writes; True if the layout changed and workers must be told."""
+    def fit(self, lanes: int, steps: int, rows: Schema, chunks: Schema) -> Lay | None:
+        """Make room for what a session writes; if the layout changed, what workers must be told."""
         wanted = Layout(lanes, steps, self._slots, rows, chunks)
         if self.layout is not None and self.layout.covers(wanted):
-            return False
+            return None
         if self.layout is not None and (self.layout.rows, self.layout.chunks) == (rows, chunks):
             lanes, steps = max(lanes, self.layout.lanes), max(steps, self.layout.steps)
+        layout = Layout(lanes, steps, self._slots, rows, chunks)
+        check_memory(layout.nbytes, f"rollouts of {steps} steps of {self._slots} environments, {lanes} at a time,")
+        memory = SharedMemory.create(layout.nbytes, "farstep-rollouts")
         self.close()
-        self.layout = Layout(lanes, steps, self._slots, rows, chunks)
-        self.memory = SharedMemory.create(self.layout.nbytes, "farstep-rollouts")
-        self.blocks = self.layout.views(memoryview(self.memory.map))
-        self.generation += 1
-        return True
+        self.layout, self.memory = layout, memory
+        self.blocks = layout.views(memoryview(memory.map))
+        return layout.message()
 
     def adopt(self, structures: Mapping[str, Structure], state: Structure | None) -> None:
         """From now on, batches have what this agent returns."""
@@ -85,10 +86,10 @@ class Rollouts:
 
     def take(self, seat: Seat, lane: int, steps: int, chunk: Chunk, received: Received, version: int) -> Piece:
         """Check a chunk, and copy a remote worker's frames into its columns."""
-        frames = list(received.frames[1:])
+        ends, *frames = received.frames[1:] or [b""]
         infos = _infos(frames.pop(), seat.num_envs) if chunk.infos and frames else None
         piece = Piece(
-            _records(chunk.ends, seat, steps),
+            records_of(ends, seat, steps),
             _episodes(chunk.resume, seat.num_envs),
             infos,
             seat.incarnation << 40 | chunk.order,
@@ -125,7 +126,7 @@ class Rollouts:
     def _chunk_bytes(self, seat: Seat, steps: int) -> int:
         """What a chunk in shared memory amounts to."""
         assert self.layout is not None
-        rows = sum(spec.nbytes for name, spec in self.layout.rows.items() if not name.startswith("final_obs"))
+        rows = sum(spec.nbytes for name, spec in self.layout.rows.items() if not is_final(name))
         return rows * steps * seat.num_envs
 
     def batch(self, arrived: Sequence[Arrived], steps: int, continues: Array) -> Batch:
@@ -157,7 +158,7 @@ class Rollouts:
 
     def _row_blocks(self) -> list[tuple[str, Array]]:
         assert self.layout is not None
-        return [(name, self.blocks[name]) for name in self.layout.rows if not name.startswith("final_obs")]
+        return [(name, self.blocks[name]) for name in self.layout.rows if not is_final(name)]
 
     def _batch(
         self,
@@ -201,7 +202,7 @@ class Rollouts:
             self.blocks = {}  # what a batch still shows stays; nothing else does
 
 
-def _records(ends: bytes, seat: Seat, steps: int) -> Array:
+def records_of(ends: Buffer, seat: Seat, steps: int) -> Array:
     """Episode ends, believed only where they can be true."""
     if len(ends) % ENDS.itemsize or len(ends) // ENDS.itemsize > steps * seat.num_envs:
         raise WireError("a chunk with more episode ends than steps.")

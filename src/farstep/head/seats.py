@@ -12,6 +12,7 @@ import numpy as np
 
 from farstep.core import Array, Ended, HeadLink, WorkerHandle
 from farstep.errors import Where, WorkerDied, WorkerError, WorkerStuck
+from farstep.wire.messages import Reset
 from farstep.worker.progress import EPISODES, PHASE, SLOT, Phase, private_words
 from farstep.worker.seeds import episode_seed
 
@@ -70,16 +71,28 @@ class Seat:
 
     def _where_in_env(self, phase: str) -> Where:
         """With the environment and the episode that its progress words name."""
+        i, episode = self._under_way(phase)
+        if i is None:
+            return self.where(phase)
+        slot = self.first + i
+        seed = None if episode is None else episode_seed(self.roots[i], slot, episode)
+        return self.where(phase, slot=slot, seed=seed)
+
+    def _under_way(self, phase: str) -> tuple[int | None, int | None]:
+        """Environment and episode, as far as they are known."""
         i = int(self.words[SLOT])
         if phase not in _ENV_PHASES or not 0 <= i < self.num_envs:
-            return self.where(phase)
+            return None, None
         episode = int(self.words[EPISODES + i]) - 1
-        if phase == "construct" or episode < 0:
-            return self.where(phase, slot=self.first + i)
-        if self._suspect == (i, episode):  # it is this very episode that kills its worker: nobody tries it again
-            self.resume[i] = max(int(self.resume[i]), episode + 1)
-        self._suspect = (i, episode)
-        return self.where(phase, slot=self.first + i, seed=episode_seed(self.roots[i], self.first + i, episode))
+        return i, None if phase == "construct" or episode < 0 else episode
+
+    def blame(self, phase: str) -> None:
+        """It died, or is stuck: an episode in which that happens twice is not tried again."""
+        i, episode = self._under_way(phase)
+        if i is not None and episode is not None:
+            if self._suspect == (i, episode):
+                self.resume[i] = max(int(self.resume[i]), episode + 1)
+            self._suspect = (i, episode)
 
     def died(self, ended: Ended) -> WorkerError:
         """The error for a process that ended by itself."""
@@ -99,6 +112,20 @@ class Seat:
             self._where_in_env(phase),
             output=output,
         )
+
+
+@dataclass(frozen=True)
+class ResetOrder:
+    """What `reset` asks of all environments."""
+
+    seeds: Sequence[int | None] | None
+    mask: Array | None
+    options: bytes | None
+
+    def part(self, seat: Seat) -> Reset:
+        """A worker's share."""
+        seeds = None if self.seeds is None else list(self.seeds[seat.columns])
+        return Reset(seeds, None if self.mask is None else self.mask[seat.columns].tobytes(), self.options)
 
 
 def _wait_for_output(handle: WorkerHandle, timeout_s: float = 0.5) -> None:

@@ -45,8 +45,8 @@ class Client(Protocol):
 
     def on_message(self, seat: Seat, message: m.FromWorker, received: Received) -> None: ...
 
-    def on_error(self, seat: Seat, error: WorkerError) -> None:
-        """What the client asked of a worker (an agent, a call) raised there; the worker is as before."""
+    def on_error(self, seat: Seat, failure: m.Failure, error: WorkerError) -> None:
+        """What the client asked of a worker (an agent, a call, a step) raised there; the worker is as before."""
         ...
 
     def version(self) -> int:
@@ -155,6 +155,7 @@ class Server:
 
     def raise_failure(self) -> None:
         """Raise the run's failure the first time, a reference to it afterwards."""
+        self._check_process()
         if self._failure is not None:
             failure = self._failure
             if self._closed:
@@ -169,10 +170,21 @@ class Server:
         if self._failure is None:
             self._failure = error
         self.crew.stop()
+        if self.tickets.is_open:
+            self.cancel()  # or workers would try again and again what nobody takes
 
     def locked(self) -> contextlib.AbstractContextManager[None]:
         """Nobody else changes anything for a moment."""
+        self._check_process()
         return self._switchboard.locked()
+
+    def _check_process(self) -> None:
+        """Workers belong to the process that started them; a fork would only steal their answers."""
+        if os.getpid() != self._pid:
+            raise ClosedError(
+                f"this cluster belongs to process {self._pid} and was used in its fork {os.getpid()}; make a new one "
+                "there, or start processes with multiprocessing's spawn."
+            )
 
     def _pump_alone(self) -> None:
         """What the background thread does while nobody waits."""
@@ -187,6 +199,8 @@ class Server:
         """Read what has arrived, look at processes, do what is due. The lock is held."""
         arrived = self.crew.read_shared()
         self._switchboard.poll(0.0 if arrived else timeout_s)
+        if not self._switchboard.running:
+            return  # somebody else closed it while we slept
         self.crew.read_shared()
         if time.monotonic() >= self._next_tick:
             self._next_tick = time.monotonic() + self._tick_s
@@ -220,10 +234,16 @@ class Server:
             case m.Failure():
                 self._failed(seat, message)
             case _ if seat.ready:  # else it was given up, and what it died of stays
-                seat.asked, seat.error = False, None
+                seat.asked = seat.asked and not isinstance(message, (m.AgentReady, m.Reply))
+                seat.error = None
                 self._client.on_message(seat, message, received)
 
     # ---- messages ----
+
+    def drain(self) -> None:
+        """Look once for what arrived: sending on a ZeroMQ socket can hide from whoever waits that something did."""
+        if not self.shares_memory:
+            self.crew.read_shared()
 
     def send(self, seat: Seat, message: m.FromHead, frames: Sequence[Any] = (), fds: Sequence[int] = ()) -> None:
         if seat.link is not None:
@@ -298,20 +318,23 @@ class Server:
         error = remote_error(failure.kind, f"{what} {failure.message}", where, failure.traceback)
         if failure.request is not None or failure.agent is not None:
             seat.asked = False
-            self._client.on_error(seat, error)
+            self._client.on_error(seat, failure, error)
             return
         seat.error = error
         first_time = failure.phase == "construct" and not seat.incarnation and not seat.ready
         if failure.phase in ("act", "load") or (failure.ticket is None and first_time):
             self.fail(error)  # trying the same again would only fail again
             return
-        onward = "" if failure.phase == "close" else "; going on with the next episodes"
-        log.warning("%s%s", str(error).splitlines()[0], onward)
-        given_up = self.tickets.again if failure.again else self.tickets.give_back
-        if failure.ticket is not None and given_up(seat.worker, failure.ticket, "environment failed"):
+        if failure.ticket is None:
+            log.warning("%s", str(error).splitlines()[0])
+        elif not failure.again:
+            if self.tickets.give_back(seat.worker, failure.ticket, "environment failed"):
+                self._client.on_error(seat, failure, error)
+        elif self.tickets.again(seat.worker, failure.ticket, "environment failed"):
             self.crew.act_on(life.Failed(seat.worker))
-            seat.error = None  # it went on: what it dies of later is something else
-            self.grant()
+            if self._failure is None:
+                log.warning("%s; going on with the next episodes", str(error).splitlines()[0])
+                seat.error = None  # what it dies of later is something else
 
     # ---- tickets ----
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import cloudpickle
@@ -12,40 +11,29 @@ from farstep.config import LaunchConfig
 from farstep.core import Array, Buffer, Received
 from farstep.errors import WireError, WorkerError
 from farstep.head.rollouts import Rollouts, base_rows
-from farstep.head.seats import Seat
+from farstep.head.seats import ResetOrder, Seat
 from farstep.head.server import Server
-from farstep.head.tickets import Order
+from farstep.head.tickets import Arrived, Order
 from farstep.spec import ArraySpec, Schema, space_schema
 from farstep.wire import messages as m
 from farstep.wire.codec import unpack
 from farstep.worker.program import Program
-
-
-@dataclass(frozen=True)
-class ResetOrder:
-    """What `reset` asks of all environments."""
-
-    seeds: Sequence[int | None] | None
-    mask: Array | None
-    options: bytes | None
-
-    def part(self, seat: Seat) -> m.Reset:
-        """A worker's share."""
-        seeds = None if self.seeds is None else list(self.seeds[seat.columns])
-        return m.Reset(seeds, None if self.mask is None else self.mask[seat.columns].tobytes(), self.options)
-
 
 Info = tuple[int, Mapping[str, Any] | None, Mapping[str, Any]]
 """Environment, what its episode ended with, and the step's or reset's info."""
 
 
 class Stepper:
-    """Actions in, one row of everything out. A failure raises: nothing is restarted behind the learner's back."""
+    """Actions in, one row of everything out. A failure raises: nothing is restarted behind the learner's back.
+
+    After an exception of an environment the workers are as they were, and a reset goes on from there.
+    """
 
     def __init__(self, config: LaunchConfig, program: Program, envs_per_node: int) -> None:
         self.server = Server(config, program, envs_per_node, 0, 0, self)
         self._steps = 0
         self._reset: ResetOrder | None = None
+        self._error: WorkerError | None = None
         self._request = 0
         self._answers: dict[int, Any] = {}
         self._rollouts: Rollouts | None = None
@@ -62,9 +50,11 @@ class Stepper:
         return observation_space, action_space
 
     def close(self) -> None:
-        self.server.close()
-        if self._rollouts is not None:
-            self._rollouts.close()
+        try:
+            self.server.close()
+        finally:
+            if self._rollouts is not None:
+                self._rollouts.close()
 
     @property
     def blocks(self) -> Mapping[str, Array]:
@@ -76,10 +66,10 @@ class Stepper:
         rollouts = self._rollouts
         assert rollouts is not None
         self._action_schema = actions
-        if rollouts.fit(1, 1, {**base_rows(self._obs_schema, "<f8"), **actions}, {}):
-            assert rollouts.layout is not None and rollouts.memory is not None
+        if lay := rollouts.fit(1, 1, {**base_rows(self._obs_schema, "<f8"), **actions}, {}):
+            assert rollouts.memory is not None
             with self.server.locked():
-                self.server.tell(rollouts.layout.message(rollouts.generation), fds=[rollouts.memory.fd])
+                self.server.tell(lay, fds=[rollouts.memory.fd])
 
     def step(self, actions: Mapping[str, Array]) -> list[Info]:
         """Step every environment."""
@@ -100,14 +90,20 @@ class Stepper:
             server.raise_failure()
             if server.tickets.is_open:  # of a call that was interrupted
                 server.cancel()
-            self._steps, self._reset = steps, reset
+            self._steps, self._reset, self._error = steps, reset, None
             server.tickets.open(None, None, 1)
             server.grant()
             try:
-                arrived = server.wait(lambda: server.tickets.take(0))
+                arrived = server.wait(self._arrived)
             finally:
-                server.cancel()
+                if server.tickets.is_open:
+                    server.cancel()
         return [info for a in arrived for info in a.piece]
+
+    def _arrived(self) -> list[Arrived] | None:
+        if self._error is not None:
+            raise self._error
+        return self.server.tickets.take(0)
 
     def call(self, name: str, *arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         """Do something on every worker; `arguments` is one tuple for all, or one each. Values in order of slots."""
@@ -141,7 +137,7 @@ class Stepper:
     def on_message(self, seat: Seat, message: m.FromWorker, received: Received) -> None:
         match message:
             case m.Chunk() if self.server.tickets.order(message.ticket) is not None:
-                frames = list(received.frames[1:])
+                _, *frames = received.frames[1:] or [b""]
                 infos = _infos(frames.pop(), seat) if message.infos and frames else []
                 if message.keys:
                     assert self._rollouts is not None
@@ -152,8 +148,11 @@ class Stepper:
                     raise WireError("a reply without its value.")
                 self._answers[seat.worker] = unpack(received.frames[1])
 
-    def on_error(self, seat: Seat, error: WorkerError) -> None:
-        self._answers[seat.worker] = error
+    def on_error(self, seat: Seat, failure: m.Failure, error: WorkerError) -> None:
+        if failure.ticket is not None:
+            self._error = self._error or error
+        elif failure.request == self._request:
+            self._answers[seat.worker] = error
 
 
 def _infos(frame: Buffer, seat: Seat) -> list[Info]:

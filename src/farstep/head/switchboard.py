@@ -32,7 +32,7 @@ class Switchboard:
         self._leaders = 0
         self._readers: dict[int, Callable[[], None]] = {}
         self._thread: threading.Thread | None = None
-        self._running = True
+        self.running = True
 
     def register(self, fd: int, reader: Callable[[], None]) -> None:
         """Call `reader` whenever `fd` can be read; -1 is nothing to wait on."""
@@ -55,7 +55,7 @@ class Switchboard:
     def lead(self) -> Iterator[None]:
         """Locked, and the caller reads; the thread sleeps on."""
         with self.locked():
-            if not self._running:
+            if not self.running:
                 yield
                 return
             self._leaders += 1
@@ -64,7 +64,7 @@ class Switchboard:
                 yield
             finally:
                 self._leaders -= 1
-                if self._running and not self._leaders:
+                if self.running and not self._leaders:
                     self._outer.modify(self._inner.fileno(), select.EPOLLIN)
 
     def interruptible(self) -> contextlib.AbstractContextManager[None]:
@@ -73,9 +73,12 @@ class Switchboard:
 
     def poll(self, timeout_s: float) -> None:
         """Wait for something to read and read it. The lock is held, but not while it waits."""
-        with self._turn.let_go(), self._interrupts.let_in():
-            events = self._inner.poll(timeout_s) if self._running else []
-        for fd, _ in events:
+        # Only who waits lets go: the thread never does, so close() can wait for it with the lock in hand.
+        asleep = self._turn.let_go() if timeout_s else contextlib.nullcontext()
+        events = []
+        with asleep, self._interrupts.let_in(), contextlib.suppress(ValueError, OSError):  # closed meanwhile
+            events = self._inner.poll(timeout_s)
+        for fd, _ in events if self.running else ():
             reader = self._readers.get(fd)
             if reader is not None:
                 reader()
@@ -86,19 +89,19 @@ class Switchboard:
         self._thread.start()
 
     def _serve(self, pump: Callable[[], None], tick_s: float) -> None:
-        while self._running:
+        while self.running:
             self._outer.poll(tick_s)
             # Not for long: whoever leads does the same work, and close() waits for this thread.
             if self._turn.acquire(_PATIENCE_S):
                 try:
-                    if self._running:
+                    if self.running and not self._leaders:
                         pump()
                 finally:
                     self._turn.release()
 
     def close(self) -> None:
         """End the thread, wake whoever still sleeps here, and free the descriptors; the caller may hold the lock."""
-        self._running = False
+        self.running = False
         os.eventfd_write(self._wake, 1)
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()

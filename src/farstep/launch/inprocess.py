@@ -77,8 +77,8 @@ class InprocessWorker:
     def dump_stacks(self) -> None:
         """The caller's own debugger is there for that."""
 
-    def read_output(self) -> bytes:
-        return b""
+    def read_output(self) -> bytes | None:
+        return None
 
     def output(self) -> str:
         return ""

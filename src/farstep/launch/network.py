@@ -22,8 +22,12 @@ class NetworkLauncher:
         # An abstract socket leaves no file behind; loopback only, and any free port.
         address = f"ipc://@farstep-{os.getpid()}-{os.urandom(8).hex()}" if transport == "ipc" else "tcp://127.0.0.1:*"
         self._transport, self._envs = transport, envs
-        self._hub = Hub(address)
         self._starter = ProcessStarter(threads)
+        try:
+            self._hub = Hub(address)
+        except BaseException:
+            self._starter.close()
+            raise
 
     def start(self, worker: int, incarnation: int, run: str) -> Started:
         pair = self._hub.admit(worker, incarnation)

@@ -29,11 +29,15 @@ class ProcessStarter:
 
     def start(self, bootstrap: Mapping[str, object], fds: Sequence[int] = ()) -> WorkerProcess:
         contents = {**bootstrap, "threads": self._threads, "path": import_path()}
-        # A death pipe per worker: the kernel's signal goes to one process group only.
-        death = os.open(f"/proc/self/fd/{self._death_read}", os.O_RDONLY | os.O_NONBLOCK)
-        bootstrap_fd = os.memfd_create("farstep-bootstrap", os.MFD_CLOEXEC)
-        output_read, output_write = os.pipe()
-        try:
+        with contextlib.ExitStack() as opened, contextlib.ExitStack() as kept:
+            # A death pipe per worker: the kernel's signal goes to one process group only.
+            death = os.open(f"/proc/self/fd/{self._death_read}", os.O_RDONLY | os.O_NONBLOCK)
+            opened.callback(os.close, death)
+            bootstrap_fd = os.memfd_create("farstep-bootstrap", os.MFD_CLOEXEC)
+            opened.callback(os.close, bootstrap_fd)
+            output_read, output_write = os.pipe()
+            opened.callback(os.close, output_write)
+            kept.callback(os.close, output_read)
             os.write(bootstrap_fd, json.dumps({**contents, "death_fd": death}).encode())
             os.lseek(bootstrap_fd, 0, os.SEEK_SET)
             process = subprocess.Popen(
@@ -45,30 +49,28 @@ class ProcessStarter:
                 start_new_session=True,
                 env={**os.environ, "PYTHONUNBUFFERED": "1"},
             )
-        except BaseException:
-            os.close(output_read)
-            raise
-        finally:
-            for fd in (death, bootstrap_fd, output_write):
-                os.close(fd)
-        return WorkerProcess(process, output_read)
+            kept.callback(process.wait)
+            kept.callback(process.kill)
+            started = WorkerProcess(process, output_read)
+            kept.pop_all()  # from here on, all this is the handle's
+        return started
 
     def forget(self) -> None:
         """In a fork of the head: workers must not outlive the head because its child still holds the pipe."""
+        _starters.discard(self)
         os.close(self._death_write)
-        self._death_write = -1
 
     def close(self) -> None:
-        for fd in (self._death_read, self._death_write):
-            if fd >= 0:
-                os.close(fd)
+        _starters.discard(self)
+        os.close(self._death_read)
+        os.close(self._death_write)
 
 
 _starters: weakref.WeakSet[ProcessStarter] = weakref.WeakSet()
 
 
 def _forget_all() -> None:
-    for starter in _starters:
+    for starter in list(_starters):
         starter.forget()
 
 
@@ -117,16 +119,15 @@ class WorkerProcess:
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGUSR2)
 
-    def read_output(self) -> bytes:
-        """Take what it printed; returns what is new, keeps the tail."""
+    def read_output(self) -> bytes | None:
         new = b""
         for _ in range(16):  # not until nothing is left: it may print faster than we read
             try:
                 part = os.read(self.output_fd, 65536)
             except BlockingIOError:
                 break
-            if not part:
-                break
+            if not part and not new:
+                return None
             new += part
         self._tail.append(new)
         self._tail_bytes += len(new)

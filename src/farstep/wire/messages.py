@@ -23,7 +23,7 @@ from farstep.errors import WireError
 from farstep.spec import Schema
 from farstep.wire.codec import Limits
 
-PROTOCOL = 2
+PROTOCOL = 3
 Word = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 
 
@@ -57,14 +57,13 @@ class AgentReady(msgspec.Struct, tag="agent-ready"):
 
 
 class Chunk(msgspec.Struct, tag="chunk"):
-    """A ticket's work is done; rows are in the worker's columns, or in the frames that follow."""
+    """A ticket's work is done. The first frame has records of `batch.ENDS`, one per episode that ended; rows are in the
+    worker's columns, or in further frames."""
 
     ticket: int
     version: int
     resume: bytes
     """int64 per slot: the episode to go on with if this worker is replaced."""
-    ends: bytes = b""
-    """Records of `batch.ENDS`, one per episode that ended."""
     order: int = 0
     """Counts the chunks this worker began; a gap says that rows between two chunks were never handed over."""
     infos: bool = False
@@ -147,12 +146,13 @@ class Parameters(msgspec.Struct, tag="parameters"):
     agent: int
     nbytes: int
     buffers: int
+    digest: str
+    """Of names, shapes and dtypes, which must be the same on both sides."""
 
 
 class Lay(msgspec.Struct, tag="lay"):
     """Where rollouts go; with shared memory its descriptor comes along."""
 
-    generation: int
     lanes: int
     steps: int
     slots: int

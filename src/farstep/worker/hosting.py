@@ -34,7 +34,7 @@ class Host:
         self._obs, self._obs_schema = space_schema(self.observation_space, "obs")
         self.current = empty_like(self._obs_schema, self.num_envs)
         self.infos: list[Info] | None = None
-        self._late: tuple[int, Exception] | None = None
+        self._late: tuple[int, BaseException] | None = None
         """Slot and error of a reset that failed outside of a ticket."""
 
     def _start(self, chosen: Array, options: Info | None) -> None:
@@ -61,7 +61,7 @@ class Host:
         try:
             if missing.any():
                 self._start(missing, None)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             self._late = self._progress[SLOT], error
             for name, leaf in leaves(self._obs, self.observation_space.sample()):
                 self.current[name][~self.slots.started] = leaf

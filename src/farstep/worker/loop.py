@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
@@ -18,33 +19,24 @@ import cloudpickle
 import numpy as np
 from gymnasium.vector import AutoresetMode
 
-from farstep.batch import ENDS
-from farstep.buffer.blocks import Layout
-from farstep.core import Array, Buffer, Link, Received
+from farstep.core import Buffer, Link, Received
 from farstep.errors import WireError
 from farstep.spec import space_schema
 from farstep.wire import messages as m
 from farstep.wire.codec import pack
-from farstep.wire.memory import SharedMemory
 from farstep.wire.versions import versions
 from farstep.worker.acting import Actor
-from farstep.worker.hosting import HostedEnvs
+from farstep.worker.hosting import Host, HostedEnvs
 from farstep.worker.program import Program
-from farstep.worker.progress import ACT, CANCEL, COUNT, PHASE, SLOT, Phase
-from farstep.worker.rows import Rows, Slots
+from farstep.worker.progress import CANCEL, COUNT, PHASE, SLOT, Phase
+from farstep.worker.rolling import AnyHost, NotWanted, Roller
+from farstep.worker.rows import Slots
 from farstep.worker.strict_hosting import StrictEnvs
 from farstep.worker.vector_hosting import HostedVector
-from farstep.worker.weights import RemoteWeights, SharedWeights, Weights
+from farstep.worker.weights import RemoteWeights, SharedWeights, Weights, check_digest
 
 log = logging.getLogger("farstep.worker")
 _KNOWN_ERRORS = ("builtins", "farstep.errors")
-
-_LOOK_S = 0.2
-"""How often a worker that shares no memory looks, while it rolls, whether its ticket was taken back."""
-
-
-class _NotWanted(Exception):
-    """The ticket in hand was taken back, or its agent replaced."""
 
 
 class Worker:
@@ -58,7 +50,7 @@ class Worker:
         """What arrived while a ticket was being done, for afterwards."""
         self._running = True
         self._owns_process = False
-        self._host: Any = None
+        self._host: AnyHost | None = None
         self._weights: Weights | None = None
         self._actor: Actor | None = None
         self._agent_id = -1
@@ -99,6 +91,16 @@ class Worker:
 
     def close(self) -> None:
         """Give back what the end of a process would, for a worker without one of its own."""
+        self._drop_weights()
+        with contextlib.suppress(Exception):
+            self._close_environments()
+
+    def _close_environments(self) -> None:
+        if self._host is not None:
+            host, self._host = self._host, None
+            host.close()
+
+    def _drop_weights(self) -> None:
         if self._weights is not None:
             self._weights.close()
             self._weights = None
@@ -111,15 +113,12 @@ class Worker:
         message = m.decode_from_head(received.frames)
         try:
             self._dispatch(message, received)
-        except Exception as error:
-            refused = isinstance(message, m.Ship) and Phase(self._words[PHASE]) in (Phase.LOAD, Phase.ACT)
-            self._report(
-                error,
-                request=message.request if isinstance(message, m.Call) else None,
-                agent=message.agent if isinstance(message, m.Ship) and refused else None,
-            )
+        except (Exception, SystemExit) as error:
+            agents_own = Phase(self._words[PHASE]) in (Phase.LOAD, Phase.ACT)
+            refused = message.agent if isinstance(message, (m.Ship, m.Parameters)) and agents_own else None
+            self._report(error, request=message.request if isinstance(message, m.Call) else None, agent=refused)
             self._words[PHASE] = Phase.IDLE
-            if not isinstance(message, m.Call) and not refused:
+            if not isinstance(message, m.Call) and refused is None:
                 raise SystemExit(1) from error
 
     def _dispatch(self, message: m.FromHead, received: Received) -> None:
@@ -128,12 +127,13 @@ class Worker:
                 self._tickets.append((message, list(received.frames[1:])))
             case m.Cancel():
                 self._tickets = deque(entry for entry in self._tickets if entry[0].seq > message.upto)
-            case m.Newest() if isinstance(self._weights, RemoteWeights):
-                self._weights.announced = message.version
+            case m.Newest():
+                if isinstance(self._weights, RemoteWeights):
+                    self._weights.announced = message.version
             case m.Weights():
                 log.debug("weights of version %d come too late", message.version)
             case m.Lay():
-                self._lay(message, received.fds)
+                self._roller.lay(message, received.fds)
             case m.Ship():
                 self._adopt(message, bytes(received.frames[1]))
             case m.Parameters():
@@ -147,8 +147,7 @@ class Worker:
                 self._running = False
             case m.Stop():
                 self._running = False
-                if self._host is not None:
-                    self._host.close()
+                self._close_environments()
             case _:
                 raise WireError(f"unexpected {type(message).__name__}.")
 
@@ -168,6 +167,7 @@ class Worker:
             self._host = (HostedVector if source.is_vector else HostedEnvs)(source, slots, self._words)
         self._obs, self._obs_schema = space_schema(self._host.observation_space, "obs")
         _, self._action_schema = space_schema(self._host.action_space, "action")
+        self._roller = Roller(self._host, self._words, self._look)
         spaces = (pack(self._host.observation_space), pack(self._host.action_space))
         self._send(m.Ready(*spaces))
         self._words[PHASE] = Phase.CONNECT  # whose limit is meant for imports
@@ -195,8 +195,9 @@ class Worker:
     def _adopt(self, message: m.Ship, payload: bytes) -> None:
         self._words[PHASE] = Phase.LOAD
         self._actor, self._agent_id = None, -1
-        self.close()  # the weights of the agent before
+        self._drop_weights()
         had_torch = "torch" in sys.modules
+        assert isinstance(self._host, Host)
         slots = self._host.slots
         actor = Actor(payload, self._program.inference, self._obs, slots)
         if "torch" in sys.modules and not had_torch:
@@ -218,7 +219,12 @@ class Worker:
         if message.agent != self._agent_id:  # of an agent that was refused here
             for fd in fds:
                 os.close(fd)
-        elif fds:
+            return
+        assert self._actor is not None
+        self._words[PHASE] = Phase.LOAD
+        check_digest(message.digest, self._actor.loader.schema)
+        self._words[PHASE] = Phase.IDLE
+        if fds:
             self._weights = SharedWeights(fds[0], message.nbytes, message.buffers)
         else:
             self._weights = RemoteWeights(self._ask_for_weights)
@@ -232,11 +238,11 @@ class Worker:
                 continue
             if isinstance(message, m.Weights) and message.agent == self._agent_id:
                 if len(received.frames) < 2:
-                    raise _NotWanted
+                    raise NotWanted
                 return message.version, received.frames[1]
             self._put_off(message, received)
             if isinstance(message, m.Stop):
-                raise _NotWanted
+                raise NotWanted
 
     def _put_off(self, message: m.FromHead, received: Received) -> None:
         """While a ticket is being done, only what takes it back is heard; the rest comes afterwards, in order."""
@@ -250,21 +256,7 @@ class Worker:
             message = m.decode_from_head(received.frames)
             self._put_off(message, received)
             if isinstance(message, m.Stop):
-                raise _NotWanted
-
-    def _lay(self, message: m.Lay, fds: Any) -> None:
-        layout = Layout.of(message)
-        slots = self._host.slots
-        if fds:
-            memory = SharedMemory(fds[0], layout.nbytes)
-            self._blocks = layout.views(memoryview(memory.map))
-            memory.close()
-            self._columns = (slots.first, slots.first + self._host.num_envs)
-        else:
-            layout = Layout(1, layout.steps, self._host.num_envs, layout.rows, layout.chunks)
-            self._blocks = layout.views(memoryview(bytearray(layout.nbytes)))
-            self._columns = (0, self._host.num_envs)
-        self._layout, self._shared = layout, bool(fds)
+                raise NotWanted
 
     # ---- a ticket ----
 
@@ -273,14 +265,14 @@ class Worker:
         self._order += ticket.steps > 0
         try:
             self._sync(ticket)
-            chunk, arrays = self._roll(ticket, frames)
-        except _NotWanted:
+            chunk, arrays = self._roller.roll(ticket, frames, self._actor)
+        except NotWanted:
             return
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # an environment that calls sys.exit() has failed like any other
             self._give_up(ticket, frames, error)
             return
         except BaseException:  # Ctrl-C of somebody whose environments live in the same process
-            self._host.recover(None)
+            self._recover(None)
             raise
         finally:
             self._words[PHASE] = Phase.IDLE
@@ -307,73 +299,18 @@ class Worker:
         syncs, seconds = self._synced
         self._synced = syncs + 1, seconds + time.monotonic() - began
 
-    def _roll(self, ticket: m.Ticket, frames: list[Any]) -> tuple[m.Chunk, list[Any]]:
-        host, actor, words, steps = self._host, self._actor, self._words, ticket.steps
-        strict = isinstance(host, StrictEnvs)
-        rows = Rows(self._layout, self._blocks, ticket.lane if self._shared else 0, *self._columns)
-        for name, frame in zip(self._action_schema, frames, strict=False):
-            target = rows.row[name][0]
-            target[...] = np.frombuffer(frame, target.dtype).reshape(target.shape)
-        host.want_infos(ticket.infos)
-        if ticket.reset is not None:
-            self._reset(ticket.reset)
-        host.begin(rows, steps)
-        if actor is not None and not strict and steps:
-            actor.begin(rows)
-        next_look = time.monotonic() + _LOOK_S
-        for t in range(steps):
-            if not self._shared and time.monotonic() > next_look:
-                self._look()
-                next_look = time.monotonic() + _LOOK_S
-            if words[CANCEL] >= ticket.seq:
-                host.finish(t)
-                raise _NotWanted
-            if not strict:
-                assert actor is not None
-                if host.slots.any_fresh:
-                    host.slots.mark_starts(rows.row["episode_start"][t])
-                words[PHASE] = ACT
-                words[COUNT] += 1
-                actor.act(t)
-            host.step(t)
-        if not strict and actor is not None:
-            rows.row["version"][:steps] = actor.version
-        ends = host.finish(steps)
-        chunk = m.Chunk(ticket.seq, actor.version if actor else 0, host.slots.resume.tobytes(), ends)
-        arrays: list[Any] = []
-        if not self._shared:
-            chunk.keys, arrays = self._frames(rows, steps, len(ends))
-        if ticket.infos and host.infos:
-            chunk.infos = True
-            arrays.append(pack(host.infos, opaque=True))
-        return chunk, arrays
+    def _recover(self, i: int | None) -> None:
+        assert self._host is not None
+        self._order += 1  # whatever comes next does not follow what was handed over
+        self._host.recover(i)
 
-    def _frames(self, rows: Rows, steps: int, ends_bytes: int) -> tuple[list[str], list[Any]]:
-        """The chunk's arrays for a head that does not share our memory."""
-        keys, arrays = [], []
-        for name, block in {**rows.row, **rows.chunk}.items():
-            part: Array = block
-            if name in rows.row:
-                count = steps + 1 if name.split(".")[0] == "obs" else steps
-                if name.startswith("final_obs"):
-                    count = -(-ends_bytes // (ENDS.itemsize * self._host.num_envs))
-                part = block[:count]
-            keys.append(name)
-            arrays.append(part.tobytes())
-        return keys, arrays
-
-    def _reset(self, order: m.Reset) -> None:
-        mask = None if order.mask is None else np.frombuffer(order.mask, bool)
-        options = pickle.loads(order.options) if order.options else None
-        if mask is None or mask.any():
-            self._host.reset(mask, order.seeds, options)
-
-    def _give_up(self, ticket: m.Ticket, frames: list[Any], error: Exception) -> None:
+    def _give_up(self, ticket: m.Ticket, frames: list[Any], error: BaseException) -> None:
         phase, slot = Phase(self._words[PHASE]), self._words[SLOT]
-        again = not isinstance(self._host, StrictEnvs)
+        in_env = phase in (Phase.STEP, Phase.RESET, Phase.CONSTRUCT)
+        again = in_env and isinstance(self._host, Host)
         self._report(error, ticket=ticket.seq, again=again)
         try:
-            self._host.recover(slot if phase in (Phase.STEP, Phase.RESET, Phase.CONSTRUCT) else None)
+            self._recover(slot if in_env else None)
         except Exception as another:  # it cannot even be built again: perhaps in a new process
             self._report(another)
             raise SystemExit(1) from another
@@ -384,7 +321,7 @@ class Worker:
 
     def _report(
         self,
-        error: Exception,
+        error: BaseException,
         ticket: int | None = None,
         again: bool = False,
         request: int | None = None,
@@ -414,7 +351,9 @@ class Worker:
             return {}
         i = self._words[SLOT]
         where = {"slot": self._first_slot + i}
-        if phase is not Phase.CONSTRUCT and (seed := self._host.seed_of(i)) is not None:
+        if self._host is None or phase is Phase.CONSTRUCT:
+            return where
+        if (seed := self._host.seed_of(i)) is not None:
             where["seed"] = seed
         if phase is Phase.STEP:
             where["episode_step"] = self._host.slots.episode_step(i)

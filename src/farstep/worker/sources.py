@@ -10,6 +10,7 @@ from typing import Any
 
 import gymnasium
 
+from farstep.config import EnvConfig
 from farstep.errors import ConfigError
 
 
@@ -21,6 +22,11 @@ class Source:
     env_name: str | Callable[..., Any]
     env_kwargs: Mapping[str, Any] = field(default_factory=dict)
     wrappers: Sequence[Any] = ()
+
+    @classmethod
+    def of(cls, config: EnvConfig) -> Source:
+        assert config.env_name is not None
+        return cls(config.type, config.env_name, dict(config.env_kwargs), list(config.wrappers))
 
     @property
     def is_vector(self) -> bool:

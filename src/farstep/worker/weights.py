@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import mmap
 import os
 from collections.abc import Callable
 from typing import Protocol
 
-from farstep.agents.parameters import ParameterLoader
+from farstep.agents.parameters import ParameterLoader, ParameterSchema
 from farstep.core import Buffer
 from farstep.errors import AgentError
 
@@ -30,6 +31,21 @@ def pack_word(version: int, index: int) -> int:
 
 def unpack_word(word: int) -> tuple[int, int]:
     return word >> _INDEX_BITS, word & ((1 << _INDEX_BITS) - 1)
+
+
+def digest(schema: ParameterSchema) -> str:
+    """What must be the same on both sides: a buffer says nothing of what is where in it."""
+    return hashlib.sha256(repr((schema.names, schema.shapes, schema.dtypes)).encode()).hexdigest()
+
+
+def check_digest(theirs: str, schema: ParameterSchema) -> None:
+    """Refuse an agent whose copy here has other parameters than the learner's."""
+    if theirs != digest(schema):
+        raise AgentError(
+            f"the worker's copy of the agent has the parameters {', '.join(schema.names[:8])} ({schema.nbytes} bytes) "
+            "in another form or order than the learner's; get_parameters() must return the same arrays on both. Make "
+            "all of them in __init__, always in the same order."
+        )
 
 
 class Weights(Protocol):
@@ -71,7 +87,7 @@ class SharedWeights:
                 # Between reading the word and locking, the head may have reused the buffer: look again.
                 if self._word[start // 8] != version or unpack_word(self._word[0])[0] != version:
                     continue
-                _load(loader, self._map, start + HEADER, self._nbytes)
+                loader.load(loader.schema.views(self._map, start + HEADER))
                 return version
             finally:
                 fcntl.lockf(self._fd, fcntl.LOCK_UN, 1, index)
@@ -92,17 +108,8 @@ class RemoteWeights:
 
     def load(self, loader: ParameterLoader) -> int:
         version, payload = self._ask()
-        _load(loader, payload, 0, len(payload))
+        loader.load(loader.schema.views(payload))
         return version
 
     def close(self) -> None:
         """Nothing is held."""
-
-
-def _load(loader: ParameterLoader, buffer: Buffer | mmap.mmap, offset: int, nbytes: int) -> None:
-    if loader.schema.nbytes != nbytes:
-        raise AgentError(
-            f"the worker's copy of the agent has {loader.schema.nbytes} bytes of parameters, the learner's agent "
-            f"{nbytes}; get_parameters() must return the same arrays on both. Make all of them in __init__."
-        )
-    loader.load(loader.schema.views(buffer, offset))

@@ -1,0 +1,111 @@
+"""One ticket: reset if asked, then act and step row by row into the columns that will be read."""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from farstep.batch import ENDS, is_final
+from farstep.buffer.blocks import Layout
+from farstep.spec import space_schema
+from farstep.wire import messages as m
+from farstep.wire.codec import pack
+from farstep.wire.memory import SharedMemory
+from farstep.worker.acting import Actor
+from farstep.worker.hosting import Host, HostedEnvs
+from farstep.worker.progress import ACT, CANCEL, COUNT, PHASE
+from farstep.worker.rows import Rows
+from farstep.worker.strict_hosting import StrictEnvs
+from farstep.worker.vector_hosting import HostedVector
+
+AnyHost = HostedEnvs | HostedVector | StrictEnvs
+_LOOK_S = 0.2
+"""How often a worker that shares no memory looks, while it rolls, whether its ticket was taken back."""
+
+
+class NotWanted(Exception):
+    """The ticket in hand was taken back, or its agent replaced."""
+
+
+class Roller:
+    """Rolls chunks into blocks that the head laid out, in shared memory or in our own."""
+
+    def __init__(self, host: AnyHost, words: memoryview, look: Callable[[], None]) -> None:
+        self._host, self._words, self._look = host, words, look
+        _, self._action_schema = space_schema(host.action_space, "action")
+
+    def lay(self, message: m.Lay, fds: Sequence[int]) -> None:
+        """From now on, write there."""
+        layout = Layout.of(message)
+        first, count = self._host.slots.first, self._host.num_envs
+        if fds:
+            memory = SharedMemory(fds[0], layout.nbytes)
+            self._blocks = layout.views(memoryview(memory.map))
+            memory.close()
+            self._columns = (first, first + count)
+        else:
+            layout = Layout(1, layout.steps, count, layout.rows, layout.chunks)
+            self._blocks = layout.views(memoryview(bytearray(layout.nbytes)))
+            self._columns = (0, count)
+        self._layout, self._shared = layout, bool(fds)
+
+    def roll(self, ticket: m.Ticket, frames: Sequence[Any], actor: Actor | None) -> tuple[m.Chunk, list[Any]]:
+        """Do the ticket; the chunk's header and the frames that go with it."""
+        host, words, steps = self._host, self._words, ticket.steps
+        acting = actor if isinstance(host, Host) else None
+        rows = Rows(self._layout, self._blocks, ticket.lane if self._shared else 0, *self._columns)
+        for name, frame in zip(self._action_schema, frames, strict=False):
+            target = rows.row[name][0]
+            target[...] = np.frombuffer(frame, target.dtype).reshape(target.shape)
+        host.want_infos(ticket.infos)
+        if ticket.reset is not None:
+            self._reset(ticket.reset)
+        host.begin(rows, steps)
+        if acting is not None and steps:
+            acting.begin(rows)
+        next_look = time.monotonic() + _LOOK_S
+        for t in range(steps):
+            if not self._shared and time.monotonic() > next_look:
+                self._look()
+                next_look = time.monotonic() + _LOOK_S
+            if words[CANCEL] >= ticket.seq:
+                host.finish(t)
+                raise NotWanted
+            if acting is not None:
+                if host.slots.any_fresh:
+                    host.slots.mark_starts(rows.row["episode_start"][t])
+                words[PHASE] = ACT
+                words[COUNT] += 1
+                acting.act(t)
+            host.step(t)
+        if acting is not None:
+            rows.row["version"][:steps] = acting.version
+        ends = host.finish(steps)
+        chunk = m.Chunk(ticket.seq, actor.version if actor else 0, host.slots.resume.tobytes())
+        arrays: list[Any] = [ends]
+        if not self._shared:
+            for name, part in self._parts(rows, steps, len(ends) // ENDS.itemsize).items():
+                chunk.keys.append(name)
+                arrays.append(part.tobytes())
+        if ticket.infos and host.infos:
+            chunk.infos = True
+            arrays.append(pack(host.infos, opaque=True))
+        return chunk, arrays
+
+    def _parts(self, rows: Rows, steps: int, ends: int) -> dict[str, Any]:
+        """The chunk's arrays, as far as they were written, for a head that does not share our memory."""
+        parts = dict(rows.chunk)
+        for name, block in rows.row.items():
+            count = -(-ends // self._host.num_envs) if is_final(name) else steps + (name.split(".")[0] == "obs")
+            parts[name] = block[:count]
+        return parts
+
+    def _reset(self, order: m.Reset) -> None:
+        mask = None if order.mask is None else np.frombuffer(order.mask, bool)
+        options = pickle.loads(order.options) if order.options else None
+        if mask is None or mask.any():
+            self._host.reset(mask, order.seeds, options)  # type: ignore[arg-type]
