@@ -99,7 +99,12 @@ class HostedVector(Host):
         self._progress[COUNT] += 1
         rows = self._rows
         actions = nest(self._action, {name: rows[name][t].copy() for name in self._action_names})
-        obs, reward, terminated, truncated, info = self.env.step(actions)
+        try:
+            obs, reward, terminated, truncated, info = self.env.step(actions)
+        except Exception as error:
+            for i in range(self.num_envs):
+                self._blame(error, i, nest(self._action, {name: rows[name][t, i] for name in self._action_names}))
+            raise
         for name, leaf in leaves(self._obs, obs):
             rows[name][t + 1] = leaf
         rows["reward"][t] = reward
