@@ -302,6 +302,27 @@ def test_gymnasium_environments_by_id() -> None:
         np.testing.assert_array_equal(batch["reward"], -batch["terminated"].astype(np.float32))
 
 
+@pytest.mark.parametrize("kind", ["gymnasium", "vector"])
+def test_an_environment_that_only_the_script_registered_comes_with_advice(kind: str) -> None:
+    env = farstep.ClusterEnv({"type": kind, "env_name": "Mine-v0"}, inprocess())
+    with pytest.raises(farstep.ConfigError, match=r"NameNotFound.*'your_module:Mine-v0'.*type='factory'"):
+        env.launch()
+
+
+def test_options_of_a_reset_are_a_mapping() -> None:
+    with cluster(config=inprocess()) as env, pytest.raises(farstep.ConfigError, match="options=3; expected a mapping"):
+        env.reset(options=3)  # type: ignore[arg-type]
+
+
+def test_an_unknown_array_lists_the_known_ones() -> None:
+    with cluster(config=inprocess()) as env:
+        batch = env.collect(TableAgent(), steps=1)
+        with pytest.raises(KeyError, match=r"'rewrad'. Did you mean 'reward'.*Known: action, episode_start, obs"):
+            batch["rewrad"]
+        assert "rewrad" not in batch
+        assert batch.get("rewrad") is None
+
+
 # ---- agents ----
 
 

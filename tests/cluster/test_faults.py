@@ -255,9 +255,7 @@ def test_an_action_outside_its_space_is_the_agents_mistake(kind: str, action: fl
 def test_a_number_outside_a_box_is_noted_only() -> None:
     with (
         cluster(FussyBoxEnv, envs=1, config=inprocess(restart_budget=0)) as env,
-        pytest.raises(
-            RemoteEnvError, match=r"of its own(?s:.*)The agent's action \[0. 3.\] is outside Box"
-        ),
+        pytest.raises(RemoteEnvError, match=r"of its own(?s:.*)The agent's action \[0. 3.\] is outside Box"),
     ):
         env.collect(SevenAgent([0.0, 3.0]), steps=2)
 

@@ -103,6 +103,7 @@ def outside(space: spaces.Space[Any], action: Any, name: str = "action") -> Iter
             yield from outside(sub, action[i], f"{name}.{i}")
     else:
         array = np.asarray(action)
+        assert space.dtype is not None  # of all spaces that have a layout
         fits = np.can_cast(array.dtype, space.dtype, "same_kind")  # a wider float is no mistake
         if not fits or not space.contains(array.astype(space.dtype)[()]):
             yield space, f"{name} {action}{'' if fits else f' of type {array.dtype}'} is outside {space}"

@@ -102,8 +102,8 @@ class HostedVector(Host):
         try:
             obs, reward, terminated, truncated, info = self.env.step(actions)
         except Exception as error:
-            for i in range(self.num_envs):
-                self._blame(error, i, nest(self._action, {name: rows[name][t, i] for name in self._action_names}))
+            for slot in range(self.num_envs):
+                self._blame(error, slot, nest(self._action, {name: rows[name][t, slot] for name in self._action_names}))
             raise
         for name, leaf in leaves(self._obs, obs):
             rows[name][t + 1] = leaf
