@@ -143,6 +143,8 @@ def main(args: Args) -> bool:
                 optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - stats["steps"] / args.total_steps)
                 update(agent, optimizer, batch, args)
     verdict = "solved" if solved else "not solved"
+    if not console.is_terminal:
+        console.print()  # into a file, the table comes without the end of its last line
     console.print(f"{verdict} after {stats['steps']:,} steps and {time.monotonic() - began:.0f} s")
     return solved
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from farstep.core import Array, Nested
+from farstep.errors import unknown_name
 from farstep.spec import Structure, map_leaves, nest
 
 ENDS = np.dtype([("row", "<i4"), ("slot", "<i4"), ("length", "<i8"), ("return", "<f8"), ("time", "<f8")])
@@ -65,6 +66,8 @@ class Batch(Mapping[str, Nested]):
     def __getitem__(self, key: str) -> Nested:
         if key in self.arrays:
             return self.arrays[key]
+        if key not in self.structures:
+            raise KeyError(unknown_name("array of the batch", str(key), {*self.arrays, *self.structures}))
         return nest(self.structures[key], self.arrays)
 
     def __iter__(self) -> Iterator[str]:

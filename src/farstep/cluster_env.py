@@ -14,7 +14,7 @@ import numpy as np
 from gymnasium.vector import VectorEnv
 
 from farstep.batch import Batch
-from farstep.config import EnvConfig, LaunchConfig, LocalConfig
+from farstep.config import EnvConfig, LaunchConfig, LocalConfig, check_count
 from farstep.core import Agent, Array, Nested
 from farstep.errors import ClosedError, ConfigError
 from farstep.head.collector import Collector
@@ -88,6 +88,8 @@ class ClusterEnv:
         self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
     ) -> tuple[Nested, dict[str, Any]]:
         """Begin new episodes everywhere, or where `options["reset_mask"]` says; with a seed, from episode 0."""
+        if options is not None and not isinstance(options, Mapping):
+            raise ConfigError(f"reset got options={options!r}; expected a mapping, e.g. {{'reset_mask': ...}}.")
         rest = dict(options or {})
         mask = rest.pop("reset_mask", None)
         if mask is not None:
@@ -118,7 +120,7 @@ class ClusterEnv:
 
     def collect(self, agent: Agent, steps: int = 128) -> Batch:
         """A synchronous rollout of `steps` steps of every environment, with the agent's present parameters."""
-        _check_count("steps", steps)
+        steps = check_count("steps", steps)
         collector = self._launched()
         collector.adopt(agent)
         return collector.one_batch(steps)
@@ -132,10 +134,9 @@ class ClusterEnv:
         with `num_chunks` it is the first chunks to arrive. Leaving the loop cancels what is under way, and so does
         any other call that rolls.
         """
-        _check_count("steps", steps)
-        _check_count("max_staleness", max_staleness, minimum=0)
+        steps, max_staleness = check_count("steps", steps), check_count("max_staleness", max_staleness, minimum=0)
         if num_chunks is not None:
-            _check_count("num_chunks", num_chunks)
+            num_chunks = check_count("num_chunks", num_chunks)
         return self._stream(agent, steps, max_staleness, num_chunks)
 
     def _stream(self, agent: Agent, steps: int, max_staleness: int, num_chunks: int | None) -> Iterator[Batch]:
@@ -155,7 +156,7 @@ class ClusterEnv:
         return self._collector.inference if self._collector is not None else ""
 
     def stats(self) -> dict[str, Any]:
-        """Counters as plain data; the guide lists them."""
+        """Counters as plain data; the guide lists them. Launches, as every call does."""
         return self._launched().snapshot()
 
     def _merged(self, batch: Batch) -> dict[str, Any]:
@@ -174,8 +175,3 @@ class ClusterEnv:
             last = {"final_obs": map_leaves(itemgetter(k), final.obs), "episode": episode}
             infos = self._add_info(infos, last, int(slot))
         return infos
-
-
-def _check_count(name: str, value: int, minimum: int = 1) -> None:
-    if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < minimum:
-        raise ConfigError(f"{name} is {value!r}; it must be an integer of at least {minimum}.")

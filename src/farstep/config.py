@@ -6,7 +6,9 @@ wherever one is expected.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import math
 import numbers
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -85,11 +87,19 @@ class EnvConfig(_Config):
         self._at_least("envs_per_node", 1)
         if self.env_name is None:
             raise ConfigError("EnvConfig.env_name is missing; name an environment, e.g. 'CartPole-v1'.")
+        if not isinstance(self.env_name, str) and not callable(self.env_name):
+            raise ConfigError(f"EnvConfig.env_name is {self.env_name!r}; expected a name such as 'CartPole-v1'.")
         if callable(self.env_name) and self.type not in ("factory", "vector"):
             raise ConfigError(
                 f"EnvConfig.env_name is a callable but type is {self.type!r}; use type='factory' "
                 "(it returns one environment) or type='vector' (it returns a VectorEnv)."
             )
+        if self.type == "factory" and isinstance(self.env_name, str) and not is_dotted_path(self.env_name):
+            raise ConfigError(
+                f"EnvConfig.env_name is {self.env_name!r} with type='factory'; expected a callable or its dotted path "
+                "('package.module:function'). For a registered id use type='gymnasium'."
+            )
+        self._check_wrappers()
         if self.wrappers and self.type == "envpool":
             raise ConfigError(
                 "EnvConfig.wrappers do not reach EnvPool's environments, which are not Python objects; give EnvPool's "
@@ -104,6 +114,21 @@ class EnvConfig(_Config):
             )
         if self.sync is not None and not isinstance(self.sync, SyncRule):
             raise ConfigError(f"EnvConfig.sync is {self.sync!r}; use a rule such as farstep.sync.EveryK(4).")
+
+    def _check_wrappers(self) -> None:
+        if isinstance(self.wrappers, str) or not isinstance(self.wrappers, Sequence):
+            raise ConfigError(f"EnvConfig.wrappers is {self.wrappers!r}; expected a list, e.g. [TimeLimit].")
+        for wrapper in self.wrappers:
+            match wrapper:
+                case (function, Mapping()):
+                    pass
+                case function:
+                    pass
+            if not callable(function) and not (isinstance(function, str) and is_dotted_path(function)):
+                raise ConfigError(
+                    f"EnvConfig.wrappers has {wrapper!r}; expected a callable, a dotted path "
+                    "('gymnasium.wrappers:TimeLimit'), or a pair of one of these and its keyword arguments."
+                )
 
     def check_reset(self, seed: int | None, masked: bool) -> int | None:
         """The seed of a reset of all environments, or only of masked ones."""
@@ -211,11 +236,44 @@ class InProcessConfig(_ThisMachine):
     """Workers inside the caller's process and thread: for debugging, `breakpoint()` works."""
 
 
+def is_dotted_path(name: str) -> bool:
+    """Whether `name` can be the path of something to import: `package.module:function` or `package.module.function`."""
+    module, _, attribute = name.partition(":") if ":" in name else name.rpartition(".")
+    return attribute.isidentifier() and all(part.isidentifier() for part in module.split("."))
+
+
 def check_seed(value: object) -> int:
     """A root of seeds, if it is one that can be sent to workers."""
     if not isinstance(value, numbers.Integral) or isinstance(value, bool) or not 0 <= int(value) < 2**63:
         raise ConfigError(f"the seed is {value!r}; it must be a non-negative integer below 2**63, to fit a message.")
     return int(value)
+
+
+def check_count(name: str, value: object, minimum: int = 1) -> int:
+    """A number of something, if it is one."""
+    if not isinstance(value, numbers.Integral) or isinstance(value, bool) or int(value) < minimum:
+        raise ConfigError(f"{name} is {value!r}; it must be an integer of at least {minimum}.")
+    return int(value)
+
+
+def check_memory(nbytes: int, what: str) -> None:
+    """Refuse what needs more memory than there is, before the kernel kills somebody for it."""
+    available = available_memory()
+    if nbytes > available:
+        raise ConfigError(
+            f"{what} need {nbytes / 2**30:,.1f} GiB; this machine has {available / 2**30:,.1f} GiB available. Lower "
+            "steps or envs_per_node."
+        )
+
+
+def available_memory(meminfo: Path = Path("/proc/meminfo")) -> float:
+    """Bytes that can be had: what the machine has left, never more than the cgroup's limit; infinite if unknown."""
+    limits = _cgroup_memory_limits()
+    with contextlib.suppress(OSError, ValueError):
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                limits.append(int(line.split()[1]) * 1024)
+    return min(limits, default=math.inf)
 
 
 def usable_cpus() -> int:
@@ -226,24 +284,42 @@ def usable_cpus() -> int:
     return max(1, int(cores))
 
 
-def _cgroup_quotas(root: Path = Path("/sys/fs/cgroup"), self_file: Path = Path("/proc/self/cgroup")) -> list[float]:
+_CGROUPS, _MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+
+
+def _cgroup_quotas(root: Path = _CGROUPS, self_file: Path = _MEMBERSHIP) -> list[float]:
     """CPU quotas in cores, of this process's cgroup (v2 or v1) and those above it."""
-    quotas: list[float] = []
+    return [quota for folder in _cgroup_folders("cpu", root, self_file) for quota in _quota_of(folder)]
+
+
+def _cgroup_memory_limits(root: Path = _CGROUPS, self_file: Path = _MEMBERSHIP) -> list[float]:
+    """Memory limits in bytes, likewise."""
+    limits: list[float] = []
+    for folder in _cgroup_folders("memory", root, self_file):
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            with contextlib.suppress(OSError, ValueError):  # absent, or "max"
+                limits.append(int((folder / name).read_text()))
+    return limits
+
+
+def _cgroup_folders(controller: str, root: Path, self_file: Path) -> list[Path]:
+    """Where the controller's files of this process's cgroup (v2 or v1) and those above it are."""
+    folders: list[Path] = []
     try:
         lines = self_file.read_text().splitlines()
     except OSError:
-        return quotas
+        return folders
     for line in lines:
         _, controllers, path = line.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
+        if controllers and controller not in controllers.split(","):
             continue
-        base = root / "cpu" if controllers else root
+        base = root / controller if controllers else root
         below = base / path.lstrip("/")
         for folder in (below, *below.parents):
             if base not in (folder, *folder.parents):
                 break
-            quotas += _quota_of(folder)
-    return quotas
+            folders.append(folder)
+    return folders
 
 
 def _quota_of(folder: Path) -> list[float]:

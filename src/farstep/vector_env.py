@@ -12,14 +12,15 @@ import numpy as np
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
-from farstep.config import EnvConfig, LaunchConfig, LocalConfig
+from farstep.config import EnvConfig, LaunchConfig, LocalConfig, check_count
 from farstep.core import Array, Nested
-from farstep.errors import ConfigError, EndedError
+from farstep.errors import ConfigError, EndedError, RemoteEnvError, WireError, unknown_name
 from farstep.head.seats import ResetOrder
 from farstep.head.stepper import Info, Stepper
 from farstep.spec import leaves, nest, space_schema
 from farstep.sync import Always
 from farstep.worker.program import Program
+from farstep.worker.progress import Phase
 from farstep.worker.sources import Source
 
 
@@ -37,6 +38,7 @@ def make_vec(
     `env_name` is a Gymnasium id or a callable that returns one environment. `num_envs` is the total.
     """
     launch = config if isinstance(config, LaunchConfig) else LocalConfig.of(config)
+    num_envs = check_count("num_envs", num_envs)
     if num_envs % launch.nodes:
         raise ConfigError(f"num_envs={num_envs} does not divide over nodes={launch.nodes}.")
     env_config = EnvConfig(
@@ -46,7 +48,15 @@ def make_vec(
         wrappers=wrappers,
         envs_per_node=num_envs // launch.nodes,
     )
-    return ClusterVectorEnv(env_config, launch, AutoresetMode(autoreset_mode))
+    return ClusterVectorEnv(env_config, launch, _mode(autoreset_mode))
+
+
+def _mode(value: AutoresetMode | str) -> AutoresetMode:
+    """An autoreset mode by itself, by its name or by Gymnasium's value for it."""
+    for mode in AutoresetMode:
+        if value in (mode, mode.name, mode.value):
+            return mode
+    raise ConfigError(unknown_name("autoreset_mode", str(value), [mode.name for mode in AutoresetMode]))
 
 
 class ClusterVectorEnv(VectorEnv[Any, Any, Any]):
@@ -133,11 +143,20 @@ class ClusterVectorEnv(VectorEnv[Any, Any, Any]):
         return merged
 
     def render(self) -> tuple[Any, ...] | None:
-        return self._stepper.call("render", ())
+        return self._ask("render", "render", ())
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """An attribute of every environment, or the results of calling it."""
-        return self._stepper.call("call", (name, args, kwargs))
+        """An attribute of every environment, or the results of calling it; only plain data comes back."""
+        return self._ask(name, "call", (name, args, kwargs))
+
+    def _ask(self, name: str, what: str, *arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        try:
+            return self._stepper.call(what, *arguments)
+        except RemoteEnvError as error:
+            if error.where.phase != Phase.IDLE.label:
+                raise
+            reason = error.message.partition(": ")[2]
+        raise WireError(f"{name!r} worked, but its value cannot come back: {reason} Return its numbers instead.")
 
     def get_attr(self, name: str) -> tuple[Any, ...]:
         return self.call(name)
@@ -151,7 +170,7 @@ class ClusterVectorEnv(VectorEnv[Any, Any, Any]):
         each = list(values) if isinstance(values, (list, tuple)) else [values] * self.num_envs
         if len(each) != self.num_envs:
             raise ValueError(f"{len(each)} values for {self.num_envs} environments; give one, or one for each.")
-        self._stepper.call("set_attr", *((name, each[seat.columns]) for seat in self._stepper.server.seats))
+        self._ask(name, "set_attr", *((name, each[seat.columns]) for seat in self._stepper.server.seats))
 
     def close_extras(self, **kwargs: Any) -> None:
         self._finalizer()

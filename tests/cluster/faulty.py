@@ -10,6 +10,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from gymnasium import spaces
 from gymnasium.vector import SyncVectorEnv
 
 from farstep.testing import CountingEnv, FaultyEnv, TableAgent
@@ -95,6 +97,57 @@ class OddRewardEnv(CountingEnv):
     def step(self, action: Any) -> Any:
         obs, reward, *rest = super().step(action)
         return obs, self._reward if self._odd and self.count == 3 else reward, *rest
+
+
+class OldGymEnv(CountingEnv):
+    """Returns what environments of the old Gym did: four values."""
+
+    def step(self, action: Any) -> Any:
+        obs, reward, terminated, _, info = super().step(action)
+        return obs, reward, terminated, info
+
+
+class NoInfoEnv(CountingEnv):
+    """Returns `info` instead of a dictionary."""
+
+    def __init__(self, info: Any = None) -> None:
+        super().__init__(length=2)
+        self._info = info
+
+    def reset(self, **kwargs: Any) -> Any:
+        return super().reset(**kwargs)[0], self._info
+
+    def step(self, action: Any) -> Any:
+        return *super().step(action)[:4], self._info
+
+
+class BareResetEnv(CountingEnv):
+    """Returns the observation alone."""
+
+    def reset(self, **kwargs: Any) -> Any:
+        return super().reset(**kwargs)[0]
+
+
+class FussyBoxEnv(CountingEnv):
+    """Takes numbers between -1 and 1, and raises in its third step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.action_space = spaces.Box(-1, 1, (2,), np.float32)
+
+    def step(self, action: Any) -> Any:
+        raise ValueError("of its own")
+
+
+class SevenAgent(TableAgent):
+    """Always acts with `action`."""
+
+    def __init__(self, action: Any = 7) -> None:
+        super().__init__()
+        self._action = action
+
+    def act(self, obs: Any) -> Any:
+        return np.array([self._action] * len(obs))
 
 
 def faulty_vector(num_envs: int, phase: str) -> SyncVectorEnv:

@@ -184,6 +184,35 @@ class PoleAgent(TableAgent):
         return (obs[:, 2] > 0).astype(np.int32)
 
 
+@BOTH
+@pytest.mark.parametrize("options", [{}, {"vectorization_mode": "vector_entry_point"}], ids=["default", "named"])
+def test_gymnasiums_native_vectors_take_one_seed_for_all(options: dict[str, Any], config: farstep.LaunchConfig) -> None:
+    described = {"type": "vector", "env_name": "CartPole-v1", "env_kwargs": options, "envs_per_node": 6, "seed": 1}
+
+    def rolled() -> Any:
+        with farstep.ClusterEnv(described, config) as env:
+            first = env.collect(PoleAgent(), steps=120).copy()
+            again = env.reset(seed=1)[0]
+            np.testing.assert_array_equal(again, first["obs"][0])
+            assert (env.reset()[0] != again).all()
+            return first
+
+    batch, other = rolled(), rolled()
+    assert len(batch.final_obs) > 6
+    np.testing.assert_array_equal(batch["obs"], other["obs"])
+    assert len(np.unique(batch["obs"][0], axis=0)) == 6
+    np.testing.assert_array_equal(batch.episodes["return"], batch.episodes["length"])
+    assert batch["episode_start"].sum() >= len(batch.final_obs)
+
+
+def test_a_native_vector_refuses_to_reset_some_of_its_environments() -> None:
+    described = {"type": "vector", "env_name": "CartPole-v1", "envs_per_node": 4}
+    with farstep.ClusterEnv(described, farstep.InProcessConfig(workers_per_node=2, restart_budget=0)) as env:
+        env.reset(options={"reset_mask": np.array([True, True, False, False])})  # a worker's environments, whole
+        with pytest.raises(farstep.ConfigError, match="chooses 1 of the 2 environments that CartPoleVectorEnv"):
+            env.reset(options={"reset_mask": np.array([True, False, False, False])})
+
+
 @pytest.fixture(scope="module")
 def envpool() -> Any:
     """Imported outside of any test: it keeps exceptions of its own imports, and with them their frames."""
@@ -271,6 +300,27 @@ def test_gymnasium_environments_by_id() -> None:
     with farstep.ClusterEnv(config, inprocess()) as env:
         batch = env.collect(PoleAgent(), steps=60)
         np.testing.assert_array_equal(batch["reward"], -batch["terminated"].astype(np.float32))
+
+
+@pytest.mark.parametrize("kind", ["gymnasium", "vector"])
+def test_an_environment_that_only_the_script_registered_comes_with_advice(kind: str) -> None:
+    env = farstep.ClusterEnv({"type": kind, "env_name": "Mine-v0"}, inprocess())
+    with pytest.raises(farstep.ConfigError, match=r"NameNotFound.*'your_module:Mine-v0'.*type='factory'"):
+        env.launch()
+
+
+def test_options_of_a_reset_are_a_mapping() -> None:
+    with cluster(config=inprocess()) as env, pytest.raises(farstep.ConfigError, match="options=3; expected a mapping"):
+        env.reset(options=3)  # type: ignore[arg-type]
+
+
+def test_an_unknown_array_lists_the_known_ones() -> None:
+    with cluster(config=inprocess()) as env:
+        batch = env.collect(TableAgent(), steps=1)
+        with pytest.raises(KeyError, match=r"'rewrad'. Did you mean 'reward'.*Known: action, episode_start, obs"):
+            batch["rewrad"]
+        assert "rewrad" not in batch
+        assert batch.get("rewrad") is None
 
 
 # ---- agents ----

@@ -18,15 +18,22 @@ import numpy as np
 import pytest
 from checks import assert_balanced, assert_sound, cluster, eventually, inprocess, together, within
 from faulty import (
+    BareResetEnv,
     EachOnceEnv,
     FaultyAgent,
+    FussyBoxEnv,
+    NoInfoEnv,
     OddRewardEnv,
+    OldGymEnv,
     OnceOnlyEnv,
     PoisonEnv,
     SelfNamingEnv,
+    SevenAgent,
     faulty_vector,
     poisoned_vector,
 )
+from gymnasium.wrappers import TimeLimit
+from toys import counting_vector
 
 import farstep
 from farstep.errors import ClosedError, RemoteEnvError, WorkerDied, WorkerError, WorkerStuck
@@ -229,6 +236,69 @@ def test_a_reward_that_is_some_number_is_kept(reward: Any) -> None:
     kwargs = {"reward": reward, "seed": episode_seed(5, 1, 0)}
     with cluster(OddRewardEnv, envs=3, env_kwargs=kwargs, config=inprocess()) as env:
         np.testing.assert_array_equal(env.collect(TableAgent(), steps=4)["reward"][2], [3, float(reward), 3])
+
+
+@pytest.mark.parametrize(
+    ("action", "words"), [(7, r"action 7 is outside Discrete\(3\)"), (1.5, "action 1.5 of type float64 is outside")]
+)
+@pytest.mark.parametrize("kind", ["factory", "vector"])
+def test_an_action_outside_its_space_is_the_agents_mistake(kind: str, action: float, words: str) -> None:
+    options: Any = {"type": "vector", "env_kwargs": {"mode": "SAME_STEP"}} if kind == "vector" else {}
+    source = counting_vector if kind == "vector" else CountingEnv
+    with cluster(source, envs=2, config=inprocess(), **options) as env:
+        with pytest.raises(farstep.AgentError, match=f"the agent's {words}") as caught:
+            env.collect(SevenAgent(action), steps=2)
+        assert "environment 0 raised AssertionError" in str(caught.value)
+        assert "the environment raised" not in str(caught.value)
+
+
+def test_a_number_outside_a_box_is_noted_only() -> None:
+    with (
+        cluster(FussyBoxEnv, envs=1, config=inprocess(restart_budget=0)) as env,
+        pytest.raises(RemoteEnvError, match=r"of its own(?s:.*)The agent's action \[0. 3.\] is outside Box"),
+    ):
+        env.collect(SevenAgent([0.0, 3.0]), steps=2)
+
+
+def test_make_vec_notes_an_action_outside_its_space() -> None:
+    with contextlib.closing(farstep.make_vec(CountingEnv, 2, inprocess())) as vector:
+        vector.reset(seed=7)
+        with pytest.raises(AssertionError, match=r"The action 7 is outside Discrete\(3\)"):
+            vector.step(np.array([0, 7]))
+
+
+def limited(env: Any) -> Any:
+    return TimeLimit(env, 5)
+
+
+@pytest.mark.parametrize("wrappers", [[], [limited]], ids=["bare", "wrapped"])
+def test_environments_of_the_old_gym_are_told_so(wrappers: list[Any]) -> None:
+    with (
+        cluster(OldGymEnv, wrappers=wrappers, config=inprocess(restart_budget=0)) as env,
+        pytest.raises(ValueError, match="a step returned 4 values, as those of the old Gym"),
+    ):
+        env.collect(TableAgent(), steps=2)
+    with (
+        cluster(BareResetEnv, config=inprocess(restart_budget=0)) as env,
+        pytest.raises(TypeError, match=r"reset returned a ndarray; expected the pair \(obs, info\)"),
+    ):
+        env.collect(TableAgent(), steps=2)
+
+
+def test_an_info_that_is_none_is_an_empty_one() -> None:
+    with cluster(NoInfoEnv, config=inprocess()) as env:
+        assert env.reset()[1] == {}
+        assert env.step(TableAgent())[4] == {}
+        assert env.step(TableAgent())[4]["episode"]["l"].tolist() == [2, 2]
+    with contextlib.closing(farstep.make_vec(NoInfoEnv, 2, inprocess(), autoreset_mode="SameStep")) as vector:
+        assert vector.reset()[1] == {}
+        assert vector.step(np.zeros(2, np.int64))[4] == {}
+        assert vector.step(np.zeros(2, np.int64))[4]["final_info"] == {}
+    with (
+        cluster(NoInfoEnv, env_kwargs={"info": [3]}, config=inprocess(restart_budget=0)) as env,
+        pytest.raises(TypeError, match=r"the info \[3\]; a dictionary is expected"),
+    ):
+        env.reset()
 
 
 def test_make_vec_says_how_far_an_episode_was() -> None:

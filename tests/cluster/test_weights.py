@@ -126,6 +126,30 @@ def test_jax_agents(jax: Any) -> None:
         acts_with(env, agent, 2, version=2)
 
 
+class ScriptedAgent(ArrayAgent):
+    """A baseline: there is nothing to learn."""
+
+    def get_parameters(self) -> Any:
+        return {}
+
+
+class CopyingAgent(ArrayAgent):
+    def get_parameters(self) -> Any:
+        return {"z": np.zeros(1)}
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_an_agent_without_parameters_acts_with_version_zero(transport: str) -> None:
+    with cluster(transport=transport, workers=2) as env:
+        agent = ScriptedAgent()
+        for _ in range(2):
+            acts_with(env, agent, 0, version=0)
+        assert env.publish(agent) == 1
+        acts_with(env, agent, 0, version=1)
+        with pytest.raises(farstep.AgentError, match="returns a copy"):
+            env.collect(CopyingAgent(), steps=2)
+
+
 def test_parameters_that_cannot_be_used_are_refused_and_the_old_ones_stay() -> None:
     with cluster() as env:
         agent = ArrayAgent()

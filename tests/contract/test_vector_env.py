@@ -15,7 +15,7 @@ from gymnasium import spaces
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 
 import farstep
-from farstep.errors import ConfigError, EndedError, FarstepError
+from farstep.errors import ConfigError, EndedError, FarstepError, WireError
 from farstep.testing import CountingEnv, SpacesEnv, check_vector_env
 from farstep.testing.vector_env import Parity, assert_same
 
@@ -207,6 +207,16 @@ def test_an_unknown_attribute() -> None:
     refused(AttributeError, "no_such_thing", lambda vector: vector.get_attr("no_such_thing"))
 
 
+def test_what_cannot_come_back_is_not_blamed_on_the_environment() -> None:
+    with vectors() as (ours, _):
+        for name in ("np_random", "unwrapped"):
+            with pytest.raises(WireError, match=f"'{name}' worked, but its value cannot come back: a .*only numbers"):
+                ours.get_attr(name)
+        assert ours.call("multiply", 0) == (0,) * 5  # it goes on
+        with pytest.raises(TypeError, match="the environment raised"):
+            ours.call("multiply")
+
+
 def test_actions_that_do_not_fit() -> None:
     with vectors() as (ours, theirs):
         for vector in (ours, theirs):
@@ -290,8 +300,18 @@ def test_what_cannot_be_laid_out_is_refused_with_the_reason() -> None:
         farstep.make_vec(spaces_env(spaces.Text(3), spaces.Discrete(2)), 2, IN_PROCESS)
     with pytest.raises(ConfigError, match="num_envs=3 does not divide"):
         farstep.make_vec(InfosEnv, 3, farstep.InProcessConfig(nodes=2))
-    with pytest.raises(ValueError, match="SometimesReset"):
+    with pytest.raises(ConfigError, match=r"'SometimesReset'.*Known: DISABLED, NEXT_STEP, SAME_STEP"):
         farstep.make_vec(InfosEnv, 3, IN_PROCESS, autoreset_mode="SometimesReset")
+    for count in ("4", 0, 2.0):
+        with pytest.raises(ConfigError, match=f"num_envs is {count!r}; it must be an integer of at least 1"):
+            farstep.make_vec("CartPole-v1", count)  # type: ignore[arg-type]
+
+
+@MODES
+def test_a_mode_may_be_given_by_name_or_value(mode: AutoresetMode) -> None:
+    for given in (mode.name, mode.value):
+        with closing(farstep.make_vec(InfosEnv, 2, IN_PROCESS, autoreset_mode=given)) as vector:
+            assert vector.metadata["autoreset_mode"] is mode
 
 
 def test_closing_twice_is_fine_and_a_closed_vector_says_so() -> None:

@@ -12,7 +12,19 @@ import numpy as np
 import pytest
 
 from farstep import config as config_module
-from farstep.config import EnvConfig, InProcessConfig, LocalConfig, Timeouts, _cgroup_quotas, check_seed, usable_cpus
+from farstep.config import (
+    EnvConfig,
+    InProcessConfig,
+    LocalConfig,
+    Timeouts,
+    _cgroup_memory_limits,
+    _cgroup_quotas,
+    available_memory,
+    check_count,
+    check_memory,
+    check_seed,
+    usable_cpus,
+)
 from farstep.errors import ConfigError
 
 ALL = [EnvConfig, LocalConfig, InProcessConfig, Timeouts]
@@ -50,6 +62,16 @@ def test_an_unknown_key_names_the_nearest_and_lists_all(kind: Any, key: str, nea
         (lambda: EnvConfig(env_name="CartPole-v1", type="envpool").check_reset(3, masked=True), "reset_mask"),
         (lambda: EnvConfig(env_name="CartPole-v1").check_reset(2**64, masked=False), r"below 2\*\*63"),
         (lambda: EnvConfig(env_name="CartPole-v1", sync="always"), "EveryK"),  # type: ignore[arg-type]
+        (lambda: EnvConfig(env_name=3), "env_name is 3; expected a name"),  # type: ignore[arg-type]
+        (lambda: EnvConfig(env_name="CartPole-v1", wrappers="foo"), "expected a list"),
+        (lambda: EnvConfig(env_name="CartPole-v1", wrappers=[3]), "wrappers has 3; expected a callable"),
+        (lambda: EnvConfig(env_name="CartPole-v1", wrappers=["foo"]), "a dotted path"),
+        (lambda: EnvConfig(env_name="CartPole-v1", wrappers=[(str, 5)]), "a pair of one of these"),
+        (lambda: EnvConfig(env_name="CartPole-v1", type="factory"), "'CartPole-v1' with type='factory'"),
+        (lambda: EnvConfig(env_name="module:Mine-v0", type="factory"), "package.module:function"),
+        (lambda: check_count("num_envs", "4"), "num_envs is '4'; it must be an integer"),
+        (lambda: check_count("steps", True), "integer"),
+        (lambda: check_count("max_staleness", -1, minimum=0), "at least 0"),
         (lambda: LocalConfig(transport="udp"), "Known: ipc, shm, tcp"),  # type: ignore[arg-type]
         (lambda: LocalConfig(nodes=0), "at least 1"),
         (lambda: LocalConfig(nodes=True), "integer"),
@@ -125,13 +147,13 @@ def test_workers_share_the_usable_cores(monkeypatch: pytest.MonkeyPatch) -> None
 # ---- cores ----
 
 
-def cgroup(tmp_path: Path, membership: str, files: dict[str, str]) -> list[float]:
-    """Quotas read from a made-up /sys/fs/cgroup and /proc/self/cgroup."""
+def made_up_cgroup(tmp_path: Path, membership: str, files: dict[str, str]) -> tuple[Path, Path]:
+    """What stands for /sys/fs/cgroup and /proc/self/cgroup."""
     for name, content in files.items():
         (tmp_path / "sys" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "sys" / name).write_text(content)
     (tmp_path / "self").write_text(membership)
-    return _cgroup_quotas(tmp_path / "sys", tmp_path / "self")
+    return tmp_path / "sys", tmp_path / "self"
 
 
 @pytest.mark.parametrize(
@@ -155,7 +177,7 @@ def cgroup(tmp_path: Path, membership: str, files: dict[str, str]) -> list[float
     ids=["v2-parent", "v2-both", "v2-root", "v2-namespace", "v2-dots", "v1", "v1-none", "no-cpu", "garbage", "absent"],
 )
 def test_cgroup_quotas(tmp_path: Path, membership: str, files: dict[str, str], cores: list[float]) -> None:
-    assert cgroup(tmp_path, membership, files) == cores
+    assert _cgroup_quotas(*made_up_cgroup(tmp_path, membership, files)) == cores
 
 
 def test_no_cgroups_at_all(tmp_path: Path) -> None:
@@ -178,3 +200,38 @@ def test_affinity_is_respected() -> None:
         assert usable_cpus() == 1
     finally:
         os.sched_setaffinity(0, before)
+
+
+# ---- memory ----
+
+
+def test_what_needs_more_memory_than_there_is_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config_module, "available_memory", lambda: 3 * 2**30)
+    check_memory(3 * 2**30, "steps=3 of 4 environments")
+    words = r"steps=7 of 4 environments need 4\.5 GiB; this machine has 3\.0 GiB available\. Lower steps"
+    with pytest.raises(ConfigError, match=words):
+        check_memory(9 * 2**29, "steps=7 of 4 environments")
+
+
+def test_available_memory_is_what_machine_and_cgroup_leave(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal:  900 kB\nMemAvailable:     500 kB\n")
+    monkeypatch.setattr(config_module, "_cgroup_memory_limits", list)
+    assert available_memory(meminfo) == 500 * 1024
+    assert available_memory(tmp_path / "absent") == float("inf")
+    monkeypatch.setattr(config_module, "_cgroup_memory_limits", lambda: [1000.0, 2000.0])
+    assert available_memory(meminfo) == 1000.0
+
+
+@pytest.mark.parametrize(
+    ("membership", "files", "limits"),
+    [
+        ("0::/job/step\n", {"job/step/memory.max": "max\n", "job/memory.max": "4096\n"}, [4096]),
+        ("4:cpu:/a\n9:memory:/x\n", {"memory/x/memory.limit_in_bytes": "8192\n"}, [8192]),
+        ("4:cpu:/a\n", {"memory.max": "1"}, []),
+    ],
+    ids=["v2", "v1", "no-memory"],
+)
+def test_cgroup_memory_limits(tmp_path: Path, membership: str, files: dict[str, str], limits: list[int]) -> None:
+    root, self_file = made_up_cgroup(tmp_path, membership, files)
+    assert _cgroup_memory_limits(root, self_file) == limits

@@ -415,12 +415,21 @@ def test_a_copy_with_other_parameters_is_refused() -> None:
                 check_digest(digest, ParameterSchema.of(leaves_of(copy)))
 
 
-@pytest.mark.parametrize(("parameters", "words"), [({}, "nothing"), ({"net": {"w": "text"}}, "str at 'net.w'")])
+@pytest.mark.parametrize(("parameters", "words"), [(None, "NoneType"), ({"net": {"w": "text"}}, "str at 'net.w'")])
 def test_what_are_no_parameters_is_refused(parameters: Any, words: str) -> None:
     agent = SetterAgent()
     agent.parameters = parameters
     with pytest.raises(AgentError, match=words):
         ParameterStore(agent, 1, 1)
+
+
+def test_a_module_that_keeps_its_parameters_to_itself_is_refused() -> None:
+    class Secretive(Module):
+        def get_parameters(self) -> Any:
+            return {}
+
+    with pytest.raises(AgentError, match="Secretive has parameters of torch"):
+        ParameterStore(Secretive(), 1, 1)
 
 
 # ---- versions ----

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from farstep.agents.policy import Policy
+from farstep.agents.policy import Policy, ship
 from farstep.errors import AgentError
 from farstep.spec import ArraySpec
 from farstep.worker.acting import Actor
@@ -258,6 +258,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "a reserved name": (returning({"action": ACTION, "reward": ACTION}), r"\['reward'\], which farstep records itself"),
     "another shape": (returning(np.zeros((3, 2))), r"action is float64\[2\] per .* wants shape \[\]. Return one"),
     "one for all": (returning({"action": ACTION, "value": np.zeros(1)}), r"act's value has shape \[1\].*the 3 env"),
+    "a list": (returning([0, 1, 0]), "act's action is a list of 3 numbers.*return an array with one entry"),
     "a number": (returning({"action": ACTION, "value": 1.5}), r"act's value has shape \[\]; its first dimension"),
     "bfloat16 of JAX": (returning({"action": jnp.zeros(3, jnp.bfloat16)}), "returned bfloat16; arrays of numbers"),
     "no new state": (returning({"action": ACTION}, **STATE), r"\['action'\] without 'state'.*initial_state\(n\)"),
@@ -279,6 +280,21 @@ def test_what_act_must_not_return_is_refused_with_advice(agent: Any, words: str)
     with pytest.raises(AgentError, match=words) as caught:
         probe()
     assert type(caught.value) is AgentError
+
+
+class Amnesiac(Module):
+    def act(self, obs: Any, state: Any) -> Any:
+        return {**super().act(obs), "state": state}
+
+
+def test_an_act_that_asks_for_a_state_needs_an_initial_one() -> None:
+    with pytest.raises(AgentError, match=r"act asks for \['state'\] beside obs.*add initial_state\(n\)"):
+        actor_of(Amnesiac())
+
+
+def test_the_class_of_an_agent_is_no_agent() -> None:
+    with pytest.raises(AgentError, match=r"the agent is the class Module; pass an instance, e.g. Module\(\)"):
+        ship(Module)
 
 
 class ReturnsHalf(Module):

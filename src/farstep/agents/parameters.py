@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -20,6 +20,19 @@ from farstep.errors import AgentError
 
 _ALIGN = 64
 _COMPARED_BYTES = 2**20  # below this, contents are compared even when version counters say "unchanged"
+
+
+def parameters_of(agent: Agent) -> Nested:
+    """What `get_parameters()` returns, as something that can be looked at twice; a baseline may have none."""
+    parameters = agent.get_parameters()
+    if hasattr(parameters, "__next__"):  # an iterator is used up by one look
+        parameters = list(parameters)
+    if is_torch_module(agent) and not leaves_of(parameters) and any(True for _ in cast(Any, agent).parameters()):
+        raise AgentError(
+            f"get_parameters() returned nothing, but {type(agent).__name__} has parameters of torch: workers could "
+            "never learn of new weights. Return those that act uses, e.g. state_dict()."
+        )
+    return parameters
 
 
 def leaves_of(parameters: Nested, name: str = "") -> list[tuple[str, Any]]:
@@ -109,11 +122,6 @@ class ParameterSchema:
 
     @classmethod
     def of(cls, leaves: list[tuple[str, Any]]) -> ParameterSchema:
-        if not leaves:
-            raise AgentError(
-                "get_parameters() returned nothing; a worker could never learn of new weights. Return the arrays or "
-                "tensors that act uses, e.g. state_dict()."
-            )
         arrays = [as_stored(name, leaf) for name, leaf in leaves]
         names = tuple(name for name, _ in leaves)
         return cls(names, tuple(a.shape for a in arrays), tuple(a.dtype.str for a in arrays))
@@ -210,9 +218,7 @@ class ParameterLoader:
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
-        self._template = agent.get_parameters()
-        if hasattr(self._template, "__next__"):  # an iterator is used up by one look
-            self._template = list(self._template)
+        self._template = parameters_of(agent)
         leaves = leaves_of(self._template)
         self.schema = ParameterSchema.of(leaves)
         self._verified = False

@@ -28,7 +28,14 @@ class Policy:
         self.agent = agent
         self.is_torch = is_torch_module(agent)
         self.recurrent = callable(getattr(agent, "initial_state", None))
-        self.wants_rng = "rng" in _parameters_of(agent.act)
+        parameters = _parameters_of(agent.act)
+        self.wants_rng = "rng" in parameters
+        further = [name for name, needed in list(parameters.items())[1:] if needed and name != "rng"]
+        if further and not self.recurrent:
+            raise AgentError(
+                f"act asks for {further} beside obs, which only a recurrent agent gets, and {type(agent).__name__} "
+                "is none; add initial_state(n), or take act(obs) or act(obs, rng)."
+            )
         self.note = "eager"
         self._has_doubles: bool | None = None
         """Whether observations are float64, once one was seen; looked at in every step it would cost 5 us."""
@@ -150,6 +157,8 @@ def ship(agent: Any) -> bytes:
     """The agent as bytes for a worker; tensors on a GPU travel as CPU tensors."""
     import io
 
+    if isinstance(agent, type):
+        raise AgentError(f"the agent is the class {agent.__name__}; pass an instance, e.g. {agent.__name__}().")
     buffer = io.BytesIO()
     try:
         _CpuPickler(buffer).dump(agent)
@@ -194,11 +203,14 @@ def _constants_of(agent: Any) -> bytes:
     return buffer.getvalue()
 
 
-def _parameters_of(function: Any) -> Sequence[str]:
+def _parameters_of(function: Any) -> dict[str, bool]:
+    """The names of a function's parameters, and whether each must be given."""
     try:
-        return list(inspect.signature(function).parameters)
+        found = inspect.signature(function).parameters
     except (TypeError, ValueError):
-        return []
+        return {}
+    variadic = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+    return {name: p.default is p.empty and p.kind not in variadic for name, p in found.items()}
 
 
 def _mapping(output: Nested) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from farstep.agents.parameters import ChangeDetector, ParameterSchema, as_stored, has_nan, leaves_of
+from farstep.agents.parameters import ChangeDetector, ParameterSchema, as_stored, has_nan, leaves_of, parameters_of
 from farstep.core import Agent, Buffer
 from farstep.errors import AgentError
 from farstep.wire.memory import SharedMemory
@@ -19,7 +19,7 @@ class ParameterStore:
     """All versions of one agent; the newest is in memory that local workers read from."""
 
     def __init__(self, agent: Agent, agent_id: int, workers: int, first_version: int = 0) -> None:
-        leaves = leaves_of(agent.get_parameters())
+        leaves = leaves_of(parameters_of(agent))
         self.schema = ParameterSchema.of(leaves)
         self._agent_id = agent_id
         # Every worker can hold one buffer, one is current: one more is always free.

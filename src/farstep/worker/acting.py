@@ -146,6 +146,12 @@ def _schema_of(out: dict[str, Any], count: int) -> tuple[Schema, dict[str, Any]]
     structure: dict[str, Any] = {}
     for key, value in out.items():
         structure[key] = value_structure(map_leaves(as_array, value), key, arrays)
+    for key, sub in structure.items():
+        if isinstance(sub, tuple) and sub and all(isinstance(name, str) and not arrays[name].ndim for name in sub):
+            raise AgentError(
+                f"act's {key} is a {type(out[key]).__name__} of {len(sub)} numbers, as a Tuple space has; return an "
+                f"array with one entry for each of the {count} environments, e.g. np.array(...)."
+            )
     for name, array in arrays.items():
         if array.ndim == 0 or array.shape[0] != count:
             raise AgentError(

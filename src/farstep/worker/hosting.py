@@ -14,10 +14,11 @@ import gymnasium
 import numpy as np
 
 from farstep.core import Array
+from farstep.errors import AgentError
 from farstep.spec import Schema, leaves, space_schema
-from farstep.worker.progress import COUNT, EPISODES, PHASE, RESET, SLOT, STEP
+from farstep.worker.progress import ACT, COUNT, EPISODES, PHASE, RESET, SLOT, STEP
 from farstep.worker.rows import Rows, Slots
-from farstep.worker.single_envs import SingleEnvs
+from farstep.worker.single_envs import SingleEnvs, as_info, explain_step, outside
 from farstep.worker.sources import Source
 
 Space = gymnasium.spaces.Space[Any]
@@ -91,6 +92,20 @@ class Host:
             np.copyto(current, self._rows[name][steps])
         return self.slots.finish(steps)
 
+    def _blame(self, error: Exception, i: int, action: Any) -> None:
+        """Raise instead of what a step raised if the agent is to blame; else say in the error what may be.
+
+        A number outside a Box is common, since many environments clip, so there it is only noted.
+        """
+        explain_step(error)
+        for space, clause in outside(self.action_space, action):
+            if not isinstance(space, gymnasium.spaces.Box):
+                self._progress[PHASE] = ACT  # trying again would not help, as in all that the agent does
+                raise AgentError(
+                    f"the agent's {clause}, and environment {self.slots.first + i} raised {type(error).__name__}."
+                ) from error
+            error.add_note(f"The agent's {clause}.")
+
     def seed_of(self, i: int) -> int:
         """The seed of the episode that slot `i` is in."""
         return self.slots.seed_of(i)
@@ -122,23 +137,27 @@ class HostedEnvs(Host):
         ended: list[tuple[int, bool, bool, Any]] = []
         actions = self._envs.actions(rows, t)
         infos = self.infos
-        if self._single is not None and infos is None:
-            next_obs = rows[self._single][t + 1]
-            for i, (step, action) in enumerate(zip(self._steps, actions, strict=True)):
-                progress[SLOT] = i
-                next_obs[i], rewards[i], terminated, truncated, info = step(action)
-                if terminated or truncated:
-                    ended.append((i, terminated, truncated, info))
-        else:
-            for i, (step, action) in enumerate(zip(self._steps, actions, strict=True)):
-                progress[SLOT] = i
-                obs, rewards[i], terminated, truncated, info = step(action)
-                for name, leaf in leaves(self._obs, obs):
-                    rows[name][t + 1, i] = leaf
-                if terminated or truncated:
-                    ended.append((i, terminated, truncated, info))
-                elif infos is not None:
-                    infos[i] = info
+        try:
+            if self._single is not None and infos is None:
+                next_obs = rows[self._single][t + 1]
+                for i, (step, action) in enumerate(zip(self._steps, actions, strict=True)):
+                    progress[SLOT] = i
+                    next_obs[i], rewards[i], terminated, truncated, info = step(action)
+                    if terminated or truncated:
+                        ended.append((i, terminated, truncated, info))
+            else:
+                for i, (step, action) in enumerate(zip(self._steps, actions, strict=True)):
+                    progress[SLOT] = i
+                    obs, rewards[i], terminated, truncated, info = step(action)
+                    for name, leaf in leaves(self._obs, obs):
+                        rows[name][t + 1, i] = leaf
+                    if terminated or truncated:
+                        ended.append((i, terminated, truncated, info))
+                    elif infos is not None:
+                        infos[i] = as_info(info)
+        except Exception as error:
+            self._blame(error, progress[SLOT], actions[progress[SLOT]])
+            raise
         try:
             self._pack_rewards(*rewards)
         except struct.error:
@@ -164,7 +183,7 @@ class HostedEnvs(Host):
             self._final[name][k // self.num_envs, k % self.num_envs] = rows[name][t + 1, i]
         self._begin_episode(i, {name: rows[name][t + 1] for name in self.current}, t + 1, None)
         if self.infos is not None:
-            self.infos[i] = {**self.infos[i], "final_info": info}
+            self.infos[i] = {**self.infos[i], "final_info": as_info(info)}
 
     def _begin_episode(self, i: int, target: dict[str, Array], row: int, options: Info | None) -> None:
         self._progress[EPISODES + i] = self.slots.episodes[i] + 1

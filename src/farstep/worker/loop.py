@@ -362,9 +362,9 @@ class Worker:
     # ---- calls on environments ----
 
     def _call(self, message: m.Call, arguments: Buffer) -> None:
-        args, kwargs = cloudpickle.loads(arguments)
         self._words[PHASE] = Phase.STEP
         self._words[COUNT] += 1
+        args, kwargs = cloudpickle.loads(arguments)
         result = getattr(self._host, message.name)(*args, **kwargs)
+        self._words[PHASE] = Phase.IDLE  # whether the result can travel is not the environment's doing
         self._send(m.Reply(message.request), pack(result))
-        self._words[PHASE] = Phase.IDLE

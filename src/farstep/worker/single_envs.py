@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import gymnasium
 import numpy as np
+from gymnasium import spaces
 
 from farstep.core import Array
 from farstep.errors import SpaceError
@@ -40,11 +42,14 @@ class SingleEnvs:
         """Reset one, its observation into `target[...][i]`; returns its info."""
         self._progress[PHASE], self._progress[SLOT] = RESET, i
         self._progress[COUNT] += 1
-        obs, info = self.envs[i].reset(seed=seed, options=options)
+        result: Any = self.envs[i].reset(seed=seed, options=options)
+        if not isinstance(result, (tuple, list)) or len(result) != 2:
+            raise TypeError(f"reset returned a {type(result).__name__}; expected the pair (obs, info).")
+        obs, info = result
         _check_obs(self._obs, self._obs_schema, obs)
         for name, leaf in leaves(self._obs, obs):
             target[name][i] = leaf
-        return info
+        return as_info(info)
 
     def actions(self, rows: dict[str, Array], t: int) -> Any:
         """Row `t`'s action for each, none of them a view of the row (an environment may change its action)."""
@@ -68,3 +73,37 @@ def _check_obs(structure: Structure, schema: Schema, obs: Any) -> None:
                 f"{name}: the environment returned shape {list(np.shape(leaf))}, but its observation space says "
                 f"{list(schema[name].shape)}."
             )
+
+
+def as_info(info: Any) -> Any:
+    """An info as it must be; None stands for an empty one."""
+    if info is None:
+        return {}
+    if not isinstance(info, Mapping):
+        raise TypeError(f"the environment returned the info {info!r}; a dictionary is expected.")
+    return info
+
+
+def explain_step(error: Exception) -> None:
+    """Say in the error what is wrong with an environment of the old Gym, also where a wrapper tripped over it."""
+    if isinstance(error, ValueError) and "unpack (expected 5, got 4)" in str(error):
+        error.args = (
+            f"{error}: a step returned 4 values, as those of the old Gym do; Gymnasium's return 5: obs, reward, "
+            "terminated, truncated, info. Split its done into terminated and truncated.",
+        )
+
+
+def outside(space: spaces.Space[Any], action: Any, name: str = "action") -> Iterator[tuple[spaces.Space[Any], str]]:
+    """The parts of an action that are not in their part of the space, each with a clause that says so."""
+    if isinstance(space, spaces.Dict):
+        for key, sub in space.spaces.items():
+            yield from outside(sub, action[key], f"{name}.{key}")
+    elif isinstance(space, spaces.Tuple):
+        for i, sub in enumerate(space.spaces):
+            yield from outside(sub, action[i], f"{name}.{i}")
+    else:
+        array = np.asarray(action)
+        assert space.dtype is not None  # of all spaces that have a layout
+        fits = np.can_cast(array.dtype, space.dtype, "same_kind")  # a wider float is no mistake
+        if not fits or not space.contains(array.astype(space.dtype)[()]):
+            yield space, f"{name} {action}{'' if fits else f' of type {array.dtype}'} is outside {space}"

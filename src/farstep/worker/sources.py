@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import gymnasium
 
-from farstep.config import EnvConfig
+from farstep.config import EnvConfig, is_dotted_path
 from farstep.errors import ConfigError
 
 
@@ -58,7 +59,8 @@ class Source:
             options = {"num_envs": num_envs, "seed": seed, "num_threads": threads, **self.env_kwargs}
             return envpool.make(str(self.env_name), env_type="gymnasium", **options)
         if isinstance(self.env_name, str) and not _is_path(self.env_name):
-            env = gymnasium.make_vec(self.env_name, num_envs, **self.env_kwargs)
+            with _advice(self.env_name):
+                env = gymnasium.make_vec(self.env_name, num_envs, **self.env_kwargs)
         else:
             env = _callable(self.env_name)(num_envs=num_envs, **self.env_kwargs)
         if not isinstance(env, gymnasium.vector.VectorEnv):
@@ -79,7 +81,20 @@ def _make(name: str, kwargs: Mapping[str, Any]) -> gymnasium.Env[Any, Any]:
     if name.startswith("ALE/") and name not in gymnasium.registry:
         importlib.import_module("ale_py")  # registers its environments
     # The checker warns about the same things in every worker; a user runs it once where they write the environment.
-    return gymnasium.make(name, **{"disable_env_checker": True, **kwargs})
+    with _advice(name):
+        return gymnasium.make(name, **{"disable_env_checker": True, **kwargs})
+
+
+@contextlib.contextmanager
+def _advice(name: str) -> Iterator[None]:
+    """Say what to do about an environment that is registered elsewhere and not here."""
+    try:
+        yield
+    except gymnasium.error.UnregisteredEnv as error:
+        raise ConfigError(
+            f"{type(error).__name__}: {error} A worker knows only what it imports: if your script registers {name!r}, "
+            f"do that in a module of its own and name it ('your_module:{name}'), or pass the class with type='factory'."
+        ) from error
 
 
 def _wrap(env: Any, wrapper: Any) -> Any:
@@ -91,18 +106,13 @@ def _wrap(env: Any, wrapper: Any) -> Any:
 
 def _is_path(name: str) -> bool:
     """Whether `name` is the dotted path of something rather than a registered id."""
-    if name in gymnasium.registry:
-        return False
-    module, _, attribute = name.partition(":")
-    return attribute.isidentifier() if attribute else name.replace(".", "").isidentifier() and "." in module
+    return name not in gymnasium.registry and is_dotted_path(name)
 
 
 def _callable(path: str | Callable[..., Any]) -> Callable[..., Any]:
     if callable(path):
         return path
     module, _, attribute = path.partition(":") if ":" in path else path.rpartition(".")
-    if not module or not attribute:
-        raise ConfigError(f"{path!r} is not a dotted path; expected e.g. 'package.module:function'.")
     found = getattr(importlib.import_module(module), attribute)
     if not callable(found):
         raise ConfigError(f"{path!r} is a {type(found).__name__}, not a callable.")

@@ -19,7 +19,7 @@ from farstep.wire.codec import pack
 from farstep.worker.hosting import Info, empty_like
 from farstep.worker.progress import COUNT, PHASE, SLOT, STEP
 from farstep.worker.rows import Rows, Slots
-from farstep.worker.single_envs import SingleEnvs
+from farstep.worker.single_envs import SingleEnvs, as_info, explain_step, outside
 from farstep.worker.sources import Source
 
 
@@ -92,7 +92,13 @@ class StrictEnvs:
                 rewards[i], terminations[i], truncations[i], done[i] = 0.0, False, False, False
                 continue
             progress[SLOT] = i
-            obs, rewards[i], terminated, truncated, info = env.step(actions[i])
+            try:
+                obs, rewards[i], terminated, truncated, info = env.step(actions[i])
+            except Exception as error:
+                explain_step(error)
+                for _, clause in outside(self.action_space, actions[i]):
+                    error.add_note(f"The {clause}.")
+                raise
             terminations[i], truncations[i] = terminated, truncated
             done[i] = bool(terminated or truncated)
             if single is not None:
@@ -102,9 +108,9 @@ class StrictEnvs:
                     after[name][i] = leaf
             if done[i] and same_step:
                 # The very object that the environment returned; a copy, since it may use its memory again.
-                self._autoreset(i, {"final_obs": deepcopy(obs), "final_info": info})
+                self._autoreset(i, {"final_obs": deepcopy(obs), "final_info": as_info(info)})
             elif info:
-                self.infos.append((i, None, info))
+                self.infos.append((i, None, as_info(info)))
         self._done[:] = done
 
     def finish(self, steps: int) -> bytes:

@@ -9,10 +9,12 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
+import gymnasium
 import numpy as np
 from gymnasium.vector import AutoresetMode
 
 from farstep.core import Array
+from farstep.errors import ConfigError
 from farstep.spec import leaf_names, leaves, nest, space_schema
 from farstep.worker.hosting import Host, Info
 from farstep.worker.progress import COUNT, PHASE, RESET, SLOT, STEP, Phase
@@ -36,6 +38,8 @@ class HostedVector(Host):
         super().__init__(spaces, slots, progress)
         self._action, _ = space_schema(self.action_space, "action")
         self._action_names = leaf_names(self._action)
+        self._one_seed: bool | None = None
+        """Whether it takes one seed for all, as those written as a whole do; None until it was tried."""
         self._pending = np.zeros(self.num_envs, bool)
         """Slots whose next step only resets them (NEXT_STEP)."""
 
@@ -52,10 +56,7 @@ class HostedVector(Host):
             obs, info = self.env.reset(ids.astype(np.int32))
             entries, count = np.arange(len(ids)), len(ids)  # EnvPool answers only for those that were asked
         else:
-            if not chosen.all():
-                options = {**(options or {}), "reset_mask": chosen}
-            seeds = [self.slots.seed_of(i) if chosen[i] else None for i in range(self.num_envs)]
-            obs, info = self.env.reset(seed=seeds, options=options)
+            obs, info = self._reset_vector(chosen, options)
             entries, count = ids, self.num_envs
         for name, leaf in leaves(self._obs, obs):
             self.current[name][ids] = leaf[entries]
@@ -67,12 +68,43 @@ class HostedVector(Host):
         for i in ids.tolist():
             self.slots.begin_episode(i, 0)
 
+    def _reset_vector(self, chosen: Array, options: Info | None) -> tuple[Any, Info]:
+        """Reset with a seed for each slot, or with one for all if a list is refused the first time."""
+        if not chosen.all():
+            options = {**(options or {}), "reset_mask": chosen}
+        if not self._one_seed:
+            seeds = [self.slots.seed_of(i) if chosen[i] else None for i in range(self.num_envs)]
+            try:
+                result = self.env.reset(seed=seeds, options=options)
+            except (TypeError, gymnasium.error.Error):
+                if self._one_seed is False:  # it took a list before: this is something else
+                    raise
+            else:
+                self._one_seed = False
+                return result  # type: ignore[no-any-return]
+        if not chosen.all() and self.mode != AutoresetMode.DISABLED:
+            # It would reset all of them and say nothing, unless it leaves resets to its caller and so must know masks.
+            raise ConfigError(
+                f"reset_mask chooses {int(chosen.sum())} of the {self.num_envs} environments that "
+                f"{type(self.env.unwrapped).__name__} resets together; reset all, or use type='gymnasium' or a "
+                "SyncVectorEnv."
+            )
+        seed = self.slots.seed_of(int(np.flatnonzero(chosen)[0]))
+        result = self.env.reset(seed=seed, options=options)
+        self._one_seed = True
+        return result  # type: ignore[no-any-return]
+
     def step(self, t: int) -> None:
         self._progress[PHASE] = STEP
         self._progress[COUNT] += 1
         rows = self._rows
         actions = nest(self._action, {name: rows[name][t].copy() for name in self._action_names})
-        obs, reward, terminated, truncated, info = self.env.step(actions)
+        try:
+            obs, reward, terminated, truncated, info = self.env.step(actions)
+        except Exception as error:
+            for slot in range(self.num_envs):
+                self._blame(error, slot, nest(self._action, {name: rows[name][t, slot] for name in self._action_names}))
+            raise
         for name, leaf in leaves(self._obs, obs):
             rows[name][t + 1] = leaf
         rows["reward"][t] = reward
