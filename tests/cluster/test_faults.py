@@ -248,7 +248,7 @@ def test_an_action_outside_its_space_is_the_agents_mistake(kind: str, action: fl
     with cluster(source, envs=2, config=inprocess(), **options) as env:
         with pytest.raises(farstep.AgentError, match=f"the agent's {words}") as caught:
             env.collect(SevenAgent(action), steps=2)
-        assert "environment 0 raised AssertionError" in str(caught.value)
+        assert "in environment slot 0; the step raised AssertionError" in str(caught.value)
         assert "the environment raised" not in str(caught.value)
 
 

@@ -102,7 +102,8 @@ class Host:
             if not isinstance(space, gymnasium.spaces.Box):
                 self._progress[PHASE] = ACT  # trying again would not help, as in all that the agent does
                 raise AgentError(
-                    f"the agent's {clause}, and environment {self.slots.first + i} raised {type(error).__name__}."
+                    f"the agent's {clause}, in environment slot {self.slots.first + i}; the step raised "
+                    f"{type(error).__name__}."
                 ) from error
             error.add_note(f"The agent's {clause}.")
 
