@@ -73,7 +73,10 @@ class Rollouts:
         if self.layout is not None and (self.layout.rows, self.layout.chunks) == (rows, chunks):
             lanes, steps = max(lanes, self.layout.lanes), max(steps, self.layout.steps)
         layout = Layout(lanes, steps, self._slots, rows, chunks)
-        check_memory(layout.nbytes, f"rollouts of {steps} steps of {self._slots} environments, {lanes} at a time,")
+        # Room for last observations is for the worst case, an end in every row, and hardly ever touched.
+        touched = {name: spec for name, spec in rows.items() if not is_final(name)}
+        needed = Layout(lanes, steps, self._slots, touched, chunks).nbytes
+        check_memory(needed, f"rollouts of {steps} steps of {self._slots} environments, {lanes} at a time,")
         memory = SharedMemory.create(layout.nbytes, "farstep-rollouts")
         self.close()
         self.layout, self.memory = layout, memory

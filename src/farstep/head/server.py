@@ -16,7 +16,16 @@ from typing import Any, Protocol, TypeVar
 
 from farstep.config import LaunchConfig
 from farstep.core import Received
-from farstep.errors import ClosedError, FarstepError, HandshakeError, WireError, WorkerError, remote_error
+from farstep.errors import (
+    AgentError,
+    ClosedError,
+    ConfigError,
+    FarstepError,
+    HandshakeError,
+    WireError,
+    WorkerError,
+    remote_error,
+)
 from farstep.head import membership as life
 from farstep.head.crew import Crew
 from farstep.head.seats import Seat, split
@@ -324,12 +333,13 @@ class Server:
         first_time = failure.phase == "construct" and not seat.incarnation and not seat.ready
         if failure.phase in ("act", "load") or (failure.ticket is None and first_time):
             self.fail(error)  # trying the same again would only fail again
-            return
-        if failure.ticket is None:
+        elif failure.ticket is None:
             log.warning("%s", str(error).splitlines()[0])
         elif not failure.again:
             if self.tickets.give_back(seat.worker, failure.ticket, "environment failed"):
                 self._client.on_error(seat, failure, error)
+        elif isinstance(error, (AgentError, ConfigError)):
+            self.fail(error)  # neither is mended by trying again
         elif self.tickets.again(seat.worker, failure.ticket, "environment failed"):
             self.crew.act_on(life.Failed(seat.worker))
             if self._failure is None:
