@@ -1,0 +1,145 @@
+"""What a policy says about actions, as plain arrays, and how far two policies are apart.
+
+A distribution over a batch of observations becomes named arrays, so that it can be sent: `logits` (categorical),
+`mean` and `log_std` (Gaussian) or `bernoulli` (logits of independent yes-or-no choices), each `[n, ...]`; parts of a
+mapping or tuple get a prefix, as in `arm.logits`. Parts are independent, so their divergences add up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from farstep.agents.parameters import as_array
+from farstep.core import Array
+from farstep.errors import AgentError
+
+_KINDS = ({"logits"}, {"mean", "log_std"}, {"bernoulli"})
+_ADVICE = (
+    "Return a torch.distributions object (Categorical, Normal, Bernoulli, Independent of these, or one of them "
+    'squashed by Tanh, Sigmoid or a constant affine map), {"logits": ...}, {"mean": ..., "log_std": ...}, '
+    '{"bernoulli": logits}, or a mapping or tuple of these.'
+)
+
+
+def flat_distribution(distribution: Any, name: str = "") -> dict[str, Array]:
+    """The named arrays of what `distribution(obs)` returned."""
+    if isinstance(distribution, Mapping):
+        if set(distribution) in _KINDS:
+            return {_path(name, key): _floats(value, key) for key, value in distribution.items()}
+        parts = distribution.items()
+    elif isinstance(distribution, (tuple, list)):
+        parts = enumerate(distribution)  # type: ignore[assignment]
+    else:
+        return _of_torch(distribution, name)
+    found: dict[str, Array] = {}
+    for key, part in parts:
+        if "." in str(key):
+            raise AgentError(f"distribution() has a part called {key!r}; names of parts have no dot.")
+        found.update(flat_distribution(part, _path(name, str(key))))
+    if not found:
+        raise AgentError(f"distribution() returned an empty {type(distribution).__name__}. {_ADVICE}")
+    return found
+
+
+def kl_divergence(local: Mapping[str, Array], learner: Mapping[str, Array]) -> Array:
+    """KL(local || learner) of each observation, exactly; `[n]`."""
+    if {name: array.shape for name, array in local.items()} != {name: array.shape for name, array in learner.items()}:
+        raise AgentError("distribution() returned other arrays on the worker than on the learner.")
+    total: Any = 0.0
+    for prefix in dict.fromkeys(name.rpartition(".")[0] for name in local):
+        p, q = _part(local, prefix), _part(learner, prefix)
+        if "logits" in p:
+            total = total + _categorical(p["logits"], q["logits"])
+        elif "bernoulli" in p:
+            total = total + _bernoulli(p["bernoulli"], q["bernoulli"])
+        else:
+            total = total + _gaussian(p["mean"], p["log_std"], q["mean"], q["log_std"])
+    return np.asarray(total, np.float64)
+
+
+def kl_estimate(local_logprob: Array, learner_logprob: Array) -> Array:
+    """KL(local || learner) from log-probabilities of actions that the local policy took.
+
+    With r = learner / local, E[(r - 1) - log r] is the divergence, and unlike -log r it is never negative, so it varies
+    far less (Schulman, "Approximating KL divergence", 2020: k3).
+    """
+    log_ratio = np.asarray(learner_logprob, np.float64) - np.asarray(local_logprob, np.float64)
+    return np.expm1(log_ratio) - log_ratio
+
+
+def _path(name: str, key: str) -> str:
+    return f"{name}.{key}" if name else key
+
+
+def _floats(value: Any, key: str) -> Array:
+    array = as_array(value)
+    if array.dtype.kind not in "fiu" or array.ndim < 1:
+        raise AgentError(f"distribution()'s {key} is {array.dtype}{list(array.shape)}; expected floats [n, ...].")
+    return np.ascontiguousarray(array, np.float32)
+
+
+def _part(arrays: Mapping[str, Array], prefix: str) -> dict[str, Array]:
+    names = {name.rpartition(".")[2]: name for name in arrays if name.rpartition(".")[0] == prefix}
+    return {key: np.asarray(arrays[name], np.float64) for key, name in names.items()}
+
+
+def _of_torch(distribution: Any, name: str) -> dict[str, Array]:
+    """A torch.distributions object, recognised by its class so that torch need not be imported here."""
+    kind = type(distribution).__name__
+    if not type(distribution).__module__.startswith("torch.distributions"):
+        raise AgentError(f"distribution() returned a {kind}. {_ADVICE}")
+    if kind == "Independent":
+        return _of_torch(distribution.base_dist, name)
+    if kind == "TransformedDistribution" and all(_is_fixed(transform) for transform in distribution.transforms):
+        return _of_torch(distribution.base_dist, name)  # a bijection that both share leaves the divergence as it is
+    if kind in ("Categorical", "OneHotCategorical"):
+        return {_path(name, "logits"): _floats(distribution.logits, "logits")}
+    if kind == "Bernoulli":
+        return {_path(name, "bernoulli"): _floats(distribution.logits, "bernoulli")}
+    if kind == "Normal":
+        mean, log_std = distribution.loc, distribution.scale.log()
+        return {_path(name, "mean"): _floats(mean, "mean"), _path(name, "log_std"): _floats(log_std, "log_std")}
+    raise AgentError(f"distribution() returned a torch {kind}, whose divergence farstep does not know. {_ADVICE}")
+
+
+def _is_fixed(transform: Any) -> bool:
+    kind = type(transform).__name__
+    if kind == "AffineTransform":
+        return all(
+            isinstance(value, (int, float)) or not value.requires_grad for value in (transform.loc, transform.scale)
+        )
+    return kind in ("TanhTransform", "SigmoidTransform")
+
+
+def _categorical(p: Array, q: Array) -> Array:
+    log_p, log_q = _log_softmax(p), _log_softmax(q)
+    with np.errstate(invalid="ignore"):
+        terms = np.where(np.isneginf(log_p), 0.0, np.exp(log_p) * (log_p - log_q))  # a masked action adds nothing
+    return _summed(terms)
+
+
+def _log_softmax(logits: Array) -> Array:
+    shifted = logits - logits.max(axis=-1, keepdims=True)
+    return np.asarray(shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True)))
+
+
+def _gaussian(mean_p: Array, log_std_p: Array, mean_q: Array, log_std_q: Array) -> Array:
+    variance_p, variance_q = np.exp(2 * log_std_p), np.exp(2 * log_std_q)
+    return _summed(log_std_q - log_std_p + (variance_p + (mean_p - mean_q) ** 2) / (2 * variance_q) - 0.5)
+
+
+def _bernoulli(p: Array, q: Array) -> Array:
+    yes, no = _log_sigmoid(p), _log_sigmoid(-p)
+    return _summed(np.exp(yes) * (yes - _log_sigmoid(q)) + np.exp(no) * (no - _log_sigmoid(-q)))
+
+
+def _log_sigmoid(x: Array) -> Array:
+    return np.asarray(-np.logaddexp(0.0, -x))
+
+
+def _summed(terms: Array) -> Array:
+    """Over everything but the observations."""
+    return np.asarray(terms.reshape(len(terms), -1).sum(axis=1))
