@@ -104,14 +104,16 @@ class Server:
 
     # ---- start and end ----
 
-    def start(self) -> None:
-        """Start all workers and wait until each has built its environments."""
+    def start(self) -> tuple[Any, Any]:
+        """Start all workers and wait until each has built its environments; the spaces of one of these."""
         self._started_at = time.monotonic()
         with self.locked():
             self.crew.start()
         if not self._driven:
             self._switchboard.start_thread(self._pump_alone, self._tick_s)
         self.wait(lambda: True if all(seat.ready for seat in self.seats) else None)
+        assert self.spaces is not None
+        return self.spaces
 
     def close(self) -> None:
         """Stop workers, kill the ones that do not stop in time, and free everything. Idempotent."""

@@ -40,9 +40,7 @@ class Stepper:
 
     def start(self) -> tuple[Any, Any]:
         """Start the workers; the spaces of one environment."""
-        self.server.start()
-        assert self.server.spaces is not None
-        observation_space, action_space = self.server.spaces
+        observation_space, action_space = self.server.start()
         obs, self._obs_schema = space_schema(observation_space, "obs")
         _, actions = space_schema(action_space, "action")
         self._rollouts = Rollouts(self.server.seats, obs, self._obs_schema)
