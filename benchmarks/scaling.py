@@ -16,8 +16,10 @@ import resource
 import shlex
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from threading import BrokenBarrierError
 from typing import Any, Literal
 
 import tyro
@@ -28,7 +30,7 @@ from workload import Workload, make_policy
 import farstep
 from farstep.config import usable_cpus
 
-MODES = ("alone", "collect", "stream", "first come")
+MODES = ("alone", "in step", "collect", "stream", "first come")
 WORKERS = (1, 2, 4, 8, 14)
 ENVS = (8, 16, 32, 64, 128, 256, 512, 1024)
 STEPS = (16, 32, 64, 128, 256, 512, 1024)
@@ -58,8 +60,8 @@ class Args:
 
 def measure(env_id: str, workers: int, num_envs: int, steps: int, seconds: float, mode: str) -> dict[str, Any]:
     """Collect for a while; what it gave and what it cost the head."""
-    if mode == "alone":
-        return alone(env_id, workers, num_envs // workers, steps, seconds)
+    if mode in ("alone", "in step"):
+        return alone(env_id, workers, num_envs // workers, steps, seconds, mode)
     policy = make_policy(Workload(env=env_id, num_envs=num_envs, steps=steps, seconds=seconds, sampler="eager"))
     began = time.monotonic()
     config = farstep.LocalConfig(workers_per_node=workers)
@@ -87,31 +89,46 @@ def measure(env_id: str, workers: int, num_envs: int, steps: int, seconds: float
         }
 
 
-def alone(env_id: str, workers: int, num_envs: int, steps: int, seconds: float) -> dict[str, Any]:
-    """What the machine itself allows: as many processes with a worker's work each, that know nothing of each other."""
+def alone(env_id: str, workers: int, num_envs: int, steps: int, seconds: float, mode: str) -> dict[str, Any]:
+    """What the machine itself allows: as many processes with a worker's work each, that know nothing of each other.
+
+    "In step" they wait for the last of them after each rollout, which `collect` has to do and nothing else can undo.
+    """
     context = multiprocessing.get_context("spawn")
     barrier, results = context.Barrier(workers), context.Queue()
-    arguments = (env_id, num_envs, steps, seconds, barrier, results)
+    arguments = (env_id, num_envs, steps, seconds, barrier, results, mode == "in step")
     processes = [context.Process(target=_alone, args=arguments) for _ in range(workers)]
     for process in processes:
         process.start()
-    rate = sum(results.get(timeout=120) for _ in processes)
+    rates = [results.get(timeout=120) for _ in processes]
     for process in processes:
         process.join()
-    row = {"mode": "alone", "workers": workers, "num_envs": num_envs * workers, "steps": steps}
-    return {**row, "steps_per_second": rate, "steps_per_second_per_worker": rate / workers}
+    return {
+        "mode": mode,
+        "workers": workers,
+        "num_envs": num_envs * workers,
+        "steps": steps,
+        "steps_per_second": sum(rates),
+        "steps_per_second_per_worker": sum(rates) / workers,
+        "steps_per_second_of_the_slowest": min(rates),
+    }
 
 
-def _alone(env_id: str, num_envs: int, steps: int, seconds: float, barrier: Any, results: Any) -> None:
+def _alone(env_id: str, num_envs: int, steps: int, seconds: float, barrier: Any, results: Any, in_step: bool) -> None:
     policy = make_policy(Workload(env=env_id, num_envs=num_envs, steps=steps, seconds=seconds, sampler="eager"))
     config = farstep.InProcessConfig(workers_per_node=1)
     with farstep.ClusterEnv({"env_name": env_id, "envs_per_node": num_envs, "seed": 1}, config) as env:
         env.collect(policy, steps=steps)
         barrier.wait(120)
         clock, count = time.monotonic(), 0
-        while time.monotonic() - clock < seconds:
-            env.collect(policy, steps=steps)
-            count += steps * num_envs
+        with suppress(BrokenBarrierError):  # the first that has had its time ends it for all
+            while time.monotonic() - clock < seconds:
+                env.collect(policy, steps=steps)
+                if in_step:
+                    barrier.wait(120)
+                count += steps * num_envs
+            if in_step:
+                barrier.abort()
         results.put(count / (time.monotonic() - clock))
 
 
@@ -176,11 +193,10 @@ def main(args: Args) -> None:
 def table(what: str, rows: list[dict[str, Any]]) -> Table:
     """One sweep."""
     first = {row["mode"]: row["steps_per_second_per_worker"] for row in reversed(rows)}
-    alone_rate = {row["workers"]: row["steps_per_second_per_worker"] for row in rows if row["mode"] == "alone"}
-    shown = Table("", "workers", "envs", "T", "steps/s", "per worker", "of the first", "of alone", "head CPU s/1e6")
+    shown = Table("", "workers", "envs", "T", "steps/s", "per worker", "of the first", "slowest", "head CPU s/1e6")
     shown.title = f"as {what} grow{'s' if what == 'rollout length' else ''}"
     for row in rows:
-        rate, bare = row["steps_per_second_per_worker"], alone_rate.get(row["workers"])
+        rate, slowest = row["steps_per_second_per_worker"], row.get("steps_per_second_of_the_slowest")
         head = row.get("head_cpu_s_per_million_steps")
         shown.add_row(
             row["mode"],
@@ -190,7 +206,7 @@ def table(what: str, rows: list[dict[str, Any]]) -> Table:
             f"{row['steps_per_second']:,.0f}",
             f"{rate:,.0f}",
             f"{rate / first[row['mode']]:.2f}",
-            f"{rate / bare:.2f}" if bare else "",
+            f"{slowest / first[row['mode']]:.2f}" if slowest else "",
             f"{head:.3f}" if head is not None else "",
         )
     return shown
