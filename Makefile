@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 EXTRAS := torch,envs,envpool,tensorboard,dev
 
-.PHONY: help setup demo test lint format bench scaling bench-peers clean
+.PHONY: help setup demo test lint format bench scaling aaps bench-peers clean
 help:            ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
 
@@ -40,6 +40,9 @@ bench: setup     ## throughput against the limit and the peers that bench-peers 
 
 scaling: setup   ## how throughput and the head's cost grow with workers, environments and rollout length
 	@$(BIN)/python benchmarks/scaling.py
+
+aaps: setup      ## the AAPS experiment: return, pulls and bytes for thresholds from 0 to 1 (about an hour)
+	@$(BIN)/python benchmarks/aaps.py
 
 bench-peers:     ## install the peers, each in a virtual environment of its own
 	@$(PYTHON) benchmarks/setup_peers.py

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from farstep.config import InProcessConfig as InProcessConfig
     from farstep.config import LocalConfig as LocalConfig
     from farstep.config import Timeouts as Timeouts
+    from farstep.config import WeightsConfig as WeightsConfig
     from farstep.errors import AgentError as AgentError
     from farstep.errors import ClosedError as ClosedError
     from farstep.errors import ConfigError as ConfigError
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from farstep.errors import WorkerDied as WorkerDied
     from farstep.errors import WorkerError as WorkerError
     from farstep.errors import WorkerStuck as WorkerStuck
+    from farstep.head.stats import scalars as scalars
     from farstep.vector_env import make_vec as make_vec
 
 __version__ = VERSION
@@ -37,6 +39,7 @@ _HOMES = {
     "InProcessConfig": "config",
     "LocalConfig": "config",
     "Timeouts": "config",
+    "WeightsConfig": "config",
     "AgentError": "errors",
     "ClosedError": "errors",
     "ConfigError": "errors",
@@ -47,6 +50,7 @@ _HOMES = {
     "WorkerError": "errors",
     "WorkerStuck": "errors",
     "make_vec": "vector_env",
+    "scalars": "head.stats",
 }
 
 __all__ = list(_HOMES)

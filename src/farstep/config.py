@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fnmatch
 import math
 import numbers
 import os
@@ -58,6 +59,45 @@ class _Config:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class WeightsConfig(_Config):
+    """Which parameters travel to workers, and in what form."""
+
+    only: str | Sequence[str] | Callable[[str], bool] | None = None
+    """Names that travel: a shell pattern (`actor.*`), several, or a predicate. What does not travel stays on workers as
+    it was when the agent was first sent. None: all."""
+    half: bool = False
+    """Send float32 and float64 rounded to float16."""
+    delta: bool = False
+    """Send what changed since the version that a worker has, compressed without loss. Workers that share memory with
+    the head read one common copy instead."""
+
+    def __post_init__(self) -> None:
+        for name in ("half", "delta"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"WeightsConfig.{name} is {getattr(self, name)!r}; expected True or False.")
+        patterns = [self.only] if isinstance(self.only, str) else self.only
+        if isinstance(patterns, Sequence) and patterns and all(isinstance(pattern, str) for pattern in patterns):
+            object.__setattr__(self, "only", tuple(patterns))
+        elif self.only is not None and not callable(self.only):
+            raise ConfigError(
+                f"WeightsConfig.only is {self.only!r}; expected a pattern such as 'actor.*', several, or a function of "
+                "a parameter's name."
+            )
+
+    def travels(self, name: str) -> bool:
+        """Whether the parameter of that name is sent to workers."""
+        if self.only is None:
+            return True
+        if callable(self.only):
+            return bool(self.only(name))
+        return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.only)
+
+
+ALL_WEIGHTS = WeightsConfig()
+"""Everything travels, as it is."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class EnvConfig(_Config):
     """Which environments to run, and how workers act in them."""
 
@@ -77,7 +117,10 @@ class EnvConfig(_Config):
     kl_threshold: float | None = None
     """AAPS: pull weights when the running KL divergence exceeds this; None pulls every published version."""
     sync: SyncRule | None = None
-    """When a worker pulls weights: `farstep.sync.Always()` (default) or `farstep.sync.EveryK(k)`."""
+    """When a worker pulls weights: `farstep.sync.Always()` (default), `EveryK`, `EverySeconds`, `MaxLag`, `AAPS`, or
+    several, joined by `|`."""
+    weights: WeightsConfig = ALL_WEIGHTS
+    """Which parameters travel, and in what form; a mapping is accepted: `{"only": "actor.*", "half": True}`."""
     inference: Inference = "auto"
     """`auto` uses the fast path where it agrees with the agent's own `act`; `eager` never does."""
 
@@ -85,6 +128,7 @@ class EnvConfig(_Config):
         self._one_of("type", EnvType)
         self._one_of("inference", Inference)
         self._at_least("envs_per_node", 1)
+        object.__setattr__(self, "weights", WeightsConfig.of(self.weights))
         if self.env_name is None:
             raise ConfigError("EnvConfig.env_name is missing; name an environment, e.g. 'CartPole-v1'.")
         if not isinstance(self.env_name, str) and not callable(self.env_name):
@@ -108,12 +152,21 @@ class EnvConfig(_Config):
         if self.seed is not None:
             object.__setattr__(self, "seed", check_seed(self.seed))
         if self.kl_threshold is not None:
-            raise ConfigError(
-                f"EnvConfig.kl_threshold is {self.kl_threshold!r}, but adaptive synchronization is not in this "
-                "version; leave it None and choose a rule with `sync`."
-            )
+            self._check_threshold(self.kl_threshold)
         if self.sync is not None and not isinstance(self.sync, SyncRule):
             raise ConfigError(f"EnvConfig.sync is {self.sync!r}; use a rule such as farstep.sync.EveryK(4).")
+
+    def _check_threshold(self, threshold: float) -> None:
+        real = isinstance(threshold, numbers.Real) and not isinstance(threshold, bool)
+        if not real or math.isnan(threshold) or threshold < 0:
+            raise ConfigError(
+                f"EnvConfig.kl_threshold is {threshold!r}; expected a divergence of at least 0 in nats, e.g. 0.05."
+            )
+        if self.sync is not None:
+            raise ConfigError(
+                f"EnvConfig has both kl_threshold={threshold!r} and sync={self.sync!r}; give one rule that says both, "
+                f"e.g. sync=farstep.sync.AAPS({threshold}) | farstep.sync.MaxLag(10)."
+            )
 
     def _check_wrappers(self) -> None:
         if isinstance(self.wrappers, str) or not isinstance(self.wrappers, Sequence):

@@ -34,13 +34,28 @@ class Agent(Protocol):
     def get_parameters(self) -> Nested: ...
 
 
+@dataclass(frozen=True)
+class SyncState:
+    """What a worker knows before a chunk, for a rule to decide on."""
+
+    held: int
+    """The version in use; -1: none yet."""
+    newest: int
+    """The latest published."""
+    seconds: float = 0.0
+    """Since the last pull."""
+    divergences: Sequence[float] = ()
+    """KL(held || learner) by each probe since the last pull, newest first; infinite where it could not be measured."""
+
+
 @runtime_checkable
 class SyncRule(Protocol):
-    """Decides on the worker, before each chunk, whether to pull the newest weights."""
+    """Decides on the worker, before each chunk, whether to pull the newest weights.
 
-    def should_pull(self, held: int, newest: int) -> bool:
-        """`held` is the version in use (-1: none yet), `newest` the latest published."""
-        ...
+    A rule may say in `probes` how many divergences it looks at (0, or not there: none are measured).
+    """
+
+    def should_pull(self, state: SyncState) -> bool: ...
 
 
 class Link(Protocol):

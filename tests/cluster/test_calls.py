@@ -6,6 +6,8 @@ import contextlib
 import os
 import random
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -322,3 +324,54 @@ def test_an_episode_may_end_in_every_single_step() -> None:
         batch = env.collect(TableAgent(), steps=9000)  # more ends than a header has room for
         assert len(batch.final_obs) == 64 * 9000
         assert (batch.episodes["length"] == 1).all()
+
+
+SCRIPT = """
+import multiprocessing
+
+import farstep
+from farstep.testing import CountingEnv, TableAgent
+
+class MyEnv(CountingEnv):
+    pass
+
+class MyAgent(TableAgent):
+    pass
+
+def train():
+    config = {"type": "factory", "env_name": MyEnv, "envs_per_node": 2}
+    with farstep.ClusterEnv(config, farstep.LocalConfig(workers_per_node=1)) as env:
+        print(env.collect(MyAgent(), steps=3).shape, flush=True)
+
+if __name__ == "__main__":
+    child = multiprocessing.get_context("spawn").Process(target=train)
+    child.start()
+    child.join()
+    raise SystemExit(child.exitcode)
+"""
+
+
+def test_a_head_in_a_process_that_multiprocessing_started_uses_classes_of_the_script(tmp_path: Any) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "(3, 2)\n"), done.stderr
+
+
+def test_a_worker_that_ends_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    """Its connection closes before its process ends; what it prints in between must not be cut off."""
+    (tmp_path / "late.py").write_text(
+        "from farstep.testing import CountingEnv\nimport os, sys, time\n"
+        "class Leaving(CountingEnv):\n"
+        "    def reset(self, **options):\n"
+        "        os.closerange(3, 1000)\n"
+        "        time.sleep(0.2)\n"
+        "        print('the licence server said no', flush=True)\n"
+        "        os._exit(7)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with (
+        pytest.raises(farstep.WorkerDied, match=r"exited with status 7(.|\n)*the licence server said no"),
+        cluster("late:Leaving", envs=1, restart_budget=0) as env,
+    ):
+        env.collect(TableAgent(), steps=3)

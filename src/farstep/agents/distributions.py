@@ -28,7 +28,7 @@ def flat_distribution(distribution: Any, name: str = "") -> dict[str, Array]:
     """The named arrays of what `distribution(obs)` returned."""
     if isinstance(distribution, Mapping):
         if set(distribution) in _KINDS:
-            return {_path(name, key): _floats(value, key) for key, value in distribution.items()}
+            return {_path(name, key): as_floats(value, key) for key, value in distribution.items()}
         parts = distribution.items()
     elif isinstance(distribution, (tuple, list)):
         parts = enumerate(distribution)  # type: ignore[assignment]
@@ -74,7 +74,8 @@ def _path(name: str, key: str) -> str:
     return f"{name}.{key}" if name else key
 
 
-def _floats(value: Any, key: str) -> Array:
+def as_floats(value: Any, key: str) -> Array:
+    """An array of what a policy says, as it travels."""
     array = as_array(value)
     if array.dtype.kind not in "fiu" or array.ndim < 1:
         raise AgentError(f"distribution()'s {key} is {array.dtype}{list(array.shape)}; expected floats [n, ...].")
@@ -96,12 +97,12 @@ def _of_torch(distribution: Any, name: str) -> dict[str, Array]:
     if kind == "TransformedDistribution" and all(_is_fixed(transform) for transform in distribution.transforms):
         return _of_torch(distribution.base_dist, name)  # a bijection that both share leaves the divergence as it is
     if kind in ("Categorical", "OneHotCategorical"):
-        return {_path(name, "logits"): _floats(distribution.logits, "logits")}
+        return {_path(name, "logits"): as_floats(distribution.logits, "logits")}
     if kind == "Bernoulli":
-        return {_path(name, "bernoulli"): _floats(distribution.logits, "bernoulli")}
+        return {_path(name, "bernoulli"): as_floats(distribution.logits, "bernoulli")}
     if kind == "Normal":
         mean, log_std = distribution.loc, distribution.scale.log()
-        return {_path(name, "mean"): _floats(mean, "mean"), _path(name, "log_std"): _floats(log_std, "log_std")}
+        return {_path(name, "mean"): as_floats(mean, "mean"), _path(name, "log_std"): as_floats(log_std, "log_std")}
     raise AgentError(f"distribution() returned a torch {kind}, whose divergence farstep does not know. {_ADVICE}")
 
 

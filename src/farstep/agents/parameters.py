@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from farstep.config import ALL_WEIGHTS, WeightsConfig
 from farstep.core import Agent, Array, Nested
 from farstep.errors import AgentError
 
@@ -40,15 +41,26 @@ def leaves_of(parameters: Nested, name: str = "") -> list[tuple[str, Any]]:
     return list(_walk(parameters, name))
 
 
+def travelling(leaves: list[tuple[str, Any]], config: WeightsConfig) -> list[tuple[str, Any]]:
+    """The leaves that are sent to workers."""
+    found = [(name, leaf) for name, leaf in leaves if config.travels(name)]
+    if leaves and not found:
+        raise AgentError(
+            f"none of the agent's parameters is chosen by weights.only={config.only!r}; it has "
+            f"{', '.join(name for name, _ in leaves[:8])}{', ...' if len(leaves) > 8 else ''}."
+        )
+    return found
+
+
 def _walk(value: Any, name: str) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Mapping):
         for key, sub in value.items():
-            yield from _walk(sub, f"{name}.{key}" if name else str(key))
+            yield from _walk(sub, _path(name, key))
     elif is_tensor(value) or (hasattr(value, "dtype") and hasattr(value, "shape")):
         yield name or "parameters", value
     elif isinstance(value, (list, tuple)) or hasattr(value, "__next__"):
         for i, sub in enumerate(value):
-            yield from _walk(sub, f"{name}.{i}" if name else str(i))
+            yield from _walk(sub, _path(name, i))
     elif isinstance(value, (bool, int, float)):
         yield name or "parameters", np.asarray(value)
     else:
@@ -56,6 +68,10 @@ def _walk(value: Any, name: str) -> Iterator[tuple[str, Any]]:
             f"get_parameters() returned a {type(value).__name__} at {name or 'its top'!r}; expected arrays or "
             "tensors in nested mappings, lists or tuples. Return only what the policy needs, e.g. state_dict()."
         )
+
+
+def _path(name: str, key: object) -> str:
+    return f"{name}.{key}" if name else str(key)
 
 
 def as_array(leaf: Any, name: str = "a value of the agent") -> Array:
@@ -118,13 +134,17 @@ class ParameterSchema:
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
+    sources: tuple[str, ...]
+    """Their dtypes in the agent."""
     dtypes: tuple[str, ...]
+    """Their dtypes in the buffer."""
 
     @classmethod
-    def of(cls, leaves: list[tuple[str, Any]]) -> ParameterSchema:
+    def of(cls, leaves: list[tuple[str, Any]], half: bool = False) -> ParameterSchema:
         arrays = [as_stored(name, leaf) for name, leaf in leaves]
-        names = tuple(name for name, _ in leaves)
-        return cls(names, tuple(a.shape for a in arrays), tuple(a.dtype.str for a in arrays))
+        sources = tuple(a.dtype.str for a in arrays)
+        stored = tuple("<f2" if half and source in ("<f4", "<f8") else source for source in sources)
+        return cls(tuple(name for name, _ in leaves), tuple(a.shape for a in arrays), sources, stored)
 
     @cached_property
     def _sizes(self) -> list[int]:
@@ -216,11 +236,11 @@ class _Identity:
 class ParameterLoader:
     """Puts a flat buffer into a worker's copy of the agent, by the first way that works."""
 
-    def __init__(self, agent: Agent) -> None:
-        self._agent = agent
+    def __init__(self, agent: Agent, config: WeightsConfig = ALL_WEIGHTS) -> None:
+        self._agent, self._config = agent, config
         self._template = parameters_of(agent)
-        leaves = leaves_of(self._template)
-        self.schema = ParameterSchema.of(leaves)
+        leaves = travelling(leaves_of(self._template), config)
+        self.schema = ParameterSchema.of(leaves, config.half)
         self._verified = False
         setter = getattr(agent, "set_parameters", None)
         self._set = setter if callable(setter) else None
@@ -236,8 +256,7 @@ class ParameterLoader:
             own.update(module.named_buffers(self._agent, remove_duplicate=False))
             if all(name in own for name, _ in leaves):
                 return [_writable(own[name], leaf) for name, leaf in leaves]
-        again = leaves_of(self._agent.get_parameters())
-        self.schema.check(again)
+        again = self._current()
         for (name, leaf), (_, second) in zip(leaves, again, strict=True):
             if is_tensor(leaf):
                 live = leaf.data_ptr() == second.data_ptr()
@@ -252,10 +271,19 @@ class ParameterLoader:
                 )
         return [_writable(leaf, leaf) for _, leaf in leaves]
 
+    def _current(self) -> list[tuple[str, Any]]:
+        """What the agent has now, of what travels."""
+        leaves = travelling(leaves_of(self._agent.get_parameters()), self._config)
+        self.schema.check(leaves)
+        return leaves
+
     def load(self, arrays: list[Array]) -> None:
         """Load the leaves; either all of them or, on an error, as the agent's own setter left it."""
+        if self._config.half:
+            arrays = [array.astype(dtype) for array, dtype in zip(arrays, self.schema.sources, strict=True)]
         if self._set is not None:
-            self._set(self._rebuild(self._template, iter(arrays)))
+            template = self._template if self._config.only is None else parameters_of(self._agent)
+            self._set(self._rebuild(template, "", iter(arrays)))
         else:
             for target, leaf, array in zip(self._targets, self._leaves, arrays, strict=True):
                 if is_tensor(target):
@@ -268,22 +296,23 @@ class ParameterLoader:
 
     def _verify(self, arrays: list[Array]) -> None:
         """Make sure, once, that what was loaded is what the agent has now."""
-        leaves = leaves_of(self._agent.get_parameters())
-        self.schema.check(leaves)
-        for (name, leaf), array in zip(leaves, arrays, strict=True):
+        for (name, leaf), array in zip(self._current(), arrays, strict=True):
             if not np.array_equal(as_stored(name, leaf), array):
                 raise AgentError(
                     f"parameter {name!r} does not have the value that was loaded into it. Let set_parameters() take "
                     "what get_parameters() returns, or let get_parameters() return the agent's own arrays."
                 )
 
-    def _rebuild(self, template: Any, arrays: Iterator[Array]) -> Any:
+    def _rebuild(self, template: Any, name: str, arrays: Iterator[Array]) -> Any:
         """What get_parameters() returned, types included, with new contents (copies, for the buffer is reused)."""
         if isinstance(template, Mapping):
-            return type(template)({key: self._rebuild(sub, arrays) for key, sub in template.items()})  # type: ignore[call-arg]
+            parts = {key: self._rebuild(sub, _path(name, key), arrays) for key, sub in template.items()}
+            return type(template)(parts)  # type: ignore[call-arg]
         if isinstance(template, (list, tuple)):
-            items = [self._rebuild(sub, arrays) for sub in template]
+            items = [self._rebuild(sub, _path(name, i), arrays) for i, sub in enumerate(template)]
             return type(template)(*items) if hasattr(template, "_fields") else type(template)(items)
+        if not self._config.travels(name or "parameters"):
+            return template
         array = next(arrays)
         if is_tensor(template):
             return _to_tensor(array, template)

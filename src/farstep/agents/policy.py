@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import random
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -71,6 +72,29 @@ class Policy:
             return _mapping(self.agent.act(*arguments, **self._generators(rng)))
         with self._torch.inference_mode():
             return _mapping(map_leaves(as_array, self.agent.act(*self._tensors(arguments), **self._generators(rng))))
+
+    def ask(self, method: str, arguments: Sequence[Nested]) -> Any:
+        """Call another of the agent's methods on arrays (observations first), leaving no trace in it.
+
+        A torch module is asked in evaluation mode and on its own device, so that the learner's answer and a worker's
+        can be compared.
+        """
+        function = getattr(self.agent, method)
+        if not self.is_torch:
+            with same_randomness():
+                return function(*arguments)
+        obs, *rest = arguments
+        device = next((tensor.device for tensor in self.agent.parameters()), self._torch.device("cpu"))
+        tensors = [map_leaves(lambda t: t.to(device), self._tensors(value)) for value in (self._floats(obs), *rest)]
+        modes = {module: module.training for module in self.agent.modules()}
+        try:
+            for module in modes:
+                module.training = False
+            with self._torch.inference_mode(), same_randomness():
+                return function(*tensors)
+        finally:
+            for module, training in modes.items():
+                module.training = training
 
     def _generators(self, rng: Sequence[Any] | None) -> dict[str, Any]:
         return {"rng": rng} if self.wants_rng else {}
@@ -151,6 +175,21 @@ class Policy:
         finally:
             torch.set_rng_state(rng)
         return difference and f"the recorded program differs from act: {difference}"
+
+
+class same_randomness:  # noqa: N801
+    """Leaves the global generators as they were: a trial or a question must not change what follows."""
+
+    def __enter__(self) -> None:
+        self._torch = sys.modules.get("torch")
+        self._states = (random.getstate(), np.random.get_state())
+        self._tensor_state = self._torch.get_rng_state() if self._torch else None
+
+    def __exit__(self, *_: object) -> None:
+        random.setstate(self._states[0])
+        np.random.set_state(self._states[1])
+        if self._torch is not None and self._tensor_state is not None:
+            self._torch.set_rng_state(self._tensor_state)
 
 
 def ship(agent: Any) -> bytes:

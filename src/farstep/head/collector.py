@@ -11,19 +11,22 @@ from typing import Any
 import gymnasium
 import numpy as np
 
-from farstep.agents.policy import ship
+from farstep.agents.divergence import Comparison, comparing_method
+from farstep.agents.policy import Policy, ship
 from farstep.batch import Batch
 from farstep.config import EnvConfig, LaunchConfig
 from farstep.core import Agent, Array, Received
 from farstep.errors import AgentError, ClosedError, HandshakeError, WorkerError
 from farstep.head.parameters import ParameterStore
+from farstep.head.probes import Prober
 from farstep.head.rollouts import Piece, Rollouts, agent_structures, base_rows
 from farstep.head.seats import ResetOrder, Seat
 from farstep.head.server import Server
 from farstep.head.stats import Counters
 from farstep.head.tickets import Arrived, Order
 from farstep.spec import Schema, differences, space_schema
-from farstep.sync import Always
+from farstep.sync import AAPS, Always
+from farstep.sync.rules import probes_of
 from farstep.wire import messages as m
 from farstep.worker.program import Program
 from farstep.worker.sources import Source
@@ -48,7 +51,9 @@ class Collector:
     """The server's client that stands behind a `ClusterEnv`."""
 
     def __init__(self, env_config: EnvConfig, config: LaunchConfig, seed: int) -> None:
-        program = Program(Source.of(env_config), env_config.sync or Always(), env_config.inference, seed=seed)
+        by_threshold = Always() if env_config.kl_threshold is None else AAPS(env_config.kl_threshold)
+        self._rule, self._weights = env_config.sync or by_threshold, env_config.weights
+        program = Program(Source.of(env_config), self._rule, env_config.inference, env_config.weights, seed=seed)
         self.server = Server(config, program, env_config.envs_per_node, seed, config.restart_budget, self)
         self._num_workers = len(self.server.seats)
         self.counters = Counters(self._num_workers)
@@ -57,6 +62,8 @@ class Collector:
         self._agent_id = 0
         self._answers: dict[int, m.AgentReady | WorkerError] = {}
         self._store: ParameterStore | None = None
+        self._prober: Prober | None = None
+        self._probed = -1
         self._agent_schemas: tuple[Schema, Schema] = ({}, {})
         self._request = Request()
         self._rollouts: Rollouts | None = None
@@ -104,6 +111,7 @@ class Collector:
                 self._store.publish(agent)
                 self._announce()
                 self.server.drain()
+            self._probe()
         return self.version()
 
     def adopt(self, agent: Agent) -> None:
@@ -115,6 +123,7 @@ class Collector:
                 if self._store.publish_if_changed(agent):
                     self._announce()
                     self.server.drain()
+            self._probe()
             return
         for method in ("act", "get_parameters"):
             if not callable(getattr(agent, method, None)):
@@ -123,10 +132,12 @@ class Collector:
                 )
         began = time.monotonic()
         payload = ship(agent)
+        if probes_of(self._rule):
+            comparing_method(agent)
         first_version = 0
         if self._store is not None:  # go on counting; one that was refused used no number
             first_version = self._store.version + (self._agent is not None)
-        store = ParameterStore(agent, self._agent_id + 1, self._num_workers, first_version)
+        store = ParameterStore(agent, self._agent_id + 1, self._num_workers, first_version, self._weights)
         self._end()
         self._forget_agent()
         with self.server.locked():
@@ -136,7 +147,7 @@ class Collector:
             self._announce()
         try:
             self.server.wait(lambda: True if len(self._answers) == self._num_workers else None)
-            self._agree()
+            self._agree(agent)
         except BaseException:
             self._forget_agent()
             raise
@@ -145,12 +156,12 @@ class Collector:
 
     def _forget_agent(self) -> None:
         with self.server.locked():
-            self._agent = None
+            self._agent = self._prober = None
             self.server.untell(m.Ship, m.Parameters, m.Newest)
             if self._store is not None:
                 self._store.close()
 
-    def _agree(self) -> None:
+    def _agree(self, agent: Agent) -> None:
         """All workers' copies of the agent must be usable and return the same arrays."""
         answers: list[m.AgentReady] = []
         for worker in range(self._num_workers):
@@ -167,7 +178,11 @@ class Collector:
                 )
         assert self._rollouts is not None
         self._agent_schemas = (first.schema, first.state)
-        self._rollouts.adopt(*agent_structures(first, self._action_schema))
+        structures, state = agent_structures(first, self._action_schema)
+        self._rollouts.adopt(structures, state)
+        if probes_of(self._rule):
+            comparison = Comparison(Policy(agent), self._rollouts.structures["obs"], structures["action"], state)
+            self._prober, self._probed = Prober(comparison, self.server.seats), self.version()
         self._note_inference(first.inference)
 
     def _note_inference(self, note: str) -> None:
@@ -179,6 +194,26 @@ class Collector:
         """Workers without shared memory hear of a version by message."""
         if not self.server.shares_memory:
             self.server.tell(m.Newest(self.version()))
+
+    def _probe(self) -> None:
+        """Let workers know how far the version just published is from what they act with.
+
+        The policy is asked without the lock: chunks go on arriving meanwhile.
+        """
+        prober, version = self._prober, self.version()
+        if prober is None or version == self._probed:
+            return
+        with self.server.locked():
+            questions = prober.questions()
+        answers = prober.answers(questions)
+        with self.server.locked():
+            for question, answer in zip(questions, answers, strict=True):
+                seat = self.server.seats[question.worker]
+                if seat.ready and seat.incarnation == question.incarnation:
+                    probe = m.Probe(self._agent_id, version, question.orders, list(answer))
+                    self.counters.probes_sent += self.server.send(seat, probe, [a.tobytes() for a in answer.values()])
+            self.server.drain()
+        self._probed = version  # had it failed or been interrupted, the next call would do it
 
     # ---- sessions ----
 
@@ -268,7 +303,7 @@ class Collector:
             assemble = rollouts.batch if request.num_chunks is None else rollouts.copied
             batch = assemble(arrived, request.steps, continues)
             self.counters.wait["learner"] += time.monotonic() - began
-            self.counters.batch(batch, len(arrived), self.version())
+            self.counters.batch(batch, arrived, self.version())
         return batch
 
     def _follow(self, arrived: Arrived, steps: int) -> Array:
@@ -297,9 +332,10 @@ class Collector:
                 agent_structures(message, self._action_schema)  # refused here, where we know who said it
                 self._answers[seat.worker] = message
             case m.WeightRequest():
-                wanted = self._store is not None and message.agent == self._agent_id
-                payload = [self._store.payload()] if self._store is not None and wanted else []
-                self.server.send(seat, m.Weights(message.agent, self.version()), payload)
+                base, frames = -1, []
+                if self._store is not None and message.agent == self._agent_id:
+                    base, frames = self._store.handover(seat.worker, message.held)
+                self.server.send(seat, m.Weights(message.agent, self.version(), base), frames)
 
     def on_error(self, seat: Seat, failure: m.Failure, error: WorkerError) -> None:
         if failure.agent != self._agent_id:
@@ -311,7 +347,7 @@ class Collector:
 
     def _take(self, seat: Seat, chunk: m.Chunk, received: Received) -> None:
         tickets, request = self.server.tickets, self._request
-        self.counters.synced(seat.worker, chunk)
+        self.counters.reported(seat.worker, chunk)
         if chunk.inference:
             self._note_inference(chunk.inference)
         order = tickets.order(chunk.ticket)
@@ -323,7 +359,9 @@ class Collector:
         if chunk.keys:
             self.counters.wait["transfer"] += time.monotonic() - began
         self.counters.received(piece.nbytes)
-        tickets.accept(seat.worker, chunk.ticket, chunk.version, piece)
+        tickets.accept(seat.worker, chunk.ticket, max(chunk.version, chunk.passed), piece)
+        if self._prober is not None and request.steps:
+            self._prober.remember(seat, chunk, self._rollouts.rows(seat, order.lane), request.steps)
         seat.resume[:] = piece.resume
         if request.num_chunks is not None:
             self.server.grant()  # whoever is quick goes on while the learner is busy

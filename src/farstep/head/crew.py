@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -19,6 +20,8 @@ from farstep.worker.progress import BEAT_S, COUNT, SLOT, Phase
 log = logging.getLogger("farstep")
 _MESSAGES_AT_ONCE = 64
 """Read from one worker before others get their turn."""
+_LAST_WORDS_S = 1.0
+"""A worker whose connection closed usually ends by itself; until then it may still say why."""
 
 
 class Watcher(Protocol):
@@ -130,7 +133,7 @@ class Crew:
                 received = seat.link.receive()
             except EOFError:
                 self._switchboard.unregister(seat.link.fileno())
-                self.act_on(life.Gone(seat.worker))
+                seat.silent_since = time.monotonic()
                 return
             except WireError as error:
                 self.distrust(seat, error)
@@ -162,6 +165,9 @@ class Crew:
         for seat in self.seats:
             if seat.handle is None or self.launcher.driven:
                 continue  # one in this process cannot be stuck without us
+            if time.monotonic() - seat.silent_since > _LAST_WORDS_S:
+                seat.silent_since = math.inf
+                self.act_on(life.Gone(seat.worker))
             phase = seat.phase
             if phase == "idle" and not self._watcher.is_busy(seat):
                 phase = ""
@@ -203,6 +209,7 @@ class Crew:
     def _start_process(self, seat: Seat, incarnation: int) -> None:
         self._drop_process(seat)
         seat.incarnation, seat.ready, seat.error, seat.asked = incarnation, False, None, False
+        seat.silent_since = math.inf
         try:
             started = self.launcher.start(seat.worker, incarnation, self.run)
         except OSError as error:

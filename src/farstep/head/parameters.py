@@ -7,9 +7,19 @@ from typing import Any
 
 import numpy as np
 
-from farstep.agents.parameters import ChangeDetector, ParameterSchema, as_stored, has_nan, leaves_of, parameters_of
-from farstep.core import Agent, Buffer
+from farstep.agents.parameters import (
+    ChangeDetector,
+    ParameterSchema,
+    as_stored,
+    has_nan,
+    leaves_of,
+    parameters_of,
+    travelling,
+)
+from farstep.config import ALL_WEIGHTS, WeightsConfig
+from farstep.core import Agent, Array, Buffer
 from farstep.errors import AgentError
+from farstep.wire.delta import encode
 from farstep.wire.memory import SharedMemory
 from farstep.wire.messages import Parameters
 from farstep.worker.weights import HEADER, PAGE, digest, pack_word, stride
@@ -18,9 +28,17 @@ from farstep.worker.weights import HEADER, PAGE, digest, pack_word, stride
 class ParameterStore:
     """All versions of one agent; the newest is in memory that local workers read from."""
 
-    def __init__(self, agent: Agent, agent_id: int, workers: int, first_version: int = 0) -> None:
-        leaves = leaves_of(parameters_of(agent))
-        self.schema = ParameterSchema.of(leaves)
+    def __init__(
+        self,
+        agent: Agent,
+        agent_id: int,
+        workers: int,
+        first_version: int = 0,
+        config: WeightsConfig = ALL_WEIGHTS,
+    ) -> None:
+        self._config = config
+        leaves = travelling(leaves_of(parameters_of(agent)), config)
+        self.schema = ParameterSchema.of(leaves, config.half)
         self._agent_id = agent_id
         # Every worker can hold one buffer, one is current: one more is always free.
         self._buffers = workers + 2
@@ -30,6 +48,9 @@ class ParameterStore:
         self._word = memoryview(self.memory.map).cast("q")
         self._changes = ChangeDetector()
         self._index = -1
+        self._handed: dict[int, tuple[int, bytes]] = {}
+        """Per worker without shared memory, the version it has and its bytes, to send differences to."""
+        self._difference: tuple[tuple[int, int], list[bytes]] = ((-1, -1), [])
         self.version = first_version - 1
         self._write(leaves)
 
@@ -38,28 +59,47 @@ class ParameterStore:
 
     def publish(self, agent: Agent) -> int:
         """A new version from the agent's parameters, whether they changed or not."""
-        leaves = leaves_of(agent.get_parameters())
+        leaves = self._leaves(agent)
         self.schema.check(leaves)
         self._write(leaves)
         return self.version
 
     def publish_if_changed(self, agent: Agent) -> bool:
         """A new version if the parameters differ from the published ones."""
-        leaves = leaves_of(agent.get_parameters())
+        leaves = self._leaves(agent)
         if self._changes.same_counters(leaves) and self._changes.trusted(self.schema.nbytes):
             return False
         self.schema.check(leaves)
         current = self.schema.views(self.memory.map, self._start(self._index) + HEADER)
-        if all(np.array_equal(old, as_stored(*entry)) for old, entry in zip(current, leaves, strict=True)):
+        if all(
+            np.array_equal(old, _cast(as_stored(*new), old.dtype)) for old, new in zip(current, leaves, strict=True)
+        ):
             self._changes.note(leaves)
             return False
         self._write(leaves)
         return True
 
+    def _leaves(self, agent: Agent) -> list[tuple[str, Any]]:
+        return travelling(leaves_of(agent.get_parameters()), self._config)
+
     def payload(self) -> Buffer:
         """The current version's bytes, for a worker that shares no memory."""
         start = self._start(self._index) + HEADER
         return memoryview(self.memory.map)[start : start + self.schema.nbytes]
+
+    def handover(self, worker: int, held: int) -> tuple[int, list[Buffer]]:
+        """What brings a worker from the version it has to the current one: frames, and the version to add them to
+        (-1: they are whole)."""
+        if not self._config.delta or not self.schema.nbytes:
+            return -1, [self.payload()]
+        known = self._handed.get(worker, (-1, b""))
+        same = next((bytes_ for version, bytes_ in self._handed.values() if version == self.version), None)
+        self._handed[worker] = (self.version, same or bytes(self.payload()))  # one copy, however many have it
+        if held < 0 or known[0] != held:
+            return -1, [self.payload()]
+        if self._difference[0] != (held, self.version):
+            self._difference = ((held, self.version), encode(known[1], self.payload()))
+        return held, list(self._difference[1])
 
     def _start(self, index: int) -> int:
         return PAGE + index * self._stride
@@ -68,11 +108,12 @@ class ParameterStore:
         index = self._lock_free_buffer()
         try:
             start = self._start(index)
-            for view, (name, leaf) in zip(self.schema.views(self.memory.map, start + HEADER), leaves, strict=True):
+            views = self.schema.views(self.memory.map, start + HEADER)
+            for view, source, (name, leaf) in zip(views, self.schema.sources, leaves, strict=True):
                 array = as_stored(name, leaf)
-                if array.dtype != view.dtype:
+                if array.dtype != source:
                     raise AgentError(
-                        f"parameter {name!r} changed its dtype from {view.dtype} to {array.dtype}; version "
+                        f"parameter {name!r} changed its dtype from {np.dtype(source)} to {array.dtype}; version "
                         f"{self.version} stays in force. Convert it back, or make another agent of it."
                     )
                 if has_nan(leaf, array):
@@ -80,7 +121,12 @@ class ParameterStore:
                         f"parameter {name!r} has a NaN; version {self.version} stays in force. "
                         "Workers would act on it: lower the learning rate, or clip gradients."
                     )
-                view[...] = array
+                view[...] = _cast(array, view.dtype)
+                if view.dtype != array.dtype and not np.array_equal(np.isinf(view), np.isinf(array)):
+                    raise AgentError(
+                        f"parameter {name!r} has values beyond {np.finfo(view.dtype).max:,.0f}, which do not fit half "
+                        f"precision; version {self.version} stays in force. Leave weights.half out."
+                    )
             self._word[start // 8] = self.version + 1
         finally:
             fcntl.lockf(self.memory.fd, fcntl.LOCK_UN, 1, index)
@@ -102,3 +148,8 @@ class ParameterStore:
 
     def close(self) -> None:
         self.memory.close()
+
+
+def _cast(array: Array, dtype: np.dtype[Any]) -> Array:
+    with np.errstate(over="ignore"):  # what does not fit becomes infinite, which is looked for
+        return array.astype(dtype, copy=False)

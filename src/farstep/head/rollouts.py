@@ -20,6 +20,7 @@ from farstep.spec import ArraySpec, Schema, Structure, leaf_names, nest
 from farstep.wire.codec import unpack
 from farstep.wire.memory import SharedMemory
 from farstep.wire.messages import AgentReady, Chunk, Lay
+from farstep.worker.rows import Rows
 
 MAX_STEP_BYTES = 2**28
 """What an agent may return per environment and step."""
@@ -50,6 +51,8 @@ class Piece:
     key: int
     """Consecutive for chunks of one worker process that follow each other without a gap."""
     nbytes: int
+    version: int
+    """The weights that acted."""
 
 
 class Rollouts:
@@ -97,8 +100,9 @@ class Rollouts:
             infos,
             seat.incarnation << 40 | chunk.order,
             self.store(seat, lane, steps, chunk.keys, frames) if chunk.keys else self._chunk_bytes(seat, steps),
+            chunk.version,
         )
-        if not -1 <= chunk.version <= version or not 0 <= chunk.order < 1 << 40:
+        if not -1 <= chunk.version <= version or chunk.passed > version or not 0 <= chunk.order < 1 << 40:
             raise WireError("a chunk whose header cannot be true.")
         return piece
 
@@ -125,6 +129,11 @@ class Rollouts:
                 target[...] = np.frombuffer(frame, block.dtype).reshape(target.shape)
             total += len(frame)
         return total
+
+    def rows(self, seat: Seat, lane: int) -> Rows:
+        """A worker's own columns of a lane."""
+        assert self.layout is not None
+        return Rows(self.layout, self.blocks, lane, seat.first, seat.stop)
 
     def _chunk_bytes(self, seat: Seat, steps: int) -> int:
         """What a chunk in shared memory amounts to."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import select
 import time
 from collections.abc import Sequence
@@ -42,6 +43,8 @@ class Seat:
     """What it last failed of."""
     asked: bool = False
     """It was sent an agent or a call and has not answered yet."""
+    silent_since: float = math.inf
+    """When its connection closed, if its process was still there."""
     _suspect: tuple[int, int] | None = None
     """Environment and episode in which it last died."""
 

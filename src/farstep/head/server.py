@@ -256,10 +256,14 @@ class Server:
         if not self.shares_memory:
             self.crew.read_shared()
 
-    def send(self, seat: Seat, message: m.FromHead, frames: Sequence[Any] = (), fds: Sequence[int] = ()) -> None:
-        if seat.link is not None:
-            seat.asked = seat.asked or isinstance(message, (m.Ship, m.Call))
-            seat.link.send([m.encode(message), *frames], fds if self.shares_memory else ())
+    def send(self, seat: Seat, message: m.FromHead, frames: Sequence[Any] = (), fds: Sequence[int] = ()) -> int:
+        """Say it to one worker; how many bytes that took."""
+        if seat.link is None:
+            return 0
+        seat.asked = seat.asked or isinstance(message, (m.Ship, m.Call))
+        said = [m.encode(message), *frames]
+        seat.link.send(said, fds if self.shares_memory else ())
+        return sum(memoryview(frame).nbytes for frame in said)
 
     def tell(self, message: m.FromHead, frames: Sequence[Any] = (), fds: Sequence[int] = ()) -> None:
         """Tell every worker that is there, and those that come later; replaces what was told before of its kind."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,7 @@ import numpy as np
 from farstep.batch import Batch
 from farstep.head.membership import State
 from farstep.head.server import Server
+from farstep.head.tickets import Arrived
 from farstep.wire.messages import Chunk
 
 _WINDOW = 100
@@ -22,31 +25,35 @@ class Counters:
 
     def __init__(self, num_workers: int) -> None:
         self.steps = self.chunks = self.episodes = 0
-        self.weights_sent = self.rollouts_received = 0
+        self.weights_sent = self.probes_sent = self.rollouts_received = 0
         self.syncs = [0] * num_workers
+        self.divergence: dict[int, float] = {}
         self.wait = {"tickets": 0.0, "weights": 0.0, "learner": 0.0, "transfer": 0.0}
         self._recent: deque[tuple[float, int]] = deque()
         self._returns: deque[float] = deque(maxlen=_WINDOW)
         self._lengths: deque[float] = deque(maxlen=_WINDOW)
         self._lag_sum = self._lag_rows = self._lag_max = 0
+        self._lags: list[Counter[int]] = [Counter() for _ in range(num_workers)]
         self._oldest: int | None = None
 
     def received(self, nbytes: int) -> None:
         """A chunk was accepted."""
         self.rollouts_received += nbytes
 
-    def synced(self, worker: int, chunk: Chunk) -> None:
-        """A worker says what it pulled and waited for, whether its chunk is still wanted or not."""
+    def reported(self, worker: int, chunk: Chunk) -> None:
+        """A worker says what it pulled, waited for and measured, whether its chunk is still wanted or not."""
+        if chunk.divergence is not None:
+            self.divergence[worker] = chunk.divergence
         self.syncs[worker] += chunk.syncs
         self.weights_sent += chunk.synced_bytes
         self.wait["tickets"] += chunk.tickets_s
         self.wait["weights"] += chunk.weights_s
 
-    def batch(self, batch: Batch, chunks: int, version: int) -> None:
+    def batch(self, batch: Batch, arrived: Sequence[Arrived], version: int) -> None:
         """A batch was handed to the learner."""
         rows, slots = batch.shape
         self.steps += rows * slots
-        self.chunks += chunks if rows else 0  # a reset rolls nothing
+        self.chunks += len(arrived) if rows else 0  # a reset rolls nothing
         now = time.monotonic()
         self._recent.append((now, rows * slots))
         while now - self._recent[0][0] > _RATE_WINDOW_S and len(self._recent) > 2:
@@ -57,6 +64,8 @@ class Counters:
         if rows:
             versions = np.asarray(batch["version"])[0]  # one version per chunk: the first row has them all
             lags = version - versions
+            for chunk in arrived:
+                self._lags[chunk.order.worker][version - chunk.piece.version] += 1
             self._lag_sum += int(lags.sum())
             self._lag_rows += len(lags)
             self._lag_max = max(self._lag_max, int(lags.max()))
@@ -86,7 +95,7 @@ class Counters:
             "weight_syncs": {"total": sum(self.syncs), "per_worker": list(self.syncs)},
             "bytes": {
                 "weights_sent": self.weights_sent,
-                "probes_sent": 0,
+                "probes_sent": self.probes_sent,
                 "rollouts_received": self.rollouts_received,
             },
             "versions": {
@@ -94,8 +103,9 @@ class Counters:
                 "oldest_consumed": self._oldest,
                 "lag_mean": self._lag_sum / self._lag_rows if self._lag_rows else 0.0,
                 "lag_max": self._lag_max,
+                "lag_histogram": [dict(sorted(lags.items())) for lags in self._lags],
             },
-            "divergence": {},
+            "divergence": dict(self.divergence),
             "inference": inference,
             "start": dict(server.start_s),
             "wait": dict(self.wait),
@@ -105,3 +115,19 @@ class Counters:
                 "length_mean": float(np.mean(self._lengths)) if self._lengths else None,
             },
         }
+
+
+def scalars(stats: Mapping[str, Any], prefix: str = "farstep") -> dict[str, float]:
+    """The numbers of `env.stats()` under paths such as `farstep/bytes/weights_sent`, for TensorBoard and the like."""
+    return dict(_numbers(stats, prefix))
+
+
+def _numbers(value: Any, path: str) -> Iterator[tuple[str, float]]:
+    if isinstance(value, Mapping):
+        for key, part in value.items():
+            yield from _numbers(part, f"{path}/{key}")
+    elif isinstance(value, list):
+        for i, part in enumerate(value):
+            yield from _numbers(part, f"{path}/{i}")
+    elif isinstance(value, (int, float)) and math.isfinite(value):
+        yield path, float(value)

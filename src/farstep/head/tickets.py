@@ -33,6 +33,7 @@ class Arrived:
 
     order: Order
     version: int
+    """What it counts as, for its age."""
     piece: Any
 
 

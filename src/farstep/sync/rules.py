@@ -1,29 +1,155 @@
-"""Sync rules that need nothing but version numbers."""
+"""Sync rules: pure functions of what a worker knows before a chunk."""
 
 from __future__ import annotations
 
+import math
+import numbers
 from dataclasses import dataclass
 
+from farstep.core import SyncRule, SyncState
 from farstep.errors import ConfigError
 
 
+class Rule:
+    """What rules have in common: `a | b` pulls when either does."""
+
+    probes = 0
+    """How many of the latest divergences the rule looks at; without any, none are measured."""
+
+    def should_pull(self, state: SyncState) -> bool:
+        raise NotImplementedError
+
+    def divergence(self, state: SyncState) -> float | None:
+        """The running divergence that the rule compares, if it does."""
+        return None
+
+    def __or__(self, other: SyncRule) -> AnyOf:
+        return AnyOf((self, other))
+
+
 @dataclass(frozen=True)
-class Always:
+class Always(Rule):
     """Act with the newest version, always."""
 
-    def should_pull(self, held: int, newest: int) -> bool:
-        return newest > held
+    def should_pull(self, state: SyncState) -> bool:
+        return state.newest > state.held
 
 
 @dataclass(frozen=True)
-class EveryK:
+class EveryK(Rule):
     """Pull when at least `k` versions were published since the last pull."""
 
     k: int
 
     def __post_init__(self) -> None:
-        if not isinstance(self.k, int) or self.k < 1:
-            raise ConfigError(f"EveryK(k={self.k!r}): k counts versions and must be an int of at least 1.")
+        _check(self, "k", self.k, isinstance(self.k, int) and self.k >= 1, "counts versions; an int of at least 1")
 
-    def should_pull(self, held: int, newest: int) -> bool:
-        return held < 0 or newest - held >= self.k
+    def should_pull(self, state: SyncState) -> bool:
+        return state.held < 0 or state.newest - state.held >= self.k
+
+
+@dataclass(frozen=True)
+class EverySeconds(Rule):
+    """Pull a newer version when the last pull was at least `seconds` ago."""
+
+    seconds: float
+
+    def __post_init__(self) -> None:
+        _check(self, "seconds", self.seconds, _is_real(self.seconds) and self.seconds >= 0, "a number of at least 0")
+
+    def should_pull(self, state: SyncState) -> bool:
+        return state.held < 0 or (state.newest > state.held and state.seconds >= self.seconds)
+
+
+@dataclass(frozen=True)
+class MaxLag(Rule):
+    """Never begin a chunk with weights more than `versions` behind: a hard bound, to be combined with other rules."""
+
+    versions: int
+
+    def __post_init__(self) -> None:
+        fits = isinstance(self.versions, int) and self.versions >= 0
+        _check(self, "versions", self.versions, fits, "how many to be behind at most; an int of at least 0")
+
+    def should_pull(self, state: SyncState) -> bool:
+        return state.held < 0 or state.newest - state.held > self.versions
+
+
+@dataclass(frozen=True)
+class AAPS(Rule):
+    """Pull when the running divergence of the weights in use from the learner's exceeds `delta`.
+
+    The running divergence is an average over the latest `window` probes since the last pull, each weighing `decay`
+    times as much as the next one; `window=1` looks at the newest alone. `delta=0` is `Always`; with `delta=inf` a
+    worker pulls only once.
+    """
+
+    delta: float
+    window: int = 4
+    decay: float = 0.5
+
+    def __post_init__(self) -> None:
+        _check(self, "delta", self.delta, _is_real(self.delta) and self.delta >= 0, "a number of at least 0 (in nats)")
+        fits = isinstance(self.window, int) and 1 <= self.window <= 1000
+        _check(self, "window", self.window, fits, "counts probes; an int from 1 to 1000")
+        _check(self, "decay", self.decay, _is_real(self.decay) and 0 < self.decay <= 1, "a number in (0, 1]")
+
+    @property
+    def probes(self) -> int:  # type: ignore[override]
+        return self.window if self.delta > 0 else 0
+
+    def should_pull(self, state: SyncState) -> bool:
+        if state.held < 0 or self.delta == 0:
+            return state.newest > state.held
+        running = self.divergence(state)
+        return running is not None and running > self.delta
+
+    def divergence(self, state: SyncState) -> float | None:
+        latest = state.divergences[: self.window]
+        if not latest:
+            return None
+        weights = [self.decay**i for i in range(len(latest))]
+        return sum(weight * value for weight, value in zip(weights, latest, strict=True)) / sum(weights)
+
+
+@dataclass(frozen=True)
+class AnyOf(Rule):
+    """Pull when one of several rules says so."""
+
+    rules: tuple[SyncRule, ...]
+
+    def __post_init__(self) -> None:
+        for rule in self.rules:
+            if not isinstance(rule, SyncRule):
+                raise ConfigError(f"{rule!r} is no sync rule; combine rules such as AAPS(0.05) | MaxLag(10).")
+
+    @property
+    def probes(self) -> int:  # type: ignore[override]
+        return max(probes_of(rule) for rule in self.rules)
+
+    def should_pull(self, state: SyncState) -> bool:
+        return any(rule.should_pull(state) for rule in self.rules)
+
+    def divergence(self, state: SyncState) -> float | None:
+        return next((found for rule in self.rules if (found := divergence_of(rule, state)) is not None), None)
+
+
+def probes_of(rule: SyncRule) -> int:
+    """How many divergences a rule looks at, be it ours or a user's."""
+    return int(getattr(rule, "probes", 0))
+
+
+def divergence_of(rule: SyncRule, state: SyncState) -> float | None:
+    """The running divergence by a rule; by one that has none of its own, that of the newest probe."""
+    if isinstance(rule, Rule):
+        return rule.divergence(state)
+    return state.divergences[0] if probes_of(rule) and state.divergences else None
+
+
+def _is_real(value: object) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool) and not math.isnan(value)
+
+
+def _check(rule: Rule, name: str, value: object, fits: bool, meaning: str) -> None:
+    if not fits or isinstance(value, bool):
+        raise ConfigError(f"{type(rule).__name__}.{name} is {value!r}; expected {meaning}.")

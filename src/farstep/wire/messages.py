@@ -7,8 +7,9 @@ The order of a conversation:
             AgentReady ────────►                  Ticket, Ticket, ... Cancel
             Chunk, Chunk, ... ─►                  Call ─► Reply;  Stop
 
-Workers without shared memory also ask for weights (`WeightRequest` ─► `Weights`) after a `Newest`, and send
-`Progress`. Decoding validates types; a message that does not fit is a `WireError`.
+After a publish the head may send a `Probe`. Workers without shared memory also ask for weights (`WeightRequest` to
+`Weights`) after a `Newest`, and send `Progress`. Decoding validates types; a message that does not fit is a
+`WireError`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from farstep.errors import WireError
 from farstep.spec import Schema
 from farstep.wire.codec import Limits
 
-PROTOCOL = 3
+PROTOCOL = 4
 Word = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 
 
@@ -70,6 +71,10 @@ class Chunk(msgspec.Struct, tag="chunk"):
     """The last frame has the environments' infos."""
     inference: str = ""
     """How the agent is called, if that changed since the last chunk."""
+    passed: int = -1
+    """The newest version whose probe its weights passed, for the bound on staleness; else `version`."""
+    divergence: float | None = None
+    """The running divergence of its weights from the learner's, where the sync rule measures one."""
     syncs: int = 0
     synced_bytes: int = 0
     tickets_s: float = 0.0
@@ -110,6 +115,8 @@ class WeightRequest(msgspec.Struct, tag="weight-request"):
     """A worker without shared memory wants the newest parameters of the agent it has."""
 
     agent: int
+    held: int = -1
+    """The version it has now."""
 
 
 class Progress(msgspec.Struct, tag="progress"):
@@ -192,10 +199,22 @@ class Newest(msgspec.Struct, tag="newest"):
 
 
 class Weights(msgspec.Struct, tag="weights"):
-    """A version's parameters, in the frame that follows; without one, that agent is no longer wanted."""
+    """A version's parameters, in the frames that follow; without any, that agent is no longer wanted."""
 
     agent: int
     version: int
+    base: int = -1
+    """The version that they are to be added to; -1: they are whole."""
+
+
+class Probe(msgspec.Struct, tag="probe"):
+    """What a new version says of observations that the worker has sent: an array in each of the frames that follow."""
+
+    agent: int
+    version: int
+    orders: list[int]
+    """The chunks that the observations are from (see `sync/picks.py`); none if there was nothing to ask about."""
+    keys: list[str]
 
 
 class Call(msgspec.Struct, tag="call"):
@@ -210,7 +229,7 @@ class Stop(msgspec.Struct, tag="stop"):
 
 
 FromWorker = Hello | Ready | AgentReady | Chunk | Reply | Failure | WeightRequest | Progress
-FromHead = Welcome | Refuse | Ship | Parameters | Lay | Ticket | Cancel | Newest | Weights | Call | Stop
+FromHead = Welcome | Refuse | Ship | Parameters | Lay | Ticket | Cancel | Newest | Weights | Probe | Call | Stop
 
 _encoder = msgspec.msgpack.Encoder()
 _from_worker: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker)

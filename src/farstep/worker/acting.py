@@ -8,8 +8,9 @@ import cloudpickle
 import numpy as np
 
 from farstep.agents.parameters import ParameterLoader, as_array, leaves_of
-from farstep.agents.policy import Policy
+from farstep.agents.policy import Policy, same_randomness
 from farstep.batch import RESERVED
+from farstep.config import ALL_WEIGHTS, WeightsConfig
 from farstep.core import Array
 from farstep.errors import AgentError
 from farstep.spec import ArraySpec, Schema, Structure, differences, leaves, map_leaves, nest, value_structure
@@ -20,13 +21,15 @@ from farstep.worker.seeds import episode_generator
 class Actor:
     """Writes a row of actions and whatever else `act` returns."""
 
-    def __init__(self, payload: bytes, inference: str, obs: Structure, slots: Slots) -> None:
+    def __init__(
+        self, payload: bytes, inference: str, obs: Structure, slots: Slots, weights: WeightsConfig = ALL_WEIGHTS
+    ) -> None:
         self._slots, self._obs = slots, obs
         # Tried first on a copy, since an agent may count its calls. The copy is made first: unpickling a class of
         # the user's script again sets its attributes anew, and ours must be the ones that stay.
         self._trial: Policy | None = Policy(_unpacked(payload), "eager")
         self.policy = Policy(_unpacked(payload), inference)
-        self.loader = ParameterLoader(self.policy.agent)
+        self.loader = ParameterLoader(self.policy.agent, weights)
         self.version = -1
         self.structure: dict[str, Any] = {}
         self._noted = ""
@@ -40,7 +43,7 @@ class Actor:
         count = len(self._slots.roots)
         starts = np.ones(count, bool)
         generators = [np.random.default_rng(0) for _ in range(count)]
-        with _same_randomness():
+        with same_randomness():
             out = trial(nest(self._obs, current), trial.initial_state(count), starts, generators)
         if "action" not in out:
             raise AgentError(f"act returned {list(out)} without 'action'; return the actions or a mapping with them.")
@@ -72,7 +75,7 @@ class Actor:
                 f"act returned another state (here) than initial_state({count}) gives (there): {'; '.join(found)}. "
                 "Convert one of them."
             )
-        with _same_randomness():
+        with same_randomness():
             self.policy.accelerate(nest(self._obs, current), self._state, starts)
         self._noted = self.policy.note
         return schema, state_schema, state_structure.get("state", "")
@@ -120,7 +123,7 @@ class Actor:
         self.version = version
         if self.policy.recurrent and self.policy.is_torch:  # in buffers of the fast path, which the check overwrites
             self._state = map_leaves(np.array, self._state)
-        with _same_randomness():
+        with same_randomness():
             self.policy.check_after_load()
 
     def take_note(self) -> str:
@@ -159,23 +162,3 @@ def _schema_of(out: dict[str, Any], count: int) -> tuple[Schema, dict[str, Any]]
                 "that the worker acts for (a recurrent state too: [n, ...], not [layers, n, ...])."
             )
     return {name: ArraySpec.of(array) for name, array in arrays.items()}, structure
-
-
-class _same_randomness:  # noqa: N801
-    """Leaves the global generators as they were: a trial must not change what follows."""
-
-    def __enter__(self) -> None:
-        import random
-        import sys
-
-        self._torch = sys.modules.get("torch")
-        self._states = (random.getstate(), np.random.get_state())
-        self._tensor_state = self._torch.get_rng_state() if self._torch else None
-
-    def __exit__(self, *_: object) -> None:
-        import random
-
-        random.setstate(self._states[0])
-        np.random.set_state(self._states[1])
-        if self._torch is not None and self._tensor_state is not None:
-            self._torch.set_rng_state(self._tensor_state)

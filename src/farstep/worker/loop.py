@@ -19,14 +19,17 @@ import cloudpickle
 import numpy as np
 from gymnasium.vector import AutoresetMode
 
-from farstep.core import Buffer, Link, Received
+from farstep.agents.divergence import Comparison
+from farstep.core import Buffer, Link, Received, SyncState
 from farstep.errors import WireError
 from farstep.spec import space_schema
+from farstep.sync.rules import divergence_of, probes_of
 from farstep.wire import messages as m
 from farstep.wire.codec import pack
 from farstep.wire.versions import versions
 from farstep.worker.acting import Actor
 from farstep.worker.hosting import Host, HostedEnvs
+from farstep.worker.probing import Probing
 from farstep.worker.program import Program
 from farstep.worker.progress import CANCEL, COUNT, PHASE, SLOT, Phase
 from farstep.worker.rolling import AnyHost, NotWanted, Roller
@@ -53,11 +56,14 @@ class Worker:
         self._host: AnyHost | None = None
         self._weights: Weights | None = None
         self._actor: Actor | None = None
+        self._probing: Probing | None = None
         self._agent_id = -1
-        self._idle_since = time.monotonic()
+        self._pulled_at = self._idle_since = time.monotonic()
         self._order = 0
-        self._synced = (0, 0.0)
-        """Pulls of weights, and seconds they took, that no chunk has reported yet."""
+        self._synced = (0, 0, 0.0)
+        """Pulls of weights, their bytes, and seconds they took, that no chunk has reported yet."""
+        self._passed = -1
+        self._divergence: float | None = None
 
     # ---- the loop ----
 
@@ -130,6 +136,8 @@ class Worker:
             case m.Newest():
                 if isinstance(self._weights, RemoteWeights):
                     self._weights.announced = message.version
+            case m.Probe():
+                self._hear(message, received.frames[1:])
             case m.Weights():
                 log.debug("weights of version %d come too late", message.version)
             case m.Lay():
@@ -194,18 +202,21 @@ class Worker:
 
     def _adopt(self, message: m.Ship, payload: bytes) -> None:
         self._words[PHASE] = Phase.LOAD
-        self._actor, self._agent_id = None, -1
+        self._actor, self._probing, self._agent_id = None, None, -1
         self._drop_weights()
         had_torch = "torch" in sys.modules
         assert isinstance(self._host, Host)
         slots = self._host.slots
-        actor = Actor(payload, self._program.inference, self._obs, slots)
+        actor = Actor(payload, self._program.inference, self._obs, slots, self._program.weights)
         if "torch" in sys.modules and not had_torch:
             sys.modules["torch"].set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
             self._seed_globals(self._program.seed, slots.first)
         self._host.prepare()
         self._words[PHASE] = Phase.ACT
         schema, state_schema, state = actor.probe(self._host.current, self._action_schema)
+        if window := probes_of(self._program.sync):
+            comparison = Comparison(actor.policy, self._obs, actor.structure["action"], state or None)
+            self._probing = Probing(comparison, window)
         self._actor, self._agent_id = actor, message.agent
         self._send(
             m.AgentReady(message.agent, schema, pack(actor.structure), state_schema, pack(state), actor.policy.note)
@@ -229,8 +240,16 @@ class Worker:
         else:
             self._weights = RemoteWeights(self._ask_for_weights)
 
-    def _ask_for_weights(self) -> tuple[int, Any]:
-        self._send(m.WeightRequest(self._agent_id))
+    def _hear(self, probe: m.Probe, frames: Sequence[Buffer]) -> None:
+        if probe.agent != self._agent_id or self._probing is None or self._actor is None:
+            return  # of an agent that was replaced meanwhile
+        self._words[PHASE] = Phase.ACT
+        self._words[COUNT] += 1
+        self._probing.hear(probe, frames, self._actor.version)
+        self._words[PHASE] = Phase.IDLE
+
+    def _ask_for_weights(self, held: int) -> tuple[int, int, Sequence[Buffer]]:
+        self._send(m.WeightRequest(self._agent_id, held))
         while True:  # the head answers; should it not, our time in this phase is limited
             received = self._link.receive(None)
             message = m.decode_from_head(received.frames) if received is not None else None
@@ -239,7 +258,7 @@ class Worker:
             if isinstance(message, m.Weights) and message.agent == self._agent_id:
                 if len(received.frames) < 2:
                     raise NotWanted
-                return message.version, received.frames[1]
+                return message.version, message.base, received.frames[1:]
             self._put_off(message, received)
             if isinstance(message, m.Stop):
                 raise NotWanted
@@ -278,26 +297,36 @@ class Worker:
             self._words[PHASE] = Phase.IDLE
             self._idle_since = time.monotonic()
         chunk.order, chunk.tickets_s = self._order, waited_s
-        (chunk.syncs, chunk.weights_s), self._synced = self._synced, (0, 0.0)
+        chunk.passed, chunk.divergence = self._passed, self._divergence
+        if self._probing is not None and ticket.steps:
+            self._probing.remember(self._order, chunk.version, self._roller.rows, ticket.steps)
+        (chunk.syncs, chunk.synced_bytes, chunk.weights_s), self._synced = self._synced, (0, 0, 0.0)
         if self._actor is not None:
-            chunk.synced_bytes = chunk.syncs * self._actor.loader.schema.nbytes
             chunk.inference = self._actor.take_note()
         self._send(chunk, *arrays)
 
     def _sync(self, ticket: m.Ticket) -> None:
         """Pull weights if the rule or the ticket's bound says so."""
-        actor, weights = self._actor, self._weights
+        actor, weights, probing, rule = self._actor, self._weights, self._probing, self._program.sync
         if actor is None or weights is None or not ticket.steps:
             return
-        newest = weights.newest()
-        if not self._program.sync.should_pull(actor.version, newest) and actor.version >= ticket.min_version:
+        divergences = probing.divergences if probing is not None else ()
+        state = SyncState(actor.version, weights.newest(), time.monotonic() - self._pulled_at, divergences)
+        self._divergence = divergence_of(rule, state)
+        # Weights count as the newest version that they were compared with and found close enough to.
+        self._passed = max(actor.version, probing.probed if probing is not None else -1)
+        if not (state.newest > state.held and rule.should_pull(state)) and self._passed >= ticket.min_version:
             return
         began = time.monotonic()
         self._words[PHASE] = Phase.LOAD
         self._words[COUNT] += 1
-        actor.loaded(weights.load(actor.loader))
-        syncs, seconds = self._synced
-        self._synced = syncs + 1, seconds + time.monotonic() - began
+        version, nbytes = weights.load(actor.loader)
+        actor.loaded(version)
+        self._pulled_at, self._passed = time.monotonic(), actor.version
+        if probing is not None:
+            probing.pulled()
+        syncs, total, seconds = self._synced
+        self._synced = syncs + 1, total + nbytes, seconds + time.monotonic() - began
 
     def _recover(self, i: int | None) -> None:
         assert self._host is not None

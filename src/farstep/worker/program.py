@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 
 import cloudpickle
 
+from farstep.config import ALL_WEIGHTS, WeightsConfig
 from farstep.core import SyncRule
 from farstep.errors import ConfigError
 from farstep.worker.sources import Source
@@ -18,11 +20,15 @@ class Program:
     source: Source
     sync: SyncRule
     inference: str = "auto"
+    weights: WeightsConfig = ALL_WEIGHTS
     autoreset_mode: str = ""
     """Set for `make_vec`, whose workers follow Gymnasium's semantics and do not act."""
     seed: int = 0
 
     def pickled(self) -> bytes:
+        if (script := sys.modules.get("__mp_main__")) is not None:
+            # In a process that multiprocessing started, the script's classes travel as those of `__main__` do.
+            cloudpickle.register_pickle_by_value(script)
         try:
             return bytes(cloudpickle.dumps(self))
         except Exception as error:

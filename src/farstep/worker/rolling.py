@@ -38,6 +38,9 @@ class Roller:
         self._host, self._words, self._look = host, words, look
         _, self._action_schema = space_schema(host.action_space, "action")
 
+    rows: Rows
+    """Where the last ticket wrote."""
+
     def lay(self, message: m.Lay, fds: Sequence[int]) -> None:
         """From now on, write there."""
         layout = Layout.of(message)
@@ -57,7 +60,7 @@ class Roller:
         """Do the ticket; the chunk's header and the frames that go with it."""
         host, words, steps = self._host, self._words, ticket.steps
         acting = actor if isinstance(host, Host) else None
-        rows = Rows(self._layout, self._blocks, ticket.lane if self._shared else 0, *self._columns)
+        self.rows = rows = Rows(self._layout, self._blocks, ticket.lane if self._shared else 0, *self._columns)
         for name, frame in zip(self._action_schema, frames, strict=False):
             target = rows.row[name][0]
             target[...] = np.frombuffer(frame, target.dtype).reshape(target.shape)

@@ -21,6 +21,12 @@ class Rows:
         self.row = {name: blocks[name][lane, :, first:stop] for name in layout.rows}
         self.chunk = {name: blocks[name][lane, first:stop] for name in layout.chunks}
 
+        self.num_envs = stop - first
+
+    def at(self, names: Iterable[str], time: Array, column: Array) -> dict[str, Array]:
+        """Copies of rows, of the arrays with these names; those of the whole chunk have no time."""
+        return {n: self.chunk[n][column] if n in self.chunk else self.row[n][time, column] for n in names}
+
     def clear_flags(self, steps: int) -> None:
         """Ends and starts are rare: cleared once per chunk, then only set where they happen."""
         for name in ("terminated", "truncated", "episode_start"):

@@ -6,12 +6,13 @@ import fcntl
 import hashlib
 import mmap
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from farstep.agents.parameters import ParameterLoader, ParameterSchema
 from farstep.core import Buffer
-from farstep.errors import AgentError
+from farstep.errors import AgentError, WireError
+from farstep.wire.delta import decode
 
 # The shared memory of parameters: one word naming version and buffer, then the buffers, each with its version.
 PAGE = 4096
@@ -35,7 +36,7 @@ def unpack_word(word: int) -> tuple[int, int]:
 
 def digest(schema: ParameterSchema) -> str:
     """What must be the same on both sides: a buffer says nothing of what is where in it."""
-    return hashlib.sha256(repr((schema.names, schema.shapes, schema.dtypes)).encode()).hexdigest()
+    return hashlib.sha256(repr((schema.names, schema.shapes, schema.sources, schema.dtypes)).encode()).hexdigest()
 
 
 def check_digest(theirs: str, schema: ParameterSchema) -> None:
@@ -55,8 +56,8 @@ class Weights(Protocol):
         """The latest published version that this worker has heard of."""
         ...
 
-    def load(self, loader: ParameterLoader) -> int:
-        """Load the newest version whole; returns it."""
+    def load(self, loader: ParameterLoader) -> tuple[int, int]:
+        """Load the newest version whole; returns it, and the bytes that it took to get it."""
         ...
 
     def close(self) -> None: ...
@@ -78,7 +79,7 @@ class SharedWeights:
     def newest(self) -> int:
         return unpack_word(self._word[0])[0]
 
-    def load(self, loader: ParameterLoader) -> int:
+    def load(self, loader: ParameterLoader) -> tuple[int, int]:
         while True:
             version, index = unpack_word(self._word[0])
             fcntl.lockf(self._fd, fcntl.LOCK_SH, 1, index)
@@ -88,7 +89,7 @@ class SharedWeights:
                 if self._word[start // 8] != version or unpack_word(self._word[0])[0] != version:
                     continue
                 loader.load(loader.schema.views(self._map, start + HEADER))
-                return version
+                return version, self._nbytes
             finally:
                 fcntl.lockf(self._fd, fcntl.LOCK_UN, 1, index)
 
@@ -97,19 +98,28 @@ class SharedWeights:
 
 
 class RemoteWeights:
-    """Parameters that arrive as messages; `ask` sends a request and returns version and bytes."""
+    """Parameters that arrive as messages.
 
-    def __init__(self, ask: Callable[[], tuple[int, Buffer]]) -> None:
+    `ask` says which version is here and returns the newest one, the version to add the frames to (-1: they are whole),
+    and the frames.
+    """
+
+    def __init__(self, ask: Callable[[int], tuple[int, int, Sequence[Buffer]]]) -> None:
         self._ask = ask
+        self._held: tuple[int, Buffer] = (-1, b"")
         self.announced = 0
 
     def newest(self) -> int:
         return self.announced
 
-    def load(self, loader: ParameterLoader) -> int:
-        version, payload = self._ask()
+    def load(self, loader: ParameterLoader) -> tuple[int, int]:
+        version, base, frames = self._ask(self._held[0])
+        if base not in (-1, self._held[0]):
+            raise WireError(f"a difference to version {base}; this worker has {self._held[0]}.")
+        payload = frames[0] if base < 0 else decode(self._held[1], frames)
         loader.load(loader.schema.views(payload))
-        return version
+        self._held = (version, payload)
+        return version, sum(memoryview(frame).nbytes for frame in frames)
 
     def close(self) -> None:
         """Nothing is held."""

@@ -1,0 +1,89 @@
+"""How far a worker's policy is from the learner's on the same observations, by what the agent offers.
+
+Each side describes its policy as named arrays, a row per observation; the head's description travels, and the worker
+compares. With `distribution(obs)` the divergence is exact; with `log_prob(obs, action)` it is estimated from the
+worker's own actions; an agent's own `divergence(local, learner)` takes whatever arrays its `distribution` returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from farstep.agents.distributions import as_floats, flat_distribution, kl_divergence, kl_estimate
+from farstep.agents.parameters import leaves_of
+from farstep.agents.policy import Policy
+from farstep.core import Array
+from farstep.errors import AgentError
+from farstep.spec import Structure, leaf_names, nest
+
+
+def comparing_method(agent: Any) -> str:
+    """The method that says how far apart policies are."""
+    for method in ("distribution", "log_prob"):
+        if callable(getattr(agent, method, None)):
+            return method
+    raise AgentError(
+        "adaptive synchronization (kl_threshold) needs to know how far policies are apart, and "
+        f"{type(agent).__name__} cannot say: add distribution(obs), which returns a torch.distributions object or "
+        'arrays such as {"logits": ...}, or log_prob(obs, action). For a deterministic policy let distribution(obs) '
+        "return its actions and add divergence(local, learner) -> [n]."
+    )
+
+
+class Comparison:
+    """Describes the policy of one side, and compares two descriptions."""
+
+    def __init__(self, policy: Policy, obs: Structure, action: Structure, state: Structure | None) -> None:
+        agent = policy.agent
+        self._policy = policy
+        own = getattr(agent, "divergence", None)
+        self._own = own if callable(own) else None
+        self._method = comparing_method(agent)
+        inputs = [obs, action] if self.estimates else [obs]
+        if policy.recurrent:
+            assert state is not None
+            inputs += [state, "episode_start"]
+        self._inputs: list[Structure] = inputs
+        self.names = [name for structure in inputs for name in leaf_names(structure)]
+        """The arrays of a row that it looks at."""
+        self.first_row_only = policy.recurrent
+        """A recurrent state is known only where a chunk begins."""
+
+    @property
+    def estimates(self) -> bool:
+        """Whether rows must hold actions of the policy that is compared."""
+        return self._method == "log_prob"
+
+    def describe(self, rows: Mapping[str, Array]) -> dict[str, Array]:
+        """What the policy says of these rows, as named arrays `[n, ...]` of float32."""
+        said = self._policy.ask(self._method, [nest(structure, rows) for structure in self._inputs])
+        found = self._flat(said)
+        count = len(rows[self.names[0]])
+        for name, array in found.items():
+            if array.shape[:1] != (count,):
+                raise AgentError(
+                    f"{self._method}() returned {name} as {list(array.shape)} for {count} observations; its first "
+                    "dimension must be the observations."
+                )
+        return found
+
+    def _flat(self, said: Any) -> dict[str, Array]:
+        if self.estimates:
+            return {"log_prob": as_floats(said, "log_prob")}
+        if self._own is not None:
+            return {name: as_floats(leaf, name) for name, leaf in leaves_of(said, "distribution")}
+        return flat_distribution(said)
+
+    def compare(self, local: Mapping[str, Array], learner: Mapping[str, Array]) -> float:
+        """The mean divergence of the local policy from the learner's; infinite if it is no number."""
+        if self._own is not None:
+            found = np.asarray(self._own(dict(local), dict(learner)), np.float64)
+        elif self.estimates:
+            found = kl_estimate(local["log_prob"], learner["log_prob"])
+        else:
+            found = kl_divergence(local, learner)
+        mean = float(np.mean(found))
+        return np.inf if np.isnan(mean) else mean

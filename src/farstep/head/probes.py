@@ -1,0 +1,69 @@
+"""The head's side of probes: after a publish, one evaluation of the new policy for all workers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from farstep.agents.divergence import Comparison
+from farstep.core import Array
+from farstep.head.seats import Seat
+from farstep.sync.picks import Pick, Picks, joined
+from farstep.wire.messages import Chunk
+from farstep.worker.probing import picked
+from farstep.worker.rows import Rows
+
+
+@dataclass(frozen=True)
+class Question:
+    """What one worker's probe is about."""
+
+    worker: int
+    incarnation: int
+    picks: Sequence[Pick]
+
+    @property
+    def orders(self) -> list[int]:
+        return [pick.order for pick in self.picks]
+
+
+class Prober:
+    """Remembers rows of every worker's latest chunks, and asks the learner's policy about them."""
+
+    def __init__(self, comparison: Comparison, seats: Sequence[Seat]) -> None:
+        self._comparison = comparison
+        self._seats = seats
+        self._picks = [Picks() for _ in seats]
+        self._incarnations = [-1] * len(seats)
+
+    def remember(self, seat: Seat, chunk: Chunk, rows: Rows, steps: int) -> None:
+        """A chunk was accepted: keep the rows that a probe may ask about."""
+        picks = self._picks[seat.worker]
+        if self._incarnations[seat.worker] != seat.incarnation:
+            picks.clear()  # a replaced worker remembers nothing of what its predecessor sent
+            self._incarnations[seat.worker] = seat.incarnation
+        picks.add(picked(self._comparison, chunk.order, chunk.version, rows, steps))
+
+    def questions(self) -> list[Question]:
+        """What to ask now, for each worker that is there."""
+        found = []
+        for seat in self._seats:
+            same = self._incarnations[seat.worker] == seat.incarnation
+            picks = self._picks[seat.worker].all() if same else ()
+            found.append(Question(seat.worker, seat.incarnation, picks))
+        return found
+
+    def answers(self, questions: Sequence[Question]) -> list[dict[str, Array]]:
+        """What the policy says to each, in one evaluation; nothing where there is nothing to ask about."""
+        picks = [pick for question in questions for pick in question.picks]
+        if not picks:
+            return [{} for _ in questions]
+        said = self._comparison.describe(joined(picks))
+        ends = np.cumsum([sum(pick.rows for pick in question.picks) for question in questions])
+        parts = {name: np.split(array, ends[:-1]) for name, array in said.items()}
+        return [
+            {name: part[i] for name, part in parts.items()} if question.picks else {}
+            for i, question in enumerate(questions)
+        ]

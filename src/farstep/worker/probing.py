@@ -1,0 +1,86 @@
+"""A worker's side of probes: its own rows, and what probes said of the weights in use."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from farstep.agents.divergence import Comparison
+from farstep.core import Array, Buffer
+from farstep.errors import AgentError
+from farstep.sync.picks import PER_PROBE, Pick, Picks, joined, rows_of
+from farstep.wire.messages import Probe
+from farstep.worker.rows import Rows
+
+_MEMORY = 4
+"""Rows that a worker remembers for each that the head does, since it is ahead of it."""
+
+
+class Probing:
+    """Compares the weights in use with every version it is told of."""
+
+    def __init__(self, comparison: Comparison, window: int) -> None:
+        self._comparison = comparison
+        self._picks = Picks(_MEMORY * PER_PROBE)
+        self._divergences: deque[float] = deque(maxlen=window)
+        self._known: tuple[tuple[int, tuple[int, ...]], dict[str, Array]] | None = None
+        """What the weights in use said last, and of what: published in a row, versions are probed on the same rows."""
+        self.probed = -1
+        """The newest version that was compared."""
+
+    @property
+    def divergences(self) -> tuple[float, ...]:
+        """Since the last pull, newest first."""
+        return tuple(self._divergences)
+
+    def remember(self, order: int, version: int, rows: Rows, steps: int) -> None:
+        """A chunk is complete: keep the rows that a probe may ask about."""
+        self._picks.add(picked(self._comparison, order, version, rows, steps))
+
+    def pulled(self) -> None:
+        """New weights are in use: what was said of the old ones is void."""
+        self._divergences.clear()
+
+    def hear(self, probe: Probe, frames: Sequence[Buffer], held: int) -> None:
+        """Compare with what the head's policy says; a late or repeated probe says nothing new."""
+        if probe.version <= max(self.probed, held):
+            return
+        self.probed = probe.version
+        picks = self._picks.find(probe.orders)
+        known = [pick for pick in picks if pick is not None]
+        if not known or len(known) < len(picks):
+            self._divergences.appendleft(math.inf)  # nobody can tell how far it is: too far
+            return
+        local = self._described(held, known)
+        learner = _like(local, probe.keys, frames)
+        if self._comparison.estimates and (own := [pick.version == held for pick in known]) and any(own):
+            mine = np.repeat(own, [pick.rows for pick in known])  # whose actions are of the weights in use
+            local, learner = ({name: array[mine] for name, array in side.items()} for side in (local, learner))
+        self._divergences.appendleft(self._comparison.compare(local, learner))
+
+    def _described(self, held: int, picks: Sequence[Pick]) -> dict[str, Array]:
+        about = (held, tuple(pick.order for pick in picks))
+        if self._known is None or self._known[0] != about:
+            self._known = (about, self._comparison.describe(joined(picks)))
+        return self._known[1]
+
+
+def picked(comparison: Comparison, order: int, version: int, rows: Rows, steps: int) -> Pick:
+    """The rows of a chunk that a probe may ask about; head and worker take the same."""
+    time, column = rows_of(order, steps, rows.num_envs, comparison.first_row_only)
+    return Pick(order, version, rows.at(comparison.names, time, column))
+
+
+def _like(local: Mapping[str, Array], keys: Sequence[str], frames: Sequence[Buffer]) -> dict[str, Array]:
+    """A probe's arrays, which must be shaped as our own."""
+    sizes = {key: memoryview(frame).nbytes for key, frame in zip(keys, frames, strict=False)}
+    if sizes != {key: array.nbytes for key, array in local.items()}:
+        raise AgentError(
+            f"the learner describes its policy by {sizes} (bytes per array) and the worker by "
+            f"{ {key: array.nbytes for key, array in local.items()} }, for the same observations. distribution() and "
+            "log_prob() must return the same arrays on both."
+        )
+    return {key: np.frombuffer(f, np.float32).reshape(local[key].shape) for key, f in zip(keys, frames, strict=True)}

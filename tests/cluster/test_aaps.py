@@ -1,0 +1,344 @@
+"""Adaptive synchronization on running clusters: who pulls when, what it costs, and what it means for staleness."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+from typing import Any
+
+import numpy as np
+import pytest
+from checks import assert_balanced, cluster, eventually, inprocess
+
+import farstep
+from farstep.sync import AAPS, Always, MaxLag
+from farstep.testing import CountingEnv, TableAgent
+
+EVERYWHERE = pytest.mark.parametrize(
+    "config",
+    [inprocess(2), *(farstep.LocalConfig(workers_per_node=2, transport=t) for t in ("shm", "tcp"))],
+    ids=["inprocess", "shm", "tcp"],
+)
+
+
+class CoinAgent(TableAgent):
+    """Says yes with a probability of its own; the divergence between two such agents is known."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logit = np.zeros(1)
+
+    def get_parameters(self) -> Any:
+        return {"logit": self.logit}
+
+    def distribution(self, obs: Any) -> Any:
+        return {"bernoulli": np.repeat(self.logit, len(obs))[:, None]}
+
+
+def divergence(local: float, learner: float) -> float:
+    p, q = 1 / (1 + math.exp(-local)), 1 / (1 + math.exp(-learner))
+    return p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
+
+
+def never_ending() -> CountingEnv:
+    return CountingEnv(length=None)
+
+
+@EVERYWHERE
+def test_workers_pull_exactly_when_the_divergence_exceeds_the_threshold(config: farstep.LaunchConfig) -> None:
+    delta, held, expected, versions, seen = 0.05, 0.0, [], [], []
+    with cluster(envs=4, sync=AAPS(delta, window=1), config=config) as env:
+        agent = CoinAgent()
+        acted = 0
+        for k in range(12):
+            if k:
+                agent.logit += 0.2
+            if divergence(held, float(agent.logit[0])) > delta:
+                held, acted = float(agent.logit[0]), k
+            expected.append({acted})
+            versions.append(set(env.collect(agent, steps=8)["version"].flat))
+            seen.append(env.stats()["divergence"])
+        stats = env.stats()
+    assert versions == expected
+    assert len({tuple(v) for v in versions}) > 2  # it pulled now and then, not always
+    pulls = len({tuple(v) for v in versions})
+    assert stats["weight_syncs"] == {"total": 2 * pulls, "per_worker": [pulls, pulls]}
+    assert stats["bytes"]["weights_sent"] == 2 * pulls * 64  # one number, aligned
+    assert 0 < stats["bytes"]["probes_sent"] < 11 * 2 * 500
+    assert seen[1][0] == seen[1][1] == pytest.approx(divergence(0, 0.2), rel=1e-4)
+    lags = stats["versions"]["lag_histogram"]
+    assert len(lags) == 2 and lags[0] == lags[1] and sum(lags[0].values()) == 12
+    assert sum(lag * count for lag, count in lags[0].items()) == sum(k - min(v) for k, v in enumerate(versions))
+
+
+@pytest.mark.parametrize("rule", [AAPS(0.0), Always()], ids=["delta=0", "always"])
+def test_a_threshold_of_zero_is_always(rule: Any) -> None:
+    with cluster(envs=4, sync=rule, config=inprocess(2)) as env:
+        agent, versions = CoinAgent(), []
+        for k in range(5):
+            agent.logit[:] = k if k != 3 else 1e-12 + 2  # hardly different, and yet another version
+            versions.append(set(env.collect(agent, steps=3)["version"].flat))
+        assert versions == [{0}, {1}, {2}, {3}, {4}]
+        stats = env.stats()
+        assert stats["weight_syncs"]["total"] == 10
+        assert stats["bytes"]["probes_sent"] == 0 and stats["divergence"] == {}
+
+
+def test_an_infinite_threshold_pulls_once() -> None:
+    with cluster(envs=4, sync=AAPS(math.inf), config=inprocess(2)) as env:
+        agent = CoinAgent()
+        for k in range(5):
+            agent.logit[:] = 10 * k
+            assert (env.collect(agent, steps=3)["version"] == 0).all()
+        stats = env.stats()
+        assert stats["weight_syncs"]["total"] == 2
+        assert stats["divergence"][0] > 1
+
+
+def test_the_threshold_of_the_configuration_is_the_papers_rule() -> None:
+    config = {"type": "factory", "env_name": CountingEnv, "envs_per_node": 2, "kl_threshold": 0.05}
+    with farstep.ClusterEnv(config, inprocess(1)) as env:
+        agent = CoinAgent()
+        env.collect(agent, steps=4)
+        agent.logit += 1e-3
+        assert (env.collect(agent, steps=4)["version"] == 0).all()
+        agent.logit += 3
+        assert (env.collect(agent, steps=4)["version"] == 2).all()
+
+
+def test_single_steps_are_probed_too() -> None:
+    with cluster(envs=4, sync=AAPS(0.05, window=1), config=inprocess(2)) as env:
+        agent = CoinAgent()
+        for _ in range(10):
+            agent.logit += 0.2
+            env.step(agent)
+        assert 2 * 2 < env.stats()["weight_syncs"]["total"] < 2 * 8
+
+
+def test_nothing_is_probed_while_nothing_is_published() -> None:
+    with cluster(envs=4, sync=AAPS(0.05), config=inprocess(2)) as env:
+        agent = CoinAgent()
+        for _ in range(5):
+            env.collect(agent, steps=3)
+        assert env.stats()["bytes"]["probes_sent"] == 0
+        env.publish(agent)
+        assert env.stats()["bytes"]["probes_sent"] > 0
+
+
+def test_a_version_that_could_not_be_compared_is_pulled() -> None:
+    with cluster(envs=4, sync=AAPS(100.0), config=inprocess(2)) as env:
+        agent = CoinAgent()
+        env.publish(agent)
+        agent.logit += 1
+        env.publish(agent)  # before any chunk: there is nothing to compare on
+        assert (env.collect(agent, steps=3)["version"] == 1).all()
+
+
+@EVERYWHERE
+def test_weights_that_passed_a_probe_are_not_too_old_for_a_stream(config: farstep.LaunchConfig) -> None:
+    """With hardly any change, `max_staleness=0` is kept by the first weights for ever; `version` says who acted."""
+    with cluster(never_ending, envs=4, sync=AAPS(0.05), config=config) as env:
+        agent = CoinAgent()
+        for k, batch in enumerate(env.stream(agent, steps=4, max_staleness=0)):
+            assert (batch["version"] == 0).all()
+            if k == 6:
+                break
+            agent.logit += 1e-4
+            assert env.publish(agent) == k + 1
+        stats = env.stats()
+        assert stats["weight_syncs"]["total"] == 2
+        assert not stats["dropped"].get("stale")
+        assert stats["versions"]["lag_max"] == 6
+        assert_balanced(stats)
+
+
+@EVERYWHERE
+@pytest.mark.parametrize("max_staleness", [0, 1, 3])
+def test_a_stream_keeps_its_bound_when_the_policy_moves_fast(config: farstep.LaunchConfig, max_staleness: int) -> None:
+    with cluster(never_ending, envs=4, sync=AAPS(0.05, window=1), config=config) as env:
+        agent = CoinAgent()
+        for k, batch in enumerate(env.stream(agent, steps=4, max_staleness=max_staleness)):
+            assert (k - batch["version"] <= max_staleness).all()
+            if k == 8:
+                break
+            agent.logit += 2
+            env.publish(agent)
+        assert not env.stats()["dropped"].get("stale")
+
+
+def test_a_hard_bound_on_lag_can_be_added() -> None:
+    with cluster(envs=4, sync=AAPS(math.inf) | MaxLag(2), config=inprocess(2)) as env:
+        agent, lags = CoinAgent(), []
+        for k in range(9):
+            agent.logit += 1e-6
+            lags.append(k - int(env.collect(agent, steps=3)["version"][0, 0]))
+        assert lags == [0, 1, 2, 0, 1, 2, 0, 1, 2]
+
+
+def test_a_worker_that_joins_late_starts_with_the_newest_weights() -> None:
+    with cluster(never_ending, envs=4, workers=2, sync=AAPS(math.inf)) as env:
+        agent = CoinAgent()
+        for _ in range(4):
+            agent.logit += 1
+            env.collect(agent, steps=3)
+        victim = env._launched().server.seats[1]
+        os.kill(victim.pid, signal.SIGKILL)
+        eventually(lambda: victim.incarnation == 1 and victim.ready)
+        batch = env.collect(agent, steps=3)
+        assert (batch["version"][:, :2] == 0).all() and (batch["version"][:, 2:] == 3).all()
+        agent.logit += 1e-3
+        env.collect(agent, steps=3)  # and its probes are about its own chunks
+        assert env.stats()["divergence"][1] < 1e-3 < 1 < env.stats()["divergence"][0]
+
+
+class FailingAgent(CoinAgent):
+    def distribution(self, obs: Any) -> Any:
+        raise ZeroDivisionError("deliberate")
+
+
+def test_an_agent_that_cannot_describe_itself_raises_where_it_is_published() -> None:
+    with cluster(envs=4, sync=AAPS(0.1), config=inprocess(2)) as env:
+        agent = FailingAgent()
+        env.collect(agent, steps=3)
+        agent.logit += 1
+        with pytest.raises(ZeroDivisionError, match="deliberate"):
+            env.collect(agent, steps=3)
+        env.collect(CoinAgent(), steps=3)  # and nothing is broken
+
+
+class OnlyHereAgent(CoinAgent):
+    """Describes itself on the learner, but not on workers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.home = os.getpid()
+
+    def distribution(self, obs: Any) -> Any:
+        if os.getpid() != self.home:
+            raise ZeroDivisionError("deliberate, on the worker")
+        return super().distribution(obs)
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_an_agent_that_fails_on_workers_ends_the_run_with_their_traceback(transport: str) -> None:
+    with cluster(envs=4, workers=2, sync=AAPS(0.1), transport=transport) as env:
+        agent = OnlyHereAgent()
+        env.collect(agent, steps=3)
+        agent.logit += 1
+        with pytest.raises(farstep.WorkerError, match="deliberate, on the worker"):
+            for _ in range(3):
+                env.collect(agent, steps=3)
+
+
+def test_an_agent_that_cannot_be_compared_is_refused_at_once() -> None:
+    with (
+        cluster(envs=4, sync=AAPS(0.1), config=inprocess(2)) as env,
+        pytest.raises(farstep.AgentError, match="kl_threshold"),
+    ):
+        env.collect(TableAgent(), steps=3)
+
+
+# ---- what travels ----
+
+
+class ActorCriticAgent(CoinAgent):
+    def __init__(self) -> None:
+        super().__init__()
+        self.critic = np.zeros(1000, np.float32)
+
+    def get_parameters(self) -> Any:
+        return {"actor": {"logit": self.logit}, "critic": [self.critic]}
+
+    def act(self, obs: Any) -> Any:
+        count = len(obs)
+        return {
+            "action": np.zeros(count, np.int64),
+            "logit": np.repeat(self.logit, count),
+            "value": np.repeat(self.critic[0], count),
+        }
+
+
+@pytest.mark.parametrize("only", ["actor.*", ["actor.logit", "nothing"], lambda name: name.startswith("actor")])
+@EVERYWHERE
+def test_a_part_of_the_parameters_may_travel(config: farstep.LaunchConfig, only: Any) -> None:
+    with cluster(envs=4, weights={"only": only}, config=config) as env:
+        agent = ActorCriticAgent()
+        env.collect(agent, steps=2)
+        agent.critic[:] = 7
+        assert (env.collect(agent, steps=2)["version"] == 0).all()  # what does not travel makes no version
+        agent.logit[:] = 3
+        batch = env.collect(agent, steps=2)
+        assert (batch["logit"] == 3).all() and (batch["value"] == 0).all() and (batch["version"] == 1).all()
+        assert env.stats()["bytes"]["weights_sent"] == 2 * 2 * 64
+
+
+def test_a_choice_of_parameters_that_chooses_none_is_refused_by_name() -> None:
+    with (
+        cluster(envs=4, weights={"only": "actr.*"}, config=inprocess(1)) as env,
+        pytest.raises(farstep.AgentError, match=r"actr.*it has actor\.logit, critic\.0"),
+    ):
+        env.collect(ActorCriticAgent(), steps=2)
+
+
+@EVERYWHERE
+def test_weights_may_travel_in_half_precision(config: farstep.LaunchConfig) -> None:
+    with cluster(envs=4, weights={"half": True}, config=config) as env:
+        agent = ActorCriticAgent()
+        agent.critic[:] = 0.1
+        batch = env.collect(agent, steps=2)
+        assert batch["value"][0, 0] == np.float32(np.float16(0.1))
+        assert env.stats()["bytes"]["weights_sent"] == 2 * (64 + 2048)
+        assert (env.collect(agent, steps=2)["version"] == 0).all()  # rounding is no change
+        agent.critic[3] = 1e6
+        with pytest.raises(farstep.AgentError, match=r"critic\.0.*half precision"):
+            env.publish(agent)
+        agent.critic[3] = 1
+        assert env.publish(agent) == 1
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_differences_arrive_exactly_and_take_less(half: bool) -> None:
+    generator = np.random.default_rng(0)
+    with cluster(envs=4, workers=2, weights={"delta": True, "half": half}, transport="tcp") as env:
+        agent = ActorCriticAgent()
+        agent.critic[:] = generator.normal(size=1000)
+        env.collect(agent, steps=2)
+        whole = env.stats()["bytes"]["weights_sent"]
+        for k in range(5):
+            agent.critic += generator.normal(size=1000).astype(np.float32) * 1e-4
+            agent.logit[:] = k
+            batch = env.collect(agent, steps=2)
+            exact = np.float16(agent.critic[0]) if half else agent.critic[0]
+            assert (batch["value"] == np.float32(exact)).all() and (batch["logit"] == k).all()
+        later = (env.stats()["bytes"]["weights_sent"] - whole) / 5
+        assert 0 < later < 0.75 * whole
+        victim = env._launched().server.seats[1]
+        os.kill(victim.pid, signal.SIGKILL)
+        eventually(lambda: victim.incarnation == 1 and victim.ready)
+        agent.critic += 1  # a worker without a version gets it whole, the other the difference
+        batch = env.collect(agent, steps=2)
+        exact = np.float16(agent.critic[0]) if half else agent.critic[0]
+        assert (batch["value"] == np.float32(exact)).all()
+
+
+# ---- in view ----
+
+
+def test_counters_become_scalars_for_tensorboard(tmp_path: Any) -> None:
+    tensorboard = pytest.importorskip("torch.utils.tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with cluster(envs=4, sync=AAPS(0.5), config=inprocess(2)) as env, tensorboard.SummaryWriter(tmp_path) as writer:
+        agent = CoinAgent()
+        for k in range(4):
+            agent.logit += 0.3
+            env.collect(agent, steps=3)
+            for tag, value in farstep.scalars(env.stats()).items():
+                writer.add_scalar(tag, value, k)
+        stats = env.stats()
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert events.Scalars("farstep/bytes/probes_sent")[-1].value == stats["bytes"]["probes_sent"]
+    assert events.Scalars("farstep/weight_syncs/per_worker/1")[-1].value == stats["weight_syncs"]["per_worker"][1]
+    assert events.Scalars("farstep/divergence/0")[-1].value == pytest.approx(stats["divergence"][0], rel=1e-5)
+    assert [e.step for e in events.Scalars("farstep/versions/current")] == [0, 1, 2, 3]

@@ -1,0 +1,62 @@
+"""Differences between buffers: without loss, small when little changed, and refused when damaged."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from farstep.errors import WireError
+from farstep.wire.delta import decode, encode
+
+
+def weights(seed: int, count: int = 10_000) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=count).astype(np.float32)
+
+
+def size(frames: list[bytes]) -> int:
+    return sum(map(len, frames))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_nothing_is_lost_whatever_the_bits(seed: int) -> None:
+    old, new = (np.random.default_rng((seed, i)).integers(0, 256, 4096, np.uint8).tobytes() for i in range(2))
+    assert decode(old, encode(old, new)) == new
+
+
+@pytest.mark.parametrize("dtype", ["<f2", "<f4", "<f8", "<i8"])
+def test_nothing_is_lost_of_any_type(dtype: str) -> None:
+    old = weights(0).astype(dtype)
+    new = (weights(0) + 1e-3 * weights(1)).astype(dtype)
+    assert decode(old.tobytes(), encode(old.tobytes(), new.tobytes())) == new.tobytes()
+
+
+def test_special_numbers_survive() -> None:
+    old = np.array([0.0, -0.0, np.inf, -np.inf, 1e-45, -1e-45, 3e38, 1.0], np.float32)
+    new = old[::-1].copy()
+    assert decode(old.tobytes(), encode(old.tobytes(), new.tobytes())) == new.tobytes()
+
+
+def test_little_change_takes_little() -> None:
+    old = weights(0, 100_000)
+    same, close = old, (old + 1e-4 * weights(1, 100_000)).astype(np.float32)
+    assert size(encode(old.tobytes(), same.tobytes())) < 0.01 * old.nbytes
+    assert size(encode(old.tobytes(), close.tobytes())) < 0.6 * old.nbytes
+    assert size(encode(old.tobytes(), weights(2, 100_000).tobytes())) <= old.nbytes  # never more than the whole
+
+
+def test_a_damaged_difference_is_refused() -> None:
+    old, new = weights(0).tobytes(), weights(1).tobytes()
+    frames = encode(old, new)
+    for damaged in (frames[:3], [frames[0], frames[1], frames[2], b"\xff" * 7], [b"", *frames[1:]]):
+        with pytest.raises(WireError, match="difference"):
+            decode(old, damaged)
+
+
+def test_a_bomb_is_not_unpacked() -> None:
+    import zlib
+
+    packer = zlib.compressobj(9, zlib.DEFLATED, -zlib.MAX_WBITS)
+    bomb = packer.compress(bytes(50_000_000)) + packer.flush()
+    old = weights(0).tobytes()
+    with pytest.raises(WireError, match="another length"):
+        decode(old, [bomb] * 4)

@@ -1,0 +1,53 @@
+"""Which rows probes are about: the same on both sides, spread over the chunk, and bounded."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from farstep.sync.picks import PER_CHUNK, PER_PROBE, Pick, Picks, joined, rows_of
+
+
+@pytest.mark.parametrize(("steps", "num_envs"), [(1, 1), (1, 64), (128, 1), (5, 3), (128, 32), (1024, 1024)])
+@pytest.mark.parametrize("order", [1, 2, 1000, 10**9])
+def test_rows_are_inside_the_chunk(order: int, steps: int, num_envs: int) -> None:
+    time, column = rows_of(order, steps, num_envs)
+    assert len(time) == len(column) == min(PER_CHUNK, steps * num_envs)
+    assert time.min() >= 0 and time.max() < steps and column.min() >= 0 and column.max() < num_envs
+
+
+def test_rows_of_a_few_chunks_are_spread_over_time_and_columns() -> None:
+    chunks = [rows_of(order, 128, 32) for order in range(10, 14)]
+    time, column = (np.concatenate(part) for part in zip(*chunks, strict=True))
+    assert len(set(zip(time.tolist(), column.tolist(), strict=True))) == PER_PROBE
+    assert (np.histogram(time, bins=8, range=(0, 128))[0] >= 5).all()
+    assert (np.histogram(column, bins=8, range=(0, 32))[0] >= 5).all()
+
+
+def test_rows_where_a_state_is_known_are_first_rows() -> None:
+    time, column = rows_of(7, 128, 32, first_row_only=True)
+    assert not time.any() and len(set(column.tolist())) > 8
+
+
+def pick(order: int, rows: int) -> Pick:
+    return Pick(order, order, {"obs": np.full((rows, 2), order)})
+
+
+def test_the_latest_chunks_are_remembered() -> None:
+    picks = Picks(limit=64)
+    for order in range(10):
+        picks.add(pick(order, 16))
+    assert [p.order for p in picks.all()] == [6, 7, 8, 9]
+    assert picks.find([9, 3, 6])[1] is None and picks.find([9])[0] is picks.all()[-1]
+    assert joined(picks.all())["obs"].shape == (64, 2)
+    picks.add(pick(10, 100))  # larger than the limit, and still there
+    assert [p.order for p in picks.all()] == [10]
+    picks.clear()
+    assert picks.all() == ()
+
+
+def test_single_steps_fill_a_probe_too() -> None:
+    picks = Picks()
+    for order in range(100):
+        picks.add(pick(order, len(rows_of(order, 1, 8)[0])))
+    assert sum(p.rows for p in picks.all()) == PER_PROBE

@@ -1,0 +1,383 @@
+"""Probes without processes: both sides pick the same rows, and the divergence is right for every kind of agent."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+from farstep.agents.distributions import flat_distribution, kl_divergence
+from farstep.agents.divergence import Comparison, comparing_method
+from farstep.agents.policy import Policy
+from farstep.buffer.blocks import Layout
+from farstep.core import SyncState
+from farstep.errors import AgentError
+from farstep.head.probes import Prober
+from farstep.head.seats import split
+from farstep.spec import ArraySpec
+from farstep.sync import AAPS
+from farstep.wire.messages import Chunk, Probe
+from farstep.worker.probing import Probing
+from farstep.worker.rows import Rows
+
+STEPS, ENVS, SIZE = 20, 6, 3
+
+
+class LinearAgent:
+    """Logits linear in the observation."""
+
+    def __init__(self, weight: float = 0.0) -> None:
+        self.w = np.full((SIZE, 4), weight) * np.arange(4)
+
+    def act(self, obs: Any) -> Any:
+        return np.zeros(len(obs), np.int64)
+
+    def get_parameters(self) -> Any:
+        return {"w": self.w}
+
+    def distribution(self, obs: Any) -> Any:
+        return {"logits": obs @ self.w}
+
+
+class GaussianAgent(LinearAgent):
+    def distribution(self, obs: Any) -> Any:
+        return {"mean": obs @ self.w[:, :2], "log_std": np.full((len(obs), 2), self.w[0, 1])}
+
+
+class MixedAgent(LinearAgent):
+    def distribution(self, obs: Any) -> Any:
+        return {
+            "arm": GaussianAgent.distribution(self, obs),
+            "hand": ({"logits": obs @ self.w}, {"bernoulli": obs @ self.w}),
+        }
+
+
+class JaxAgent(LinearAgent):
+    def distribution(self, obs: Any) -> Any:
+        return {"logits": jnp.asarray(obs @ self.w)}
+
+
+class TorchAgent(torch.nn.Module):
+    """Would notice if it was asked in training mode: dropout, and statistics of batches."""
+
+    def __init__(self, weight: float = 0.0) -> None:
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.full((SIZE, 4), weight) * torch.arange(4))
+        self.norm = torch.nn.BatchNorm1d(SIZE)
+        self.drop = torch.nn.Dropout(0.5)
+
+    def act(self, obs: Any) -> Any:
+        return torch.zeros(len(obs), dtype=torch.int64)
+
+    def get_parameters(self) -> Any:
+        return self.state_dict()
+
+    def distribution(self, obs: Any) -> Any:
+        return torch.distributions.Categorical(logits=self.drop(self.norm(obs)) @ self.w)
+
+
+class MultiTorchAgent(TorchAgent):
+    """Two choices of four each: logits of three dimensions."""
+
+    def distribution(self, obs: Any) -> Any:
+        logits = obs @ self.w
+        return torch.distributions.Independent(
+            torch.distributions.Categorical(logits=torch.stack([logits, -logits], 1)), 1
+        )
+
+
+class SquashedAgent(TorchAgent):
+    def distribution(self, obs: Any) -> Any:
+        normal = torch.distributions.Normal(obs @ self.w, 1.0)
+        return torch.distributions.TransformedDistribution(normal, torch.distributions.TanhTransform())
+
+
+class DeterministicAgent(LinearAgent):
+    """With a measure of its own."""
+
+    def distribution(self, obs: Any) -> Any:
+        return obs @ self.w
+
+    def divergence(self, local: Any, learner: Any) -> Any:
+        return ((local["distribution"] - learner["distribution"]) ** 2).sum(axis=1)
+
+
+class World:
+    """One worker and the head, with what travels between them."""
+
+    def __init__(self, learner: Any, worker: Any, num_seats: int = 1) -> None:
+        rows = {"obs": ArraySpec((SIZE,), "<f8"), "action": ArraySpec((), "<i8"), "episode_start": ArraySpec((), "|b1")}
+        chunks = {"state": ArraySpec((2,), "<f4")}
+        self.layout = Layout(1, STEPS, ENVS, rows, chunks)
+        self.blocks = self.layout.views(bytearray(self.layout.nbytes))
+        self.seats = split(1, ENVS, num_seats, 0)
+        self.head = Prober(Comparison(Policy(learner), "obs", "action", "state"), self.seats)
+        self.worker = Probing(Comparison(Policy(worker), "obs", "action", "state"), window=4)
+        self.order, self.version, self.generator = 0, 0, np.random.default_rng(0)
+
+    def rows(self, worker: int = 0) -> Rows:
+        seat = self.seats[worker]
+        return Rows(self.layout, self.blocks, 0, seat.first, seat.stop)
+
+    def roll(self, version: int = 0, heard: bool = True, actor: Any = None) -> None:
+        """A chunk that the worker hands over, and that the head accepts (or not); actions by a policy, or any."""
+        self.order += 1
+        self.blocks["obs"][:] = self.generator.normal(size=self.blocks["obs"].shape)
+        self.blocks["action"][:] = self.generator.integers(0, 4, self.blocks["action"].shape)
+        self.blocks["state"][:] = self.generator.normal(size=self.blocks["state"].shape)
+        if actor is not None:
+            logits = self.blocks["obs"] @ actor.w
+            likely = (np.exp(logits) / np.exp(logits).sum(axis=-1, keepdims=True)).cumsum(axis=-1)
+            self.blocks["action"][:] = (self.generator.random(likely.shape[:-1])[..., None] > likely).sum(axis=-1)
+        self.worker.remember(self.order, version, self.rows(), STEPS)
+        if heard:
+            for seat in self.seats:
+                chunk = Chunk(0, version, b"", order=self.order)
+                self.head.remember(seat, chunk, self.rows(seat.worker), STEPS)
+
+    def probe(self) -> tuple[Probe, list[bytes]]:
+        self.version += 1
+        question = self.head.questions()[0]
+        answer = self.head.answers([question])[0]
+        return Probe(1, self.version, question.orders, list(answer)), [array.tobytes() for array in answer.values()]
+
+    def publish(self, held: int = 0) -> float:
+        self.worker.hear(*self.probe(), held)
+        return self.worker.divergences[0]
+
+
+@pytest.mark.parametrize(
+    "kind", [LinearAgent, GaussianAgent, MixedAgent, JaxAgent, TorchAgent, MultiTorchAgent, SquashedAgent]
+)
+def test_the_divergence_is_exact_on_rows_that_the_worker_sent(kind: Any) -> None:
+    learner, worker = kind(0.3), kind(0.1)
+    world = World(learner, worker)
+    for _ in range(6):
+        world.roll()
+    found = world.publish()
+    rows = np.concatenate([pick.arrays["obs"] for pick in world.head.questions()[0].picks]).astype(np.float32)
+    assert len(rows) == 64
+    if isinstance(learner, torch.nn.Module):
+        before = {name: value.clone() for name, value in learner.state_dict().items()}
+        sides = [flat_distribution(agent.eval().distribution(torch.from_numpy(rows))) for agent in (worker, learner)]
+        assert all(torch.equal(value, before[name]) for name, value in learner.state_dict().items())
+    else:
+        sides = [flat_distribution(agent.distribution(rows)) for agent in (worker, learner)]
+    assert found == pytest.approx(kl_divergence(*sides).mean(), rel=1e-4)
+    assert found > 0.01
+
+
+def test_asking_leaves_modes_and_generators_as_they_were() -> None:
+    agent = TorchAgent(0.3)
+    agent.norm.eval()
+    world = World(agent, TorchAgent())
+    world.roll()
+    states = torch.get_rng_state(), np.random.get_state()[1]
+    world.publish()
+    assert agent.training and agent.drop.training and not agent.norm.training
+    assert torch.equal(torch.get_rng_state(), states[0]) and (np.random.get_state()[1] == states[1]).all()
+    assert agent.norm.num_batches_tracked == 0
+
+
+def test_the_same_weights_do_not_diverge() -> None:
+    world = World(TorchAgent(0.3), TorchAgent(0.3))
+    world.roll()
+    assert world.publish() == pytest.approx(0.0, abs=1e-7)
+
+
+class LogProbAgent(LinearAgent):
+    """Knows nothing but probabilities of actions."""
+
+    distribution = None  # type: ignore[assignment]
+
+    def log_prob(self, obs: Any, action: Any) -> Any:
+        logits = obs @ self.w
+        logits = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+        return logits[np.arange(len(obs)), action]
+
+
+def test_without_a_distribution_the_divergence_is_estimated_from_own_actions() -> None:
+    """Over many probes the estimate averages to the exact divergence."""
+    learner, worker = LogProbAgent(0.2), LogProbAgent(0.1)
+    world, exact, found = World(learner, worker), [], []
+    for _ in range(300):
+        world.roll(actor=worker)
+        found.append(world.publish())
+        obs = world.blocks["obs"].reshape(-1, SIZE)
+        sides = [flat_distribution({"logits": obs @ agent.w}) for agent in (worker, learner)]
+        exact.append(kl_divergence(*sides).mean())
+    assert min(found) >= 0
+    assert np.mean(found) == pytest.approx(np.mean(exact), rel=0.1)
+
+
+def test_an_estimate_looks_at_actions_of_the_weights_in_use_where_it_has_any() -> None:
+    learner, worker = LogProbAgent(0.2), LogProbAgent(0.1)
+    world = World(learner, worker)
+    world.roll(version=0)
+    world.roll(version=1)
+    both = world.publish(held=0)
+    rows = world.worker._picks.all()[0].arrays
+    ratio = learner.log_prob(rows["obs"], rows["action"]) - worker.log_prob(rows["obs"], rows["action"])
+    assert both == pytest.approx((np.expm1(ratio) - ratio).mean(), rel=1e-4)
+
+
+def test_a_deterministic_policy_brings_its_own_measure() -> None:
+    world = World(DeterministicAgent(0.3), DeterministicAgent(0.1))
+    world.roll()
+    obs = world.worker._picks.all()[0].arrays["obs"]
+    assert world.publish() == pytest.approx(((obs @ (np.full((SIZE, 4), 0.2) * np.arange(4))) ** 2).sum(axis=1).mean())
+
+
+class RecurrentAgent(LinearAgent):
+    def initial_state(self, n: int) -> Any:
+        return np.zeros((n, 2), np.float32)
+
+    def act(self, obs: Any, state: Any, episode_start: Any) -> Any:
+        return {"action": np.zeros(len(obs), np.int64), "state": state}
+
+    def distribution(self, obs: Any, state: Any, episode_start: Any) -> Any:
+        assert state.shape == (len(obs), 2) and episode_start.shape == (len(obs),)
+        return {"logits": obs @ self.w + state.sum(axis=1, keepdims=True) * self.w[0]}
+
+
+def test_a_recurrent_policy_is_asked_where_its_state_is_known() -> None:
+    world = World(RecurrentAgent(0.3), RecurrentAgent(0.1))
+    world.roll()
+    pick = world.worker._picks.all()[0]
+    assert pick.rows == ENVS
+    for row, state in zip(pick.arrays["obs"], pick.arrays["state"], strict=True):
+        assert any(
+            (row == world.blocks["obs"][0, 0, e]).all() and (state == world.blocks["state"][0, e]).all()
+            for e in range(ENVS)
+        )
+    assert world.publish() > 0.01
+
+
+def test_an_agent_that_cannot_be_compared_is_refused_with_advice() -> None:
+    class Mute:
+        act = LinearAgent.act
+
+    with pytest.raises(AgentError, match=r"distribution\(obs\).*log_prob.*divergence\(local, learner\)"):
+        comparing_method(Mute())
+
+
+def test_a_description_without_a_row_per_observation_is_refused() -> None:
+    class Average(LinearAgent):
+        def distribution(self, obs: Any) -> Any:
+            return {"logits": (obs @ self.w).mean(axis=0, keepdims=True)}
+
+    world = World(Average(), LinearAgent())
+    world.roll()
+    with pytest.raises(AgentError, match="must be the observations"):
+        world.probe()
+
+
+def test_sides_that_describe_themselves_differently_are_told_apart() -> None:
+    world = World(LinearAgent(), GaussianAgent())
+    world.roll()
+    with pytest.raises(AgentError, match="same arrays on both"):
+        world.publish()
+
+
+def test_what_cannot_be_compared_counts_as_too_far() -> None:
+    world = World(LinearAgent(), LinearAgent())
+    assert world.publish() == math.inf  # nothing was sent yet
+    world.roll()
+    assert world.publish() == pytest.approx(0.0, abs=1e-7)
+    for _ in range(40):
+        world.roll(heard=False)  # dropped on the way: the worker has forgotten what the head remembers
+    assert world.publish() == math.inf
+    world.roll()
+    world.head._comparison._policy.agent.w[0, 0] = np.nan
+    assert world.publish() == math.inf
+
+
+def test_late_and_repeated_probes_are_harmless() -> None:
+    world = World(LinearAgent(0.3), LinearAgent(0.1))
+    world.roll()
+    first, second = world.probe(), world.probe()
+    world.worker.hear(*second, 0)
+    said = world.worker.divergences
+    for late in (first, second, second):
+        world.worker.hear(*late, 0)
+    assert world.worker.divergences == said and world.worker.probed == 2
+    world.worker.hear(*world.probe(), 3)  # a version that was pulled before its probe came
+    assert world.worker.divergences == said
+
+
+def test_a_replaced_worker_is_not_asked_about_what_its_predecessor_sent() -> None:
+    world = World(LinearAgent(), LinearAgent())
+    world.roll()
+    world.seats[0].incarnation += 1
+    assert not world.head.questions()[0].picks
+    world.order = 0
+    world.roll()
+    assert world.head.questions()[0].orders == [1]
+
+
+def test_all_workers_are_asked_about_in_one_evaluation() -> None:
+    calls = []
+
+    class Counting(LinearAgent):
+        def distribution(self, obs: Any) -> Any:
+            calls.append(len(obs))
+            return super().distribution(obs)
+
+    world = World(Counting(0.3), LinearAgent(), num_seats=3)
+    for _ in range(5):
+        world.roll()
+    world.seats[1].incarnation += 1  # one that has nothing to be asked about
+    questions = world.head.questions()
+    answers = world.head.answers(questions)
+    assert calls == [128]
+    assert not answers[1]
+    for question, answer in zip(questions, answers, strict=True):
+        if question.picks:
+            obs = np.concatenate([pick.arrays["obs"] for pick in question.picks])
+            np.testing.assert_allclose(answer["logits"], LinearAgent(0.3).distribution(obs), rtol=1e-5)
+
+
+def test_versions_published_in_a_row_are_compared_with_one_evaluation_of_the_worker() -> None:
+    calls = []
+
+    class Counting(LinearAgent):
+        def distribution(self, obs: Any) -> Any:
+            calls.append(len(obs))
+            return super().distribution(obs)
+
+    world = World(LinearAgent(0.3), Counting(0.1))
+    world.roll()
+    for _ in range(10):
+        world.publish()
+    assert len(calls) == 1
+    world.publish(held=5)
+    world.roll()
+    world.publish(held=5)
+    assert len(calls) == 3
+
+
+def test_with_a_window_of_one_no_chunk_begins_with_weights_too_far_from_the_newest_probe() -> None:
+    """A learner on a random walk, probes that are late or lost, and a worker that decides before each chunk."""
+    delta, generator = 0.02, np.random.default_rng(1)
+    learner, worker = LinearAgent(), LinearAgent()
+    world, rule = World(learner, worker), AAPS(delta, window=1)
+    held, pulls, chunks, under_way = 0, 0, 0, []
+    for _ in range(3000):
+        if generator.random() < 0.5:
+            learner.w += generator.normal(size=learner.w.shape) * 0.02
+            under_way.append((world.probe(), learner.w.copy()))
+        while under_way and generator.random() < 0.6:
+            world.worker.hear(*under_way.pop(int(generator.integers(len(under_way))))[0], held)
+        if generator.random() < 0.5:
+            chunks += 1
+            if rule.should_pull(SyncState(held, world.version, divergences=world.worker.divergences)):
+                held, pulls = world.version, pulls + 1
+                worker.w[:] = learner.w
+                world.worker.pulled()
+            assert not world.worker.divergences or world.worker.divergences[0] <= delta
+            world.roll(held)
+    assert 10 < pulls < chunks / 2
