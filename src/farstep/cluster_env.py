@@ -128,7 +128,8 @@ class ClusterEnv:
     def stream(
         self, agent: Agent, steps: int = 128, max_staleness: int = 1, num_chunks: int | None = None
     ) -> Iterator[Batch]:
-        """Batches without end, rolled while the learner works, none older than `max_staleness` versions.
+        """Batches without end, rolled while the learner works, none older than `max_staleness` versions (or, with
+        `kl_threshold`, not found close to one within the bound).
 
         New weights reach the workers when `publish` is called. By default a batch is one chunk of every worker;
         with `num_chunks` it is the first chunks to arrive. Leaving the loop cancels what is under way, and so does

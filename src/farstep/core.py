@@ -52,7 +52,8 @@ class SyncState:
 class SyncRule(Protocol):
     """Decides on the worker, before each chunk, whether to pull the newest weights.
 
-    A rule may say in `probes` how many divergences it looks at (0, or not there: none are measured).
+    A rule may say in `probes` how many divergences it looks at (0, or not there: none are measured), and in `rows` on
+    how many observations each is measured (64).
     """
 
     def should_pull(self, state: SyncState) -> bool: ...

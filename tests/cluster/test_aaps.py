@@ -70,6 +70,7 @@ def test_workers_pull_exactly_when_the_divergence_exceeds_the_threshold(config: 
     lags = stats["versions"]["lag_histogram"]
     assert len(lags) == 2 and lags[0] == lags[1] and sum(lags[0].values()) == 12
     assert sum(lag * count for lag, count in lags[0].items()) == sum(k - min(v) for k, v in enumerate(versions))
+    assert seen[0] == {0: 0.0, 1: 0.0}  # just pulled
 
 
 @pytest.mark.parametrize("rule", [AAPS(0.0), Always()], ids=["delta=0", "always"])
@@ -154,17 +155,27 @@ def test_weights_that_passed_a_probe_are_not_too_old_for_a_stream(config: farste
 
 
 @EVERYWHERE
+@pytest.mark.parametrize("num_chunks", [None, 3])
 @pytest.mark.parametrize("max_staleness", [0, 1, 3])
-def test_a_stream_keeps_its_bound_when_the_policy_moves_fast(config: farstep.LaunchConfig, max_staleness: int) -> None:
-    with cluster(never_ending, envs=4, sync=AAPS(0.05, window=1), config=config) as env:
-        agent = CoinAgent()
-        for k, batch in enumerate(env.stream(agent, steps=4, max_staleness=max_staleness)):
-            assert (k - batch["version"] <= max_staleness).all()
-            if k == 8:
+def test_a_stream_yields_only_rows_close_to_a_version_within_its_bound(
+    config: farstep.LaunchConfig, max_staleness: int, num_chunks: int | None
+) -> None:
+    """Steps of a learner that sometimes matter and sometimes do not: some probes pass, some do not."""
+    delta, generator = 0.05, np.random.default_rng(3)
+    with cluster(never_ending, envs=4, sync=AAPS(delta, window=1), config=config) as env:
+        agent, logits, kept = CoinAgent(), [0.0], 0
+        for k, batch in enumerate(env.stream(agent, steps=4, max_staleness=max_staleness, num_chunks=num_chunks)):
+            allowed = logits[max(0, k - max_staleness) :]
+            for acted in set(batch["version"].flat):
+                assert min(divergence(logits[acted], learner) for learner in allowed) <= delta * 1.001
+                kept += k - acted > max_staleness
+            if k == 20:
                 break
-            agent.logit += 2
-            env.publish(agent)
-        assert not env.stats()["dropped"].get("stale")
+            agent.logit += generator.choice([0.05, 1.5], p=[0.7, 0.3])
+            logits.append(float(agent.logit[0]))
+            assert env.publish(agent) == k + 1
+        assert kept > 0 or max_staleness == 3  # older than the bound, and allowed for being close
+        assert_balanced(env.stats())
 
 
 def test_a_hard_bound_on_lag_can_be_added() -> None:
@@ -192,30 +203,51 @@ def test_a_worker_that_joins_late_starts_with_the_newest_weights() -> None:
         assert env.stats()["divergence"][1] < 1e-3 < 1 < env.stats()["divergence"][0]
 
 
-class FailingAgent(CoinAgent):
+class MoodyAgent(CoinAgent):
+    """Cannot describe itself with some parameters."""
+
+    def distribution(self, obs: Any) -> Any:
+        if self.logit[0] > 5:
+            raise ZeroDivisionError("deliberate")
+        return super().distribution(obs)
+
+
+def test_a_version_that_cannot_be_described_is_not_published() -> None:
+    with cluster(envs=4, sync=AAPS(0.1), config=inprocess(2)) as env:
+        agent = MoodyAgent()
+        env.collect(agent, steps=3)
+        agent.logit[:] = 6
+        with pytest.raises(ZeroDivisionError, match="deliberate"):
+            env.publish(agent)
+        agent.logit[:] = np.nan
+        with pytest.raises(farstep.AgentError, match="'logit' has a NaN"):
+            env.publish(agent)
+        agent.logit[:] = 4
+        assert env.publish(agent) == 1
+        assert (env.collect(agent, steps=3)["version"] == 1).all()
+
+
+class MuteAgent(CoinAgent):
     def distribution(self, obs: Any) -> Any:
         raise ZeroDivisionError("deliberate")
 
 
-def test_an_agent_that_cannot_describe_itself_raises_where_it_is_published() -> None:
+def test_an_agent_that_never_could_describe_itself_is_refused() -> None:
     with cluster(envs=4, sync=AAPS(0.1), config=inprocess(2)) as env:
-        agent = FailingAgent()
-        env.collect(agent, steps=3)
-        agent.logit += 1
-        with pytest.raises(ZeroDivisionError, match="deliberate"):
-            env.collect(agent, steps=3)
+        with pytest.raises(farstep.WorkerError, match="deliberate"):
+            env.collect(MuteAgent(), steps=3)
         env.collect(CoinAgent(), steps=3)  # and nothing is broken
 
 
 class OnlyHereAgent(CoinAgent):
-    """Describes itself on the learner, but not on workers."""
+    """Describes itself on the learner, but not on workers (where it is tried on two rows)."""
 
     def __init__(self) -> None:
         super().__init__()
         self.home = os.getpid()
 
     def distribution(self, obs: Any) -> Any:
-        if os.getpid() != self.home:
+        if os.getpid() != self.home and len(obs) > 2:
             raise ZeroDivisionError("deliberate, on the worker")
         return super().distribution(obs)
 
@@ -237,6 +269,49 @@ def test_an_agent_that_cannot_be_compared_is_refused_at_once() -> None:
         pytest.raises(farstep.AgentError, match="kl_threshold"),
     ):
         env.collect(TableAgent(), steps=3)
+
+
+class LogProbAgent(CoinAgent):
+    distribution = None  # type: ignore[assignment]
+
+    def act(self, obs: Any, rng: Any) -> Any:
+        yes = 1 / (1 + np.exp(-self.logit[0]))
+        return np.array([generator.random() < yes for generator in rng], np.int64)
+
+    def log_prob(self, obs: Any, action: Any) -> Any:
+        return -np.logaddexp(0.0, np.where(action == 1, -self.logit[0], self.logit[0]))
+
+
+class RecurrentAgent(CoinAgent):
+    def initial_state(self, n: int) -> Any:
+        return {"count": np.zeros((n, 1), np.float32)}
+
+    def act(self, obs: Any, state: Any, episode_start: Any) -> Any:
+        return {"action": np.zeros(len(obs), np.int64), "state": {"count": state["count"] + 1}}
+
+    def distribution(self, obs: Any, state: Any, episode_start: Any) -> Any:
+        assert state["count"].shape == (len(obs), 1) and episode_start.dtype == bool
+        return super().distribution(obs)
+
+
+class DistanceAgent(CoinAgent):
+    def distribution(self, obs: Any) -> Any:
+        return {"action": np.repeat(self.logit, len(obs))}
+
+    def divergence(self, local: Any, learner: Any) -> Any:
+        return np.abs(local["distribution.action"] - learner["distribution.action"])
+
+
+@EVERYWHERE
+@pytest.mark.parametrize("kind", [LogProbAgent, RecurrentAgent, DistanceAgent], ids=lambda kind: kind.__name__)
+def test_every_kind_of_agent_can_be_compared(config: farstep.LaunchConfig, kind: Any) -> None:
+    with cluster(never_ending, envs=8, sync=AAPS(0.2, window=1), config=config) as env:
+        agent = kind()
+        env.collect(agent, steps=16)
+        agent.logit += 1e-3
+        assert (env.collect(agent, steps=16)["version"] == 0).all()
+        agent.logit += 3
+        assert (env.collect(agent, steps=16)["version"] == 2).all()
 
 
 # ---- what travels ----
@@ -271,6 +346,26 @@ def test_a_part_of_the_parameters_may_travel(config: farstep.LaunchConfig, only:
         batch = env.collect(agent, steps=2)
         assert (batch["logit"] == 3).all() and (batch["value"] == 0).all() and (batch["version"] == 1).all()
         assert env.stats()["bytes"]["weights_sent"] == 2 * 2 * 64
+
+
+class SetterAgent(ActorCriticAgent):
+    def set_parameters(self, parameters: Any) -> None:
+        self.logit, self.critic = parameters["actor"]["logit"], parameters["critic"][0]
+
+    def get_parameters(self) -> Any:
+        return {"actor": {"logit": self.logit.copy()}, "critic": [self.critic.copy()]}
+
+
+@pytest.mark.parametrize("weights", [{"only": "actor.*"}, {"half": True}, {"only": "critic.0", "half": True}], ids=repr)
+def test_a_setter_gets_everything_with_new_values_where_they_travel(weights: dict[str, Any]) -> None:
+    with cluster(envs=4, weights=weights, config=inprocess(2)) as env:
+        agent = SetterAgent()
+        env.collect(agent, steps=2)
+        agent.logit[:], agent.critic[:] = 3, 5
+        batch = env.collect(agent, steps=2)
+        only = weights.get("only", "")
+        assert (batch["logit"] == (0 if only == "critic.0" else 3)).all()
+        assert (batch["value"] == (0 if only == "actor.*" else 5)).all()
 
 
 def test_a_choice_of_parameters_that_chooses_none_is_refused_by_name() -> None:

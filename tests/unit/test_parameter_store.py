@@ -22,8 +22,17 @@ from parameter_agents import (
 )
 
 from farstep.errors import AgentError
+from farstep.head.parameters import ParameterStore
 
 LARGE = 600_000  # elements: more bytes than are compared when counters say "unchanged"
+
+
+def published_if_changed(store: ParameterStore, agent: Any) -> bool:
+    """What `collect` does."""
+    changed = store.changed(agent)
+    if changed:
+        store.publish(agent)
+    return changed
 
 
 # ---- versions ----
@@ -82,9 +91,9 @@ def reshape(agent: SetterAgent) -> None:
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-@pytest.mark.parametrize("method", ["publish", "publish_if_changed"])
+@pytest.mark.parametrize("method", [ParameterStore.publish, ParameterStore.check, published_if_changed])
 def test_a_bad_version_is_refused_by_name_and_the_old_one_stays(
-    spoil: Callable[[SetterAgent], None], words: str, method: str
+    spoil: Callable[[SetterAgent], None], words: str, method: Callable[[ParameterStore, Any], Any]
 ) -> None:
     def agent() -> SetterAgent:
         made = SetterAgent()
@@ -98,7 +107,7 @@ def test_a_bad_version_is_refused_by_name_and_the_old_one_stays(
         spoil(learner)
         for _ in range(5):  # as often as there are buffers, and once more
             with pytest.raises(AgentError, match=words):
-                getattr(store, method)(learner)
+                method(store, learner)
         assert store.version == 0
         assert pulled(store, worker) == 0
         for mine, theirs in zip(numbers(agent()), numbers(worker), strict=True):
@@ -112,9 +121,9 @@ def test_infinities_are_ordinary(value: float) -> None:
     learner.scale[0] = value  # as in a mask of attention
     with store_of(learner) as store:
         pulled(store, worker)
-        assert not store.publish_if_changed(learner)
+        assert not published_if_changed(store, learner)
         learner.scale[1] = value
-        assert store.publish_if_changed(learner)
+        assert published_if_changed(store, learner)
         pulled(store, worker)
     assert worker.scale.tolist() == [value, value]
 
@@ -145,10 +154,10 @@ def new_tensor(agent: Module) -> None:
 def test_a_changed_torch_module_is_noticed_once(make: Callable[[], Module], change: Callable[[Module], None]) -> None:
     agent, worker = make(), make()
     with store_of(agent) as store:
-        assert not store.publish_if_changed(agent)
+        assert not published_if_changed(store, agent)
         change(agent)
-        assert store.publish_if_changed(agent) and store.version == 1
-        assert not store.publish_if_changed(agent)
+        assert published_if_changed(store, agent) and store.version == 1
+        assert not published_if_changed(store, agent)
         pulled(store, worker)
     assert torch.equal(worker.net.weight, agent.net.weight)
 
@@ -171,10 +180,10 @@ class DataModule(Module):
 def test_a_large_module_is_noticed_too(make: Callable[[int], Module]) -> None:
     agent = make(LARGE)
     with store_of(agent) as store:
-        assert not store.publish_if_changed(agent)
+        assert not published_if_changed(store, agent)
         optimizer_step(agent)
-        assert store.publish_if_changed(agent)
-        assert not store.publish_if_changed(agent)
+        assert published_if_changed(store, agent)
+        assert not published_if_changed(store, agent)
 
 
 def test_tensors_of_inference_mode_have_no_counter() -> None:
@@ -182,27 +191,27 @@ def test_tensors_of_inference_mode_have_no_counter() -> None:
     with torch.inference_mode():
         agent.parameters = {"w": torch.arange(3.0)}
     with store_of(agent) as store:
-        assert not store.publish_if_changed(agent)
+        assert not published_if_changed(store, agent)
         with torch.inference_mode():
             agent.parameters["w"] += 1
-        assert store.publish_if_changed(agent)
+        assert published_if_changed(store, agent)
 
 
 def test_numpy_is_noticed_in_place() -> None:
     agent = NumpyAgent()
     with store_of(agent) as store:
-        assert not store.publish_if_changed(agent)
+        assert not published_if_changed(store, agent)
         agent.weights["w"][0, 0] = 42.0  # type: ignore[call-overload]
-        assert store.publish_if_changed(agent)
-        assert not store.publish_if_changed(agent)
+        assert published_if_changed(store, agent)
+        assert not published_if_changed(store, agent)
 
 
 @pytest.mark.parametrize("size", [3, LARGE], ids=["small", "large"])
 def test_jax_is_noticed_by_a_new_array(size: int) -> None:
     agent = JaxSetterAgent(size)
     with store_of(agent) as store:
-        assert not store.publish_if_changed(agent)
+        assert not published_if_changed(store, agent)
         agent.w = agent.w + 0.0  # another array, the same numbers: no new version
-        assert not store.publish_if_changed(agent)
+        assert not published_if_changed(store, agent)
         agent.w = agent.w.at[1].set(5.0)
-        assert store.publish_if_changed(agent)
+        assert published_if_changed(store, agent)

@@ -5,28 +5,23 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from farstep.sync.picks import PER_CHUNK, PER_PROBE, Pick, Picks, joined, rows_of
+from farstep.sync.picks import Pick, Picks, joined, places
 
 
 @pytest.mark.parametrize(("steps", "num_envs"), [(1, 1), (1, 64), (128, 1), (5, 3), (128, 32), (1024, 1024)])
 @pytest.mark.parametrize("order", [1, 2, 1000, 10**9])
 def test_rows_are_inside_the_chunk(order: int, steps: int, num_envs: int) -> None:
-    time, column = rows_of(order, steps, num_envs)
-    assert len(time) == len(column) == min(PER_CHUNK, steps * num_envs)
+    time, column = places(order, steps, num_envs, rows=64)
+    assert len(time) == len(column) == min(16, steps * num_envs)
     assert time.min() >= 0 and time.max() < steps and column.min() >= 0 and column.max() < num_envs
 
 
 def test_rows_of_a_few_chunks_are_spread_over_time_and_columns() -> None:
-    chunks = [rows_of(order, 128, 32) for order in range(10, 14)]
+    chunks = [places(order, 128, 32, rows=64) for order in range(10, 14)]
     time, column = (np.concatenate(part) for part in zip(*chunks, strict=True))
-    assert len(set(zip(time.tolist(), column.tolist(), strict=True))) == PER_PROBE
+    assert len(set(zip(time.tolist(), column.tolist(), strict=True))) == 64
     assert (np.histogram(time, bins=8, range=(0, 128))[0] >= 5).all()
     assert (np.histogram(column, bins=8, range=(0, 32))[0] >= 5).all()
-
-
-def test_rows_where_a_state_is_known_are_first_rows() -> None:
-    time, column = rows_of(7, 128, 32, first_row_only=True)
-    assert not time.any() and len(set(column.tolist())) > 8
 
 
 def pick(order: int, rows: int) -> Pick:
@@ -38,7 +33,7 @@ def test_the_latest_chunks_are_remembered() -> None:
     for order in range(10):
         picks.add(pick(order, 16))
     assert [p.order for p in picks.all()] == [6, 7, 8, 9]
-    assert picks.find([9, 3, 6])[1] is None and picks.find([9])[0] is picks.all()[-1]
+    assert picks.find([9, 3, 6]) == [] and picks.find([9, 6]) == [picks.all()[-1], picks.all()[0]]
     assert joined(picks.all())["obs"].shape == (64, 2)
     picks.add(pick(10, 100))  # larger than the limit, and still there
     assert [p.order for p in picks.all()] == [10]
@@ -47,7 +42,7 @@ def test_the_latest_chunks_are_remembered() -> None:
 
 
 def test_single_steps_fill_a_probe_too() -> None:
-    picks = Picks()
+    picks = Picks(limit=64)
     for order in range(100):
-        picks.add(pick(order, len(rows_of(order, 1, 8)[0])))
-    assert sum(p.rows for p in picks.all()) == PER_PROBE
+        picks.add(pick(order, len(places(order, 1, 8, rows=64)[0])))
+    assert sum(p.rows for p in picks.all()) == 64

@@ -115,8 +115,10 @@ class World:
         self.layout = Layout(1, STEPS, ENVS, rows, chunks)
         self.blocks = self.layout.views(bytearray(self.layout.nbytes))
         self.seats = split(1, ENVS, num_seats, 0)
-        self.head = Prober(Comparison(Policy(learner), "obs", "action", "state"), self.seats)
-        self.worker = Probing(Comparison(Policy(worker), "obs", "action", "state"), window=4)
+        for seat in self.seats:
+            seat.ready = True
+        self.head = Prober(Comparison(Policy(learner), "obs", "action", "state"), self.seats, rows=64)
+        self.worker = Probing(Comparison(Policy(worker), "obs", "action", "state"), window=4, rows=64)
         self.order, self.version, self.generator = 0, 0, np.random.default_rng(0)
 
     def rows(self, worker: int = 0) -> Rows:
@@ -304,7 +306,7 @@ def test_late_and_repeated_probes_are_harmless() -> None:
     said = world.worker.divergences
     for late in (first, second, second):
         world.worker.hear(*late, 0)
-    assert world.worker.divergences == said and world.worker.probed == 2
+    assert world.worker.divergences == said and world.worker.compared == 2
     world.worker.hear(*world.probe(), 3)  # a version that was pulled before its probe came
     assert world.worker.divergences == said
 
@@ -366,18 +368,103 @@ def test_with_a_window_of_one_no_chunk_begins_with_weights_too_far_from_the_newe
     learner, worker = LinearAgent(), LinearAgent()
     world, rule = World(learner, worker), AAPS(delta, window=1)
     held, pulls, chunks, under_way = 0, 0, 0, []
+    newest: tuple[int, Any, Any] = (0, None, None)  # of the newest delivered probe: version, weights and rows
     for _ in range(3000):
         if generator.random() < 0.5:
             learner.w += generator.normal(size=learner.w.shape) * 0.02
-            under_way.append((world.probe(), learner.w.copy()))
+            picks = world.head.questions()[0].picks
+            rows = np.concatenate([pick.arrays["obs"] for pick in picks]) if picks else None
+            under_way.append((world.probe(), learner.w.copy(), rows))
         while under_way and generator.random() < 0.6:
-            world.worker.hear(*under_way.pop(int(generator.integers(len(under_way))))[0], held)
+            probe, weights, rows = under_way.pop(int(generator.integers(len(under_way))))
+            world.worker.hear(*probe, held)
+            newest = max(newest, (probe[0].version, weights, rows), key=lambda entry: entry[0])
         if generator.random() < 0.5:
             chunks += 1
             if rule.should_pull(SyncState(held, world.version, divergences=world.worker.divergences)):
                 held, pulls = world.version, pulls + 1
                 worker.w[:] = learner.w
                 world.worker.pulled()
-            assert not world.worker.divergences or world.worker.divergences[0] <= delta
+            version, weights, rows = newest
+            if version > held and rows is not None:
+                sides = [flat_distribution({"logits": rows @ w}) for w in (worker.w, weights)]
+                assert kl_divergence(*sides).mean() <= delta * (1 + 1e-4)
             world.roll(held)
     assert 10 < pulls < chunks / 2
+
+
+def test_a_worker_without_weights_passes_no_probe() -> None:
+    world = World(LinearAgent(), LinearAgent())
+    world.roll()
+    world.worker.hear(*world.probe(), -1)
+    assert world.worker.compared == -1 and world.worker.divergences == ()
+
+
+def test_a_worker_busy_for_long_is_not_buried_in_probes() -> None:
+    world = World(LinearAgent(), LinearAgent())
+    world.roll()
+    assert sum(len(world.head.questions()) for _ in range(1000)) < 100
+    world.roll()
+    assert len(world.head.questions()) == 1
+
+
+def test_a_probability_for_each_part_of_an_action_is_refused() -> None:
+    class Parts(LogProbAgent):
+        def log_prob(self, obs: Any, action: Any) -> Any:
+            return np.zeros((len(obs), 2))
+
+    world = World(Parts(), LogProbAgent())
+    world.roll()
+    with pytest.raises(AgentError, match="sum over an action's parts"):
+        world.probe()
+
+
+class OwnScaleAgent(TorchAgent):
+    """Puts its mean and deviation into an affine map, before it squashes and scales."""
+
+    def distribution(self, obs: Any) -> Any:
+        d, mean = torch.distributions, obs @ self.w
+        maps = [
+            d.AffineTransform(mean, (self.w[0, 1] + 1.0)),
+            d.TanhTransform(),
+            d.AffineTransform(torch.zeros(4), 2.0),
+        ]
+        return d.TransformedDistribution(d.Normal(torch.zeros_like(mean), torch.ones_like(mean)), maps)
+
+
+def test_a_policy_inside_an_affine_map_is_seen() -> None:
+    world = World(OwnScaleAgent(0.3), OwnScaleAgent(0.1))
+    world.roll()
+    found = world.publish()
+    rows = torch.from_numpy(world.worker._picks.all()[0].arrays["obs"].astype(np.float32))
+    weights = {v: torch.full((3, 4), v) * torch.arange(4) for v in (0.1, 0.3)}
+    local, learner = (torch.distributions.Normal(rows @ w, v + 1) for v, w in weights.items())
+    assert found == pytest.approx(float(torch.distributions.kl_divergence(local, learner).sum(-1).mean()), rel=1e-4)
+
+
+def test_maps_of_actions_that_differ_are_too_far() -> None:
+    class Scaled(SquashedAgent):
+        def distribution(self, obs: Any) -> Any:
+            d = torch.distributions
+            maps = [d.TanhTransform(), d.AffineTransform(0.0, self.w[0, 1])]
+            return d.TransformedDistribution(d.Normal(torch.zeros(len(obs), 4), 1.0), maps)
+
+    world = World(Scaled(0.3), Scaled(0.1))
+    world.roll()
+    assert world.publish() == math.inf
+    same = World(Scaled(0.3), Scaled(0.3))
+    same.roll()
+    assert same.publish() == pytest.approx(0.0, abs=1e-7)
+
+
+def test_one_deviation_may_stand_for_all_observations() -> None:
+    class Shared(GaussianAgent):
+        def distribution(self, obs: Any) -> Any:
+            return {"mean": obs @ self.w[:, :2], "log_std": np.full(2, self.w[0, 1])}
+
+    found = []
+    for kind in (Shared, GaussianAgent):
+        world = World(kind(0.3), kind(0.1))
+        world.roll()
+        found.append(world.publish())
+    assert found[0] == found[1] > 0

@@ -2,7 +2,8 @@
 
 A distribution over a batch of observations becomes named arrays, so that it can be sent: `logits` (categorical),
 `mean` and `log_std` (Gaussian) or `bernoulli` (logits of independent yes-or-no choices), each `[n, ...]`; parts of a
-mapping or tuple get a prefix, as in `arm.logits`. Parts are independent, so their divergences add up.
+mapping or tuple get a prefix, as in `arm.logits`. Parts are independent, so their divergences add up. A map that both
+sides apply to their actions leaves the divergence as it is; its numbers come along as `fixed...` and must be equal.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from farstep.agents.parameters import as_array
+from farstep.agents.parameters import as_array, path
 from farstep.core import Array
 from farstep.errors import AgentError
 
@@ -28,17 +29,20 @@ def flat_distribution(distribution: Any, name: str = "") -> dict[str, Array]:
     """The named arrays of what `distribution(obs)` returned."""
     if isinstance(distribution, Mapping):
         if set(distribution) in _KINDS:
-            return {_path(name, key): as_floats(value, key) for key, value in distribution.items()}
+            found = {key: as_floats(value, key) for key, value in distribution.items()}
+            if "mean" in found:  # one deviation for all observations is common
+                found["log_std"] = _spread(found["log_std"], found["mean"])
+            return {path(name, key): value for key, value in found.items()}
         parts = distribution.items()
     elif isinstance(distribution, (tuple, list)):
         parts = enumerate(distribution)  # type: ignore[assignment]
     else:
         return _of_torch(distribution, name)
-    found: dict[str, Array] = {}
+    found = {}
     for key, part in parts:
         if "." in str(key):
             raise AgentError(f"distribution() has a part called {key!r}; names of parts have no dot.")
-        found.update(flat_distribution(part, _path(name, str(key))))
+        found.update(flat_distribution(part, path(name, str(key))))
     if not found:
         raise AgentError(f"distribution() returned an empty {type(distribution).__name__}. {_ADVICE}")
     return found
@@ -57,6 +61,8 @@ def kl_divergence(local: Mapping[str, Array], learner: Mapping[str, Array]) -> A
             total = total + _bernoulli(p["bernoulli"], q["bernoulli"])
         else:
             total = total + _gaussian(p["mean"], p["log_std"], q["mean"], q["log_std"])
+        for key in [key for key in p if key.startswith("fixed")]:
+            total = total + np.where(_summed(np.asarray(p[key] != q[key], np.float64)) > 0, np.inf, 0.0)
     return np.asarray(total, np.float64)
 
 
@@ -70,15 +76,11 @@ def kl_estimate(local_logprob: Array, learner_logprob: Array) -> Array:
     return np.expm1(log_ratio) - log_ratio
 
 
-def _path(name: str, key: str) -> str:
-    return f"{name}.{key}" if name else key
-
-
 def as_floats(value: Any, key: str) -> Array:
     """An array of what a policy says, as it travels."""
     array = as_array(value)
     if array.dtype.kind not in "fiu" or array.ndim < 1:
-        raise AgentError(f"distribution()'s {key} is {array.dtype}{list(array.shape)}; expected floats [n, ...].")
+        raise AgentError(f"the policy's {key} is {array.dtype}{list(array.shape)}; expected floats [n, ...].")
     return np.ascontiguousarray(array, np.float32)
 
 
@@ -94,25 +96,45 @@ def _of_torch(distribution: Any, name: str) -> dict[str, Array]:
         raise AgentError(f"distribution() returned a {kind}. {_ADVICE}")
     if kind == "Independent":
         return _of_torch(distribution.base_dist, name)
-    if kind == "TransformedDistribution" and all(_is_fixed(transform) for transform in distribution.transforms):
-        return _of_torch(distribution.base_dist, name)  # a bijection that both share leaves the divergence as it is
+    if kind == "TransformedDistribution":
+        return _of_transformed(distribution, name)
     if kind in ("Categorical", "OneHotCategorical"):
-        return {_path(name, "logits"): as_floats(distribution.logits, "logits")}
+        return {path(name, "logits"): as_floats(distribution.logits, "logits")}
     if kind == "Bernoulli":
-        return {_path(name, "bernoulli"): as_floats(distribution.logits, "bernoulli")}
+        return {path(name, "bernoulli"): as_floats(distribution.logits, "bernoulli")}
     if kind == "Normal":
         mean, log_std = distribution.loc, distribution.scale.log()
-        return {_path(name, "mean"): as_floats(mean, "mean"), _path(name, "log_std"): as_floats(log_std, "log_std")}
+        return {path(name, "mean"): as_floats(mean, "mean"), path(name, "log_std"): as_floats(log_std, "log_std")}
     raise AgentError(f"distribution() returned a torch {kind}, whose divergence farstep does not know. {_ADVICE}")
 
 
-def _is_fixed(transform: Any) -> bool:
-    kind = type(transform).__name__
-    if kind == "AffineTransform":
-        return all(
-            isinstance(value, (int, float)) or not value.requires_grad for value in (transform.loc, transform.scale)
-        )
-    return kind in ("TanhTransform", "SigmoidTransform")
+def _of_transformed(distribution: Any, name: str) -> dict[str, Array]:
+    """A distribution whose actions are squashed or scaled."""
+    found = _of_torch(distribution.base_dist, name)
+    mean, log_std = path(name, "mean"), path(name, "log_std")
+    squashed = False
+    for i, transform in enumerate(distribution.transforms):
+        kind = type(transform).__name__
+        if kind == "AffineTransform":
+            like = next(iter(found.values()))
+            loc, scale = (_spread(np.asarray(as_array(v), np.float32), like) for v in (transform.loc, transform.scale))
+            if mean in found and not squashed:  # still a Gaussian, and perhaps the policy's own mean and deviation
+                found[mean] = loc + scale * found[mean]
+                found[log_std] = found[log_std] + np.log(np.abs(scale))
+            else:
+                found |= {path(name, f"fixed_loc_{i}"): loc, path(name, f"fixed_scale_{i}"): scale}
+        elif kind in ("TanhTransform", "SigmoidTransform"):
+            squashed = True
+        else:
+            raise AgentError(f"distribution() returned a policy with a {kind}, which farstep does not know. {_ADVICE}")
+    return found
+
+
+def _spread(array: Array, like: Array) -> Array:
+    try:
+        return np.ascontiguousarray(np.broadcast_to(array, like.shape))
+    except ValueError:
+        return array
 
 
 def _categorical(p: Array, q: Array) -> Array:

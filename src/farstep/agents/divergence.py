@@ -72,7 +72,10 @@ class Comparison:
 
     def _flat(self, said: Any) -> dict[str, Array]:
         if self.estimates:
-            return {"log_prob": as_floats(said, "log_prob")}
+            found = as_floats(said, "log_prob")
+            if found.ndim != 1:
+                raise AgentError(f"log_prob() returned {list(found.shape)}; expected [n]: sum over an action's parts.")
+            return {"log_prob": found}
         if self._own is not None:
             return {name: as_floats(leaf, name) for name, leaf in leaves_of(said, "distribution")}
         return flat_distribution(said)
@@ -81,6 +84,11 @@ class Comparison:
         """The mean divergence of the local policy from the learner's; infinite if it is no number."""
         if self._own is not None:
             found = np.asarray(self._own(dict(local), dict(learner)), np.float64)
+            rows = len(next(iter(local.values())))
+            if found.shape != (rows,):
+                raise AgentError(
+                    f"divergence() returned {list(found.shape)}; expected one number for each of {rows} rows."
+                )
         elif self.estimates:
             found = kl_estimate(local["log_prob"], learner["log_prob"])
         else:

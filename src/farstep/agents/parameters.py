@@ -55,12 +55,12 @@ def travelling(leaves: list[tuple[str, Any]], config: WeightsConfig) -> list[tup
 def _walk(value: Any, name: str) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Mapping):
         for key, sub in value.items():
-            yield from _walk(sub, _path(name, key))
+            yield from _walk(sub, path(name, key))
     elif is_tensor(value) or (hasattr(value, "dtype") and hasattr(value, "shape")):
         yield name or "parameters", value
     elif isinstance(value, (list, tuple)) or hasattr(value, "__next__"):
         for i, sub in enumerate(value):
-            yield from _walk(sub, _path(name, i))
+            yield from _walk(sub, path(name, i))
     elif isinstance(value, (bool, int, float)):
         yield name or "parameters", np.asarray(value)
     else:
@@ -70,7 +70,8 @@ def _walk(value: Any, name: str) -> Iterator[tuple[str, Any]]:
         )
 
 
-def _path(name: str, key: object) -> str:
+def path(name: str, key: object) -> str:
+    """The name of a part."""
     return f"{name}.{key}" if name else str(key)
 
 
@@ -306,10 +307,10 @@ class ParameterLoader:
     def _rebuild(self, template: Any, name: str, arrays: Iterator[Array]) -> Any:
         """What get_parameters() returned, types included, with new contents (copies, for the buffer is reused)."""
         if isinstance(template, Mapping):
-            parts = {key: self._rebuild(sub, _path(name, key), arrays) for key, sub in template.items()}
+            parts = {key: self._rebuild(sub, path(name, key), arrays) for key, sub in template.items()}
             return type(template)(parts)  # type: ignore[call-arg]
         if isinstance(template, (list, tuple)):
-            items = [self._rebuild(sub, _path(name, i), arrays) for i, sub in enumerate(template)]
+            items = [self._rebuild(sub, path(name, i), arrays) for i, sub in enumerate(template)]
             return type(template)(*items) if hasattr(template, "_fields") else type(template)(items)
         if not self._config.travels(name or "parameters"):
             return template

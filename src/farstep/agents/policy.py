@@ -84,13 +84,14 @@ class Policy:
             with same_randomness():
                 return function(*arguments)
         obs, *rest = arguments
-        device = next((tensor.device for tensor in self.agent.parameters()), self._torch.device("cpu"))
+        parameters = self._torch.nn.Module.parameters(self.agent)  # an agent may have a parameters() of its own
+        device = next((tensor.device for tensor in parameters), self._torch.device("cpu"))
         tensors = [map_leaves(lambda t: t.to(device), self._tensors(value)) for value in (self._floats(obs), *rest)]
         modes = {module: module.training for module in self.agent.modules()}
         try:
             for module in modes:
                 module.training = False
-            with self._torch.inference_mode(), same_randomness():
+            with self._torch.no_grad(), same_randomness():  # not inference mode: what the agent caches must stay usable
                 return function(*tensors)
         finally:
             for module, training in modes.items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from farstep.config import EnvConfig, LaunchConfig
 from farstep.core import Agent, Array, Received
 from farstep.errors import AgentError, ClosedError, HandshakeError, WorkerError
 from farstep.head.parameters import ParameterStore
-from farstep.head.probes import Prober
+from farstep.head.probes import Prober, Question
 from farstep.head.rollouts import Piece, Rollouts, agent_structures, base_rows
 from farstep.head.seats import ResetOrder, Seat
 from farstep.head.server import Server
@@ -26,7 +26,7 @@ from farstep.head.stats import Counters
 from farstep.head.tickets import Arrived, Order
 from farstep.spec import Schema, differences, space_schema
 from farstep.sync import AAPS, Always
-from farstep.sync.rules import probes_of
+from farstep.sync.rules import probes_of, rows_of
 from farstep.wire import messages as m
 from farstep.worker.program import Program
 from farstep.worker.sources import Source
@@ -63,7 +63,6 @@ class Collector:
         self._answers: dict[int, m.AgentReady | WorkerError] = {}
         self._store: ParameterStore | None = None
         self._prober: Prober | None = None
-        self._probed = -1
         self._agent_schemas: tuple[Schema, Schema] = ({}, {})
         self._request = Request()
         self._rollouts: Rollouts | None = None
@@ -88,7 +87,7 @@ class Collector:
             if self._store is not None:
                 self._store.close()
                 self._store = None
-            self._agent = None
+            self._agent = self._prober = None
 
     def snapshot(self) -> dict[str, Any]:
         with self.server.locked():
@@ -103,16 +102,36 @@ class Collector:
     def publish(self, agent: Agent) -> int:
         """A new version from the agent's parameters."""
         self.server.raise_failure()
-        if self._agent is not agent:
-            self.adopt(agent)
+        if self._agent is agent:
+            self._publish(agent)
         else:
-            assert self._store is not None
-            with self.server.locked():
-                self._store.publish(agent)
-                self._announce()
-                self.server.drain()
-            self._probe()
+            self.adopt(agent)
         return self.version()
+
+    def _publish(self, agent: Agent) -> None:
+        assert self._store is not None
+        probes = self._ask(agent)
+        with self.server.locked():
+            version = self._store.publish(agent)
+            self._announce()
+            for question, answer in probes:
+                seat = self.server.seats[question.worker]
+                if seat.ready and seat.incarnation == question.incarnation:
+                    probe = m.Probe(self._agent_id, version, question.orders, list(answer))
+                    self.counters.probes_sent += self.server.send(seat, probe, [a.tobytes() for a in answer.values()])
+            self.server.drain()
+
+    def _ask(self, agent: Agent) -> Sequence[tuple[Question, dict[str, Array]]]:
+        """What the agent says of rows that workers have sent, without the lock: chunks go on arriving meanwhile."""
+        if self._prober is None or self._store is None:
+            return ()
+        with self.server.locked():
+            questions = self._prober.questions()
+        try:
+            return list(zip(questions, self._prober.answers(questions), strict=True))
+        except Exception:
+            self._store.check(agent)  # if its parameters are to blame, say so
+            raise
 
     def adopt(self, agent: Agent) -> None:
         """Make workers act with this agent and its present parameters."""
@@ -120,10 +139,9 @@ class Collector:
         if agent is self._agent:
             assert self._store is not None
             with self.server.locked():
-                if self._store.publish_if_changed(agent):
-                    self._announce()
-                    self.server.drain()
-            self._probe()
+                changed = self._store.changed(agent)
+            if changed:
+                self._publish(agent)
             return
         for method in ("act", "get_parameters"):
             if not callable(getattr(agent, method, None)):
@@ -142,6 +160,7 @@ class Collector:
         self._forget_agent()
         with self.server.locked():
             self._store, self._agent_id, self._answers = store, self._agent_id + 1, {}
+            self.counters.divergence.clear()
             self.server.tell(m.Ship(self._agent_id), [payload])
             self.server.tell(store.message(), fds=[store.memory.fd])
             self._announce()
@@ -182,7 +201,7 @@ class Collector:
         self._rollouts.adopt(structures, state)
         if probes_of(self._rule):
             comparison = Comparison(Policy(agent), self._rollouts.structures["obs"], structures["action"], state)
-            self._prober, self._probed = Prober(comparison, self.server.seats), self.version()
+            self._prober = Prober(comparison, self.server.seats, rows_of(self._rule))
         self._note_inference(first.inference)
 
     def _note_inference(self, note: str) -> None:
@@ -194,26 +213,6 @@ class Collector:
         """Workers without shared memory hear of a version by message."""
         if not self.server.shares_memory:
             self.server.tell(m.Newest(self.version()))
-
-    def _probe(self) -> None:
-        """Let workers know how far the version just published is from what they act with.
-
-        The policy is asked without the lock: chunks go on arriving meanwhile.
-        """
-        prober, version = self._prober, self.version()
-        if prober is None or version == self._probed:
-            return
-        with self.server.locked():
-            questions = prober.questions()
-        answers = prober.answers(questions)
-        with self.server.locked():
-            for question, answer in zip(questions, answers, strict=True):
-                seat = self.server.seats[question.worker]
-                if seat.ready and seat.incarnation == question.incarnation:
-                    probe = m.Probe(self._agent_id, version, question.orders, list(answer))
-                    self.counters.probes_sent += self.server.send(seat, probe, [a.tobytes() for a in answer.values()])
-            self.server.drain()
-        self._probed = version  # had it failed or been interrupted, the next call would do it
 
     # ---- sessions ----
 
@@ -359,7 +358,7 @@ class Collector:
         if chunk.keys:
             self.counters.wait["transfer"] += time.monotonic() - began
         self.counters.received(piece.nbytes)
-        tickets.accept(seat.worker, chunk.ticket, max(chunk.version, chunk.passed), piece)
+        tickets.accept(seat.worker, chunk.ticket, chunk.passed, piece)
         if self._prober is not None and request.steps:
             self._prober.remember(seat, chunk, self._rollouts.rows(seat, order.lane), request.steps)
         seat.resume[:] = piece.resume

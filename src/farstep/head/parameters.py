@@ -50,7 +50,8 @@ class ParameterStore:
         self._index = -1
         self._handed: dict[int, tuple[int, bytes]] = {}
         """Per worker without shared memory, the version it has and its bytes, to send differences to."""
-        self._difference: tuple[tuple[int, int], list[bytes]] = ((-1, -1), [])
+        self._differences: dict[int, list[bytes]] = {}
+        """From earlier versions to the current one."""
         self.version = first_version - 1
         self._write(leaves)
 
@@ -64,20 +65,40 @@ class ParameterStore:
         self._write(leaves)
         return self.version
 
-    def publish_if_changed(self, agent: Agent) -> bool:
-        """A new version if the parameters differ from the published ones."""
+    def changed(self, agent: Agent) -> bool:
+        """Whether the agent's parameters differ from the published ones."""
         leaves = self._leaves(agent)
         if self._changes.same_counters(leaves) and self._changes.trusted(self.schema.nbytes):
             return False
         self.schema.check(leaves)
         current = self.schema.views(self.memory.map, self._start(self._index) + HEADER)
-        if all(
-            np.array_equal(old, _cast(as_stored(*new), old.dtype)) for old, new in zip(current, leaves, strict=True)
-        ):
-            self._changes.note(leaves)
-            return False
-        self._write(leaves)
-        return True
+        for old, source, leaf in zip(current, self.schema.sources, leaves, strict=True):
+            new = as_stored(*leaf)
+            if new.dtype != source or not np.array_equal(old, _cast(new, old.dtype)):
+                return True
+        self._changes.note(leaves)
+        return False
+
+    def check(self, agent: Agent) -> None:
+        """Refuse, by name, parameters that cannot be published."""
+        leaves = self._leaves(agent)
+        self.schema.check(leaves)
+        for source, (name, leaf) in zip(self.schema.sources, leaves, strict=True):
+            self._checked(name, leaf, source)
+
+    def _checked(self, name: str, leaf: Any, source: str) -> Array:
+        array = as_stored(name, leaf)
+        if array.dtype != source:
+            raise AgentError(
+                f"parameter {name!r} changed its dtype from {np.dtype(source)} to {array.dtype}; version "
+                f"{self.version} stays in force. Convert it back, or make another agent of it."
+            )
+        if has_nan(leaf, array):
+            raise AgentError(
+                f"parameter {name!r} has a NaN; version {self.version} stays in force. "
+                "Workers would act on it: lower the learning rate, or clip gradients."
+            )
+        return array
 
     def _leaves(self, agent: Agent) -> list[tuple[str, Any]]:
         return travelling(leaves_of(agent.get_parameters()), self._config)
@@ -97,9 +118,9 @@ class ParameterStore:
         self._handed[worker] = (self.version, same or bytes(self.payload()))  # one copy, however many have it
         if held < 0 or known[0] != held:
             return -1, [self.payload()]
-        if self._difference[0] != (held, self.version):
-            self._difference = ((held, self.version), encode(known[1], self.payload()))
-        return held, list(self._difference[1])
+        if held not in self._differences:
+            self._differences[held] = encode(known[1], self.payload())
+        return held, list(self._differences[held])
 
     def _start(self, index: int) -> int:
         return PAGE + index * self._stride
@@ -110,17 +131,7 @@ class ParameterStore:
             start = self._start(index)
             views = self.schema.views(self.memory.map, start + HEADER)
             for view, source, (name, leaf) in zip(views, self.schema.sources, leaves, strict=True):
-                array = as_stored(name, leaf)
-                if array.dtype != source:
-                    raise AgentError(
-                        f"parameter {name!r} changed its dtype from {np.dtype(source)} to {array.dtype}; version "
-                        f"{self.version} stays in force. Convert it back, or make another agent of it."
-                    )
-                if has_nan(leaf, array):
-                    raise AgentError(
-                        f"parameter {name!r} has a NaN; version {self.version} stays in force. "
-                        "Workers would act on it: lower the learning rate, or clip gradients."
-                    )
+                array = self._checked(name, leaf, source)
                 view[...] = _cast(array, view.dtype)
                 if view.dtype != array.dtype and not np.array_equal(np.isinf(view), np.isinf(array)):
                     raise AgentError(
@@ -131,6 +142,7 @@ class ParameterStore:
         finally:
             fcntl.lockf(self.memory.fd, fcntl.LOCK_UN, 1, index)
         self.version += 1
+        self._differences.clear()
         self._index = index
         self._word[0] = pack_word(self.version, index)
         self._changes.note(leaves)

@@ -15,6 +15,9 @@ from farstep.wire.messages import Chunk
 from farstep.worker.probing import picked
 from farstep.worker.rows import Rows
 
+_AHEAD = 64
+"""Probes that may wait for a worker: it looks at the latest few, and they take room on the way to it."""
+
 
 @dataclass(frozen=True)
 class Question:
@@ -32,11 +35,13 @@ class Question:
 class Prober:
     """Remembers rows of every worker's latest chunks, and asks the learner's policy about them."""
 
-    def __init__(self, comparison: Comparison, seats: Sequence[Seat]) -> None:
-        self._comparison = comparison
+    def __init__(self, comparison: Comparison, seats: Sequence[Seat], rows: int) -> None:
+        self._comparison, self._rows = comparison, rows
         self._seats = seats
-        self._picks = [Picks() for _ in seats]
+        self._picks = [Picks(rows) for _ in seats]
         self._incarnations = [-1] * len(seats)
+        self._unanswered = [0] * len(seats)
+        """Probes sent to each worker since its last chunk."""
 
     def remember(self, seat: Seat, chunk: Chunk, rows: Rows, steps: int) -> None:
         """A chunk was accepted: keep the rows that a probe may ask about."""
@@ -44,12 +49,16 @@ class Prober:
         if self._incarnations[seat.worker] != seat.incarnation:
             picks.clear()  # a replaced worker remembers nothing of what its predecessor sent
             self._incarnations[seat.worker] = seat.incarnation
-        picks.add(picked(self._comparison, chunk.order, chunk.version, rows, steps))
+        picks.add(picked(self._comparison, chunk.order, chunk.version, rows, steps, self._rows))
+        self._unanswered[seat.worker] = 0
 
     def questions(self) -> list[Question]:
-        """What to ask now, for each worker that is there."""
+        """What to ask now, for each worker that is there; one that is long busy with a chunk has probes enough."""
         found = []
         for seat in self._seats:
+            self._unanswered[seat.worker] += 1
+            if not seat.ready or self._unanswered[seat.worker] > _AHEAD:
+                continue
             same = self._incarnations[seat.worker] == seat.incarnation
             picks = self._picks[seat.worker].all() if same else ()
             found.append(Question(seat.worker, seat.incarnation, picks))

@@ -102,7 +102,7 @@ class Rollouts:
             self.store(seat, lane, steps, chunk.keys, frames) if chunk.keys else self._chunk_bytes(seat, steps),
             chunk.version,
         )
-        if not -1 <= chunk.version <= version or chunk.passed > version or not 0 <= chunk.order < 1 << 40:
+        if not -1 <= chunk.version <= chunk.passed <= version or not 0 <= chunk.order < 1 << 40:
             raise WireError("a chunk whose header cannot be true.")
         return piece
 

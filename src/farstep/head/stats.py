@@ -65,7 +65,7 @@ class Counters:
             versions = np.asarray(batch["version"])[0]  # one version per chunk: the first row has them all
             lags = version - versions
             for chunk in arrived:
-                self._lags[chunk.order.worker][version - chunk.piece.version] += 1
+                self._lags[chunk.order.worker][_bucket(version - chunk.piece.version)] += 1
             self._lag_sum += int(lags.sum())
             self._lag_rows += len(lags)
             self._lag_max = max(self._lag_max, int(lags.max()))
@@ -117,6 +117,11 @@ class Counters:
         }
 
 
+def _bucket(lag: int) -> int:
+    """Small lags as they are, larger ones by powers of two, so that a histogram stays short."""
+    return lag if lag < 16 else 1 << lag.bit_length() - 1
+
+
 def scalars(stats: Mapping[str, Any], prefix: str = "farstep") -> dict[str, float]:
     """The numbers of `env.stats()` under paths such as `farstep/bytes/weights_sent`, for TensorBoard and the like."""
     return dict(_numbers(stats, prefix))
@@ -125,7 +130,8 @@ def scalars(stats: Mapping[str, Any], prefix: str = "farstep") -> dict[str, floa
 def _numbers(value: Any, path: str) -> Iterator[tuple[str, float]]:
     if isinstance(value, Mapping):
         for key, part in value.items():
-            yield from _numbers(part, f"{path}/{key}")
+            if key != "lag_histogram":  # to be looked at, not followed over time
+                yield from _numbers(part, f"{path}/{key}")
     elif isinstance(value, list):
         for i, part in enumerate(value):
             yield from _numbers(part, f"{path}/{i}")

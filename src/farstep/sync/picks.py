@@ -14,16 +14,17 @@ import numpy as np
 
 from farstep.core import Array
 
-PER_PROBE = 64
-PER_CHUNK = 16
+_CHUNKS = 4
+"""A probe's rows come from so many of the latest chunks, if these are long enough."""
 # Steps of the R2 sequence: any stretch of it covers the unit square evenly, and so do several chunks in a row.
 _R2 = (0.7548776662466927, 0.5698402909980532)
 
 
-def rows_of(order: int, steps: int, num_envs: int, first_row_only: bool = False) -> tuple[Array, Array]:
-    """Time and column of the rows to look at in a worker's chunk of that number, spread over both."""
-    k = np.arange(min(PER_CHUNK, num_envs * (1 if first_row_only else steps))) + order * PER_CHUNK
-    time = np.floor(np.modf(k * _R2[0])[0] * (1 if first_row_only else steps)).astype(np.int64)
+def places(order: int, steps: int, num_envs: int, rows: int) -> tuple[Array, Array]:
+    """Time and column of what to look at in a worker's chunk of that number, for probes of so many rows."""
+    per_chunk = -(-rows // _CHUNKS)
+    k = np.arange(min(per_chunk, steps * num_envs)) + order * per_chunk
+    time = np.floor(np.modf(k * _R2[0])[0] * steps).astype(np.int64)
     column = np.floor(np.modf(k * _R2[1])[0] * num_envs).astype(np.int64)
     return time, column
 
@@ -45,25 +46,27 @@ class Pick:
 class Picks:
     """The latest chunks' rows, never more than `limit` of them if one chunk has fewer."""
 
-    def __init__(self, limit: int = PER_PROBE) -> None:
-        self._limit = limit
+    def __init__(self, limit: int) -> None:
+        self._limit, self._rows = limit, 0
         self._picks: deque[Pick] = deque()
 
     def add(self, pick: Pick) -> None:
         self._picks.append(pick)
-        while len(self._picks) > 1 and sum(known.rows for known in self._picks) > self._limit:
-            self._picks.popleft()
+        self._rows += pick.rows
+        while len(self._picks) > 1 and self._rows > self._limit:
+            self._rows -= self._picks.popleft().rows
 
     def clear(self) -> None:
         self._picks.clear()
+        self._rows = 0
 
     def all(self) -> tuple[Pick, ...]:
         return tuple(self._picks)
 
-    def find(self, orders: Sequence[int]) -> list[Pick | None]:
-        """The chunks of these numbers, None for those that are forgotten."""
+    def find(self, orders: Sequence[int]) -> list[Pick]:
+        """The chunks of these numbers; none at all if one of them is forgotten."""
         known = {pick.order: pick for pick in self._picks}
-        return [known.get(order) for order in orders]
+        return [known[order] for order in orders] if known.keys() >= set(orders) else []
 
 
 def joined(picks: Sequence[Pick]) -> dict[str, Array]:

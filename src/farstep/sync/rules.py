@@ -15,6 +15,8 @@ class Rule:
 
     probes = 0
     """How many of the latest divergences the rule looks at; without any, none are measured."""
+    rows = 64
+    """How many observations a divergence is measured on."""
 
     def should_pull(self, state: SyncState) -> bool:
         raise NotImplementedError
@@ -81,17 +83,20 @@ class AAPS(Rule):
 
     The running divergence is an average over the latest `window` probes since the last pull, each weighing `decay`
     times as much as the next one; `window=1` looks at the newest alone. `delta=0` is `Always`; with `delta=inf` a
-    worker pulls only once.
+    worker pulls only once. A probe is about `rows` observations of the worker's latest chunks.
     """
 
     delta: float
     window: int = 4
     decay: float = 0.5
+    rows: int = 64
 
     def __post_init__(self) -> None:
         _check(self, "delta", self.delta, _is_real(self.delta) and self.delta >= 0, "a number of at least 0 (in nats)")
         fits = isinstance(self.window, int) and 1 <= self.window <= 1000
         _check(self, "window", self.window, fits, "counts probes; an int from 1 to 1000")
+        fits = isinstance(self.rows, int) and 1 <= self.rows <= 65536
+        _check(self, "rows", self.rows, fits, "counts observations; an int from 1 to 65536")
         _check(self, "decay", self.decay, _is_real(self.decay) and 0 < self.decay <= 1, "a number in (0, 1]")
 
     @property
@@ -127,6 +132,10 @@ class AnyOf(Rule):
     def probes(self) -> int:  # type: ignore[override]
         return max(probes_of(rule) for rule in self.rules)
 
+    @property
+    def rows(self) -> int:  # type: ignore[override]
+        return max((rows_of(rule) for rule in self.rules if probes_of(rule)), default=Rule.rows)
+
     def should_pull(self, state: SyncState) -> bool:
         return any(rule.should_pull(state) for rule in self.rules)
 
@@ -137,6 +146,11 @@ class AnyOf(Rule):
 def probes_of(rule: SyncRule) -> int:
     """How many divergences a rule looks at, be it ours or a user's."""
     return int(getattr(rule, "probes", 0))
+
+
+def rows_of(rule: SyncRule) -> int:
+    """How many observations a probe for that rule is about."""
+    return int(getattr(rule, "rows", Rule.rows))
 
 
 def divergence_of(rule: SyncRule, state: SyncState) -> float | None:

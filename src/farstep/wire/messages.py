@@ -72,7 +72,7 @@ class Chunk(msgspec.Struct, tag="chunk"):
     inference: str = ""
     """How the agent is called, if that changed since the last chunk."""
     passed: int = -1
-    """The newest version whose probe its weights passed, for the bound on staleness; else `version`."""
+    """What it counts as for its age: the newest version whose probe its weights passed, else `version`."""
     divergence: float | None = None
     """The running divergence of its weights from the learner's, where the sync rule measures one."""
     syncs: int = 0

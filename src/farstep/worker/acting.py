@@ -32,6 +32,8 @@ class Actor:
         self.loader = ParameterLoader(self.policy.agent, weights)
         self.version = -1
         self.structure: dict[str, Any] = {}
+        self.example: dict[str, Array] = {}
+        """A row of every environment, as it was tried."""
         self._noted = ""
         self._state: Any = None
         self._rng: list[np.random.Generator] = []
@@ -69,6 +71,8 @@ class Actor:
                     f"{list(spec.shape)}. Return one such action for each environment, nested as the space is."
                 )
         self._state = self.policy.initial_state(count)
+        states = {name: as_array(leaf) for name, leaf in leaves_of(self._state, "state")} if recurrent else {}
+        self.example = {**current, **dict(leaves(self.structure, out)), **states, "episode_start": starts}
         state_schema, state_structure = _schema_of({"state": self._state} if recurrent else {}, count)
         if found := differences(_schema_of(new_state, count)[0], state_schema):
             raise AgentError(

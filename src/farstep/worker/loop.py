@@ -23,7 +23,7 @@ from farstep.agents.divergence import Comparison
 from farstep.core import Buffer, Link, Received, SyncState
 from farstep.errors import WireError
 from farstep.spec import space_schema
-from farstep.sync.rules import divergence_of, probes_of
+from farstep.sync.rules import divergence_of, probes_of, rows_of
 from farstep.wire import messages as m
 from farstep.wire.codec import pack
 from farstep.wire.versions import versions
@@ -216,7 +216,8 @@ class Worker:
         schema, state_schema, state = actor.probe(self._host.current, self._action_schema)
         if window := probes_of(self._program.sync):
             comparison = Comparison(actor.policy, self._obs, actor.structure["action"], state or None)
-            self._probing = Probing(comparison, window)
+            comparison.describe(actor.example)
+            self._probing = Probing(comparison, window, rows_of(self._program.sync))
         self._actor, self._agent_id = actor, message.agent
         self._send(
             m.AgentReady(message.agent, schema, pack(actor.structure), state_schema, pack(state), actor.policy.note)
@@ -238,7 +239,7 @@ class Worker:
         if fds:
             self._weights = SharedWeights(fds[0], message.nbytes, message.buffers)
         else:
-            self._weights = RemoteWeights(self._ask_for_weights)
+            self._weights = RemoteWeights(self._ask_for_weights, self._program.weights.delta)
 
     def _hear(self, probe: m.Probe, frames: Sequence[Buffer]) -> None:
         if probe.agent != self._agent_id or self._probing is None or self._actor is None:
@@ -313,8 +314,8 @@ class Worker:
         divergences = probing.divergences if probing is not None else ()
         state = SyncState(actor.version, weights.newest(), time.monotonic() - self._pulled_at, divergences)
         self._divergence = divergence_of(rule, state)
-        # Weights count as the newest version that they were compared with and found close enough to.
-        self._passed = max(actor.version, probing.probed if probing is not None else -1)
+        # Weights that are kept count as the newest version that they were compared with.
+        self._passed = max(actor.version, probing.compared if probing is not None else -1)
         if not (state.newest > state.held and rule.should_pull(state)) and self._passed >= ticket.min_version:
             return
         began = time.monotonic()
@@ -325,6 +326,7 @@ class Worker:
         self._pulled_at, self._passed = time.monotonic(), actor.version
         if probing is not None:
             probing.pulled()
+            self._divergence = 0.0
         syncs, total, seconds = self._synced
         self._synced = syncs + 1, total + nbytes, seconds + time.monotonic() - began
 

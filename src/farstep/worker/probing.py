@@ -11,7 +11,7 @@ import numpy as np
 from farstep.agents.divergence import Comparison
 from farstep.core import Array, Buffer
 from farstep.errors import AgentError
-from farstep.sync.picks import PER_PROBE, Pick, Picks, joined, rows_of
+from farstep.sync.picks import Pick, Picks, joined, places
 from farstep.wire.messages import Probe
 from farstep.worker.rows import Rows
 
@@ -22,14 +22,15 @@ _MEMORY = 4
 class Probing:
     """Compares the weights in use with every version it is told of."""
 
-    def __init__(self, comparison: Comparison, window: int) -> None:
-        self._comparison = comparison
-        self._picks = Picks(_MEMORY * PER_PROBE)
+    def __init__(self, comparison: Comparison, window: int, rows: int) -> None:
+        self._comparison, self._rows = comparison, rows
+        self._picks = Picks(_MEMORY * rows)
         self._divergences: deque[float] = deque(maxlen=window)
         self._known: tuple[tuple[int, tuple[int, ...]], dict[str, Array]] | None = None
         """What the weights in use said last, and of what: published in a row, versions are probed on the same rows."""
-        self.probed = -1
-        """The newest version that was compared."""
+        self._heard = -1
+        self.compared = -1
+        """The newest version that the weights in use could be compared with."""
 
     @property
     def divergences(self) -> tuple[float, ...]:
@@ -38,7 +39,7 @@ class Probing:
 
     def remember(self, order: int, version: int, rows: Rows, steps: int) -> None:
         """A chunk is complete: keep the rows that a probe may ask about."""
-        self._picks.add(picked(self._comparison, order, version, rows, steps))
+        self._picks.add(picked(self._comparison, order, version, rows, steps, self._rows))
 
     def pulled(self) -> None:
         """New weights are in use: what was said of the old ones is void."""
@@ -46,20 +47,21 @@ class Probing:
 
     def hear(self, probe: Probe, frames: Sequence[Buffer], held: int) -> None:
         """Compare with what the head's policy says; a late or repeated probe says nothing new."""
-        if probe.version <= max(self.probed, held):
+        if held < 0 or probe.version <= max(self._heard, held):
             return
-        self.probed = probe.version
+        self._heard = probe.version
+        self._divergences.appendleft(math.inf)  # until somebody can tell how far it is, it is too far
         picks = self._picks.find(probe.orders)
-        known = [pick for pick in picks if pick is not None]
-        if not known or len(known) < len(picks):
-            self._divergences.appendleft(math.inf)  # nobody can tell how far it is: too far
+        if not picks:
             return
-        local = self._described(held, known)
+        local = self._described(held, picks)
         learner = _like(local, probe.keys, frames)
-        if self._comparison.estimates and (own := [pick.version == held for pick in known]) and any(own):
-            mine = np.repeat(own, [pick.rows for pick in known])  # whose actions are of the weights in use
+        if self._comparison.estimates and any(own := [pick.version == held for pick in picks]):
+            mine = np.repeat(own, [pick.rows for pick in picks])  # whose actions are of the weights in use
             local, learner = ({name: array[mine] for name, array in side.items()} for side in (local, learner))
-        self._divergences.appendleft(self._comparison.compare(local, learner))
+        self._divergences[0] = self._comparison.compare(local, learner)
+        if self._divergences[0] < math.inf:
+            self.compared = probe.version
 
     def _described(self, held: int, picks: Sequence[Pick]) -> dict[str, Array]:
         about = (held, tuple(pick.order for pick in picks))
@@ -68,19 +70,19 @@ class Probing:
         return self._known[1]
 
 
-def picked(comparison: Comparison, order: int, version: int, rows: Rows, steps: int) -> Pick:
-    """The rows of a chunk that a probe may ask about; head and worker take the same."""
-    time, column = rows_of(order, steps, rows.num_envs, comparison.first_row_only)
+def picked(comparison: Comparison, order: int, version: int, rows: Rows, steps: int, count: int) -> Pick:
+    """The rows of a chunk that a probe of `count` rows may ask about; head and worker take the same."""
+    time, column = places(order, 1 if comparison.first_row_only else steps, rows.num_envs, count)
     return Pick(order, version, rows.at(comparison.names, time, column))
 
 
 def _like(local: Mapping[str, Array], keys: Sequence[str], frames: Sequence[Buffer]) -> dict[str, Array]:
     """A probe's arrays, which must be shaped as our own."""
-    sizes = {key: memoryview(frame).nbytes for key, frame in zip(keys, frames, strict=False)}
-    if sizes != {key: array.nbytes for key, array in local.items()}:
+    theirs = {key: memoryview(frame).nbytes for key, frame in zip(keys, frames, strict=False)}
+    ours = {key: array.nbytes for key, array in local.items()}
+    if theirs != ours:
         raise AgentError(
-            f"the learner describes its policy by {sizes} (bytes per array) and the worker by "
-            f"{ {key: array.nbytes for key, array in local.items()} }, for the same observations. distribution() and "
-            "log_prob() must return the same arrays on both."
+            f"the learner describes its policy by {theirs} (bytes per array) and the worker by {ours}, for the same "
+            "observations. distribution() and log_prob() must return the same arrays on both."
         )
     return {key: np.frombuffer(f, np.float32).reshape(local[key].shape) for key, f in zip(keys, frames, strict=True)}

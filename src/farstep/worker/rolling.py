@@ -34,12 +34,12 @@ class NotWanted(Exception):
 class Roller:
     """Rolls chunks into blocks that the head laid out, in shared memory or in our own."""
 
+    rows: Rows
+    """Where the last ticket wrote."""
+
     def __init__(self, host: AnyHost, words: memoryview, look: Callable[[], None]) -> None:
         self._host, self._words, self._look = host, words, look
         _, self._action_schema = space_schema(host.action_space, "action")
-
-    rows: Rows
-    """Where the last ticket wrote."""
 
     def lay(self, message: m.Lay, fds: Sequence[int]) -> None:
         """From now on, write there."""

@@ -20,7 +20,6 @@ class Rows:
     def __init__(self, layout: Layout, blocks: dict[str, Array], lane: int, first: int, stop: int) -> None:
         self.row = {name: blocks[name][lane, :, first:stop] for name in layout.rows}
         self.chunk = {name: blocks[name][lane, first:stop] for name in layout.chunks}
-
         self.num_envs = stop - first
 
     def at(self, names: Iterable[str], time: Array, column: Array) -> dict[str, Array]:

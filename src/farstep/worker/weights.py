@@ -104,8 +104,8 @@ class RemoteWeights:
     and the frames.
     """
 
-    def __init__(self, ask: Callable[[int], tuple[int, int, Sequence[Buffer]]]) -> None:
-        self._ask = ask
+    def __init__(self, ask: Callable[[int], tuple[int, int, Sequence[Buffer]]], delta: bool = False) -> None:
+        self._ask, self._delta = ask, delta
         self._held: tuple[int, Buffer] = (-1, b"")
         self.announced = 0
 
@@ -118,7 +118,8 @@ class RemoteWeights:
             raise WireError(f"a difference to version {base}; this worker has {self._held[0]}.")
         payload = frames[0] if base < 0 else decode(self._held[1], frames)
         loader.load(loader.schema.views(payload))
-        self._held = (version, payload)
+        if self._delta:
+            self._held = (version, payload)
         return version, sum(memoryview(frame).nbytes for frame in frames)
 
     def close(self) -> None:
