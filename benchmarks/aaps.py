@@ -203,12 +203,8 @@ def main(args: Args) -> None:
     if args.show:
         show([json.loads(path.read_text()) for path in args.show], args.show[0].parent, console)
         return
-    cases = [
-        (d, seed)
-        for seed in range(args.seeds)
-        for d in args.deltas
-        if seed == 0 or args.repeated is None or d in args.repeated
-    ]
+    repeated = args.deltas if args.repeated is None else args.repeated
+    cases = [(d, seed) for seed in range(args.seeds) for d in args.deltas if seed == 0 or d in repeated]
     console.print(f"{len(cases)} runs of {args.total_steps:,} steps, {args.jobs} at a time")
     document = {
         "command": shlex.join(["python", "benchmarks/aaps.py", *sys.argv[1:]]),

@@ -500,7 +500,13 @@ def test_stats_has_every_counter_of_the_design() -> None:
         assert stats["weight_syncs"] == {"total": 2, "per_worker": [1, 1]}
         assert stats["bytes"].keys() == {"weights_sent", "probes_sent", "rollouts_received"}
         assert stats["bytes"]["rollouts_received"] > 90 * 3 * 4
-        assert stats["versions"] == {"current": 0, "oldest_consumed": 0, "lag_mean": 0.0, "lag_max": 0}
+        assert stats["versions"] == {
+            "current": 0,
+            "oldest_consumed": 0,
+            "lag_mean": 0.0,
+            "lag_max": 0,
+            "lag_histogram": [{0: 3}, {0: 3}],
+        }
         assert stats["wait"].keys() == {"tickets", "weights", "learner", "transfer"}
         assert stats["divergence"] == {}
         assert stats["dropped"] == {}

@@ -55,6 +55,19 @@ def test_trajectories_do_not_depend_on_workers(config: farstep.LaunchConfig, ref
         assert_same(mine, theirs)
 
 
+def test_environments_that_are_seeded_once_go_on_with_their_own_generators() -> None:
+    found = [rolled(cluster(envs=SLOTS, seed_episodes=False, config=inprocess(n))) for n in (1, 3)]
+    for mine, theirs in zip(*found, strict=True):
+        assert_same(mine, theirs)
+    with cluster(envs=SLOTS, seed_episodes=False, config=inprocess(2)) as env:
+        batch = env.collect(TableAgent(), steps=40)
+    for slot in range(SLOTS):
+        single, starts = CountingEnv(), np.flatnonzero(batch["episode_start"][:, slot])
+        expected = [single.reset(seed=episode_seed(5, slot, 0) if k == 0 else None)[0][0] for k in range(len(starts))]
+        np.testing.assert_array_equal(batch["obs"][starts, slot, 0], expected)
+        assert len(starts) > 3
+
+
 @pytest.mark.parametrize("workers", [1, 2])
 def test_an_agent_in_the_middle_of_episodes_draws_from_their_generators(workers: int) -> None:
     with cluster(CountingEnv, envs=SLOTS, config=inprocess(workers), env_kwargs={"length": 6}) as env:

@@ -93,6 +93,14 @@ def pulled(store: ParameterStore, agent: Any) -> int:
         return weights.load(ParameterLoader(agent))[0]
 
 
+def published_if_changed(store: ParameterStore, agent: Any) -> bool:
+    """What `collect` does."""
+    changed = store.changed(agent)
+    if changed:
+        store.publish(agent)
+    return changed
+
+
 def numbers(agent: Any) -> list[Any]:
     return [as_stored(name, leaf) for name, leaf in leaves_of(agent.get_parameters())]
 

@@ -17,6 +17,7 @@ from parameter_agents import (
     NumpyAgent,
     SetterAgent,
     numbers,
+    published_if_changed,
     pulled,
     store_of,
 )
@@ -25,14 +26,6 @@ from farstep.errors import AgentError
 from farstep.head.parameters import ParameterStore
 
 LARGE = 600_000  # elements: more bytes than are compared when counters say "unchanged"
-
-
-def published_if_changed(store: ParameterStore, agent: Any) -> bool:
-    """What `collect` does."""
-    changed = store.changed(agent)
-    if changed:
-        store.publish(agent)
-    return changed
 
 
 # ---- versions ----

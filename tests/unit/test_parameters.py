@@ -27,6 +27,7 @@ from parameter_agents import (
     NumpyAgent,
     SetterAgent,
     numbers,
+    published_if_changed,
     pulled,
     store_of,
 )
@@ -123,7 +124,7 @@ def test_tensors_of_every_sort(kind: Callable[[Any], Any], make: Callable[[], to
     learner.parameters["last"] += 7
     with store_of(learner) as store:
         pulled(store, worker)
-        assert not store.publish_if_changed(learner)
+        assert not published_if_changed(store, learner)
     assert worker.parameters["last"] == 7
     mine, theirs = learner.parameters["tensor"], worker.parameters["tensor"]
     assert theirs.dtype == mine.dtype and theirs.tolist() == mine.tolist()

@@ -340,7 +340,7 @@ def test_all_workers_are_asked_about_in_one_evaluation() -> None:
     for question, answer in zip(questions, answers, strict=True):
         if question.picks:
             obs = np.concatenate([pick.arrays["obs"] for pick in question.picks])
-            np.testing.assert_allclose(answer["logits"], LinearAgent(0.3).distribution(obs), rtol=1e-5)
+            np.testing.assert_allclose(answer["logits"], LinearAgent(0.3).distribution(obs)["logits"], rtol=1e-5)
 
 
 def test_versions_published_in_a_row_are_compared_with_one_evaluation_of_the_worker() -> None:

@@ -15,7 +15,7 @@ from farstep.agents.divergence import Comparison, comparing_method
 from farstep.agents.policy import Policy, ship
 from farstep.batch import Batch
 from farstep.config import EnvConfig, LaunchConfig
-from farstep.core import Agent, Array, Received
+from farstep.core import Agent, Array, Buffer, Received
 from farstep.errors import AgentError, ClosedError, HandshakeError, WorkerError
 from farstep.head.parameters import ParameterStore
 from farstep.head.probes import Prober, Question
@@ -331,7 +331,8 @@ class Collector:
                 agent_structures(message, self._action_schema)  # refused here, where we know who said it
                 self._answers[seat.worker] = message
             case m.WeightRequest():
-                base, frames = -1, []
+                base: int = -1
+                frames: list[Buffer] = []
                 if self._store is not None and message.agent == self._agent_id:
                     base, frames = self._store.handover(seat.worker, message.held)
                 self.server.send(seat, m.Weights(message.agent, self.version(), base), frames)

@@ -107,8 +107,8 @@ class Host:
                 ) from error
             error.add_note(f"The agent's {clause}.")
 
-    def seed_of(self, i: int) -> int:
-        """The seed of the episode that slot `i` is in."""
+    def seed_of(self, i: int) -> int | None:
+        """The seed of the episode that slot `i` is in, if it has one."""
         return self.slots.seed_of(i)
 
 
@@ -122,6 +122,7 @@ class HostedEnvs(Host):
         self._steps = [env.step for env in self._envs.envs]
         self._rewards: list[Any] = [0.0] * self.num_envs
         self._gained = np.zeros(self.num_envs)
+        self._seed_episodes, self._seeded = source.seed_episodes, [False] * self.num_envs
         # Faster than np.array, which would make NaN of None.
         self._pack_rewards = partial(struct.Struct(f"{self.num_envs}d").pack_into, self._gained.data, 0)
 
@@ -188,7 +189,9 @@ class HostedEnvs(Host):
 
     def _begin_episode(self, i: int, target: dict[str, Array], row: int, options: Info | None) -> None:
         self._progress[EPISODES + i] = self.slots.episodes[i] + 1
-        info = self._envs.reset(i, self.slots.seed_of(i), options, target)
+        anew = self._seed_episodes or not self._seeded[i] or not self.slots.episodes[i]
+        info = self._envs.reset(i, self.slots.seed_of(i) if anew else None, options, target)
+        self._seeded[i] = True
         self.slots.begin_episode(i, row)
         self._progress[PHASE] = STEP
         if self.infos is not None:
@@ -200,6 +203,10 @@ class HostedEnvs(Host):
         if i is not None:
             self._envs.replace(i)
             self._steps[i] = self._envs.envs[i].step
+            self._seeded[i] = False
+
+    def seed_of(self, i: int) -> int | None:
+        return self.slots.seed_of(i) if self._seed_episodes else None
 
     def close(self) -> None:
         self._envs.close()

@@ -298,7 +298,7 @@ class Worker:
             self._words[PHASE] = Phase.IDLE
             self._idle_since = time.monotonic()
         chunk.order, chunk.tickets_s = self._order, waited_s
-        chunk.passed, chunk.divergence = self._passed, self._divergence
+        chunk.passed, chunk.divergence = max(chunk.version, self._passed), self._divergence
         if self._probing is not None and ticket.steps:
             self._probing.remember(self._order, chunk.version, self._roller.rows, ticket.steps)
         (chunk.syncs, chunk.synced_bytes, chunk.weights_s), self._synced = self._synced, (0, 0, 0.0)

@@ -23,11 +23,12 @@ class Source:
     env_name: str | Callable[..., Any]
     env_kwargs: Mapping[str, Any] = field(default_factory=dict)
     wrappers: Sequence[Any] = ()
+    seed_episodes: bool = True
 
     @classmethod
     def of(cls, config: EnvConfig) -> Source:
         assert config.env_name is not None
-        return cls(config.type, config.env_name, dict(config.env_kwargs), list(config.wrappers))
+        return cls(config.type, config.env_name, dict(config.env_kwargs), list(config.wrappers), config.seed_episodes)
 
     @property
     def is_vector(self) -> bool:
