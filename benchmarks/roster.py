@@ -28,7 +28,7 @@ class Contender:
     inference: str = "eager"
     """``fast`` where farstep's own inference path acts, ``eager`` where the policy is called as it is."""
     by_default: bool = True
-    """False for variants that are known to be slower: they run when ``--only`` names them."""
+    """False for variants: they run when ``--only`` names them."""
 
     @property
     def interpreter(self) -> Path | None:
@@ -53,6 +53,14 @@ CONTENDERS = (
     Contender(name="limit-eager", script="limit.py", venv=OWN, options=EAGER),
     Contender(name="limit-fast", script="limit.py", venv=OWN, options=("--inference", "fast"), inference="fast"),
     Contender(name="farstep-collect", script="farstep_collect.py", venv=OWN, inference="fast"),
+    Contender(
+        name="farstep-collect-seeded-once",
+        script="farstep_collect.py",
+        venv=OWN,
+        options=("--mode", "seeded-once"),
+        inference="fast",
+        by_default=False,
+    ),
     Contender(name="farstep-stream", script="farstep_stream.py", venv=OWN, inference="fast"),
     Contender(name="farstep-collect-eager", script="farstep_collect.py", venv=OWN, options=EAGER),
     Contender(name="farstep-stream-eager", script="farstep_stream.py", venv=OWN, options=EAGER),

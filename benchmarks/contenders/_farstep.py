@@ -36,7 +36,7 @@ def envpool_source(env_id: str) -> dict[str, Any]:
     }
 
 
-def make_cluster(workload: Workload, *, envpool: bool = False) -> farstep.ClusterEnv:
+def make_cluster(workload: Workload, *, envpool: bool = False, seed_episodes: bool = True) -> farstep.ClusterEnv:
     """A cluster of one worker per core that hosts the workload's environments."""
     source = envpool_source(workload.env) if envpool else gymnasium_source(workload.env)
     return farstep.ClusterEnv(
@@ -44,6 +44,7 @@ def make_cluster(workload: Workload, *, envpool: bool = False) -> farstep.Cluste
             "type": "envpool" if envpool else "gymnasium",
             "envs_per_node": workload.num_envs,
             "seed": 1,
+            "seed_episodes": seed_episodes,
             "inference": workload.inference,
             **source,
         },

@@ -8,9 +8,9 @@ from workload import make_policy, measure, parse_arguments, report
 
 
 def main() -> None:
-    workload = parse_arguments(inferences=INFERENCES)
+    workload = parse_arguments(modes=("each-episode-seeded", "seeded-once"), inferences=INFERENCES)
     policy = make_policy(workload)
-    with make_cluster(workload) as env:
+    with make_cluster(workload, seed_episodes=workload.mode != "seeded-once") as env:
         env.launch()
         env.reset(seed=1)
         measurement = measure(collecting(env, policy, workload), workload.seconds)
