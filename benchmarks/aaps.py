@@ -6,7 +6,7 @@
 
 PPO on LunarLander-v3 with four workers and the paper's learning rate (5e-4), minibatches (8), gamma (.99) and lambda
 (.95). The paper has 4 x 64 environments, rollouts of 1,024 steps, 30 epochs and 5 M steps; here, for two cores, 4 x 8
-environments, rollouts of 128 steps, 4 epochs and 1 M steps. The learner evaluates values and log-probabilities itself
+environments, rollouts of 128 steps, 10 epochs and 500 k steps. The learner evaluates values and log-probabilities itself
 (a worker's critic is as old as its actor), clips around its own policy and weighs rows by how much likelier it is to
 act so than the worker was (decoupled PPO); with the newest weights everywhere that is plain PPO, and `--loss plain` is
 plain PPO in any case.
@@ -57,14 +57,14 @@ class Args:
     workers: int = 4
     envs_per_worker: int = 8
     num_steps: int = 128
-    epochs: int = 4
+    epochs: int = 10
     minibatches: int = 8
     learning_rate: float = 5e-4
     reward_scale: float = 0.02
     """what the learner multiplies rewards with, so that its critic's targets are of the order of 1"""
     gamma: float = 0.99
     gae_lambda: float = 0.95
-    total_steps: int = 1_000_000
+    total_steps: int = 500_000
     jobs: int = 1
     """runs at the same time"""
     out: Path = RESULTS / "aaps.json"
