@@ -6,10 +6,10 @@
 
 PPO on LunarLander-v3 with four workers and the paper's learning rate (5e-4), minibatches (8), gamma (.99) and lambda
 (.95). The paper has 4 x 64 environments, rollouts of 1,024 steps, 30 epochs and 5 M steps; here, for two cores, 4 x 8
-environments, rollouts of 128 steps, 10 epochs and 500 k steps. The learner evaluates values and log-probabilities itself
-(a worker's critic is as old as its actor), clips around its own policy and weighs rows by how much likelier it is to
-act so than the worker was (decoupled PPO); with the newest weights everywhere that is plain PPO, and `--loss plain` is
-plain PPO in any case.
+environments, rollouts of 128 steps, 10 epochs and 500 k steps. The learner evaluates values and log-probabilities
+itself (a worker's critic is as old as its actor), clips around its own policy and weighs rows by how much likelier it
+is to act so than the worker was, at most 2 (decoupled PPO); with the newest weights everywhere that is plain PPO, and
+`--loss plain` is plain PPO in any case.
 """
 
 from __future__ import annotations
