@@ -1,24 +1,34 @@
-"""The README's example is run as it stands and must print what the README says."""
+"""Examples of the pages are run as they stand and must print what the pages say."""
 
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
-def test_readme_example_prints_what_it_says(tmp_path):
-    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", (ROOT / "README.md").read_text(), re.S | re.M)
-    code = [text for kind, text in blocks if kind == "python"]
-    printed = [text for kind, text in blocks if not kind][-1]
-    assert len(code) == 1
-    assert len([line for line in code[0].splitlines() if line.strip()]) == 12
+def example(page: str) -> tuple[str, str]:
+    """A page's only block of Python and the block that follows it: what it prints."""
+    text = (ROOT / page).read_text()
+    (found,) = re.findall(r"^```python\n(.*?)^```\n\n```\n(.*?)^```$", text, re.S | re.M)
+    return found
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/aaps.md"])
+def test_an_example_prints_what_it_says(page, tmp_path):
+    code, printed = example(page)
     script = tmp_path / "example.py"
-    script.write_text(code[0])
+    script.write_text(code)
     run = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120, cwd=tmp_path)
     assert run.returncode == 0, run.stderr
     assert run.stdout == printed
+
+
+def test_the_readmes_example_is_short():
+    assert len([line for line in example("README.md")[0].splitlines() if line.strip()]) == 12
 
 
 def test_every_relative_link_exists():

@@ -14,6 +14,7 @@ from farstep.core import SyncRule, SyncState
 from farstep.errors import ConfigError
 from farstep.sync import AAPS, Always, EveryK, EverySeconds, MaxLag
 from farstep.sync.rules import divergence_of, probes_of
+from farstep.testing import check_sync_rule
 
 RULES: list[SyncRule] = [
     Always(),
@@ -27,8 +28,25 @@ RULES: list[SyncRule] = [
 
 
 @pytest.mark.parametrize("rule", RULES, ids=repr)
-def test_every_rule_pulls_at_first(rule: SyncRule) -> None:
-    assert rule.should_pull(SyncState(held=-1, newest=7))
+def test_every_rule_keeps_the_contract(rule: SyncRule) -> None:
+    check_sync_rule(lambda: rule)
+
+
+class Reluctant:
+    def should_pull(self, state: SyncState) -> bool:
+        return state.newest > 3
+
+
+class Moody(Always):
+    def should_pull(self, state: SyncState) -> bool:
+        object.__setattr__(self, "asked", not getattr(self, "asked", False))
+        return state.held < 0 or self.asked  # type: ignore[attr-defined, no-any-return]
+
+
+@pytest.mark.parametrize(("broken", "words"), [(Reluctant, "begins without weights"), (Moody, "to the same")])
+def test_the_contract_finds_a_broken_rule(broken: Any, words: str) -> None:
+    with pytest.raises(AssertionError, match=words):
+        check_sync_rule(broken)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=repr)

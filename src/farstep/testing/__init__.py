@@ -3,6 +3,7 @@
 from farstep.testing.clock import FakeClock
 from farstep.testing.envs import CountingEnv, FaultyEnv, SpacesEnv, TableAgent
 from farstep.testing.launcher import check_launcher
+from farstep.testing.sync_rule import check_sync_rule
 from farstep.testing.transport import Ends, check_transport
 from farstep.testing.vector_env import check_vector_env
 
@@ -14,6 +15,7 @@ __all__ = [
     "SpacesEnv",
     "TableAgent",
     "check_launcher",
+    "check_sync_rule",
     "check_transport",
     "check_vector_env",
 ]
