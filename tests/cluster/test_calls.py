@@ -29,15 +29,15 @@ SLOW = {"fault": "slow", "phase": "step", "at": 0, "slow_s": 0.02}
 
 @contextlib.contextmanager
 def interrupted(after_s: float) -> Iterator[None]:
-    """Ctrl-C, a moment from now, in this very thread."""
-    before = signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
-    signal.setitimer(signal.ITIMER_REAL, after_s)
+    """Ctrl-C, a moment from now."""
+    timer = threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGINT))  # SIGALRM is pytest-timeout's
+    timer.start()
     try:
         with pytest.raises(KeyboardInterrupt):
             yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        timer.cancel()
+        timer.join()
 
 
 @BOTH
