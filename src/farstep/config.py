@@ -157,6 +157,12 @@ class EnvConfig(_Config):
             object.__setattr__(self, "seed", check_seed(self.seed))
         if self.kl_threshold is not None:
             self._check_threshold(self.kl_threshold)
+        if isinstance(self.sync, type):
+            raise ConfigError(
+                f"EnvConfig.sync is the class {self.sync.__name__}; give an instance, e.g. {self.sync.__name__}()."
+            )
+        if not isinstance(self.seed_episodes, bool):
+            raise ConfigError(f"EnvConfig.seed_episodes is {self.seed_episodes!r}; expected True or False.")
         if self.sync is not None and not isinstance(self.sync, SyncRule):
             raise ConfigError(f"EnvConfig.sync is {self.sync!r}; use a rule such as farstep.sync.EveryK(4).")
 

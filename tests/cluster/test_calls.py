@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -375,3 +376,73 @@ def test_a_worker_that_ends_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         cluster("late:Leaving", envs=1, restart_budget=0) as env,
     ):
         env.collect(TableAgent(), steps=3)
+
+
+@pytest.mark.parametrize("offset_s", [0.0, 0.001])
+def test_threads_that_bring_an_agent_at_once_leave_a_working_cluster(offset_s: float) -> None:
+    for _ in range(3):
+        with cluster(envs=4, workers=2) as env:
+            agent = TableAgent()
+            calls = [threading.Thread(target=quietly, args=(lambda: env.collect(agent, steps=16),)) for _ in range(2)]
+            for call in calls:
+                call.start()
+                time.sleep(offset_s)
+            for call in calls:
+                call.join()
+            version = env.publish(agent)
+            assert (within(lambda: env.collect(agent, steps=4))["version"] == version).all()
+            assert within(lambda: next(env.stream(agent, steps=4)))["version"].min() == version
+
+
+def quietly(call: Any) -> None:
+    with contextlib.suppress(farstep.ClosedError):  # another call ended it
+        call()
+
+
+class FailingRule:
+    def should_pull(self, state: Any) -> bool:
+        if state.newest > 1:
+            raise ZeroDivisionError("deliberate")
+        return True
+
+
+@BOTH
+def test_a_sync_rule_that_raises_ends_the_run(config: farstep.LaunchConfig) -> None:
+    with cluster(envs=4, sync=FailingRule(), config=config) as env:
+        agent = TableAgent()
+        env.collect(agent, steps=2)
+        for _ in range(2):
+            env.publish(agent)
+        with pytest.raises(farstep.WorkerError, match="ZeroDivisionError: deliberate"):
+            within(lambda: env.collect(agent, steps=2))
+
+
+def test_no_agent_is_refused() -> None:
+    with cluster(config=inprocess(1)) as env, pytest.raises(farstep.AgentError, match=r"NoneType has no act\(\)"):
+        env.collect(None, steps=2)  # type: ignore[arg-type]
+
+
+class LyingEnv(CountingEnv):
+    """Returns observations that do not fit its space, from the second step on."""
+
+    def __init__(self, lie: Any) -> None:
+        super().__init__(length=None)
+        self._lie = lie
+
+    def step(self, action: Any) -> Any:
+        obs, *rest = super().step(action)
+        return (self._lie if self.count > 1 else obs, *rest)
+
+
+@pytest.mark.parametrize("lie", [None, 0.5, np.zeros(1), np.zeros((1, 3)), np.zeros(4)], ids=repr)
+def test_observations_that_do_not_fit_the_space_are_named(lie: Any) -> None:
+    options = {"env_kwargs": {"lie": lie}, "config": inprocess(1, restart_budget=0)}
+    said = r"returned shape .* observation space says \[3\]"
+    with cluster(LyingEnv, **options) as env, pytest.raises(farstep.FarstepError, match=said):
+        env.collect(TableAgent(), steps=4)
+    envs = farstep.make_vec(LyingEnv, num_envs=2, env_kwargs={"lie": lie}, config=inprocess(1))
+    envs.reset(seed=1)
+    with pytest.raises(farstep.FarstepError, match=said):
+        for _ in range(3):
+            envs.step(np.zeros(2, np.int64))
+    envs.close()

@@ -26,6 +26,7 @@ from farstep.config import (
     usable_cpus,
 )
 from farstep.errors import ConfigError
+from farstep.sync import Always
 
 ALL = [EnvConfig, LocalConfig, InProcessConfig, Timeouts]
 
@@ -61,6 +62,8 @@ def test_an_unknown_key_names_the_nearest_and_lists_all(kind: Any, key: str, nea
         (lambda: EnvConfig(env_name="CartPole-v1", type="envpool", wrappers=[str]), "env_kwargs"),
         (lambda: EnvConfig(env_name="CartPole-v1", type="envpool").check_reset(3, masked=True), "reset_mask"),
         (lambda: EnvConfig(env_name="CartPole-v1").check_reset(2**64, masked=False), r"below 2\*\*63"),
+        (lambda: EnvConfig(env_name="CartPole-v1", sync=Always), r"Always\(\)"),  # type: ignore[arg-type]
+        (lambda: EnvConfig(env_name="CartPole-v1", seed_episodes="no"), "True or False"),  # type: ignore[arg-type]
         (lambda: EnvConfig(env_name="CartPole-v1", sync="always"), "EveryK"),  # type: ignore[arg-type]
         (lambda: EnvConfig(env_name=3), "env_name is 3; expected a name"),  # type: ignore[arg-type]
         (lambda: EnvConfig(env_name="CartPole-v1", wrappers="foo"), "expected a list"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -58,6 +59,8 @@ class Collector:
         self._num_workers = len(self.server.seats)
         self.counters = Counters(self._num_workers)
         self.inference = ""
+        self._adopting = threading.Lock()
+        """Of several threads with an agent, one after the other."""
         self._agent: Agent | None = None
         self._agent_id = 0
         self._answers: dict[int, m.AgentReady | WorkerError] = {}
@@ -101,12 +104,13 @@ class Collector:
 
     def publish(self, agent: Agent) -> int:
         """A new version from the agent's parameters."""
-        self.server.raise_failure()
-        if self._agent is agent:
-            self._publish(agent)
-        else:
-            self.adopt(agent)
-        return self.version()
+        with self._adopting:
+            self.server.raise_failure()
+            if self._agent is not None and self._agent is agent:
+                self._publish(agent)
+            else:
+                self._adopt(agent)
+            return self.version()
 
     def _publish(self, agent: Agent) -> None:
         assert self._store is not None
@@ -135,14 +139,17 @@ class Collector:
 
     def adopt(self, agent: Agent) -> None:
         """Make workers act with this agent and its present parameters."""
-        self.server.raise_failure()
-        if agent is self._agent:
-            assert self._store is not None
+        with self._adopting:
+            self.server.raise_failure()
+            if self._store is None or self._agent is None or self._agent is not agent:
+                self._adopt(agent)
+                return
             with self.server.locked():
                 changed = self._store.changed(agent)
             if changed:
                 self._publish(agent)
-            return
+
+    def _adopt(self, agent: Agent) -> None:
         for method in ("act", "get_parameters"):
             if not callable(getattr(agent, method, None)):
                 raise AgentError(

@@ -142,15 +142,20 @@ class HostedEnvs(Host):
         try:
             if self._single is not None and infos is None:
                 next_obs = rows[self._single][t + 1]
+                shape = next_obs.shape[1:]
                 for i, (step, action) in enumerate(zip(self._steps, actions, strict=True)):
                     progress[SLOT] = i
-                    next_obs[i], rewards[i], terminated, truncated, info = step(action)
+                    obs, rewards[i], terminated, truncated, info = step(action)
+                    if getattr(obs, "shape", None) != shape:
+                        self._envs.check_obs(obs)
+                    next_obs[i] = obs
                     if terminated or truncated:
                         ended.append((i, terminated, truncated, info))
             else:
                 for i, (step, action) in enumerate(zip(self._steps, actions, strict=True)):
                     progress[SLOT] = i
                     obs, rewards[i], terminated, truncated, info = step(action)
+                    self._envs.check_obs(obs)
                     for name, leaf in leaves(self._obs, obs):
                         rows[name][t + 1, i] = leaf
                     if terminated or truncated:

@@ -313,6 +313,7 @@ class Worker:
             return
         divergences = probing.divergences if probing is not None else ()
         state = SyncState(actor.version, weights.newest(), time.monotonic() - self._pulled_at, divergences)
+        self._words[PHASE] = Phase.LOAD  # a rule that raises once would raise again: the run is over
         self._divergence = divergence_of(rule, state)
         # Weights that are kept count as the newest version that they were compared with.
         self._passed = max(actor.version, probing.compared if probing is not None else -1)

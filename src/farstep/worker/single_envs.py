@@ -12,7 +12,7 @@ from gymnasium import spaces
 
 from farstep.core import Array
 from farstep.errors import SpaceError
-from farstep.spec import Schema, Structure, leaf_names, leaves, nest, space_schema
+from farstep.spec import leaf_names, leaves, nest, space_schema
 from farstep.worker.progress import COUNT, PHASE, RESET, SLOT, Phase
 from farstep.worker.sources import Source
 
@@ -46,10 +46,19 @@ class SingleEnvs:
         if not isinstance(result, (tuple, list)) or len(result) != 2:
             raise TypeError(f"reset returned a {type(result).__name__}; expected the pair (obs, info).")
         obs, info = result
-        _check_obs(self._obs, self._obs_schema, obs)
+        self.check_obs(obs)
         for name, leaf in leaves(self._obs, obs):
             target[name][i] = leaf
         return as_info(info)
+
+    def check_obs(self, obs: Any) -> None:
+        """NumPy would broadcast a wrong shape silently; environments that lie about their space are named."""
+        for name, leaf in leaves(self._obs, obs):
+            if np.shape(leaf) != self._obs_schema[name].shape:
+                raise SpaceError(
+                    f"{name}: the environment returned shape {list(np.shape(leaf))}, but its observation space says "
+                    f"{list(self._obs_schema[name].shape)}."
+                )
 
     def actions(self, rows: dict[str, Array], t: int) -> Any:
         """Row `t`'s action for each, none of them a view of the row (an environment may change its action)."""
@@ -63,16 +72,6 @@ class SingleEnvs:
         for i, env in enumerate(self.envs):
             self._progress[SLOT] = i
             env.close()
-
-
-def _check_obs(structure: Structure, schema: Schema, obs: Any) -> None:
-    """NumPy would broadcast a wrong shape silently; environments that lie about their space are named."""
-    for name, leaf in leaves(structure, obs):
-        if np.shape(leaf) != schema[name].shape:
-            raise SpaceError(
-                f"{name}: the environment returned shape {list(np.shape(leaf))}, but its observation space says "
-                f"{list(schema[name].shape)}."
-            )
 
 
 def as_info(info: Any) -> Any:

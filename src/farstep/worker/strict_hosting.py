@@ -99,6 +99,7 @@ class StrictEnvs:
                 for _, clause in outside(self.action_space, actions[i]):
                     error.add_note(f"The {clause}.")
                 raise
+            self._envs.check_obs(obs)
             terminations[i], truncations[i] = terminated, truncated
             done[i] = bool(terminated or truncated)
             if single is not None:
