@@ -23,6 +23,7 @@ from farstep.spec import map_leaves
 from farstep.worker.seeds import fresh_root
 
 Space = gymnasium.spaces.Space[Any]
+_MAX_STALENESS = 1000
 
 
 class ClusterEnv:
@@ -136,6 +137,10 @@ class ClusterEnv:
         any other call that rolls.
         """
         steps, max_staleness = check_count("steps", steps), check_count("max_staleness", max_staleness, minimum=0)
+        if max_staleness > _MAX_STALENESS:
+            raise ConfigError(
+                f"max_staleness is {max_staleness}; at most {_MAX_STALENESS} batches may be under way at a time."
+            )
         if num_chunks is not None:
             num_chunks = check_count("num_chunks", num_chunks)
         return self._stream(agent, steps, max_staleness, num_chunks)

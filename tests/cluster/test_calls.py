@@ -446,3 +446,8 @@ def test_observations_that_do_not_fit_the_space_are_named(lie: Any) -> None:
         for _ in range(3):
             envs.step(np.zeros(2, np.int64))
     envs.close()
+
+
+def test_a_staleness_beyond_all_measure_is_refused() -> None:
+    with cluster(config=inprocess(1)) as env, pytest.raises(farstep.ConfigError, match="at most 1000"):
+        env.stream(TableAgent(), steps=2, max_staleness=10**6)

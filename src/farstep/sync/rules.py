@@ -44,7 +44,7 @@ class EveryK(Rule):
     k: int
 
     def __post_init__(self) -> None:
-        _check(self, "k", self.k, isinstance(self.k, int) and self.k >= 1, "counts versions; an int of at least 1")
+        _check(self, "k", self.k, isinstance(self.k, int) and self.k >= 1, "a number of versions, an int of at least 1")
 
     def should_pull(self, state: SyncState) -> bool:
         return state.held < 0 or state.newest - state.held >= self.k
@@ -71,7 +71,7 @@ class MaxLag(Rule):
 
     def __post_init__(self) -> None:
         fits = isinstance(self.versions, int) and self.versions >= 0
-        _check(self, "versions", self.versions, fits, "how many to be behind at most; an int of at least 0")
+        _check(self, "versions", self.versions, fits, "how many to be behind at most, an int of at least 0")
 
     def should_pull(self, state: SyncState) -> bool:
         return state.held < 0 or state.newest - state.held > self.versions
@@ -94,9 +94,9 @@ class AAPS(Rule):
     def __post_init__(self) -> None:
         _check(self, "delta", self.delta, _is_real(self.delta) and self.delta >= 0, "a number of at least 0 (in nats)")
         fits = isinstance(self.window, int) and 1 <= self.window <= 1000
-        _check(self, "window", self.window, fits, "counts probes; an int from 1 to 1000")
+        _check(self, "window", self.window, fits, "a number of probes, an int from 1 to 1000")
         fits = isinstance(self.rows, int) and 1 <= self.rows <= 65536
-        _check(self, "rows", self.rows, fits, "counts observations; an int from 1 to 65536")
+        _check(self, "rows", self.rows, fits, "a number of observations, an int from 1 to 65536")
         _check(self, "decay", self.decay, _is_real(self.decay) and 0 < self.decay <= 1, "a number in (0, 1]")
 
     @property
