@@ -6,7 +6,7 @@
 
 PPO on LunarLander-v3 with four workers and the paper's learning rate (5e-4), minibatches (8), gamma (.99) and lambda
 (.95). The paper has 4 x 64 environments, rollouts of 1,024 steps, 30 epochs and 5 M steps; here, for two cores, 4 x 8
-environments, rollouts of 128 steps, 10 epochs and 500 k steps. The learner evaluates values and log-probabilities
+environments, rollouts of 128 steps, 10 epochs and 1 M steps. The learner evaluates values and log-probabilities
 itself (a worker's critic is as old as its actor), clips around its own policy and weighs rows by how much likelier it
 is to act so than the worker was, at most 2 (decoupled PPO); with the newest weights everywhere that is plain PPO, and
 `--loss plain` is plain PPO in any case.
@@ -64,7 +64,7 @@ class Args:
     """what the learner multiplies rewards with, so that its critic's targets are of the order of 1"""
     gamma: float = 0.99
     gae_lambda: float = 0.95
-    total_steps: int = 500_000
+    total_steps: int = 1_000_000
     jobs: int = 1
     """runs at the same time"""
     out: Path = RESULTS / "aaps.json"
@@ -207,7 +207,7 @@ def main(args: Args) -> None:
     cases = [(d, seed) for seed in range(args.seeds) for d in args.deltas if seed == 0 or d in repeated]
     console.print(f"{len(cases)} runs of {args.total_steps:,} steps, {args.jobs} at a time")
     document = {
-        "command": shlex.join(["python", "benchmarks/aaps.py", *sys.argv[1:]]),
+        "command": shlex.join(["python", "benchmarks/aaps.py", *_without_folder(sys.argv[1:])]),
         "date": time.strftime("%Y-%m-%d"),
         "machine": {"cpu": platform.machine(), "gpu": torch.cuda.is_available(), "python": platform.python_version()},
         "settings": {k: v for k, v in vars(args).items() if k not in ("out", "show")},
@@ -225,6 +225,11 @@ def main(args: Args) -> None:
                 f"{run['seconds']:.0f} s"
             )
     console.print(table(document))
+
+
+def _without_folder(words: list[str]) -> list[str]:
+    """A command line that does not say where on this machine results went."""
+    return [Path(word).name if "/" in word else word for word in words]
 
 
 def table(document: dict[str, Any]) -> Table:
@@ -310,11 +315,13 @@ def _draw_bytes(plt: Any, documents: list[dict[str, Any]], folder: Path) -> None
         total = [_mean(runs, d, lambda run: run["bytes"]["weights_sent"] + run["bytes"]["probes_sent"]) for d in deltas]
         returns = [_mean(runs, d, lambda run: run["final_return"]) for d in deltas]
         share = np.array(total) / full
-        axes.plot(share, returns, "o-", label=f"{runs[0]['parameters']:,} parameters")
+        of_delta = [[run["final_return"] for run in runs if run["delta"] == d] for d in deltas]
+        spread = np.array([[r - min(of), max(of) - r] for r, of in zip(returns, of_delta, strict=True)]).T
+        axes.errorbar(share, returns, spread, fmt="o-", capsize=3, label=f"{runs[0]['parameters']:,} parameters")
         for delta, x, y in zip(deltas, share, returns, strict=True):
             axes.annotate(f"{delta:g}", (x, y), textcoords="offset points", xytext=(4, 4), fontsize=8)
     axes.set(xscale="log", xlabel="bytes (weights and probes) as a share of pulling always", ylabel="final return")
-    axes.set_title("What AAPS saves, and what it costs (numbers: δ)")
+    axes.set_title("What AAPS saves, and what it costs (numbers: δ; bars: from the worst to the best seed)")
     axes.legend()
     axes.grid(alpha=0.3)
     figure.savefig(folder / "aaps-bytes.png", dpi=110)
