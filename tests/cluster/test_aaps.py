@@ -217,8 +217,10 @@ def test_a_version_that_cannot_be_described_is_not_published() -> None:
         agent = MoodyAgent()
         env.collect(agent, steps=3)
         agent.logit[:] = 6
-        with pytest.raises(ZeroDivisionError, match="deliberate"):
+        said = r"distribution\(\) of MoodyAgent raised ZeroDivisionError: deliberate; version 0 stays in force"
+        with pytest.raises(farstep.AgentError, match=said) as caught:
             env.publish(agent)
+        assert isinstance(caught.value.__cause__, ZeroDivisionError)
         agent.logit[:] = np.nan
         with pytest.raises(farstep.AgentError, match="'logit' has a NaN"):
             env.publish(agent)
@@ -334,7 +336,7 @@ class ActorCriticAgent(CoinAgent):
         }
 
 
-@pytest.mark.parametrize("only", ["actor.*", ["actor.logit", "nothing"], lambda name: name.startswith("actor")])
+@pytest.mark.parametrize("only", ["actor.*", ["actor.logit", "a*"], lambda name: name.startswith("actor")])
 @EVERYWHERE
 def test_a_part_of_the_parameters_may_travel(config: farstep.LaunchConfig, only: Any) -> None:
     with cluster(envs=4, weights={"only": only}, config=config) as env:
@@ -370,10 +372,31 @@ def test_a_setter_gets_everything_with_new_values_where_they_travel(weights: dic
 
 def test_a_choice_of_parameters_that_chooses_none_is_refused_by_name() -> None:
     with (
-        cluster(envs=4, weights={"only": "actr.*"}, config=inprocess(1)) as env,
-        pytest.raises(farstep.AgentError, match=r"actr.*it has actor\.logit, critic\.0"),
+        cluster(envs=4, weights={"only": lambda name: False}, config=inprocess(1)) as env,
+        pytest.raises(farstep.AgentError, match=r"none of the agent's.*It has actor\.logit, critic\.0"),
     ):
         env.collect(ActorCriticAgent(), steps=2)
+
+
+@pytest.mark.parametrize("only", ["actr.*", ["critic.*", "actr.*"]], ids=repr)
+def test_a_pattern_that_chooses_no_parameter_is_refused_with_the_nearest_names(only: Any) -> None:
+    said = r"the pattern 'actr\.\*', which chooses none.*The nearest are actor\.logit"
+    with (
+        cluster(envs=4, weights={"only": only}, config=inprocess(1)) as env,
+        pytest.raises(farstep.AgentError, match=said),
+    ):
+        env.collect(ActorCriticAgent(), steps=2)
+
+
+def test_a_predicate_that_raises_is_named() -> None:
+    def choose(name: str) -> bool:
+        raise ZeroDivisionError("deliberate")
+
+    said = r"the predicate weights\.only raised ZeroDivisionError: deliberate, for the parameter 'actor\.logit'"
+    with cluster(envs=4, weights={"only": choose}, config=inprocess(1)) as env:
+        with pytest.raises(farstep.AgentError, match=said) as caught:
+            env.collect(ActorCriticAgent(), steps=2)
+        assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
 
 @EVERYWHERE

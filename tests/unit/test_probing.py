@@ -185,6 +185,22 @@ def test_asking_leaves_modes_and_generators_as_they_were() -> None:
     assert agent.norm.num_batches_tracked == 0
 
 
+class OwnNamesAgent(TorchAgent):
+    """Whose parameters and modules are something else than torch's."""
+
+    def parameters(self) -> Any:  # type: ignore[override]
+        return {"learning_rate": 0.1}
+
+    def modules(self) -> Any:  # type: ignore[override]
+        return ["legs", "arms"]
+
+
+def test_an_agent_may_use_names_of_torch_for_its_own() -> None:
+    world = World(OwnNamesAgent(0.3), OwnNamesAgent())
+    world.roll()
+    assert world.publish() > 0.01
+
+
 def test_the_same_weights_do_not_diverge() -> None:
     world = World(TorchAgent(0.3), TorchAgent(0.3))
     world.roll()

@@ -133,9 +133,14 @@ class Collector:
             questions = self._prober.questions()
         try:
             return list(zip(questions, self._prober.answers(questions), strict=True))
-        except Exception:
+        except Exception as error:
             self._store.check(agent)  # if its parameters are to blame, say so
-            raise
+            if isinstance(error, AgentError):
+                raise
+            raise AgentError(
+                f"{comparing_method(agent)}() of {type(agent).__name__} raised {type(error).__name__}: {error}; "
+                f"version {self.version()} stays in force."
+            ) from error
 
     def adopt(self, agent: Agent) -> None:
         """Make workers act with this agent and its present parameters."""
