@@ -170,7 +170,7 @@ EVERY = [inprocess(2), *(farstep.LocalConfig(workers_per_node=2, transport=name)
 @pytest.mark.parametrize("config", EVERY, ids=["inprocess", "shm", "tcp"])
 def test_an_agent_that_is_refused_costs_nothing_but_a_clear_error(config: farstep.LaunchConfig) -> None:
     with cluster(config=config) as env:
-        with pytest.raises(farstep.AgentError, match="without 'action'"):
+        with pytest.raises(farstep.AgentError, match=r"^act returned .* without 'action'"):
             env.collect(Stubborn(), steps=4)
         good = TableAgent()
         batch = env.collect(good, steps=4)
@@ -437,7 +437,7 @@ class LyingEnv(CountingEnv):
 @pytest.mark.parametrize("lie", [None, 0.5, np.zeros(1), np.zeros((1, 3)), np.zeros(4)], ids=repr)
 def test_observations_that_do_not_fit_the_space_are_named(lie: Any) -> None:
     options = {"env_kwargs": {"lie": lie}, "config": inprocess(1, restart_budget=0)}
-    said = r"returned shape .* observation space says \[3\]"
+    said = r"^obs: .* returned shape .* observation space says \[3\]"
     with cluster(LyingEnv, **options) as env, pytest.raises(farstep.FarstepError, match=said):
         env.collect(TableAgent(), steps=4)
     envs = farstep.make_vec(LyingEnv, num_envs=2, env_kwargs={"lie": lie}, config=inprocess(1))
