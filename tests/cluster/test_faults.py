@@ -331,13 +331,18 @@ def test_a_vector_goes_on_after_an_episode_that_always_raises() -> None:
 
 
 @pytest.mark.parametrize("phase", ["reset", "step"])
-def test_sys_exit_in_an_environment_is_an_exception_like_any_other(phase: str) -> None:
-    kwargs = {"seeds": [episode_seed(5, 1, 0)], "phase": phase, "how": "sys.exit"}
+@pytest.mark.parametrize(
+    ("how", "said"), [("sys.exit", "SystemExit: 3"), ("KeyboardInterrupt", r"KeyboardInterrupt \[")]
+)
+def test_what_an_environment_ends_its_process_with_is_an_exception_like_any_other(
+    phase: str, how: str, said: str
+) -> None:
+    kwargs = {"seeds": [episode_seed(5, 1, 0)], "phase": phase, "how": how}
     with cluster(PoisonEnv, envs=2, env_kwargs=kwargs, restart_budget=1) as env:
         assert_sound(env.collect(TableAgent(), steps=4))
         assert env.stats()["workers"]["restarts"] == 0
     options = {"env_kwargs": kwargs, "restart_budget": 0}
-    with pytest.raises(RemoteEnvError, match="SystemExit: 3") as caught, cluster(PoisonEnv, envs=2, **options) as env:
+    with pytest.raises(RemoteEnvError, match=said) as caught, cluster(PoisonEnv, envs=2, **options) as env:
         env.collect(TableAgent(), steps=4)
     assert (caught.value.where.phase, caught.value.where.slot) == (phase, 1)
 

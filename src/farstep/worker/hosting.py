@@ -53,16 +53,16 @@ class Host:
     def _reseed(self, chosen: Array) -> None:
         """For environments that do not take a seed when they are reset."""
 
-    def prepare(self) -> None:
+    def prepare(self, failures: tuple[type[BaseException], ...]) -> None:
         """Begin episodes where there are none, for the trial of an agent.
 
-        What raises is left for the next ticket to raise, since a ticket can be given up and done again.
+        Of what raises, failures are left for the next ticket to raise, since a ticket can be given up and done again.
         """
         missing = ~self.slots.started
         try:
             if missing.any():
                 self._start(missing, None)
-        except (Exception, SystemExit) as error:
+        except failures as error:
             self._late = self._progress[SLOT], error
             for name, leaf in leaves(self._obs, self.observation_space.sample()):
                 self.current[name][~self.slots.started] = leaf

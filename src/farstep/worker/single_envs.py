@@ -34,7 +34,7 @@ class SingleEnvs:
 
     def replace(self, i: int) -> None:
         """Build one anew, whatever became of the old one."""
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception, SystemExit):
             self.envs[i].close()
         self.envs[i] = self._build(i)
 

@@ -150,7 +150,7 @@ class HostedVector(Host):
 
     def _rebuild(self) -> None:
         self._pending[:] = False
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception, SystemExit):
             self.env.close()
         self.env = _build(self._source, self.slots, self._progress)
 
