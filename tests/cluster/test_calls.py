@@ -422,32 +422,6 @@ def test_no_agent_is_refused() -> None:
         env.collect(None, steps=2)  # type: ignore[arg-type]
 
 
-class LyingEnv(CountingEnv):
-    """Returns observations that do not fit its space, from the second step on."""
-
-    def __init__(self, lie: Any) -> None:
-        super().__init__(length=None)
-        self._lie = lie
-
-    def step(self, action: Any) -> Any:
-        obs, *rest = super().step(action)
-        return (self._lie if self.count > 1 else obs, *rest)
-
-
-@pytest.mark.parametrize("lie", [None, 0.5, np.zeros(1), np.zeros((1, 3)), np.zeros(4)], ids=repr)
-def test_observations_that_do_not_fit_the_space_are_named(lie: Any) -> None:
-    options = {"env_kwargs": {"lie": lie}, "config": inprocess(1, restart_budget=0)}
-    said = r"^obs: .* returned shape .* observation space says \[3\]"
-    with cluster(LyingEnv, **options) as env, pytest.raises(farstep.FarstepError, match=said):
-        env.collect(TableAgent(), steps=4)
-    envs = farstep.make_vec(LyingEnv, num_envs=2, env_kwargs={"lie": lie}, config=inprocess(1))
-    envs.reset(seed=1)
-    with pytest.raises(farstep.FarstepError, match=said):
-        for _ in range(3):
-            envs.step(np.zeros(2, np.int64))
-    envs.close()
-
-
 def test_a_staleness_beyond_all_measure_is_refused() -> None:
     with cluster(config=inprocess(1)) as env, pytest.raises(farstep.ConfigError, match="at most 1000"):
         env.stream(TableAgent(), steps=2, max_staleness=10**6)
