@@ -203,6 +203,31 @@ def test_a_worker_that_joins_late_starts_with_the_newest_weights() -> None:
         assert env.stats()["divergence"][1] < 1e-3 < 0.1 < env.stats()["divergence"][0]
 
 
+class NanAgent(CoinAgent):
+    """Its logits are NaN, or its own measure is."""
+
+    def __init__(self, own: bool) -> None:
+        super().__init__()
+        if own:
+            self.divergence = lambda local, learner: np.full(len(local["distribution.bernoulli"]), np.nan)
+
+    def distribution(self, obs: Any) -> Any:
+        return {"bernoulli": np.full((len(obs), 1), 0 if hasattr(self, "divergence") else np.nan)}
+
+
+@EVERYWHERE
+@pytest.mark.parametrize("own", [False, True], ids=["logits", "divergence"])
+def test_a_policy_that_cannot_be_measured_is_told_once(config: farstep.LaunchConfig, own: bool, caplog: Any) -> None:
+    with cluster(envs=4, sync=AAPS(0.1), config=config) as env:
+        agent = NanAgent(own)
+        for k in range(4):
+            agent.logit += 1
+            assert (env.collect(agent, steps=4)["version"] == k).all()
+    said = r"divergence() returns NaN; " if own else "distribution() returns NaN (bernoulli); "
+    warnings = [record.getMessage() for record in caplog.records if "NaN" in record.getMessage()]
+    assert len(warnings) == 1 and warnings[0].startswith(said) and "as without kl_threshold" in warnings[0]
+
+
 class MoodyAgent(CoinAgent):
     """Cannot describe itself with some parameters."""
 

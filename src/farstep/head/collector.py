@@ -58,7 +58,7 @@ class Collector:
         self.server = Server(config, program, env_config.envs_per_node, seed, config.restart_budget, self)
         self._num_workers = len(self.server.seats)
         self.counters = Counters(self._num_workers)
-        self.inference = ""
+        self.inference = self._unmeasured = ""
         self._adopting = threading.Lock()
         """Of several threads with an agent, one after the other."""
         self._agent: Agent | None = None
@@ -173,6 +173,7 @@ class Collector:
         with self.server.locked():
             self._store, self._agent_id, self._answers = store, self._agent_id + 1, {}
             self.counters.divergence.clear()
+            self._unmeasured = ""
             self.server.tell(m.Ship(self._agent_id), [payload])
             self.server.tell(store.message(), fds=[store.memory.fd])
             self._announce()
@@ -220,6 +221,11 @@ class Collector:
         if note.startswith("eager:") and note != self.inference:
             log.warning("workers call the agent as it is, not on the fast path, since %s", note[7:])
         self.inference = note
+
+    def _note_unmeasured(self, note: str) -> None:
+        if note != self._unmeasured:
+            log.warning("%s; that counts as too far, so workers pull every such version, as without kl_threshold", note)
+        self._unmeasured = note
 
     def _announce(self) -> None:
         """Workers without shared memory hear of a version by message."""
@@ -362,6 +368,8 @@ class Collector:
         self.counters.reported(seat.worker, chunk)
         if chunk.inference:
             self._note_inference(chunk.inference)
+        if chunk.unmeasured:
+            self._note_unmeasured(chunk.unmeasured)
         order = tickets.order(chunk.ticket)
         if order is None or order.worker != seat.worker:
             return  # cancelled, or its worker was given up: counted then

@@ -221,7 +221,7 @@ class Worker:
         schema, state_schema, state = actor.probe(self._host.current, self._action_schema)
         if window := probes_of(self._program.sync):
             comparison = Comparison(actor.policy, self._obs, actor.structure["action"], state or None)
-            comparison.describe(actor.example)
+            comparison.check(actor.example)
             self._probing = Probing(comparison, window, rows_of(self._program.sync))
         self._actor, self._agent_id = actor, message.agent
         self._send(
@@ -305,6 +305,7 @@ class Worker:
         chunk.order, chunk.tickets_s = self._order, waited_s
         chunk.passed, chunk.divergence = max(chunk.version, self._passed), self._divergence
         if self._probing is not None and ticket.steps:
+            chunk.unmeasured = self._probing.take_note()
             self._probing.remember(self._order, chunk.version, self._roller.rows, ticket.steps)
         (chunk.syncs, chunk.synced_bytes, chunk.weights_s), self._synced = self._synced, (0, 0, 0.0)
         if self._actor is not None:
