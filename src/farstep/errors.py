@@ -2,7 +2,7 @@
 
 FarstepError
 ├── ConfigError          options that cannot work together, found at construction (also a ValueError)
-│   └── SpaceError       a space farstep cannot lay out as arrays
+│   └── SpaceError       a space farstep cannot lay out as arrays, or observations that do not fit theirs
 ├── AgentError           the agent lacks something a worker needs (also a TypeError)
 ├── LaunchError          the cluster did not come up
 │   └── HandshakeError   head and worker differ in version or array schema
@@ -32,7 +32,7 @@ class ConfigError(FarstepError, ValueError):
 
 
 class SpaceError(ConfigError):
-    """An observation or action space that has no fixed array layout."""
+    """An observation or action space that has no fixed array layout, or observations that do not fit theirs."""
 
 
 class AgentError(FarstepError, TypeError):

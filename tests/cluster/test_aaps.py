@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checks import assert_balanced, cluster, eventually, inprocess
+from checks import assert_balanced, cluster, eventually, inprocess, within
 
 import farstep
 from farstep.sync import AAPS, Always, MaxLag
@@ -252,6 +252,26 @@ def test_a_version_that_cannot_be_described_is_not_published() -> None:
         agent.logit[:] = 4
         assert env.publish(agent) == 1
         assert (env.collect(agent, steps=3)["version"] == 1).all()
+
+
+class BusyAgent(CoinAgent):
+    """Does something else while it describes itself."""
+
+    meanwhile: Any = None
+
+    def distribution(self, obs: Any) -> Any:
+        if self.meanwhile is not None:
+            self.meanwhile()
+        return super().distribution(obs)
+
+
+def test_a_publish_that_meets_a_close_of_another_thread_says_so() -> None:
+    with cluster(envs=4, sync=AAPS(0.1), config=inprocess(2)) as env:
+        agent = BusyAgent()
+        env.collect(agent, steps=3)
+        agent.meanwhile = lambda: within(env.close)
+        with pytest.raises(farstep.ClosedError, match="this cluster is closed"):
+            env.publish(agent)
 
 
 class MuteAgent(CoinAgent):

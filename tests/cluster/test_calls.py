@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checks import assert_balanced, assert_sound, cluster, eventually, inprocess, within
+from checks import assert_balanced, assert_sound, cluster, eventually, inprocess, together, within
 from faulty import SelfNamingEnv
 
 import farstep
@@ -98,6 +98,15 @@ def test_another_thread_can_look_and_can_close_while_a_call_waits(transport: str
     waiting.join(30)
     assert not waiting.is_alive()
     assert isinstance(outcome[0], farstep.ClosedError)
+
+
+def test_a_publish_from_another_thread_reaches_a_call_that_waits() -> None:
+    with cluster(FaultyEnv, envs=1, env_kwargs=SLOW, workers=1) as env:
+        agent = TableAgent()
+        stream = env.stream(agent, steps=10, max_staleness=0)
+        next(stream)
+        together({"publish": lambda: env.publish(agent), "next": lambda: next(stream), "look": env.stats})
+        assert within(lambda: next(stream))["version"].max() == 1
 
 
 def test_a_call_from_another_thread_ends_the_one_under_way_with_a_clear_error() -> None:

@@ -113,9 +113,10 @@ class Collector:
             return self.version()
 
     def _publish(self, agent: Agent) -> None:
-        assert self._store is not None
         probes = self._ask(agent)
         with self.server.locked():
+            self.server.raise_failure()  # another thread may have closed it meanwhile
+            assert self._store is not None
             version = self._store.publish(agent)
             self._announce()
             for question, answer in probes:
@@ -127,14 +128,15 @@ class Collector:
 
     def _ask(self, agent: Agent) -> Sequence[tuple[Question, dict[str, Array]]]:
         """What the agent says of rows that workers have sent, without the lock: chunks go on arriving meanwhile."""
-        if self._prober is None or self._store is None:
+        prober, store = self._prober, self._store
+        if prober is None or store is None:
             return ()
         with self.server.locked():
-            questions = self._prober.questions()
+            questions = prober.questions()
         try:
-            return list(zip(questions, self._prober.answers(questions), strict=True))
+            return list(zip(questions, prober.answers(questions), strict=True))
         except Exception as error:
-            self._store.check(agent)  # if its parameters are to blame, say so
+            store.check(agent)  # if its parameters are to blame, say so
             if isinstance(error, AgentError):
                 raise
             raise AgentError(
@@ -150,6 +152,7 @@ class Collector:
                 self._adopt(agent)
                 return
             with self.server.locked():
+                self.server.raise_failure()
                 changed = self._store.changed(agent)
             if changed:
                 self._publish(agent)

@@ -177,6 +177,11 @@ class Server:
         if self._closed:
             raise ClosedError("this cluster is closed; make a new one.")
 
+    @property
+    def state(self) -> str:
+        """In a word, for whoever looks at it."""
+        return "failed" if self._failure is not None else "closed" if self._closed else "running"
+
     def fail(self, error: FarstepError) -> None:
         """The run cannot go on; whoever waits gets the error."""
         if self._failure is None:
