@@ -98,7 +98,8 @@ class Comparison:
         elif self.estimates:
             found = kl_estimate(local["log_prob"], learner["log_prob"])
         else:
-            found = kl_divergence(local, learner)
+            with np.errstate(invalid="ignore"):  # a NaN is told in our own words
+                found = kl_divergence(local, learner)
         mean = float(np.mean(found))
         self.note = self._why_nan(local, learner) if np.isnan(mean) else ""
         return np.inf if self.note else mean
