@@ -47,6 +47,14 @@ class ClusterEnv:
         self._collector: Collector | None = None
         self._closed = False
 
+    def __repr__(self) -> str:
+        name = self.env_config.env_name
+        name = name if isinstance(name, str) else getattr(name, "__qualname__", repr(name))
+        idle = "closed" if self._closed else "not launched"
+        state = idle if self._collector is None else self._collector.server.state
+        workers = f"{self.num_workers} worker{'s' * (self.num_workers > 1)}"
+        return f"<ClusterEnv {name}: num_envs={self.num_envs} on {workers}, {state}>"
+
     # ---- life ----
 
     def launch(self) -> tuple[Space, Space]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, Self, TypeVar, cast, get_args
 
 from farstep.core import SyncRule
-from farstep.errors import ConfigError, unknown_name
+from farstep.errors import AgentError, ConfigError, unknown_name
 
 EnvType = Literal["gymnasium", "factory", "vector", "envpool"]
 Inference = Literal["auto", "eager"]
@@ -89,8 +89,19 @@ class WeightsConfig(_Config):
         if self.only is None:
             return True
         if callable(self.only):
-            return bool(self.only(name))
+            try:
+                return bool(self.only(name))
+            except Exception as error:
+                raise AgentError(
+                    f"the predicate weights.only raised {type(error).__name__}: {error}, for the parameter {name!r}. "
+                    "Nobody knows now what travels: let it return True or False for every name of get_parameters()."
+                ) from error
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.only)
+
+    def idle_patterns(self, names: Sequence[str]) -> list[str]:
+        """The patterns that choose none of these parameters."""
+        patterns = () if self.only is None or callable(self.only) else self.only
+        return [p for p in patterns if not any(fnmatch.fnmatchcase(name, p) for name in names)]
 
 
 ALL_WEIGHTS = WeightsConfig()

@@ -2,7 +2,7 @@
 
 FarstepError
 ├── ConfigError          options that cannot work together, found at construction (also a ValueError)
-│   └── SpaceError       a space farstep cannot lay out as arrays
+│   └── SpaceError       a space farstep cannot lay out as arrays, or observations that do not fit theirs
 ├── AgentError           the agent lacks something a worker needs (also a TypeError)
 ├── LaunchError          the cluster did not come up
 │   └── HandshakeError   head and worker differ in version or array schema
@@ -32,7 +32,7 @@ class ConfigError(FarstepError, ValueError):
 
 
 class SpaceError(ConfigError):
-    """An observation or action space that has no fixed array layout."""
+    """An observation or action space that has no fixed array layout, or observations that do not fit theirs."""
 
 
 class AgentError(FarstepError, TypeError):
@@ -91,6 +91,10 @@ class WorkerError(FarstepError):
             text += f"\n\nLast output of the worker:\n{output.rstrip()}"
         super().__init__(text)
 
+    def preface(self, text: str) -> None:
+        """Say something before the message."""
+        WorkerError.__init__(self, f"{text} {self.message}", self.where, self.remote_traceback, self.output)
+
     def __str__(self) -> str:
         return str(self.args[0])  # also where it doubles as a KeyError, whose own form is a repr
 
@@ -147,6 +151,11 @@ def remote_error(kind: str, message: str, where: Where, remote_traceback: str) -
             both = type(f"Remote{kind}", (RemoteEnvError, double), {"__module__": __name__, "kind": kind})
             return both(message, where, remote_traceback)  # type: ignore[no-any-return]
     return RemoteEnvError(message, where, remote_traceback)
+
+
+def is_own(kind: str) -> bool:
+    """Whether a class that was raised on a worker is one of farstep's, whose message says who did what."""
+    return any(double.__name__ == kind and issubclass(double, FarstepError) for double in _DOUBLES)
 
 
 class EndedError(FarstepError, AssertionError):

@@ -76,6 +76,8 @@ class PoisonEnv(CountingEnv):
         if self._poisoned and phase == self._phase:
             if self._how == "sys.exit":
                 sys.exit(3)
+            if self._how == "KeyboardInterrupt":
+                raise KeyboardInterrupt
             if self._how == "SIGSEGV":
                 os.kill(os.getpid(), signal.SIGSEGV)
             while self._how == "hang":

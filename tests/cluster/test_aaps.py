@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checks import assert_balanced, cluster, eventually, inprocess
+from checks import assert_balanced, cluster, eventually, inprocess, within
 
 import farstep
 from farstep.sync import AAPS, Always, MaxLag
@@ -203,6 +203,31 @@ def test_a_worker_that_joins_late_starts_with_the_newest_weights() -> None:
         assert env.stats()["divergence"][1] < 1e-3 < 0.1 < env.stats()["divergence"][0]
 
 
+class NanAgent(CoinAgent):
+    """Its logits are NaN, or its own measure is."""
+
+    def __init__(self, own: bool) -> None:
+        super().__init__()
+        if own:
+            self.divergence = lambda local, learner: np.full(len(local["distribution.bernoulli"]), np.nan)
+
+    def distribution(self, obs: Any) -> Any:
+        return {"bernoulli": np.full((len(obs), 1), 0 if hasattr(self, "divergence") else np.nan)}
+
+
+@EVERYWHERE
+@pytest.mark.parametrize("own", [False, True], ids=["logits", "divergence"])
+def test_a_policy_that_cannot_be_measured_is_told_once(config: farstep.LaunchConfig, own: bool, caplog: Any) -> None:
+    with cluster(envs=4, sync=AAPS(0.1), config=config) as env:
+        agent = NanAgent(own)
+        for k in range(4):
+            agent.logit += 1
+            assert (env.collect(agent, steps=4)["version"] == k).all()
+    said = r"divergence() returns NaN; " if own else "distribution() returns NaN (bernoulli); "
+    warnings = [record.getMessage() for record in caplog.records if "NaN" in record.getMessage()]
+    assert len(warnings) == 1 and warnings[0].startswith(said) and "as without kl_threshold" in warnings[0]
+
+
 class MoodyAgent(CoinAgent):
     """Cannot describe itself with some parameters."""
 
@@ -217,14 +242,36 @@ def test_a_version_that_cannot_be_described_is_not_published() -> None:
         agent = MoodyAgent()
         env.collect(agent, steps=3)
         agent.logit[:] = 6
-        with pytest.raises(ZeroDivisionError, match="deliberate"):
+        said = r"distribution\(\) of MoodyAgent raised ZeroDivisionError: deliberate; version 0 stays in force"
+        with pytest.raises(farstep.AgentError, match=said) as caught:
             env.publish(agent)
+        assert isinstance(caught.value.__cause__, ZeroDivisionError)
         agent.logit[:] = np.nan
         with pytest.raises(farstep.AgentError, match="'logit' has a NaN"):
             env.publish(agent)
         agent.logit[:] = 4
         assert env.publish(agent) == 1
         assert (env.collect(agent, steps=3)["version"] == 1).all()
+
+
+class BusyAgent(CoinAgent):
+    """Does something else while it describes itself."""
+
+    meanwhile: Any = None
+
+    def distribution(self, obs: Any) -> Any:
+        if self.meanwhile is not None:
+            self.meanwhile()
+        return super().distribution(obs)
+
+
+def test_a_publish_that_meets_a_close_of_another_thread_says_so() -> None:
+    with cluster(envs=4, sync=AAPS(0.1), config=inprocess(2)) as env:
+        agent = BusyAgent()
+        env.collect(agent, steps=3)
+        agent.meanwhile = lambda: within(env.close)
+        with pytest.raises(farstep.ClosedError, match="this cluster is closed"):
+            env.publish(agent)
 
 
 class MuteAgent(CoinAgent):
@@ -334,7 +381,7 @@ class ActorCriticAgent(CoinAgent):
         }
 
 
-@pytest.mark.parametrize("only", ["actor.*", ["actor.logit", "nothing"], lambda name: name.startswith("actor")])
+@pytest.mark.parametrize("only", ["actor.*", ["actor.logit", "a*"], lambda name: name.startswith("actor")])
 @EVERYWHERE
 def test_a_part_of_the_parameters_may_travel(config: farstep.LaunchConfig, only: Any) -> None:
     with cluster(envs=4, weights={"only": only}, config=config) as env:
@@ -370,10 +417,31 @@ def test_a_setter_gets_everything_with_new_values_where_they_travel(weights: dic
 
 def test_a_choice_of_parameters_that_chooses_none_is_refused_by_name() -> None:
     with (
-        cluster(envs=4, weights={"only": "actr.*"}, config=inprocess(1)) as env,
-        pytest.raises(farstep.AgentError, match=r"actr.*it has actor\.logit, critic\.0"),
+        cluster(envs=4, weights={"only": lambda name: False}, config=inprocess(1)) as env,
+        pytest.raises(farstep.AgentError, match=r"none of the agent's.*It has actor\.logit, critic\.0"),
     ):
         env.collect(ActorCriticAgent(), steps=2)
+
+
+@pytest.mark.parametrize("only", ["actr.*", ["critic.*", "actr.*"]], ids=repr)
+def test_a_pattern_that_chooses_no_parameter_is_refused_with_the_nearest_names(only: Any) -> None:
+    said = r"the pattern 'actr\.\*', which chooses none.*The nearest are actor\.logit"
+    with (
+        cluster(envs=4, weights={"only": only}, config=inprocess(1)) as env,
+        pytest.raises(farstep.AgentError, match=said),
+    ):
+        env.collect(ActorCriticAgent(), steps=2)
+
+
+def test_a_predicate_that_raises_is_named() -> None:
+    def choose(name: str) -> bool:
+        raise ZeroDivisionError("deliberate")
+
+    said = r"the predicate weights\.only raised ZeroDivisionError: deliberate, for the parameter 'actor\.logit'"
+    with cluster(envs=4, weights={"only": choose}, config=inprocess(1)) as env:
+        with pytest.raises(farstep.AgentError, match=said) as caught:
+            env.collect(ActorCriticAgent(), steps=2)
+        assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
 
 @EVERYWHERE

@@ -13,7 +13,7 @@ from toys import DoubledReward, NestedAgent, NestedEnv, RememberingAgent, counti
 
 import farstep
 from farstep.sync import EveryK
-from farstep.testing import CountingEnv, TableAgent
+from farstep.testing import CountingEnv, FaultyEnv, TableAgent
 from farstep.worker.seeds import episode_seed
 
 BOTH = pytest.mark.parametrize(
@@ -486,6 +486,21 @@ def test_step_returns_gymnasiums_five_values(config: farstep.LaunchConfig) -> No
         assert info["final_info"]["count"].tolist() == [3] * 3
         assert info["episode"]["r"].tolist() == [6] * 3
         assert info["episode"]["l"].tolist() == [3] * 3
+
+
+def test_a_cluster_says_in_a_line_what_it_is() -> None:
+    env = cluster(envs=4, config=inprocess(2))
+    assert repr(env) == "<ClusterEnv CountingEnv: num_envs=4 on 2 workers, not launched>"
+    with env:
+        assert repr(env) == "<ClusterEnv CountingEnv: num_envs=4 on 2 workers, running>"
+    assert repr(env) == "<ClusterEnv CountingEnv: num_envs=4 on 2 workers, closed>"
+    named = farstep.ClusterEnv({"env_name": "CartPole-v1"}, inprocess(1))
+    assert repr(named) == "<ClusterEnv CartPole-v1: num_envs=1 on 1 worker, not launched>"
+    kwargs = {"fault": "raise", "phase": "step"}
+    failed = cluster(FaultyEnv, envs=1, env_kwargs=kwargs, config=inprocess(restart_budget=0))
+    with failed, pytest.raises(farstep.RemoteEnvError):
+        failed.collect(TableAgent(), steps=8)
+    assert repr(failed) == "<ClusterEnv FaultyEnv: num_envs=1 on 1 worker, failed>"
 
 
 def test_stats_has_every_counter_of_the_design() -> None:

@@ -125,3 +125,25 @@ def test_the_estimate_is_unbiased_and_varies_less_than_the_plain_one() -> None:
 def test_what_is_no_distribution_is_refused_with_advice(wrong: Any) -> None:
     with pytest.raises(AgentError, match=r"distribution|the policy's logits"):
         flat_distribution(wrong)
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        (["probs"], r"Instead of 'probs' return \"logits\": log\(probs\)"),
+        (["mean", "std"], r"keys \['mean', 'std'\]\. Instead of 'std' return \"log_std\": log\(std\)"),
+        (["loc", "scale"], r'"mean": loc\..*"log_std": log\(scale\)'),
+        (["logit"], "Did you mean 'logits' by 'logit'?"),
+        (["mean"], r"under the keys \['mean'\]\. Return"),
+        (["logits", "value"], r"under the keys \['logits', 'value'\]\. Return"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("make", [list, np.array, torch.tensor], ids=["list", "array", "tensor"])
+def test_keys_of_other_names_are_refused_with_the_ones_that_are_meant(make: Any, keys: list[str], words: str) -> None:
+    arrays = {key: make([[0.5, 0.5]]) for key in keys}
+    with pytest.raises(AgentError, match=words) as caught:
+        flat_distribution(arrays)
+    assert '{"mean": ..., "log_std": ...}' in str(caught.value)
+    with pytest.raises(AgentError, match="at 'arm'"):
+        flat_distribution({"arm": arrays})

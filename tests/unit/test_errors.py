@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import pickle
 import re
 
 import pytest
@@ -50,6 +51,15 @@ def test_a_workers_error_says_where_and_shows_what_it_said() -> None:
     for part in ("worker 3 (restart 1)", "host n7", "pid 12", "phase step", "slot 5", "seed 9", "step 4", "version 2"):
         assert part in str(error)
     assert str(error).endswith("last line")
+
+
+@pytest.mark.parametrize("kind", ["", "KeyError", "AgentError"])
+def test_a_preface_stands_before_the_message(kind: str) -> None:
+    error = remote_error(kind, "one", WHERE, "Traceback ...")
+    before = str(error)
+    error.preface("zero,")
+    assert str(error) == f"zero, {before}"
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)
 
 
 @pytest.mark.parametrize("kind", ["ValueError", "KeyError", "AssertionError", "ZeroDivisionError"])

@@ -108,6 +108,28 @@ def test_a_bad_version_is_refused_by_name_and_the_old_one_stays(
         assert store.publish(agent()) == 1  # and the store goes on
 
 
+def raising() -> Any:
+    raise ZeroDivisionError("deliberate")
+
+
+def raising_late() -> Any:
+    yield np.zeros(1)
+    raise ZeroDivisionError("deliberate")
+
+
+@pytest.mark.parametrize("get_parameters", [raising, raising_late])
+def test_get_parameters_that_raises_is_named(get_parameters: Callable[[], Any]) -> None:
+    agent = NumpyAgent()
+    said = r"get_parameters\(\) of NumpyAgent raised ZeroDivisionError: deliberate"
+    with store_of(agent) as store:
+        agent.get_parameters = get_parameters  # type: ignore[method-assign]
+        for call in (store.publish, store.changed, store.check, lambda agent: ParameterStore(agent, 1, 1)):
+            with pytest.raises(AgentError, match=said) as caught:
+                call(agent)
+            assert isinstance(caught.value.__cause__, ZeroDivisionError)
+        assert store.version == 0
+
+
 @pytest.mark.parametrize("value", [float("inf"), -float("inf")])
 def test_infinities_are_ordinary(value: float) -> None:
     learner, worker = Module(), Module()

@@ -185,6 +185,22 @@ def test_asking_leaves_modes_and_generators_as_they_were() -> None:
     assert agent.norm.num_batches_tracked == 0
 
 
+class OwnNamesAgent(TorchAgent):
+    """Whose parameters and modules are something else than torch's."""
+
+    def parameters(self) -> Any:  # type: ignore[override]
+        return {"learning_rate": 0.1}
+
+    def modules(self) -> Any:  # type: ignore[override]
+        return ["legs", "arms"]
+
+
+def test_an_agent_may_use_names_of_torch_for_its_own() -> None:
+    world = World(OwnNamesAgent(0.3), OwnNamesAgent())
+    world.roll()
+    assert world.publish() > 0.01
+
+
 def test_the_same_weights_do_not_diverge() -> None:
     world = World(TorchAgent(0.3), TorchAgent(0.3))
     world.roll()
@@ -232,6 +248,41 @@ def test_a_deterministic_policy_brings_its_own_measure() -> None:
     world.roll()
     obs = world.worker._picks.all()[0].arrays["obs"]
     assert world.publish() == pytest.approx(((obs @ (np.full((SIZE, 4), 0.2) * np.arange(4))) ** 2).sum(axis=1).mean())
+
+
+class OwnMeasureAgent(DeterministicAgent):
+    """Whose measure is just this, for each row."""
+
+    said: Any = None
+
+    def divergence(self, local: Any, learner: Any) -> Any:
+        return self.said(len(local["distribution"]))
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        (lambda n: np.full(n, -0.5), r"the negative number -0\.5; expected \[n\] numbers >= 0"),
+        (lambda n: {"kl": np.zeros(n)}, "returned dict; expected"),
+        (lambda n: None, "returned NoneType; expected"),
+        (lambda n: 0.5, r"returned float64\[\]; expected"),
+        (lambda n: np.zeros((n, 2)), r"returned float64\[\d+, 2\]; expected"),
+        (lambda n: ["far"] * n, r"returned <U3\[\d+\]; expected"),
+    ],
+    ids=["negative", "mapping", "nothing", "number", "matrix", "text"],
+)
+def test_a_measure_that_is_none_is_refused(said: Any, words: str) -> None:
+    agent = OwnMeasureAgent()
+    agent.said = said
+    with pytest.raises(AgentError, match=words):
+        Comparison(Policy(agent), "obs", "action", None).check({"obs": np.zeros((6, SIZE))})
+
+
+@pytest.mark.parametrize("said", [lambda n: [0] * n, torch.ones, lambda n: np.full(n, -1e-7)], ids=["0", "1", "-1e-7"])
+def test_a_measure_may_be_any_numbers_and_rounded(said: Any) -> None:
+    agent = OwnMeasureAgent()
+    agent.said = said
+    Comparison(Policy(agent), "obs", "action", None).check({"obs": np.zeros((6, SIZE))})
 
 
 class RecurrentAgent(LinearAgent):
@@ -293,9 +344,15 @@ def test_what_cannot_be_compared_counts_as_too_far() -> None:
     for _ in range(40):
         world.roll(heard=False)  # dropped on the way: the worker has forgotten what the head remembers
     assert world.publish() == math.inf
+    assert world.worker.take_note() == ""
+
+
+def test_a_policy_that_says_nan_is_too_far_and_told_once() -> None:
+    world = World(LinearAgent(np.nan), LinearAgent())
     world.roll()
-    world.head._comparison._policy.agent.w[0, 0] = np.nan
-    assert world.publish() == math.inf
+    for said in ("distribution() returns NaN (logits)", ""):  # once
+        assert world.publish() == math.inf
+        assert world.worker.take_note() == said
 
 
 def test_late_and_repeated_probes_are_harmless() -> None:

@@ -8,6 +8,7 @@ sides apply to their actions leaves the divergence as it is; its numbers come al
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,6 +24,17 @@ _ADVICE = (
     'squashed by Tanh, Sigmoid or a constant affine map), {"logits": ...}, {"mean": ..., "log_std": ...}, '
     '{"bernoulli": logits}, or a mapping or tuple of these.'
 )
+_CONVERSIONS = {
+    "probs": '"logits": log(probs), or "bernoulli": log(probs) - log(1 - probs) for independent choices',
+    "log_probs": '"logits": log_probs',
+    "std": '"log_std": log(std)',
+    "scale": '"log_std": log(scale)',
+    "sigma": '"log_std": log(sigma)',
+    "var": '"log_std": 0.5 * log(var)',
+    "loc": '"mean": loc',
+    "mu": '"mean": mu',
+}
+"""What other libraries call it, as farstep has it."""
 
 
 def flat_distribution(distribution: Any, name: str = "") -> dict[str, Array]:
@@ -33,6 +45,8 @@ def flat_distribution(distribution: Any, name: str = "") -> dict[str, Array]:
             if "mean" in found:  # one deviation for all observations is common
                 found["log_std"] = _spread(found["log_std"], found["mean"])
             return {path(name, key): value for key, value in found.items()}
+        if any(_is_array(part) for part in distribution.values()):
+            raise AgentError(_unknown_keys(distribution, name))
         parts = distribution.items()
     elif isinstance(distribution, (tuple, list)):
         parts = enumerate(distribution)  # type: ignore[assignment]
@@ -82,6 +96,24 @@ def as_floats(value: Any, key: str) -> Array:
     if array.dtype.kind not in "fiu" or array.ndim < 1:
         raise AgentError(f"the policy's {key} is {array.dtype}{list(array.shape)}; expected floats [n, ...].")
     return np.ascontiguousarray(array, np.float32)
+
+
+def _is_array(part: Any) -> bool:
+    """Numbers, where a distribution is expected."""
+    while isinstance(part, (list, tuple)) and part:
+        part = part[0]
+    return isinstance(part, (int, float)) or (hasattr(part, "dtype") and hasattr(part, "shape"))
+
+
+def _unknown_keys(distribution: Mapping[str, Any], name: str) -> str:
+    known = {key for kind in _KINDS for key in kind}
+    said = [f"distribution() returned arrays under the keys {list(distribution)}{f' at {name!r}' if name else ''}."]
+    for key in distribution:
+        if key in _CONVERSIONS:
+            said.append(f"Instead of {key!r} return {_CONVERSIONS[key]}.")
+        elif key not in known and (near := difflib.get_close_matches(str(key), known, n=1)):
+            said.append(f"Did you mean {near[0]!r} by {key!r}?")
+    return " ".join([*said, _ADVICE])
 
 
 def _part(arrays: Mapping[str, Array], prefix: str) -> dict[str, Array]:

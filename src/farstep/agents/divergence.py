@@ -13,11 +13,14 @@ from typing import Any
 import numpy as np
 
 from farstep.agents.distributions import as_floats, flat_distribution, kl_divergence, kl_estimate
-from farstep.agents.parameters import leaves_of
+from farstep.agents.parameters import as_array, leaves_of
 from farstep.agents.policy import Policy
 from farstep.core import Array
 from farstep.errors import AgentError
 from farstep.spec import Structure, leaf_names, nest
+
+_ROUNDING = 1e-4
+"""How far below zero a divergence may be: sums of float32 are not exact."""
 
 
 def comparing_method(agent: Any) -> str:
@@ -51,6 +54,8 @@ class Comparison:
         """The arrays of a row that it looks at."""
         self.first_row_only = policy.recurrent
         """A recurrent state is known only where a chunk begins."""
+        self.note = ""
+        """Why the last comparison came to no number, if it did not."""
 
     @property
     def estimates(self) -> bool:
@@ -80,18 +85,43 @@ class Comparison:
             return {name: as_floats(leaf, name) for name, leaf in leaves_of(said, "distribution")}
         return flat_distribution(said)
 
+    def check(self, rows: Mapping[str, Array]) -> None:
+        """Try it, with both sides the same."""
+        said = self.describe(rows)
+        self.compare(said, said)
+        self.note = ""
+
     def compare(self, local: Mapping[str, Array], learner: Mapping[str, Array]) -> float:
         """The mean divergence of the local policy from the learner's; infinite if it is no number."""
         if self._own is not None:
-            found = np.asarray(self._own(dict(local), dict(learner)), np.float64)
-            rows = len(next(iter(local.values())))
-            if found.shape != (rows,):
-                raise AgentError(
-                    f"divergence() returned {list(found.shape)}; expected one number for each of {rows} rows."
-                )
+            found = self._checked(self._own(dict(local), dict(learner)), len(next(iter(local.values()))))
         elif self.estimates:
             found = kl_estimate(local["log_prob"], learner["log_prob"])
         else:
-            found = kl_divergence(local, learner)
+            with np.errstate(invalid="ignore"):  # a NaN is told in our own words
+                found = kl_divergence(local, learner)
         mean = float(np.mean(found))
-        return np.inf if np.isnan(mean) else mean
+        self.note = self._why_nan(local, learner) if np.isnan(mean) else ""
+        return np.inf if self.note else mean
+
+    def _checked(self, said: Any, rows: int) -> Array:
+        """What the agent's own divergence returned, as numbers."""
+        array = None if isinstance(said, Mapping) else as_array(said, "what divergence() returned")
+        if array is None or array.dtype.kind not in "fiu" or array.shape != (rows,):
+            got = type(said).__name__ if array is None or array.dtype.hasobject else f"{array.dtype}{list(array.shape)}"
+        elif (array < -_ROUNDING).any():
+            got = f"the negative number {array.min():g}"
+        else:
+            return np.asarray(array, np.float64)
+        raise AgentError(
+            f"divergence() returned {got}; expected [n] numbers >= 0, one for each of {rows} rows: how far the local "
+            "policy is from the learner's there, 0 where they are equal. Their mean is what kl_threshold bounds."
+        )
+
+    def _why_nan(self, local: Mapping[str, Array], learner: Mapping[str, Array]) -> str:
+        names = [name for name in local if np.isnan(local[name]).any() or np.isnan(learner[name]).any()]
+        if names:
+            return f"{self._method}() returns NaN ({', '.join(names)})"
+        return (
+            "divergence() returns NaN" if self._own is not None else f"of what {self._method}() returns the KL is NaN"
+        )

@@ -6,12 +6,13 @@ or an iterator over them. The core imports neither torch nor jax: a leaf is reco
 
 from __future__ import annotations
 
+import difflib
 import math
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -25,15 +26,30 @@ _COMPARED_BYTES = 2**20  # below this, contents are compared even when version c
 
 def parameters_of(agent: Agent) -> Nested:
     """What `get_parameters()` returns, as something that can be looked at twice; a baseline may have none."""
-    parameters = agent.get_parameters()
-    if hasattr(parameters, "__next__"):  # an iterator is used up by one look
-        parameters = list(parameters)
-    if is_torch_module(agent) and not leaves_of(parameters) and any(True for _ in cast(Any, agent).parameters()):
+    parameters = given_parameters(agent)
+    if is_torch_module(agent) and not leaves_of(parameters) and _has_tensors(agent):
         raise AgentError(
             f"get_parameters() returned nothing, but {type(agent).__name__} has parameters of torch: workers could "
             "never learn of new weights. Return those that act uses, e.g. state_dict()."
         )
     return parameters
+
+
+def given_parameters(agent: Agent) -> Nested:
+    """What `get_parameters()` returns now, an iterator as a list, since one look uses it up."""
+    try:
+        parameters = agent.get_parameters()
+        return list(parameters) if hasattr(parameters, "__next__") else parameters
+    except Exception as error:
+        raise AgentError(
+            f"get_parameters() of {type(agent).__name__} raised {type(error).__name__}: {error}. Without it no weights "
+            "reach workers: let it return the policy's arrays or tensors whenever it is called."
+        ) from error
+
+
+def _has_tensors(agent: Any) -> bool:
+    own = sys.modules["torch"].nn.Module.parameters(agent)  # an agent may have a parameters() of its own
+    return any(True for _ in own)
 
 
 def leaves_of(parameters: Nested, name: str = "") -> list[tuple[str, Any]]:
@@ -44,12 +60,27 @@ def leaves_of(parameters: Nested, name: str = "") -> list[tuple[str, Any]]:
 def travelling(leaves: list[tuple[str, Any]], config: WeightsConfig) -> list[tuple[str, Any]]:
     """The leaves that are sent to workers."""
     found = [(name, leaf) for name, leaf in leaves if config.travels(name)]
-    if leaves and not found:
+    names = [name for name, _ in leaves]
+    if names and (idle := config.idle_patterns(names)):
         raise AgentError(
-            f"none of the agent's parameters is chosen by weights.only={config.only!r}; it has "
-            f"{', '.join(name for name, _ in leaves[:8])}{', ...' if len(leaves) > 8 else ''}."
+            f"weights.only has the pattern {idle[0]!r}, which chooses none of the agent's parameters, so what it is "
+            f"meant for would never travel. {_nearest(idle[0], names)} Correct the pattern, or leave it out."
+        )
+    if names and not found:
+        raise AgentError(
+            f"none of the agent's parameters is chosen by weights.only={config.only!r}, so nothing would travel. "
+            f"{_some(names)} Let it return True for some of them."
         )
     return found
+
+
+def _nearest(pattern: str, names: list[str]) -> str:
+    near = difflib.get_close_matches(pattern.strip("*"), names, n=3, cutoff=0.4)
+    return f"The nearest are {', '.join(near)}." if near else _some(names)
+
+
+def _some(names: list[str]) -> str:
+    return f"It has {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}."
 
 
 def _walk(value: Any, name: str) -> Iterator[tuple[str, Any]]:
@@ -274,7 +305,7 @@ class ParameterLoader:
 
     def _current(self) -> list[tuple[str, Any]]:
         """What the agent has now, of what travels."""
-        leaves = travelling(leaves_of(self._agent.get_parameters()), self._config)
+        leaves = travelling(leaves_of(given_parameters(self._agent)), self._config)
         self.schema.check(leaves)
         return leaves
 

@@ -84,10 +84,11 @@ class Policy:
             with same_randomness():
                 return function(*arguments)
         obs, *rest = arguments
-        parameters = self._torch.nn.Module.parameters(self.agent)  # an agent may have a parameters() of its own
+        # By torch's own methods: an agent may have a parameters() or modules() that is something else.
+        parameters = self._torch.nn.Module.parameters(self.agent)
         device = next((tensor.device for tensor in parameters), self._torch.device("cpu"))
         tensors = [map_leaves(lambda t: t.to(device), self._tensors(value)) for value in (self._floats(obs), *rest)]
-        modes = {module: module.training for module in self.agent.modules()}
+        modes = {module: module.training for module in self._torch.nn.Module.modules(self.agent)}
         try:
             for module in modes:
                 module.training = False

@@ -58,7 +58,7 @@ class Collector:
         self.server = Server(config, program, env_config.envs_per_node, seed, config.restart_budget, self)
         self._num_workers = len(self.server.seats)
         self.counters = Counters(self._num_workers)
-        self.inference = ""
+        self.inference = self._unmeasured = ""
         self._adopting = threading.Lock()
         """Of several threads with an agent, one after the other."""
         self._agent: Agent | None = None
@@ -113,9 +113,10 @@ class Collector:
             return self.version()
 
     def _publish(self, agent: Agent) -> None:
-        assert self._store is not None
         probes = self._ask(agent)
         with self.server.locked():
+            self.server.raise_failure()  # another thread may have closed it meanwhile
+            assert self._store is not None
             version = self._store.publish(agent)
             self._announce()
             for question, answer in probes:
@@ -127,15 +128,21 @@ class Collector:
 
     def _ask(self, agent: Agent) -> Sequence[tuple[Question, dict[str, Array]]]:
         """What the agent says of rows that workers have sent, without the lock: chunks go on arriving meanwhile."""
-        if self._prober is None or self._store is None:
+        prober, store = self._prober, self._store
+        if prober is None or store is None:
             return ()
         with self.server.locked():
-            questions = self._prober.questions()
+            questions = prober.questions()
         try:
-            return list(zip(questions, self._prober.answers(questions), strict=True))
-        except Exception:
-            self._store.check(agent)  # if its parameters are to blame, say so
-            raise
+            return list(zip(questions, prober.answers(questions), strict=True))
+        except Exception as error:
+            store.check(agent)  # if its parameters are to blame, say so
+            if isinstance(error, AgentError):
+                raise
+            raise AgentError(
+                f"{comparing_method(agent)}() of {type(agent).__name__} raised {type(error).__name__}: {error}; "
+                f"version {self.version()} stays in force."
+            ) from error
 
     def adopt(self, agent: Agent) -> None:
         """Make workers act with this agent and its present parameters."""
@@ -145,6 +152,7 @@ class Collector:
                 self._adopt(agent)
                 return
             with self.server.locked():
+                self.server.raise_failure()
                 changed = self._store.changed(agent)
             if changed:
                 self._publish(agent)
@@ -168,6 +176,7 @@ class Collector:
         with self.server.locked():
             self._store, self._agent_id, self._answers = store, self._agent_id + 1, {}
             self.counters.divergence.clear()
+            self._unmeasured = ""
             self.server.tell(m.Ship(self._agent_id), [payload])
             self.server.tell(store.message(), fds=[store.memory.fd])
             self._announce()
@@ -215,6 +224,11 @@ class Collector:
         if note.startswith("eager:") and note != self.inference:
             log.warning("workers call the agent as it is, not on the fast path, since %s", note[7:])
         self.inference = note
+
+    def _note_unmeasured(self, note: str) -> None:
+        if note != self._unmeasured:
+            log.warning("%s; that counts as too far, so workers pull every such version, as without kl_threshold", note)
+        self._unmeasured = note
 
     def _announce(self) -> None:
         """Workers without shared memory hear of a version by message."""
@@ -357,6 +371,8 @@ class Collector:
         self.counters.reported(seat.worker, chunk)
         if chunk.inference:
             self._note_inference(chunk.inference)
+        if chunk.unmeasured:
+            self._note_unmeasured(chunk.unmeasured)
         order = tickets.order(chunk.ticket)
         if order is None or order.worker != seat.worker:
             return  # cancelled, or its worker was given up: counted then

@@ -199,10 +199,11 @@ class Crew:
                 case life.GiveUp():
                     undead = WorkerError("a worker does not end, although it was killed", seat.where(seat.phase))
                     error = seat.error or undead
-                    if budget := self.membership.restart_budget:
-                        minutes = life.RESTART_WINDOW_S / 60
-                        error.add_note(
-                            f"More than restart_budget={budget} failures within {minutes:g} minutes; this is the last."
+                    budget = self.membership.restart_budget
+                    if action.failures and budget:
+                        error.preface(
+                            f"restart_budget={budget} is used up: {action.failures} failures within "
+                            f"{life.RESTART_WINDOW_S / 60:g} minutes. The last:"
                         )
                     self._watcher.fail(error)
 

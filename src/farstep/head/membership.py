@@ -102,6 +102,8 @@ class GiveUp:
     """The restart budget is spent, or the worker cannot be ended: its last failure is the run's."""
 
     worker: int
+    failures: int = 0
+    """How many were more than the budget; 0 if it cannot be ended."""
 
 
 Action = Start | Kill | Lost | GiveUp
@@ -214,5 +216,5 @@ class Membership:
         self._recent.append(now)
         if len(self._recent) > self.restart_budget:
             self.stopping = True
-            return [GiveUp(worker)]
+            return [GiveUp(worker, len(self._recent))]
         return []

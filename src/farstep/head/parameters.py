@@ -11,6 +11,7 @@ from farstep.agents.parameters import (
     ChangeDetector,
     ParameterSchema,
     as_stored,
+    given_parameters,
     has_nan,
     leaves_of,
     parameters_of,
@@ -101,7 +102,7 @@ class ParameterStore:
         return array
 
     def _leaves(self, agent: Agent) -> list[tuple[str, Any]]:
-        return travelling(leaves_of(agent.get_parameters()), self._config)
+        return travelling(leaves_of(given_parameters(agent)), self._config)
 
     def payload(self) -> Buffer:
         """The current version's bytes, for a worker that shares no memory."""

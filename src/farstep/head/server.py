@@ -24,6 +24,7 @@ from farstep.errors import (
     HandshakeError,
     WireError,
     WorkerError,
+    is_own,
     remote_error,
 )
 from farstep.head import membership as life
@@ -175,6 +176,11 @@ class Server:
             raise failure
         if self._closed:
             raise ClosedError("this cluster is closed; make a new one.")
+
+    @property
+    def state(self) -> str:
+        """In a word, for whoever looks at it."""
+        return "failed" if self._failure is not None else "closed" if self._closed else "running"
 
     def fail(self, error: FarstepError) -> None:
         """The run cannot go on; whoever waits gets the error."""
@@ -329,8 +335,9 @@ class Server:
             episode_step=failure.episode_step,
             version=failure.version,
         )
-        what = "the agent raised" if failure.phase in ("act", "load") else "the environment raised"
-        error = remote_error(failure.kind, f"{what} {failure.message}", where, failure.traceback)
+        who = "the agent" if failure.phase in ("act", "load") else "the environment"
+        message = failure.message.partition(": ")[2] if is_own(failure.kind) else f"{who} raised {failure.message}"
+        error = remote_error(failure.kind, message, where, failure.traceback)
         if failure.request is not None or failure.agent is not None:
             seat.asked = False
             self._client.on_error(seat, failure, error)

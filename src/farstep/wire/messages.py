@@ -75,6 +75,8 @@ class Chunk(msgspec.Struct, tag="chunk"):
     """What it counts as for its age: the newest version whose probe its weights passed, else `version`."""
     divergence: float | None = None
     """The running divergence of its weights from the learner's, where the sync rule measures one."""
+    unmeasured: str = ""
+    """Why a divergence came to no number, the first time that it did."""
     syncs: int = 0
     synced_bytes: int = 0
     tickets_s: float = 0.0

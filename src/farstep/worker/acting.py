@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import cloudpickle
@@ -12,9 +13,19 @@ from farstep.agents.policy import Policy, same_randomness
 from farstep.batch import RESERVED
 from farstep.config import ALL_WEIGHTS, WeightsConfig
 from farstep.core import Array
-from farstep.errors import AgentError
-from farstep.spec import ArraySpec, Schema, Structure, differences, leaves, map_leaves, nest, value_structure
-from farstep.worker.rows import Rows, Slots
+from farstep.errors import AgentError, SpaceError
+from farstep.spec import (
+    ArraySpec,
+    Schema,
+    Structure,
+    differences,
+    leaf_names,
+    leaves,
+    map_leaves,
+    nest,
+    value_structure,
+)
+from farstep.worker.rows import Rows, Slots, with_nan
 from farstep.worker.seeds import episode_generator
 
 
@@ -45,8 +56,12 @@ class Actor:
         count = len(self._slots.roots)
         starts = np.ones(count, bool)
         generators = [np.random.default_rng(0) for _ in range(count)]
-        with same_randomness():
-            out = trial(nest(self._obs, current), trial.initial_state(count), starts, generators)
+        try:
+            with same_randomness():
+                out = trial(nest(self._obs, current), trial.initial_state(count), starts, generators)
+        except Exception as error:
+            self._explain(error, current.values())
+            raise
         if "action" not in out:
             raise AgentError(f"act returned {list(out)} without 'action'; return the actions or a mapping with them.")
         clash = sorted(RESERVED & out.keys())
@@ -97,7 +112,11 @@ class Actor:
         """Row `t`: from its observations to its actions."""
         rows = self._rows
         obs = rows[self._obs][t] if isinstance(self._obs, str) else nest(self._obs, {n: a[t] for n, a in rows.items()})
-        out = self.policy(obs, self._state, rows["episode_start"][t], self._generators(t))
+        try:
+            out = self.policy(obs, self._state, rows["episode_start"][t], self._generators(t))
+        except Exception as error:
+            self._explain(error, [rows[name][t] for name in leaf_names(self._obs)])
+            raise
         if self.policy.recurrent:
             self._state = out.pop("state")
         for name, leaf in [(key, out[key]) for key in self._flat] if self._flat else leaves(self.structure, out):
@@ -108,6 +127,15 @@ class Actor:
                     "return one value for each environment every time."
                 )
             row[...] = leaf
+
+    def _explain(self, error: Exception, obs: Iterable[Array]) -> None:
+        """Raise instead of what `act` raised if it is the environment that is to blame."""
+        if found := with_nan(obs):
+            slots = ", ".join(str(self._slots.first + i) for i in found)
+            raise SpaceError(
+                f"the observations that act was given have NaN, of environment slot{'s' * (len(found) > 1)} {slots}; "
+                f"it raised {type(error).__name__}: {error}. Mend the environment, or replace NaN in a wrapper."
+            ) from error
 
     def _generators(self, t: int) -> list[np.random.Generator] | None:
         if not self.policy.wants_rng:

@@ -17,7 +17,7 @@ from farstep.core import Array
 from farstep.errors import AgentError
 from farstep.spec import Schema, leaves, space_schema
 from farstep.worker.progress import ACT, COUNT, EPISODES, PHASE, RESET, SLOT, STEP
-from farstep.worker.rows import Rows, Slots
+from farstep.worker.rows import Rows, Slots, with_nan
 from farstep.worker.single_envs import SingleEnvs, as_info, explain_step, outside
 from farstep.worker.sources import Source
 
@@ -53,16 +53,16 @@ class Host:
     def _reseed(self, chosen: Array) -> None:
         """For environments that do not take a seed when they are reset."""
 
-    def prepare(self) -> None:
+    def prepare(self, failures: tuple[type[BaseException], ...]) -> None:
         """Begin episodes where there are none, for the trial of an agent.
 
-        What raises is left for the next ticket to raise, since a ticket can be given up and done again.
+        Of what raises, failures are left for the next ticket to raise, since a ticket can be given up and done again.
         """
         missing = ~self.slots.started
         try:
             if missing.any():
                 self._start(missing, None)
-        except (Exception, SystemExit) as error:
+        except failures as error:
             self._late = self._progress[SLOT], error
             for name, leaf in leaves(self._obs, self.observation_space.sample()):
                 self.current[name][~self.slots.started] = leaf
@@ -92,20 +92,22 @@ class Host:
             np.copyto(current, self._rows[name][steps])
         return self.slots.finish(steps)
 
-    def _blame(self, error: Exception, i: int, action: Any) -> None:
-        """Raise instead of what a step raised if the agent is to blame; else say in the error what may be.
+    def _blame(self, error: Exception, t: int, i: int, action: Any) -> None:
+        """Raise instead of what the step of row `t` raised if the agent is to blame; else say in the error what may be.
 
         A number outside a Box is common, since many environments clip, so there it is only noted.
         """
         explain_step(error)
+        nan = i in with_nan(self._rows[name][t] for name in self.current)
+        cause = " (the observation that it acted on has NaN: see to the environment)" if nan else ""
         for space, clause in outside(self.action_space, action):
             if not isinstance(space, gymnasium.spaces.Box):
                 self._progress[PHASE] = ACT  # trying again would not help, as in all that the agent does
                 raise AgentError(
-                    f"the agent's {clause}, in environment slot {self.slots.first + i}; the step raised "
+                    f"the agent's {clause}{cause}, in environment slot {self.slots.first + i}; the step raised "
                     f"{type(error).__name__}."
                 ) from error
-            error.add_note(f"The agent's {clause}.")
+            error.add_note(f"The agent's {clause}{cause}.")
 
     def seed_of(self, i: int) -> int | None:
         """The seed of the episode that slot `i` is in, if it has one."""
@@ -120,6 +122,8 @@ class HostedEnvs(Host):
         super().__init__(self._envs.spaces, slots, progress)
         self._single = self._obs if isinstance(self._obs, str) else None
         self._steps = [env.step for env in self._envs.envs]
+        self._stepped = False
+        """Whether all of them have been stepped: the first time, their dtypes are looked at."""
         self._rewards: list[Any] = [0.0] * self.num_envs
         self._gained = np.zeros(self.num_envs)
         self._seed_episodes, self._seeded = source.seed_episodes, [False] * self.num_envs
@@ -140,7 +144,7 @@ class HostedEnvs(Host):
         actions = self._envs.actions(rows, t)
         infos = self.infos
         try:
-            if self._single is not None and infos is None:
+            if self._single is not None and infos is None and self._stepped:
                 next_obs = rows[self._single][t + 1]
                 shape = next_obs.shape[1:]
                 for i, (step, action) in enumerate(zip(self._steps, actions, strict=True)):
@@ -152,18 +156,20 @@ class HostedEnvs(Host):
                     if terminated or truncated:
                         ended.append((i, terminated, truncated, info))
             else:
+                check = self._envs.check_obs if self._stepped else self._envs.check_first_obs
                 for i, (step, action) in enumerate(zip(self._steps, actions, strict=True)):
                     progress[SLOT] = i
                     obs, rewards[i], terminated, truncated, info = step(action)
-                    self._envs.check_obs(obs)
+                    check(obs)
                     for name, leaf in leaves(self._obs, obs):
                         rows[name][t + 1, i] = leaf
                     if terminated or truncated:
                         ended.append((i, terminated, truncated, info))
                     elif infos is not None:
                         infos[i] = as_info(info)
+                self._stepped = True
         except Exception as error:
-            self._blame(error, progress[SLOT], actions[progress[SLOT]])
+            self._blame(error, t, progress[SLOT], actions[progress[SLOT]])
             raise
         try:
             self._pack_rewards(*rewards)

@@ -92,6 +92,11 @@ class Worker:
         return True
 
     @property
+    def _theirs(self) -> tuple[type[BaseException], ...]:
+        """What an environment or agent fails with: also sys.exit(), and KeyboardInterrupt where nobody types Ctrl-C."""
+        return (Exception, SystemExit, KeyboardInterrupt) if self._owns_process else (Exception, SystemExit)
+
+    @property
     def running(self) -> bool:
         return self._running
 
@@ -119,7 +124,7 @@ class Worker:
         message = m.decode_from_head(received.frames)
         try:
             self._dispatch(message, received)
-        except (Exception, SystemExit) as error:
+        except self._theirs as error:
             agents_own = Phase(self._words[PHASE]) in (Phase.LOAD, Phase.ACT)
             refused = message.agent if isinstance(message, (m.Ship, m.Parameters)) and agents_own else None
             self._report(error, request=message.request if isinstance(message, m.Call) else None, agent=refused)
@@ -211,12 +216,12 @@ class Worker:
         if "torch" in sys.modules and not had_torch:
             sys.modules["torch"].set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
             self._seed_globals(self._program.seed, slots.first)
-        self._host.prepare()
+        self._host.prepare(self._theirs)
         self._words[PHASE] = Phase.ACT
         schema, state_schema, state = actor.probe(self._host.current, self._action_schema)
         if window := probes_of(self._program.sync):
             comparison = Comparison(actor.policy, self._obs, actor.structure["action"], state or None)
-            comparison.describe(actor.example)
+            comparison.check(actor.example)
             self._probing = Probing(comparison, window, rows_of(self._program.sync))
         self._actor, self._agent_id = actor, message.agent
         self._send(
@@ -288,7 +293,7 @@ class Worker:
             chunk, arrays = self._roller.roll(ticket, frames, self._actor)
         except NotWanted:
             return
-        except (Exception, SystemExit) as error:  # an environment that calls sys.exit() has failed like any other
+        except self._theirs as error:
             self._give_up(ticket, frames, error)
             return
         except BaseException:  # Ctrl-C of somebody whose environments live in the same process
@@ -300,6 +305,7 @@ class Worker:
         chunk.order, chunk.tickets_s = self._order, waited_s
         chunk.passed, chunk.divergence = max(chunk.version, self._passed), self._divergence
         if self._probing is not None and ticket.steps:
+            chunk.unmeasured = self._probing.take_note()
             self._probing.remember(self._order, chunk.version, self._roller.rows, ticket.steps)
         (chunk.syncs, chunk.synced_bytes, chunk.weights_s), self._synced = self._synced, (0, 0, 0.0)
         if self._actor is not None:
@@ -343,7 +349,7 @@ class Worker:
         self._report(error, ticket=ticket.seq, again=again)
         try:
             self._recover(slot if in_env else None)
-        except Exception as another:  # it cannot even be built again: perhaps in a new process
+        except self._theirs as another:  # it cannot even be built again: perhaps in a new process
             self._report(another)
             raise SystemExit(1) from another
         if again:  # before any later ticket: chunks of a worker must follow each other
@@ -363,7 +369,7 @@ class Worker:
         text = "".join(traceback.format_exception(error))
         self._send(
             m.Failure(
-                message=f"{type(error).__name__}: {error}",
+                message=f"{type(error).__name__}: {error}".removesuffix(": "),
                 traceback=text,
                 phase=phase.label,
                 kind=type(error).__name__ if type(error).__module__ in _KNOWN_ERRORS else "",

@@ -29,6 +29,7 @@ class Probing:
         self._known: tuple[tuple[int, tuple[int, ...]], dict[str, Array]] | None = None
         """What the weights in use said last, and of what: published in a row, versions are probed on the same rows."""
         self._heard = -1
+        self._noted = ""
         self.compared = -1
         """The newest version that the weights in use could be compared with."""
 
@@ -62,6 +63,11 @@ class Probing:
         self._divergences[0] = self._comparison.compare(local, learner)
         if self._divergences[0] < math.inf:
             self.compared = probe.version
+
+    def take_note(self) -> str:
+        """Why a comparison came to no number, if that was not told yet; else ""."""
+        note, noted, self._noted = self._comparison.note, self._noted, self._comparison.note or self._noted
+        return note if note != noted else ""
 
     def _described(self, held: int, picks: Sequence[Pick]) -> dict[str, Array]:
         about = (held, tuple(pick.order for pick in picks))

@@ -117,3 +117,9 @@ class Slots:
         self.episodes[:] = self.resume.tolist()
         self.started[:] = self.fresh[:] = self.any_fresh = False
         self._ends.clear()
+
+
+def with_nan(row: Iterable[Array]) -> list[int]:
+    """Which environments of a row `[n, ...]` of observations have a NaN in theirs; looked for once something failed."""
+    found = [np.isnan(array.reshape(len(array), -1)).any(axis=1) for array in row if array.dtype.kind in "fc"]
+    return np.flatnonzero(np.any(found, axis=0)).tolist() if found else []

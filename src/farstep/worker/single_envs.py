@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import gymnasium
@@ -12,7 +12,7 @@ from gymnasium import spaces
 
 from farstep.core import Array
 from farstep.errors import SpaceError
-from farstep.spec import leaf_names, leaves, nest, space_schema
+from farstep.spec import Schema, leaf_names, leaves, nest, space_schema
 from farstep.worker.progress import COUNT, PHASE, RESET, SLOT, Phase
 from farstep.worker.sources import Source
 
@@ -26,6 +26,8 @@ class SingleEnvs:
         self.spaces = self.envs[0].observation_space, self.envs[0].action_space
         self._obs, self._obs_schema = space_schema(self.spaces[0], "obs")
         self._action, _ = space_schema(self.spaces[1], "action")
+        self._looked = [False] * count
+        """Whether the dtype of a slot's first observation was looked at."""
 
     def _build(self, i: int) -> gymnasium.Env[Any, Any]:
         self._progress[PHASE], self._progress[SLOT] = Phase.CONSTRUCT, i
@@ -34,7 +36,7 @@ class SingleEnvs:
 
     def replace(self, i: int) -> None:
         """Build one anew, whatever became of the old one."""
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception, SystemExit):
             self.envs[i].close()
         self.envs[i] = self._build(i)
 
@@ -46,7 +48,8 @@ class SingleEnvs:
         if not isinstance(result, (tuple, list)) or len(result) != 2:
             raise TypeError(f"reset returned a {type(result).__name__}; expected the pair (obs, info).")
         obs, info = result
-        self.check_obs(obs)
+        (self.check_obs if self._looked[i] else self.check_first_obs)(obs)
+        self._looked[i] = True
         for name, leaf in leaves(self._obs, obs):
             target[name][i] = leaf
         return as_info(info)
@@ -60,6 +63,12 @@ class SingleEnvs:
                     f"{list(self._obs_schema[name].shape)}."
                 )
 
+    def check_first_obs(self, obs: Any) -> None:
+        """As `check_obs`, and dtypes too: an environment that mixes them up does so from the start, and looking at
+        them in every step would cost too much."""
+        self.check_obs(obs)
+        check_dtypes(leaves(self._obs, obs), self._obs_schema, self.envs[0])
+
     def actions(self, rows: dict[str, Array], t: int) -> Any:
         """Row `t`'s action for each, none of them a view of the row (an environment may change its action)."""
         if isinstance(self._action, str):
@@ -72,6 +81,24 @@ class SingleEnvs:
         for i, env in enumerate(self.envs):
             self._progress[SLOT] = i
             env.close()
+
+
+def check_dtypes(arrays: Iterable[tuple[str, Any]], schema: Schema, env: Any) -> None:
+    """NumPy would cut floats down to a space's integers silently, and let integers that do not fit wrap around."""
+    for name, leaf in arrays:
+        array, expected = np.asarray(leaf), np.dtype(schema[name].dtype)
+        if array.dtype == expected:
+            continue
+        if array.dtype.kind in "biu" and expected.kind in "biu":
+            fits = np.array_equal(array.astype(expected), array)
+        else:
+            fits = np.can_cast(array.dtype, expected, "same_kind")  # float64 as float32 is common, and meant
+        if not fits:
+            raise SpaceError(
+                f"{name}: {type(getattr(env, 'unwrapped', env)).__name__} returned {array.dtype}, but its observation "
+                f"space says {expected}, which cannot hold these values: they would be cut off. Give the space the "
+                f"dtype {array.dtype}, or convert observations in the environment or a wrapper."
+            )
 
 
 def as_info(info: Any) -> Any:

@@ -36,6 +36,7 @@ class StrictEnvs:
         self._obs, schema = space_schema(self.observation_space, "obs")
         self.current = empty_like(schema, self.num_envs)
         self._done = np.zeros(self.num_envs, bool)
+        self._check = self._envs.check_first_obs
         self._seeds: list[int | None] = [None] * self.num_envs
         self.infos: list[tuple[int, Info | None, Info]] = []
         """Slot, what an episode ended with (SAME_STEP), info: only of slots that have any."""
@@ -99,7 +100,7 @@ class StrictEnvs:
                 for _, clause in outside(self.action_space, actions[i]):
                     error.add_note(f"The {clause}.")
                 raise
-            self._envs.check_obs(obs)
+            self._check(obs)
             terminations[i], truncations[i] = terminated, truncated
             done[i] = bool(terminated or truncated)
             if single is not None:
@@ -113,6 +114,7 @@ class StrictEnvs:
             elif info:
                 self.infos.append((i, None, as_info(info)))
         self._done[:] = done
+        self._check = self._envs.check_obs
 
     def finish(self, steps: int) -> bytes:
         self.slots.total_rows += steps

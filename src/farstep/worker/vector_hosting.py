@@ -19,6 +19,7 @@ from farstep.spec import leaf_names, leaves, nest, space_schema
 from farstep.worker.hosting import Host, Info
 from farstep.worker.progress import COUNT, PHASE, RESET, SLOT, STEP, Phase
 from farstep.worker.rows import Slots
+from farstep.worker.single_envs import check_dtypes
 from farstep.worker.sources import Source
 
 
@@ -40,6 +41,8 @@ class HostedVector(Host):
         self._action_names = leaf_names(self._action)
         self._one_seed: bool | None = None
         """Whether it takes one seed for all, as those written as a whole do; None until it was tried."""
+        self._looked = False
+        """Whether the dtypes of a step's observations were looked at."""
         self._pending = np.zeros(self.num_envs, bool)
         """Slots whose next step only resets them (NEXT_STEP)."""
 
@@ -58,6 +61,7 @@ class HostedVector(Host):
         else:
             obs, info = self._reset_vector(chosen, options)
             entries, count = ids, self.num_envs
+        check_dtypes(leaves(self._obs, obs), self._obs_schema, self.env)
         for name, leaf in leaves(self._obs, obs):
             self.current[name][ids] = leaf[entries]
         if self.infos is not None:
@@ -103,8 +107,12 @@ class HostedVector(Host):
             obs, reward, terminated, truncated, info = self.env.step(actions)
         except Exception as error:
             for slot in range(self.num_envs):
-                self._blame(error, slot, nest(self._action, {name: rows[name][t, slot] for name in self._action_names}))
+                action = nest(self._action, {name: rows[name][t, slot] for name in self._action_names})
+                self._blame(error, t, slot, action)
             raise
+        if not self._looked:
+            check_dtypes(leaves(self._obs, obs), self._obs_schema, self.env)
+            self._looked = True
         for name, leaf in leaves(self._obs, obs):
             rows[name][t + 1] = leaf
         rows["reward"][t] = reward
@@ -150,7 +158,7 @@ class HostedVector(Host):
 
     def _rebuild(self) -> None:
         self._pending[:] = False
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception, SystemExit):
             self.env.close()
         self.env = _build(self._source, self.slots, self._progress)
 
