@@ -12,6 +12,8 @@ from farstep.version import VERSION
 
 if TYPE_CHECKING:
     from farstep.batch import Batch as Batch
+    from farstep.buffer.replay import Buffer as Buffer
+    from farstep.buffer.samplers import FullBatch as FullBatch
     from farstep.cluster_env import ClusterEnv as ClusterEnv
     from farstep.config import EnvConfig as EnvConfig
     from farstep.config import InProcessConfig as InProcessConfig
@@ -34,8 +36,10 @@ __version__ = VERSION
 
 _HOMES = {
     "Batch": "batch",
+    "Buffer": "buffer.replay",
     "ClusterEnv": "cluster_env",
     "EnvConfig": "config",
+    "FullBatch": "buffer.samplers",
     "InProcessConfig": "config",
     "LocalConfig": "config",
     "Timeouts": "config",
@@ -54,15 +58,16 @@ _HOMES = {
 }
 
 __all__ = list(_HOMES)
+_FOLDERS = ("buffer", "sync")
 
 
 def __getattr__(name: str) -> object:
     if name in _HOMES:
         return getattr(importlib.import_module(f"farstep.{_HOMES[name]}"), name)
-    if name == "sync":  # farstep.sync.EveryK(4) without another import
-        return importlib.import_module("farstep.sync")
+    if name in _FOLDERS:  # farstep.sync.EveryK(4), farstep.buffer.Uniform() without another import
+        return importlib.import_module(f"farstep.{name}")
     raise AttributeError(f"module 'farstep' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted([*__all__, "sync"])
+    return sorted([*__all__, *_FOLDERS])

@@ -10,6 +10,7 @@ FarstepError
 │   ├── RemoteEnvError   the environment or the agent raised; carries the remote traceback
 │   ├── WorkerDied       the process ended (signal or exit status), with the tail of its output
 │   └── WorkerStuck      no progress within the phase's limit, with the stacks it was stuck in
+├── BufferTimeout        a buffer had nothing to give, or no room, for too long (also a TimeoutError)
 ├── WireError            a message that is malformed, oversized or not from an admitted peer
 ├── EndedError           step() of an ended environment without autoreset (also an AssertionError)
 └── ClosedError          the cluster is closed, or failed earlier and cannot go on
@@ -118,6 +119,10 @@ class WorkerDied(WorkerError):
 
 class WorkerStuck(WorkerError):
     """A worker made no progress within its phase's limit."""
+
+
+class BufferTimeout(FarstepError, TimeoutError):
+    """A buffer's limiter did not let somebody insert or sample in time; says what it waited for."""
 
 
 class WireError(FarstepError):
