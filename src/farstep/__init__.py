@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from farstep.config import InProcessConfig as InProcessConfig
     from farstep.config import LocalConfig as LocalConfig
     from farstep.config import Timeouts as Timeouts
+    from farstep.config import TransferConfig as TransferConfig
     from farstep.config import WeightsConfig as WeightsConfig
     from farstep.errors import AgentError as AgentError
     from farstep.errors import ClosedError as ClosedError
@@ -43,6 +44,7 @@ _HOMES = {
     "InProcessConfig": "config",
     "LocalConfig": "config",
     "Timeouts": "config",
+    "TransferConfig": "config",
     "WeightsConfig": "config",
     "AgentError": "errors",
     "ClosedError": "errors",
