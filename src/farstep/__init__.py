@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from farstep.batch import Batch as Batch
     from farstep.buffer.replay import Buffer as Buffer
     from farstep.buffer.samplers import FullBatch as FullBatch
+    from farstep.buffer.triggers import DataKeyTrigger as DataKeyTrigger
+    from farstep.buffer.triggers import ObjectKeyTrigger as ObjectKeyTrigger
+    from farstep.buffer.triggers import TimeTrigger as TimeTrigger
+    from farstep.buffer.triggers import TransferTrigger as TransferTrigger
     from farstep.cluster_env import ClusterEnv as ClusterEnv
     from farstep.config import EnvConfig as EnvConfig
     from farstep.config import InProcessConfig as InProcessConfig
@@ -32,6 +36,7 @@ if TYPE_CHECKING:
     from farstep.errors import WorkerStuck as WorkerStuck
     from farstep.head.stats import scalars as scalars
     from farstep.vector_env import make_vec as make_vec
+    from farstep.workflow import Workflow as Workflow
 
 __version__ = VERSION
 
@@ -39,13 +44,18 @@ _HOMES = {
     "Batch": "batch",
     "Buffer": "buffer.replay",
     "ClusterEnv": "cluster_env",
+    "DataKeyTrigger": "buffer.triggers",
     "EnvConfig": "config",
     "FullBatch": "buffer.samplers",
     "InProcessConfig": "config",
     "LocalConfig": "config",
+    "ObjectKeyTrigger": "buffer.triggers",
+    "TimeTrigger": "buffer.triggers",
     "Timeouts": "config",
+    "TransferTrigger": "buffer.triggers",
     "TransferConfig": "config",
     "WeightsConfig": "config",
+    "Workflow": "workflow",
     "AgentError": "errors",
     "ClosedError": "errors",
     "ConfigError": "errors",

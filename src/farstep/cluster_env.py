@@ -171,6 +171,12 @@ class ClusterEnv:
         collector.adopt(agent)
         yield from collector.stream(steps, max_staleness, num_chunks)
 
+    def adopt(self, agent: Agent) -> Collector:
+        """Make workers act with this agent, for a workflow that takes chunks itself."""
+        collector = self._launched()
+        collector.adopt(agent)
+        return collector
+
     # ---- the policy ----
 
     def publish(self, agent: Agent) -> int:

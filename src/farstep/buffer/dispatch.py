@@ -145,7 +145,7 @@ class Dispatcher:
         if trigger_id in self._entries:
             raise ConfigError(f"there is a trigger {trigger_id!r} already; expected another trigger_id.")
         seen: list[Trigger] = []
-        for leaf in _leaves(trigger):
+        for leaf in leaves_of(trigger):
             if leaf._registered or any(leaf is other for other in seen):
                 raise ConfigError(f"{leaf!r} is registered already; it counts what it took, so make another one.")
             seen.append(leaf)
@@ -207,6 +207,11 @@ class Dispatcher:
         """How many of its messages are not done."""
         return self._entries[trigger_id].outstanding
 
+    @property
+    def waiting(self) -> bool:
+        """Whether some message was passed on and is not done."""
+        return any(entry.outstanding for entry in self._entries.values())
+
     def deadline(self, state: Ledger) -> float | None:
         """When to `tick` and `check` again if nothing else changes."""
         deadlines = [entry.trigger.deadline(state) for entry in self._entries.values() if entry.has_room]
@@ -219,15 +224,15 @@ def _look(trigger: Trigger, state: Ledger) -> Message | None:
 
 def _settle(trigger: Trigger, changes: int, state: Ledger) -> None:
     """What the handling of its own message changed is no reason for a trigger without `consume` to fire again."""
-    for leaf in _leaves(trigger):
+    for leaf in leaves_of(trigger):
         if leaf._fired_at == changes:
             object.__setattr__(leaf, "_fired_at", state.changes)
 
 
-def _leaves(trigger: Trigger) -> Iterator[Trigger]:
+def leaves_of(trigger: Trigger) -> Iterator[Trigger]:
     if isinstance(trigger, _Joined):
         for part in trigger.parts:
-            yield from _leaves(part)
+            yield from leaves_of(part)
     else:
         yield trigger
 

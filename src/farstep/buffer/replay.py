@@ -116,6 +116,21 @@ class Buffer:
         self._begun: Array = np.full(columns, -1, np.int64)
         """Per column, where the episode under way began: its first cell; -1 where nobody knows."""
 
+    @property
+    def is_bound(self) -> bool:
+        """Whether it has its arrays."""
+        return self._store is not None
+
+    @property
+    def store(self) -> Store:
+        """Where its rows are."""
+        return self._need_store()
+
+    @property
+    def structures(self) -> Mapping[str, Structure]:
+        """How arrays of an environment nest."""
+        return self._structures
+
     def __len__(self) -> int:
         return 0 if self._store is None else self._store.table.size
 

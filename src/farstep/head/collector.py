@@ -27,7 +27,7 @@ from farstep.head.seats import ResetOrder, Seat
 from farstep.head.server import Server
 from farstep.head.stats import Counters
 from farstep.head.tickets import Arrived, Order
-from farstep.spec import Schema, differences, space_schema
+from farstep.spec import Schema, Structure, differences, space_schema
 from farstep.sync import AAPS, Always
 from farstep.sync.rules import probes_of, rows_of
 from farstep.wire import messages as m
@@ -52,6 +52,10 @@ class Request:
     incarnations: tuple[int, ...] = ()
     """Of all workers, when it was made."""
     on_part: OnPart | None = None
+    feed: bool = False
+    """Chunks are taken one by one, by a workflow."""
+    invited: bool = False
+    """Workers wait to be asked for each chunk."""
 
 
 class Collector:
@@ -284,24 +288,53 @@ class Collector:
         finally:
             self._end(request)
 
+    def open_feed(self, steps: int, max_staleness: int | None, num_chunks: int, invited: bool) -> Request:
+        """Begin to give tickets for chunks that `take_chunk` takes one by one."""
+        return self._open(Request(steps, num_chunks, feed=True, invited=invited), max_staleness, None)
+
+    def take_chunk(self, request: Request, wanted: Callable[[int], bool]) -> tuple[Arrived, Batch] | None:
+        """The first chunk that arrived of a worker that is wanted, if there is one: views of its lane."""
+        if request is not self._request:
+            raise ClosedError("another call on this ClusterEnv ended this one; calls must follow each other.")
+        assert self._rollouts is not None
+        self.server.grant()
+        arrived = self.server.tickets.take_one(wanted, self.version())
+        if arrived is None:
+            return None
+        batch = self._rollouts.chunk(arrived, request.steps, self._follow(arrived, request.steps))
+        self.counters.batch(batch, [arrived], self.version())
+        return arrived, batch
+
+    def end_feed(self, request: Request) -> None:
+        self._end(request)
+
     def _open(self, request: Request, max_staleness: int | None, batches: int | None) -> Request:
         """Begin to give tickets for a request; whatever was under way is over."""
         tickets = self.server.tickets
         with self.server.locked():
             self.server.raise_failure()
             self._end()
-            self._lay(max(request.steps, 1), tickets.lanes_needed(max_staleness, request.num_chunks))
+            lanes = tickets.feed_lanes if request.feed else tickets.lanes_needed(max_staleness, request.num_chunks)
+            self._lay(max(request.steps, 1), lanes)
             if request.reset is not None:
                 self._note_reset(request.reset)
             self._request = replace(request, incarnations=tuple(seat.incarnation for seat in self.server.seats))
-            tickets.open(max_staleness, request.num_chunks, batches)
+            if request.feed:
+                tickets.open_feed(max_staleness, request.num_chunks or 1, request.invited)
+            else:
+                tickets.open(max_staleness, request.num_chunks, batches)
             return self._request
+
+    def row_schema(self) -> tuple[Schema, dict[str, Structure]]:
+        """The arrays of a row with the present agent, and how they nest."""
+        assert self._rollouts is not None
+        return {**base_rows(self._obs_schema), **self._agent_schemas[0]}, self._rollouts.structures
 
     def _lay(self, steps: int, lanes: int) -> None:
         """Make room for a session, and tell workers where to write."""
         rollouts = self._rollouts
         assert rollouts is not None
-        rows = {**base_rows(self._obs_schema), **self._agent_schemas[0]}
+        rows, _ = self.row_schema()
         if lay := rollouts.fit(lanes, steps, rows, self._agent_schemas[1]):
             assert rollouts.memory is not None
             self.server.tell(lay, fds=[rollouts.memory.fd])

@@ -178,6 +178,10 @@ class Rollouts:
         new, so_far = (self._only(whole, here) for here in names)
         return Part(seat.worker, whole.slots, stop - 1, stop == len(self._stages), new, so_far)
 
+    def chunk(self, arrived: Arrived, steps: int, continues: Array) -> Batch:
+        """One worker's chunk: views of its columns."""
+        return self._views([arrived], self._seats[arrived.order.worker].columns, steps, continues)
+
     def _only(self, batch: Batch, here: Container[str]) -> Batch:
         """What of a batch is already here."""
         arrays = {name: array for name, array in batch.arrays.items() if name in here}

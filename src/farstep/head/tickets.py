@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -135,6 +135,10 @@ class Tickets:
     def buffered(self) -> int:
         return len(self._arrived)
 
+    def arrived_of(self) -> list[int]:
+        """The workers of chunks that nobody took yet, in order."""
+        return [arrived.order.worker for arrived in self._arrived]
+
     def busy(self, worker: int) -> int:
         """How many tickets a worker holds."""
         return sum(order.worker == worker for order in self._outstanding.values())
@@ -242,16 +246,18 @@ class Tickets:
             if session.invited is not None:
                 session.invited[order.worker] += 1
 
-    def take_one(self, version: int) -> Arrived | None:
-        """The next chunk of a feed, held until `consumed`; its lane is in use until `stored`."""
+    def take_one(self, wanted: Callable[[int], bool], version: int) -> Arrived | None:
+        """The first chunk of a feed whose worker is wanted: held until `consumed`, its lane in use until `stored`."""
         session = self._session
         assert session is not None
         self._drop_stale(session, version)
-        if not self._arrived:
-            return None
-        session.held_chunks += 1
-        self.delivered += 1
-        return self._arrived.popleft()
+        for arrived in self._arrived:
+            if wanted(arrived.order.worker):
+                self._arrived.remove(arrived)
+                session.held_chunks += 1
+                self.delivered += 1
+                return arrived
+        return None
 
     def stored(self, arrived: Arrived) -> None:
         """A chunk of a feed was copied to where it stays."""
