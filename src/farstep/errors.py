@@ -12,6 +12,7 @@ FarstepError
 │   └── WorkerStuck      no progress within the phase's limit, with the stacks it was stuck in
 ├── BufferTimeout        a buffer had nothing to give, or no room, for too long (also a TimeoutError)
 ├── WireError            a message that is malformed, oversized or not from an admitted peer
+├── DeliveryError        a trigger's message that its consumer did not take, or did not finish
 ├── EndedError           step() of an ended environment without autoreset (also an AssertionError)
 └── ClosedError          the cluster is closed, or failed earlier and cannot go on
 """
@@ -127,6 +128,10 @@ class BufferTimeout(FarstepError, TimeoutError):
 
 class WireError(FarstepError):
     """A message that cannot be accepted."""
+
+
+class DeliveryError(FarstepError):
+    """A trigger's message did not reach its consumer, or the consumer ended or failed before it was done."""
 
 
 class ClosedError(FarstepError):
