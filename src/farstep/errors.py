@@ -11,6 +11,7 @@ FarstepError
 │   ├── WorkerDied       the process ended (signal or exit status), with the tail of its output
 │   └── WorkerStuck      no progress within the phase's limit, with the stacks it was stuck in
 ├── WireError            a message that is malformed, oversized or not from an admitted peer
+├── CheckpointError      a checkpoint that cannot be written, or none that can be read (also an OSError)
 ├── EndedError           step() of an ended environment without autoreset (also an AssertionError)
 └── ClosedError          the cluster is closed, or failed earlier and cannot go on
 """
@@ -122,6 +123,10 @@ class WorkerStuck(WorkerError):
 
 class WireError(FarstepError):
     """A message that cannot be accepted."""
+
+
+class CheckpointError(FarstepError, OSError):
+    """A checkpoint could not be saved, or none is there that is intact; the message names each and why."""
 
 
 class ClosedError(FarstepError):
