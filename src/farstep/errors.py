@@ -13,7 +13,6 @@ FarstepError
 ├── BufferTimeout        a buffer had nothing to give, or no room, for too long (also a TimeoutError)
 ├── WireError            a message that is malformed, oversized or not from an admitted peer
 ├── DeliveryError        a trigger's message that its consumer did not take, or did not finish
-=======
 ├── CheckpointError      a checkpoint that cannot be written, or none that can be read (also an OSError)
 ├── EndedError           step() of an ended environment without autoreset (also an AssertionError)
 └── ClosedError          the cluster is closed, or failed earlier and cannot go on

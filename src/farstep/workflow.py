@@ -13,7 +13,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from farstep.batch import Batch, is_final
@@ -95,9 +95,13 @@ class Workflow:
         if thread and not is_passer:
             started = _Thread(consumer, LocalQueue(max_outstanding), self._wake)
             passer = started.queue
-        takers = [leaf for leaf in leaves_of(trigger) if isinstance(leaf, DataKeyTrigger) and leaf.min_new is None]
+        by_data = [leaf for leaf in leaves_of(trigger) if isinstance(leaf, DataKeyTrigger)]
+        takers = [leaf for leaf in by_data if leaf.min_new is None]
         found = self._dispatcher.add(
-            trigger, self._guarded(passer, takers), trigger_id=name, max_outstanding=max_outstanding
+            trigger,
+            _Guard(self, passer, bool(takers), len(by_data) > len(takers)),
+            trigger_id=name,
+            max_outstanding=max_outstanding,
         )
         if takers:
             self._takers[found] = takers
@@ -107,9 +111,6 @@ class Workflow:
         self._asks = self._asks or (is_passer and started is None)
         self._on_demand = self._on_demand or consumer == self.next_rollout
         return found
-
-    def _guarded(self, passer: Passer, takers: Sequence[DataKeyTrigger]) -> Passer:
-        return _Guard(self, passer, bool(takers))
 
     # ---- what consumers do ----
 
@@ -166,7 +167,7 @@ class Workflow:
         with contextlib.ExitStack() as stack:
             feed = Feed(collector, steps, self._max_staleness, chunks, self._on_demand)
             stack.callback(self._end, feed)
-            self._feed = feed
+            self._feed, self.buffer.filled_by = feed, self._loop
             for thread in self._threads:
                 thread.start()
                 stack.callback(thread.end)
@@ -288,19 +289,22 @@ class Workflow:
                 self._feed.wake()
 
     def _end(self, feed: Feed) -> None:
-        self._feed, self._loop = None, None
+        self._feed = self._loop = self.buffer.filled_by = None
         feed.close()
 
 
 class _Guard:
-    """A passer that keeps a message's rows until its consumer is done, and drops what is too old for it."""
+    """A passer that keeps a message's rows until its consumer is done, and drops what is too old for it; one that
+    samples is not called before the buffer's limiter lets it."""
 
-    def __init__(self, flow: Workflow, passer: Passer, takes_rows: bool) -> None:
-        self._flow, self._passer, self._takes = flow, passer, takes_rows
+    def __init__(self, flow: Workflow, passer: Passer, takes_rows: bool, samples: bool) -> None:
+        self._flow, self._passer, self._takes, self._samples = flow, passer, takes_rows, samples
         self._open: deque[Message] = deque()
 
     @property
     def full(self) -> bool:
+        if self._samples and not self._flow.buffer.limiter.can_sample():
+            return True
         return bool(getattr(self._passer, "full", False))
 
     def __call__(self, message: Message) -> bool:
@@ -325,6 +329,7 @@ class _Guard:
     def _finish(self, message: Message) -> None:
         if self._takes:
             self._flow._consumed(message)
+        if self._takes or self._samples:
             self._flow.ledger.learned()
 
 

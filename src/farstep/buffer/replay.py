@@ -76,6 +76,8 @@ class Buffer:
         self._store: Store | None = None
         self._free: list[int] = []
         self._closed = False
+        self.filled_by: int | None = None
+        """The one thread that inserts, where that is known: it must not wait for itself."""
         self.waited_s = {"insert": 0.0, "sample": 0.0}
         self.removed: dict[str, int] = {"evicted": 0, "sampled": 0, "deleted": 0}
         if spec is not None:
@@ -462,6 +464,12 @@ class Buffer:
         began = time.monotonic()
         while not ready():
             self._check_open()
+            if what == "sample" and self.filled_by == threading.get_ident():
+                raise BufferTimeout(
+                    f"{how_far}, and the buffer does not give them ({len(self)} items; {self.limiter}). Who asks is "
+                    "also who inserts, so waiting would be for ever: ask for fewer, let the trigger fire later (its size), "
+                    "widen the limiter, or sample in a thread of its own (flow.on(..., thread=True))."
+                )
             left = deadline - time.monotonic()
             if left <= 0:
                 self.waited_s[what] += time.monotonic() - began
