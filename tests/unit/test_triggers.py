@@ -129,6 +129,23 @@ def test_those_ready_first_are_taken_even_when_nobody_looked() -> None:
     assert short(fired) == ["a@0", "b@0", "a@2", "b@2"]
 
 
+def test_an_actor_is_ready_when_its_last_key_is_there() -> None:
+    state = Ledger(KEYS)
+    for actor, keys in [("a", ["obs"]), ("b", ["reward"]), ("c", None), ("b", ["obs"]), ("a", ["reward"])]:
+        state.wrote(actor, 1, 0, keys)
+    assert short([DataKeyTrigger(n=3, size=1).ready(state) or {}]) == ["c@0 b@0 a@0"]
+
+
+def test_what_is_whole_at_first_may_come_in_parts_later() -> None:
+    state = Ledger(KEYS)
+    state.wrote("a", 3, 1)
+    state.wrote("a", 2, 2, ["obs"])
+    state.wrote("a", 1, 3)
+    assert [state.written("a", keys) for keys in (None, ["obs"], ["reward"])] == [4, 6, 4]
+    assert (state.span("a", 2, 4, ["obs"]), state.span("a", 2, 4, ["reward"])) == ((1, 2), (1, 3))
+    assert (state.reached("a", 3), state.reached("a", 4), state.reached("a", 5)) == (1, 3, None)
+
+
 def test_replay_fires_when_warm_and_then_for_every_k_new_steps() -> None:
     trigger = DataKeyTrigger(n=2, size=10, consume=False, min_new=4)
     counts = []
@@ -222,6 +239,16 @@ def test_steps_as_time(unit: Any) -> None:
     fired = fire(trigger, moved(9), moved(1), moved(35), moved(9), moved(1))
     assert [(message["at"], message["elapsed"]) for message in fired] == [(10, 10), (45, 35), (55, 10)]
     assert trigger.deadline(Ledger()) is None
+
+
+def test_what_is_no_change_counts_as_none() -> None:
+    state = Ledger(now=5.0)
+    state.tick(4.0)
+    state.tick(5.0)
+    state.left("a")
+    state.left("a")
+    state.wrote("a", 1, 0)
+    assert (state.now, state.changes, state.env_steps) == (5.0, 1, 0)
 
 
 def test_environment_steps_count_once_they_are_whole() -> None:

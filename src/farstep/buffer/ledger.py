@@ -6,6 +6,7 @@ is what `tick` is told.
 
 from __future__ import annotations
 
+import copy
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Hashable, Iterable, Sequence
@@ -68,7 +69,7 @@ class Ledger:
         self.learner_steps = 0
         self.versions: dict[str, int] = {}
         """The newest version of every published object."""
-        self._tracks: dict[Actor, dict[str, _Track]] = {}
+        self._tracks: dict[Actor, dict[str, _Track]] = {}  # by key; under "" alone while all keys are alike
         self._gone: set[Actor] = set()
 
     # What happens
@@ -84,16 +85,16 @@ class Ledger:
             raise ConfigError(f"{actor!r} wrote {steps} steps of {envs} environments; expected at least 1 of each.")
         if keys is not None and not self.keys:
             raise ConfigError(f"some keys were written, {list(keys)}; name all there are first: Ledger(keys=[...]).")
-        names, span = self._names(keys), version if isinstance(version, tuple) else (version, version)
+        self._known(keys)
         if actor in self._gone:
             return
-        tracks = self._tracks.get(actor)
-        if tracks is None:
-            tracks = self._tracks[actor] = {name: _Track() for name in self._names(None)}
+        tracks = self._tracks.setdefault(actor, {"": _Track()})
+        if keys is not None and "" in tracks:
+            tracks = self._tracks[actor] = {name: copy.deepcopy(tracks[""]) for name in self.keys}
         before = self.written(actor)
         self.changes += 1
-        for name in names:
-            tracks[name].add(steps, self.changes, span)
+        for track in self._select(actor, keys):
+            track.add(steps, self.changes, version if isinstance(version, tuple) else (version, version))
         self.env_steps += (self.written(actor) - before) * envs
 
     def left(self, actor: Actor) -> None:
@@ -129,23 +130,26 @@ class Ledger:
 
     def written(self, actor: Actor, keys: Sequence[str] | None = None) -> int:
         """How many steps are there on all of these keys (None: on all there are)."""
-        tracks = self._tracks.get(actor)
-        return min(tracks[name].end for name in self._names(keys)) if tracks else 0
+        return min(track.end for track in self._select(actor, keys)) if actor in self._tracks else 0
 
     def reached(self, actor: Actor, steps: int, keys: Sequence[str] | None = None) -> int | None:
         """The change by which `actor` had `steps` (at least 1) on all of these keys; None if it has not."""
-        if self.written(actor, keys) < steps:
+        tracks = self._select(actor, keys) if actor in self._tracks else []
+        if not tracks or any(track.end < steps for track in tracks):
             return None
-        return max(self._tracks[actor][name].arrival_of(steps) for name in self._names(keys))
+        return max(track.arrival_of(steps) for track in tracks)
 
     def span(self, actor: Actor, start: int, stop: int, keys: Sequence[str] | None = None) -> Span:
         """The oldest and the newest version of steps that are there."""
-        return self._tracks[actor][self._names(keys)[0]].span(start, stop)
+        return self._select(actor, keys)[0].span(start, stop)
 
-    def _names(self, keys: Sequence[str] | None) -> Sequence[str]:
-        if not self.keys:
-            return ("",)
-        if keys is None:
+    def _select(self, actor: Actor, keys: Sequence[str] | None) -> list[_Track]:
+        known, tracks = self._known(keys), self._tracks[actor]
+        return [tracks[""]] if "" in tracks else [tracks[name] for name in known]
+
+    def _known(self, keys: Sequence[str] | None) -> Sequence[str]:
+        """These keys, or all; one that is unknown is refused."""
+        if keys is None or not self.keys:
             return self.keys
         for key in keys:
             if key not in self.keys:
