@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
@@ -467,8 +469,8 @@ class Buffer:
             if what == "sample" and self.filled_by == threading.get_ident():
                 raise BufferTimeout(
                     f"{how_far}, and the buffer does not give them ({len(self)} items; {self.limiter}). Who asks is "
-                    "also who inserts, so waiting would be for ever: ask for fewer, let the trigger fire later (its size), "
-                    "widen the limiter, or sample in a thread of its own (flow.on(..., thread=True))."
+                    "also who inserts, so waiting would be for ever: ask for fewer, let the trigger fire later (its "
+                    "size), widen the limiter, or sample in a thread of its own (flow.on(..., thread=True))."
                 )
             left = deadline - time.monotonic()
             if left <= 0:
@@ -487,6 +489,20 @@ class Buffer:
             raise ClosedError("this buffer is closed; make a new one.")
 
     # ---- life ----
+
+    def checkpoint(self, path: str | os.PathLike[str]) -> Path:
+        """Save everything into a new numbered folder under `path`, atomically; the two newest are kept."""
+        from farstep.buffer.saving import save_buffer
+
+        with self._changed:
+            return save_buffer(self, path)
+
+    @classmethod
+    def restore(cls, path: str | os.PathLike[str], sampler: Sampler | None = None) -> Buffer:
+        """The newest intact checkpoint under `path`; with a sampler of your own class, an equal one."""
+        from farstep.buffer.saving import load_buffer
+
+        return load_buffer(path, sampler)
 
     @property
     def path(self) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 import numpy as np
 
@@ -20,15 +19,14 @@ from farstep.core import Array
 from farstep.errors import ConfigError
 
 
-@dataclass(frozen=True)
 class Sampler:
     """What samplers have in common: single rows, as often as they are drawn."""
 
-    once: ClassVar[bool] = False
+    once = False
     """A row is gone when it was sampled, unless `max_times_sampled` says otherwise."""
-    needs_order: ClassVar[bool] = False
+    needs_order = False
     """Rows must stay in the order of their episodes, so only the oldest may be removed."""
-    beta: ClassVar[float] = 0.0
+    beta: float = 0.0
     """Exponent of importance weights."""
 
     def selector(self, table: Table) -> Selector:
@@ -87,7 +85,7 @@ class Prioritized(Sampler):
     """
 
     alpha: float = 0.6
-    beta: float = 0.4  # type: ignore[misc]
+    beta: float = 0.4
 
     def __post_init__(self) -> None:
         for name in ("alpha", "beta"):
@@ -227,7 +225,7 @@ class DPER(Sampler):
     """
 
     alpha: float = 0.5
-    beta: float = 0.0  # type: ignore[misc]
+    beta: float = 0.0
 
     needs_order = True
 

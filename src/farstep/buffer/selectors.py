@@ -6,6 +6,7 @@ A selector is told of every item that comes (`inserted`), goes (`removed`) or ge
 from __future__ import annotations
 
 import heapq
+from collections.abc import Mapping
 from typing import Protocol
 
 import numpy as np
@@ -31,6 +32,12 @@ class Selector(Protocol):
         """Cells of `n` items, and with which probability each was chosen."""
         ...
 
+    def state(self) -> Mapping[str, Array]:
+        """What it keeps beside the table, for a checkpoint."""
+        ...
+
+    def restore(self, state: Mapping[str, Array]) -> None: ...
+
 
 class Idle:
     """Keeps nothing of what it is told."""
@@ -44,6 +51,12 @@ class Idle:
         pass
 
     def updated(self, cells: Array, priorities: Array) -> None:
+        pass
+
+    def state(self) -> Mapping[str, Array]:
+        return {}
+
+    def restore(self, state: Mapping[str, Array]) -> None:
         pass
 
 
@@ -101,6 +114,13 @@ class OrderSelector(Idle):
         cells = np.concatenate(found) if found else np.zeros(0, np.int64)
         return cells, np.ones(len(cells))
 
+    def state(self) -> Mapping[str, Array]:
+        return {"log": self._log[self._first : self._stop]}
+
+    def restore(self, state: Mapping[str, Array]) -> None:
+        self._log = state["log"].copy()
+        self._first, self._stop = 0, len(self._log)
+
 
 class PrioritySelector(Idle):
     """In proportion to priority ** alpha; where all are 0, every item alike."""
@@ -134,14 +154,12 @@ class PrioritySelector(Idle):
         """priority ** alpha of each cell."""
         return self._tree.weights
 
-    def restore(self, weights: Array, highest: float) -> None:
-        cells = np.flatnonzero(weights)
-        self._tree.set(cells, weights[cells])
-        self._highest = highest
+    def state(self) -> Mapping[str, Array]:
+        return {"weights": self.weights[: self._table.cells], "highest": np.array(self._highest)}
 
-    @property
-    def highest(self) -> float:
-        return self._highest
+    def restore(self, state: Mapping[str, Array]) -> None:
+        self._tree.set(np.arange(self._table.cells), state["weights"])
+        self._highest = float(state["highest"])
 
 
 class HeapSelector(Idle):
@@ -185,3 +203,14 @@ class HeapSelector(Idle):
         for entry in found:
             heapq.heappush(self._heap, entry)
         return np.array([cell for _, _, cell in found], np.int64), np.ones(len(found))
+
+    def state(self) -> Mapping[str, Array]:
+        true = sorted(entry for entry in self._heap if self._stamp[entry[2]] == entry[1])
+        return {"cells": np.array([cell for *_, cell in true], np.int64), "stamp": self._stamp, "of": self.priorities}
+
+    def restore(self, state: Mapping[str, Array]) -> None:
+        self._stamp[:], self.priorities[:] = state["stamp"], state["of"]
+        cells = state["cells"].tolist()
+        self._heap = [(self._sign * float(self.priorities[c]), int(self._stamp[c]), c) for c in cells]
+        self._count = int(self._stamp.max(initial=-1)) + 1
+        heapq.heapify(self._heap)

@@ -60,7 +60,10 @@ class Tails:
     def state(self) -> dict[str, Array]:
         """All of it, for a checkpoint."""
         cells = np.flatnonzero(self._of >= 0)
-        return {"cells": cells, **{f"obs.{name}": pool[self._of[cells]] for name, pool in self._pool.items()}}
+        return {"tails": cells, **{f"tails.{name}": pool[self._of[cells]] for name, pool in self._pool.items()}}
+
+    def restore(self, state: Mapping[str, Array]) -> None:
+        self.put(state["tails"], {name: state[f"tails.{name}"] for name in self._pool})
 
 
 class Store:
@@ -174,6 +177,17 @@ class Store:
         if self.tails is not None:
             self.tails.fill(name, cells, values)
         return values
+
+    def state(self) -> dict[str, Array]:
+        """What is not in the rows, for a checkpoint."""
+        tails = {} if self.tails is None else self.tails.state()
+        return {"cut": self.cut, "open": self._open, "written": self.blocks.written, **tails}
+
+    def restore(self, state: Mapping[str, Array]) -> None:
+        self.cut[:], self._open[:], self.blocks.written[:] = state["cut"], state["open"], state["written"]
+        self.blocks.claimed[:] = self.blocks.committed()
+        if self.tails is not None:
+            self.tails.restore(state)
 
     def close(self) -> None:
         self.blocks.close()

@@ -7,6 +7,8 @@ to be one, and no dictionary is needed to find an item.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from farstep.core import Array
@@ -62,6 +64,14 @@ class Table:
             np.add.at(self.times, cells[again], 1)
         times: Array = self.times.take(cells)
         return times
+
+    def state(self) -> dict[str, Array]:
+        """All of it, for a checkpoint."""
+        return {"keys": self.keys, "times": self.times, "used": self.used}
+
+    def restore(self, state: Mapping[str, Array]) -> None:
+        self.keys[:], self.times[:], self.used[:] = state["keys"], state["times"], state["used"]
+        self.size = int(np.count_nonzero(self.keys >= 0))
 
     def find(self, keys: Array) -> Array:
         """The cell of each key that is still there; others are left out."""
