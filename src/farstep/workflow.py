@@ -19,13 +19,14 @@ from typing import Any
 from farstep.batch import Batch, is_final
 from farstep.buffer.dispatch import Dispatcher, Message, Passer, Trigger, leaves_of
 from farstep.buffer.ledger import Ledger
+from farstep.buffer.objects import ModelBlock
 from farstep.buffer.passers import Direct, LocalQueue
 from farstep.buffer.replay import Buffer
 from farstep.buffer.triggers import DataKeyTrigger
 from farstep.buffer.windows import Windows
 from farstep.cluster_env import ClusterEnv
 from farstep.config import check_count
-from farstep.core import Agent
+from farstep.core import Agent, Nested
 from farstep.errors import ClosedError, ConfigError, FarstepError
 from farstep.head.collector import Collector
 from farstep.head.feed import Feed
@@ -54,6 +55,7 @@ class Workflow:
         self.env, self.agent, self.buffer = env, agent, buffer
         self._steps = None if steps is None else check_count("steps", steps)
         self._max_staleness = None if max_staleness is None else check_count("max_staleness", max_staleness, minimum=0)
+        self.objects = ModelBlock()
         self.ledger = Ledger(now=time.monotonic())
         self._dispatcher = Dispatcher()
         self._windows = Windows(buffer)
@@ -137,9 +139,16 @@ class Workflow:
             )
         self._feed.invite()
 
-    def announce(self, name: str, version: int) -> None:
-        """Another named object has a new version: fires `ObjectKeyTrigger(name)`."""
+    def put(self, name: str, value: Nested) -> int:
+        """Publish another object under a name (a noise scale, a target network): fires `ObjectKeyTrigger(name)`.
+
+        `flow.objects.read(name)` gets it; another process does by `flow.objects.path(name)`.
+        """
+        if name == "parameters":
+            raise ConfigError("the agent's parameters are published with publish(); choose another name.")
+        version = self.objects.publish(name, value)
         self._say(lambda: self.ledger.published(name, version))
+        return version
 
     def learned(self, steps: int = 1) -> None:
         """The learner made updates: what `TimeTrigger(unit="learner_steps")` counts."""
