@@ -39,11 +39,14 @@ class Arrival:
             table = self._tables.get(name)
             if table is None:
                 raise WireError(f"a chunk with the unknown array {name!r}.")
+            if not table.nbytes:
+                if len(frame):
+                    raise WireError(f"a chunk whose {name!r} is not as empty as it must be.")
+                continue
             start, here = first if name in self._per_step else 0, self._rows[name]
             if start != here:
                 raise WireError(f"a chunk whose {name!r} goes on with row {start} after {here} rows.")
-            row_bytes = table[:1].nbytes
-            count, rest = divmod(len(frame), row_bytes) if row_bytes else (0, len(frame))
+            count, rest = divmod(len(frame), table[0].nbytes)
             if rest or start + count > len(table):
                 raise WireError(f"a chunk whose {name!r} has {len(frame)} bytes from row {start} on.")
             if count:
