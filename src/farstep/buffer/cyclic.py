@@ -17,6 +17,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 import numpy as np
@@ -36,9 +37,9 @@ _own = threading.local()
 class _Description(msgspec.Struct):
     """What somebody needs to map the blocks."""
 
-    rows: int
-    columns: int
-    consumers: int
+    rows: Annotated[int, msgspec.Meta(ge=1)]
+    columns: Annotated[int, msgspec.Meta(ge=1)]
+    consumers: Annotated[int, msgspec.Meta(ge=0)]
     schema: Schema
 
 
@@ -87,11 +88,13 @@ class CyclicBlocks:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
             nbytes = os.fstat(fd).st_size
+            if nbytes < _PAGE:
+                raise ConfigError(f"{path} holds no blocks of farstep's.")
             memory = SharedMemory(fd, nbytes)
         except BaseException:
             os.close(fd)
             raise
-        magic, length = np.frombuffer(memory.map, np.int64, 2).tolist() if nbytes >= _PAGE else (0, 0)
+        magic, length = np.frombuffer(memory.map, np.int64, 2).tolist()
         try:
             if magic != _MAGIC or not 0 < length <= _PAGE - 8 * _WORDS:
                 raise ConfigError(f"{path} holds no blocks of farstep's.")
@@ -144,13 +147,15 @@ class CyclicBlocks:
         """Copies of committed rows `[start, start + count)` of a column; None if they are not all there any more, or
         not yet."""
         names = list(self.schema if keys is None else keys)
+        generation = self.generation[column]
         places = np.arange(start, start + count) % self.rows
         if any(start + count > self.written[self.keys[name], column] for name in names):
             return None
         fence()
         copies = {name: self.arrays[name][places, column] for name in names}
         fence()
-        return copies if start >= self.oldest(column) else None
+        # A writer that joined meanwhile may have taken back keys of rows that its predecessor did not finish.
+        return copies if start >= self.oldest(column) and self.generation[column] == generation else None
 
     def backlog(self, consumer: int) -> Array:
         """Per column, how many committed rows a consumer has not read."""
@@ -167,8 +172,8 @@ class Writer:
 
     def __init__(self, blocks: CyclicBlocks, first: int, count: int) -> None:
         self._blocks, self._columns = blocks, slice(first, first + count)
-        self._generation = int(blocks.generation[first])
-        self._first, self._count = first, count
+        self._generation = blocks.generation[self._columns].copy()
+        self._first = first
         self._runs = self._of(blocks.committed(self._columns))
 
     def claim(self, rows: int) -> list[tuple[slice, int]]:
@@ -176,16 +181,17 @@ class Writer:
         blocks = self._blocks
         if rows > blocks.rows:
             raise ConfigError(f"{rows} rows at once do not fit into a block of {blocks.rows}.")
-        if blocks.generation[self._first] != self._generation:
-            raise ClosedError("these columns belong to another writer now.")
+        self._check_ours()
         for columns, start in self._runs:
-            blocks.claimed[columns] = start + rows
+            # Never back: a writer that died may have begun to overwrite rows beyond these.
+            np.maximum(blocks.claimed[columns], start + rows, out=blocks.claimed[columns])
         fence()
         return self._runs
 
     def commit(self, rows: int, keys: Sequence[str] | None = None) -> None:
         """What was claimed is written: all of it, or the arrays of these keys."""
         blocks, columns = self._blocks, self._columns
+        self._check_ours()
         fence()
         if keys is None:
             blocks.written[:, columns] += rows
@@ -195,12 +201,18 @@ class Writer:
         if keys is None or self._complete(rows):
             self._runs = [(run, start + rows) for run, start in self._runs]
 
+    def _check_ours(self) -> None:
+        if (self._blocks.generation[self._columns] != self._generation).any():
+            raise ClosedError("these columns belong to another writer now.")
+
     def _complete(self, rows: int) -> bool:
         least = self._blocks.committed(self._columns)
         return all(least[run.start - self._first] == start + rows for run, start in self._runs)
 
     def write(self, values: Mapping[str, Array]) -> None:
         """Claim, copy `[T, n, ...]` arrays and commit them."""
+        if values.keys() != self._blocks.keys.keys():
+            raise ConfigError(f"a row has {', '.join(self._blocks.keys)}; write got {', '.join(values)}.")
         rows = len(next(iter(values.values())))
         for columns, start in self.claim(rows):
             part = slice(columns.start - self._first, columns.stop - self._first)
@@ -215,8 +227,8 @@ class Writer:
         return [(slice(self._first + a, self._first + b), int(cursors[a])) for a, b in pairwise(edges)]
 
     def leave(self) -> None:
-        if self._blocks.generation[self._first] == self._generation:
-            self._blocks.leave(self._first, self._count)
+        ours = self._blocks.generation[self._columns]
+        ours += ours == self._generation
 
 
 def spans(place: int, count: int, rows: int) -> Iterator[tuple[slice, slice]]:

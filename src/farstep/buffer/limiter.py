@@ -9,11 +9,14 @@ above `max_diff`, unless the rows do not even reach `min_size`. Deletions change
 from __future__ import annotations
 
 import math
+import numbers
 import warnings
 from dataclasses import dataclass
 
 from farstep.config import check_count
 from farstep.errors import ConfigError
+
+_STEPS = 4096  # as far as a narrow band is followed
 
 
 @dataclass
@@ -49,11 +52,10 @@ class RateLimiter:
                 f"min_diff={self.min_diff:g} is more than samples_per_insert * min_size = {spi * first:g}: with "
                 f"{first} rows inserted nothing could be sampled yet, and in the end nothing at all. Lower min_diff."
             )
-        most = spi * max(first, math.floor(self.max_diff / spi)) if self.max_diff < math.inf else math.inf
-        if most - 1 < self.min_diff:
+        if (stuck := self._standstill()) is not None:
             raise ConfigError(
-                f"inserting stops at a difference of {most:g} and sampling needs {self.min_diff + 1:g}, so both "
-                f"would wait for ever. Raise max_diff={self.max_diff:g} or lower min_diff={self.min_diff:g}."
+                f"at a difference of {stuck:g} one more row would pass max_diff={self.max_diff:g} and one more sample "
+                f"min_diff={self.min_diff:g}, so both would wait for ever. Raise max_diff or lower min_diff."
             )
         if self.max_diff < spi * first:
             warnings.warn(
@@ -61,6 +63,23 @@ class RateLimiter:
                 f"first {first} rows nothing is inserted until {spi * first - self.max_diff:g} samples were taken.",
                 stacklevel=4,
             )
+
+    def _standstill(self) -> float | None:
+        """A difference at which, one by one, nothing can be inserted nor sampled, if it must come to that."""
+        spi, low, high = self.samples_per_insert, self.min_diff, self.max_diff
+        if high - low >= spi + 1:
+            return None
+        # In a band as narrow as this at most one of the two can be done at any time, so there is one way to go.
+        inserts, samples = self.min_size, 0
+        for _ in range(_STEPS):
+            diff = inserts * spi - samples
+            if diff - 1 >= low:
+                samples += 1
+            elif diff + spi <= high:
+                inserts += 1
+            else:
+                return diff
+        return None
 
     # ---- what may be done ----
 
@@ -130,9 +149,11 @@ def SampleToInsertRatio(  # noqa: N802
 
     A number allows as much on both sides of `samples_per_insert * min_size`; a pair is `min_diff` and `max_diff`.
     """
-    if isinstance(error_buffer, tuple):
+    if not _is_real(samples_per_insert):
+        raise ConfigError(f"samples_per_insert is {samples_per_insert!r}; it must be a number above 0.")
+    if isinstance(error_buffer, tuple) and len(error_buffer) == 2 and all(map(_is_real, error_buffer)):
         low, high = error_buffer
-    elif _is_real(error_buffer) and _is_real(samples_per_insert):
+    elif not isinstance(error_buffer, tuple) and _is_real(error_buffer):
         middle = check_count("min_size", min_size) * samples_per_insert
         low, high = middle - error_buffer, middle + error_buffer
     else:
@@ -158,4 +179,4 @@ def Stack(size: int) -> RateLimiter:  # noqa: N802
 
 
 def _is_real(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value)
+    return isinstance(value, numbers.Real) and not isinstance(value, bool) and not math.isnan(value)

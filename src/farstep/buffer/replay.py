@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -15,13 +17,14 @@ import numpy as np
 
 from farstep.batch import Batch, is_final
 from farstep.buffer.limiter import MinSize, RateLimiter
+from farstep.buffer.rows import as_arrays, check_names, check_rows, observed_after, schema_of
 from farstep.buffer.samplers import FIFO, EpisodeSelector, FullBatch, Sampler
 from farstep.buffer.selectors import Selector
 from farstep.buffer.store import Store
 from farstep.config import available_memory, check_count
 from farstep.core import Array, Nested
 from farstep.errors import BufferTimeout, ClosedError, ConfigError, unknown_name
-from farstep.spec import ArraySpec, Schema, Structure, leaves, nest
+from farstep.spec import ArraySpec, Schema, Structure, leaf_names, leaves, nest
 
 WAIT_S = 60.0
 """How long `insert` and `sample` wait for the limiter unless told otherwise."""
@@ -72,6 +75,9 @@ class Buffer:
         self._cyclic = type(self.remover) is FIFO
         if sampler.needs_order and not self._cyclic:
             raise ConfigError(f"{sampler!r} needs rows in order, so only the oldest can be removed: leave remover out.")
+        if self.remover.needs_order:
+            raise ConfigError(f"remover={self.remover!r}; single rows are removed, so it must be a sampler of these.")
+        self._check_reachable()
         self._rng = np.random.default_rng(seed)
         self._changed = threading.Condition(threading.RLock())
         self._structures: dict[str, Structure] = {}
@@ -90,35 +96,46 @@ class Buffer:
     def bind(self, schema: Schema, columns: int = 1, structures: Mapping[str, Structure] | None = None) -> None:
         """Decide which arrays it holds, and for how many environment slots; done by the first insert if nobody else
         does."""
+        self._check_open()
+        check_count("columns", columns)
         if self._store is not None:
             raise ConfigError("this buffer has its arrays already; make another one for other arrays.")
         if not schema:
             raise ConfigError("a buffer needs at least one array.")
+        self.sampler.check(schema)
         if columns > 1 and not self._cyclic:
             raise ConfigError(f"with remover={self.remover!r} rows of all environments share one column.")
         row_bytes = max(1, sum(spec.nbytes for spec in schema.values()))
-        if self.max_bytes is not None and self.capacity * row_bytes > self.max_bytes:
-            self.capacity = self.max_bytes // row_bytes
-        if self.capacity < columns:
+        # Without a fixed order one row more: a new item competes with the others for its place.
+        spare = 0 if self._cyclic else 1
+        capacity = self.capacity
+        if self.max_bytes is not None:
+            capacity = min(capacity, self.max_bytes // row_bytes - spare)
+        if capacity < columns:
             raise ConfigError(
-                f"room for {self.capacity} rows of {row_bytes} bytes is less than one for each of {columns} "
+                f"room for {capacity} rows of {row_bytes} bytes is less than one for each of {columns} "
                 "environment slots. Raise capacity or max_bytes."
             )
-        if (needed := self.capacity * row_bytes) > available_memory():
+        capacity -= capacity % columns
+        if (needed := capacity * row_bytes) > available_memory():
             raise ConfigError(
-                f"{self.capacity} rows of {row_bytes} bytes need {needed / 2**30:,.1f} GiB; this machine has "
+                f"{capacity} rows of {row_bytes} bytes need {needed / 2**30:,.1f} GiB; this machine has "
                 f"{available_memory() / 2**30:,.1f} GiB available. Lower capacity."
             )
-        # Without a fixed order one row more: a new item competes with the others for its place.
-        rows = self.capacity // columns if self._cyclic else self.capacity + 1
+        self._check_reachable(capacity)
+        self.capacity = capacity
+        rows = capacity // columns + spare
         self._structures = dict(structures or {})
-        tails = [name for name in schema if name.split(".")[0] == "obs"] if "obs" in self._structures else []
+        follow = self._cyclic and "obs" in self._structures
+        tails = [name for name in schema if name.split(".")[0] == "obs"] if follow else []
         self._store = Store(schema, rows, columns, tails)
         self._free = [] if self._cyclic else list(range(rows - 1, -1, -1))
         self._selector: Selector = self.sampler.selector(self._store.table)
         self._remover: Selector | None = None if self._cyclic else self.remover.selector(self._store.table)
         self._begun: Array = np.full(columns, -1, np.int64)
-        """Per column, where the episode under way began: its first cell; -1 where nobody knows."""
+        """Per column, the key of the row that the episode under way began with; -1 where nobody knows."""
+        self._slots: Array = np.full(columns, -1, np.int64)
+        """Per column, which environment slot wrote last."""
 
     @property
     def is_bound(self) -> bool:
@@ -175,25 +192,15 @@ class Buffer:
 
     def _checked(self, rows: Mapping[str, Nested]) -> dict[str, Array]:
         """Rows as arrays of the right kind, or an error and nothing changed."""
-        if not isinstance(rows, Mapping) or not rows:
-            raise ConfigError(f"insert got {type(rows).__name__}; expected a mapping of arrays [n, ...], or a Batch.")
-        values = {str(name): np.asarray(value) for name, value in rows.items()}
-        lengths = {name: value.shape[0] if value.ndim else None for name, value in values.items()}
-        if len(set(lengths.values())) > 1 or None in lengths.values():
-            raise ConfigError(f"insert got arrays of different lengths: {lengths}. Each needs one entry per row.")
+        values = as_arrays(rows)
         with self._changed:
             if self._store is None and not self._closed:
-                self.bind({name: ArraySpec.of(value) for name, value in values.items()})
-        schema = self._need_store().schema
-        for name in values:
-            if name not in schema:
-                raise ConfigError(unknown_name("array", name, schema))
-        for name, spec in schema.items():
-            if name not in values:
-                raise ConfigError(f"insert got no {name!r}; every row has {', '.join(schema)}.")
-            got = values[name]
-            if got.shape[1:] != spec.shape or not np.can_cast(got.dtype, spec.dtype, "same_kind"):
-                raise ConfigError(f"insert got {name!r} as {ArraySpec.of(got)}; this buffer holds {spec}.")
+                self.bind(schema_of(values))
+        store = self._need_store()
+        check_names(values, store.schema)
+        check_rows(values, store.schema)
+        if store.tails is not None:
+            raise ConfigError("this buffer holds rows of batches and what came after each: insert batches, not rows.")
         return values
 
     def _put(self, values: Mapping[str, Array], first: int = 0, continues: Array | None = None) -> tuple[Array, Array]:
@@ -202,50 +209,65 @@ class Buffer:
         keys, gone = store.append(values, first, continues)
         flat = keys.reshape(-1)
         cells = flat % store.table.cells
-        self.limiter.insert(len(flat))
-        self._count("evicted", gone)
         kept = cells
-        if "valid" in values and not values["valid"].all():  # filler rows of an environment's reset
-            filler = ~np.asarray(values["valid"], bool).reshape(-1)
+        self._count("evicted", gone)
+        if (filler := _filler(values)) is not None:
             store.table.remove(cells[filler])
-            self.limiter.delete(int(filler.sum()))
+            self._selector.removed(cells[filler])  # what these cells held before
             kept, flat = cells[~filler], flat[~filler]
+        self.limiter.insert(len(kept))
         self._selector.inserted(kept, flat)
         if isinstance(self._selector, EpisodeSelector):
-            self._complete(cells.reshape(keys.shape), first)
+            self._complete(self._selector, keys, slice(first, first + keys.shape[1]), continues)
         self._changed.notify_all()
         return keys.reshape(-1), cells
 
-    def _complete(self, cells: Array, first: int) -> None:
-        """Find the episodes that ended within new rows; only whole ones count."""
-        store, whole = self._need_store(), []
-        starts, ends = store.flat.get("episode_start"), store.flat_cut
-        for k in range(cells.shape[1]):
-            column = first + k
-            known = starts is not None
-            for cell in cells[:, k].tolist():
-                begins = bool(starts[cell]) if starts is not None else False
-                if begins or (not known and self._begun[column] < 0):
-                    self._begun[column] = cell
-                if (ends[cell] and cell != cells[-1, k]) or (cell == cells[-1, k] and not store.is_open(column)):
-                    if self._begun[column] >= 0:
-                        whole.append(int(self._begun[column]))
-                    self._begun[column] = -1
-        assert isinstance(self._selector, EpisodeSelector)
-        if whole:
-            self._selector.completed(np.array(whole, np.int64))
+    def _complete(self, selector: EpisodeSelector, keys: Array, columns: slice, continues: Array | None) -> None:
+        """Find the episodes that ended within new rows `[T, n]`; only whole ones count."""
+        store = self._need_store()
+        cells, begun = keys % store.table.cells, self._begun[columns]
+        if continues is not None:
+            begun = np.where(continues, begun, -1)
+        starts, ends = store.flat.get("episode_start"), store.ended(cells)
+        if starts is not None:
+            begins = starts[cells].astype(bool)
+        else:  # whatever follows an end
+            assert ends is not None
+            begins = np.vstack([begun < 0, ends[:-1]])
+        whole = []
+        if ends is None:  # an episode ended before each start
+            ends = np.vstack([begins[1:], np.zeros_like(begins[:1])])
+            whole.append(begun[begins[0]])
+        # Row 0 stands for what was there before; an end belongs to the newest start, unless that has ended before.
+        begins, all_keys = np.vstack([begun >= 0, begins]), np.vstack([begun, keys])
+        ends = np.vstack([np.zeros_like(begins[:1]), ends])
+        at = np.arange(len(begins))[:, None]
+        start = np.maximum.accumulate(np.where(begins, at, -1))
+        ended = np.maximum.accumulate(np.where(ends, at, -1))
+        before = np.vstack([np.full_like(ended[:1], -1), ended[:-1]])
+        t, k = np.nonzero(ends & (start > before))
+        whole.append(all_keys[start[t, k], k])
+        under_way = start[-1] > ended[-1]
+        self._begun[columns] = np.where(under_way, np.take_along_axis(all_keys, start[-1:], 0)[0], -1)
+        # Of an episode longer than the buffer, or than what came after it, the first row is gone again.
+        selector.completed(store.table.find(np.concatenate(whole)))
 
     def _put_anywhere(self, values: Mapping[str, Array]) -> Array:
         """Rows one by one into free cells; a full buffer's remover decides who goes, perhaps the new row."""
         store, remover = self._need_store(), self._remover
         assert remover is not None
         keys = np.empty(len(next(iter(values.values()))), np.int64)
+        filler = _filler(values)
         for i in range(len(keys)):
             cell = self._free.pop()
             for name, flat in store.flat.items():
                 flat[cell] = values[name][i, 0]
             key, _ = store.table.put(slice(cell, cell + 1), slice(0, 1))
             cells, keys[i] = np.array([cell]), key[0, 0]
+            if filler is not None and filler[i]:
+                store.table.remove(cells)
+                self._free.append(cell)
+                continue
             self.limiter.insert()
             self._selector.inserted(cells, keys[i : i + 1])
             remover.inserted(cells, keys[i : i + 1])
@@ -255,15 +277,20 @@ class Buffer:
         return keys
 
     def _insert_batch(self, batch: Batch, timeout_s: float | None) -> Array:
+        values = {name: array for name, array in batch.arrays.items() if not is_final(name)}
         with self._changed:
             if self._store is None and not self._closed:
-                schema = {n: ArraySpec(a.shape[2:], a.dtype.str) for n, a in batch.arrays.items() if not is_final(n)}
-                self.bind(schema, int(batch.slots.max()) + 1 if self._cyclic else 1, batch.structures)
+                if not self._cyclic:  # rows have no neighbours, so each has its next observation itself
+                    values |= observed_after(batch)
+                columns = int(batch.slots.max()) + 1 if self._cyclic else 1
+                self.bind(schema_of(values, leading=2), columns, batch.structures)
         store = self._need_store()
+        if any(name.startswith("next_obs") for name in store.schema):
+            values |= observed_after(batch)
+        check_rows(values, store.schema, leading=2)
         steps, width = batch.shape
         if not self._cyclic:
-            flat = {n: batch.arrays[n].reshape(steps * width, *batch.arrays[n].shape[2:]) for n in store.schema}
-            return self.insert(flat, timeout_s)
+            return self.insert({n: values[n].reshape(-1, *spec.shape) for n, spec in store.schema.items()}, timeout_s)
         if steps > store.rows:
             raise ConfigError(
                 f"a batch of {steps} steps does not fit: {self.capacity} rows for {store.columns} environment slots "
@@ -271,12 +298,23 @@ class Buffer:
             )
         if self.limiter.never_inserts(steps * width):
             raise ConfigError(f"a batch of {steps * width} rows never fits this limiter ({self.limiter}); widen it.")
+        if batch.slots.max() >= store.columns:
+            warnings.warn(
+                f"slot {batch.slots.max()} came to a buffer for {store.columns} slots and shares a column with another "
+                "one, so rows of different chunks do not follow each other. Call buffer.bind for all slots first.",
+                stacklevel=3,
+            )
+        columns_of = batch.slots % store.columns
         with self._changed:
             self._wait("insert", lambda: self.limiter.can_insert(steps * width), _deadline(timeout_s), "none inserted")
             keys = np.empty((steps, width), np.int64)
-            for a, b in _neighbours(batch.slots):
-                part = {name: batch.arrays[name][:, a:b] for name in store.schema}
-                found, cells = self._put(part, int(batch.slots[a]), batch.continues[a:b])
+            for a, b in _neighbours(columns_of):
+                first = int(columns_of[a])
+                slots = self._slots[first : first + b - a]
+                follows = batch.continues[a:b] & (slots == batch.slots[a:b])
+                slots[:] = batch.slots[a:b]
+                part = {name: values[name][:, a:b] for name in store.schema}
+                found, cells = self._put(part, first, follows)
                 keys[:, a:b] = found.reshape(steps, b - a)
                 if store.tails is not None:
                     self._keep_tails(batch, a, b, cells.reshape(steps, b - a))
@@ -288,9 +326,9 @@ class Buffer:
         final = batch.final_obs
         ours = np.flatnonzero((final.slot >= a) & (final.slot < b))
         ends = cells[final.row[ours], final.slot[ours] - a]
-        last = np.setdiff1d(cells[-1], ends)
-        columns = np.searchsorted(cells[-1], last) + a
-        store.keep_tails(last, {name: value[columns] for name, value in leaves(structure, batch.last_obs)})
+        goes_on = np.flatnonzero(~np.isin(cells[-1], ends))
+        last = {name: value[goes_on + a] for name, value in leaves(structure, batch.last_obs)}
+        store.keep_tails(cells[-1, goes_on], last)
         if len(ends):
             store.keep_tails(ends, {name: value[ours] for name, value in leaves(structure, final.obs)})
 
@@ -300,85 +338,111 @@ class Buffer:
         """A batch of `batch_size` items (of `FullBatch`: of all items, as soon as there are so many), and what is known
         of them. Waits while the limiter, or an empty buffer, has nothing to give."""
         count = check_count("batch_size", batch_size)
-        if count > self.limiter.most_samples() or (self.max_times_sampled and count > self._most()):
-            raise ConfigError(
-                f"{count} rows at once can never be sampled here (capacity {self.capacity}, max_times_sampled "
-                f"{self.max_times_sampled}; {self.limiter}). Ask for fewer, or allow more."
-            )
+        chosen: tuple[Array, Array] | None = None
+
+        def ready() -> bool:
+            nonlocal chosen
+            chosen = self._choose(count)
+            return chosen is not None
+
         with self._changed:
-            self._wait("sample", lambda: self._can_sample(count), _deadline(timeout_s), f"{count} items are asked for")
+            self._wait("sample", ready, _deadline(timeout_s), f"{count} items for {self.sampler!r} are asked for")
             store = self._need_store()
-            if isinstance(self.sampler, FullBatch):
-                count = store.table.size
-            cells, probabilities = self._select(store, count)
+            assert chosen is not None
+            cells, probabilities = chosen
             batch = self.sampler.rows(store, cells)
             info = self._sampled(store, cells, probabilities, batch)
             self._changed.notify_all()
         for name, structure in self._structures.items():
             if not isinstance(structure, str):
                 batch[name] = nest(structure, batch)
-                if name == "obs" and store.tails is not None:
-                    batch["next_obs"] = nest(
-                        structure, {n: batch["next_" + n] for n, _ in leaves(structure, structure)}
-                    )
+                after = {n: batch["next_" + n] for n in leaf_names(structure) if "next_" + n in batch}
+                if after:
+                    batch["next_" + name] = nest(structure, after)
         return batch, info
 
-    def _most(self) -> int:
-        return self.capacity * self.max_times_sampled
-
-    def _can_sample(self, count: int) -> bool:
-        if self._store is None or not self.limiter.can_sample(count):
-            return False
-        if isinstance(self._selector, EpisodeSelector):
-            return self._selector.episodes > 0
+    def _choose(self, count: int) -> tuple[Array, Array] | None:
+        """Cells of the items to hand out, and their probabilities; None while that cannot be."""
+        if count > min(self.limiter.most_samples(), self._most()):
+            raise ConfigError(
+                f"{count} rows at once can never be sampled here (capacity {self.capacity}, max_times_sampled "
+                f"{self.max_times_sampled}; {self.limiter}). Ask for fewer, or allow more."
+            )
+        if (store := self._store) is None:
+            return None
+        if isinstance(self.sampler, FullBatch):
+            count = max(count, store.table.size)
+        if not store.table.size or not self.limiter.can_sample(count):
+            return None
         if self._selector.distinct:
-            return self._store.table.size >= count
-        if self.max_times_sampled:
-            live = self._store.table.keys >= 0
-            return int((self.max_times_sampled - self._store.table.times[live]).sum()) >= count
-        return self._store.table.size > 0
-
-    def _select(self, store: Store, count: int) -> tuple[Array, Array]:
-        """Cells of the items to hand out."""
-        if self.max_times_sampled and not self._selector.distinct:
-            return self._select_sparingly(store, count)
+            return self._first_ones(store, count)
+        if self.max_times_sampled or isinstance(self._selector, EpisodeSelector):
+            items = self._items(store)
+            if not len(items) or self._left(store, items) < count:
+                return None
         cells, probabilities = self._selector.select(count, self._rng)
-        for attempt in range(_DRAWS + 1):
-            usable = self.sampler.usable(store, cells)
-            if usable is None or usable.all():
-                break
-            if attempt == _DRAWS or self._selector.distinct:
-                raise ConfigError(
-                    f"{self.sampler!r} finds too few rows to begin at among {store.table.size}: episodes are shorter, "
-                    "or not yet long enough. Insert more rows first (limiter=MinSize(...)), or ask for less."
-                )
-            bad = np.flatnonzero(~usable)
-            cells[bad], probabilities[bad] = self._selector.select(len(bad), self._rng)
+        for _ in range(_DRAWS):
+            refused = self._refused(store, cells)
+            if refused is None or not len(refused):
+                return cells, probabilities
+            cells[refused], probabilities[refused] = self._selector.select(len(refused), self._rng)
+        return self._search(store, count)
+
+    def _most(self) -> float:
+        """How many items there can be for one batch."""
+        if self._store is not None and self._selector.distinct:
+            return self.capacity
+        return self.capacity * self.max_times_sampled or math.inf
+
+    def _first_ones(self, store: Store, count: int) -> tuple[Array, Array] | None:
+        """Of items that come in order, the first that can be handed out."""
+        looked = count
+        while True:
+            cells, probabilities = self._selector.select(looked, self._rng)
+            enough = len(cells) == looked
+            if (usable := self.sampler.usable(store, cells)) is not None:
+                cells, probabilities = cells[usable], probabilities[usable]
+            if len(cells) >= count:
+                return cells[:count], probabilities[:count]
+            if not enough:
+                return None
+            looked *= 2
+
+    def _refused(self, store: Store, cells: Array) -> Array | None:
+        """Entries of a draw that cannot be handed out: nothing can begin there, or the item was sampled so often."""
+        usable = self.sampler.usable(store, cells)
+        if self.max_times_sampled:
+            order = np.argsort(cells, kind="stable")
+            rank, ordered = np.empty(len(cells), np.int64), cells[order]  # which occurrence of its item each is
+            rank[order] = np.arange(len(cells)) - np.searchsorted(ordered, ordered, side="left")
+            allowed = rank < self.max_times_sampled - store.table.times.take(cells)
+            usable = allowed if usable is None else usable & allowed
+        return None if usable is None else np.flatnonzero(~usable)
+
+    def _search(self, store: Store, count: int) -> tuple[Array, Array] | None:
+        """Draw among the items that can be handed out, where hardly any draw finds one."""
+        items = self._items(store)
+        if (usable := self.sampler.usable(store, items)) is not None:
+            items = items[usable]
+        if not len(items) or self._left(store, items) < count:
+            return None
+        cells, probabilities = self._selector.among(items, count, self._rng)
+        while (refused := self._refused(store, cells)) is not None and len(refused):
+            items = np.setdiff1d(items, cells[refused])  # they are in the batch as often as they may be
+            cells[refused], probabilities[refused] = self._selector.among(items, len(refused), self._rng)
         return cells, probabilities
 
-    def _select_sparingly(self, store: Store, count: int) -> tuple[Array, Array]:
-        """As `_select`, no item more often than it may be: what a draw has too many of is drawn again without it."""
-        found: list[tuple[Array, Array]] = []
-        times = store.table.times.copy()
-        spent: list[Array] = []
-        while count:
-            cells, probabilities = self._selector.select(count, self._rng)
-            order = np.argsort(cells, kind="stable")
-            rank = np.empty(len(cells), np.int64)  # which occurrence of its item each is
-            ordered = cells[order]
-            rank[order] = np.arange(len(cells)) - np.searchsorted(ordered, ordered, side="left")
-            allowed = rank < self.max_times_sampled - times[cells]
-            found.append((cells[allowed], probabilities[allowed]))
-            np.add.at(times, cells[allowed], 1)
-            count -= int(allowed.sum())
-            used_up = np.unique(cells[times[cells] >= self.max_times_sampled])
-            spent.append(used_up)
-            store.table.remove(used_up)
-            self._selector.removed(used_up)
-        for cells in spent:  # they go when they are counted
-            store.table.keys[cells] = ~store.table.keys[cells]
-            store.table.size += len(cells)
-        return np.concatenate([c for c, _ in found]), np.concatenate([p for _, p in found])
+    def _items(self, store: Store) -> Array:
+        """The cells of all items."""
+        if isinstance(self._selector, EpisodeSelector):
+            return self._selector.episodes
+        return np.flatnonzero(store.table.keys >= 0)
+
+    def _left(self, store: Store, items: Array) -> float:
+        """How often these items may still be sampled."""
+        if not self.max_times_sampled:
+            return math.inf
+        return self.max_times_sampled * len(items) - int(store.table.times[items].sum())
 
     def _sampled(self, store: Store, cells: Array, probabilities: Array, batch: Mapping[str, Array]) -> SampleInfo:
         table = store.table
@@ -399,8 +463,12 @@ class Buffer:
 
     def update_priorities(self, keys: Array, priorities: Array) -> int:
         """Give items new priorities; those that are gone are passed over. How many were there."""
-        keys, values = np.atleast_1d(np.asarray(keys, np.int64)), np.atleast_1d(np.asarray(priorities, np.float64))
-        if keys.shape != values.shape or keys.ndim != 1:
+        keys = _as_keys(keys)
+        try:
+            values = np.atleast_1d(np.asarray(priorities, np.float64))
+        except (TypeError, ValueError):
+            raise ConfigError(f"priorities are {priorities!r}; expected numbers.") from None
+        if keys.shape != values.shape:
             raise ConfigError(f"{keys.shape} keys and {values.shape} priorities; one priority per key is expected.")
         if not np.isfinite(values).all() or (values < 0).any():
             bad = int(np.flatnonzero(~np.isfinite(values) | (values < 0))[0])
@@ -415,8 +483,9 @@ class Buffer:
 
     def delete(self, keys: Array) -> int:
         """Remove items; those that are gone are passed over. How many were there."""
+        keys = _as_keys(keys)
         with self._changed:
-            cells = np.unique(self._need_store().table.find(np.atleast_1d(np.asarray(keys, np.int64))))
+            cells = np.unique(self._need_store().table.find(keys))
             self._remove(cells, "deleted")
             self._changed.notify_all()
             return len(cells)
@@ -444,15 +513,17 @@ class Buffer:
         """Change options of the limiter while it is in use, e.g. `limit(max_diff=math.inf)`; whoever waits looks
         again."""
         known = ("samples_per_insert", "min_size", "min_diff", "max_diff")
+        for name in changes:
+            if name not in known:
+                raise ConfigError(unknown_name("option of a limiter", name, known))
         with self._changed:
             before = {name: getattr(self.limiter, name) for name in known}
             for name, value in changes.items():
-                if name not in known:
-                    raise ConfigError(unknown_name("option of a limiter", name, known))
                 setattr(self.limiter, name, value)
             try:
                 self.limiter.check()
-            except ConfigError:
+                self._check_reachable()
+            except BaseException:  # also of a warning that is an error
                 for name, value in before.items():
                     setattr(self.limiter, name, value)
                 raise
@@ -480,9 +551,16 @@ class Buffer:
                     f"items ({self.limiter}). Who {'samples' if what == 'insert' else 'inserts'} must go on, or widen "
                     "the limiter with buffer.limit(...)."
                 )
-            self._changed.wait(left)
+            self._changed.wait(min(left, threading.TIMEOUT_MAX))
         self.waited_s[what] += time.monotonic() - began
         self._check_open()
+
+    def _check_reachable(self, capacity: int | None = None) -> None:
+        if self.limiter.min_size > (capacity or self.capacity):
+            raise ConfigError(
+                f"min_size={self.limiter.min_size} of the limiter is more than the {capacity or self.capacity} rows "
+                "there is room for, so nothing could ever be sampled. Raise capacity or lower min_size."
+            )
 
     def _check_open(self) -> None:
         if self._closed:
@@ -515,6 +593,7 @@ class Buffer:
             self._closed = True
             if self._store is not None:
                 self._store.close()
+                self._store = None  # the memory goes with the last array over it
             self._changed.notify_all()
 
     def __enter__(self) -> Self:
@@ -548,6 +627,19 @@ def _array_spec(name: object, value: object) -> ArraySpec:
         raise ConfigError(f"spec[{name!r}] is {value!r}; expected (shape, dtype) or an example row: {error}.") from None
 
 
+def _as_keys(keys: object) -> Array:
+    array = np.atleast_1d(np.asarray(keys))
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise ConfigError(f"keys are {array.dtype}{list(array.shape)}; expected integers, as `insert` returned them.")
+    return array.astype(np.int64)
+
+
+def _filler(values: Mapping[str, Array]) -> Array | None:
+    """Which rows `[T, n]` are no steps of an environment, but a reset's; None: none of them."""
+    valid = values.get("valid")
+    return None if valid is None or valid.ndim != 2 or valid.all() else ~valid.astype(bool).reshape(-1)
+
+
 def _neighbours(slots: Array) -> list[tuple[int, int]]:
     """Ranges of entries whose slots follow each other."""
     cuts = [0, *(np.flatnonzero(np.diff(slots) != 1) + 1).tolist(), len(slots)]
@@ -555,4 +647,6 @@ def _neighbours(slots: Array) -> list[tuple[int, int]]:
 
 
 def _deadline(timeout_s: float | None) -> float:
+    if timeout_s is not None and not timeout_s >= 0:
+        raise ConfigError(f"timeout_s is {timeout_s!r}; it must be a number of seconds, at least 0.")
     return time.monotonic() + (WAIT_S if timeout_s is None else timeout_s)

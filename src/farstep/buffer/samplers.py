@@ -7,16 +7,21 @@ plain ones (`FIFO`, `LIFO`, `Uniform`, `Prioritized`, `MinHeap`, `MaxHeap`) also
 from __future__ import annotations
 
 import math
+import numbers
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from farstep.buffer.selectors import HeapSelector, OrderSelector, PrioritySelector, Selector, UniformSelector
-from farstep.buffer.store import Store
+from farstep.buffer.store import ENDINGS, Store
 from farstep.buffer.table import Table
 from farstep.config import check_count
 from farstep.core import Array
 from farstep.errors import ConfigError
+from farstep.spec import Schema
+
+_LEAST = 1e-6
+"""The lowest priority of an episode."""
 
 
 class Sampler:
@@ -31,6 +36,9 @@ class Sampler:
 
     def selector(self, table: Table) -> Selector:
         raise NotImplementedError
+
+    def check(self, schema: Schema) -> None:
+        """Refuse rows without something that is needed."""
 
     def usable(self, store: Store, cells: Array) -> Array | None:
         """Which of these rows can be sampled; None: all of them."""
@@ -88,10 +96,8 @@ class Prioritized(Sampler):
     beta: float = 0.4
 
     def __post_init__(self) -> None:
-        for name in ("alpha", "beta"):
-            value = getattr(self, name)
-            if not isinstance(value, (int, float)) or not 0 <= value < math.inf:
-                raise ConfigError(f"{name} is {value!r}; it must be a number of at least 0.")
+        _check_number("alpha", self.alpha)
+        _check_number("beta", self.beta)
 
     def selector(self, table: Table) -> Selector:
         return PrioritySelector(table, self.alpha)
@@ -133,6 +139,10 @@ class _Composed(Sampler):
     def beta(self) -> float:  # type: ignore[override]
         return self.by.beta
 
+    @property
+    def once(self) -> bool:  # type: ignore[override]
+        return self.by.once
+
 
 @dataclass(frozen=True)
 class NStep(_Composed):
@@ -148,8 +158,11 @@ class NStep(_Composed):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_count("n", self.n)
-        if not isinstance(self.gamma, (int, float)) or not 0 <= self.gamma <= 1:
-            raise ConfigError(f"gamma is {self.gamma!r}; it must be a number from 0 to 1.")
+        _check_number("gamma", self.gamma, 1.0)
+
+    def check(self, schema: Schema) -> None:
+        if "reward" not in schema:
+            raise ConfigError("NStep adds up rewards, and the rows have no array 'reward'.")
 
     def _last(self, store: Store, cells: Array) -> tuple[Array, Array]:
         """The last row of each transition, and how many it takes."""
@@ -161,33 +174,28 @@ class NStep(_Composed):
         return cells, steps
 
     def usable(self, store: Store, cells: Array) -> Array | None:
-        if store.tails is not None or "next_obs" in store.schema:
+        if store.tails is not None or _stored_next(store):
             return None
         last, _ = self._last(store, cells)  # what was observed after it must be in the row that follows, or not matter
         known = ~store.flat_cut.take(last)
-        return known | store.take("terminated", last).astype(bool) if "terminated" in store.schema else known
+        return known if (over := _terminal(store)) is None else known | store.take(over, last).astype(bool)
 
     def rows(self, store: Store, cells: Array) -> dict[str, Array]:
-        if "reward" not in store.schema:
-            raise ConfigError("NStep adds up rewards, and the rows have no array 'reward'.")
-        batch = super().rows(store, cells)
+        batch = {name: store.take(name, cells) for name in store.schema}
         last, steps = self._last(store, cells)
-        reward, at = batch["reward"].copy(), cells
+        reward, at = batch["reward"].astype(np.result_type(batch["reward"], np.float32)), cells
         for k in range(1, self.n):
-            at = np.where(k < steps, store.following(at), at)
-            reward += np.where(k < steps, self.gamma**k * store.take("reward", at), 0).astype(reward.dtype)
+            more = np.flatnonzero(k < steps)
+            at = store.following(at)
+            reward[more] += (self.gamma**k * store.take("reward", at[more])).astype(reward.dtype)
         batch["reward"], batch["steps"] = reward, steps
         for name in ("terminated", "truncated", "done"):
             if name in store.schema:
                 batch[name] = store.take(name, last)
-        ended = batch.get("terminated", batch.get("done", np.zeros(len(cells), bool)))
-        batch["discount"] = np.where(ended, 0.0, self.gamma**steps)
-        if store.tails is not None:
-            batch.update(_next_obs(store, last))
-        elif "next_obs" in store.schema:
-            batch["next_obs"] = store.take("next_obs", last)
-        elif "obs" in store.schema:
-            batch["next_obs"] = store.observed_after("obs", last)
+        over = _terminal(store)
+        batch["discount"] = self.gamma**steps * (1.0 if over is None else ~batch[over].astype(bool))
+        stored = _stored_next(store)
+        batch.update({name: store.take(name, last) for name in stored} if stored else _next_obs(store, last))
         return batch
 
 
@@ -229,8 +237,16 @@ class DPER(Sampler):
 
     needs_order = True
 
+    def __post_init__(self) -> None:
+        _check_number("alpha", self.alpha)
+        _check_number("beta", self.beta)
+
     def selector(self, table: Table) -> Selector:
         return EpisodeSelector(table, self.alpha)
+
+    def check(self, schema: Schema) -> None:
+        if not any(name in schema for name in (*ENDINGS, "episode_start")):
+            raise ConfigError(f"DPER samples whole episodes, and rows have none of {', '.join(ENDINGS)}.")
 
     def rows(self, store: Store, cells: Array) -> dict[str, Array]:
         length, at = 1, cells
@@ -250,9 +266,18 @@ class EpisodeSelector(PrioritySelector):
         """Episodes that begin here are complete."""
         super().inserted(cells, cells)
 
+    def updated(self, cells: Array, priorities: Array) -> None:
+        """Other rows than an episode's first have no priority, and an episode has always some."""
+        first = self.weights[cells] > 0
+        super().updated(cells[first], np.maximum(priorities[first], _LEAST))
+
+    def _weights(self, priorities: Array | np.float64) -> Array:
+        return np.maximum(super()._weights(priorities), np.finfo(float).tiny)
+
     @property
-    def episodes(self) -> int:
-        return int(np.count_nonzero(self.weights))
+    def episodes(self) -> Array:
+        """The cells of their first rows."""
+        return np.flatnonzero(self.weights[: self._table.cells])
 
 
 def trajectory_priority(
@@ -261,7 +286,7 @@ def trajectory_priority(
     """DPER's priority of one episode: weighted means of |TD error|, of the ratios learner / behaviour (each at most
     10) and of the surprisal -log pi; at least 1e-6. (DistRL, section 5.3; the weights are those of its code.)"""
     mean = w1 * np.abs(td_errors).mean() + w2 * np.minimum(ratios, 10.0).mean() - w3 * np.mean(logprobs)
-    return float(max(mean, 1e-6))
+    return float(max(mean, _LEAST))
 
 
 def path(store: Store, cells: Array, length: int) -> tuple[Array, Array]:
@@ -283,6 +308,23 @@ def _sequences(store: Store, cells: Array, there: Array) -> dict[str, Array]:
     batch = {name: value.reshape(*cells.shape, *value.shape[1:]) for name, value in batch.items()}
     batch["valid"] = there & batch["valid"] if "valid" in batch else there
     return batch
+
+
+def _terminal(store: Store) -> str | None:
+    """The array that says that nothing comes after a row; `truncated` does not."""
+    return next((name for name in ("terminated", "done") if name in store.schema), None)
+
+
+def _stored_next(store: Store) -> list[str]:
+    """Arrays of next observations that rows have themselves."""
+    return [name for name in store.schema if name.split(".")[0] == "next_obs"]
+
+
+def _check_number(name: str, value: object, most: float = math.inf) -> None:
+    real = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not real or not 0 <= float(value) <= most or math.isinf(value):  # type: ignore[arg-type]
+        upper = "of at least 0" if math.isinf(most) else f"from 0 to {most:g}"
+        raise ConfigError(f"{name} is {value!r}; it must be a number {upper}.")
 
 
 def _next_obs(store: Store, cells: Array) -> dict[str, Array]:

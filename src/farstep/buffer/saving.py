@@ -34,7 +34,7 @@ def save_buffer(buffer: Buffer, path: str | os.PathLike[str]) -> Path:
     arrays |= {f"store/{name}": value for name, value in store.state().items()}
     for place, selector in enumerate(buffer._selectors()):
         arrays |= {f"selector{place}/{name}": value for name, value in selector.state().items()}
-    arrays["begun"] = buffer._begun
+    arrays["begun"], arrays["slots"] = buffer._begun, buffer._slots
     meta = {
         "format": _FORMAT,
         "capacity": buffer.capacity,
@@ -75,7 +75,7 @@ def load_buffer(path: str | os.PathLike[str], sampler: Sampler | None) -> Buffer
     buffer.store.restore(parts["store"])
     for place, selector in enumerate(buffer._selectors()):
         selector.restore(parts.get(f"selector{place}", {}))
-    buffer._begun[:] = loaded.arrays["begun"]
+    buffer._begun[:], buffer._slots[:] = loaded.arrays["begun"], loaded.arrays["slots"]
     buffer._rng.bit_generator.state = meta["rng"]
     buffer.removed.update(meta["removed"])
     buffer._free[:] = meta["free"]

@@ -15,6 +15,9 @@ from farstep.buffer.sums import SumTree
 from farstep.buffer.table import Table
 from farstep.core import Array
 
+_LOOK = 256  # entries of a log that are looked at together
+_MOST = 1e290  # weights are at most this, so that no sum of them is infinite
+
 
 class Selector(Protocol):
     """Chooses among the items of one table."""
@@ -38,6 +41,10 @@ class Selector(Protocol):
 
     def restore(self, state: Mapping[str, Array]) -> None: ...
 
+    def among(self, cells: Array, n: int, rng: np.random.Generator) -> tuple[Array, Array]:
+        """As `select`, of these items only."""
+        ...
+
 
 class Idle:
     """Keeps nothing of what it is told."""
@@ -58,6 +65,9 @@ class Idle:
 
     def restore(self, state: Mapping[str, Array]) -> None:
         pass
+
+    def among(self, cells: Array, n: int, rng: np.random.Generator) -> tuple[Array, Array]:
+        return cells[rng.integers(len(cells), size=n)], np.full(n, 1 / len(cells))
 
 
 class UniformSelector(Idle):
@@ -93,24 +103,21 @@ class OrderSelector(Idle):
 
     def select(self, n: int, rng: np.random.Generator) -> tuple[Array, Array]:
         found: list[Array] = []
-        missing, at = n, self._stop if self._newest else self._first
-        while missing and self._first < self._stop:
+        missing, look = n, max(n, _LOOK)
+        first, stop = self._first, self._stop
+        while missing and first < stop:
             if self._newest:
-                keys = self._log[max(self._first, at - missing) : at][::-1]
-                at -= len(keys)
+                keys = self._log[max(first, stop - look) : stop][::-1]
+                stop -= len(keys)
             else:
-                keys = self._log[at : min(self._stop, at + missing)]
-                at += len(keys)
-            if not len(keys):
-                break
-            cells = self._table.find(keys)
-            found.append(cells)
+                keys = self._log[first : min(stop, first + look)]
+                first += len(keys)
+            cells = self._table.find(keys)[:missing]
             missing -= len(cells)
-            if not len(cells) and not found[:-1]:  # nothing but items that are gone: never look there again
-                if self._newest:
-                    self._stop = at
-                else:
-                    self._first = at
+            if len(cells):
+                found.append(cells)
+            elif not found:  # nothing but items that are gone: never look there again
+                self._first, self._stop = first, stop
         cells = np.concatenate(found) if found else np.zeros(0, np.int64)
         return cells, np.ones(len(cells))
 
@@ -132,7 +139,7 @@ class PrioritySelector(Idle):
         """What a new item gets: the highest priority so far, so that each is seen at least once, soon."""
 
     def inserted(self, cells: Array, keys: Array) -> None:
-        self._tree.set(cells, self._highest**self._alpha)
+        self._tree.set(cells, self._weights(np.float64(self._highest)))
 
     def removed(self, cells: Array) -> None:
         self._tree.set(cells, 0.0)
@@ -140,7 +147,11 @@ class PrioritySelector(Idle):
     def updated(self, cells: Array, priorities: Array) -> None:
         if len(cells):
             self._highest = max(self._highest, float(priorities.max()))
-            self._tree.set(cells, np.where(priorities > 0, priorities**self._alpha, 0.0))
+            self._tree.set(cells, self._weights(priorities))
+
+    def _weights(self, priorities: Array | np.float64) -> Array:
+        with np.errstate(over="ignore"):
+            return np.where(priorities > 0, np.minimum(priorities**self._alpha, _MOST), 0.0)
 
     def select(self, n: int, rng: np.random.Generator) -> tuple[Array, Array]:
         total = self._tree.total
@@ -148,6 +159,14 @@ class PrioritySelector(Idle):
             return self._table.draw(n, rng), np.full(n, 1 / max(1, self._table.size))
         cells, weights = self._tree.draw(n, rng)
         return cells, weights / total
+
+    def among(self, cells: Array, n: int, rng: np.random.Generator) -> tuple[Array, Array]:
+        weights = self._tree.weights[cells]
+        sums = np.cumsum(weights)
+        if not sums[-1] > 0:
+            return super().among(cells, n, rng)
+        chosen = np.minimum(np.searchsorted(sums, rng.random(n) * sums[-1], side="right"), len(cells) - 1)
+        return cells[chosen], weights[chosen] / sums[-1]
 
     @property
     def weights(self) -> Array:

@@ -134,9 +134,13 @@ class Store:
         np.logical_not(self.cut[newest, columns], out=self._open[columns])
         self.cut[newest, columns] = True
 
-    def is_open(self, column: int) -> bool:
-        """Whether the newest row of a column is in the middle of its episode."""
-        return bool(self._open[column])
+    def ended(self, cells: Array) -> Array | None:
+        """Whether an episode ended with each row; None if rows do not say so."""
+        ended = None
+        for name in self._endings:
+            flags = self.flat[name].take(cells).astype(bool, copy=False)
+            ended = flags if ended is None else ended | flags
+        return ended
 
     def keep_tails(self, cells: Array, values: Mapping[str, Array]) -> None:
         """What was observed after these rows."""
@@ -145,14 +149,19 @@ class Store:
 
     def _writer(self, first: int, width: int) -> Writer:
         if (first, width) not in self._writers:
+            self._release(first, width)  # the same columns can come in other ranges
             self._writers[first, width] = self.blocks.join(first, width)
         return self._writers[first, width]
 
     def leave(self, first: int, width: int) -> None:
         """These columns have no writer any more; what they hold stays."""
-        if writer := self._writers.pop((first, width), None):
-            writer.leave()
-            self._open[first : first + width] = False
+        self._release(first, width)
+        self._open[first : first + width] = False
+
+    def _release(self, first: int, width: int) -> None:
+        for start, count in list(self._writers):
+            if start < first + width and first < start + count:
+                self._writers.pop((start, count)).leave()
 
     # ---- reading ----
 

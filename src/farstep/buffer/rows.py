@@ -1,0 +1,65 @@
+"""What comes into a buffer, checked before anything changes: rows by name, or a batch of rollouts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from farstep.batch import Batch
+from farstep.core import Array
+from farstep.errors import ConfigError, unknown_name
+from farstep.spec import ArraySpec, Schema, leaves
+
+
+def as_arrays(rows: object) -> dict[str, Array]:
+    """Rows as arrays of one length."""
+    if not isinstance(rows, Mapping) or not rows:
+        raise ConfigError(f"insert got {type(rows).__name__}; expected a mapping of arrays [n, ...], or a Batch.")
+    try:
+        values = {str(name): np.asarray(value) for name, value in rows.items()}
+    except ValueError as error:  # lists of different lengths
+        raise ConfigError(f"insert got something that is no array: {error}.") from None
+    lengths = {name: value.shape[0] if value.ndim else None for name, value in values.items()}
+    if len(set(lengths.values())) > 1 or None in lengths.values():
+        raise ConfigError(f"insert got arrays of different lengths: {lengths}. Each needs one entry per row.")
+    return values
+
+
+def schema_of(values: Mapping[str, Array], leading: int = 1) -> Schema:
+    """Which arrays these are, without their leading axes."""
+    schema = {}
+    for name, value in values.items():
+        try:
+            schema[name] = ArraySpec(value.shape[leading:], value.dtype.str)
+        except ValueError as error:
+            raise ConfigError(f"insert got {name!r}, but {error}.") from None
+    return schema
+
+
+def check_rows(values: Mapping[str, Array], schema: Schema, leading: int = 1) -> None:
+    """Refuse what a buffer with this schema does not hold."""
+    for name, spec in schema.items():
+        if name not in values:
+            raise ConfigError(f"insert got no {name!r}; every row has {', '.join(schema)}.")
+        got = values[name]
+        if got.shape[leading:] != spec.shape or not np.can_cast(got.dtype, spec.dtype, "same_kind"):
+            what = f"{got.dtype}{list(got.shape[leading:])}"
+            raise ConfigError(f"insert got {name!r} as {what}; this buffer holds {spec}.")
+
+
+def check_names(values: Mapping[str, Array], schema: Schema) -> None:
+    for name in values:
+        if name not in schema:
+            raise ConfigError(unknown_name("array", name, schema))
+
+
+def observed_after(batch: Batch) -> dict[str, Array]:
+    """What every row of a batch led to, as `next_obs` arrays `[T, N, ...]`."""
+    structure, final = batch.structures["obs"], batch.final_obs
+    last, ends = dict(leaves(structure, batch.last_obs)), dict(leaves(structure, final.obs))
+    after = {}
+    for name, observed in last.items():
+        after["next_" + name] = following = np.concatenate([batch.arrays[name][1:], observed[None]])
+        following[final.row, final.slot] = ends[name]
+    return after
