@@ -55,6 +55,7 @@ class Workflow:
     ) -> None:
         self.env, self.agent, self.buffer = env, agent, buffer
         self._steps = None if steps is None else check_count("steps", steps)
+        self._chunk_steps = self._steps or _STEPS
         self._max_staleness = None if max_staleness is None else check_count("max_staleness", max_staleness, minimum=0)
         self.objects = ModelBlock()
         self.ledger = Ledger(now=time.monotonic())
@@ -137,7 +138,8 @@ class Workflow:
         return version
 
     def next_rollout(self, message: Message | None = None) -> None:
-        """Let every worker roll one chunk. A workflow that has this as a consumer rolls nothing unasked."""
+        """Let every worker roll what the largest window of a consuming trigger takes, or one chunk. A workflow that has
+        this as a consumer rolls nothing unasked."""
         if self._feed is None or not self._on_demand:
             raise ConfigError(
                 "next_rollout is for a workflow that runs and has it as a consumer: "
@@ -147,8 +149,10 @@ class Workflow:
 
     def _invite(self) -> None:
         if self._feed is not None:
-            self._owed.update(range(self.env.num_workers))
-            self._feed.invite()
+            leaves = (leaf for guard in self._takers for leaf in guard.takers)
+            chunks = max((-(-leaf.size // self._chunk_steps) for leaf in leaves), default=1)
+            self._owed.update(dict.fromkeys(range(self.env.num_workers), chunks))
+            self._feed.invite(chunks)
 
     def put(self, name: str, value: Nested) -> int:
         """Publish another object under a name (a noise scale, a target network): fires `ObjectKeyTrigger(name)`.
@@ -188,6 +192,7 @@ class Workflow:
         collector = self._collector = self.env.adopt(self.agent)
         leaves = [leaf for guard in self._takers for leaf in guard.takers]
         steps = self._steps or min((leaf.size for leaf in leaves), default=_STEPS)
+        self._chunk_steps = steps
         self._bind(collector, steps)
         plan = FeedPlan(
             self._max_staleness,
@@ -333,7 +338,8 @@ class Workflow:
             return message
         pairs = zip(message["actor_ids"], message["start"], strict=True)
         places = [self._windows.where(actor, start, message["size"]) for actor, start in pairs]
-        return {**message, "slots": tuple(slots for slots, _ in places), "rows": tuple(row for _, row in places)}
+        found = {"slots": tuple(slots for slots, _ in places), "rows": tuple(row for _, row in places)}
+        return {**message, **found, "path": self.buffer.path}
 
     def _free(self, workers: set[int], dropped: str | None = None) -> None:
         """Rows of these workers that nobody holds or will be told of can be overwritten."""

@@ -17,7 +17,7 @@ from farstep.batch import EPISODE_KEYS, Batch, FinalObs
 from farstep.buffer.replay import Buffer
 from farstep.core import Array, Nested
 from farstep.errors import FarstepError
-from farstep.spec import leaf_names, map_leaves, nest
+from farstep.spec import leaf_names, leaves, map_leaves, nest
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,8 @@ class _Chunk:
     """Row of each episode that ended."""
     episodes: dict[str, Array]
     continues: Array
+    last: dict[str, Array]
+    """What the next action was taken on. Where an episode ended with the last row, the buffer has its end instead."""
     state: Nested
 
 
@@ -70,9 +72,10 @@ class Windows:
         first = int(batch.slots[0])
         state = None if batch.initial_state is None else map_leaves(np.ndarray.copy, batch.initial_state)
         ended, episodes = start + batch.final_obs.row, dict(batch.episodes)
+        last = {name: value.copy() for name, value in leaves(batch.structures["obs"], batch.last_obs)}
         with self._buffer.locked():
             place = int(self._buffer.store.blocks.committed(slice(first, first + 1))[0]) - steps
-            chunk = _Chunk(start, start + steps, place, ended, episodes, batch.continues, state)
+            chunk = _Chunk(start, start + steps, place, ended, episodes, batch.continues, last, state)
             self._columns[actor] = slice(first, first + width)
             self._chunks.setdefault(actor, deque()).append(chunk)
 
@@ -104,18 +107,17 @@ class Windows:
         slots = np.concatenate([np.arange(w.columns.start, w.columns.stop) for w in windows])
         per_slot = np.concatenate([np.full(w.columns.stop - w.columns.start, w.place) for w in windows])
 
-        def after(cells: Array) -> Nested:
-            return nest(structures["obs"], {n: store.observed_after(n, cells) for n in leaf_names(structures["obs"])})
-
         ended = [window.ended(size) for window in windows]
         rows = np.concatenate([rows for rows, _ in ended])
         episodes = {key: np.concatenate([found[key] for _, found in ended]) for key in EPISODE_KEYS}
         column = np.searchsorted(slots, episodes["slot"])
-        final = after((per_slot[column] + rows) % store.rows * store.columns + episodes["slot"])
+        names, ends = leaf_names(structures["obs"]), (per_slot[column] + rows) % store.rows * store.columns
+        final = nest(structures["obs"], {n: store.observed_after(n, ends + episodes["slot"]) for n in names})
+        last = {n: np.concatenate([_last(store.blocks.arrays[n], n, w, size) for w in windows]) for n in names}
         return Batch(
             {name: _rows(block, windows, size) for name, block in store.blocks.arrays.items()},
             structures,
-            after((per_slot + size - 1) % store.rows * store.columns + slots),
+            nest(structures["obs"], last),
             FinalObs(rows, column, final),
             episodes,
             slots,
@@ -145,6 +147,15 @@ def _rows(block: Array, windows: Sequence[_Window], size: int) -> Array:
         return block[place : place + size, first.columns.start : last.columns.stop]
     parts = [block[np.arange(w.place, w.place + size) % len(block), w.columns] for w in windows]
     return np.concatenate(parts, axis=1)
+
+
+def _last(block: Array, name: str, window: _Window, size: int) -> Array:
+    """What was observed after the window's last row, or after the reset that followed it."""
+    newest = window.chunks[-1]
+    if newest.stop == window.start + size:
+        return newest.last[name]
+    after: Array = block[(window.place + size) % len(block), window.columns]
+    return after
 
 
 def _states(windows: Sequence[_Window]) -> Nested:

@@ -86,10 +86,10 @@ class Feed:
         with self._server.locked():
             self._server.tickets.consumed(worker, chunks, dropped)
 
-    def invite(self) -> None:
-        """Every worker rolls one more chunk."""
+    def invite(self, chunks: int) -> None:
+        """Every worker rolls so many more chunks."""
         with self._server.locked():
-            self._server.tickets.invite()
+            self._server.tickets.invite(chunks)
             self._server.grant()
 
     def wake(self) -> None:

@@ -126,11 +126,11 @@ class Tickets:
 
     feed_lanes = _FEED_LANES
 
-    def invite(self) -> None:
-        """Every worker may roll one more chunk."""
+    def invite(self, chunks: int = 1) -> None:
+        """Every worker may roll so many more chunks."""
         if self._session is not None and self._session.invited is not None:
             for worker in self._session.invited:
-                self._session.invited[worker] += 1
+                self._session.invited[worker] += chunks
 
     @property
     def is_open(self) -> bool:
