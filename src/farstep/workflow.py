@@ -14,7 +14,10 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
+
+import numpy as np
 
 from farstep.batch import Batch, is_final
 from farstep.buffer.dispatch import Dispatcher, Message, Passer, Trigger, leaves_of
@@ -26,7 +29,7 @@ from farstep.buffer.triggers import DataKeyTrigger
 from farstep.buffer.windows import Windows
 from farstep.cluster_env import ClusterEnv
 from farstep.config import check_count
-from farstep.core import Agent, Nested
+from farstep.core import Agent, Array, Nested
 from farstep.errors import ClosedError, ConfigError, FarstepError, unknown_name
 from farstep.head.collector import Collector
 from farstep.head.feed import Feed
@@ -68,6 +71,8 @@ class Workflow:
         self._on_demand = self._asks = False
         self._owed: Counter[int] = Counter()
         """Per worker, chunks that it was asked for and that have not arrived, over several runs."""
+        self._followed: Array | None = None
+        """Per slot, the last chunk that was handed out when a run ended: others may roll between runs."""
         self._collector: Collector | None = None
         self._feed: Feed | None = None
         self._loop: int | None = None
@@ -203,6 +208,9 @@ class Workflow:
         failed = True
         with collector.server.locked():  # a Ctrl-C now would leave the feed open
             self._feed = feed = Feed(collector, steps, plan)
+            followed = collector.followed()
+            known = self._followed is not None
+            self._follows: Array = followed == self._followed if known else np.zeros(len(followed), bool)
         try:
             self._loop = self.buffer.filled_by = threading.get_ident()
             self.buffer.told = self._wake
@@ -235,6 +243,8 @@ class Workflow:
 
     def _store(self, arrived: Arrived, batch: Batch) -> None:
         worker, (steps, envs) = arrived.order.worker, batch.shape
+        batch = replace(batch, continues=batch.continues & self._follows[batch.slots])
+        self._follows[batch.slots] = True
         if self._on_demand:
             self._owed[worker] -= 1
         start = self.ledger.written(worker)
@@ -343,7 +353,7 @@ class Workflow:
 
     def _free(self, workers: set[int], dropped: str | None = None) -> None:
         """Rows of these workers that nobody holds or will be told of can be overwritten."""
-        for worker in workers:
+        for worker in workers if self._takers else ():
             chunks = self._windows.forget(worker, self._unread_from(worker))
             if dropped is not None and self._on_demand:
                 self._owed[worker] += chunks
@@ -380,6 +390,8 @@ class Workflow:
             finally:
                 self._feed = self._loop = self.buffer.filled_by = self.buffer.told = None
                 feed.close()
+                if self._collector is not None:
+                    self._followed = self._collector.followed()
 
 
 class _Guard:

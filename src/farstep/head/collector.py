@@ -303,6 +303,10 @@ class Collector:
         self.counters.batch(batch, [arrived], self.version())
         return arrived, batch
 
+    def followed(self) -> Array:
+        """Per slot, which chunk was handed out last; -1: what comes next follows none."""
+        return self._followed.copy()
+
     def end_feed(self, request: Request) -> None:
         self._end(request)
 
