@@ -115,6 +115,7 @@ class Workflow:
         if guard.takers:
             self._takers.append(guard)
         if started is not None:
+            started.guard = guard
             self._threads.append(started)
         self._asks = self._asks or is_passer
         self._on_demand = self._on_demand or consumer == self.next_rollout
@@ -442,19 +443,19 @@ class _Guard:
         """A message is done; `unhandled` says why it was not handled: "stale", "cancelled", or "" (it raised)."""
         self._open = [each for each in self._open if each is not message]
         if self.takers:
-            ends = [
-                (a, s, s + p["size"])
-                for p in _windows(message)
-                for a, s in zip(p["actor_ids"], p["start"], strict=True)
-            ]
-            for actor, start, stop in ends:
-                if unhandled:
-                    self._gaps[actor] = stop
-                elif self._gaps.get(actor) == start:
+            if unhandled:
+                self.skip(message)
+            for actor, start, _ in _rows(message):
+                if self._gaps.get(actor) == start:
                     del self._gaps[actor]
-            self._flow._free({actor for actor, _, _ in ends}, unhandled or None)
+            self._flow._free({actor for actor, _, _ in _rows(message)}, unhandled or None)
         if unhandled is None and (self.takers or self._samples):
             self._flow.ledger.learned()
+
+    def skip(self, message: Message) -> None:
+        """What comes next does not follow what its consumer was given before; from its own thread, too."""
+        for actor, _, stop in _rows(message):
+            self._gaps[actor] = max(stop, self._gaps.get(actor, 0))
 
     # Rows
 
@@ -472,13 +473,7 @@ class _Guard:
 
     def unread_from(self, actor: int) -> int:
         """The first row of an actor that is in use, or that a message to come may name."""
-        held: Iterator[int] = (
-            start
-            for message in self._open
-            for part in _windows(message)
-            for each, start in zip(part["actor_ids"], part["start"], strict=True)
-            if each == actor
-        )
+        held = (start for message in self._open for each, start, _ in _rows(message) if each == actor)
         return min([*(leaf.next_of(actor) for leaf in self.takers), *held])
 
     def discard(self, state: Ledger) -> None:
@@ -497,6 +492,7 @@ class _Thread:
         self._flow, self._consumer, self.queue = flow, consumer, queue
         self.unhandled: dict[int, str] = {}
         """By identity of messages, why they were not handled."""
+        self.guard: _Guard | None = None
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
@@ -518,6 +514,8 @@ class _Thread:
         """Call the consumer, if the message did not become too old while it waited; what it raised."""
         if self._flow._is_stale(message):
             self.unhandled[id(message)] = "stale"
+            if self.guard is not None:
+                self.guard.skip(message)
             return None
         try:
             self._consumer(message)
@@ -537,6 +535,13 @@ class _Thread:
 def _most_chunks(size: int, steps: int) -> int:
     """How many chunks of `steps` rows some of a sequence of windows of `size` rows touch."""
     return 1 + -(-(size - math.gcd(size, steps)) // steps)
+
+
+def _rows(message: Message) -> Iterator[tuple[int, int, int]]:
+    """The actors that a message names, each with its first row and the one after its last."""
+    for part in _windows(message):
+        for actor, start in zip(part["actor_ids"], part["start"], strict=True):
+            yield actor, start, start + part["size"]
 
 
 def _windows(message: Message) -> Iterator[Mapping[str, Any]]:
