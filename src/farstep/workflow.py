@@ -67,6 +67,7 @@ class Workflow:
         self._takers: list[_Guard] = []
         """Of triggers whose messages name rows that nobody may overwrite before their consumer is done."""
         self._by_data: list[DataKeyTrigger] = []
+        self._most_samples = 0
         self._threads: list[_Thread] = []
         self._on_demand = self._asks = False
         self._owed: Counter[int] = Counter()
@@ -90,11 +91,14 @@ class Workflow:
         *,
         thread: bool = False,
         max_outstanding: int = 1,
+        samples: int | None = None,
         name: str | None = None,
     ) -> str:
         """Call `consumer(message)` whenever the trigger fires: in the thread of `run`, or in one of its own.
 
-        A passer (`farstep.buffer.passers`) hands messages elsewhere. Returns the trigger's name.
+        One that samples so many rows at once, `samples`, is not called before the buffer's limiter would give them (by
+        default one, if the trigger is for replay). A passer (`farstep.buffer.passers`) hands messages elsewhere.
+        Returns the trigger's name.
         """
         if self._feed is not None:
             raise ConfigError("this workflow is running; register its triggers before.")
@@ -109,11 +113,12 @@ class Workflow:
             started = _Thread(self, consumer, LocalQueue(max_outstanding))
             passer = started.queue
         by_data = [leaf for leaf in leaves_of(trigger) if isinstance(leaf, DataKeyTrigger)]
-        guard = _Guard(self, passer, by_data, started)
+        guard = _Guard(self, passer, by_data, started, None if samples is None else check_count("samples", samples))
         found = self._dispatcher.add(trigger, guard, trigger_id=name, max_outstanding=max_outstanding)
         self._by_data += by_data
         if guard.takers:
             self._takers.append(guard)
+        self._most_samples = max(self._most_samples, guard.samples)
         if started is not None:
             started.guard = guard
             self._threads.append(started)
@@ -300,6 +305,11 @@ class Workflow:
                     f"the buffer has room for {buffer.store.rows} rows of each of {num_envs} environments; {needed} "
                     f"are needed at a time. Raise capacity to at least {needed * num_envs}."
                 )
+        if self._most_samples > buffer.limiter.most_samples():
+            raise ConfigError(
+                f"a consumer samples {self._most_samples} rows at once, and this limiter never gives so many "
+                f"({buffer.limiter}); widen it, or sample fewer."
+            )
         chunk = steps * max(seat.num_envs for seat in collector.server.seats)
         if buffer.limiter.never_inserts(chunk):
             raise ConfigError(
@@ -400,11 +410,16 @@ class _Guard:
     samples is not called before the buffer's limiter lets it."""
 
     def __init__(
-        self, flow: Workflow, passer: Passer, by_data: list[DataKeyTrigger], thread: _Thread | None = None
+        self,
+        flow: Workflow,
+        passer: Passer,
+        by_data: list[DataKeyTrigger],
+        thread: _Thread | None,
+        samples: int | None,
     ) -> None:
         self._flow, self._passer, self._thread = flow, passer, thread
         self.takers = [leaf for leaf in by_data if leaf.min_new is None]
-        self._samples = len(by_data) > len(self.takers)
+        self.samples = samples or int(len(by_data) > len(self.takers))
         self._open: list[Message] = []
         """Passed on and not done."""
         self._gaps: dict[Actor, int] = {}
@@ -412,7 +427,10 @@ class _Guard:
 
     @property
     def full(self) -> bool:
-        if self._flow._stopped or (self._samples and not self._flow.buffer.limiter.can_sample()):
+        buffer = self._flow.buffer
+        if self._flow._stopped or (self.samples and not buffer.limiter.can_sample(self.samples)):
+            return True
+        if buffer.sampler.once and len(buffer) < self.samples:
             return True
         return bool(getattr(self._passer, "full", False))
 
@@ -449,7 +467,7 @@ class _Guard:
                 if self._gaps.get(actor) == start:
                     del self._gaps[actor]
             self._flow._free({actor for actor, _, _ in _rows(message)}, unhandled or None)
-        if unhandled is None and (self.takers or self._samples):
+        if unhandled is None and (self.takers or self.samples):
             self._flow.ledger.learned()
 
     def skip(self, message: Message) -> None:

@@ -324,10 +324,10 @@ def test_a_consumer_that_samples_is_not_called_before_it_can() -> None:
         sizes: list[int] = []
 
         def learn(message: Any) -> None:
-            _, info = buffer.sample(4)
+            _, info = buffer.sample(24)
             sizes.append(info.size)
 
-        flow.on(DataKeyTrigger(n=1, size=1, consume=False, min_new=1), learn)
+        flow.on(DataKeyTrigger(n=1, size=1, consume=False, min_new=1), learn, samples=24)
         flow.run(total_steps=512)
     assert sizes[0] >= 64
     assert buffer.limiter.min_diff <= buffer.limiter.diff <= buffer.limiter.max_diff
@@ -516,9 +516,9 @@ def not_publishing(env: farstep.ClusterEnv) -> farstep.Workflow:
 
 
 def table(env: farstep.ClusterEnv, trigger: Trigger, consumer: Any = None, **options: Any) -> farstep.Workflow:
-    buffer = options.pop("buffer", None)
+    buffer, samples = options.pop("buffer", None), options.pop("samples", None)
     flow = farstep.Workflow(env, TableAgent(), full(64) if buffer is None else buffer, steps=8, **options)
-    flow.on(trigger, consumer or (lambda message: None))
+    flow.on(trigger, consumer or (lambda message: None), samples=samples)
     return flow
 
 
@@ -531,7 +531,7 @@ def sampling(env: farstep.ClusterEnv) -> farstep.Workflow:
     return table(env, ObjectKeyTrigger("parameters"), lambda m: buffer.sample(16, timeout_s=600), buffer=buffer)
 
 
-def unlimited(limiter: RateLimiter) -> farstep.Buffer:
+def limited(limiter: RateLimiter) -> farstep.Buffer:
     return farstep.Buffer(64, Uniform(), limiter=limiter)
 
 
@@ -539,11 +539,16 @@ STANDSTILLS: dict[str, Any] = {
     "nobody publishes": (not_publishing, FarstepError, "nobody publish"),
     "a window does not fit": (lambda env: table(env, taking(size=33)), ConfigError, "capacity to at least 80"),
     "more actors than workers": (lambda env: table(env, taking(n=3)), ConfigError, "Lower n"),
-    "a chunk never fits": (lambda env: table(env, taking(), buffer=unlimited(Queue(4))), ConfigError, "never fits"),
+    "a chunk never fits": (lambda env: table(env, taking(), buffer=limited(Queue(4))), ConfigError, "never fits"),
     "nobody samples": (
-        lambda env: table(env, taking(), buffer=unlimited(Queue(24))),
+        lambda env: table(env, taking(), buffer=limited(Queue(24))),
         FarstepError,
         "Widen the limiter",
+    ),
+    "nobody can sample so many": (
+        lambda env: table(env, TimeTrigger(9), samples=25, buffer=limited(Queue(24))),
+        ConfigError,
+        "sample fewer",
     ),
     "sampling in the loop": (sampling, BufferTimeout, "for ever"),
     "unknown key": (lambda env: table(env, taking(keys=["rewards"])), ConfigError, "rewards"),

@@ -92,7 +92,7 @@ def apex(env: farstep.ClusterEnv) -> Learner:
     buffer = farstep.Buffer(ENVS * 16, sampler, limiter=SampleToInsertRatio(0.5, 32, 32.0), seed=1)
     learner = Learner(lambda agent: farstep.Workflow(env, agent, buffer, steps=4))
     flow = learner.flow
-    flow.on(DataKeyTrigger(n=1, size=1, consume=False, min_new=8), learner.prioritise)
+    flow.on(DataKeyTrigger(n=1, size=1, consume=False, min_new=8), learner.prioritise, samples=8)
     flow.on(TimeTrigger(32, unit="env_steps"), learner.publish)
     return learner
 

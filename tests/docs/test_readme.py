@@ -27,6 +27,22 @@ def test_an_example_prints_what_it_says(page, tmp_path):
     assert run.stdout == printed
 
 
+def script(page: str) -> tuple[str, str]:
+    """All blocks of Python of a page, one after the other, and what the blocks that follow some say they print."""
+    text = (ROOT / page).read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```$(?:\n\n```\n(.*?)^```$)?", text, re.S | re.M)
+    return "\n".join(code for code, _ in blocks), "".join(printed for _, printed in blocks)
+
+
+@pytest.mark.parametrize("page", ["docs/workflows.md"])
+def test_the_code_of_a_page_is_one_script_and_prints_what_it_says(page, tmp_path):
+    code, printed = script(page)
+    (tmp_path / "script.py").write_text(code)
+    run = subprocess.run([sys.executable, "script.py"], capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout == printed
+
+
 def test_the_readmes_example_is_short():
     assert len([line for line in example("README.md")[0].splitlines() if line.strip()]) == 12
 
