@@ -180,11 +180,19 @@ class Buffer:
         total = len(next(iter(values.values())))
         keys: list[Array] = []
         done = 0
-        deadline = _deadline(timeout_s)
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while done < total:
             with self._changed:
-                self._wait("insert", lambda: self.limiter.room(1) > 0, deadline, f"{done} of {total} rows are inserted")
-                count = min(self.limiter.room(total - done), self._need_store().rows)
+                if not (count := self.limiter.room(total - done)):
+                    left = None if deadline is None else deadline - time.monotonic()
+                    self._wait(
+                        "insert",
+                        self.limiter.can_insert,
+                        left,
+                        lambda: f"{done} of {total} rows are inserted",  # noqa: B023
+                    )
+                    continue
+                count = min(count, self._need_store().rows)
                 part = {name: value[done : done + count, None] for name, value in values.items()}
                 keys.append(self._put(part)[0] if self._cyclic else self._put_anywhere(part))
                 done += count
@@ -306,7 +314,7 @@ class Buffer:
             )
         columns_of = batch.slots % store.columns
         with self._changed:
-            self._wait("insert", lambda: self.limiter.can_insert(steps * width), _deadline(timeout_s), "none inserted")
+            self._wait("insert", lambda: self.limiter.can_insert(steps * width), timeout_s, lambda: "none inserted")
             keys = np.empty((steps, width), np.int64)
             for a, b in _neighbours(columns_of):
                 first = int(columns_of[a])
@@ -346,7 +354,7 @@ class Buffer:
             return chosen is not None
 
         with self._changed:
-            self._wait("sample", ready, _deadline(timeout_s), f"{count} items for {self.sampler!r} are asked for")
+            self._wait("sample", ready, timeout_s, lambda: f"{count} items for {self.sampler!r} are asked for")
             store = self._need_store()
             assert chosen is not None
             cells, probabilities = chosen
@@ -529,17 +537,18 @@ class Buffer:
                 raise
             self._changed.notify_all()
 
-    def _wait(self, what: str, ready: Callable[[], bool], deadline: float, how_far: str) -> None:
+    def _wait(self, what: str, ready: Callable[[], bool], timeout_s: float | None, how_far: Callable[[], str]) -> None:
         """Until it may be done. The lock is held."""
+        self._check_open()
         if ready():
-            self._check_open()
             return
         began = time.monotonic()
+        deadline = began + (WAIT_S if timeout_s is None else timeout_s)
         while not ready():
             self._check_open()
             if what == "sample" and self.filled_by == threading.get_ident():
                 raise BufferTimeout(
-                    f"{how_far}, and the buffer does not give them ({len(self)} items; {self.limiter}). Who asks is "
+                    f"{how_far()}, and the buffer does not give them ({len(self)} items; {self.limiter}). Who asks is "
                     "also who inserts, so waiting would be for ever: ask for fewer, let the trigger fire later (its "
                     "size), widen the limiter, or sample in a thread of its own (flow.on(..., thread=True))."
                 )
@@ -547,7 +556,7 @@ class Buffer:
             if left <= 0:
                 self.waited_s[what] += time.monotonic() - began
                 raise BufferTimeout(
-                    f"{what} waited {time.monotonic() - began:.1f} s for the buffer; {how_far}, it holds {len(self)} "
+                    f"{what} waited {time.monotonic() - began:.1f} s for the buffer; {how_far()}, it holds {len(self)} "
                     f"items ({self.limiter}). Who {'samples' if what == 'insert' else 'inserts'} must go on, or widen "
                     "the limiter with buffer.limit(...)."
                 )
@@ -644,9 +653,3 @@ def _neighbours(slots: Array) -> list[tuple[int, int]]:
     """Ranges of entries whose slots follow each other."""
     cuts = [0, *(np.flatnonzero(np.diff(slots) != 1) + 1).tolist(), len(slots)]
     return [(a, b) for a, b in pairwise(cuts) if b > a]
-
-
-def _deadline(timeout_s: float | None) -> float:
-    if timeout_s is not None and not timeout_s >= 0:
-        raise ConfigError(f"timeout_s is {timeout_s!r}; it must be a number of seconds, at least 0.")
-    return time.monotonic() + (WAIT_S if timeout_s is None else timeout_s)

@@ -56,13 +56,19 @@ class Table:
 
     def count(self, cells: Array) -> Array:
         """These items are sampled, some of them more than once; how often each was by now."""
-        self.times[cells] += 1
-        places = np.arange(len(cells), dtype=np.int32)
-        self._mark[cells] = places
-        again = np.flatnonzero(self._mark.take(cells) != places)  # named once more after
+        times: Array = self.times.take(cells)
+        times += 1
+        self.times[cells] = times
+        steps = np.diff(cells)
+        if (steps < 0).any():  # not in order: see who finds the mark of somebody else
+            places = np.arange(len(cells), dtype=np.int32)
+            self._mark[cells] = places
+            again = np.flatnonzero(self._mark.take(cells) != places)
+        else:
+            again = np.flatnonzero(steps == 0)
         if len(again):
             np.add.at(self.times, cells[again], 1)
-        times: Array = self.times.take(cells)
+            times = self.times.take(cells)
         return times
 
     def state(self) -> dict[str, Array]:
