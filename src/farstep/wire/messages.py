@@ -95,7 +95,7 @@ class Part(msgspec.Struct, tag="part"):
     ticket: int
     order: int
     stage: int
-    """The stage (see `TransferConfig`) that is complete with this; -1: some rows only, while the chunk is rolled."""
+    """The stage (see `TransferTrigger`) that is complete with this; -1: some rows only, while the chunk is rolled."""
     first: int
     keys: list[str]
 
