@@ -137,7 +137,7 @@ def last_report(output: str) -> dict[str, Any] | None:
             found = json.loads(line)
         except json.JSONDecodeError:
             continue
-        if isinstance(found, dict) and "steps_per_second" in found:
+        if isinstance(found, dict) and "contender" in found:
             return found
     return None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -37,11 +37,13 @@ Results = dict[Case, dict[str, list[Run]]]
 """The runs of every case, by contender."""
 
 
-def rates_of(runs: Sequence[Run]) -> Rates | None:
+def rates_of(
+    runs: Sequence[Run], rate: Callable[[Run], float | None] = lambda run: run.steps_per_second
+) -> Rates | None:
     """Rates of the runs that others left alone; where they left none alone, of all."""
     calm = [run for run in runs if not run.disturbed]
     for chosen in (calm, runs):
-        found = [run.steps_per_second for run in chosen if run.steps_per_second is not None]
+        found = [number for run in chosen if (number := rate(run)) is not None]
         if found:
             return Rates(median(found), max(found))
     return None

@@ -10,18 +10,12 @@ All contenders run in turn, several rounds, each in its own process and virtual 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
-import shlex
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 
+from document import header, write_document, write_markdown
 from roster import BENCHMARKS, Contender, choose
 from runner import Run, adopt_orphans, run
 from tables import Case, Results, case_table, summary
@@ -89,7 +83,7 @@ def main() -> int:
     write_json(options.out, plan, results)
     print(f"\nwritten: {options.out}")
     if options.markdown:
-        write_markdown(options.markdown, summary(results))
+        write_markdown(options.markdown, summary(results), README_MARKS)
         print(f"written: {options.markdown}")
     return 0
 
@@ -143,9 +137,7 @@ def outcome(done: Run) -> str:
 def write_json(path: Path, plan: Plan, results: Results) -> None:
     """The machine, the command and every single run."""
     document = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", "benchmarks/throughput.py", *sys.argv[1:]]),
-        "machine": machine(),
+        **header("throughput.py"),
         "rounds": plan.rounds,
         "steps": plan.steps,
         "seconds": plan.seconds,
@@ -156,42 +148,7 @@ def write_json(path: Path, plan: Plan, results: Results) -> None:
             for number, done in enumerate(done_runs, start=1)
         ],
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(document, indent=1) + "\n")
-
-
-def machine() -> dict[str, object]:
-    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return {
-        "cpu": cpu_model(),
-        "cores": len(os.sched_getaffinity(0)),
-        "memory_gib": round(memory_bytes / 2**30, 1),
-        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "python": platform.python_version(),
-    }
-
-
-def cpu_model() -> str:
-    """What lscpu calls the processor; ARM kernels leave the name out of /proc/cpuinfo."""
-    try:
-        lines = subprocess.run(["lscpu"], capture_output=True, text=True, check=True).stdout.splitlines()
-    except (OSError, subprocess.CalledProcessError):
-        return platform.processor() or "unknown"
-    named = [line.partition(":")[2].strip() for line in lines if line.startswith("Model name:")]
-    return named[0] if named else "unknown"
-
-
-def write_markdown(path: Path, text: str) -> None:
-    """Put ``text`` between the marks of an existing file; without them the file becomes the text."""
-    begin, end = README_MARKS
-    before = path.read_text() if path.exists() else ""
-    if begin in before and end in before:
-        head, rest = before.split(begin, 1)
-        tail = rest.split(end, 1)[1]
-        text = f"{head}{begin}\n\n{text}\n\n{end}{tail}"
-    else:
-        text += "\n"
-    path.write_text(text)
+    write_document(path, document)
 
 
 if __name__ == "__main__":
