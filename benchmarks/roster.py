@@ -127,8 +127,8 @@ BUFFERS = (
 )
 
 
-def choose(only: list[str], skip: list[str], among: Sequence[AnyContender] = CONTENDERS) -> list[AnyContender]:
-    """The contenders that ``only`` names (patterns as in a shell; none: the usual ones) less ``skip``."""
+def choose(among: Sequence[AnyContender], only: list[str], skip: list[str]) -> list[AnyContender]:
+    """Those that ``only`` names (patterns as in a shell; none: the usual ones) less those that ``skip`` names."""
     for pattern in (*only, *skip):
         if not any(fnmatchcase(contender.name, pattern) for contender in among):
             known = ", ".join(contender.name for contender in among)

@@ -99,12 +99,6 @@ def summary(results: Results) -> str:
     ]
     header = ["contender", *map(str, cases)]
     others = [run.others_cores for runs in results.values() for done in runs.values() for run in done if run.report]
-    load = (
-        f"Others kept {median(others):.2f} cores busy (median; at most {max(others):.2f}); runs in which they kept "
-        f"more than {DISTURBED_CORES} busy are left out where there are others."
-        if others
-        else ""
-    )
     return "\n\n".join(
         part
         for part in (
@@ -112,9 +106,19 @@ def summary(results: Results) -> str:
             table(header, speeds),
             "Ratio to the limit with the same kind of inference, of medians (of best):",
             table(header, ratios),
-            load,
+            load(others),
         )
         if part
+    )
+
+
+def load(others_cores: Sequence[float]) -> str:
+    """How busy the machine was besides the runs, in words; nothing where there were no runs."""
+    if not others_cores:
+        return ""
+    return (
+        f"Others kept {median(others_cores):.2f} cores busy (median; at most {max(others_cores):.2f}); runs in which "
+        f"they kept more than {DISTURBED_CORES} busy are left out where there are others."
     )
 
 

@@ -10,14 +10,13 @@ All contenders run in turn, several rounds, each in its own process and virtual 
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from document import header, write_document, write_markdown
-from roster import BENCHMARKS, Contender, choose
-from runner import Run, adopt_orphans, run
+from roster import BENCHMARKS, CONTENDERS, Contender, choose
+from runner import Run, adopt_orphans, execute, turns
 from tables import Case, Results, case_table, summary
 
 ENVS = ("CartPole-v1", "LunarLander-v3", "ALE/Pong-v5")
@@ -40,12 +39,10 @@ class Plan:
         return len(self.cases) * len(self.contenders) * self.rounds
 
     def __iter__(self) -> Iterator[tuple[Case, int, Contender]]:
-        """Case by case, so that what is compared ran close together; every other round backwards."""
+        """Case by case, so that what is compared ran close together."""
         for case in self.cases:
-            for number in range(1, self.rounds + 1):
-                order = self.contenders if number % 2 else self.contenders[::-1]
-                for contender in order:
-                    yield case, number, contender
+            for number, contender in turns(self.contenders, self.rounds):
+                yield case, number, contender
 
     def arguments(self, case: Case) -> list[str]:
         return [
@@ -74,7 +71,7 @@ def main() -> int:
     adopt_orphans()
     results: Results = {case: {contender.name: [] for contender in plan.contenders} for case in plan.cases}
     try:
-        execute(plan, results)
+        execute(plan, results, outcome)
     except KeyboardInterrupt:
         print("\ninterrupted; what was measured so far:")
     for case, runs in results.items():
@@ -108,27 +105,13 @@ def parse_options() -> argparse.Namespace:
     )
     options = parser.parse_args()
     try:
-        options.contenders = choose(options.only, options.skip)
+        options.contenders = choose(CONTENDERS, options.only, options.skip)
     except ValueError as error:
         parser.error(str(error))
     return options
 
 
-def execute(plan: Plan, results: Results) -> None:
-    """Carry out the plan, with a line per run; who failed once in a case is not run again in it."""
-    started = time.monotonic()
-    for index, (case, number, contender) in enumerate(plan, start=1):
-        runs = results[case][contender.name]
-        if runs and runs[-1].report is None:
-            continue
-        done = run(contender, plan.arguments(case), plan.timeout_s)
-        runs.append(done)
-        left_min = (time.monotonic() - started) / index * (plan.num_runs - index) / 60
-        place = f"[{index}/{plan.num_runs}, {left_min:.0f} min left] {case}, round {number}"
-        print(f"{place}: {contender.name}: {outcome(done)}", flush=True)
-
-
-def outcome(done: Run) -> str:
+def outcome(case: Case, done: Run) -> str:
     if done.steps_per_second is None:
         return f"{done.status}: {done.reason}"
     return f"{done.steps_per_second:,.0f} steps/s, others took {done.others_cores:.2f} cores"
