@@ -12,11 +12,18 @@ from farstep.version import VERSION
 
 if TYPE_CHECKING:
     from farstep.batch import Batch as Batch
+    from farstep.buffer.replay import Buffer as Buffer
+    from farstep.buffer.samplers import FullBatch as FullBatch
+    from farstep.buffer.triggers import DataKeyTrigger as DataKeyTrigger
+    from farstep.buffer.triggers import ObjectKeyTrigger as ObjectKeyTrigger
+    from farstep.buffer.triggers import TimeTrigger as TimeTrigger
+    from farstep.buffer.triggers import TransferTrigger as TransferTrigger
     from farstep.cluster_env import ClusterEnv as ClusterEnv
     from farstep.config import EnvConfig as EnvConfig
     from farstep.config import InProcessConfig as InProcessConfig
     from farstep.config import LocalConfig as LocalConfig
     from farstep.config import Timeouts as Timeouts
+    from farstep.config import TransferConfig as TransferConfig
     from farstep.config import WeightsConfig as WeightsConfig
     from farstep.errors import AgentError as AgentError
     from farstep.errors import ClosedError as ClosedError
@@ -29,17 +36,26 @@ if TYPE_CHECKING:
     from farstep.errors import WorkerStuck as WorkerStuck
     from farstep.head.stats import scalars as scalars
     from farstep.vector_env import make_vec as make_vec
+    from farstep.workflow import Workflow as Workflow
 
 __version__ = VERSION
 
 _HOMES = {
     "Batch": "batch",
+    "Buffer": "buffer.replay",
     "ClusterEnv": "cluster_env",
+    "DataKeyTrigger": "buffer.triggers",
     "EnvConfig": "config",
+    "FullBatch": "buffer.samplers",
     "InProcessConfig": "config",
     "LocalConfig": "config",
+    "ObjectKeyTrigger": "buffer.triggers",
+    "TimeTrigger": "buffer.triggers",
     "Timeouts": "config",
+    "TransferTrigger": "buffer.triggers",
+    "TransferConfig": "config",
     "WeightsConfig": "config",
+    "Workflow": "workflow",
     "AgentError": "errors",
     "ClosedError": "errors",
     "ConfigError": "errors",
@@ -54,15 +70,16 @@ _HOMES = {
 }
 
 __all__ = list(_HOMES)
+_FOLDERS = ("buffer", "sync")
 
 
 def __getattr__(name: str) -> object:
     if name in _HOMES:
         return getattr(importlib.import_module(f"farstep.{_HOMES[name]}"), name)
-    if name == "sync":  # farstep.sync.EveryK(4) without another import
-        return importlib.import_module("farstep.sync")
+    if name in _FOLDERS:  # farstep.sync.EveryK(4), farstep.buffer.Uniform() without another import
+        return importlib.import_module(f"farstep.{name}")
     raise AttributeError(f"module 'farstep' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted([*__all__, "sync"])
+    return sorted([*__all__, *_FOLDERS])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from operator import itemgetter
 from types import TracebackType
 from typing import Any, Self
@@ -13,7 +13,7 @@ import gymnasium
 import numpy as np
 from gymnasium.vector import VectorEnv
 
-from farstep.batch import Batch
+from farstep.batch import Batch, Part
 from farstep.config import EnvConfig, LaunchConfig, LocalConfig, check_count
 from farstep.core import Agent, Array, Nested
 from farstep.errors import ClosedError, ConfigError
@@ -134,6 +134,19 @@ class ClusterEnv:
         collector.adopt(agent)
         return collector.one_batch(steps)
 
+    def parts(self, agent: Agent, steps: int = 128) -> Parts:
+        """As `collect`, for a learner that begins before all of it is there: parts of it in order of arrival.
+
+        A part is a stage (`EnvConfig.transfer`) of one worker's chunk. If a worker is lost when some of its stages were
+        handed out, they come again, of another chunk; the last stage, which makes the part `complete`, comes once.
+        """
+        return Parts(self._parts(agent, check_count("steps", steps)))
+
+    def _parts(self, agent: Agent, steps: int) -> Generator[Part, None, Batch]:
+        collector = self._launched()
+        collector.adopt(agent)
+        return (yield from collector.parts(steps))
+
     def stream(
         self, agent: Agent, steps: int = 128, max_staleness: int = 1, num_chunks: int | None = None
     ) -> Iterator[Batch]:
@@ -157,6 +170,12 @@ class ClusterEnv:
         collector = self._launched()
         collector.adopt(agent)
         yield from collector.stream(steps, max_staleness, num_chunks)
+
+    def adopt(self, agent: Agent) -> Collector:
+        """Make workers act with this agent, for a workflow that takes chunks itself."""
+        collector = self._launched()
+        collector.adopt(agent)
+        return collector
 
     # ---- the policy ----
 
@@ -189,3 +208,30 @@ class ClusterEnv:
             last = {"final_obs": map_leaves(itemgetter(k), final.obs), "episode": episode}
             infos = self._add_info(infos, last, int(slot))
         return infos
+
+
+class Parts(Iterator[Part]):
+    """One synchronous rollout, part by part. It begins with the first; `close` or another call cancels the rest."""
+
+    def __init__(self, parts: Generator[Part, None, Batch]) -> None:
+        self._parts = parts
+        self._batch: Batch | None = None
+
+    def __next__(self) -> Part:
+        try:
+            return next(self._parts)
+        except StopIteration as end:
+            self._batch = self._batch or end.value
+            raise
+
+    @property
+    def batch(self) -> Batch:
+        """The whole rollout, as `collect` returns it; waits for parts that nobody took."""
+        for _ in self:
+            pass
+        if self._batch is None:
+            raise ClosedError("these parts were closed, or failed, before the rollout was complete.")
+        return self._batch
+
+    def close(self) -> None:
+        self._parts.close()

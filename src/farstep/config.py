@@ -108,6 +108,63 @@ ALL_WEIGHTS = WeightsConfig()
 """Everything travels, as it is."""
 
 
+_REST = "*"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TransferConfig(_Config):
+    """In which order, and how early, the arrays of a chunk travel from workers that share no memory with the head."""
+
+    stages: Sequence[Sequence[str]] = ()
+    """Names of arrays, group by group: a group travels in a message of its own, before the next one. `obs` means
+    `obs.camera`, too, unless that is named elsewhere; `last_obs` and `final_obs` are names of their own; `*` is
+    whatever no stage names (without it, that travels in the last)."""
+    size: int | None = None
+    """Send rows while a chunk is still being rolled, at least this many at a time; None: only when it is done."""
+
+    def __post_init__(self) -> None:
+        if self.size is not None:
+            self._at_least("size", 1)
+        if isinstance(self.stages, str) or not isinstance(self.stages, Sequence):
+            raise ConfigError(f"TransferConfig.stages is {self.stages!r}; {self._EXPECTED}")
+        for stage in self.stages:
+            if isinstance(stage, str) or not isinstance(stage, Sequence) or not all(isinstance(n, str) for n in stage):
+                raise ConfigError(f"TransferConfig.stages has {stage!r}; {self._EXPECTED}")
+        names = [name for stage in self.stages for name in stage]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ConfigError(f"TransferConfig.stages names {', '.join(twice)} twice; an array travels once.")
+        object.__setattr__(self, "stages", tuple(tuple(stage) for stage in self.stages))
+
+    _EXPECTED = "expected groups of array names, e.g. (('reward', 'value', 'last_obs'), ('obs', 'action'))."
+
+    @classmethod
+    def dual(cls, size: int | None = None) -> Self:
+        """What advantages are computed of first (ARTOS: dual-stage pipeline), observations and actions after it."""
+        return cls(stages=((_REST,), ("obs", "action")), size=size)
+
+    def split(self, names: Sequence[str]) -> list[list[str]]:
+        """These arrays, stage by stage; always at least one stage, and a stage may be empty."""
+        found: list[list[str]] = [[] for _ in self.stages or ((),)]
+        homes = {name: i for i, stage in enumerate(self.stages) for name in stage}
+        rest = homes.get(_REST, len(found) - 1)
+        for name in names:
+            path = name
+            while path not in homes and "." in path:
+                path = path.rpartition(".")[0]
+            found[homes.get(path, rest)].append(name)
+        return found
+
+    def check(self, names: Sequence[str]) -> None:
+        """Refuse stages with a name that no array has."""
+        for entry in (name for stage in self.stages for name in stage):
+            if entry != _REST and not any(name == entry or name.startswith(entry + ".") for name in names):
+                raise ConfigError(unknown_name("array in TransferConfig.stages", entry, names))
+
+
+ALL_AT_ONCE = TransferConfig()
+"""A chunk travels whole, when it is done."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EnvConfig(_Config):
     """Which environments to run, and how workers act in them."""
@@ -136,6 +193,8 @@ class EnvConfig(_Config):
     several, joined by `|`."""
     weights: WeightsConfig = ALL_WEIGHTS
     """Which parameters travel, and in what form; a mapping is accepted: `{"only": "actor.*", "half": True}`."""
+    transfer: TransferConfig = ALL_AT_ONCE
+    """What of a chunk travels when, from workers without shared memory; a mapping is accepted: `{"size": 64}`."""
     inference: Inference = "auto"
     """`auto` uses the fast path where it agrees with the agent's own `act`; `eager` never does."""
 
@@ -144,6 +203,7 @@ class EnvConfig(_Config):
         self._one_of("inference", Inference)
         self._at_least("envs_per_node", 1)
         object.__setattr__(self, "weights", WeightsConfig.of(self.weights))
+        object.__setattr__(self, "transfer", TransferConfig.of(self.transfer))
         if self.env_name is None:
             raise ConfigError("EnvConfig.env_name is missing; name an environment, e.g. 'CartPole-v1'.")
         if not isinstance(self.env_name, str) and not callable(self.env_name):

@@ -1,0 +1,40 @@
+"""Where rows live between workers and learner: blocks, samplers, limiters, triggers."""
+
+from farstep.buffer.limiter import MinSize, Queue, RateLimiter, SampleToInsertRatio, Stack
+from farstep.buffer.replay import Buffer, SampleInfo
+from farstep.buffer.samplers import (
+    DPER,
+    FIFO,
+    LIFO,
+    FullBatch,
+    MaxHeap,
+    MinHeap,
+    NStep,
+    Prioritized,
+    Sampler,
+    Sequence,
+    Uniform,
+    trajectory_priority,
+)
+
+__all__ = [
+    "DPER",
+    "FIFO",
+    "LIFO",
+    "Buffer",
+    "FullBatch",
+    "MaxHeap",
+    "MinHeap",
+    "MinSize",
+    "NStep",
+    "Prioritized",
+    "Queue",
+    "RateLimiter",
+    "SampleInfo",
+    "SampleToInsertRatio",
+    "Sampler",
+    "Sequence",
+    "Stack",
+    "Uniform",
+    "trajectory_priority",
+]

@@ -5,27 +5,29 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import gymnasium
 import numpy as np
 
 from farstep.agents.divergence import Comparison, comparing_method
 from farstep.agents.policy import Policy, ship
-from farstep.batch import Batch
+from farstep.batch import Batch, Part
+from farstep.buffer.blocks import Layout
 from farstep.config import EnvConfig, LaunchConfig
 from farstep.core import Agent, Array, Buffer, Received
 from farstep.errors import AgentError, ClosedError, HandshakeError, WorkerError
 from farstep.head.parameters import ParameterStore
 from farstep.head.probes import Prober, Question
-from farstep.head.rollouts import Piece, Rollouts, agent_structures, base_rows
+from farstep.head.rollouts import Piece, Rollouts, agent_structures, base_rows, key_of
 from farstep.head.seats import ResetOrder, Seat
 from farstep.head.server import Server
 from farstep.head.stats import Counters
 from farstep.head.tickets import Arrived, Order
-from farstep.spec import Schema, differences, space_schema
+from farstep.spec import Schema, Structure, differences, space_schema
 from farstep.sync import AAPS, Always
 from farstep.sync.rules import probes_of, rows_of
 from farstep.wire import messages as m
@@ -33,6 +35,9 @@ from farstep.worker.program import Program
 from farstep.worker.sources import Source
 
 Space = gymnasium.spaces.Space[Any]
+OnPart = Callable[[Part], None]
+"""Told of each complete stage of each worker's chunk, in whichever thread reads: it must neither wait nor raise."""
+T = TypeVar("T")
 log = logging.getLogger("farstep")
 
 
@@ -46,6 +51,11 @@ class Request:
     reset: ResetOrder | None = None
     incarnations: tuple[int, ...] = ()
     """Of all workers, when it was made."""
+    on_part: OnPart | None = None
+    feed: bool = False
+    """Chunks are taken one by one, by a workflow."""
+    invited: bool = False
+    """Workers wait to be asked for each chunk."""
 
 
 class Collector:
@@ -54,7 +64,10 @@ class Collector:
     def __init__(self, env_config: EnvConfig, config: LaunchConfig, seed: int) -> None:
         by_threshold = Always() if env_config.kl_threshold is None else AAPS(env_config.kl_threshold)
         self._rule, self._weights = env_config.sync or by_threshold, env_config.weights
-        program = Program(Source.of(env_config), self._rule, env_config.inference, env_config.weights, seed=seed)
+        self._transfer = env_config.transfer
+        program = Program(
+            Source.of(env_config), self._rule, env_config.inference, env_config.weights, self._transfer, seed=seed
+        )
         self.server = Server(config, program, env_config.envs_per_node, seed, config.restart_budget, self)
         self._num_workers = len(self.server.seats)
         self.counters = Counters(self._num_workers)
@@ -77,7 +90,8 @@ class Collector:
         observation_space, action_space = self.server.start()
         obs, self._obs_schema = space_schema(observation_space, "obs")
         _, self._action_schema = space_schema(action_space, "action")
-        self._rollouts = Rollouts(self.server.seats, obs, self._obs_schema)
+        remote = not self.server.shares_memory
+        self._rollouts = Rollouts(self.server.seats, obs, self._obs_schema, remote, self._transfer)
         return observation_space, action_space
 
     def close(self) -> None:
@@ -212,6 +226,7 @@ class Collector:
                     f"the agent returns other arrays on worker {worker} than on worker 0: {'; '.join(found)}."
                 )
         assert self._rollouts is not None
+        self._transfer.check(Layout(1, 1, 1, {**base_rows(self._obs_schema), **first.schema}, first.state).names())
         self._agent_schemas = (first.schema, first.state)
         structures, state = agent_structures(first, self._action_schema)
         self._rollouts.adopt(structures, state)
@@ -245,9 +260,25 @@ class Collector:
         finally:
             self._end(request)
 
-    def stream(self, steps: int, max_staleness: int, num_chunks: int | None) -> Iterator[Batch]:
+    def parts(self, steps: int) -> Generator[Part, None, Batch]:
+        """As `one_batch`, with what is complete of each worker's chunk ahead of it."""
+        found: deque[Part] = deque()
+        request = self._open(Request(steps, on_part=found.append), None, 1)
+        try:
+            left = self._num_workers
+            while left:
+                part = self._wait(request, lambda: found.popleft() if found else None)
+                left -= part.complete
+                yield part
+            return self._next_batch(request)
+        finally:
+            self._end(request)
+
+    def stream(
+        self, steps: int, max_staleness: int, num_chunks: int | None, on_part: OnPart | None = None
+    ) -> Iterator[Batch]:
         """Batches without end; closing the iterator cancels what is under way."""
-        request = self._open(Request(steps, num_chunks), max_staleness, None)
+        request = self._open(Request(steps, num_chunks, on_part=on_part), max_staleness, None)
         try:
             while True:
                 yield self._next_batch(request)
@@ -257,24 +288,53 @@ class Collector:
         finally:
             self._end(request)
 
+    def open_feed(self, steps: int, max_staleness: int | None, num_chunks: int, invited: bool) -> Request:
+        """Begin to give tickets for chunks that `take_chunk` takes one by one."""
+        return self._open(Request(steps, num_chunks, feed=True, invited=invited), max_staleness, None)
+
+    def take_chunk(self, request: Request, wanted: Callable[[int], bool]) -> tuple[Arrived, Batch] | None:
+        """The first chunk that arrived of a worker that is wanted, if there is one: views of its lane."""
+        if request is not self._request:
+            raise ClosedError("another call on this ClusterEnv ended this one; calls must follow each other.")
+        assert self._rollouts is not None
+        self.server.grant()
+        arrived = self.server.tickets.take_one(wanted, self.version())
+        if arrived is None:
+            return None
+        batch = self._rollouts.chunk(arrived, request.steps, self._follow(arrived, request.steps))
+        self.counters.batch(batch, [arrived], self.version())
+        return arrived, batch
+
+    def end_feed(self, request: Request) -> None:
+        self._end(request)
+
     def _open(self, request: Request, max_staleness: int | None, batches: int | None) -> Request:
         """Begin to give tickets for a request; whatever was under way is over."""
         tickets = self.server.tickets
         with self.server.locked():
             self.server.raise_failure()
             self._end()
-            self._lay(max(request.steps, 1), tickets.lanes_needed(max_staleness, request.num_chunks))
+            lanes = tickets.feed_lanes if request.feed else tickets.lanes_needed(max_staleness, request.num_chunks)
+            self._lay(max(request.steps, 1), lanes)
             if request.reset is not None:
                 self._note_reset(request.reset)
             self._request = replace(request, incarnations=tuple(seat.incarnation for seat in self.server.seats))
-            tickets.open(max_staleness, request.num_chunks, batches)
+            if request.feed:
+                tickets.open_feed(max_staleness, request.num_chunks or 1, request.invited)
+            else:
+                tickets.open(max_staleness, request.num_chunks, batches)
             return self._request
+
+    def row_schema(self) -> tuple[Schema, dict[str, Structure]]:
+        """The arrays of a row with the present agent, and how they nest."""
+        assert self._rollouts is not None
+        return {**base_rows(self._obs_schema), **self._agent_schemas[0]}, self._rollouts.structures
 
     def _lay(self, steps: int, lanes: int) -> None:
         """Make room for a session, and tell workers where to write."""
         rollouts = self._rollouts
         assert rollouts is not None
-        rows = {**base_rows(self._obs_schema), **self._agent_schemas[0]}
+        rows, _ = self.row_schema()
         if lay := rollouts.fit(lanes, steps, rows, self._agent_schemas[1]):
             assert rollouts.memory is not None
             self.server.tell(lay, fds=[rollouts.memory.fd])
@@ -303,28 +363,33 @@ class Collector:
             raise
 
     def _assembled(self, request: Request) -> Batch:
-        began = time.monotonic()
         server, rollouts = self.server, self._rollouts
         assert rollouts is not None
-
-        def taken() -> list[Arrived] | None:
-            if request is not self._request:
-                raise ClosedError("another call on this ClusterEnv ended this one; calls must follow each other.")
-            found = server.tickets.take(self.version())
-            if found is None:
-                server.grant()
-            return found
-
         with server.locked():  # until it is copied: a ticket given meanwhile could write into its lanes
-            if request is self._request:
-                server.grant()
-            arrived = server.wait(taken)
+            arrived = self._wait(request, lambda: server.tickets.take(self.version()))
             continues = np.concatenate([self._follow(a, request.steps) for a in arrived])
             assemble = rollouts.batch if request.num_chunks is None else rollouts.copied
             batch = assemble(arrived, request.steps, continues)
-            self.counters.wait["learner"] += time.monotonic() - began
             self.counters.batch(batch, arrived, self.version())
         return batch
+
+    def _wait(self, request: Request, look: Callable[[], T | None]) -> T:
+        """What `look` finds, as soon as it does; meanwhile tickets are given."""
+        began, server = time.monotonic(), self.server
+
+        def found() -> T | None:
+            if request is not self._request:
+                raise ClosedError("another call on this ClusterEnv ended this one; calls must follow each other.")
+            if (answer := look()) is None:
+                server.grant()
+            return answer
+
+        with server.locked():
+            if request is self._request:
+                server.grant()
+            answer = server.wait(found)
+            self.counters.wait["learner"] += time.monotonic() - began
+        return answer
 
     def _follow(self, arrived: Arrived, steps: int) -> Array:
         """For each slot of a chunk: whether its first row follows the last one that the learner was given."""
@@ -348,6 +413,8 @@ class Collector:
         match message:
             case m.Chunk():
                 self._take(seat, message, received)
+            case m.Part():
+                self._take_part(seat, message, received)
             case m.AgentReady() if message.agent == self._agent_id:
                 agent_structures(message, self._action_schema)  # refused here, where we know who said it
                 self._answers[seat.worker] = message
@@ -378,7 +445,7 @@ class Collector:
             return  # cancelled, or its worker was given up: counted then
         assert self._rollouts is not None
         began = time.monotonic()
-        piece = self._rollouts.take(seat, order.lane, request.steps, chunk, received, self.version())
+        piece = self._rollouts.take(seat, order, request.steps, chunk, received, self.version())
         if chunk.keys:
             self.counters.wait["transfer"] += time.monotonic() - began
         self.counters.received(piece.nbytes)
@@ -386,5 +453,26 @@ class Collector:
         if self._prober is not None and request.steps:
             self._prober.remember(seat, chunk, self._rollouts.rows(seat, order.lane), request.steps)
         seat.resume[:] = piece.resume
+        self._tell(order, piece.stage, None, piece.ends, piece.key)
         if request.num_chunks is not None:
             self.server.grant()  # whoever is quick goes on while the learner is busy
+
+    def _take_part(self, seat: Seat, part: m.Part, received: Received) -> None:
+        order = self.server.tickets.order(part.ticket)
+        if order is None or order.worker != seat.worker:
+            return
+        assert self._rollouts is not None
+        began = time.monotonic()
+        ends = self._rollouts.take_part(seat, order, self._request.steps, part, received)
+        self.counters.wait["transfer"] += time.monotonic() - began
+        if ends is None:
+            self.server.send(seat, m.Taken(part.order))
+        else:
+            self._tell(order, part.stage, part.stage + 1, ends, key_of(seat, part.order))
+
+    def _tell(self, order: Order, stage: int, stop: int | None, ends: Array, key: int) -> None:
+        """Stages of a chunk are complete: say so to whoever wants to know it before the batch is."""
+        if self._request.on_part is not None:
+            assert self._rollouts is not None
+            continues = self._followed[self.server.seats[order.worker].columns] == key - 1
+            self._request.on_part(self._rollouts.part(order, self._request.steps, stage, stop, ends, continues))

@@ -4,16 +4,21 @@ A session yields batches. With `num_chunks=None` batch `b` is one chunk of every
 `num_chunks` chunks to arrive. Admission is one rule: batches outstanding + unread + held by the
 learner never exceed `max_staleness + 1`; a learner that publishes once per batch then never meets an older row.
 What publishes more often makes rows too old: those are dropped here, counted, and rolled again.
+
+A workflow opens a feed instead: chunks are taken one by one, as they arrive, and count as held until their rows were
+consumed. Without a bound on staleness only room holds workers back; `invited` ones wait to be asked for each chunk.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 _QUEUED_PER_WORKER = 2  # one being rolled, one to go on with at once
+_FEED_LANES = 3  # the same, and one that is being taken in
 
 
 @dataclass(frozen=True)
@@ -55,10 +60,19 @@ class Session:
     held_chunks: int = 0
     lanes: dict[int, list[int]] = field(default_factory=dict)
     """Per worker, free lanes (first-come sessions only)."""
+    is_feed: bool = False
+    invited: dict[int, int] | None = None
+    """Per worker, how many tickets it was asked to take; None: it takes what it may have."""
 
     @property
     def depth(self) -> int:
         return (self.max_staleness or 0) + 1
+
+    @property
+    def most_chunks(self) -> float:
+        """How many chunks may be outstanding, unread or held (first-come sessions only)."""
+        assert self.num_chunks is not None
+        return math.inf if self.is_feed and self.max_staleness is None else self.depth * self.num_chunks
 
 
 class Tickets:
@@ -92,6 +106,23 @@ class Tickets:
             session.lanes[worker] = list(range(lanes))
         self._session = session
 
+    def open_feed(self, max_staleness: int | None, num_chunks: int, invited: bool) -> None:
+        """Begin a session whose chunks are taken one by one; `num_chunks` of them are consumed together."""
+        self.open(max_staleness, num_chunks)
+        assert self._session is not None
+        self._session.is_feed = True
+        self._session.lanes = {worker: list(range(_FEED_LANES)) for worker in range(self._workers)}
+        if invited:
+            self._session.invited = dict.fromkeys(range(self._workers), 0)
+
+    feed_lanes = _FEED_LANES
+
+    def invite(self) -> None:
+        """Every worker may roll one more chunk."""
+        if self._session is not None and self._session.invited is not None:
+            for worker in self._session.invited:
+                self._session.invited[worker] += 1
+
     @property
     def is_open(self) -> bool:
         return self._session is not None
@@ -103,6 +134,10 @@ class Tickets:
     @property
     def buffered(self) -> int:
         return len(self._arrived)
+
+    def arrived_of(self) -> list[int]:
+        """The workers of chunks that nobody took yet, in order."""
+        return [arrived.order.worker for arrived in self._arrived]
 
     def busy(self, worker: int) -> int:
         """How many tickets a worker holds."""
@@ -139,11 +174,15 @@ class Tickets:
         while True:
             ahead = len(self._outstanding) + len(self._arrived) + session.held_chunks
             free = [w for w in available if session.lanes[w] and self.busy(w) < _QUEUED_PER_WORKER]
-            if not free or ahead >= session.depth * wanted:
+            if session.invited is not None:
+                free = [w for w in free if session.invited[w]]
+            if not free or ahead >= session.most_chunks:
                 return orders
             # Whoever has least to do; among equals, whoever got least so far.
             worker = min(free, key=lambda w: (self.busy(w), session.issued[w]))
             session.issued[worker] += 1
+            if session.invited is not None:
+                session.invited[worker] -= 1
             lane = session.lanes[worker].pop()
             orders.append(self._order(session, worker, -1, lane, version + ahead // wanted))
 
@@ -204,6 +243,34 @@ class Tickets:
             session.redo[order.worker].append((order.batch, order.lane))
         else:
             session.lanes[order.worker].append(order.lane)
+            if session.invited is not None:
+                session.invited[order.worker] += 1
+
+    def take_one(self, wanted: Callable[[int], bool], version: int) -> Arrived | None:
+        """The first chunk of a feed whose worker is wanted: held until `consumed`, its lane in use until `stored`."""
+        session = self._session
+        assert session is not None
+        self._drop_stale(session, version)
+        for arrived in self._arrived:
+            if wanted(arrived.order.worker):
+                self._arrived.remove(arrived)
+                session.held_chunks += 1
+                self.delivered += 1
+                return arrived
+        return None
+
+    def stored(self, arrived: Arrived) -> None:
+        """A chunk of a feed was copied to where it stays."""
+        if self._session is not None:
+            self._session.lanes[arrived.order.worker].append(arrived.order.lane)
+
+    def consumed(self, chunks: int, stale: bool = False) -> None:
+        """The learner is done with some chunks of a feed, or they were found too old when it was their turn."""
+        if self._session is not None:
+            self._session.held_chunks -= chunks
+        if stale:
+            self.delivered -= chunks
+            self.dropped["stale"] += chunks
 
     def take(self, version: int) -> list[Arrived] | None:
         """The next batch if it is there, its chunks in order of workers; releases the one before."""

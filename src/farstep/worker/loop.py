@@ -34,6 +34,7 @@ from farstep.worker.program import Program
 from farstep.worker.progress import CANCEL, COUNT, PHASE, SLOT, Phase
 from farstep.worker.rolling import AnyHost, NotWanted, Roller
 from farstep.worker.rows import Slots
+from farstep.worker.shipping import Shipping
 from farstep.worker.strict_hosting import StrictEnvs
 from farstep.worker.vector_hosting import HostedVector
 from farstep.worker.weights import RemoteWeights, SharedWeights, Weights, check_digest
@@ -145,6 +146,8 @@ class Worker:
                 self._hear(message, received.frames[1:])
             case m.Weights():
                 log.debug("weights of version %d come too late", message.version)
+            case m.Taken():
+                pass  # of a chunk that is done
             case m.Lay():
                 self._roller.lay(message, received.fds)
             case m.Ship():
@@ -180,7 +183,8 @@ class Worker:
             self._host = (HostedVector if source.is_vector else HostedEnvs)(source, slots, self._words)
         self._obs, self._obs_schema = space_schema(self._host.observation_space, "obs")
         _, self._action_schema = space_schema(self._host.action_space, "action")
-        self._roller = Roller(self._host, self._words, self._look)
+        self._shipping = Shipping(self._program.transfer, self._send, self._look)
+        self._roller = Roller(self._host, self._words, self._look, self._shipping)
         spaces = (pack(self._host.observation_space), pack(self._host.action_space))
         self._send(m.Ready(*spaces))
         self._words[PHASE] = Phase.CONNECT  # whose limit is meant for imports
@@ -271,6 +275,9 @@ class Worker:
 
     def _put_off(self, message: m.FromHead, received: Received) -> None:
         """While a ticket is being done, only what takes it back is heard; the rest comes afterwards, in order."""
+        if isinstance(message, m.Taken):
+            self._shipping.heard(message)
+            return
         if isinstance(message, m.Cancel):
             self._words[CANCEL] = message.upto
         self._unread.append(received)
@@ -290,7 +297,7 @@ class Worker:
         self._order += ticket.steps > 0
         try:
             self._sync(ticket)
-            chunk, arrays = self._roller.roll(ticket, frames, self._actor)
+            chunk, arrays = self._roller.roll(ticket, frames, self._actor, self._order)
         except NotWanted:
             return
         except self._theirs as error:

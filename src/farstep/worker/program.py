@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import cloudpickle
 
-from farstep.config import ALL_WEIGHTS, WeightsConfig
+from farstep.config import ALL_AT_ONCE, ALL_WEIGHTS, TransferConfig, WeightsConfig
 from farstep.core import SyncRule
 from farstep.errors import ConfigError
 from farstep.worker.sources import Source
@@ -21,6 +21,7 @@ class Program:
     sync: SyncRule
     inference: str = "auto"
     weights: WeightsConfig = ALL_WEIGHTS
+    transfer: TransferConfig = ALL_AT_ONCE
     autoreset_mode: str = ""
     """Set for `make_vec`, whose workers follow Gymnasium's semantics and do not act."""
     seed: int = 0

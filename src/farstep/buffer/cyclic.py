@@ -1,0 +1,255 @@
+"""Cyclic blocks: per key one array `[rows, columns, ...]` in shared memory, and a header that says what of it is true.
+
+Every column (an environment slot) has one writer and cursors of its own, which count rows since the beginning and
+never go back: row `p` of a column is stored at `p % rows`. A writer first *claims* rows (from then on what they held
+before is not to be read), writes them and then *commits* them, key by key if it likes; so a reader never takes a row
+that is half written, also when the writer was killed in the middle of one. A column that changes hands gets a new
+generation and goes on after the last committed row.
+
+A reader in another process maps the memory and copies: `read` looks at the claim again afterwards, and copies that
+were overtaken are not handed out. Registered consumers have read cursors in the header, for `backlog`.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from farstep.buffer.blocks import Layout
+from farstep.core import Array
+from farstep.errors import ClosedError, ConfigError
+from farstep.spec import Schema
+from farstep.wire.memory import SharedMemory
+
+_MAGIC = 0x6661727374657031  # "farstep1"
+_WORDS = 8  # magic, bytes of the description, rows, columns, consumers; the rest is free
+_PAGE = 4096
+_own = threading.local()
+
+
+class _Description(msgspec.Struct):
+    """What somebody needs to map the blocks."""
+
+    rows: int
+    columns: int
+    consumers: int
+    schema: Schema
+
+
+class CyclicBlocks:
+    """The blocks of one buffer, in this process or mapped from another."""
+
+    def __init__(self, memory: SharedMemory, description: _Description) -> None:
+        self.memory = memory
+        self.rows, self.columns, self.schema = description.rows, description.columns, description.schema
+        self.keys = {name: i for i, name in enumerate(self.schema)}
+        words = np.frombuffer(memory.map, np.int64, offset=_PAGE, count=_header_words(description))
+        columns, keys = self.columns, max(1, len(self.keys))
+        self.generation: Array = words[:columns]
+        """Per column, how often it changed hands; odd while somebody owns it."""
+        self.claimed: Array = words[columns : 2 * columns]
+        """Per column, up to where rows may be half written."""
+        self.written: Array = words[2 * columns : (2 + keys) * columns].reshape(keys, columns)
+        """Per key and column, how many rows were committed."""
+        self.cursors: Array = words[(2 + keys) * columns :].reshape(description.consumers, columns)
+        """Per consumer and column, how many rows it has read."""
+        start = _PAGE + _pages(words.nbytes)
+        blocks = _layout(description).views(memoryview(memory.map)[start:])
+        self.arrays: dict[str, Array] = {name: block[0] for name, block in blocks.items()}
+
+    @classmethod
+    def create(cls, schema: Schema, rows: int, columns: int = 1, consumers: int = 0) -> CyclicBlocks:
+        """New memory, for this process and whoever it hands `path` to."""
+        description = _Description(rows, columns, consumers, dict(schema))
+        said = msgspec.msgpack.encode(description)
+        if len(said) > _PAGE - 8 * _WORDS:
+            raise ConfigError(f"{len(schema)} arrays are too many to describe; put some of them together.")
+        memory = SharedMemory.create(cls.nbytes_of(schema, rows, columns, consumers), "farstep-buffer")
+        np.frombuffer(memory.map, np.int64, 2)[:] = _MAGIC, len(said)
+        memory.map[8 * _WORDS : 8 * _WORDS + len(said)] = said
+        return cls(memory, description)
+
+    @staticmethod
+    def nbytes_of(schema: Schema, rows: int, columns: int = 1, consumers: int = 0) -> int:
+        """What `create` takes."""
+        description = _Description(rows, columns, consumers, dict(schema))
+        return _PAGE + _pages(8 * _header_words(description)) + _layout(description).nbytes
+
+    @classmethod
+    def attach(cls, path: str | Path) -> CyclicBlocks:
+        """Blocks of another process of this host, by its `path`; nothing that stands there is executed."""
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            nbytes = os.fstat(fd).st_size
+            memory = SharedMemory(fd, nbytes)
+        except BaseException:
+            os.close(fd)
+            raise
+        magic, length = np.frombuffer(memory.map, np.int64, 2).tolist() if nbytes >= _PAGE else (0, 0)
+        try:
+            if magic != _MAGIC or not 0 < length <= _PAGE - 8 * _WORDS:
+                raise ConfigError(f"{path} holds no blocks of farstep's.")
+            description = msgspec.msgpack.decode(memory.map[8 * _WORDS : 8 * _WORDS + length], type=_Description)
+            if cls.nbytes_of(description.schema, description.rows, description.columns, description.consumers) > nbytes:
+                raise ConfigError(f"{path} is smaller than the blocks it describes.")
+            return cls(memory, description)
+        except (msgspec.DecodeError, ConfigError) as error:
+            memory.close()
+            raise error if isinstance(error, ConfigError) else ConfigError(f"{path} holds no blocks: {error}") from None
+
+    @property
+    def path(self) -> str:
+        """Where other processes of this user find the memory while this one lives."""
+        if self.memory.fd < 0:
+            raise ClosedError("these blocks are closed.")
+        return f"/proc/{os.getpid()}/fd/{self.memory.fd}"
+
+    # ---- columns ----
+
+    def join(self, first: int, count: int) -> Writer:
+        """Become the writer of these columns; what they hold stays."""
+        if not 0 <= first <= first + count <= self.columns or count < 1:
+            raise ConfigError(f"columns {first} to {first + count} are not within the {self.columns} reserved ones.")
+        columns = slice(first, first + count)
+        if (self.generation[columns] % 2).any():
+            raise ConfigError(f"columns {first} to {first + count} have a writer; it must leave, or be dead, first.")
+        self.generation[columns] += 1
+        # Keys that a dead writer had committed beyond others are taken back: a row is there when all of it is.
+        self.written[:, columns] = self.committed(columns)
+        return Writer(self, first, count)
+
+    def leave(self, first: int, count: int) -> None:
+        """Their writer is gone; whoever joins next goes on after its last committed row."""
+        columns = slice(first, first + count)
+        self.generation[columns] += self.generation[columns] % 2
+
+    def committed(self, columns: slice = slice(None)) -> Array:
+        """Per column, how many rows are there with all their keys."""
+        least: Array = self.written[:, columns].min(axis=0)
+        return least
+
+    # ---- reading ----
+
+    def oldest(self, column: int) -> int:
+        """The first row of a column that is not, and is not being, overwritten."""
+        return max(0, int(self.claimed[column]) - self.rows)
+
+    def read(self, column: int, start: int, count: int, keys: Sequence[str] | None = None) -> dict[str, Array] | None:
+        """Copies of committed rows `[start, start + count)` of a column; None if they are not all there any more, or
+        not yet."""
+        names = list(self.schema if keys is None else keys)
+        places = np.arange(start, start + count) % self.rows
+        if any(start + count > self.written[self.keys[name], column] for name in names):
+            return None
+        fence()
+        copies = {name: self.arrays[name][places, column] for name in names}
+        fence()
+        return copies if start >= self.oldest(column) else None
+
+    def backlog(self, consumer: int) -> Array:
+        """Per column, how many committed rows a consumer has not read."""
+        backlog: Array = self.committed() - self.cursors[consumer]
+        return backlog
+
+    def close(self) -> None:
+        """Give the memory back, when the last array over it goes."""
+        self.memory.close()
+
+
+class Writer:
+    """Writes some columns; the only one to do so, until it leaves."""
+
+    def __init__(self, blocks: CyclicBlocks, first: int, count: int) -> None:
+        self._blocks, self._columns = blocks, slice(first, first + count)
+        self._generation = int(blocks.generation[first])
+        self._first, self._count = first, count
+        self._runs = self._of(blocks.committed(self._columns))
+
+    def claim(self, rows: int) -> list[tuple[slice, int]]:
+        """From now on the next `rows` rows are being written: neighbouring columns whose cursors agree, and these."""
+        blocks = self._blocks
+        if rows > blocks.rows:
+            raise ConfigError(f"{rows} rows at once do not fit into a block of {blocks.rows}.")
+        if blocks.generation[self._first] != self._generation:
+            raise ClosedError("these columns belong to another writer now.")
+        for columns, start in self._runs:
+            blocks.claimed[columns] = start + rows
+        fence()
+        return self._runs
+
+    def commit(self, rows: int, keys: Sequence[str] | None = None) -> None:
+        """What was claimed is written: all of it, or the arrays of these keys."""
+        blocks, columns = self._blocks, self._columns
+        fence()
+        if keys is None:
+            blocks.written[:, columns] += rows
+        else:
+            for name in keys:
+                blocks.written[blocks.keys[name], columns] += rows
+        if keys is None or self._complete(rows):
+            self._runs = [(run, start + rows) for run, start in self._runs]
+
+    def _complete(self, rows: int) -> bool:
+        least = self._blocks.committed(self._columns)
+        return all(least[run.start - self._first] == start + rows for run, start in self._runs)
+
+    def write(self, values: Mapping[str, Array]) -> None:
+        """Claim, copy `[T, n, ...]` arrays and commit them."""
+        rows = len(next(iter(values.values())))
+        for columns, start in self.claim(rows):
+            part = slice(columns.start - self._first, columns.stop - self._first)
+            for here, there in spans(start % self._blocks.rows, rows, self._blocks.rows):
+                for name, value in values.items():
+                    self._blocks.arrays[name][here, columns] = value[there, part]
+        self.commit(rows)
+
+    def _of(self, cursors: Array) -> list[tuple[slice, int]]:
+        cuts = np.flatnonzero(np.diff(cursors)) + 1
+        edges = [0, *cuts.tolist(), len(cursors)]
+        return [(slice(self._first + a, self._first + b), int(cursors[a])) for a, b in pairwise(edges)]
+
+    def leave(self) -> None:
+        if self._blocks.generation[self._first] == self._generation:
+            self._blocks.leave(self._first, self._count)
+
+
+def spans(place: int, count: int, rows: int) -> Iterator[tuple[slice, slice]]:
+    """Where `count` rows from `place` on go in a cyclic block: rows of the block, rows of the values."""
+    until = min(count, rows - place)
+    yield slice(place, place + until), slice(0, until)
+    if until < count:
+        yield slice(0, count - until), slice(until, count)
+
+
+def fence() -> None:
+    """What this thread wrote before is visible to other processors before what it writes now, and so for reading.
+
+    A release followed by an acquire of one lock, which is a full barrier on the processors Python runs on; NumPy has
+    none of its own, and on ARM plain stores may pass each other.
+    """
+    try:
+        gate = _own.gate
+    except AttributeError:
+        gate = _own.gate = threading.Lock()
+        gate.acquire()
+    gate.release()
+    gate.acquire()
+
+
+def _layout(description: _Description) -> Layout:
+    # A lane of `steps + 1` rows is a block of as many.
+    return Layout(1, description.rows - 1, description.columns, description.schema)
+
+
+def _header_words(description: _Description) -> int:
+    return (2 + max(1, len(description.schema)) + description.consumers) * description.columns
+
+
+def _pages(nbytes: int) -> int:
+    return -(-nbytes // _PAGE) * _PAGE

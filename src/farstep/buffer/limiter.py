@@ -1,0 +1,161 @@
+"""When rows may be inserted and sampled: counters and two inequalities, as in Reverb, without waiting.
+
+    diff = inserts * samples_per_insert - samples
+
+Sampling `n` rows needs `min_size` rows and may not bring `diff` below `min_diff`; inserting `n` rows may not bring it
+above `max_diff`, unless the rows do not even reach `min_size`. Deletions change the size and not `diff`.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from dataclasses import dataclass
+
+from farstep.config import check_count
+from farstep.errors import ConfigError
+
+
+@dataclass
+class RateLimiter:
+    """The general form; `MinSize`, `SampleToInsertRatio`, `Queue` and `Stack` are its usual settings.
+
+    The four options may be changed while it is in use; `Buffer.limit` does so and wakes whoever waits.
+    """
+
+    samples_per_insert: float
+    min_size: int
+    min_diff: float
+    max_diff: float
+
+    inserts: int = 0
+    samples: int = 0
+    deletes: int = 0
+
+    def __post_init__(self) -> None:
+        self.check()
+
+    def check(self) -> None:
+        """Refuse options with which nobody could ever go on."""
+        spi, first = self.samples_per_insert, self.min_size
+        if not (_is_real(spi) and 0 < spi < math.inf):
+            raise ConfigError(f"samples_per_insert is {spi!r}; it must be a number above 0.")
+        check_count("min_size", first)
+        for name in ("min_diff", "max_diff"):
+            if not _is_real(getattr(self, name)):
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be a number, or infinite.")
+        if self.min_diff > spi * first:
+            raise ConfigError(
+                f"min_diff={self.min_diff:g} is more than samples_per_insert * min_size = {spi * first:g}: with "
+                f"{first} rows inserted nothing could be sampled yet, and in the end nothing at all. Lower min_diff."
+            )
+        most = spi * max(first, math.floor(self.max_diff / spi)) if self.max_diff < math.inf else math.inf
+        if most - 1 < self.min_diff:
+            raise ConfigError(
+                f"inserting stops at a difference of {most:g} and sampling needs {self.min_diff + 1:g}, so both "
+                f"would wait for ever. Raise max_diff={self.max_diff:g} or lower min_diff={self.min_diff:g}."
+            )
+        if self.max_diff < spi * first:
+            warnings.warn(
+                f"max_diff={self.max_diff:g} is less than samples_per_insert * min_size = {spi * first:g}: after the "
+                f"first {first} rows nothing is inserted until {spi * first - self.max_diff:g} samples were taken.",
+                stacklevel=4,
+            )
+
+    # ---- what may be done ----
+
+    @property
+    def diff(self) -> float:
+        return self.inserts * self.samples_per_insert - self.samples
+
+    @property
+    def size(self) -> int:
+        return self.inserts - self.deletes
+
+    def can_insert(self, n: int = 1) -> bool:
+        if self.size + n <= self.min_size:
+            return True
+        return (self.inserts + n) * self.samples_per_insert - self.samples <= self.max_diff
+
+    def can_sample(self, n: int = 1) -> bool:
+        return self.size >= self.min_size and self.diff - n >= self.min_diff
+
+    def room(self, n: int) -> int:
+        """How many of `n` rows may be inserted now."""
+        if self.can_insert(n):
+            return n
+        low, high = 0, n  # can_insert(low) or low is 0, not can_insert(high)
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.can_insert(middle) else (low, middle)
+        return low
+
+    def most_samples(self) -> float:
+        """How many samples can ever be taken at once."""
+        reach = max(self.max_diff, self.samples_per_insert * self.min_size)
+        return reach - self.min_diff
+
+    def never_inserts(self, n: int) -> bool:
+        """Whether `n` rows at once can never be inserted, however many samples were taken before."""
+        return n > self.min_size and n * self.samples_per_insert + self.min_diff > self.max_diff
+
+    # ---- what was done ----
+
+    def insert(self, n: int = 1) -> None:
+        self.inserts += n
+
+    def sample(self, n: int = 1) -> None:
+        self.samples += n
+
+    def delete(self, n: int = 1) -> None:
+        self.deletes += n
+
+    def __str__(self) -> str:
+        return (
+            f"{self.inserts} inserted, {self.samples} sampled, {self.deletes} deleted; samples_per_insert="
+            f"{self.samples_per_insert:g}, min_size={self.min_size}, diff={self.diff:g} within "
+            f"[{self.min_diff:g}, {self.max_diff:g}]"
+        )
+
+
+def MinSize(min_size: int) -> RateLimiter:  # noqa: N802 - one of the limiters, whatever makes it
+    """Sample as soon as there are `min_size` rows; insert always."""
+    return RateLimiter(1.0, min_size, -math.inf, math.inf)
+
+
+def SampleToInsertRatio(  # noqa: N802
+    samples_per_insert: float, min_size: int, error_buffer: float | tuple[float, float]
+) -> RateLimiter:
+    """Keep samples / inserts near a ratio: whoever runs ahead by more than `error_buffer` samples waits.
+
+    A number allows as much on both sides of `samples_per_insert * min_size`; a pair is `min_diff` and `max_diff`.
+    """
+    if isinstance(error_buffer, tuple):
+        low, high = error_buffer
+    elif _is_real(error_buffer) and _is_real(samples_per_insert):
+        middle = check_count("min_size", min_size) * samples_per_insert
+        low, high = middle - error_buffer, middle + error_buffer
+    else:
+        raise ConfigError(f"error_buffer is {error_buffer!r}; it must be a number, or min_diff and max_diff.")
+    needed = 2 * max(1.0, samples_per_insert)
+    if not high - low >= needed:
+        raise ConfigError(
+            f"error_buffer={error_buffer!r} leaves {high - low:g} samples between the bounds; with samples_per_insert="
+            f"{samples_per_insert:g} at least {needed:g} are needed, or inserting and sampling wait for each other for "
+            "ever. Raise error_buffer."
+        )
+    return RateLimiter(samples_per_insert, min_size, low, high)
+
+
+def Queue(size: int) -> RateLimiter:  # noqa: N802
+    """Every row is sampled once, and at most `size` wait; for `FIFO`."""
+    return RateLimiter(1.0, 1, 0.0, check_count("size", size))
+
+
+def Stack(size: int) -> RateLimiter:  # noqa: N802
+    """As `Queue`; for `LIFO`."""
+    return Queue(size)
+
+
+def _is_real(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value)

@@ -1,0 +1,292 @@
+"""Samplers: which rows a batch is made of, and what of them.
+
+Each is a small description (frozen, comparable, saved with a checkpoint); `selector` makes what does the choosing. The
+plain ones (`FIFO`, `LIFO`, `Uniform`, `Prioritized`, `MinHeap`, `MaxHeap`) also serve as removers.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import numpy as np
+
+from farstep.buffer.selectors import HeapSelector, OrderSelector, PrioritySelector, Selector, UniformSelector
+from farstep.buffer.store import Store
+from farstep.buffer.table import Table
+from farstep.config import check_count
+from farstep.core import Array
+from farstep.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """What samplers have in common: single rows, as often as they are drawn."""
+
+    once: ClassVar[bool] = False
+    """A row is gone when it was sampled, unless `max_times_sampled` says otherwise."""
+    needs_order: ClassVar[bool] = False
+    """Rows must stay in the order of their episodes, so only the oldest may be removed."""
+    beta: ClassVar[float] = 0.0
+    """Exponent of importance weights."""
+
+    def selector(self, table: Table) -> Selector:
+        raise NotImplementedError
+
+    def usable(self, store: Store, cells: Array) -> Array | None:
+        """Which of these rows can be sampled; None: all of them."""
+        return None
+
+    def rows(self, store: Store, cells: Array) -> dict[str, Array]:
+        """The batch that begins at these cells."""
+        batch = {name: store.take(name, cells) for name in store.schema}
+        if store.tails is not None:
+            batch.update(_next_obs(store, cells))
+        return batch
+
+
+@dataclass(frozen=True)
+class Uniform(Sampler):
+    """Every row alike, with replacement."""
+
+    def selector(self, table: Table) -> Selector:
+        return UniformSelector(table)
+
+
+@dataclass(frozen=True)
+class FIFO(Sampler):
+    """The oldest rows, each once."""
+
+    once = True
+
+    def selector(self, table: Table) -> Selector:
+        return OrderSelector(table, newest=False)
+
+
+@dataclass(frozen=True)
+class LIFO(Sampler):
+    """The newest rows, each once."""
+
+    once = True
+
+    def selector(self, table: Table) -> Selector:
+        return OrderSelector(table, newest=True)
+
+
+@dataclass(frozen=True)
+class FullBatch(FIFO):
+    """All rows that are there, each once, as soon as there are as many as asked for."""
+
+
+@dataclass(frozen=True)
+class Prioritized(Sampler):
+    """In proportion to priority ** alpha; weights are (N * probability) ** -beta, the largest scaled to 1.
+
+    A new row gets the highest priority so far, at first 1. (Schaul et al. 2016, proportional variant.)
+    """
+
+    alpha: float = 0.6
+    beta: float = 0.4  # type: ignore[misc]
+
+    def __post_init__(self) -> None:
+        for name in ("alpha", "beta"):
+            value = getattr(self, name)
+            if not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+                raise ConfigError(f"{name} is {value!r}; it must be a number of at least 0.")
+
+    def selector(self, table: Table) -> Selector:
+        return PrioritySelector(table, self.alpha)
+
+
+@dataclass(frozen=True)
+class MinHeap(Sampler):
+    """The rows of lowest priority, in order; new rows have priority 1."""
+
+    def selector(self, table: Table) -> Selector:
+        return HeapSelector(table, highest=False)
+
+
+@dataclass(frozen=True)
+class MaxHeap(Sampler):
+    """The rows of highest priority, in order; new rows have priority 1."""
+
+    def selector(self, table: Table) -> Selector:
+        return HeapSelector(table, highest=True)
+
+
+@dataclass(frozen=True)
+class _Composed(Sampler):
+    """Rows that another sampler chooses are where something longer begins."""
+
+    by: Sampler = field(default_factory=Uniform, kw_only=True)
+    """What chooses."""
+
+    needs_order = True
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.by, Sampler) or self.by.needs_order:
+            raise ConfigError(f"by={self.by!r}; {type(self).__name__} is built on a sampler of single rows.")
+
+    def selector(self, table: Table) -> Selector:
+        return self.by.selector(table)
+
+    @property
+    def beta(self) -> float:  # type: ignore[override]
+        return self.by.beta
+
+
+@dataclass(frozen=True)
+class NStep(_Composed):
+    """Transitions over `n` steps: `reward` is the discounted sum, `next_obs` what was observed after the last step and
+    `discount` what its value is to be multiplied with (0 where the episode terminated).
+
+    Fewer steps, in `steps`, where an episode ends earlier or newer rows are not there yet; never across an end.
+    """
+
+    n: int = 3
+    gamma: float = 0.99
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_count("n", self.n)
+        if not isinstance(self.gamma, (int, float)) or not 0 <= self.gamma <= 1:
+            raise ConfigError(f"gamma is {self.gamma!r}; it must be a number from 0 to 1.")
+
+    def _last(self, store: Store, cells: Array) -> tuple[Array, Array]:
+        """The last row of each transition, and how many it takes."""
+        steps = np.ones(len(cells), np.int64)
+        for _ in range(self.n - 1):
+            goes_on = ~store.flat_cut.take(cells)
+            cells = np.where(goes_on, store.following(cells), cells)
+            steps += goes_on
+        return cells, steps
+
+    def usable(self, store: Store, cells: Array) -> Array | None:
+        if store.tails is not None or "next_obs" in store.schema:
+            return None
+        last, _ = self._last(store, cells)  # what was observed after it must be in the row that follows, or not matter
+        known = ~store.flat_cut.take(last)
+        return known | store.take("terminated", last).astype(bool) if "terminated" in store.schema else known
+
+    def rows(self, store: Store, cells: Array) -> dict[str, Array]:
+        if "reward" not in store.schema:
+            raise ConfigError("NStep adds up rewards, and the rows have no array 'reward'.")
+        batch = super().rows(store, cells)
+        last, steps = self._last(store, cells)
+        reward, at = batch["reward"].copy(), cells
+        for k in range(1, self.n):
+            at = np.where(k < steps, store.following(at), at)
+            reward += np.where(k < steps, self.gamma**k * store.take("reward", at), 0).astype(reward.dtype)
+        batch["reward"], batch["steps"] = reward, steps
+        for name in ("terminated", "truncated", "done"):
+            if name in store.schema:
+                batch[name] = store.take(name, last)
+        ended = batch.get("terminated", batch.get("done", np.zeros(len(cells), bool)))
+        batch["discount"] = np.where(ended, 0.0, self.gamma**steps)
+        if store.tails is not None:
+            batch.update(_next_obs(store, last))
+        elif "next_obs" in store.schema:
+            batch["next_obs"] = store.take("next_obs", last)
+        elif "obs" in store.schema:
+            batch["next_obs"] = store.observed_after("obs", last)
+        return batch
+
+
+@dataclass(frozen=True)
+class Sequence(_Composed):
+    """`length` rows of one episode that follow each other: arrays `[batch, length, ...]`.
+
+    With `pad`, a sequence may also begin nearer to its episode's end; it is filled up with its last row, and the array
+    `valid` is False there.
+    """
+
+    length: int = 2
+    pad: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_count("length", self.length)
+
+    def usable(self, store: Store, cells: Array) -> Array | None:
+        return None if self.pad else np.asarray(self._path(store, cells)[1].all(axis=1))
+
+    def _path(self, store: Store, cells: Array) -> tuple[Array, Array]:
+        return path(store, cells, self.length)
+
+    def rows(self, store: Store, cells: Array) -> dict[str, Array]:
+        return _sequences(store, *self._path(store, cells))
+
+
+@dataclass(frozen=True)
+class DPER(Sampler):
+    """Whole episodes in proportion to priority ** alpha (DistRL's trajectory replay); see `trajectory_priority`.
+
+    A batch is of episodes: arrays `[batch, longest, ...]`, filled up with last rows, `valid` False there. Keys name
+    episodes; a new one gets the highest priority so far.
+    """
+
+    alpha: float = 0.5
+    beta: float = 0.0  # type: ignore[misc]
+
+    needs_order = True
+
+    def selector(self, table: Table) -> Selector:
+        return EpisodeSelector(table, self.alpha)
+
+    def rows(self, store: Store, cells: Array) -> dict[str, Array]:
+        length, at = 1, cells
+        while not store.flat_cut.take(at).all():
+            at = np.where(store.flat_cut.take(at), at, store.following(at))
+            length += 1
+        return _sequences(store, *path(store, cells, length))
+
+
+class EpisodeSelector(PrioritySelector):
+    """As by priority, but an item counts only once it is known to begin a whole episode."""
+
+    def inserted(self, cells: Array, keys: Array) -> None:
+        self.removed(cells)
+
+    def completed(self, cells: Array) -> None:
+        """Episodes that begin here are complete."""
+        super().inserted(cells, cells)
+
+    @property
+    def episodes(self) -> int:
+        return int(np.count_nonzero(self.weights))
+
+
+def trajectory_priority(
+    td_errors: Array, ratios: Array, logprobs: Array, *, w1: float = 50.0, w2: float = 1.0, w3: float = 0.01
+) -> float:
+    """DPER's priority of one episode: weighted means of |TD error|, of the ratios learner / behaviour (each at most
+    10) and of the surprisal -log pi; at least 1e-6. (DistRL, section 5.3; the weights are those of its code.)"""
+    mean = w1 * np.abs(td_errors).mean() + w2 * np.minimum(ratios, 10.0).mean() - w3 * np.mean(logprobs)
+    return float(max(mean, 1e-6))
+
+
+def path(store: Store, cells: Array, length: int) -> tuple[Array, Array]:
+    """`[n, length]` cells from each on, and which of them belong to the same episode as the first."""
+    cells_at, there = np.empty((len(cells), length), np.int64), np.empty((len(cells), length), bool)
+    goes_on = np.ones(len(cells), bool)
+    for t in range(length):
+        cells_at[:, t], there[:, t] = cells, goes_on
+        goes_on = goes_on & ~store.flat_cut.take(cells)
+        cells = np.where(goes_on, store.following(cells), cells)
+    return cells_at, there
+
+
+def _sequences(store: Store, cells: Array, there: Array) -> dict[str, Array]:
+    flat = cells.reshape(-1)
+    batch = {name: store.take(name, flat) for name in store.schema}
+    if store.tails is not None:
+        batch.update(_next_obs(store, flat))
+    batch = {name: value.reshape(*cells.shape, *value.shape[1:]) for name, value in batch.items()}
+    batch["valid"] = there & batch["valid"] if "valid" in batch else there
+    return batch
+
+
+def _next_obs(store: Store, cells: Array) -> dict[str, Array]:
+    names = [name for name in store.schema if name.split(".")[0] == "obs"]
+    return {"next_" + name: store.observed_after(name, cells) for name in names}

@@ -1,0 +1,187 @@
+"""Selectors choose items: to be sampled, or to be removed when a buffer is full. They see cells, never rows.
+
+A selector is told of every item that comes (`inserted`), goes (`removed`) or gets a priority (`updated`).
+"""
+
+from __future__ import annotations
+
+import heapq
+from typing import Protocol
+
+import numpy as np
+
+from farstep.buffer.sums import SumTree
+from farstep.buffer.table import Table
+from farstep.core import Array
+
+
+class Selector(Protocol):
+    """Chooses among the items of one table."""
+
+    distinct: bool
+    """Never the same item twice in one selection."""
+
+    def inserted(self, cells: Array, keys: Array) -> None: ...
+
+    def removed(self, cells: Array) -> None: ...
+
+    def updated(self, cells: Array, priorities: Array) -> None: ...
+
+    def select(self, n: int, rng: np.random.Generator) -> tuple[Array, Array]:
+        """Cells of `n` items, and with which probability each was chosen."""
+        ...
+
+
+class Idle:
+    """Keeps nothing of what it is told."""
+
+    distinct = False
+
+    def inserted(self, cells: Array, keys: Array) -> None:
+        pass
+
+    def removed(self, cells: Array) -> None:
+        pass
+
+    def updated(self, cells: Array, priorities: Array) -> None:
+        pass
+
+
+class UniformSelector(Idle):
+    """Every item alike."""
+
+    def __init__(self, table: Table) -> None:
+        self._table = table
+
+    def select(self, n: int, rng: np.random.Generator) -> tuple[Array, Array]:
+        return self._table.draw(n, rng), np.full(n, 1 / max(1, self._table.size))
+
+
+class OrderSelector(Idle):
+    """The oldest items first, or the newest, in order of insertion; priorities do not count."""
+
+    distinct = True
+
+    def __init__(self, table: Table, newest: bool) -> None:
+        self._table, self._newest = table, newest
+        self._log: Array = np.zeros(16, np.int64)
+        """Keys in order of insertion, from `_first` to `_stop`; some of items that are gone."""
+        self._first = self._stop = 0
+
+    def inserted(self, cells: Array, keys: Array) -> None:
+        if self._stop + len(keys) > len(self._log):
+            kept = self._log[self._first : self._stop]
+            kept = kept[self._table.keys[kept % self._table.cells] == kept]
+            self._log = np.zeros(2 * (len(kept) + len(keys)), np.int64)
+            self._log[: len(kept)] = kept
+            self._first, self._stop = 0, len(kept)
+        self._log[self._stop : self._stop + len(keys)] = keys
+        self._stop += len(keys)
+
+    def select(self, n: int, rng: np.random.Generator) -> tuple[Array, Array]:
+        found: list[Array] = []
+        missing, at = n, self._stop if self._newest else self._first
+        while missing and self._first < self._stop:
+            if self._newest:
+                keys = self._log[max(self._first, at - missing) : at][::-1]
+                at -= len(keys)
+            else:
+                keys = self._log[at : min(self._stop, at + missing)]
+                at += len(keys)
+            if not len(keys):
+                break
+            cells = self._table.find(keys)
+            found.append(cells)
+            missing -= len(cells)
+            if not len(cells) and not found[:-1]:  # nothing but items that are gone: never look there again
+                if self._newest:
+                    self._stop = at
+                else:
+                    self._first = at
+        cells = np.concatenate(found) if found else np.zeros(0, np.int64)
+        return cells, np.ones(len(cells))
+
+
+class PrioritySelector(Idle):
+    """In proportion to priority ** alpha; where all are 0, every item alike."""
+
+    def __init__(self, table: Table, alpha: float) -> None:
+        self._table, self._alpha = table, alpha
+        self._tree = SumTree(table.cells)
+        self._highest = 1.0
+        """What a new item gets: the highest priority so far, so that each is seen at least once, soon."""
+
+    def inserted(self, cells: Array, keys: Array) -> None:
+        self._tree.set(cells, self._highest**self._alpha)
+
+    def removed(self, cells: Array) -> None:
+        self._tree.set(cells, 0.0)
+
+    def updated(self, cells: Array, priorities: Array) -> None:
+        if len(cells):
+            self._highest = max(self._highest, float(priorities.max()))
+            self._tree.set(cells, np.where(priorities > 0, priorities**self._alpha, 0.0))
+
+    def select(self, n: int, rng: np.random.Generator) -> tuple[Array, Array]:
+        total = self._tree.total
+        if not total > 0:
+            return self._table.draw(n, rng), np.full(n, 1 / max(1, self._table.size))
+        cells, weights = self._tree.draw(n, rng)
+        return cells, weights / total
+
+    @property
+    def weights(self) -> Array:
+        """priority ** alpha of each cell."""
+        return self._tree.weights
+
+    def restore(self, weights: Array, highest: float) -> None:
+        cells = np.flatnonzero(weights)
+        self._tree.set(cells, weights[cells])
+        self._highest = highest
+
+    @property
+    def highest(self) -> float:
+        return self._highest
+
+
+class HeapSelector(Idle):
+    """The items of lowest priority, or of highest; of equal ones the one that was inserted or updated longest ago."""
+
+    distinct = True
+
+    def __init__(self, table: Table, highest: bool) -> None:
+        self._table, self._sign = table, -1.0 if highest else 1.0
+        self._heap: list[tuple[float, int, int]] = []
+        self._stamp: Array = np.full(table.cells, -1, np.int64)
+        """Per cell, which entry of the heap is the true one."""
+        self._count = 0
+        self.priorities: Array = np.ones(table.cells)
+
+    def inserted(self, cells: Array, keys: Array) -> None:
+        self._push(cells, np.ones(len(cells)))
+
+    def removed(self, cells: Array) -> None:
+        self._stamp[cells] = -1
+
+    def updated(self, cells: Array, priorities: Array) -> None:
+        self._push(cells, priorities)
+
+    def _push(self, cells: Array, priorities: Array) -> None:
+        self.priorities[cells] = priorities
+        for cell, priority in zip(cells.tolist(), priorities.tolist(), strict=True):
+            self._stamp[cell] = self._count
+            heapq.heappush(self._heap, (self._sign * priority, self._count, cell))
+            self._count += 1
+        if len(self._heap) > 64 + 4 * self._table.size:
+            self._heap = [entry for entry in self._heap if self._stamp[entry[2]] == entry[1]]
+            heapq.heapify(self._heap)
+
+    def select(self, n: int, rng: np.random.Generator) -> tuple[Array, Array]:
+        found: list[tuple[float, int, int]] = []
+        while self._heap and len(found) < n:
+            entry = heapq.heappop(self._heap)
+            if self._stamp[entry[2]] == entry[1]:
+                found.append(entry)
+        for entry in found:
+            heapq.heappush(self._heap, entry)
+        return np.array([cell for _, _, cell in found], np.int64), np.ones(len(found))

@@ -1,0 +1,179 @@
+"""Rows of a buffer, in cyclic blocks, and what follows each of them.
+
+A row is followed by the next one of its column unless it is *cut*: its episode ended there, rows between were lost, or
+nothing came after it yet. What an environment showed after a cut row is kept beside the blocks (a tail), so that
+every row of a rollout has a next observation and none is stored twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from farstep.buffer.cyclic import CyclicBlocks, Writer, spans
+from farstep.buffer.table import Table
+from farstep.core import Array
+from farstep.spec import Schema
+
+ENDINGS = ("terminated", "truncated", "done")
+"""Arrays that say that an episode ended with the row."""
+
+
+class Tails:
+    """Observations after cut rows, by cell."""
+
+    def __init__(self, schema: Schema, cells: int) -> None:
+        self._of: Array = np.full(cells, -1, np.int32)
+        self._pool = {name: np.zeros((0, *spec.shape), spec.dtype) for name, spec in schema.items()}
+        self._free: list[int] = []
+
+    def put(self, cells: Array, values: Mapping[str, Array]) -> None:
+        """Keep one observation for each cell."""
+        if len(self._free) < len(cells):
+            self._grow(len(cells))
+        places = np.array([self._free.pop() for _ in range(len(cells))], np.int32)
+        self._of[cells] = places
+        for name, value in values.items():
+            self._pool[name][places] = value
+
+    def _grow(self, wanted: int) -> None:
+        held = len(next(iter(self._pool.values())))
+        more = max(64, wanted, held)
+        self._free += range(held + more - 1, held - 1, -1)
+        for name, values in self._pool.items():
+            self._pool[name] = np.concatenate([values, np.zeros((more, *values.shape[1:]), values.dtype)])
+
+    def drop(self, cells: Array) -> None:
+        """Forget what belongs to these cells."""
+        places = self._of[cells]
+        self._free += places[places >= 0].tolist()
+        self._of[cells] = -1
+
+    def fill(self, name: str, cells: Array, values: Array) -> None:
+        """Overwrite `values` where a cell has a tail."""
+        places = self._of.take(cells)
+        have = np.flatnonzero(places >= 0)
+        if len(have):
+            values[have] = self._pool[name][places[have]]
+
+    def state(self) -> dict[str, Array]:
+        """All of it, for a checkpoint."""
+        cells = np.flatnonzero(self._of >= 0)
+        return {"cells": cells, **{f"obs.{name}": pool[self._of[cells]] for name, pool in self._pool.items()}}
+
+
+class Store:
+    """Blocks, item table and tails of one buffer."""
+
+    def __init__(self, schema: Schema, rows: int, columns: int, tails: Sequence[str] = ()) -> None:
+        self.schema, self.rows, self.columns = schema, rows, columns
+        self.blocks = CyclicBlocks.create(schema, rows, columns)
+        self.table = Table(rows, columns)
+        self.flat: dict[str, Array] = {
+            name: block.reshape(self.table.cells, *block.shape[2:]) for name, block in self.blocks.arrays.items()
+        }
+        self.cut: Array = np.ones((rows, columns), bool)
+        self.flat_cut: Array = self.cut.reshape(-1)
+        self._open: Array = np.zeros(columns, bool)
+        """Per column: its newest row waits for the next one."""
+        self._writers: dict[tuple[int, int], Writer] = {}
+        self._endings = [name for name in ENDINGS if name in schema]
+        self.tails = Tails({name: schema[name] for name in tails}, self.table.cells) if tails else None
+
+    # ---- writing ----
+
+    def append(self, values: Mapping[str, Array], first: int = 0, continues: Array | None = None) -> tuple[Array, int]:
+        """Rows `[T, n, ...]` for columns from `first` on; their keys `[T, n]`, and how many items made room for them.
+
+        At most as many rows as a column has. `continues`: per column, the first row follows the newest one.
+        """
+        count, width = next(iter(values.values())).shape[:2]
+        writer = self._writer(first, width)
+        keys = np.empty((count, width), np.int64)
+        gone = 0
+        begins = values.get("episode_start")
+        for columns, start in writer.claim(count):
+            part = slice(columns.start - first, columns.stop - first)
+            for rows, times in spans(start % self.rows, count, self.rows):
+                if self.tails is not None:
+                    self.tails.drop(self.cells(rows, columns))
+                for name, block in self.blocks.arrays.items():
+                    block[rows, columns] = values[name][times, part]
+                keys[times, part], evicted = self.table.put(rows, columns)
+                gone += evicted
+                self.cut[rows, columns] = self._ended(rows, columns)
+            starts = None if begins is None else begins[:, part]
+            self._link(start, count, columns, starts, None if continues is None else continues[part])
+        writer.commit(count)
+        return keys, gone
+
+    def _ended(self, rows: slice, columns: slice) -> Array | bool:
+        ended: Array | bool = False
+        for name in self._endings:
+            ended = self.blocks.arrays[name][rows, columns].astype(bool, copy=False) | ended
+        return ended
+
+    def _link(self, start: int, count: int, columns: slice, begins: Array | None, continues: Array | None) -> None:
+        """Say of the newest rows, and of the ones before, what follows them."""
+        before, newest = (start - 1) % self.rows, (start + count - 1) % self.rows
+        follows = self._open[columns]
+        if begins is not None:  # a start cuts whatever was before it
+            follows = follows & ~begins[0].astype(bool)
+            t, k = np.nonzero(begins[1:])
+            self.cut[(start + t) % self.rows, columns.start + k] = True
+        if continues is not None:
+            follows = follows & continues
+        if count < self.rows:  # else the row before is overwritten
+            self.cut[before, columns] &= ~follows
+            if self.tails is not None and follows.any():
+                self.tails.drop(before * self.columns + columns.start + np.flatnonzero(follows))
+        np.logical_not(self.cut[newest, columns], out=self._open[columns])
+        self.cut[newest, columns] = True
+
+    def is_open(self, column: int) -> bool:
+        """Whether the newest row of a column is in the middle of its episode."""
+        return bool(self._open[column])
+
+    def keep_tails(self, cells: Array, values: Mapping[str, Array]) -> None:
+        """What was observed after these rows."""
+        assert self.tails is not None
+        self.tails.put(cells, values)
+
+    def _writer(self, first: int, width: int) -> Writer:
+        if (first, width) not in self._writers:
+            self._writers[first, width] = self.blocks.join(first, width)
+        return self._writers[first, width]
+
+    def leave(self, first: int, width: int) -> None:
+        """These columns have no writer any more; what they hold stays."""
+        if writer := self._writers.pop((first, width), None):
+            writer.leave()
+            self._open[first : first + width] = False
+
+    # ---- reading ----
+
+    def cells(self, rows: slice, columns: slice) -> Array:
+        """The numbers of a rectangle of cells, row by row."""
+        grid = np.arange(rows.start, rows.stop)[:, None] * self.columns + np.arange(columns.start, columns.stop)
+        return grid.reshape(-1)
+
+    def following(self, cells: Array) -> Array:
+        """The cell after each, in its column."""
+        after = cells + self.columns
+        return np.where(after < self.table.cells, after, after - self.table.cells)
+
+    def take(self, name: str, cells: Array) -> Array:
+        """Copies of rows of one array."""
+        taken: Array = self.flat[name].take(cells, axis=0)
+        return taken
+
+    def observed_after(self, name: str, cells: Array) -> Array:
+        """What an observation array showed after each row."""
+        values = self.take(name, self.following(cells))
+        if self.tails is not None:
+            self.tails.fill(name, cells, values)
+        return values
+
+    def close(self) -> None:
+        self.blocks.close()

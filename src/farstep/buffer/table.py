@@ -1,0 +1,97 @@
+"""The item table: which cells of a store hold an item, under which key, and how often it was sampled.
+
+A cell is a place for one row, numbered `row * columns + column`. A key names an item for ever: it is `cell` plus a
+multiple of the number of cells that grows each time the cell is used again, so a key of an item that is gone is known
+to be one, and no dictionary is needed to find an item.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from farstep.core import Array
+
+
+class Table:
+    """Items in the cells of a store of `rows x columns`."""
+
+    def __init__(self, rows: int, columns: int) -> None:
+        self.rows, self.columns, self.cells = rows, columns, rows * columns
+        # A cell without an item remembers its last key, turned negative by `~`.
+        self.keys: Array = ~np.arange(self.cells, dtype=np.int64)
+        self.times: Array = np.zeros(self.cells, np.int32)
+        """How often the present item of each cell was sampled."""
+        self._mark: Array = np.zeros(self.cells, np.int32)
+        self.size = 0
+        self.used: Array = np.zeros(columns, np.int64)
+        """Per column, how many of its rows ever held an item."""
+        self._full = False
+        self._keys, self._times = self.keys.reshape(rows, columns), self.times.reshape(rows, columns)
+
+    def put(self, rows: slice, columns: slice) -> tuple[Array, int]:
+        """New items in a rectangle of cells; their keys `[rows, columns]`, and how many items made room for them."""
+        keys, gone = self._keys[rows, columns], 0
+        if self.size:
+            present = keys >= 0
+            gone = int(np.count_nonzero(present))
+        if gone == keys.size:
+            keys += self.cells
+        elif gone:
+            keys[...] = np.where(present, keys, ~keys) + self.cells
+        else:
+            keys[...] = ~keys + self.cells
+        self._times[rows, columns] = 0
+        self.size += keys.size - gone
+        if not self._full:
+            self.used[columns] = np.maximum(self.used[columns], rows.stop)
+            self._full = bool((self.used == self.rows).all())
+        return keys, gone
+
+    def remove(self, cells: Array) -> None:
+        """These items, each named once, are gone."""
+        self.keys[cells] = ~self.keys[cells]
+        self.size -= len(cells)
+
+    def count(self, cells: Array) -> Array:
+        """These items are sampled, some of them more than once; how often each was by now."""
+        self.times[cells] += 1
+        places = np.arange(len(cells), dtype=np.int32)
+        self._mark[cells] = places
+        again = np.flatnonzero(self._mark.take(cells) != places)  # named once more after
+        if len(again):
+            np.add.at(self.times, cells[again], 1)
+        times: Array = self.times.take(cells)
+        return times
+
+    def find(self, keys: Array) -> Array:
+        """The cell of each key that is still there; others are left out."""
+        keys = keys[keys >= 0]
+        cells = keys % self.cells
+        found: Array = cells[self.keys[cells] == keys]
+        return found
+
+    def draw(self, n: int, rng: np.random.Generator) -> Array:
+        """Cells of `n` items, each as likely as any other, with replacement."""
+        cells = self._candidates(n, rng)
+        if self.size == int(self.used.sum()):
+            return cells
+        for _ in range(8):  # some cells are empty: draw these again
+            empty = np.flatnonzero(self.keys[cells] < 0)
+            if not len(empty):
+                return cells
+            cells[empty] = self._candidates(len(empty), rng)
+        live = np.flatnonzero(self.keys >= 0)
+        empty = np.flatnonzero(self.keys[cells] < 0)
+        cells[empty] = live[rng.integers(len(live), size=len(empty))]
+        return cells
+
+    def _candidates(self, n: int, rng: np.random.Generator) -> Array:
+        used, columns = self.used, self.columns
+        if columns == 1 or used[0] == used[-1] == used.max() == used.min():
+            return rng.integers(int(used[0]) * columns, size=n)
+        ends = np.cumsum(used)
+        place = rng.integers(int(ends[-1]), size=n)
+        column = np.searchsorted(ends, place, side="right")
+        row = place - np.where(column > 0, ends[column - 1], 0)
+        cells: Array = row * columns + column
+        return cells
