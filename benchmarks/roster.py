@@ -115,6 +115,7 @@ BUFFERS = (
     BufferContender(name="numpy-take", script="buffer_numpy.py", venv=OWN, options=("--mode", "take")),
     BufferContender(name="numpy-out", script="buffer_numpy.py", venv=OWN, options=("--mode", "out")),
     BufferContender(name="farstep", script="buffer_farstep.py", venv=OWN),
+    BufferContender(name="farstep-next-row", script="buffer_farstep.py", venv=OWN, options=("--mode", "next-row")),
     BufferContender(name="torchrl", script="buffer_torchrl.py", venv="torchrl"),
     BufferContender(
         name="torchrl-tensordict", script="buffer_torchrl.py", venv="torchrl", options=("--mode", "tensordict")

@@ -1,4 +1,4 @@
-"""farstep's buffer, in its defaults."""
+"""farstep's buffer, in its defaults; ``next-row``: without next_obs, which NStep(1) reads from the row that follows."""
 
 from typing import Any
 
@@ -8,13 +8,13 @@ import _setup  # noqa: F401
 from replay import ALPHA, BETA, KEYS, Array, Rows, Store, Task, parse_arguments, run
 
 import farstep
-import farstep.buffer
+from farstep.buffer import NStep, Prioritized, Uniform
 
 
 class FarstepBuffer(Store):
     def __init__(self, task: Task, rows_per_insert: int) -> None:
-        prioritised = farstep.buffer.Prioritized(alpha=ALPHA, beta=BETA)
-        self.buffer = farstep.Buffer(task.capacity, prioritised if task.prioritised else farstep.buffer.Uniform())
+        sampler = Prioritized(alpha=ALPHA, beta=BETA) if task.prioritised else Uniform()
+        self.buffer = farstep.Buffer(task.capacity, NStep(1, by=sampler) if task.mode == "next-row" else sampler)
 
     def insert(self, rows: Rows) -> None:
         self.buffer.insert(rows)
@@ -29,5 +29,16 @@ class FarstepBuffer(Store):
         return {key: batch[0][key] for key in KEYS}
 
 
+class NextRowBuffer(FarstepBuffer):
+    next_obs = "read from the next row"
+
+    def native(self, rows: Rows) -> Rows:
+        return {key: values for key, values in rows.items() if key != "next_obs"}
+
+
 if __name__ == "__main__":
-    run("farstep", parse_arguments(), FarstepBuffer, packages=("farstep",))
+    task = parse_arguments(modes=("plain", "next-row"))
+    if task.mode == "plain":
+        run("farstep", task, FarstepBuffer, packages=("farstep",))
+    else:
+        run("farstep-next-row", task, NextRowBuffer, packages=("farstep",))
