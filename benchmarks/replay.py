@@ -11,6 +11,7 @@ This file runs in the virtual environments of all peers, so it needs only NumPy.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import sys
 import time
@@ -44,7 +45,10 @@ PRIORITY_BATCHES = 64
 """Different batches of priorities, made before the clock starts."""
 
 WARM_UP_BATCHES = 200
-"""Batches of 1,024 that get new priorities first, so that the priorities differ."""
+"""Batches that get new priorities first, so that the priorities differ."""
+
+MALLOPT = {-3: 32 * 2**20, -1: 2**30}
+"""M_MMAP_THRESHOLD and M_TRIM_THRESHOLD of glibc: arrays of up to 32 MiB come out of memory that was freed before."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,13 +253,14 @@ def run(
     packages: tuple[str, ...] = (),
 ) -> None:
     """Fill a buffer, measure sampling, then inserting, and print the report as one line of JSON."""
+    keep_freed_memory()
     source = Source(task)
     store = make(task, FILL_ROWS)
     for start in range(0, task.capacity, FILL_ROWS):
         store.insert(store.native(source.rows(start, FILL_ROWS)))
     source.check(store.arrays(store.sample(256)), next_obs=store.next_obs == Store.next_obs)
     if task.prioritised:
-        spread_priorities(store)
+        spread_priorities(store, max(task.batches))
     speeds: dict[str, Speed] = {}
     for batch_size in task.batches:
         speeds |= measure_sampling(store, task, batch_size)
@@ -282,15 +287,26 @@ def run(
     sys.stdout.flush()
 
 
+def keep_freed_memory() -> None:
+    """Have the allocator keep what is freed, where it is glibc's.
+
+    Otherwise what happened to be freed before decides whether the pages of every batch of images are given back
+    and come anew, which takes several times as long as copying the rows, and differs from one contender to the next.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    for parameter, value in MALLOPT.items() if mallopt else ():
+        mallopt(parameter, value)
+
+
 def new_priorities(batch_size: int) -> Iterator[Array]:
     rng = np.random.default_rng(2)
     return cycle([rng.uniform(0.05, 1.0, batch_size).astype(np.float32) for _ in range(PRIORITY_BATCHES)])
 
 
-def spread_priorities(store: Store) -> None:
-    priorities = new_priorities(1024)
+def spread_priorities(store: Store, batch_size: int) -> None:
+    priorities = new_priorities(batch_size)
     for _ in range(WARM_UP_BATCHES):
-        store.update(store.sample(1024), next(priorities))
+        store.update(store.sample(batch_size), next(priorities))
 
 
 def measure_sampling(store: Store, task: Task, batch_size: int) -> dict[str, Speed]:
