@@ -11,7 +11,8 @@ network, a worker's frames at a time, one optimiser step at the end. The contend
     minibatches    a worker's gradients as soon as its chunk is there
     rows           chunks are sent while they are rolled; then as off
     dual           advantages while observations travel; then as minibatches
-    all            all three
+    in-turn        as dual, two workers' observations at a time
+    all            all of these
 
 All of them see the same rows and end with the same gradient. Rounds are interleaved.
 """
@@ -48,7 +49,8 @@ CONTENDERS: dict[str, farstep.TransferTrigger | None] = {
     "minibatches": None,
     "rows": farstep.TransferTrigger(size=32),
     "dual": farstep.TransferTrigger.dual(),
-    "all": farstep.TransferTrigger.dual(size=32),
+    "in-turn": farstep.TransferTrigger.dual(in_turn=2),
+    "all": farstep.TransferTrigger.dual(size=32, in_turn=2),
 }
 
 

@@ -130,9 +130,12 @@ class TransferTrigger(_Config):
     """Send when this many bytes wait."""
     seconds: float | None = None
     """Send when the oldest row has waited this long."""
+    in_turn: int | None = None
+    """How many workers may send their last stage at a time, so that some chunks are complete while others wait; None:
+    all of them, and on a slow connection all are complete at the end."""
 
     def __post_init__(self) -> None:
-        for name in ("size", "max_bytes"):
+        for name in ("size", "max_bytes", "in_turn"):
             if getattr(self, name) is not None:
                 self._at_least(name, 1)
         if self.seconds is not None and not (isinstance(self.seconds, (int, float)) and 0 < self.seconds < math.inf):
@@ -154,9 +157,9 @@ class TransferTrigger(_Config):
     _EXPECTED = "expected groups of array names, e.g. (('reward', 'value', 'last_obs'), ('obs', 'action'))."
 
     @classmethod
-    def dual(cls, size: int | None = None) -> Self:
+    def dual(cls, size: int | None = None, in_turn: int | None = None) -> Self:
         """What advantages are computed of first (ARTOS: dual-stage pipeline), observations and actions after it."""
-        return cls(keys=((_REST,), ("obs", "action")), size=size)
+        return cls(keys=((_REST,), ("obs", "action")), size=size, in_turn=in_turn)
 
     @property
     def sends_early(self) -> bool:

@@ -27,6 +27,7 @@ from farstep.head.seats import ResetOrder, Seat
 from farstep.head.server import Server
 from farstep.head.stats import Counters
 from farstep.head.tickets import Arrived, Order
+from farstep.head.turns import Turns
 from farstep.spec import Schema, Structure, differences, space_schema
 from farstep.sync import AAPS, Always
 from farstep.sync.rules import probes_of, rows_of
@@ -65,6 +66,7 @@ class Collector:
         by_threshold = Always() if env_config.kl_threshold is None else AAPS(env_config.kl_threshold)
         self._rule, self._weights = env_config.sync or by_threshold, env_config.weights
         self._transfer = env_config.transfer
+        self._turns = Turns(self._transfer.in_turn)
         program = Program(
             Source.of(env_config), self._rule, env_config.inference, env_config.weights, self._transfer, seed=seed
         )
@@ -353,6 +355,7 @@ class Collector:
         with self.server.locked():
             if self.server.tickets.is_open and (request is None or request is self._request):
                 self.server.cancel()
+                self._turns.clear()
                 self._request = Request()
 
     def _next_batch(self, request: Request) -> Batch:
@@ -415,6 +418,9 @@ class Collector:
                 self._take(seat, message, received)
             case m.Part():
                 self._take_part(seat, message, received)
+            case m.Asking():
+                self._turns.ask(seat.worker, seat.incarnation, message.order)
+                self._serve_turns()
             case m.AgentReady() if message.agent == self._agent_id:
                 agent_structures(message, self._action_schema)  # refused here, where we know who said it
                 self._answers[seat.worker] = message
@@ -433,8 +439,15 @@ class Collector:
         else:
             self.server.fail(error)  # a replaced worker cannot use the agent that all others use
 
+    def _serve_turns(self) -> None:
+        """Let workers send, as many at a time as may."""
+        for worker, order in self._turns.next([seat.incarnation for seat in self.server.seats]):
+            self.server.send(self.server.seats[worker], m.Go(order))
+
     def _take(self, seat: Seat, chunk: m.Chunk, received: Received) -> None:
         tickets, request = self.server.tickets, self._request
+        if self._turns.done(seat.worker):
+            self._serve_turns()
         self.counters.reported(seat.worker, chunk)
         if chunk.inference:
             self._note_inference(chunk.inference)

@@ -128,6 +128,12 @@ class Failure(msgspec.Struct, tag="failure"):
     """The agent that could not be used; the worker waits for another."""
 
 
+class Asking(msgspec.Struct, tag="asking"):
+    """A chunk is rolled; may its last stage be sent now, or do others come first?"""
+
+    order: int
+
+
 class WeightRequest(msgspec.Struct, tag="weight-request"):
     """A worker without shared memory wants the newest parameters of the agent it has."""
 
@@ -224,6 +230,12 @@ class Weights(msgspec.Struct, tag="weights"):
     """The version that they are to be added to; -1: they are whole."""
 
 
+class Go(msgspec.Struct, tag="go"):
+    """The worker's turn to send a chunk for which it asked (`Asking`)."""
+
+    order: int
+
+
 class Taken(msgspec.Struct, tag="taken"):
     """Rows of the chunk with that order have arrived: more of them may follow."""
 
@@ -251,8 +263,10 @@ class Stop(msgspec.Struct, tag="stop"):
     """Close the environments and end."""
 
 
-FromWorker = Hello | Ready | AgentReady | Part | Chunk | Reply | Failure | WeightRequest | Progress
-FromHead = Welcome | Refuse | Ship | Parameters | Lay | Ticket | Cancel | Taken | Newest | Weights | Probe | Call | Stop
+FromWorker = Hello | Ready | AgentReady | Part | Chunk | Reply | Failure | Asking | WeightRequest | Progress
+FromHead = (
+    Welcome | Refuse | Ship | Parameters | Lay | Ticket | Cancel | Taken | Go | Newest | Weights | Probe | Call | Stop
+)
 
 _encoder = msgspec.msgpack.Encoder()
 _from_worker: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker)

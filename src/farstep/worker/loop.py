@@ -146,6 +146,8 @@ class Worker:
                 self._hear(message, received.frames[1:])
             case m.Weights():
                 log.debug("weights of version %d come too late", message.version)
+            case m.Go():
+                pass  # for a chunk that was given up meanwhile
             case m.Taken():
                 pass  # of a chunk that is done
             case m.Lay():
@@ -273,6 +275,23 @@ class Worker:
             if isinstance(message, m.Stop):
                 raise NotWanted
 
+    def _wait_for_turn(self, ticket: m.Ticket) -> None:
+        """Others send first; the head says when they are done, takes the ticket back, or is gone."""
+        self._send(m.Asking(self._order))
+        while self._words[CANCEL] < ticket.seq:
+            received = self._link.receive(None)
+            if received is None:
+                continue
+            message = m.decode_from_head(received.frames)
+            if isinstance(message, m.Go):
+                if message.order == self._order:
+                    return
+                continue
+            self._put_off(message, received)
+            if isinstance(message, m.Stop):
+                break
+        raise NotWanted
+
     def _put_off(self, message: m.FromHead, received: Received) -> None:
         """While a ticket is being done, only what takes it back is heard; the rest comes afterwards, in order."""
         if isinstance(message, m.Taken):
@@ -317,6 +336,11 @@ class Worker:
         (chunk.syncs, chunk.synced_bytes, chunk.weights_s), self._synced = self._synced, (0, 0, 0.0)
         if self._actor is not None:
             chunk.inference = self._actor.take_note()
+        if chunk.keys and ticket.steps > 1 and self._program.transfer.in_turn is not None:
+            try:
+                self._wait_for_turn(ticket)
+            except NotWanted:
+                return
         self._send(chunk, *arrays)
 
     def _sync(self, ticket: m.Ticket) -> None:
