@@ -33,7 +33,7 @@ class Sampler:
     """A row is gone when it was sampled, unless `max_times_sampled` says otherwise."""
     needs_order: ClassVar[bool] = False
     """Rows must stay in the order of their episodes, so only the oldest may be removed."""
-    beta: ClassVar[float] = 0.0
+    beta = 0.0  # not annotated, or it would come before the fields of those that have it as one
     """Exponent of importance weights."""
 
     def selector(self, table: Table) -> Selector:
@@ -95,7 +95,7 @@ class Prioritized(Sampler):
     """
 
     alpha: float = 0.6
-    beta: float = 0.4  # type: ignore[misc]
+    beta: float = 0.4
 
     def __post_init__(self) -> None:
         _check_number("alpha", self.alpha)
@@ -235,7 +235,7 @@ class DPER(Sampler):
     """
 
     alpha: float = 0.5
-    beta: float = 0.0  # type: ignore[misc]
+    beta: float = 0.0
 
     needs_order = True
 
