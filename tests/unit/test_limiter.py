@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 
 import numpy as np
 import pytest
-from checks import together
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -189,37 +189,29 @@ def rows(n: int) -> dict[str, np.ndarray]:
 
 
 def test_a_limit_that_changes_wakes_who_waits() -> None:
-    with Buffer(100, FIFO(), limiter=Queue(4)) as buffer:
+    with Buffer(100, FIFO(), limiter=Queue(4)) as buffer, ThreadPoolExecutor() as pool:
         buffer.insert(rows(4))
-        outcome = together(
-            {
-                "insert": lambda: buffer.insert(rows(50), timeout_s=30),
-                "limit": lambda: buffer.limit(max_diff=inf),
-            }
-        )
-        assert len(outcome["insert"].get()) == 50
+        inserting = pool.submit(buffer.insert, rows(50), timeout_s=30)
+        buffer.limit(max_diff=inf)
+        assert len(inserting.result(30)) == 50
         assert len(buffer) == 54
 
 
 def test_a_smaller_min_size_wakes_who_samples() -> None:
-    with Buffer(100, Uniform(), limiter=MinSize(90)) as buffer:
+    with Buffer(100, Uniform(), limiter=MinSize(90)) as buffer, ThreadPoolExecutor() as pool:
         buffer.insert(rows(4))
-        outcome = together(
-            {"sample": lambda: buffer.sample(3, timeout_s=30), "limit": lambda: buffer.limit(min_size=4)}
-        )
-        assert len(outcome["sample"].get()[0]["a"]) == 3
+        sampling = pool.submit(buffer.sample, 3, timeout_s=30)
+        buffer.limit(min_size=4)
+        assert len(sampling.result(30)[0]["a"]) == 3
 
 
 def test_rows_go_in_while_others_come_out() -> None:
     """A queue of 4 places: 200 rows pass, all of them once and in order."""
-    with Buffer(8, FIFO(), limiter=Queue(4)) as buffer:
-
-        def take() -> list[float]:
-            return [x for _ in range(100) for x in buffer.sample(2, timeout_s=30)[0]["a"].tolist()]
-
-        outcome = together({"insert": lambda: buffer.insert(rows(200), timeout_s=30), "sample": take})
-        outcome["insert"].get()
-        assert outcome["sample"].get() == list(range(200))
+    with Buffer(8, FIFO(), limiter=Queue(4)) as buffer, ThreadPoolExecutor() as pool:
+        inserting = pool.submit(buffer.insert, rows(200), timeout_s=30)
+        taken = [x for _ in range(100) for x in buffer.sample(2, timeout_s=30)[0]["a"].tolist()]
+        assert taken == list(range(200))
+        assert len(inserting.result(30)) == 200
         assert len(buffer) == 0
         assert buffer.waited_s["insert"] + buffer.waited_s["sample"] > 0
 
@@ -252,7 +244,7 @@ def limiters(draw: st.DrawFn) -> RateLimiter:
             raise
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=120, deadline=None, derandomize=True)
 @given(limiters(), st.lists(st.tuples(st.booleans(), st.integers(1, 5)), max_size=60))
 def test_the_difference_stays_within_its_bounds(limiter: RateLimiter, wishes: list[tuple[bool, int]]) -> None:
     spi = limiter.samples_per_insert
@@ -273,7 +265,7 @@ def test_the_difference_stays_within_its_bounds(limiter: RateLimiter, wishes: li
         assert room == max((k for k in range(8) if k == 0 or limiter.can_insert(k)), default=0)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=120, deadline=None, derandomize=True)
 @given(RATIOS, st.integers(1, 6), st.integers(-6, 6), st.integers(0, 16), st.randoms(use_true_random=False))
 def test_what_is_accepted_never_stands_still(spi: float, first: int, low: int, halves: int, rnd) -> None:
     """One by one, somebody can always go on; and what is refused for that reason does stand still."""
@@ -306,7 +298,7 @@ def test_what_is_accepted_never_stands_still(spi: float, first: int, low: int, h
     assert any(abs(diff - bound) < Fraction(1, 10**9) for diff in seen for bound in (low + 1, high - exact))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50, deadline=None, derandomize=True)
 @given(st.lists(st.tuples(st.sampled_from(["insert", "sample", "delete"]), st.integers(0, 9)), max_size=50))
 def test_counters_are_exact(calls: list[tuple[str, int]]) -> None:
     limiter = MinSize(1)
