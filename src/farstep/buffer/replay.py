@@ -319,9 +319,11 @@ class Buffer:
             for a, b in _neighbours(columns_of):
                 first = int(columns_of[a])
                 slots = self._slots[first : first + b - a]
-                follows = batch.continues[a:b] & (slots == batch.slots[a:b])
-                slots[:] = batch.slots[a:b]
                 part = {name: values[name][:, a:b] for name in store.schema}
+                follows = batch.continues[a:b] & (slots == batch.slots[a:b])
+                # The batch before may have gone elsewhere.
+                follows &= store.goes_on(slice(first, first + b - a), {name: v[0] for name, v in part.items()})
+                slots[:] = batch.slots[a:b]
                 found, cells = self._put(part, first, follows)
                 keys[:, a:b] = found.reshape(steps, b - a)
                 if store.tails is not None:

@@ -57,6 +57,16 @@ class Tails:
         if len(have):
             values[have] = self._pool[name][places[have]]
 
+    def equal(self, cells: Array, values: Mapping[str, Array]) -> Array:
+        """For which cells the observation that is kept is this one; -1 is no cell."""
+        places = np.where(cells >= 0, self._of[cells], -1)
+        same = places >= 0
+        for name, pool in self._pool.items():
+            if same.any():
+                unlike = pool[places[same]] != values[name][same]
+                same[same] = ~unlike.reshape(len(unlike), -1).any(axis=1)
+        return same
+
     def state(self) -> dict[str, Array]:
         """All of it, for a checkpoint."""
         cells = np.flatnonzero(self._of >= 0)
@@ -80,6 +90,8 @@ class Store:
         self.flat_cut: Array = self.cut.reshape(-1)
         self._open: Array = np.zeros(columns, bool)
         """Per column: its newest row waits for the next one."""
+        self._newest: Array = np.full(columns, -1, np.int64)
+        """Per column, the cell of its newest row."""
         self._writers: dict[tuple[int, int], Writer] = {}
         self._endings = [name for name in ENDINGS if name in schema]
         self.tails = Tails({name: schema[name] for name in tails}, self.table.cells) if tails else None
@@ -133,6 +145,7 @@ class Store:
                 self.tails.drop(before * self.columns + columns.start + np.flatnonzero(follows))
         np.logical_not(self.cut[newest, columns], out=self._open[columns])
         self.cut[newest, columns] = True
+        self._newest[columns] = newest * self.columns + np.arange(columns.start, columns.stop)
 
     def ended(self, cells: Array) -> Array | None:
         """Whether an episode ended with each row; None if rows do not say so."""
@@ -141,6 +154,10 @@ class Store:
             flags = self.flat[name].take(cells).astype(bool, copy=False)
             ended = flags if ended is None else ended | flags
         return ended
+
+    def goes_on(self, columns: slice, first: Mapping[str, Array]) -> Array | bool:
+        """Per column, whether these observations are what came after its newest row, as far as that is known."""
+        return True if self.tails is None else self.tails.equal(self._newest[columns], first)
 
     def keep_tails(self, cells: Array, values: Mapping[str, Array]) -> None:
         """What was observed after these rows."""
