@@ -152,7 +152,7 @@ def speed_of(done: Run, action: str) -> float | None:
     """Rows per second of the median call, which others on the machine disturb less than they do the mean."""
     if done.report is None:
         return None
-    return int(action.split()[1]) / done.report["speeds"][action]["median_us"] * 1e6
+    return int(action.split()[1]) / float(done.report["speeds"][action]["median_us"]) * 1e6
 
 
 def against_numpy(done: Run, number: str) -> float | None:
