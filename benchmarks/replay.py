@@ -294,8 +294,9 @@ def keep_freed_memory() -> None:
     and come anew, which takes several times as long as copying the rows, and differs from one contender to the next.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    for parameter, value in MALLOPT.items() if mallopt else ():
-        mallopt(parameter, value)
+    if mallopt is not None:
+        for parameter, value in MALLOPT.items():
+            mallopt(parameter, value)
 
 
 def new_priorities(batch_size: int) -> Iterator[Array]:
