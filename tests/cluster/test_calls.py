@@ -109,6 +109,25 @@ def test_a_publish_from_another_thread_reaches_a_call_that_waits() -> None:
         assert within(lambda: next(stream))["version"].max() == 1
 
 
+@TRANSPORTS
+def test_a_stream_that_starves_says_so_once(transport: str, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    monkeypatch.setattr("farstep.head.collector._STARVED_S", 0.0)
+    with cluster(FaultyEnv, envs=1, env_kwargs=SLOW, transport=transport) as env:
+        agent = TableAgent()
+        stream = env.stream(agent, steps=4, max_staleness=0)
+        next(stream)
+
+        def publish() -> None:
+            while env.stats()["dropped"].get("stale", 0) < 3:
+                env.publish(agent)
+
+        outcomes = together({"publish": publish, "next": lambda: next(stream)})
+        for outcome in outcomes.values():
+            outcome.get()
+    said = [record.getMessage() for record in caplog.records if "too old" in record.getMessage()]
+    assert len(said) == 1 and "meanwhile: 1." in said[0] and "raise max_staleness or publish less often" in said[0]
+
+
 def test_a_call_from_another_thread_ends_the_one_under_way_with_a_clear_error() -> None:
     with cluster(FaultyEnv, envs=1, env_kwargs={**SLOW, "slow_s": 0.1}, workers=1) as env:
         agent = TableAgent()
@@ -401,6 +420,17 @@ def test_threads_that_bring_an_agent_at_once_leave_a_working_cluster(offset_s: f
             version = env.publish(agent)
             assert (within(lambda: env.collect(agent, steps=4))["version"] == version).all()
             assert within(lambda: next(env.stream(agent, steps=4)))["version"].min() == version
+
+
+@BOTH
+def test_threads_whose_calls_are_the_first_launch_once(config: farstep.LaunchConfig) -> None:
+    agent = TableAgent()
+    with contextlib.closing(cluster(envs=4, config=config)) as env:
+        outcomes = together(
+            {"collect": lambda: env.collect(agent, steps=4), "publish": lambda: env.publish(agent), "look": env.stats}
+        )
+        assert outcomes["collect"].get().shape == (4, 4) and outcomes["publish"].get() <= 1
+        assert outcomes["look"].get()["workers"]["alive"] == 2
 
 
 def quietly(call: Any) -> None:

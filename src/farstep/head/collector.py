@@ -39,6 +39,8 @@ OnPart = Callable[[Part], None]
 """Told of each complete stage of each worker's chunk, in whichever thread reads: it must neither wait nor raise."""
 T = TypeVar("T")
 log = logging.getLogger("farstep")
+_STARVED_S = 5.0
+"""A stream that drops what arrives and hands out nothing for so long says so."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,8 @@ class Collector:
         self._rollouts: Rollouts | None = None
         self._followed = np.full(self.server.seats[-1].stop, -1, np.int64)
         """Per slot, the last chunk that was handed to the learner (`Piece.key`)."""
+        self._starved: Request | None = None
+        """The latest stream that was told to be starving."""
 
     def start(self) -> tuple[Space, Space]:
         """Start the workers; the spaces of one environment."""
@@ -332,13 +336,30 @@ class Collector:
     def _assembled(self, request: Request) -> Batch:
         server, rollouts = self.server, self._rollouts
         assert rollouts is not None
+        began, dropped = time.monotonic(), server.tickets.dropped["stale"]
+
+        def look() -> list[Arrived] | None:
+            if (batch := server.tickets.take(self.version())) is None:
+                self._note_starving(request, time.monotonic() - began, server.tickets.dropped["stale"] - dropped)
+            return batch
+
         with server.locked():  # until it is copied: a ticket given meanwhile could write into its lanes
-            arrived = self._wait(request, lambda: server.tickets.take(self.version()))
+            arrived = self._wait(request, look)
             continues = np.concatenate([self._follow(a, request.steps) for a in arrived])
             assemble = rollouts.batch if request.num_chunks is None else rollouts.copied
             batch = assemble(arrived, request.steps, continues)
             self.counters.batch(batch, arrived, self.version())
         return batch
+
+    def _note_starving(self, request: Request, waited_s: float, dropped: int) -> None:
+        if dropped and waited_s >= _STARVED_S and request is not self._starved:
+            self._starved = request
+            log.warning(
+                "a stream has handed out nothing for %.0f s; chunks that it dropped as too old meanwhile: %d. Versions "
+                "are published faster than chunks are rolled: raise max_staleness or publish less often",
+                waited_s,
+                dropped,
+            )
 
     def _wait(self, request: Request, look: Callable[[], T | None]) -> T:
         """What `look` finds, as soon as it does; meanwhile tickets are given."""
