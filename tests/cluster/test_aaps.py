@@ -86,15 +86,21 @@ def test_a_threshold_of_zero_is_always(rule: Any) -> None:
         assert stats["bytes"]["probes_sent"] == 0 and stats["divergence"] == {}
 
 
-def test_an_infinite_threshold_pulls_once() -> None:
+def test_an_infinite_threshold_pulls_once_and_measures_nothing() -> None:
     with cluster(envs=4, sync=AAPS(math.inf), config=inprocess(2)) as env:
-        agent = CoinAgent()
+        agent = TableAgent()  # which has no distribution()
         for k in range(5):
-            agent.logit[:] = 10 * k
+            agent.table[0] = k
             assert (env.collect(agent, steps=3)["version"] == 0).all()
+        for k, batch in enumerate(env.stream(agent, steps=3, max_staleness=0)):
+            assert (batch["version"] == 0).all()
+            if k == 3:
+                break
+            env.publish(agent)
         stats = env.stats()
         assert stats["weight_syncs"]["total"] == 2
-        assert stats["divergence"][0] > 1
+        assert stats["divergence"] == {} and stats["bytes"]["probes_sent"] == 0
+        assert not stats["dropped"].get("stale")
 
 
 def test_the_threshold_of_the_configuration_is_the_papers_rule() -> None:
@@ -188,7 +194,7 @@ def test_a_hard_bound_on_lag_can_be_added() -> None:
 
 
 def test_a_worker_that_joins_late_starts_with_the_newest_weights() -> None:
-    with cluster(never_ending, envs=4, workers=2, sync=AAPS(math.inf)) as env:
+    with cluster(never_ending, envs=4, workers=2, sync=AAPS(1e9)) as env:
         agent = CoinAgent()
         for _ in range(4):
             agent.logit += 1

@@ -447,13 +447,29 @@ class FailingRule:
 
 @BOTH
 def test_a_sync_rule_that_raises_ends_the_run(config: farstep.LaunchConfig) -> None:
-    with cluster(envs=4, sync=FailingRule(), config=config) as env:
+    with cluster(envs=4, sync=farstep.sync.MaxLag(5) | FailingRule(), config=config) as env:
         agent = TableAgent()
         env.collect(agent, steps=2)
         for _ in range(2):
             env.publish(agent)
-        with pytest.raises(farstep.WorkerError, match="ZeroDivisionError: deliberate"):
+        said = r"^the sync rule MaxLag \| FailingRule raised ZeroDivisionError: deliberate, for SyncState\(held="
+        with pytest.raises(farstep.WorkerError, match=said):
             within(lambda: env.collect(agent, steps=2))
+
+
+class RootedRule(FailingRule):
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+
+def test_what_cannot_be_sent_is_named() -> None:
+    lock = threading.Lock()
+    with pytest.raises(farstep.ConfigError, match=r"^the sync rule RootedRule cannot be sent to workers: TypeError"):
+        cluster(sync=RootedRule(), config=inprocess(1)).launch()
+    with pytest.raises(farstep.ConfigError, match=r"^the predicate weights\.only cannot be sent"):
+        cluster(weights={"only": lambda name: lock.locked()}, config=inprocess(1)).launch()
+    with pytest.raises(farstep.ConfigError, match=r"^the environment's factory"):
+        cluster(lambda: lock, config=inprocess(1)).launch()
 
 
 def test_no_agent_is_refused() -> None:
