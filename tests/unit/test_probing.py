@@ -355,6 +355,29 @@ def test_a_policy_that_says_nan_is_too_far_and_told_once() -> None:
         assert world.worker.take_note() == said
 
 
+def test_what_is_left_after_a_pull_is_measured_by_the_probe_that_it_was_for() -> None:
+    learner, worker = LinearAgent(0.3), LinearAgent(0.1)
+    world = World(learner, worker)
+    world.roll()
+    world.publish()
+    worker.w[:] = learner.w.astype(np.float16) * 0.9  # what travelled is not what the learner has
+    rows = world.worker._picks.all()[0].arrays["obs"]
+    sides = [flat_distribution({"logits": rows @ w}) for w in (worker.w, learner.w)]
+    assert world.worker.pulled(world.version) == pytest.approx(kl_divergence(*sides).mean(), rel=1e-4)
+    assert world.worker.pulled(world.version + 1) == 0.0  # of that one nothing is known
+    assert world.worker.divergences == ()
+
+
+@pytest.mark.parametrize("kind", [LinearAgent, LogProbAgent], ids=["distribution", "log_prob"])
+def test_nothing_is_left_after_a_pull_of_everything(kind: Any) -> None:
+    learner, worker = kind(0.3), kind(0.1)
+    world = World(learner, worker)
+    world.roll()
+    world.publish()
+    worker.w[:] = learner.w
+    assert world.worker.pulled(world.version) == pytest.approx(0.0, abs=1e-7)
+
+
 def test_late_and_repeated_probes_are_harmless() -> None:
     world = World(LinearAgent(0.3), LinearAgent(0.1))
     world.roll()
@@ -441,7 +464,7 @@ def test_with_a_window_of_one_no_chunk_begins_with_weights_too_far_from_the_newe
             if rule.should_pull(SyncState(held, world.version, divergences=world.worker.divergences)):
                 held, pulls = world.version, pulls + 1
                 worker.w[:] = learner.w
-                world.worker.pulled()
+                world.worker.pulled(held)
             version, weights, rows = newest
             if version > held and rows is not None:
                 sides = [flat_distribution({"logits": rows @ w}) for w in (worker.w, weights)]

@@ -29,7 +29,7 @@ from farstep.head.stats import Counters
 from farstep.head.tickets import Arrived, Order
 from farstep.spec import Schema, differences, space_schema
 from farstep.sync import AAPS, Always
-from farstep.sync.rules import probes_of, rows_of
+from farstep.sync.rules import probes_of, rows_of, threshold_of
 from farstep.wire import messages as m
 from farstep.worker.program import Program
 from farstep.worker.sources import Source
@@ -70,6 +70,7 @@ class Collector:
         self._num_workers = len(self.server.seats)
         self.counters = Counters(self._num_workers)
         self.inference = self._unmeasured = ""
+        self._told_left = False
         self._adopting = threading.Lock()
         """Of several threads with an agent, one after the other."""
         self._agent: Agent | None = None
@@ -152,7 +153,7 @@ class Collector:
         except Exception as error:
             store.check(agent)  # if its parameters are to blame, say so
             if isinstance(error, AgentError):
-                raise
+                raise AgentError(f"{error} Version {self.version()} stays in force.") from error
             raise AgentError(
                 f"{comparing_method(agent)}() of {type(agent).__name__} raised {type(error).__name__}: {error}; "
                 f"version {self.version()} stays in force."
@@ -190,7 +191,7 @@ class Collector:
         with self.server.locked():
             self._store, self._agent_id, self._answers = store, self._agent_id + 1, {}
             self.counters.divergence.clear()
-            self._unmeasured = ""
+            self._unmeasured, self._told_left = "", False
             self.server.tell(m.Ship(self._agent_id), [payload])
             self.server.tell(store.message(), fds=[store.memory.fd])
             self._announce()
@@ -221,6 +222,7 @@ class Collector:
         first = answers[0]
         for worker, answer in enumerate(answers):
             found = differences(first.schema, answer.schema) + differences(first.state, answer.state)
+            found += differences(first.description, answer.description)
             if found:
                 raise HandshakeError(
                     f"the agent returns other arrays on worker {worker} than on worker 0: {'; '.join(found)}."
@@ -232,6 +234,7 @@ class Collector:
         self._rollouts.adopt(structures, state)
         if probes_of(self._rule):
             comparison = Comparison(Policy(agent), self._rollouts.structures["obs"], structures["action"], state)
+            comparison.expected = first.description
             self._prober = Prober(comparison, self.server.seats, rows_of(self._rule))
         self._note_inference(first.inference)
 
@@ -244,6 +247,23 @@ class Collector:
         if note != self._unmeasured:
             log.warning("%s; that counts as too far, so workers pull every such version, as without kl_threshold", note)
         self._unmeasured = note
+
+    def _note_left(self, left: float) -> None:
+        """A worker has just pulled, and this is how far it is from the learner still."""
+        threshold = threshold_of(self._rule)
+        if self._told_left or self._unmeasured or threshold is None or left <= threshold:
+            return
+        self._told_left = True
+        causes = ["weights.half rounds"] if self._weights.half else []
+        causes += ["weights.only leaves out"] if self._weights.only is not None else []
+        log.warning(
+            "the divergence is still %.3g > %g right after a pull, so workers pull every version, as without "
+            "kl_threshold: %s what distribution() or log_prob() uses. Let that travel as it is, or choose a threshold "
+            "above what is left",
+            left,
+            threshold,
+            " and ".join(causes) or "get_parameters() leaves out",
+        )
 
     def _announce(self) -> None:
         """Workers without shared memory hear of a version by message."""
@@ -431,6 +451,8 @@ class Collector:
         order = tickets.order(chunk.ticket)
         if order is None or order.worker != seat.worker:
             return  # cancelled, or its worker was given up: counted then
+        if chunk.syncs and chunk.divergence is not None:
+            self._note_left(chunk.divergence)
         assert self._rollouts is not None
         began = time.monotonic()
         piece = self._rollouts.take(seat, order, request.steps, chunk, received, self.version())

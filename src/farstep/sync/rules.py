@@ -164,7 +164,7 @@ def threshold_of(rule: SyncRule) -> float | None:
     """The divergence above which a rule of ours pulls, if it does for that; infinite if it takes anything for close."""
     if isinstance(rule, AnyOf):
         return min((found for part in rule.rules if (found := threshold_of(part)) is not None), default=None)
-    return rule.delta if isinstance(rule, AAPS) else None
+    return rule.delta if isinstance(rule, AAPS) and rule.delta > 0 else None
 
 
 def divergence_of(rule: SyncRule, state: SyncState) -> float | None:

@@ -23,7 +23,7 @@ from gymnasium.vector import AutoresetMode
 from farstep.agents.divergence import Comparison
 from farstep.core import Buffer, Link, Received, SyncState
 from farstep.errors import ConfigError, WireError
-from farstep.spec import space_schema
+from farstep.spec import Schema, space_schema
 from farstep.sync.rules import divergence_of, name_of, probes_of, rows_of, threshold_of
 from farstep.wire import messages as m
 from farstep.wire.codec import pack
@@ -224,13 +224,15 @@ class Worker:
         self._host.prepare(self._theirs)
         self._words[PHASE] = Phase.ACT
         schema, state_schema, state = actor.probe(self._host.current, self._action_schema)
+        description: Schema = {}
         if window := probes_of(self._program.sync):
             comparison = Comparison(actor.policy, self._obs, actor.structure["action"], state or None)
-            comparison.check(actor.example)
+            description = comparison.check(actor.example)
             self._probing = Probing(comparison, window, rows_of(self._program.sync))
         self._actor, self._agent_id = actor, message.agent
+        note = actor.policy.note
         self._send(
-            m.AgentReady(message.agent, schema, pack(actor.structure), state_schema, pack(state), actor.policy.note)
+            m.AgentReady(message.agent, schema, pack(actor.structure), state_schema, pack(state), note, description)
         )
         if self._owns_process:
             gc.collect()
@@ -345,11 +347,12 @@ class Worker:
         version, nbytes = weights.load(actor.loader)
         actor.loaded(version)
         self._pulled_at, self._passed = time.monotonic(), actor.version
-        if probing is not None:
-            probing.pulled()
-            self._divergence = 0.0
         syncs, total, seconds = self._synced
-        self._synced = syncs + 1, total + nbytes, seconds + time.monotonic() - began
+        self._synced = syncs + 1, total + nbytes, seconds + self._pulled_at - began
+        if probing is not None:
+            self._words[PHASE] = Phase.ACT
+            self._words[COUNT] += 1
+            self._divergence = probing.pulled(version)
 
     def _kept_for(self, state: SyncState) -> int:
         """Weights that are kept count as the newest version that they were compared with, or need not be."""
