@@ -77,7 +77,7 @@ class WeightsConfig(_Config):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"WeightsConfig.{name} is {getattr(self, name)!r}; expected True or False.")
         patterns = [self.only] if isinstance(self.only, str) else self.only
-        if isinstance(patterns, Sequence) and patterns and all(isinstance(pattern, str) for pattern in patterns):
+        if isinstance(patterns, Sequence) and patterns and all(isinstance(p, str) and p for p in patterns):
             object.__setattr__(self, "only", tuple(patterns))
         elif self.only is not None and not callable(self.only):
             raise ConfigError(

@@ -310,6 +310,61 @@ def test_a_recurrent_policy_is_asked_where_its_state_is_known() -> None:
     assert world.publish() > 0.01
 
 
+class ForgetfulAgent(RecurrentAgent):
+    def distribution(self, obs: Any) -> Any:  # type: ignore[override]
+        return {"logits": obs @ self.w}
+
+
+class CuriousAgent(LinearAgent):
+    def distribution(self, obs: Any, temperature: float) -> Any:  # type: ignore[override]
+        return {"logits": obs @ self.w / temperature}
+
+
+@pytest.mark.parametrize(
+    ("kind", "state", "words"),
+    [
+        (ForgetfulAgent, "state", r"^distribution\(obs: .*recurrent.*: distribution\(obs, state, episode_start\);"),
+        (CuriousAgent, None, r"^distribution\(.*of an agent is: distribution\(obs\); missing .*'temperature'"),
+    ],
+)
+def test_a_description_that_takes_other_arguments_is_refused(kind: Any, state: Any, words: str) -> None:
+    with pytest.raises(AgentError, match=words):
+        Comparison(Policy(kind()), "obs", "action", state)
+
+
+class LoudAgent(LinearAgent):
+    """Whose numbers are beyond all measure."""
+
+    said: Any = None
+
+    def distribution(self, obs: Any) -> Any:
+        return {name: np.full((len(obs), 2), value) for name, value in self.said.items()}
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"logits": 1e300},
+        {"logits": np.inf},
+        {"logits": -np.inf},
+        {"mean": 1.0, "log_std": -500.0},
+        {"mean": 1e30, "log_std": -np.inf},
+        {"mean": 1.0, "log_std": 1e30},
+        {"bernoulli": np.inf},
+    ],
+    ids=str,
+)
+def test_numpy_does_not_warn_beside_us(said: dict[str, float]) -> None:
+    learner, worker = LoudAgent(), LoudAgent()
+    learner.said, worker.said = said, dict.fromkeys(said, 0.0)
+    for sides in ((learner, worker), (worker, learner), (learner, learner)):
+        world = World(*sides)
+        world.roll()
+        assert world.publish() >= 0
+        assert world.worker.take_note() in ("", "the KL of what distribution() returns is NaN")
+
+
 def test_an_agent_that_cannot_be_compared_is_refused_with_advice() -> None:
     class Mute:
         act = LinearAgent.act

@@ -7,6 +7,7 @@ worker's own actions; an agent's own `divergence(local, learner)` takes whatever
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -50,6 +51,7 @@ class Comparison:
             assert state is not None
             inputs += [state, "episode_start"]
         self._inputs: list[Structure] = inputs
+        self._check_signature()
         self.names = [name for structure in inputs for name in leaf_names(structure)]
         """The arrays of a row that it looks at."""
         self.first_row_only = policy.recurrent
@@ -58,6 +60,21 @@ class Comparison:
         """Why the last comparison came to no number, if it did not."""
         self.expected: Schema = {}
         """What the policy says of an observation; known once it was tried."""
+
+    def _check_signature(self) -> None:
+        try:
+            signature = inspect.signature(getattr(self._policy.agent, self._method))
+        except (TypeError, ValueError):
+            return  # not everything that can be called says how
+        given = ["obs", *["action"] * self.estimates, *["state", "episode_start"] * self._policy.recurrent]
+        try:
+            signature.bind(*given)
+        except TypeError as error:
+            kind = "a recurrent agent (it has initial_state)" if self._policy.recurrent else "an agent"
+            raise AgentError(
+                f"{self._method}{signature} cannot be called as that of {kind} is: {self._method}({', '.join(given)}); "
+                f"{error}. Take these arguments, whether you use them or not."
+            ) from error
 
     @property
     def estimates(self) -> bool:
