@@ -68,7 +68,7 @@ _HOMES = {
 }
 
 __all__ = list(_HOMES)
-_FOLDERS = ("buffer", "sync")
+_FOLDERS = ("buffer", "sync", "testing")
 
 
 def __getattr__(name: str) -> object:

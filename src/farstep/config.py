@@ -12,6 +12,7 @@ import fnmatch
 import math
 import numbers
 import os
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar, cast, get_args
@@ -76,7 +77,7 @@ class WeightsConfig(_Config):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"WeightsConfig.{name} is {getattr(self, name)!r}; expected True or False.")
         patterns = [self.only] if isinstance(self.only, str) else self.only
-        if isinstance(patterns, Sequence) and patterns and all(isinstance(pattern, str) for pattern in patterns):
+        if isinstance(patterns, Sequence) and patterns and all(isinstance(p, str) and p for p in patterns):
             object.__setattr__(self, "only", tuple(patterns))
         elif self.only is not None and not callable(self.only):
             raise ConfigError(
@@ -261,20 +262,16 @@ class EnvConfig(_Config):
             object.__setattr__(self, "seed", check_seed(self.seed))
         if self.kl_threshold is not None:
             self._check_threshold(self.kl_threshold)
-        if isinstance(self.sync, type):
-            raise ConfigError(
-                f"EnvConfig.sync is the class {self.sync.__name__}; give an instance, e.g. {self.sync.__name__}()."
-            )
+        if self.sync is not None:
+            check_rule("EnvConfig.sync", self.sync)
         if not isinstance(self.seed_episodes, bool):
             raise ConfigError(f"EnvConfig.seed_episodes is {self.seed_episodes!r}; expected True or False.")
-        if self.sync is not None and not isinstance(self.sync, SyncRule):
-            raise ConfigError(f"EnvConfig.sync is {self.sync!r}; use a rule such as farstep.sync.EveryK(4).")
 
     def _check_threshold(self, threshold: float) -> None:
-        real = isinstance(threshold, numbers.Real) and not isinstance(threshold, bool)
-        if not real or math.isnan(threshold) or threshold < 0:
+        if not is_number(threshold) or threshold < 0:
             raise ConfigError(
-                f"EnvConfig.kl_threshold is {threshold!r}; expected a divergence of at least 0 in nats, e.g. 0.05."
+                f"EnvConfig.kl_threshold is {reprlib.repr(threshold)}; expected a divergence of at least 0 in "
+                "nats, e.g. 0.05."
             )
         if self.sync is not None:
             raise ConfigError(
@@ -421,6 +418,26 @@ def check_count(name: str, value: object, minimum: int = 1) -> int:
     if not isinstance(value, numbers.Integral) or isinstance(value, bool) or int(value) < minimum:
         raise ConfigError(f"{name} is {value!r}; it must be an integer of at least {minimum}.")
     return int(value)
+
+
+def is_number(value: object) -> bool:
+    """Whether it is a real number that a float can hold, and no NaN."""
+    try:
+        return isinstance(value, numbers.Real) and not isinstance(value, bool) and not math.isnan(value)
+    except OverflowError:  # 10**400
+        return False
+
+
+def check_rule(what: str, rule: object) -> None:
+    """Refuse what is no sync rule, or one that does not say how much it wants to be measured."""
+    if isinstance(rule, type):
+        raise ConfigError(f"{what} is the class {rule.__name__}; give an instance, e.g. {rule.__name__}().")
+    if not isinstance(rule, SyncRule):
+        raise ConfigError(
+            f"{what} is {rule!r}, which has no should_pull(state); use a rule such as farstep.sync.EveryK(4)."
+        )
+    for name, minimum in (("probes", 0), ("rows", 1)):
+        check_count(f"{type(rule).__name__}.{name}", getattr(rule, name, minimum), minimum)
 
 
 def check_memory(nbytes: int, what: str) -> None:

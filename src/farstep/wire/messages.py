@@ -56,6 +56,8 @@ class AgentReady(msgspec.Struct, tag="agent-ready"):
     state: Schema = {}
     state_structure: bytes = b""
     inference: str = ""
+    description: Schema = {}
+    """What `distribution` or `log_prob` says of an observation, where the sync rule measures divergences."""
 
 
 class Chunk(msgspec.Struct, tag="chunk"):
