@@ -109,11 +109,21 @@ class LocalQueue:
             done, self._finished = self._finished, []
             return done
 
-    def close(self) -> None:
-        """No more messages; consumers still get those that wait."""
+    def close(self, drop: bool = False) -> list[Message]:
+        """No more messages; consumers still get those that wait, unless these are dropped: then they count as done."""
         with self._changed:
             self._closed = True
+            dropped = list(self._waiting) if drop else []
+            if drop:
+                self._waiting.clear()
+                self._finished += [message.get("trigger_id", "") for message in dropped]
             self._changed.notify_all()
+            return dropped
+
+    def reopen(self) -> None:
+        """Take messages again, after a `close`."""
+        with self._changed:
+            self._closed = False
 
 
 class _Report(msgspec.Struct, array_like=True):

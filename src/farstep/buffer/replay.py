@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -86,6 +87,9 @@ class Buffer:
         self._closed = False
         self.filled_by: int | None = None
         """The one thread that inserts, where that is known: it must not wait for itself."""
+        self.told: Callable[[], None] | None = None
+        """Called when another thread than that took samples or changed the limiter: there may be room again."""
+        self._halted = False
         self.waited_s = {"insert": 0.0, "sample": 0.0}
         self.removed: dict[str, int] = {"evicted": 0, "sampled": 0, "deleted": 0}
         if spec is not None:
@@ -136,6 +140,15 @@ class Buffer:
         """Per column, the key of the row that the episode under way began with; -1 where nobody knows."""
         self._slots: Array = np.full(columns, -1, np.int64)
         """Per column, which environment slot wrote last."""
+
+    @property
+    def is_cyclic(self) -> bool:
+        """Whether rows stay in order and the oldest make room; else its remover chooses."""
+        return self._cyclic
+
+    @property
+    def is_halted(self) -> bool:
+        return self._halted
 
     @property
     def is_bound(self) -> bool:
@@ -362,7 +375,7 @@ class Buffer:
             cells, probabilities = chosen
             batch = self.sampler.rows(store, cells)
             info = self._sampled(store, cells, probabilities, batch)
-            self._changed.notify_all()
+            self._notify()
         for name, structure in self._structures.items():
             if not isinstance(structure, str):
                 batch[name] = nest(structure, batch)
@@ -497,7 +510,7 @@ class Buffer:
         with self._changed:
             cells = np.unique(self._need_store().table.find(keys))
             self._remove(cells, "deleted")
-            self._changed.notify_all()
+            self._notify()
             return len(cells)
 
     def _remove(self, cells: Array, cause: str) -> None:
@@ -537,7 +550,7 @@ class Buffer:
                 for name, value in before.items():
                     setattr(self.limiter, name, value)
                 raise
-            self._changed.notify_all()
+            self._notify()
 
     def _wait(self, what: str, ready: Callable[[], bool], timeout_s: float | None, how_far: Callable[[], str]) -> None:
         """Until it may be done. The lock is held."""
@@ -548,6 +561,8 @@ class Buffer:
         deadline = began + (WAIT_S if timeout_s is None else timeout_s)
         while not ready():
             self._check_open()
+            if self._halted:
+                raise ClosedError("the workflow that fills this buffer has ended; nothing more comes.")
             if what == "sample" and self.filled_by == threading.get_ident():
                 raise BufferTimeout(
                     f"{how_far()}, and the buffer does not give them ({len(self)} items; {self.limiter}). Who asks is "
@@ -565,6 +580,26 @@ class Buffer:
             self._changed.wait(min(left, threading.TIMEOUT_MAX))
         self.waited_s[what] += time.monotonic() - began
         self._check_open()
+
+    @contextlib.contextmanager
+    def halted(self) -> Iterator[None]:
+        """Meanwhile nobody waits here: who would has a ClosedError."""
+        with self._changed:
+            self._halted = True
+            self._changed.notify_all()
+        try:
+            yield
+        finally:
+            self._halted = False
+
+    def locked(self) -> contextlib.AbstractContextManager[object]:
+        """Nobody inserts or samples for a moment."""
+        return self._changed
+
+    def _notify(self) -> None:
+        self._changed.notify_all()
+        if self.told is not None and self.filled_by != threading.get_ident():
+            self.told()
 
     def _check_reachable(self, capacity: int | None = None) -> None:
         if self.limiter.min_size > (capacity or self.capacity):

@@ -113,6 +113,17 @@ class DataKeyTrigger(Trigger):
         fires = new >= min_new if self._warm else len(full) >= self.n
         return self._message(state, full, 0, 0) if fires else None
 
+    def next_of(self, actor: Actor) -> int:
+        """The first step of an actor that a message to come may name."""
+        staged = (each.starts[actor] for each in self._open if actor in each.starts)
+        return min([self._taken_to.get(actor, 0), *staged])
+
+    def discard(self, state: Ledger) -> None:
+        """What is there and was not taken is not wanted any more (unless it is for replay)."""
+        if self.min_new is None:
+            self._open = []
+            self._taken_to = {actor: state.written(actor, self.stages[0]) for actor in state.actors}
+
     def _message(self, state: Ledger, starts: Mapping[Actor, int], stage: int, fragment: int) -> Message:
         keys = self.stages[stage]
         message = {

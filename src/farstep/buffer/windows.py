@@ -1,13 +1,14 @@
 """Windows: rows that a trigger named, put together as the `Batch` that `collect` would have returned.
 
 Rows are views of the buffer where they stand side by side, copies otherwise. What chunks have beyond rows (episodes
-that ended, a recurrent state, whether they follow what came before) is kept here until nobody can ask for it.
+that ended, a recurrent state, whether they follow what came before) is kept here until nobody can ask for it. One
+thread adds and forgets; any may ask for a batch meanwhile.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,6 +26,8 @@ class _Chunk:
 
     start: int
     stop: int
+    place: int
+    """Which row of the buffer's blocks it begins at: others may have written there before."""
     ended: Array
     """Row of each episode that ended."""
     episodes: dict[str, Array]
@@ -37,6 +40,7 @@ class _Window:
     """An actor's rows."""
 
     start: int
+    place: int
     columns: slice
     chunks: list[_Chunk]
 
@@ -64,25 +68,41 @@ class Windows:
         """An actor's next chunk was inserted, its first row at `start`."""
         steps, width = batch.shape
         first = int(batch.slots[0])
-        self._columns[actor] = slice(first, first + width)
         state = None if batch.initial_state is None else map_leaves(np.ndarray.copy, batch.initial_state)
-        chunk = _Chunk(start, start + steps, start + batch.final_obs.row, dict(batch.episodes), batch.continues, state)
-        self._chunks.setdefault(actor, deque()).append(chunk)
+        ended, episodes = start + batch.final_obs.row, dict(batch.episodes)
+        with self._buffer.locked():
+            place = int(self._buffer.store.blocks.committed(slice(first, first + 1))[0]) - steps
+            chunk = _Chunk(start, start + steps, place, ended, episodes, batch.continues, state)
+            self._columns[actor] = slice(first, first + width)
+            self._chunks.setdefault(actor, deque()).append(chunk)
 
     def forget(self, actor: int, upto: int) -> int:
         """Nobody asks for an actor's rows before `upto` any more; how many chunks that frees."""
-        chunks, before = self._chunks[actor], len(self._chunks[actor])
-        while chunks and chunks[0].stop <= upto:
-            chunks.popleft()
-        return before - len(chunks)
+        with self._buffer.locked():
+            chunks, before = self._chunks.get(actor, ()), len(self._chunks.get(actor, ()))
+            while chunks and chunks[0].stop <= upto:
+                chunks.popleft()
+            return before - len(chunks)
 
-    def batch(self, actors: Sequence[int], starts: Sequence[int], size: int) -> Batch:
-        """Rows `[start, start + size)` of each actor, in order of their environment slots."""
+    def where(self, actor: int, start: int, size: int) -> tuple[tuple[int, int], int]:
+        """The environment slots of an actor, first and last + 1, and the row of the blocks that a window begins at."""
+        with self._buffer.locked():
+            window = self._window(actor, start, size)
+            return (window.columns.start, window.columns.stop), window.place
+
+    def batch(self, actors: Sequence[int], starts: Sequence[int], size: int, gaps: Container[int] = ()) -> Batch:
+        """Rows `[start, start + size)` of each actor, in order of their environment slots. Before those of `gaps`, rows
+        are missing that were there."""
+        with self._buffer.locked():  # what follows a row may be written at this moment
+            return self._batch(actors, starts, size, gaps)
+
+    def _batch(self, actors: Sequence[int], starts: Sequence[int], size: int, gaps: Container[int]) -> Batch:
         store, structures = self._buffer.store, self._buffer.structures
-        windows = [self._window(actor, start, size) for actor, start in zip(actors, starts, strict=True)]
-        windows.sort(key=lambda window: window.columns.start)
+        found = [(self._window(actor, start, size), actor) for actor, start in zip(actors, starts, strict=True)]
+        found.sort(key=lambda each: each[0].columns.start)
+        windows = [window for window, _ in found]
         slots = np.concatenate([np.arange(w.columns.start, w.columns.stop) for w in windows])
-        per_slot = np.concatenate([np.full(w.columns.stop - w.columns.start, w.start) for w in windows])
+        per_slot = np.concatenate([np.full(w.columns.stop - w.columns.start, w.place) for w in windows])
 
         def after(cells: Array) -> Nested:
             return nest(structures["obs"], {n: store.observed_after(n, cells) for n in leaf_names(structures["obs"])})
@@ -99,28 +119,31 @@ class Windows:
             FinalObs(rows, column, final),
             episodes,
             slots,
-            np.concatenate([window.continues for window in windows]),
+            np.concatenate([window.continues & (actor not in gaps) for window, actor in found]),
             _states(windows),
         )
 
     def _window(self, actor: int, start: int, size: int) -> _Window:
-        columns = self._columns[actor]
-        if start < self._buffer.store.blocks.oldest(columns.start):
-            raise FarstepError(
-                f"rows {start} to {start + size} of worker {actor} are gone: the buffer overwrote them before anybody "
-                "asked. Raise its capacity."
-            )
-        return _Window(start, columns, [c for c in self._chunks[actor] if c.start < start + size and c.stop > start])
+        chunks = [c for c in self._chunks.get(actor, ()) if c.start < start + size and c.stop > start]
+        rows = f"rows {start} to {start + size} of worker {actor}"
+        if not chunks or chunks[0].start > start or chunks[-1].stop < start + size:
+            raise FarstepError(f"{rows} are not held any more: batch() is for the consumer of their message.")
+        columns, place = self._columns[actor], chunks[0].place + start - chunks[0].start
+        if any(chunk.place - chunk.start != place - start for chunk in chunks):
+            raise FarstepError(f"{rows} are not together: somebody else inserted into the buffer between them.")
+        if place < self._buffer.store.blocks.oldest(columns.start):
+            raise FarstepError(f"{rows} are gone: somebody else inserted into the buffer and overwrote them.")
+        return _Window(start, place, columns, chunks)
 
 
 def _rows(block: Array, windows: Sequence[_Window], size: int) -> Array:
     first, last = windows[0], windows[-1]
     width = sum(w.columns.stop - w.columns.start for w in windows)
-    place = first.start % len(block)
-    aligned = all(window.start == first.start for window in windows)
+    place = first.place % len(block)
+    aligned = all((window.place - first.place) % len(block) == 0 for window in windows)
     if aligned and width == last.columns.stop - first.columns.start and place + size <= len(block):
         return block[place : place + size, first.columns.start : last.columns.stop]
-    parts = [block[np.arange(w.start, w.start + size) % len(block), w.columns] for w in windows]
+    parts = [block[np.arange(w.place, w.place + size) % len(block), w.columns] for w in windows]
     return np.concatenate(parts, axis=1)
 
 

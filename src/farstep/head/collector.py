@@ -26,7 +26,7 @@ from farstep.head.rollouts import Piece, Rollouts, agent_structures, base_rows, 
 from farstep.head.seats import ResetOrder, Seat
 from farstep.head.server import Server
 from farstep.head.stats import Counters
-from farstep.head.tickets import Arrived, Order
+from farstep.head.tickets import Arrived, FeedPlan, Order
 from farstep.head.turns import Turns
 from farstep.spec import Schema, Structure, differences, space_schema
 from farstep.sync import AAPS, Always
@@ -55,10 +55,8 @@ class Request:
     incarnations: tuple[int, ...] = ()
     """Of all workers, when it was made."""
     on_part: OnPart | None = None
-    feed: bool = False
+    feed: FeedPlan | None = None
     """Chunks are taken one by one, by a workflow."""
-    invited: bool = False
-    """Workers wait to be asked for each chunk."""
 
 
 class Collector:
@@ -314,9 +312,9 @@ class Collector:
         finally:
             self._end(request)
 
-    def open_feed(self, steps: int, max_staleness: int | None, num_chunks: int, invited: bool) -> Request:
+    def open_feed(self, steps: int, feed: FeedPlan) -> Request:
         """Begin to give tickets for chunks that `take_chunk` takes one by one."""
-        return self._open(Request(steps, num_chunks, feed=True, invited=invited), max_staleness, None)
+        return self._open(Request(steps, feed.actors * feed.chunks, feed=feed), feed.max_staleness, None)
 
     def take_chunk(self, request: Request, wanted: Callable[[int], bool]) -> tuple[Arrived, Batch] | None:
         """The first chunk that arrived of a worker that is wanted, if there is one: views of its lane."""
@@ -340,13 +338,14 @@ class Collector:
         with self.server.locked():
             self.server.raise_failure()
             self._end()
-            lanes = tickets.feed_lanes if request.feed else tickets.lanes_needed(max_staleness, request.num_chunks)
+            wanted = max_staleness, request.num_chunks
+            lanes = tickets.lanes_needed(*wanted) if request.feed is None else tickets.feed_lanes
             self._lay(max(request.steps, 1), lanes)
             if request.reset is not None:
                 self._note_reset(request.reset)
             self._request = replace(request, incarnations=tuple(seat.incarnation for seat in self.server.seats))
-            if request.feed:
-                tickets.open_feed(max_staleness, request.num_chunks or 1, request.invited)
+            if request.feed is not None:
+                tickets.open_feed(request.feed)
             else:
                 tickets.open(max_staleness, request.num_chunks, batches)
             return self._request

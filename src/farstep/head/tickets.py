@@ -6,14 +6,15 @@ learner never exceed `max_staleness + 1`; a learner that publishes once per batc
 What publishes more often makes rows too old: those are dropped here, counted, and rolled again.
 
 A workflow opens a feed instead: chunks are taken one by one, as they arrive, and count as held until their rows were
-consumed. Without a bound on staleness only room holds workers back; `invited` ones wait to be asked for each chunk.
+consumed, by windows of some chunks of some actors each. Admission counts windows: what a worker has begun it may
+complete, and no worker begins so many that others could not begin theirs; so rows never stand still in parts that
+nobody can use. Without a bound on staleness only room holds workers back; `invited` ones wait to be asked.
 """
 
 from __future__ import annotations
 
-import math
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,6 +43,18 @@ class Arrived:
     piece: Any
 
 
+@dataclass(frozen=True)
+class FeedPlan:
+    """What a workflow consumes together, and how far its workers may run ahead."""
+
+    max_staleness: int | None = None
+    actors: int = 1
+    chunks: int = 1
+    """Of each actor."""
+    invited: Mapping[int, int] | None = None
+    """Per worker, how many chunks it was asked for already; None: it rolls what it may."""
+
+
 @dataclass
 class Session:
     """What the current call asked for, and how far it got."""
@@ -60,19 +73,15 @@ class Session:
     held_chunks: int = 0
     lanes: dict[int, list[int]] = field(default_factory=dict)
     """Per worker, free lanes (first-come sessions only)."""
-    is_feed: bool = False
+    feed: FeedPlan | None = None
+    held: Counter[int] = field(default_factory=Counter)
+    """Per worker, chunks of a feed that were taken and not consumed."""
     invited: dict[int, int] | None = None
     """Per worker, how many tickets it was asked to take; None: it takes what it may have."""
 
     @property
     def depth(self) -> int:
         return (self.max_staleness or 0) + 1
-
-    @property
-    def most_chunks(self) -> float:
-        """How many chunks may be outstanding, unread or held (first-come sessions only)."""
-        assert self.num_chunks is not None
-        return math.inf if self.is_feed and self.max_staleness is None else self.depth * self.num_chunks
 
 
 class Tickets:
@@ -106,14 +115,14 @@ class Tickets:
             session.lanes[worker] = list(range(lanes))
         self._session = session
 
-    def open_feed(self, max_staleness: int | None, num_chunks: int, invited: bool) -> None:
-        """Begin a session whose chunks are taken one by one; `num_chunks` of them are consumed together."""
-        self.open(max_staleness, num_chunks)
+    def open_feed(self, feed: FeedPlan) -> None:
+        """Begin a session whose chunks are taken one by one."""
+        self.open(feed.max_staleness, feed.actors * feed.chunks)
         assert self._session is not None
-        self._session.is_feed = True
+        self._session.feed = feed
         self._session.lanes = {worker: list(range(_FEED_LANES)) for worker in range(self._workers)}
-        if invited:
-            self._session.invited = dict.fromkeys(range(self._workers), 0)
+        if feed.invited is not None:
+            self._session.invited = {worker: feed.invited.get(worker, 0) for worker in range(self._workers)}
 
     feed_lanes = _FEED_LANES
 
@@ -172,11 +181,16 @@ class Tickets:
     def _first_come(self, session: Session, wanted: int, available: list[int], version: int) -> list[Order]:
         orders: list[Order] = []
         while True:
-            ahead = len(self._outstanding) + len(self._arrived) + session.held_chunks
+            held = session.held.total() if session.feed is not None else session.held_chunks
+            ahead = len(self._outstanding) + len(self._arrived) + held
             free = [w for w in available if session.lanes[w] and self.busy(w) < _QUEUED_PER_WORKER]
             if session.invited is not None:
                 free = [w for w in free if session.invited[w]]
-            if not free or ahead >= session.most_chunks:
+            if session.feed is not None:
+                free = self._admitted(session, session.feed, free)
+            elif ahead >= session.depth * wanted:
+                return orders
+            if not free:
                 return orders
             # Whoever has least to do; among equals, whoever got least so far.
             worker = min(free, key=lambda w: (self.busy(w), session.issued[w]))
@@ -185,6 +199,18 @@ class Tickets:
                 session.invited[worker] -= 1
             lane = session.lanes[worker].pop()
             orders.append(self._order(session, worker, -1, lane, version + ahead // wanted))
+
+    def _admitted(self, session: Session, feed: FeedPlan, free: list[int]) -> list[int]:
+        """Those who may roll another chunk of a feed: to complete a window, or to begin one."""
+        if feed.max_staleness is None:
+            return free
+        chunks = session.held.copy()
+        chunks.update(order.worker for order in self._outstanding.values())
+        chunks.update(arrived.order.worker for arrived in self._arrived)
+        begun = sum(-(-count // feed.chunks) for count in chunks.values())
+        may_begin = begun < session.depth * feed.actors
+        most = session.depth * feed.chunks
+        return [w for w in free if chunks[w] % feed.chunks or (may_begin and chunks[w] < most)]
 
     def _order(self, session: Session, worker: int, batch: int, lane: int, version_then: int) -> Order:
         """`version_then`: the version when the chunk is consumed, if the learner publishes once per batch."""
@@ -254,7 +280,7 @@ class Tickets:
         for arrived in self._arrived:
             if wanted(arrived.order.worker):
                 self._arrived.remove(arrived)
-                session.held_chunks += 1
+                session.held[arrived.order.worker] += 1
                 self.delivered += 1
                 return arrived
         return None
@@ -264,13 +290,17 @@ class Tickets:
         if self._session is not None:
             self._session.lanes[arrived.order.worker].append(arrived.order.lane)
 
-    def consumed(self, chunks: int, stale: bool = False) -> None:
-        """The learner is done with some chunks of a feed, or they were found too old when it was their turn."""
-        if self._session is not None:
-            self._session.held_chunks -= chunks
-        if stale:
+    def consumed(self, worker: int, chunks: int, dropped: str | None = None) -> None:
+        """The learner is done with some chunks of a feed, or they were dropped for a cause when it was their turn."""
+        session = self._session
+        if session is not None:
+            # What an earlier session took is not held by this one.
+            session.held[worker] = max(0, session.held[worker] - chunks)
+        if dropped is not None and chunks:
             self.delivered -= chunks
-            self.dropped["stale"] += chunks
+            self.dropped[dropped] += chunks
+            if session is not None and session.invited is not None:
+                session.invited[worker] += chunks
 
     def take(self, version: int) -> list[Arrived] | None:
         """The next batch if it is there, its chunks in order of workers; releases the one before."""
