@@ -10,6 +10,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
@@ -18,7 +19,7 @@ import numpy as np
 
 from farstep.batch import Batch, is_final
 from farstep.buffer.limiter import MinSize, RateLimiter
-from farstep.buffer.rows import as_arrays, check_names, check_rows, observed_after, schema_of
+from farstep.buffer.rows import as_arrays, check_names, check_rows, count_plain, observed_after, schema_of
 from farstep.buffer.samplers import FIFO, EpisodeSelector, FullBatch, Sampler
 from farstep.buffer.selectors import Selector
 from farstep.buffer.store import Store
@@ -39,14 +40,23 @@ class SampleInfo:
     keys: Array
     """Names of the items, for `update_priorities` and `delete`."""
     probabilities: Array
-    weights: Array
-    """Importance weights, at most 1; all 1 unless the sampler is prioritised."""
     times_sampled: Array
     """How often the item was sampled, this time included."""
     versions: Array
     """The policy's version, if rows have one; else -1."""
     size: int
     """Items in the buffer."""
+    beta: float
+    """Exponent of `weights`."""
+
+    @cached_property
+    def weights(self) -> Array:
+        """Importance weights, at most 1; all 1 unless the sampler is prioritised."""
+        if not self.beta:
+            return np.ones(len(self.keys))
+        weights = (self.size * self.probabilities) ** -self.beta
+        weights /= weights.max()
+        return weights
 
 
 class Buffer:
@@ -136,6 +146,14 @@ class Buffer:
         self._free = [] if self._cyclic else list(range(rows - 1, -1, -1))
         self._selector: Selector = self.sampler.selector(self._store.table)
         self._remover: Selector | None = None if self._cyclic else self.remover.selector(self._store.table)
+        # Rows that are all there is to it: one column, in order, no filler among them, no episodes to put together.
+        self._is_plain = (
+            self._cyclic
+            and columns == 1
+            and not tails
+            and "valid" not in schema
+            and not isinstance(self._selector, EpisodeSelector)
+        )
         self._begun: Array = np.full(columns, -1, np.int64)
         """Per column, the key of the row that the episode under way began with; -1 where nobody knows."""
         self._slots: Array = np.full(columns, -1, np.int64)
@@ -187,6 +205,11 @@ class Buffer:
 
         Rows follow each other unless `terminated`, `truncated`, `done` or `episode_start` say otherwise.
         """
+        if (store := self._store) is not None and self._is_plain:
+            count = count_plain(rows, store.kinds)
+            with self._changed:
+                if 0 < count <= store.rows and self.limiter.can_insert(count) and not self._closed:
+                    return self._put_rows(store, rows, count)
         if isinstance(rows, Batch):
             return self._insert_batch(rows, timeout_s)
         values = self._checked(rows)
@@ -210,6 +233,17 @@ class Buffer:
                 keys.append(self._put(part)[0] if self._cyclic else self._put_anywhere(part))
                 done += count
         return np.concatenate(keys) if keys else np.zeros(0, np.int64)
+
+    def _put_rows(self, store: Store, values: Mapping[str, Array], count: int) -> Array:
+        """As `_put`, for a buffer that holds nothing but rows."""
+        keys, gone = store.append_rows(values, count)
+        self.limiter.insert(count)
+        if gone:
+            self._count("evicted", gone)
+        if self._selector.listens:
+            self._selector.inserted(keys % store.table.cells, keys)
+        self._changed.notify_all()
+        return keys
 
     def _checked(self, rows: Mapping[str, Nested]) -> dict[str, Array]:
         """Rows as arrays of the right kind, or an error and nothing changed."""
@@ -471,12 +505,8 @@ class Buffer:
         table = store.table
         keys = table.keys.take(cells)
         times = table.count(cells)
-        weights = np.ones(len(cells))
-        if self.sampler.beta:
-            weights = (table.size * probabilities) ** -self.sampler.beta
-            weights /= weights.max()
         versions = store.take("version", cells) if "version" in store.schema else np.full(len(cells), -1)
-        info = SampleInfo(keys, probabilities, weights, times, versions, table.size)
+        info = SampleInfo(keys, probabilities, times, versions, table.size, self.sampler.beta)
         self.limiter.sample(len(cells))
         if self.max_times_sampled:
             self._remove(np.unique(cells[times >= self.max_times_sampled]), "sampled")

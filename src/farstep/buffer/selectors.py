@@ -24,6 +24,8 @@ class Selector(Protocol):
 
     distinct: bool
     """Never the same item twice in one selection."""
+    listens: bool
+    """It must be told of new items."""
 
     def inserted(self, cells: Array, keys: Array) -> None: ...
 
@@ -50,6 +52,7 @@ class Idle:
     """Keeps nothing of what it is told."""
 
     distinct = False
+    listens = True
 
     def inserted(self, cells: Array, keys: Array) -> None:
         pass
@@ -72,6 +75,8 @@ class Idle:
 
 class UniformSelector(Idle):
     """Every item alike."""
+
+    listens = False
 
     def __init__(self, table: Table) -> None:
         self._table = table

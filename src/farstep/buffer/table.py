@@ -49,6 +49,16 @@ class Table:
             self._full = bool((self.used == self.rows).all())
         return keys, gone
 
+    def put_rows(self, rows: slice) -> tuple[Array, int]:
+        """As `put`, for a table of one column."""
+        if self.size == self.cells:
+            keys = self.keys[rows]
+            keys += self.cells
+            self.times[rows] = 0
+            return keys, len(keys)
+        keys, gone = self.put(rows, slice(0, 1))
+        return keys.reshape(-1), gone
+
     def remove(self, cells: Array) -> None:
         """These items, each named once, are gone."""
         self.keys[cells] = ~self.keys[cells]
