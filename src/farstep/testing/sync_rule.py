@@ -17,7 +17,8 @@ from farstep.sync.rules import divergence_of, probes_of
 def check_sync_rule(rule: SyncRule | Callable[[], SyncRule]) -> None:
     """What every rule, given as it is or by what makes one, must keep; raises an AssertionError that says what it does
     not."""
-    made = rule if isinstance(rule, SyncRule) and not isinstance(rule, type) else rule()
+    makes_one = callable(rule) and (isinstance(rule, type) or not isinstance(rule, SyncRule))
+    made: SyncRule = rule() if makes_one else rule  # type: ignore[assignment, operator]
     try:
         check_rule("the rule", made)
     except ConfigError as error:
