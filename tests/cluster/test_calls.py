@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -28,17 +28,16 @@ BOTH = pytest.mark.parametrize(
 SLOW = {"fault": "slow", "phase": "step", "at": 0, "slow_s": 0.02}
 
 
-@contextlib.contextmanager
-def interrupted(after_s: float) -> Iterator[None]:
-    """Ctrl-C, a moment from now."""
+def interrupted(after_s: float, call: Callable[[], object]) -> None:
+    """Ctrl-C during a call, a moment from now; on a busy machine that may be before it has begun."""
     timer = threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGINT))  # SIGALRM is pytest-timeout's
-    timer.start()
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            yield
-    finally:
-        timer.cancel()
-        timer.join()
+    with pytest.raises(KeyboardInterrupt):
+        try:
+            timer.start()
+            call()
+        finally:
+            timer.cancel()
+            timer.join()
 
 
 @BOTH
@@ -46,8 +45,7 @@ def test_an_interrupted_call_leaves_a_cluster_that_goes_on(config: farstep.Launc
     with cluster(FaultyEnv, envs=2, env_kwargs=SLOW, config=config) as env:
         agent = TableAgent()
         last = env.collect(agent, steps=1).last_obs.copy()
-        with interrupted(0.3):
-            env.collect(agent, steps=10_000)
+        interrupted(0.3, lambda: env.collect(agent, steps=10_000))
         batch = env.collect(agent, steps=3)
         assert_sound(batch)
         assert not (batch.continues & (batch["obs"][0] != last).any(axis=1)).any()
@@ -62,10 +60,13 @@ def test_interrupts_at_any_moment_lose_nothing_and_count_nothing_twice(config: f
     with cluster(envs=4, config=config) as env:
         agent = TableAgent()
         env.collect(agent, steps=2)
+
+        def go_on() -> None:
+            while True:
+                env.collect(agent, steps=2)
+
         for _ in range(40):
-            with interrupted(rng.uniform(0.0002, 0.02)):
-                while True:
-                    env.collect(agent, steps=2)
+            interrupted(rng.uniform(0.0002, 0.02), go_on)
             assert_balanced(env.stats())
             assert_sound(env.collect(agent, steps=2))
 
@@ -74,8 +75,7 @@ def test_an_interrupted_close_leaves_nothing_behind() -> None:
     limits = farstep.Timeouts(close_s=60.0)
     env = cluster(FaultyEnv, envs=1, env_kwargs={"fault": "hang", "phase": "close"}, timeouts=limits)
     env.collect(TableAgent(), steps=1)
-    with interrupted(0.3):
-        env.close()
+    interrupted(0.3, env.close)
     env.close()  # the leak check sees to the rest
 
 
@@ -250,8 +250,7 @@ def test_a_worker_drops_a_ticket_that_was_taken_back(transport: str) -> None:
     with cluster(CountedEnv, envs=1, transport=transport) as env:
         agent = TableAgent()
         env.collect(agent, steps=1)
-        with interrupted(0.5):
-            env.collect(agent, steps=20_000)
+        interrupted(0.5, lambda: env.collect(agent, steps=20_000))
         _, info = env.reset()
         assert 1 < info["steps"][0] < 20_000
 
