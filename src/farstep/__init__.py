@@ -14,11 +14,15 @@ if TYPE_CHECKING:
     from farstep.batch import Batch as Batch
     from farstep.buffer.replay import Buffer as Buffer
     from farstep.buffer.samplers import FullBatch as FullBatch
+    from farstep.buffer.triggers import DataKeyTrigger as DataKeyTrigger
+    from farstep.buffer.triggers import ObjectKeyTrigger as ObjectKeyTrigger
+    from farstep.buffer.triggers import TimeTrigger as TimeTrigger
     from farstep.cluster_env import ClusterEnv as ClusterEnv
     from farstep.config import EnvConfig as EnvConfig
     from farstep.config import InProcessConfig as InProcessConfig
     from farstep.config import LocalConfig as LocalConfig
     from farstep.config import Timeouts as Timeouts
+    from farstep.config import TransferTrigger as TransferTrigger
     from farstep.config import WeightsConfig as WeightsConfig
     from farstep.errors import AgentError as AgentError
     from farstep.errors import ClosedError as ClosedError
@@ -31,6 +35,7 @@ if TYPE_CHECKING:
     from farstep.errors import WorkerStuck as WorkerStuck
     from farstep.head.stats import scalars as scalars
     from farstep.vector_env import make_vec as make_vec
+    from farstep.workflow import Workflow as Workflow
 
 __version__ = VERSION
 
@@ -38,12 +43,17 @@ _HOMES = {
     "Batch": "batch",
     "Buffer": "buffer.replay",
     "ClusterEnv": "cluster_env",
+    "DataKeyTrigger": "buffer.triggers",
     "EnvConfig": "config",
     "FullBatch": "buffer.samplers",
     "InProcessConfig": "config",
     "LocalConfig": "config",
+    "ObjectKeyTrigger": "buffer.triggers",
+    "TimeTrigger": "buffer.triggers",
     "Timeouts": "config",
+    "TransferTrigger": "config",
     "WeightsConfig": "config",
+    "Workflow": "workflow",
     "AgentError": "errors",
     "ClosedError": "errors",
     "ConfigError": "errors",
@@ -58,7 +68,7 @@ _HOMES = {
 }
 
 __all__ = list(_HOMES)
-_FOLDERS = ("buffer", "sync")
+_FOLDERS = ("buffer", "sync", "testing")
 
 
 def __getattr__(name: str) -> object:

@@ -15,13 +15,18 @@ from farstep.spec import Structure, map_leaves, nest
 ENDS = np.dtype([("row", "<i4"), ("slot", "<i4"), ("length", "<i8"), ("return", "<f8"), ("time", "<f8")])
 """One record per episode that ended: where, and what it came to."""
 
-RESERVED = {"obs", "reward", "terminated", "truncated", "valid", "version", "episode_start", "final_obs"}
+RESERVED = {"obs", "reward", "terminated", "truncated", "valid", "version", "episode_start", "final_obs", "last_obs"}
 """What farstep records itself; an agent's outputs have other names."""
 
 
 def is_final(name: str) -> bool:
     """Whether an array holds last observations of episodes, by place in the list of ends and not by row."""
     return name.split(".")[0] == "final_obs"
+
+
+def is_obs(name: str) -> bool:
+    """Whether an array holds observations, of which there is one more than rows."""
+    return name.split(".")[0] == "obs"
 
 
 EPISODE_KEYS = ("return", "length", "time", "slot")
@@ -79,7 +84,7 @@ class Batch(Mapping[str, Nested]):
     @property
     def shape(self) -> tuple[int, int]:
         """`(T, N)`."""
-        rows, slots = self.arrays["reward"].shape[:2]
+        rows, slots = self.arrays["reward" if "reward" in self.arrays else next(iter(self.arrays))].shape[:2]
         return rows, slots
 
     def copy(self) -> Batch:
@@ -99,6 +104,24 @@ class Batch(Mapping[str, Nested]):
     def __repr__(self) -> str:
         arrays = ", ".join(f"{name}: {a.dtype}{list(a.shape)}" for name, a in self.arrays.items())
         return f"Batch({arrays}; {len(self.episodes['return'])} episodes ended)"
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some arrays of a rollout, of one worker's environments, before the rest is there (see `ClusterEnv.parts`)."""
+
+    worker: int
+    slots: Array
+    """The environment slot, and in the whole batch the column, of each of its columns."""
+    stage: int
+    """Which stage of `EnvConfig.transfer` is complete with it. Stages that arrived together, as all do with shared
+    memory, are one part with the number of the last."""
+    complete: bool
+    """Nothing more of this worker comes."""
+    batch: Batch
+    """The arrays of the stage alone. `last_obs`, `final_obs.obs` and `initial_state` are None before they are there."""
+    so_far: Batch
+    """With those of the stages before."""
 
 
 def _copied(value: Nested) -> Nested:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from operator import itemgetter
 from types import TracebackType
 from typing import Any, Self
@@ -13,7 +14,7 @@ import gymnasium
 import numpy as np
 from gymnasium.vector import VectorEnv
 
-from farstep.batch import Batch
+from farstep.batch import Batch, Part
 from farstep.config import EnvConfig, LaunchConfig, LocalConfig, check_count
 from farstep.core import Agent, Array, Nested
 from farstep.errors import ClosedError, ConfigError
@@ -45,6 +46,8 @@ class ClusterEnv:
         self.num_workers = self.config.num_workers(self.env_config.envs_per_node)
         self.seed = fresh_root() if self.env_config.seed is None else self.env_config.seed
         self._collector: Collector | None = None
+        self._launching = threading.Lock()
+        """Of several threads whose calls are the first, one launches and the others wait."""
         self._closed = False
 
     def __repr__(self) -> str:
@@ -63,18 +66,24 @@ class ClusterEnv:
         return self.observation_space, self.action_space
 
     def _launched(self) -> Collector:
+        with self._launching:
+            self._check_open()
+            if self._collector is None:
+                collector = Collector(self.env_config, self.config, self.seed)
+                # Also when nobody calls close(): at garbage collection and at the interpreter's end.
+                self._finalizer = weakref.finalize(self, Collector.close, collector)
+                self._collector = collector
+                try:
+                    self._check_open()  # another thread may have closed it before there was anything to close
+                    self.observation_space, self.action_space = collector.start()
+                except BaseException:
+                    self.close()
+                    raise
+            return self._collector
+
+    def _check_open(self) -> None:
         if self._closed:
             raise ClosedError("this ClusterEnv is closed; make a new one.")
-        if self._collector is None:
-            self._collector = Collector(self.env_config, self.config, self.seed)
-            # Also when nobody calls close(): at garbage collection and at the interpreter's end.
-            self._finalizer = weakref.finalize(self, Collector.close, self._collector)
-            try:
-                self.observation_space, self.action_space = self._collector.start()
-            except BaseException:
-                self.close()
-                raise
-        return self._collector
 
     def close(self) -> None:
         """End all workers and free everything; idempotent."""
@@ -134,6 +143,19 @@ class ClusterEnv:
         collector.adopt(agent)
         return collector.one_batch(steps)
 
+    def parts(self, agent: Agent, steps: int = 128) -> Parts:
+        """As `collect`, for a learner that begins before all of it is there: parts of it in order of arrival.
+
+        A part is a stage (`EnvConfig.transfer`) of one worker's chunk. If a worker is lost when some of its stages were
+        handed out, they come again, of another chunk; the last stage, which makes the part `complete`, comes once.
+        """
+        return Parts(self._parts(agent, check_count("steps", steps)))
+
+    def _parts(self, agent: Agent, steps: int) -> Generator[Part, None, Batch]:
+        collector = self._launched()
+        collector.adopt(agent)
+        return (yield from collector.parts(steps))
+
     def stream(
         self, agent: Agent, steps: int = 128, max_staleness: int = 1, num_chunks: int | None = None
     ) -> Iterator[Batch]:
@@ -157,6 +179,12 @@ class ClusterEnv:
         collector = self._launched()
         collector.adopt(agent)
         yield from collector.stream(steps, max_staleness, num_chunks)
+
+    def adopt(self, agent: Agent) -> Collector:
+        """Make workers act with this agent, for a workflow that takes chunks itself."""
+        collector = self._launched()
+        collector.adopt(agent)
+        return collector
 
     # ---- the policy ----
 
@@ -189,3 +217,30 @@ class ClusterEnv:
             last = {"final_obs": map_leaves(itemgetter(k), final.obs), "episode": episode}
             infos = self._add_info(infos, last, int(slot))
         return infos
+
+
+class Parts(Iterator[Part]):
+    """One synchronous rollout, part by part. It begins with the first; `close` or another call cancels the rest."""
+
+    def __init__(self, parts: Generator[Part, None, Batch]) -> None:
+        self._parts = parts
+        self._batch: Batch | None = None
+
+    def __next__(self) -> Part:
+        try:
+            return next(self._parts)
+        except StopIteration as end:
+            self._batch = self._batch or end.value
+            raise
+
+    @property
+    def batch(self) -> Batch:
+        """The whole rollout, as `collect` returns it; waits for parts that nobody took."""
+        for _ in self:
+            pass
+        if self._batch is None:
+            raise ClosedError("these parts were closed, or failed, before the rollout was complete.")
+        return self._batch
+
+    def close(self) -> None:
+        self._parts.close()

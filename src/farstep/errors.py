@@ -12,6 +12,8 @@ FarstepError
 │   └── WorkerStuck      no progress within the phase's limit, with the stacks it was stuck in
 ├── BufferTimeout        a buffer had nothing to give, or no room, for too long (also a TimeoutError)
 ├── WireError            a message that is malformed, oversized or not from an admitted peer
+├── DeliveryError        a trigger's message that its consumer did not take, or did not finish
+├── CheckpointError      a checkpoint that cannot be written, or none that can be read (also an OSError)
 ├── EndedError           step() of an ended environment without autoreset (also an AssertionError)
 └── ClosedError          the cluster is closed, or failed earlier and cannot go on
 """
@@ -127,6 +129,14 @@ class BufferTimeout(FarstepError, TimeoutError):
 
 class WireError(FarstepError):
     """A message that cannot be accepted."""
+
+
+class DeliveryError(FarstepError):
+    """A trigger's message did not reach its consumer, or the consumer ended or failed before it was done."""
+
+
+class CheckpointError(FarstepError, OSError):
+    """A checkpoint could not be saved, or none is there that is intact; the message names each and why."""
 
 
 class ClosedError(FarstepError):

@@ -16,6 +16,8 @@ from gymnasium.vector import SyncVectorEnv
 
 from farstep.testing import CountingEnv, FaultyEnv, TableAgent
 from farstep.testing.envs import do_fault
+from farstep.wire import messages
+from farstep.wire.zmq import DealerLink
 
 
 def once(marker: str) -> bool:
@@ -240,3 +242,41 @@ class FaultyAgent(TableAgent):
                 if not self._folder or once(f"{self._folder}/{where}-{fault}"):
                     do_fault(fault)
                     return
+
+
+def wait_for_byte(fifo: str) -> None:
+    """Until the test says so."""
+    with Path(fifo).open("rb", buffering=0) as file:
+        file.read(1)
+
+
+class CutOffEnv(CountingEnv):
+    """Kills its worker in its `at`-th step, once, when the test says that it has seen what was sent before."""
+
+    def __init__(self, marker: str, fifo: str, at: int) -> None:
+        super().__init__(length=4)
+        self._marker, self._fifo, self._at, self._steps = marker, fifo, at, 0
+
+    def step(self, action: Any) -> Any:
+        self._steps += 1
+        if self._steps == self._at and once(self._marker):
+            wait_for_byte(self._fifo)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().step(action)
+
+
+class StageCutOffEnv(CountingEnv):
+    """Its worker is killed instead of sending its second chunk, once, when the test has seen what came ahead of it."""
+
+    def __init__(self, marker: str, fifo: str) -> None:
+        super().__init__(length=4)
+        send = DealerLink.send
+
+        def deadly(link: Any, frames: Any, fds: Any = ()) -> None:
+            message = messages.decode_from_worker(frames)
+            if isinstance(message, messages.Chunk) and message.order == 2 and once(marker):
+                wait_for_byte(fifo)
+                os.kill(os.getpid(), signal.SIGKILL)
+            send(link, frames, fds)
+
+        DealerLink.send = deadly  # type: ignore[method-assign]

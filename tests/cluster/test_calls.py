@@ -109,6 +109,25 @@ def test_a_publish_from_another_thread_reaches_a_call_that_waits() -> None:
         assert within(lambda: next(stream))["version"].max() == 1
 
 
+@TRANSPORTS
+def test_a_stream_that_starves_says_so_once(transport: str, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    monkeypatch.setattr("farstep.head.collector._STARVED_S", 0.0)
+    with cluster(FaultyEnv, envs=1, env_kwargs=SLOW, transport=transport) as env:
+        agent = TableAgent()
+        stream = env.stream(agent, steps=4, max_staleness=0)
+        next(stream)
+
+        def publish() -> None:
+            while env.stats()["dropped"].get("stale", 0) < 3:
+                env.publish(agent)
+
+        outcomes = together({"publish": publish, "next": lambda: next(stream)})
+        for outcome in outcomes.values():
+            outcome.get()
+    said = [record.getMessage() for record in caplog.records if "too old" in record.getMessage()]
+    assert len(said) == 1 and "meanwhile: 1." in said[0] and "raise max_staleness or publish less often" in said[0]
+
+
 def test_a_call_from_another_thread_ends_the_one_under_way_with_a_clear_error() -> None:
     with cluster(FaultyEnv, envs=1, env_kwargs={**SLOW, "slow_s": 0.1}, workers=1) as env:
         agent = TableAgent()
@@ -403,6 +422,17 @@ def test_threads_that_bring_an_agent_at_once_leave_a_working_cluster(offset_s: f
             assert within(lambda: next(env.stream(agent, steps=4)))["version"].min() == version
 
 
+@BOTH
+def test_threads_whose_calls_are_the_first_launch_once(config: farstep.LaunchConfig) -> None:
+    agent = TableAgent()
+    with contextlib.closing(cluster(envs=4, config=config)) as env:
+        outcomes = together(
+            {"collect": lambda: env.collect(agent, steps=4), "publish": lambda: env.publish(agent), "look": env.stats}
+        )
+        assert outcomes["collect"].get().shape == (4, 4) and outcomes["publish"].get() <= 1
+        assert outcomes["look"].get()["workers"]["alive"] == 2
+
+
 def quietly(call: Any) -> None:
     with contextlib.suppress(farstep.ClosedError):  # another call ended it
         call()
@@ -417,13 +447,29 @@ class FailingRule:
 
 @BOTH
 def test_a_sync_rule_that_raises_ends_the_run(config: farstep.LaunchConfig) -> None:
-    with cluster(envs=4, sync=FailingRule(), config=config) as env:
+    with cluster(envs=4, sync=farstep.sync.MaxLag(5) | FailingRule(), config=config) as env:
         agent = TableAgent()
         env.collect(agent, steps=2)
         for _ in range(2):
             env.publish(agent)
-        with pytest.raises(farstep.WorkerError, match="ZeroDivisionError: deliberate"):
+        said = r"^the sync rule MaxLag \| FailingRule raised ZeroDivisionError: deliberate, for SyncState\(held="
+        with pytest.raises(farstep.WorkerError, match=said):
             within(lambda: env.collect(agent, steps=2))
+
+
+class RootedRule(FailingRule):
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+
+def test_what_cannot_be_sent_is_named() -> None:
+    lock = threading.Lock()
+    with pytest.raises(farstep.ConfigError, match=r"^the sync rule RootedRule cannot be sent to workers: TypeError"):
+        cluster(sync=RootedRule(), config=inprocess(1)).launch()
+    with pytest.raises(farstep.ConfigError, match=r"^the predicate weights\.only cannot be sent"):
+        cluster(weights={"only": lambda name: lock.locked()}, config=inprocess(1)).launch()
+    with pytest.raises(farstep.ConfigError, match=r"^the environment's factory"):
+        cluster(lambda: lock, config=inprocess(1)).launch()
 
 
 def test_no_agent_is_refused() -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from farstep.batch import is_obs
 from farstep.core import Array, Buffer
 from farstep.spec import ArraySpec, Schema
 from farstep.wire.messages import Lay
@@ -30,6 +31,10 @@ class Layout:
     """Keys with a row per step."""
     chunks: Schema = field(default_factory=dict)
     """Keys with one entry per chunk, e.g. a recurrent state at its start."""
+
+    def names(self) -> list[str]:
+        """What a chunk consists of, under the names it travels by (see `worker.rows.Rows.tables`)."""
+        return [*self.rows, *("last_" + name for name in self.rows if is_obs(name)), *self.chunks]
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a key's block, lanes first."""

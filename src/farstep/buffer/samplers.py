@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import numbers
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 import numpy as np
 
@@ -25,15 +24,14 @@ _LEAST = 1e-6
 """The lowest priority of an episode."""
 
 
-@dataclass(frozen=True)
 class Sampler:
     """What samplers have in common: single rows, as often as they are drawn."""
 
-    once: ClassVar[bool] = False
+    once = False
     """A row is gone when it was sampled, unless `max_times_sampled` says otherwise."""
-    needs_order: ClassVar[bool] = False
+    needs_order = False
     """Rows must stay in the order of their episodes, so only the oldest may be removed."""
-    beta = 0.0  # not annotated, or it would come before the fields of those that have it as one
+    beta: float = 0.0
     """Exponent of importance weights."""
 
     def selector(self, table: Table) -> Selector:

@@ -6,6 +6,7 @@ A selector is told of every item that comes (`inserted`), goes (`removed`) or ge
 from __future__ import annotations
 
 import heapq
+from collections.abc import Mapping
 from typing import Protocol
 
 import numpy as np
@@ -23,6 +24,8 @@ class Selector(Protocol):
 
     distinct: bool
     """Never the same item twice in one selection."""
+    listens: bool
+    """It must be told of new items."""
 
     def inserted(self, cells: Array, keys: Array) -> None: ...
 
@@ -34,6 +37,12 @@ class Selector(Protocol):
         """Cells of `n` items, and with which probability each was chosen."""
         ...
 
+    def state(self) -> Mapping[str, Array]:
+        """What it keeps beside the table, for a checkpoint."""
+        ...
+
+    def restore(self, state: Mapping[str, Array]) -> None: ...
+
     def among(self, cells: Array, n: int, rng: np.random.Generator) -> tuple[Array, Array]:
         """As `select`, of these items only."""
         ...
@@ -43,6 +52,7 @@ class Idle:
     """Keeps nothing of what it is told."""
 
     distinct = False
+    listens = True
 
     def inserted(self, cells: Array, keys: Array) -> None:
         pass
@@ -53,12 +63,20 @@ class Idle:
     def updated(self, cells: Array, priorities: Array) -> None:
         pass
 
+    def state(self) -> Mapping[str, Array]:
+        return {}
+
+    def restore(self, state: Mapping[str, Array]) -> None:
+        pass
+
     def among(self, cells: Array, n: int, rng: np.random.Generator) -> tuple[Array, Array]:
         return cells[rng.integers(len(cells), size=n)], np.full(n, 1 / len(cells))
 
 
 class UniformSelector(Idle):
     """Every item alike."""
+
+    listens = False
 
     def __init__(self, table: Table) -> None:
         self._table = table
@@ -107,6 +125,13 @@ class OrderSelector(Idle):
                 self._first, self._stop = first, stop
         cells = np.concatenate(found) if found else np.zeros(0, np.int64)
         return cells, np.ones(len(cells))
+
+    def state(self) -> Mapping[str, Array]:
+        return {"log": self._log[self._first : self._stop]}
+
+    def restore(self, state: Mapping[str, Array]) -> None:
+        self._log = state["log"].copy()
+        self._first, self._stop = 0, len(self._log)
 
 
 class PrioritySelector(Idle):
@@ -157,14 +182,12 @@ class PrioritySelector(Idle):
         """priority ** alpha of each cell."""
         return self._tree.weights
 
-    def restore(self, weights: Array, highest: float) -> None:
-        cells = np.flatnonzero(weights)
-        self._tree.set(cells, weights[cells])
-        self._raise(highest)
+    def state(self) -> Mapping[str, Array]:
+        return {"weights": self.weights[: self._table.cells], "highest": np.array(self._highest)}
 
-    @property
-    def highest(self) -> float:
-        return self._highest
+    def restore(self, state: Mapping[str, Array]) -> None:
+        self._tree.set(np.arange(self._table.cells), state["weights"])
+        self._raise(float(state["highest"]))
 
 
 class HeapSelector(Idle):
@@ -208,3 +231,14 @@ class HeapSelector(Idle):
         for entry in found:
             heapq.heappush(self._heap, entry)
         return np.array([cell for _, _, cell in found], np.int64), np.ones(len(found))
+
+    def state(self) -> Mapping[str, Array]:
+        true = sorted(entry for entry in self._heap if self._stamp[entry[2]] == entry[1])
+        return {"cells": np.array([cell for *_, cell in true], np.int64), "stamp": self._stamp, "of": self.priorities}
+
+    def restore(self, state: Mapping[str, Array]) -> None:
+        self._stamp[:], self.priorities[:] = state["stamp"], state["of"]
+        cells = state["cells"].tolist()
+        self._heap = [(self._sign * float(self.priorities[c]), int(self._stamp[c]), c) for c in cells]
+        self._count = int(self._stamp.max(initial=-1)) + 1
+        heapq.heapify(self._heap)

@@ -70,7 +70,10 @@ class Tails:
     def state(self) -> dict[str, Array]:
         """All of it, for a checkpoint."""
         cells = np.flatnonzero(self._of >= 0)
-        return {"cells": cells, **{f"obs.{name}": pool[self._of[cells]] for name, pool in self._pool.items()}}
+        return {"tails": cells, **{f"tails.{name}": pool[self._of[cells]] for name, pool in self._pool.items()}}
+
+    def restore(self, state: Mapping[str, Array]) -> None:
+        self.put(state["tails"], {name: state[f"tails.{name}"] for name in self._pool})
 
 
 class Store:
@@ -90,6 +93,8 @@ class Store:
         self._newest: Array = np.full(columns, -1, np.int64)
         """Per column, the cell of its newest row."""
         self._writers: dict[tuple[int, int], Writer] = {}
+        self.kinds = {name: (np.dtype(spec.dtype), spec.shape) for name, spec in schema.items()}
+        """What a row's arrays are exactly."""
         self._endings = [name for name in ENDINGS if name in schema]
         self.tails = Tails({name: schema[name] for name in tails}, self.table.cells) if tails else None
 
@@ -117,6 +122,32 @@ class Store:
                 self.cut[rows, columns] = self._ended(rows, columns)
             starts = None if begins is None else begins[:, part]
             self._link(start, count, columns, starts, None if continues is None else continues[part])
+        writer.commit(count)
+        return keys, gone
+
+    def append_rows(self, values: Mapping[str, Array], count: int) -> tuple[Array, int]:
+        """As `append`, of rows `[n, ...]` for the only column: what somebody who inserts them singly waits for."""
+        writer = self._writer(0, 1)
+        ((_, start),) = writer.claim(count)
+        keys, gone = np.empty(count, np.int64), 0
+        cut = self.flat_cut
+        for rows, times in spans(start % self.rows, count, self.rows):
+            for name, flat in self.flat.items():
+                flat[rows] = values[name][times]
+            keys[times], evicted = self.table.put_rows(rows)
+            gone += evicted
+            cut[rows] = values[self._endings[0]][times] if self._endings else False
+            for name in self._endings[1:]:
+                cut[rows] |= values[name][times].astype(bool, copy=False)
+        begins = values.get("episode_start")
+        if begins is not None:
+            cut[(start + np.flatnonzero(begins[1:])) % self.rows] = True
+        if count < self.rows and self._open[0] and (begins is None or not begins[0]):
+            cut[(start - 1) % self.rows] = False
+        newest = (start + count - 1) % self.rows
+        self._open[0] = not cut[newest]
+        cut[newest] = True
+        self._newest[0] = newest
         writer.commit(count)
         return keys, gone
 
@@ -200,6 +231,17 @@ class Store:
         if self.tails is not None:
             self.tails.fill(name, cells, values)
         return values
+
+    def state(self) -> dict[str, Array]:
+        """What is not in the rows, for a checkpoint."""
+        tails = {} if self.tails is None else self.tails.state()
+        return {"cut": self.cut, "open": self._open, "written": self.blocks.written, **tails}
+
+    def restore(self, state: Mapping[str, Array]) -> None:
+        self.cut[:], self._open[:], self.blocks.written[:] = state["cut"], state["open"], state["written"]
+        self.blocks.claimed[:] = self.blocks.committed()
+        if self.tails is not None:
+            self.tails.restore(state)
 
     def close(self) -> None:
         self.blocks.close()

@@ -5,35 +5,43 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import gymnasium
 import numpy as np
 
 from farstep.agents.divergence import Comparison, comparing_method
 from farstep.agents.policy import Policy, ship
-from farstep.batch import Batch
+from farstep.batch import Batch, Part
+from farstep.buffer.blocks import Layout
 from farstep.config import EnvConfig, LaunchConfig
 from farstep.core import Agent, Array, Buffer, Received
 from farstep.errors import AgentError, ClosedError, HandshakeError, WorkerError
 from farstep.head.parameters import ParameterStore
 from farstep.head.probes import Prober, Question
-from farstep.head.rollouts import Piece, Rollouts, agent_structures, base_rows
+from farstep.head.rollouts import Piece, Rollouts, agent_structures, base_rows, key_of
 from farstep.head.seats import ResetOrder, Seat
 from farstep.head.server import Server
 from farstep.head.stats import Counters
-from farstep.head.tickets import Arrived, Order
-from farstep.spec import Schema, differences, space_schema
+from farstep.head.tickets import Arrived, FeedPlan, Order
+from farstep.head.turns import Turns
+from farstep.spec import Schema, Structure, differences, space_schema
 from farstep.sync import AAPS, Always
-from farstep.sync.rules import probes_of, rows_of
+from farstep.sync.rules import probes_of, rows_of, threshold_of
 from farstep.wire import messages as m
 from farstep.worker.program import Program
 from farstep.worker.sources import Source
 
 Space = gymnasium.spaces.Space[Any]
+OnPart = Callable[[Part], None]
+"""Told of each complete stage of each worker's chunk, in whichever thread reads: it must neither wait nor raise."""
+T = TypeVar("T")
 log = logging.getLogger("farstep")
+_STARVED_S = 5.0
+"""A stream that drops what arrives and hands out nothing for so long says so."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +54,9 @@ class Request:
     reset: ResetOrder | None = None
     incarnations: tuple[int, ...] = ()
     """Of all workers, when it was made."""
+    on_part: OnPart | None = None
+    feed: FeedPlan | None = None
+    """Chunks are taken one by one, by a workflow."""
 
 
 class Collector:
@@ -54,11 +65,16 @@ class Collector:
     def __init__(self, env_config: EnvConfig, config: LaunchConfig, seed: int) -> None:
         by_threshold = Always() if env_config.kl_threshold is None else AAPS(env_config.kl_threshold)
         self._rule, self._weights = env_config.sync or by_threshold, env_config.weights
-        program = Program(Source.of(env_config), self._rule, env_config.inference, env_config.weights, seed=seed)
+        self._transfer = env_config.transfer
+        self._turns = Turns(self._transfer.in_turn)
+        program = Program(
+            Source.of(env_config), self._rule, env_config.inference, env_config.weights, self._transfer, seed=seed
+        )
         self.server = Server(config, program, env_config.envs_per_node, seed, config.restart_budget, self)
         self._num_workers = len(self.server.seats)
         self.counters = Counters(self._num_workers)
         self.inference = self._unmeasured = ""
+        self._told_left = False
         self._adopting = threading.Lock()
         """Of several threads with an agent, one after the other."""
         self._agent: Agent | None = None
@@ -71,13 +87,16 @@ class Collector:
         self._rollouts: Rollouts | None = None
         self._followed = np.full(self.server.seats[-1].stop, -1, np.int64)
         """Per slot, the last chunk that was handed to the learner (`Piece.key`)."""
+        self._starved: Request | None = None
+        """The latest stream that was told to be starving."""
 
     def start(self) -> tuple[Space, Space]:
         """Start the workers; the spaces of one environment."""
         observation_space, action_space = self.server.start()
         obs, self._obs_schema = space_schema(observation_space, "obs")
         _, self._action_schema = space_schema(action_space, "action")
-        self._rollouts = Rollouts(self.server.seats, obs, self._obs_schema)
+        remote = not self.server.shares_memory
+        self._rollouts = Rollouts(self.server.seats, obs, self._obs_schema, remote, self._transfer)
         return observation_space, action_space
 
     def close(self) -> None:
@@ -138,7 +157,7 @@ class Collector:
         except Exception as error:
             store.check(agent)  # if its parameters are to blame, say so
             if isinstance(error, AgentError):
-                raise
+                raise AgentError(f"{error} Version {self.version()} stays in force.") from error
             raise AgentError(
                 f"{comparing_method(agent)}() of {type(agent).__name__} raised {type(error).__name__}: {error}; "
                 f"version {self.version()} stays in force."
@@ -176,7 +195,7 @@ class Collector:
         with self.server.locked():
             self._store, self._agent_id, self._answers = store, self._agent_id + 1, {}
             self.counters.divergence.clear()
-            self._unmeasured = ""
+            self._unmeasured, self._told_left = "", False
             self.server.tell(m.Ship(self._agent_id), [payload])
             self.server.tell(store.message(), fds=[store.memory.fd])
             self._announce()
@@ -207,16 +226,19 @@ class Collector:
         first = answers[0]
         for worker, answer in enumerate(answers):
             found = differences(first.schema, answer.schema) + differences(first.state, answer.state)
+            found += differences(first.description, answer.description)
             if found:
                 raise HandshakeError(
                     f"the agent returns other arrays on worker {worker} than on worker 0: {'; '.join(found)}."
                 )
         assert self._rollouts is not None
+        self._transfer.check(Layout(1, 1, 1, {**base_rows(self._obs_schema), **first.schema}, first.state).names())
         self._agent_schemas = (first.schema, first.state)
         structures, state = agent_structures(first, self._action_schema)
         self._rollouts.adopt(structures, state)
         if probes_of(self._rule):
             comparison = Comparison(Policy(agent), self._rollouts.structures["obs"], structures["action"], state)
+            comparison.expected = first.description
             self._prober = Prober(comparison, self.server.seats, rows_of(self._rule))
         self._note_inference(first.inference)
 
@@ -229,6 +251,23 @@ class Collector:
         if note != self._unmeasured:
             log.warning("%s; that counts as too far, so workers pull every such version, as without kl_threshold", note)
         self._unmeasured = note
+
+    def _note_left(self, left: float) -> None:
+        """A worker has just pulled, and this is how far it is from the learner still."""
+        threshold = threshold_of(self._rule)
+        if self._told_left or self._unmeasured or threshold is None or left <= threshold:
+            return
+        self._told_left = True
+        causes = ["weights.half rounds"] if self._weights.half else []
+        causes += ["weights.only leaves out"] if self._weights.only is not None else []
+        log.warning(
+            "the divergence is still %.3g > %g right after a pull, so workers pull every version, as without "
+            "kl_threshold: %s what distribution() or log_prob() uses. Let that travel as it is, or choose a threshold "
+            "above what is left",
+            left,
+            threshold,
+            " and ".join(causes) or "get_parameters() leaves out",
+        )
 
     def _announce(self) -> None:
         """Workers without shared memory hear of a version by message."""
@@ -245,9 +284,25 @@ class Collector:
         finally:
             self._end(request)
 
-    def stream(self, steps: int, max_staleness: int, num_chunks: int | None) -> Iterator[Batch]:
+    def parts(self, steps: int) -> Generator[Part, None, Batch]:
+        """As `one_batch`, with what is complete of each worker's chunk ahead of it."""
+        found: deque[Part] = deque()
+        request = self._open(Request(steps, on_part=found.append), None, 1)
+        try:
+            left = self._num_workers
+            while left:
+                part = self._wait(request, lambda: found.popleft() if found else None)
+                left -= part.complete
+                yield part
+            return self._next_batch(request)
+        finally:
+            self._end(request)
+
+    def stream(
+        self, steps: int, max_staleness: int, num_chunks: int | None, on_part: OnPart | None = None
+    ) -> Iterator[Batch]:
         """Batches without end; closing the iterator cancels what is under way."""
-        request = self._open(Request(steps, num_chunks), max_staleness, None)
+        request = self._open(Request(steps, num_chunks, on_part=on_part), max_staleness, None)
         try:
             while True:
                 yield self._next_batch(request)
@@ -257,24 +312,54 @@ class Collector:
         finally:
             self._end(request)
 
+    def open_feed(self, steps: int, feed: FeedPlan) -> Request:
+        """Begin to give tickets for chunks that `take_chunk` takes one by one."""
+        return self._open(Request(steps, feed.actors * feed.chunks, feed=feed), feed.max_staleness, None)
+
+    def take_chunk(self, request: Request, wanted: Callable[[int], bool]) -> tuple[Arrived, Batch] | None:
+        """The first chunk that arrived of a worker that is wanted, if there is one: views of its lane."""
+        if request is not self._request:
+            raise ClosedError("another call on this ClusterEnv ended this one; calls must follow each other.")
+        assert self._rollouts is not None
+        self.server.grant()
+        arrived = self.server.tickets.take_one(wanted, self.version())
+        if arrived is None:
+            return None
+        batch = self._rollouts.chunk(arrived, request.steps, self._follow(arrived, request.steps))
+        self.counters.batch(batch, [arrived], self.version())
+        return arrived, batch
+
+    def end_feed(self, request: Request) -> None:
+        self._end(request)
+
     def _open(self, request: Request, max_staleness: int | None, batches: int | None) -> Request:
         """Begin to give tickets for a request; whatever was under way is over."""
         tickets = self.server.tickets
         with self.server.locked():
             self.server.raise_failure()
             self._end()
-            self._lay(max(request.steps, 1), tickets.lanes_needed(max_staleness, request.num_chunks))
+            wanted = max_staleness, request.num_chunks
+            lanes = tickets.lanes_needed(*wanted) if request.feed is None else tickets.feed_lanes
+            self._lay(max(request.steps, 1), lanes)
             if request.reset is not None:
                 self._note_reset(request.reset)
             self._request = replace(request, incarnations=tuple(seat.incarnation for seat in self.server.seats))
-            tickets.open(max_staleness, request.num_chunks, batches)
+            if request.feed is not None:
+                tickets.open_feed(request.feed)
+            else:
+                tickets.open(max_staleness, request.num_chunks, batches)
             return self._request
+
+    def row_schema(self) -> tuple[Schema, dict[str, Structure]]:
+        """The arrays of a row with the present agent, and how they nest."""
+        assert self._rollouts is not None
+        return {**base_rows(self._obs_schema), **self._agent_schemas[0]}, self._rollouts.structures
 
     def _lay(self, steps: int, lanes: int) -> None:
         """Make room for a session, and tell workers where to write."""
         rollouts = self._rollouts
         assert rollouts is not None
-        rows = {**base_rows(self._obs_schema), **self._agent_schemas[0]}
+        rows, _ = self.row_schema()
         if lay := rollouts.fit(lanes, steps, rows, self._agent_schemas[1]):
             assert rollouts.memory is not None
             self.server.tell(lay, fds=[rollouts.memory.fd])
@@ -293,6 +378,7 @@ class Collector:
         with self.server.locked():
             if self.server.tickets.is_open and (request is None or request is self._request):
                 self.server.cancel()
+                self._turns.clear()
                 self._request = Request()
 
     def _next_batch(self, request: Request) -> Batch:
@@ -303,28 +389,50 @@ class Collector:
             raise
 
     def _assembled(self, request: Request) -> Batch:
-        began = time.monotonic()
         server, rollouts = self.server, self._rollouts
         assert rollouts is not None
+        began, dropped = time.monotonic(), server.tickets.dropped["stale"]
 
-        def taken() -> list[Arrived] | None:
-            if request is not self._request:
-                raise ClosedError("another call on this ClusterEnv ended this one; calls must follow each other.")
-            found = server.tickets.take(self.version())
-            if found is None:
-                server.grant()
-            return found
+        def look() -> list[Arrived] | None:
+            if (batch := server.tickets.take(self.version())) is None:
+                self._note_starving(request, time.monotonic() - began, server.tickets.dropped["stale"] - dropped)
+            return batch
 
         with server.locked():  # until it is copied: a ticket given meanwhile could write into its lanes
-            if request is self._request:
-                server.grant()
-            arrived = server.wait(taken)
+            arrived = self._wait(request, look)
             continues = np.concatenate([self._follow(a, request.steps) for a in arrived])
             assemble = rollouts.batch if request.num_chunks is None else rollouts.copied
             batch = assemble(arrived, request.steps, continues)
-            self.counters.wait["learner"] += time.monotonic() - began
             self.counters.batch(batch, arrived, self.version())
         return batch
+
+    def _note_starving(self, request: Request, waited_s: float, dropped: int) -> None:
+        if dropped and waited_s >= _STARVED_S and request is not self._starved:
+            self._starved = request
+            log.warning(
+                "a stream has handed out nothing for %.0f s; chunks that it dropped as too old meanwhile: %d. Versions "
+                "are published faster than chunks are rolled: raise max_staleness or publish less often",
+                waited_s,
+                dropped,
+            )
+
+    def _wait(self, request: Request, look: Callable[[], T | None]) -> T:
+        """What `look` finds, as soon as it does; meanwhile tickets are given."""
+        began, server = time.monotonic(), self.server
+
+        def found() -> T | None:
+            if request is not self._request:
+                raise ClosedError("another call on this ClusterEnv ended this one; calls must follow each other.")
+            if (answer := look()) is None:
+                server.grant()
+            return answer
+
+        with server.locked():
+            if request is self._request:
+                server.grant()
+            answer = server.wait(found)
+            self.counters.wait["learner"] += time.monotonic() - began
+        return answer
 
     def _follow(self, arrived: Arrived, steps: int) -> Array:
         """For each slot of a chunk: whether its first row follows the last one that the learner was given."""
@@ -348,6 +456,11 @@ class Collector:
         match message:
             case m.Chunk():
                 self._take(seat, message, received)
+            case m.Part():
+                self._take_part(seat, message, received)
+            case m.Asking():
+                self._turns.ask(seat.worker, seat.incarnation, message.order)
+                self._serve_turns()
             case m.AgentReady() if message.agent == self._agent_id:
                 agent_structures(message, self._action_schema)  # refused here, where we know who said it
                 self._answers[seat.worker] = message
@@ -366,8 +479,15 @@ class Collector:
         else:
             self.server.fail(error)  # a replaced worker cannot use the agent that all others use
 
+    def _serve_turns(self) -> None:
+        """Let workers send, as many at a time as may."""
+        for worker, order in self._turns.next([seat.incarnation for seat in self.server.seats]):
+            self.server.send(self.server.seats[worker], m.Go(order))
+
     def _take(self, seat: Seat, chunk: m.Chunk, received: Received) -> None:
         tickets, request = self.server.tickets, self._request
+        if self._turns.done(seat.worker):
+            self._serve_turns()
         self.counters.reported(seat.worker, chunk)
         if chunk.inference:
             self._note_inference(chunk.inference)
@@ -376,9 +496,11 @@ class Collector:
         order = tickets.order(chunk.ticket)
         if order is None or order.worker != seat.worker:
             return  # cancelled, or its worker was given up: counted then
+        if chunk.syncs and chunk.divergence is not None:
+            self._note_left(chunk.divergence)
         assert self._rollouts is not None
         began = time.monotonic()
-        piece = self._rollouts.take(seat, order.lane, request.steps, chunk, received, self.version())
+        piece = self._rollouts.take(seat, order, request.steps, chunk, received, self.version())
         if chunk.keys:
             self.counters.wait["transfer"] += time.monotonic() - began
         self.counters.received(piece.nbytes)
@@ -386,5 +508,26 @@ class Collector:
         if self._prober is not None and request.steps:
             self._prober.remember(seat, chunk, self._rollouts.rows(seat, order.lane), request.steps)
         seat.resume[:] = piece.resume
+        self._tell(order, piece.stage, None, piece.ends, piece.key)
         if request.num_chunks is not None:
             self.server.grant()  # whoever is quick goes on while the learner is busy
+
+    def _take_part(self, seat: Seat, part: m.Part, received: Received) -> None:
+        order = self.server.tickets.order(part.ticket)
+        if order is None or order.worker != seat.worker:
+            return
+        assert self._rollouts is not None
+        began = time.monotonic()
+        ends = self._rollouts.take_part(seat, order, self._request.steps, part, received)
+        self.counters.wait["transfer"] += time.monotonic() - began
+        if ends is None:
+            self.server.send(seat, m.Taken(part.order))
+        else:
+            self._tell(order, part.stage, part.stage + 1, ends, key_of(seat, part.order))
+
+    def _tell(self, order: Order, stage: int, stop: int | None, ends: Array, key: int) -> None:
+        """Stages of a chunk are complete: say so to whoever wants to know it before the batch is."""
+        if self._request.on_part is not None:
+            assert self._rollouts is not None
+            continues = self._followed[self.server.seats[order.worker].columns] == key - 1
+            self._request.on_part(self._rollouts.part(order, self._request.steps, stage, stop, ends, continues))

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from farstep.batch import ENDS, EPISODE_KEYS, RESERVED, Batch, FinalObs, is_final
+from farstep.batch import EPISODE_KEYS, RESERVED, Batch, FinalObs, Part, is_final
 from farstep.buffer.blocks import Layout
-from farstep.config import check_memory
+from farstep.config import ALL_AT_ONCE, TransferTrigger, check_memory
 from farstep.core import Array, Buffer, Nested, Received
 from farstep.errors import WireError
+from farstep.head.arrivals import Arrival, records_of
 from farstep.head.seats import Seat
-from farstep.head.tickets import Arrived
+from farstep.head.tickets import Arrived, Order
 from farstep.spec import ArraySpec, Schema, Structure, leaf_names, nest
+from farstep.wire import messages as m
 from farstep.wire.codec import unpack
 from farstep.wire.memory import SharedMemory
-from farstep.wire.messages import AgentReady, Chunk, Lay
 from farstep.worker.rows import Rows
 
 MAX_STEP_BYTES = 2**28
@@ -53,13 +53,29 @@ class Piece:
     nbytes: int
     version: int
     """The weights that acted."""
+    stage: int = 0
+    """The first of the stages that came with it, not ahead of it."""
 
 
 class Rollouts:
-    """Blocks of one layout at a time; a new layout gets new memory, so batches of the old one stay readable."""
+    """Blocks of one layout at a time; a new layout gets new memory, so batches of the old one stay readable.
 
-    def __init__(self, seats: Sequence[Seat], obs: Structure, obs_schema: Schema) -> None:
+    Of workers that share no memory (`remote`), a chunk counts only when all of it has arrived, at once or in parts. A
+    worker does one ticket after the other, so one chunk of each is under way; what came of others is void.
+    """
+
+    def __init__(
+        self,
+        seats: Sequence[Seat],
+        obs: Structure,
+        obs_schema: Schema,
+        remote: bool = False,
+        transfer: TransferTrigger = ALL_AT_ONCE,
+    ) -> None:
         self._seats = seats
+        self._remote, self._transfer = remote, transfer
+        self._arrivals: dict[int, Arrival] = {}
+        self._stages: list[list[str]] = []
         self._slots = seats[-1].stop
         self._obs, self._obs_schema = obs, obs_schema
         self.layout: Layout | None = None
@@ -68,7 +84,7 @@ class Rollouts:
         self.structures: dict[str, Structure] = {"obs": obs}
         self.state: Structure | None = None
 
-    def fit(self, lanes: int, steps: int, rows: Schema, chunks: Schema) -> Lay | None:
+    def fit(self, lanes: int, steps: int, rows: Schema, chunks: Schema) -> m.Lay | None:
         """Make room for what a session writes; if the layout changed, what workers must be told."""
         wanted = Layout(lanes, steps, self._slots, rows, chunks)
         if self.layout is not None and self.layout.covers(wanted):
@@ -84,51 +100,59 @@ class Rollouts:
         self.close()
         self.layout, self.memory = layout, memory
         self.blocks = layout.views(memoryview(memory.map))
+        self._stages = self._transfer.split(layout.names())
         return layout.message()
 
     def adopt(self, structures: Mapping[str, Structure], state: Structure | None) -> None:
         """From now on, batches have what this agent returns."""
         self.structures, self.state = {"obs": self._obs, **structures}, state
 
-    def take(self, seat: Seat, lane: int, steps: int, chunk: Chunk, received: Received, version: int) -> Piece:
-        """Check a chunk, and copy a remote worker's frames into its columns."""
+    def take(self, seat: Seat, order: Order, steps: int, chunk: m.Chunk, received: Received, version: int) -> Piece:
+        """Check a chunk; what a remote worker sends with it goes to its columns."""
+        if not -1 <= chunk.version <= chunk.passed <= version:
+            raise WireError("a chunk whose header cannot be true.")
         ends, *frames = received.frames[1:] or [b""]
         infos = _infos(frames.pop(), seat.num_envs) if chunk.infos and frames else None
-        piece = Piece(
-            records_of(ends, seat, steps),
-            _episodes(chunk.resume, seat.num_envs),
-            infos,
-            seat.incarnation << 40 | chunk.order,
-            self.store(seat, lane, steps, chunk.keys, frames) if chunk.keys else self._chunk_bytes(seat, steps),
-            chunk.version,
-        )
-        if not -1 <= chunk.version <= chunk.passed <= version or not 0 <= chunk.order < 1 << 40:
-            raise WireError("a chunk whose header cannot be true.")
-        return piece
+        resume, key = _episodes(chunk.resume, seat.num_envs), key_of(seat, chunk.order)
+        if not self._remote:
+            records, nbytes = records_of(ends, seat, steps), self._chunk_bytes(seat, steps)
+            return Piece(records, resume, infos, key, nbytes, chunk.version)
+        arrival = self._arrival(seat, order, steps, chunk)
+        stage = arrival.stages
+        if not stage:
+            arrival.ends = records_of(ends, seat, steps)
+        elif len(ends):
+            raise WireError("episode ends that do not come with the first stage.")
+        arrival.add(chunk.keys, frames, chunk.first)
+        arrival.complete(self._stages)
+        del self._arrivals[seat.worker]
+        assert arrival.ends is not None
+        return Piece(arrival.ends, resume, infos, key, arrival.nbytes, chunk.version, stage)
 
-    def store(self, seat: Seat, lane: int, steps: int, keys: Sequence[str], frames: Sequence[Buffer]) -> int:
-        """Copy a remote worker's frames into its columns; returns their bytes."""
-        assert self.layout is not None
-        if len(frames) != len(keys):
-            raise WireError("a chunk without all of its arrays.")
-        total = 0
-        for name, frame in zip(keys, frames, strict=True):
-            block = self.blocks.get(name)
-            if block is None:
-                raise WireError(f"a chunk with the unknown array {name!r}.")
-            target = block[lane, :, seat.columns] if name in self.layout.rows else block[lane, seat.columns]
-            row_bytes = math.prod(target.shape[1:]) * block.dtype.itemsize
-            if name in self.layout.rows:
-                count = len(frame) // row_bytes if row_bytes else 0
-                if count > steps + 1 or (row_bytes and len(frame) % row_bytes):
-                    raise WireError(f"a chunk whose {name!r} has {len(frame)} bytes.")
-                target = target[:count]
-            elif len(frame) != target.nbytes:
-                raise WireError(f"a chunk whose {name!r} has {len(frame)} bytes, not {target.nbytes}.")
-            if target.size:
-                target[...] = np.frombuffer(frame, block.dtype).reshape(target.shape)
-            total += len(frame)
-        return total
+    def take_part(self, seat: Seat, order: Order, steps: int, part: m.Part, received: Received) -> Array | None:
+        """Put what a remote worker sends ahead of its chunk into its columns; episode ends, if a stage is complete."""
+        key_of(seat, part.order)  # refuses what can be none
+        arrival = self._arrival(seat, order, steps, part)
+        if not self._remote or part.stage not in (-1, arrival.stages) or part.stage >= len(self._stages) - 1:
+            raise WireError(f"a part of stage {part.stage} when it was the turn of {arrival.stages}.")
+        ends, *frames = received.frames[1:] or [b""]
+        if part.stage == 0:
+            arrival.ends = records_of(ends, seat, steps)
+        elif len(ends):
+            raise WireError("episode ends that do not come with the first stage.")
+        arrival.add(part.keys, frames, part.first)
+        if part.stage < 0:
+            return None
+        arrival.complete(self._stages[: part.stage + 1])
+        return arrival.ends
+
+    def _arrival(self, seat: Seat, order: Order, steps: int, message: m.Part | m.Chunk) -> Arrival:
+        """What is here of that chunk; a ticket that its worker does once more begins anew."""
+        arrival = self._arrivals.get(seat.worker)
+        if arrival is None or arrival.id != (order.seq, message.order):
+            arrival = Arrival(self.rows(seat, order.lane), steps, order.seq, message.order)
+            self._arrivals[seat.worker] = arrival
+        return arrival
 
     def rows(self, seat: Seat, lane: int) -> Rows:
         """A worker's own columns of a lane."""
@@ -143,13 +167,44 @@ class Rollouts:
 
     def batch(self, arrived: Sequence[Arrived], steps: int, continues: Array) -> Batch:
         """One chunk of every worker: views of their common lane."""
+        return self._views(arrived, slice(0, self._slots), steps, continues)
+
+    def part(self, order: Order, steps: int, stage: int, stop: int | None, ends: Array, continues: Array) -> Part:
+        """The stages from `stage` to before `stop` of a worker's chunk: views of its columns."""
+        seat, stop = self._seats[order.worker], stop or len(self._stages)
+        arrived = Arrived(order, -1, Piece(ends, seat.resume, None, 0, 0, -1))
+        whole = self._views([arrived], seat.columns, steps, continues)
+        names = [{name for names in self._stages[first:stop] for name in names} for first in (stage, 0)]
+        new, so_far = (self._only(whole, here) for here in names)
+        return Part(seat.worker, whole.slots, stop - 1, stop == len(self._stages), new, so_far)
+
+    def chunk(self, arrived: Arrived, steps: int, continues: Array) -> Batch:
+        """One worker's chunk: views of its columns."""
+        return self._views([arrived], self._seats[arrived.order.worker].columns, steps, continues)
+
+    def _only(self, batch: Batch, here: Container[str]) -> Batch:
+        """What of a batch is already here."""
+        arrays = {name: array for name, array in batch.arrays.items() if name in here}
+        structures = {key: s for key, s in self.structures.items() if all(name in here for name in leaf_names(s))}
+        has_last, has_final = (all(kind + name in here for name in self._obs_schema) for kind in ("last_", "final_"))
+        has_state = self.state is not None and all(name in here for name in leaf_names(self.state))
+        return replace(
+            batch,
+            arrays=arrays,
+            structures=structures,
+            last_obs=batch.last_obs if has_last else None,
+            final_obs=batch.final_obs if has_final else replace(batch.final_obs, obs=None),
+            initial_state=batch.initial_state if has_state else None,
+        )
+
+    def _views(self, arrived: Sequence[Arrived], columns: slice, steps: int, continues: Array) -> Batch:
         lane = arrived[0].order.lane
-        arrays = {name: block[lane, :steps] for name, block in self._row_blocks()}
-        last = {name: self.blocks[name][lane, steps] for name in self._obs_schema}
+        arrays = {name: block[lane, :steps, columns] for name, block in self._row_blocks()}
+        last = {name: self.blocks[name][lane, steps, columns] for name in self._obs_schema}
         state = None
         if self.state is not None:
-            state = nest(self.state, {name: self.blocks[name][lane] for name in leaf_names(self.state)})
-        return self._batch(arrays, last, state, arrived, np.arange(self._slots), continues)
+            state = nest(self.state, {name: self.blocks[name][lane, columns] for name in leaf_names(self.state)})
+        return self._batch(arrays, last, state, arrived, np.arange(columns.start, columns.stop), continues)
 
     def copied(self, arrived: Sequence[Arrived], steps: int, continues: Array) -> Batch:
         """Chunks of any workers, copied side by side."""
@@ -212,18 +267,14 @@ class Rollouts:
             self.memory.close()
             self.memory = None
             self.blocks = {}  # what a batch still shows stays; nothing else does
+            self._arrivals.clear()
 
 
-def records_of(ends: Buffer, seat: Seat, steps: int) -> Array:
-    """Episode ends, believed only where they can be true."""
-    if len(ends) % ENDS.itemsize or len(ends) // ENDS.itemsize > steps * seat.num_envs:
-        raise WireError("a chunk with more episode ends than steps.")
-    records = np.frombuffer(ends, ENDS)
-    if len(records):
-        rows_fit = records["row"].min() >= 0 and records["row"].max() < steps
-        if not rows_fit or records["slot"].min() < seat.first or records["slot"].max() >= seat.stop:
-            raise WireError("a chunk with episode ends outside its rows or columns.")
-    return records
+def key_of(seat: Seat, order: int) -> int:
+    """Consecutive for chunks of one worker process that follow each other without a gap."""
+    if not 0 <= order < 1 << 40:
+        raise WireError("a chunk whose header cannot be true.")
+    return seat.incarnation << 40 | order
 
 
 def _episodes(resume: bytes, num_envs: int) -> Array:
@@ -239,7 +290,7 @@ def _infos(frame: Buffer, num_envs: int) -> list[Any]:
     return infos
 
 
-def agent_structures(answer: AgentReady, actions: Schema) -> tuple[dict[str, Structure], Structure | None]:
+def agent_structures(answer: m.AgentReady, actions: Schema) -> tuple[dict[str, Structure], Structure | None]:
     """How an agent's outputs and its state nest, believed only where they can be stored."""
     structure, state = unpack(answer.structure), unpack(answer.state_structure) or None
     if not isinstance(structure, dict) or not _is_structure(structure) or not _is_structure(state or ""):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import sys
 import time
@@ -152,18 +153,33 @@ class Server:
     def wait(self, done: Callable[[], T | None]) -> T:
         """Pump until `done` answers; raises what the run failed of. Bounded: a worker without progress is killed
         after its phase's limit, and the restart budget is finite."""
+        answer = self.wait_until(done, math.inf)
+        assert answer is not None
+        return answer
+
+    def wait_until(self, done: Callable[[], T | None], deadline: float) -> T | None:
+        """As `wait`, but None after the deadline."""
         with self._switchboard.lead():
             began = time.monotonic()
             next_note = began + _NOTE_S
             while True:
                 self.raise_failure()
                 answer = done()
-                if answer is not None:
+                if answer is not None or (left := deadline - time.monotonic()) <= 0:
                     return answer
-                self._pump(self._tick_s)
-                if (now := time.monotonic()) > next_note:
+                self._pump(min(left, self._tick_s))
+                if (now := time.monotonic()) > next_note and self.tickets.in_flight:
                     next_note = now + _NOTE_S
                     log.warning("waiting for %.0f s: %s", now - began, self.crew.whereabouts())
+
+    def watch(self, fd: int, reader: Callable[[], None]) -> None:
+        """Whoever waits also looks at this descriptor."""
+        with self.locked():
+            self._switchboard.register(fd, reader)
+
+    def unwatch(self, fd: int) -> None:
+        with self.locked():
+            self._switchboard.unregister(fd)
 
     def raise_failure(self) -> None:
         """Raise the run's failure the first time, a reference to it afterwards."""

@@ -10,6 +10,7 @@ import cloudpickle
 from farstep.config import LaunchConfig
 from farstep.core import Array, Buffer, Received
 from farstep.errors import WireError, WorkerError
+from farstep.head.arrivals import Arrival
 from farstep.head.rollouts import Rollouts, base_rows
 from farstep.head.seats import ResetOrder, Seat
 from farstep.head.server import Server
@@ -139,7 +140,7 @@ class Stepper:
                 infos = _infos(frames.pop(), seat) if message.infos and frames else []
                 if message.keys:
                     assert self._rollouts is not None
-                    self._rollouts.store(seat, 0, self._steps, message.keys, frames)
+                    Arrival(self._rollouts.rows(seat, 0), self._steps).add(message.keys, frames)
                 self.server.tickets.accept(seat.worker, message.ticket, 0, infos)
             case m.Reply() if message.request == self._request:
                 if len(received.frames) != 2:

@@ -4,16 +4,22 @@ A session yields batches. With `num_chunks=None` batch `b` is one chunk of every
 `num_chunks` chunks to arrive. Admission is one rule: batches outstanding + unread + held by the
 learner never exceed `max_staleness + 1`; a learner that publishes once per batch then never meets an older row.
 What publishes more often makes rows too old: those are dropped here, counted, and rolled again.
+
+A workflow opens a feed instead: chunks are taken one by one, as they arrive, and count as held until their rows were
+consumed, by windows of some chunks of some actors each. Admission counts windows: what a worker has begun it may
+complete, and no worker begins so many that others could not begin theirs; so rows never stand still in parts that
+nobody can use. Without a bound on staleness only room holds workers back; `invited` ones wait to be asked.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 _QUEUED_PER_WORKER = 2  # one being rolled, one to go on with at once
+_FEED_LANES = 3  # the same, and one that is being taken in
 
 
 @dataclass(frozen=True)
@@ -37,6 +43,18 @@ class Arrived:
     piece: Any
 
 
+@dataclass(frozen=True)
+class FeedPlan:
+    """What a workflow consumes together, and how far its workers may run ahead."""
+
+    max_staleness: int | None = None
+    actors: int = 1
+    chunks: int = 1
+    """Of each actor."""
+    invited: Mapping[int, int] | None = None
+    """Per worker, how many chunks it was asked for already; None: it rolls what it may."""
+
+
 @dataclass
 class Session:
     """What the current call asked for, and how far it got."""
@@ -55,6 +73,11 @@ class Session:
     held_chunks: int = 0
     lanes: dict[int, list[int]] = field(default_factory=dict)
     """Per worker, free lanes (first-come sessions only)."""
+    feed: FeedPlan | None = None
+    held: Counter[int] = field(default_factory=Counter)
+    """Per worker, chunks of a feed that were taken and not consumed."""
+    invited: dict[int, int] | None = None
+    """Per worker, how many tickets it was asked to take; None: it takes what it may have."""
 
     @property
     def depth(self) -> int:
@@ -92,6 +115,23 @@ class Tickets:
             session.lanes[worker] = list(range(lanes))
         self._session = session
 
+    def open_feed(self, feed: FeedPlan) -> None:
+        """Begin a session whose chunks are taken one by one."""
+        self.open(feed.max_staleness, feed.actors * feed.chunks)
+        assert self._session is not None
+        self._session.feed = feed
+        self._session.lanes = {worker: list(range(_FEED_LANES)) for worker in range(self._workers)}
+        if feed.invited is not None:
+            self._session.invited = {worker: feed.invited.get(worker, 0) for worker in range(self._workers)}
+
+    feed_lanes = _FEED_LANES
+
+    def invite(self) -> None:
+        """Every worker may roll one more chunk."""
+        if self._session is not None and self._session.invited is not None:
+            for worker in self._session.invited:
+                self._session.invited[worker] += 1
+
     @property
     def is_open(self) -> bool:
         return self._session is not None
@@ -103,6 +143,10 @@ class Tickets:
     @property
     def buffered(self) -> int:
         return len(self._arrived)
+
+    def arrived_of(self) -> list[int]:
+        """The workers of chunks that nobody took yet, in order."""
+        return [arrived.order.worker for arrived in self._arrived]
 
     def busy(self, worker: int) -> int:
         """How many tickets a worker holds."""
@@ -137,15 +181,36 @@ class Tickets:
     def _first_come(self, session: Session, wanted: int, available: list[int], version: int) -> list[Order]:
         orders: list[Order] = []
         while True:
-            ahead = len(self._outstanding) + len(self._arrived) + session.held_chunks
+            held = session.held.total() if session.feed is not None else session.held_chunks
+            ahead = len(self._outstanding) + len(self._arrived) + held
             free = [w for w in available if session.lanes[w] and self.busy(w) < _QUEUED_PER_WORKER]
-            if not free or ahead >= session.depth * wanted:
+            if session.invited is not None:
+                free = [w for w in free if session.invited[w]]
+            if session.feed is not None:
+                free = self._admitted(session, session.feed, free)
+            elif ahead >= session.depth * wanted:
+                return orders
+            if not free:
                 return orders
             # Whoever has least to do; among equals, whoever got least so far.
             worker = min(free, key=lambda w: (self.busy(w), session.issued[w]))
             session.issued[worker] += 1
+            if session.invited is not None:
+                session.invited[worker] -= 1
             lane = session.lanes[worker].pop()
             orders.append(self._order(session, worker, -1, lane, version + ahead // wanted))
+
+    def _admitted(self, session: Session, feed: FeedPlan, free: list[int]) -> list[int]:
+        """Those who may roll another chunk of a feed: to complete a window, or to begin one."""
+        if feed.max_staleness is None:
+            return free
+        chunks = session.held.copy()
+        chunks.update(order.worker for order in self._outstanding.values())
+        chunks.update(arrived.order.worker for arrived in self._arrived)
+        begun = sum(-(-count // feed.chunks) for count in chunks.values())
+        may_begin = begun < session.depth * feed.actors
+        most = session.depth * feed.chunks
+        return [w for w in free if chunks[w] % feed.chunks or (may_begin and chunks[w] < most)]
 
     def _order(self, session: Session, worker: int, batch: int, lane: int, version_then: int) -> Order:
         """`version_then`: the version when the chunk is consumed, if the learner publishes once per batch."""
@@ -204,6 +269,38 @@ class Tickets:
             session.redo[order.worker].append((order.batch, order.lane))
         else:
             session.lanes[order.worker].append(order.lane)
+            if session.invited is not None:
+                session.invited[order.worker] += 1
+
+    def take_one(self, wanted: Callable[[int], bool], version: int) -> Arrived | None:
+        """The first chunk of a feed whose worker is wanted: held until `consumed`, its lane in use until `stored`."""
+        session = self._session
+        assert session is not None
+        self._drop_stale(session, version)
+        for arrived in self._arrived:
+            if wanted(arrived.order.worker):
+                self._arrived.remove(arrived)
+                session.held[arrived.order.worker] += 1
+                self.delivered += 1
+                return arrived
+        return None
+
+    def stored(self, arrived: Arrived) -> None:
+        """A chunk of a feed was copied to where it stays."""
+        if self._session is not None:
+            self._session.lanes[arrived.order.worker].append(arrived.order.lane)
+
+    def consumed(self, worker: int, chunks: int, dropped: str | None = None) -> None:
+        """The learner is done with some chunks of a feed, or they were dropped for a cause when it was their turn."""
+        session = self._session
+        if session is not None:
+            # What an earlier session took is not held by this one.
+            session.held[worker] = max(0, session.held[worker] - chunks)
+        if dropped is not None and chunks:
+            self.delivered -= chunks
+            self.dropped[dropped] += chunks
+            if session is not None and session.invited is not None:
+                session.invited[worker] += chunks
 
     def take(self, version: int) -> list[Arrived] | None:
         """The next batch if it is there, its chunks in order of workers; releases the one before."""

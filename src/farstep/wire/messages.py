@@ -8,8 +8,9 @@ The order of a conversation:
             Chunk, Chunk, ... ─►                  Call ─► Reply;  Stop
 
 After a publish the head may send a `Probe`. Workers without shared memory also ask for weights (`WeightRequest` to
-`Weights`) after a `Newest`, and send `Progress`. Decoding validates types; a message that does not fit is a
-`WireError`.
+`Weights`) after a `Newest`, send `Progress`, and may send arrays of a chunk, or some rows of them, ahead of it (`Part`;
+rows of a chunk that is still being rolled are answered with `Taken`, and one such part is under way at a time).
+Decoding validates types; a message that does not fit is a `WireError`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from farstep.errors import WireError
 from farstep.spec import Schema
 from farstep.wire.codec import Limits
 
-PROTOCOL = 4
+PROTOCOL = 5
 Word = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 
 
@@ -55,6 +56,8 @@ class AgentReady(msgspec.Struct, tag="agent-ready"):
     state: Schema = {}
     state_structure: bytes = b""
     inference: str = ""
+    description: Schema = {}
+    """What `distribution` or `log_prob` says of an observation, where the sync rule measures divergences."""
 
 
 class Chunk(msgspec.Struct, tag="chunk"):
@@ -83,6 +86,20 @@ class Chunk(msgspec.Struct, tag="chunk"):
     weights_s: float = 0.0
     keys: list[str] = []
     """The arrays in the frames, in order; empty with shared memory."""
+    first: int = 0
+    """The row that those with a row per step begin with: rows before it came as `Part`s."""
+
+
+class Part(msgspec.Struct, tag="part"):
+    """Some arrays of a chunk ahead of it, in frames as those of `Chunk`; the first frame is empty unless this completes
+    the first stage."""
+
+    ticket: int
+    order: int
+    stage: int
+    """The stage (see `TransferTrigger`) that is complete with this; -1: some rows only, while the chunk is rolled."""
+    first: int
+    keys: list[str]
 
 
 class Reply(msgspec.Struct, tag="reply"):
@@ -111,6 +128,12 @@ class Failure(msgspec.Struct, tag="failure"):
     """The call that raised; the worker is as before."""
     agent: int | None = None
     """The agent that could not be used; the worker waits for another."""
+
+
+class Asking(msgspec.Struct, tag="asking"):
+    """A chunk is rolled; may its last stage be sent now, or do others come first?"""
+
+    order: int
 
 
 class WeightRequest(msgspec.Struct, tag="weight-request"):
@@ -209,6 +232,18 @@ class Weights(msgspec.Struct, tag="weights"):
     """The version that they are to be added to; -1: they are whole."""
 
 
+class Go(msgspec.Struct, tag="go"):
+    """The worker's turn to send a chunk for which it asked (`Asking`)."""
+
+    order: int
+
+
+class Taken(msgspec.Struct, tag="taken"):
+    """Rows of the chunk with that order have arrived: more of them may follow."""
+
+    order: int
+
+
 class Probe(msgspec.Struct, tag="probe"):
     """What a new version says of observations that the worker has sent: an array in each of the frames that follow."""
 
@@ -230,8 +265,10 @@ class Stop(msgspec.Struct, tag="stop"):
     """Close the environments and end."""
 
 
-FromWorker = Hello | Ready | AgentReady | Chunk | Reply | Failure | WeightRequest | Progress
-FromHead = Welcome | Refuse | Ship | Parameters | Lay | Ticket | Cancel | Newest | Weights | Probe | Call | Stop
+FromWorker = Hello | Ready | AgentReady | Part | Chunk | Reply | Failure | Asking | WeightRequest | Progress
+FromHead = (
+    Welcome | Refuse | Ship | Parameters | Lay | Ticket | Cancel | Taken | Go | Newest | Weights | Probe | Call | Stop
+)
 
 _encoder = msgspec.msgpack.Encoder()
 _from_worker: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker)

@@ -6,7 +6,6 @@ its connection was authenticated with, never to what the message says of itself.
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -93,12 +92,16 @@ class Hub:
                 peer.route = frames[0].bytes
             yield peer, Received([frame.buffer for frame in frames[1:]])
 
-    def send(self, worker: int, frames: Sequence[Buffer]) -> None:
+    def send(self, worker: int, frames: Sequence[Buffer]) -> bool:
+        """Send, unless nobody is connected there: False. A worker's launcher or lease says that it has gone."""
         peer = next((p for p in self._peers.values() if p.worker == worker), None)
         if peer is None or not peer.route:
-            return
-        with contextlib.suppress(zmq.ZMQError):  # it has gone: the launcher or its lease says so
+            return False
+        try:
             self._router.send_multipart([peer.route, *frames], flags=zmq.DONTWAIT)
+        except zmq.ZMQError:
+            return False
+        return True
 
     def _answer(self, request: list[bytes]) -> None:
         """RFC 27: admit exactly the keys that were issued."""
@@ -108,14 +111,16 @@ class Hub:
         status = [b"200", b"OK", key, b""] if known else [b"400", b"unknown key", b"", b""]
         self._zap.send_multipart([version, request_id, *status])
 
-    def close(self) -> None:
-        self._context.destroy(linger=0)
+    def close(self, linger_ms: int = 0) -> None:
+        self._context.destroy(linger=linger_ms)
 
 
 class DealerLink:
-    """The worker's side of a `Hub`."""
+    """The worker's side of a `Hub`. Without room `send` waits, at most `send_s` if given (then `zmq.Again`)."""
 
-    def __init__(self, address: str, server_key: bytes, pair: KeyPair, role: bytes) -> None:
+    def __init__(
+        self, address: str, server_key: bytes, pair: KeyPair, role: bytes, send_s: float | None = None
+    ) -> None:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.routing_id = pair.public[:16] + role
@@ -123,6 +128,7 @@ class DealerLink:
         self._socket.curve_publickey, self._socket.curve_secretkey = pair.public, pair.secret
         self._socket.maxmsgsize = Limits.MESSAGE_BYTES
         self._socket.linger = 2000
+        self._socket.sndtimeo = -1 if send_s is None else int(send_s * 1000)
         self._socket.heartbeat_ivl, self._socket.heartbeat_timeout = 2000, 10_000
         self._socket.connect(address)
 

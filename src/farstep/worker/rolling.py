@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from farstep.batch import ENDS, is_final
 from farstep.buffer.blocks import Layout
 from farstep.spec import space_schema
 from farstep.wire import messages as m
@@ -19,6 +18,7 @@ from farstep.worker.acting import Actor
 from farstep.worker.hosting import Host, HostedEnvs
 from farstep.worker.progress import ACT, CANCEL, COUNT, PHASE
 from farstep.worker.rows import Rows
+from farstep.worker.shipping import Shipping
 from farstep.worker.strict_hosting import StrictEnvs
 from farstep.worker.vector_hosting import HostedVector
 
@@ -37,8 +37,8 @@ class Roller:
     rows: Rows
     """Where the last ticket wrote."""
 
-    def __init__(self, host: AnyHost, words: memoryview, look: Callable[[], None]) -> None:
-        self._host, self._words, self._look = host, words, look
+    def __init__(self, host: AnyHost, words: memoryview, look: Callable[[], None], shipping: Shipping) -> None:
+        self._host, self._words, self._look, self._shipping = host, words, look, shipping
         _, self._action_schema = space_schema(host.action_space, "action")
 
     def lay(self, message: m.Lay, fds: Sequence[int]) -> None:
@@ -56,8 +56,10 @@ class Roller:
             self._columns = (0, count)
         self._layout, self._shared = layout, bool(fds)
 
-    def roll(self, ticket: m.Ticket, frames: Sequence[Any], actor: Actor | None) -> tuple[m.Chunk, list[Any]]:
-        """Do the ticket; the chunk's header and the frames that go with it."""
+    def roll(
+        self, ticket: m.Ticket, frames: Sequence[Any], actor: Actor | None, order: int
+    ) -> tuple[m.Chunk, list[Any]]:
+        """Do the ticket; the chunk's header and the frames that go with it. `order` counts chunks that were begun."""
         host, words, steps = self._host, self._words, ticket.steps
         acting = actor if isinstance(host, Host) else None
         self.rows = rows = Rows(self._layout, self._blocks, ticket.lane if self._shared else 0, *self._columns)
@@ -70,6 +72,8 @@ class Roller:
         host.begin(rows, steps)
         if acting is not None and steps:
             acting.begin(rows)
+            rows.row["version"][:steps] = acting.version
+        due = -1 if self._shared else self._shipping.begin(ticket, order, rows)
         next_look = time.monotonic() + _LOOK_S
         for t in range(steps):
             if not self._shared and time.monotonic() > next_look:
@@ -78,6 +82,8 @@ class Roller:
             if words[CANCEL] >= ticket.seq:
                 host.finish(t)
                 raise NotWanted
+            if t == due:
+                due = self._shipping.ship(t)
             if acting is not None:
                 if host.slots.any_fresh:
                     host.slots.mark_starts(rows.row["episode_start"][t])
@@ -85,27 +91,13 @@ class Roller:
                 words[COUNT] += 1
                 acting.act(t)
             host.step(t)
-        if acting is not None:
-            rows.row["version"][:steps] = acting.version
         ends = host.finish(steps)
         chunk = m.Chunk(ticket.seq, actor.version if actor else 0, host.slots.resume.tobytes())
-        arrays: list[Any] = [ends]
-        if not self._shared:
-            for name, part in self._parts(rows, steps, len(ends) // ENDS.itemsize).items():
-                chunk.keys.append(name)
-                arrays.append(part.tobytes())
+        arrays: list[Any] = [ends] if self._shared else self._shipping.finish(chunk, ends)
         if ticket.infos and host.infos:
             chunk.infos = True
             arrays.append(pack(host.infos, opaque=True))
         return chunk, arrays
-
-    def _parts(self, rows: Rows, steps: int, ends: int) -> dict[str, Any]:
-        """The chunk's arrays, as far as they were written, for a head that does not share our memory."""
-        parts = dict(rows.chunk)
-        for name, block in rows.row.items():
-            count = -(-ends // self._host.num_envs) if is_final(name) else steps + (name.split(".")[0] == "obs")
-            parts[name] = block[:count]
-        return parts
 
     def _reset(self, order: m.Reset) -> None:
         mask = None if order.mask is None else np.frombuffer(order.mask, bool)

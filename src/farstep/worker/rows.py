@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from farstep.batch import ENDS
+from farstep.batch import ENDS, is_obs
 from farstep.buffer.blocks import Layout
 from farstep.core import Array
 from farstep.worker.seeds import episode_seed
@@ -25,6 +25,15 @@ class Rows:
     def at(self, names: Iterable[str], time: Array, column: Array) -> dict[str, Array]:
         """Copies of rows, of the arrays with these names; those of the whole chunk have no time."""
         return {n: self.chunk[n][column] if n in self.chunk else self.row[n][time, column] for n in names}
+
+    def tables(self, steps: int) -> dict[str, Array]:
+        """All that a chunk of `steps` steps consists of, by the names it travels under, each `[rows, envs, ...]`.
+
+        Observations after the last step are `last_obs`; of `final_obs`, only as many rows are in use as ends fill.
+        """
+        after = {"last_" + name: block[steps : steps + 1] for name, block in self.row.items() if is_obs(name)}
+        whole = {name: array[None] for name, array in self.chunk.items()}
+        return {**{name: block[:steps] for name, block in self.row.items()}, **after, **whole}
 
     def clear_flags(self, steps: int) -> None:
         """Ends and starts are rare: cleared once per chunk, then only set where they happen."""

@@ -1,0 +1,164 @@
+"""The files of a checkpoint: written and read in slices, with a checksum on the way.
+
+The checksum is CRC-32: of those in the standard library the fastest (2.2 GB/s; BLAKE2b 0.6 GB/s). It finds accidents,
+not forgeries; but nothing that a forged file says is executed, or allocated beyond the size of the file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+import os
+import stat
+import zlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import IO
+from urllib.parse import quote
+
+import msgspec
+import numpy as np
+from numpy.lib import format as npy
+
+from farstep.core import Array, Buffer
+from farstep.errors import ConfigError
+
+_SLICE_BYTES = 2**24
+
+
+class FileEntry(msgspec.Struct, frozen=True):
+    """What is known of a file."""
+
+    size: int
+    crc32: int
+
+
+class ArrayEntry(FileEntry, frozen=True):
+    """What is known of the file of an array."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class Refused(Exception):
+    """Why a file cannot be used, with its name."""
+
+
+def file_name(name: str) -> str:
+    """The file of the array `name`; a slash is quoted, so that none leads out of the folder."""
+    return quote(name, safe="") + ".npy"
+
+
+def check_array(name: str, array: Array) -> bytes:
+    """The start of the array's .npy file, if NumPy makes the same array of it again."""
+    same = False
+    if isinstance(name, str) and not array.dtype.hasobject:
+        stream = io.BytesIO()
+        with contextlib.suppress(ValueError):
+            file_name(name)
+            description = {"descr": npy.dtype_to_descr(array.dtype), "fortran_order": False, "shape": array.shape}
+            npy.write_array_header_1_0(stream, description)
+            stream.seek(0)
+            same = _read_header(stream) == (array.shape, array.dtype)
+    if not same:
+        raise ConfigError(
+            f"the array {name!r} of dtype {array.dtype} cannot be saved; expected a name of text and a dtype with a "
+            "fixed number of bytes that a .npy file can hold without pickle, e.g. float32."
+        )
+    return stream.getvalue()
+
+
+def _read_header(stream: IO[bytes]) -> tuple[tuple[int, ...], np.dtype[np.generic]]:
+    if npy.read_magic(stream) != (1, 0):
+        raise ValueError("it is of another version of the .npy format")
+    shape, fortran_order, dtype = npy.read_array_header_1_0(stream)
+    if fortran_order or dtype.hasobject:
+        raise ValueError("its header is not one that farstep writes")
+    return shape, dtype
+
+
+def write_array(folder: Path, name: str, array: Array) -> ArrayEntry:
+    """Write the array to its file."""
+    file = write_file(folder / file_name(name), _pieces(check_array(name, array), array))
+    return ArrayEntry(file.size, file.crc32, str(npy.dtype_to_descr(array.dtype)), array.shape)
+
+
+def _pieces(header: bytes, array: Array) -> Iterator[Buffer]:
+    """The bytes of a .npy file; of a view with gaps, one slice at a time is copied."""
+    yield header
+    if array.nbytes:
+        items = max(_SLICE_BYTES // array.itemsize, 1)
+        for piece in np.nditer(array, ["external_loop", "buffered"], buffersize=items, order="C"):
+            yield np.ascontiguousarray(piece).view(np.uint8).data
+
+
+def write_file(file: Path, pieces: Iterable[Buffer]) -> FileEntry:
+    """Write a new file and have it on the disk."""
+    size = crc = 0
+    with file.open("xb") as stream:
+        for piece in pieces:
+            size += stream.write(piece)
+            crc = zlib.crc32(piece, crc)
+        stream.flush()
+        os.fsync(stream.fileno())
+    return FileEntry(size, crc)
+
+
+def sync_folder(folder: Path) -> None:
+    """Have the names in a folder on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def opened(file: Path, size: int | None = None) -> Iterator[IO[bytes]]:
+    """A file to read; whatever goes wrong with it inside is `Refused`, with its name."""
+    try:  # neither a link that leads elsewhere nor a pipe that blocks
+        with open(file, "rb", opener=lambda p, flags: os.open(p, flags | os.O_NOFOLLOW | os.O_NONBLOCK)) as stream:
+            status = os.fstat(stream.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise Refused(f"{file.name} is not a plain file")
+            if size is not None and status.st_size != size:
+                raise Refused(f"{file.name} has {status.st_size} bytes, {size} expected")
+            yield stream
+    except FileNotFoundError:
+        raise Refused(f"{file.name} is missing") from None
+    except (Refused, MemoryError):
+        raise
+    except Exception as error:  # a forged header makes NumPy raise nearly anything
+        raise Refused(f"{file.name} cannot be read: {error}") from error
+
+
+def read_array(folder: Path, name: str, entry: ArrayEntry, mmap: bool) -> Array:
+    """The array of a file that is what its entry says; with `mmap` a read-only view of the file."""
+    file = folder / file_name(name)
+    with opened(file, entry.size) as stream:
+        shape, dtype = _read_header(stream)
+        start = stream.tell()
+        if (str(npy.dtype_to_descr(dtype)), shape) != (entry.dtype, entry.shape):
+            raise Refused(f"{file.name} is {dtype}{list(shape)}, {entry.dtype}{list(entry.shape)} expected")
+        if start + dtype.itemsize * math.prod(shape) != entry.size:
+            raise Refused(f"{file.name} has {entry.size} bytes, which is not {dtype}{list(shape)}")
+        stream.seek(0)
+        crc = zlib.crc32(stream.read(start))
+        mapped = mmap and entry.size > start
+        array: Array = np.memmap(stream, dtype, "r", start, shape) if mapped else np.empty(shape, dtype)
+        content = array.reshape(-1).view(np.uint8) if entry.size > start else np.empty(0, np.uint8)
+        stream.seek(start)
+        for at in range(0, len(content), _SLICE_BYTES):
+            piece = content[at : at + _SLICE_BYTES].data
+            if not mapped and stream.readinto(piece) != len(piece):  # type: ignore[attr-defined]
+                raise Refused(f"{file.name} became shorter while it was read")
+            crc = zlib.crc32(piece, crc)
+    check(file, crc, entry)
+    return array
+
+
+def check(file: Path, crc32: int, entry: FileEntry) -> None:
+    """Refuse a file with another checksum than its entry."""
+    if crc32 != entry.crc32:
+        raise Refused(f"{file.name} has other content than was saved (CRC-32 {crc32:08x}, {entry.crc32:08x} expected)")

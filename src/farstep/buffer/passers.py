@@ -1,0 +1,298 @@
+"""How a trigger's message reaches its consumer: by a call, into a thread, into another process.
+
+    Dispatcher ─ passer(message) ─ ... ─ take() ─ the consumer works ─ done(message) ─ ... ─ passer.finished()
+
+A passer returns True once the consumer is done, False if `finished` will say so later. All waits are bounded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Literal, cast
+
+import msgspec
+import zmq
+
+from farstep.buffer.dispatch import Message
+from farstep.errors import ClosedError, ConfigError, DeliveryError, WireError
+from farstep.wire.codec import pack, unpack
+from farstep.wire.keys import KeyPair
+from farstep.wire.zmq import MAIN, DealerLink, Hub
+
+_PING_S = 0.5  # a receiver that has died is noticed when something is sent to it
+_SEND_S = 2.0
+_CLOSE_MS = 1000
+_MESSAGE, _PING, _BYE = b"M", b"P", b"B"
+
+
+class Direct:
+    """Calls the consumer at once; whatever it returns, it is done then."""
+
+    def __init__(self, call: Callable[[Message], object]) -> None:
+        if not callable(call):
+            raise ConfigError(f"Direct got {call!r}; expected a function of the message.")
+        self._call = call
+
+    def __call__(self, message: Message) -> bool:
+        self._call(message)
+        return True
+
+
+class LocalQueue:
+    """Hands messages to threads of this process, each to one, in order."""
+
+    def __init__(self, maxsize: int = 1) -> None:
+        if not isinstance(maxsize, int) or maxsize < 1:
+            raise ConfigError(f"LocalQueue.maxsize is {maxsize!r}; expected a number of messages, at least 1.")
+        self.maxsize = maxsize
+        self._waiting: deque[Message] = deque()
+        self._working = 0
+        self._finished: list[str] = []
+        self._errors: deque[BaseException] = deque()
+        self._closed = False
+        self._changed = threading.Condition()
+
+    @property
+    def full(self) -> bool:
+        return len(self._waiting) >= self.maxsize
+
+    def __call__(self, message: Message) -> bool:
+        with self._changed:
+            if self._closed:
+                raise ClosedError("the queue is closed; nobody takes messages any more.")
+            if self.full:
+                raise DeliveryError(
+                    f"the queue holds {self.maxsize} messages that nobody has taken; wait until it is not `full`, "
+                    "as a Dispatcher does, or give it a larger maxsize."
+                )
+            self._waiting.append(message)
+            self._changed.notify_all()
+        return False
+
+    def take(self, timeout_s: float) -> Message | None:
+        """For the consumer: the next message, or None after `timeout_s`; `ClosedError` when none will come."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._closed, timeout_s)
+            if self._waiting:
+                self._working += 1
+                return self._waiting.popleft()
+            if self._closed:
+                raise ClosedError("the queue is closed; no message will come.")
+            return None
+
+    def done(self, message: Message, error: BaseException | None = None) -> None:
+        """For the consumer: a message was handled, or handling it raised `error`."""
+        with self._changed:
+            self._working -= 1
+            self._finished.append(message.get("trigger_id", ""))
+            if error is not None:
+                self._errors.append(error)
+            self._changed.notify_all()
+
+    def finished(self, timeout_s: float = 0.0) -> list[str]:
+        """The triggers whose messages are done, waiting for one if any is not; raises what a consumer raised."""
+
+        def settled() -> bool:
+            return bool(self._finished or self._errors or self._closed or not (self._waiting or self._working))
+
+        with self._changed:
+            self._changed.wait_for(settled, timeout_s)
+            if self._errors:
+                raise self._errors.popleft()
+            done, self._finished = self._finished, []
+            return done
+
+    def close(self, drop: bool = False) -> list[Message]:
+        """No more messages; consumers still get those that wait, unless these are dropped: then they count as done."""
+        with self._changed:
+            self._closed = True
+            dropped = list(self._waiting) if drop else []
+            if drop:
+                self._waiting.clear()
+                self._finished += [message.get("trigger_id", "") for message in dropped]
+            self._changed.notify_all()
+            return dropped
+
+    def reopen(self) -> None:
+        """Take messages again, after a `close`."""
+        with self._changed:
+            self._closed = False
+
+
+class _Report(msgspec.Struct, array_like=True):
+    """What a receiver says."""
+
+    session: str
+    kind: Literal["hello", "done", "bye"]
+    trigger_id: str = ""
+    error: str = ""
+
+
+class ZmqPasser:
+    """Hands messages to one other process, which makes a `ZmqReceiver` of `invitation`.
+
+    Listens at `endpoint`: `ipc://...`, `tcp://127.0.0.1:*` (any free port) or None (a socket without a file). The
+    invitation holds a key and nobody is admitted without it: hand it over in private, not on a command line. One
+    thread uses a passer. A receiver may take as long as it needs, but it must be there within `connect_s` when a
+    message is passed, and stay until the message is done: else `DeliveryError`.
+    """
+
+    def __init__(self, endpoint: str | None = None, *, connect_s: float = 30.0) -> None:
+        self.connect_s = connect_s
+        self._session = ""
+        self._outstanding: list[str] = []
+        self._finished: list[str] = []
+        self._pinged = 0.0
+        try:
+            self._hub = Hub(_checked(endpoint))
+        except zmq.ZMQError as error:
+            raise ConfigError(f"cannot listen at {endpoint}: {error}. Is it in use? endpoint=None is free.") from error
+        pair = self._hub.admit(0, 0)
+        self._poll = select.poll()
+        for fd in self._hub.filenos():
+            self._poll.register(fd, select.POLLIN)
+        self.invitation = {
+            "address": self._hub.address,
+            "server_key": self._hub.keys.public.decode(),
+            "public": pair.public.decode(),
+            "secret": pair.secret.decode(),
+        }
+
+    def __call__(self, message: Message) -> bool:
+        payload, trigger_id = pack(message), message.get("trigger_id", "")
+        deadline = time.monotonic() + self.connect_s
+        self._serve(0)
+        while not (self._session and self._hub.send(0, [_MESSAGE, payload])):
+            left = deadline - time.monotonic()
+            if left <= 0:
+                found = "the receiver is gone" if self._session else "no receiver has connected"
+                raise DeliveryError(
+                    f"a message of trigger {trigger_id!r} cannot be passed at {self._hub.address}: {found}, none came "
+                    f"within {self.connect_s:g} s. Start one there: ZmqReceiver(invitation)."
+                )
+            self._serve(min(left, _PING_S))
+        self._outstanding.append(trigger_id)
+        return False
+
+    def finished(self, timeout_s: float = 0.0) -> list[str]:
+        """The triggers whose messages are done, waiting for one if any is not; raises what went wrong there."""
+        deadline = time.monotonic() + timeout_s
+        self._serve(0)
+        while self._outstanding and not self._finished:
+            self._check_alive()
+            left = deadline - time.monotonic()
+            if left <= 0:
+                break
+            self._serve(min(left, _PING_S))
+        done, self._finished = self._finished, []
+        return done
+
+    def _serve(self, timeout_s: float) -> None:
+        """Take in what receivers said; if nothing, wait for something."""
+        if not self._drain() and timeout_s > 0:
+            self._poll.poll(timeout_s * 1000)
+            self._drain()
+
+    def _drain(self) -> bool:
+        said = False
+        for _, received in self._hub.drain():
+            said = True
+            try:
+                report = msgspec.msgpack.decode(received.frames[0], type=_Report)
+            except msgspec.MsgspecError as error:
+                raise WireError(f"the receiver at {self._hub.address} sent what is no report: {error}.") from error
+            self._note(report)
+        return said
+
+    def _note(self, report: _Report) -> None:
+        if report.kind == "hello":
+            self._session = report.session
+            self._lose("was replaced by another one")
+        elif report.session == self._session and report.kind == "bye":
+            self._session = ""
+            self._lose("has closed")
+        elif report.session == self._session and report.trigger_id in self._outstanding:
+            self._outstanding.remove(report.trigger_id)
+            self._finished.append(report.trigger_id)
+            if report.error:
+                raise DeliveryError(f"a message of trigger {report.trigger_id!r} failed there:\n\n{report.error}")
+
+    def _check_alive(self) -> None:
+        now = time.monotonic()
+        if now - self._pinged < _PING_S:
+            return
+        self._pinged = now
+        if not self._hub.send(0, [_PING]):
+            self._serve(0)  # what it said before it ended
+            self._lose("has ended")
+
+    def _lose(self, how: str) -> None:
+        if self._outstanding:
+            lost, self._outstanding = self._outstanding, []
+            self._finished += lost  # nobody waits for them any more
+            raise DeliveryError(
+                f"the receiver at {self._hub.address} {how} before it was done with messages of {', '.join(lost)}; "
+                "look at its own output for the reason, and pass them again to a new one if they matter."
+            )
+
+    def close(self) -> None:
+        if self._session:
+            self._hub.send(0, [_BYE])
+        self._hub.close(linger_ms=_CLOSE_MS)
+
+
+class ZmqReceiver:
+    """The consumer's end of a `ZmqPasser`, in another process."""
+
+    def __init__(self, invitation: Mapping[str, str]) -> None:
+        pair = KeyPair(invitation["public"].encode(), invitation["secret"].encode())
+        self._session, self._closed, self._address = os.urandom(8).hex(), False, invitation["address"]
+        self._link = DealerLink(invitation["address"], invitation["server_key"].encode(), pair, MAIN, _SEND_S)
+        self._say("hello")
+
+    def take(self, timeout_s: float) -> Message | None:
+        """The next message, or None after `timeout_s`; `ClosedError` once the passer was closed."""
+        deadline = time.monotonic() + timeout_s
+        while not self._closed:
+            received = self._link.receive(max(0.0, deadline - time.monotonic()))
+            if received is None:
+                return None
+            kind = bytes(received.frames[0])
+            if kind == _MESSAGE:
+                return cast(Message, unpack(received.frames[1]))
+            self._closed = kind == _BYE
+        raise ClosedError("the passer is closed; no message will come.")
+
+    def done(self, message: Message, error: BaseException | None = None) -> None:
+        """A message was handled, or handling it raised `error`."""
+        text = "" if error is None else "".join(traceback.format_exception(error))
+        self._say("done", message.get("trigger_id", ""), text)
+
+    def _say(self, kind: Literal["hello", "done", "bye"], trigger_id: str = "", error: str = "") -> None:
+        try:
+            self._link.send([msgspec.msgpack.encode(_Report(self._session, kind, trigger_id, error))])
+        except zmq.Again:
+            raise DeliveryError(
+                f"the passer at {self._address} takes no reports: it does not admit this invitation, or it is stuck."
+            ) from None
+
+    def close(self) -> None:
+        if not self._closed:
+            with contextlib.suppress(zmq.ZMQError, DeliveryError):
+                self._say("bye")
+        self._link.close()
+
+
+def _checked(endpoint: str | None) -> str:
+    if endpoint is None:
+        return f"ipc://@farstep-{os.getpid()}-{os.urandom(8).hex()}"
+    if not isinstance(endpoint, str) or not endpoint.startswith(("ipc://", "tcp://127.0.0.1:")):
+        raise ConfigError(f"ZmqPasser.endpoint is {endpoint!r}; expected ipc://..., tcp://127.0.0.1:* or None.")
+    return endpoint

@@ -1,0 +1,126 @@
+"""A buffer as arrays and plain data, and back: rows, items, tails, priorities, cursors, limiter, random generator.
+
+The other half of `Buffer`, whose private parts it knows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from farstep.buffer import samplers
+from farstep.buffer.checkpoint import Loaded, load, save
+from farstep.buffer.limiter import RateLimiter
+from farstep.buffer.samplers import Sampler
+from farstep.core import Array
+from farstep.errors import CheckpointError, unknown_name
+from farstep.spec import ArraySpec, Structure
+
+if TYPE_CHECKING:
+    from farstep.buffer.replay import Buffer
+
+_FORMAT = 1
+
+
+def save_buffer(buffer: Buffer, path: str | os.PathLike[str]) -> Path:
+    """Everything there is of a buffer that nobody changes meanwhile."""
+    store, table = buffer.store, buffer.store.table
+    used = int(table.used.max())
+    arrays: dict[str, Array] = {f"rows/{name}": block[:used] for name, block in store.blocks.arrays.items()}
+    arrays |= {f"table/{name}": value for name, value in table.state().items()}
+    arrays |= {f"store/{name}": value for name, value in store.state().items()}
+    for place, selector in enumerate(buffer._selectors()):
+        arrays |= {f"selector{place}/{name}": value for name, value in selector.state().items()}
+    arrays["begun"], arrays["slots"] = buffer._begun, buffer._slots
+    meta = {
+        "format": _FORMAT,
+        "capacity": buffer.capacity,
+        "max_times_sampled": buffer.max_times_sampled,
+        "sampler": _described(buffer.sampler),
+        "remover": _described(buffer.remover),
+        "limiter": dataclasses.asdict(buffer.limiter),
+        "schema": {name: [list(spec.shape), spec.dtype] for name, spec in store.schema.items()},
+        "structures": {name: _plain(structure) for name, structure in buffer.structures.items()},
+        "columns": store.columns,
+        "rng": buffer._rng.bit_generator.state,
+        "removed": buffer.removed,
+        "free": buffer._free,
+    }
+    return save(path, arrays, meta)
+
+
+def load_buffer(path: str | os.PathLike[str], sampler: Sampler | None) -> Buffer:
+    from farstep.buffer.replay import Buffer
+
+    loaded = load(path)
+    meta = cast(dict[str, Any], loaded.meta)
+    if meta.get("format") != _FORMAT:
+        raise CheckpointError(f"{loaded.folder} has format {meta.get('format')!r}; this farstep reads {_FORMAT}.")
+    buffer = Buffer(
+        meta["capacity"],
+        sampler if sampler is not None else _sampler(meta["sampler"], loaded),
+        remover=_sampler(meta["remover"], loaded),
+        limiter=RateLimiter(**meta["limiter"]),
+        max_times_sampled=meta["max_times_sampled"],
+    )
+    schema = {name: ArraySpec(tuple(shape), dtype) for name, (shape, dtype) in meta["schema"].items()}
+    buffer.bind(schema, meta["columns"], {name: _structure(value) for name, value in meta["structures"].items()})
+    parts = _parts(loaded.arrays)
+    for name, rows in parts["rows"].items():
+        buffer.store.blocks.arrays[name][: len(rows)] = rows
+    buffer.store.table.restore(parts["table"])
+    buffer.store.restore(parts["store"])
+    for place, selector in enumerate(buffer._selectors()):
+        selector.restore(parts.get(f"selector{place}", {}))
+    buffer._begun[:], buffer._slots[:] = loaded.arrays["begun"], loaded.arrays["slots"]
+    buffer._rng.bit_generator.state = meta["rng"]
+    buffer.removed.update(meta["removed"])
+    buffer._free[:] = meta["free"]
+    return buffer
+
+
+def _parts(arrays: Mapping[str, Array]) -> dict[str, dict[str, Array]]:
+    """Arrays by what stands before the first slash of their names."""
+    parts: dict[str, dict[str, Array]] = {"rows": {}, "table": {}, "store": {}}
+    for name, array in arrays.items():
+        owner, slash, rest = name.partition("/")
+        if slash:
+            parts.setdefault(owner, {})[rest] = array
+    return parts
+
+
+def _described(sampler: Sampler) -> dict[str, Any]:
+    if not dataclasses.is_dataclass(sampler):
+        return {"kind": type(sampler).__name__}
+    fields = {field.name: getattr(sampler, field.name) for field in dataclasses.fields(sampler)}
+    plain = {name: _described(value) if isinstance(value, Sampler) else value for name, value in fields.items()}
+    return {"kind": type(sampler).__name__, **plain}
+
+
+def _sampler(said: Mapping[str, Any], loaded: Loaded) -> Sampler:
+    known = {
+        name: kind for name, kind in vars(samplers).items() if isinstance(kind, type) and issubclass(kind, Sampler)
+    }
+    options = {name: _sampler(value, loaded) if isinstance(value, dict) else value for name, value in said.items()}
+    kind = known.get(str(options.pop("kind")))
+    if kind is None:
+        raise CheckpointError(
+            f"{loaded.folder}: {unknown_name('sampler', str(said['kind']), known)} For one of your own: "
+            "Buffer.restore(path, sampler=...)."
+        )
+    return kind(**options)
+
+
+def _plain(structure: Structure) -> Any:
+    if isinstance(structure, dict):
+        return {key: _plain(sub) for key, sub in structure.items()}
+    return [_plain(sub) for sub in structure] if isinstance(structure, tuple) else structure
+
+
+def _structure(value: Any) -> Structure:
+    if isinstance(value, dict):
+        return {key: _structure(sub) for key, sub in value.items()}
+    return tuple(_structure(sub) for sub in value) if isinstance(value, list) else str(value)

@@ -1,0 +1,78 @@
+"""A remote worker's chunk on its way into its columns, whole or in parts; nothing that does not fit is taken in."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from farstep.batch import ENDS, is_final
+from farstep.core import Array, Buffer
+from farstep.errors import WireError
+from farstep.head.seats import Seat
+from farstep.worker.rows import Rows
+
+
+class Arrival:
+    """What is here of one chunk."""
+
+    def __init__(self, rows: Rows, steps: int, ticket: int = 0, order: int = 0) -> None:
+        self.id = (ticket, order)
+        self.stages = 0
+        """How many are complete."""
+        self.ends: Array | None = None
+        """Known once the first stage is here."""
+        self.nbytes = 0
+        self._num_envs = rows.num_envs
+        self._tables = rows.tables(steps)
+        self._per_step = {name for name in rows.row if not is_final(name)}
+        """Arrays that may arrive some rows at a time."""
+        self._rows: Counter[str] = Counter()
+        """Per array, how many are here."""
+
+    def add(self, keys: Sequence[str], frames: Sequence[Buffer], first: int = 0) -> None:
+        """Copy a message's arrays to where they belong; those with a row per step begin with row `first`."""
+        if len(frames) != len(keys):
+            raise WireError("a chunk without all of its arrays.")
+        for name, frame in zip(keys, frames, strict=True):
+            table = self._tables.get(name)
+            if table is None:
+                raise WireError(f"a chunk with the unknown array {name!r}.")
+            if not table.nbytes:
+                if len(frame):
+                    raise WireError(f"a chunk whose {name!r} is not as empty as it must be.")
+                continue
+            start, here = first if name in self._per_step else 0, self._rows[name]
+            if start != here:
+                raise WireError(f"a chunk whose {name!r} goes on with row {start} after {here} rows.")
+            count, rest = divmod(len(frame), table[0].nbytes)
+            if rest or start + count > len(table):
+                raise WireError(f"a chunk whose {name!r} has {len(frame)} bytes from row {start} on.")
+            if count:
+                target = table[start : start + count]
+                target[...] = np.frombuffer(frame, table.dtype).reshape(target.shape)
+            self._rows[name] += count
+            self.nbytes += len(frame)
+
+    def complete(self, stages: Sequence[Iterable[str]]) -> None:
+        """The worker says that these are here, the ones before it included; believed only where it is true."""
+        assert self.ends is not None
+        for name in (name for names in stages[self.stages :] for name in names):
+            table = self._tables[name]
+            needed = -(-len(self.ends) // self._num_envs) if is_final(name) else len(table)
+            if table.nbytes and self._rows[name] != needed:
+                raise WireError(f"a chunk with {self._rows[name]} of the {needed} rows of its {name!r}.")
+        self.stages = len(stages)
+
+
+def records_of(ends: Buffer, seat: Seat, steps: int) -> Array:
+    """Episode ends, believed only where they can be true."""
+    if len(ends) % ENDS.itemsize or len(ends) // ENDS.itemsize > steps * seat.num_envs:
+        raise WireError("a chunk with more episode ends than steps.")
+    records = np.frombuffer(ends, ENDS)
+    if len(records):
+        rows_fit = records["row"].min() >= 0 and records["row"].max() < steps
+        if not rows_fit or records["slot"].min() < seat.first or records["slot"].max() >= seat.stop:
+            raise WireError("a chunk with episode ends outside its rows or columns.")
+    return records

@@ -1,0 +1,114 @@
+"""A feed: chunks for a workflow, one by one as they arrive, and everything else that it may be waiting for."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable
+
+from farstep.batch import Batch
+from farstep.head.collector import Collector
+from farstep.head.seats import Seat
+from farstep.head.tickets import Arrived, FeedPlan
+
+
+class Feed:
+    """Tickets are given while it is open; `take` sleeps until there is a chunk, a deadline, or somebody wakes it."""
+
+    def __init__(self, collector: Collector, steps: int, plan: FeedPlan) -> None:
+        self._collector, self._server = collector, collector.server
+        self._woken = False
+        self._waking = threading.Lock()
+        """Whoever wakes it does not write to a descriptor that is closed meanwhile, and perhaps another one's."""
+        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        try:
+            self._server.watch(self._wake_fd, self._note)
+            self._request = collector.open_feed(steps, plan)
+        except BaseException:
+            self._stop_watching()
+            raise
+
+    def _note(self) -> None:
+        with contextlib.suppress(OSError):  # read already, or about to be closed
+            os.eventfd_read(self._wake_fd)
+        self._woken = True
+
+    def take(
+        self,
+        wanted: Callable[[int], bool],
+        deadline: float,
+        check: Callable[[], None],
+        store: Callable[[Arrived, Batch], None],
+    ) -> None:
+        """Wait for the next chunk of a worker that is wanted and `store` it; return without one when woken, or too
+        late. Whenever there is none, `check` may say why none can come."""
+
+        def look() -> tuple[Arrived, Batch] | bool | None:
+            if self._woken:
+                return False
+            found = self._collector.take_chunk(self._request, wanted)
+            if found is None:
+                check()
+            return found
+
+        with self._server.locked():  # until it is stored: a Ctrl-C between would lose a chunk that counts as delivered
+            began = time.monotonic()
+            found = self._server.wait_until(look, deadline)
+            self._collector.counters.wait["learner"] += time.monotonic() - began
+            self._woken = False
+            if isinstance(found, tuple):
+                arrived, batch = found
+                store(arrived, batch)
+                self._server.tickets.stored(arrived)
+                self._server.grant()
+
+    def seat(self, worker: int) -> Seat:
+        return self._server.seats[worker]
+
+    @property
+    def under_way(self) -> int:
+        """Chunks that are being rolled, or wait to be taken, and workers that are not there yet."""
+        with self._server.locked():
+            absent = sum(not seat.ready for seat in self._server.seats)
+            return self._server.tickets.in_flight + self._server.tickets.buffered + absent
+
+    @property
+    def waiting(self) -> list[int]:
+        """The workers whose chunks wait to be taken, if nobody rolls another one."""
+        with self._server.locked():
+            tickets = self._server.tickets
+            return [] if self.under_way > tickets.buffered else tickets.arrived_of()
+
+    def consumed(self, worker: int, chunks: int, dropped: str | None = None) -> None:
+        """The learner is done with so many chunks of a worker, or they were dropped for a cause."""
+        with self._server.locked():
+            self._server.tickets.consumed(worker, chunks, dropped)
+
+    def invite(self) -> None:
+        """Every worker rolls one more chunk."""
+        with self._server.locked():
+            self._server.tickets.invite()
+            self._server.grant()
+
+    def wake(self) -> None:
+        """Let `take` return; from any thread."""
+        with self._waking:
+            if self._wake_fd >= 0:
+                os.eventfd_write(self._wake_fd, 1)
+
+    def close(self) -> None:
+        """Cancel what is under way."""
+        try:
+            self._collector.end_feed(self._request)
+        finally:
+            self._stop_watching()
+
+    def _stop_watching(self) -> None:
+        with self._waking:
+            fd, self._wake_fd = self._wake_fd, -1
+        try:
+            self._server.unwatch(fd)
+        finally:
+            os.close(fd)

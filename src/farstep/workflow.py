@@ -1,0 +1,530 @@
+"""Workflows: an algorithm is a table of triggers over one buffer (ARTOS).
+
+    workers ─ chunks ─► buffer ─ triggers ─► consumers (yours) ─ publish ─► workers
+
+`run` is one loop: take a chunk into the buffer, write down what happened, let triggers fire. It sleeps when there is
+nothing to do; whoever works elsewhere (a consumer's thread) wakes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from farstep.batch import Batch, is_final
+from farstep.buffer.dispatch import Dispatcher, Message, Passer, Trigger, leaves_of
+from farstep.buffer.ledger import Actor, Ledger
+from farstep.buffer.objects import ModelBlock
+from farstep.buffer.passers import Direct, LocalQueue
+from farstep.buffer.replay import Buffer
+from farstep.buffer.triggers import DataKeyTrigger
+from farstep.buffer.windows import Windows
+from farstep.cluster_env import ClusterEnv
+from farstep.config import check_count
+from farstep.core import Agent, Nested
+from farstep.errors import ClosedError, ConfigError, FarstepError, unknown_name
+from farstep.head.collector import Collector
+from farstep.head.feed import Feed
+from farstep.head.tickets import Arrived, FeedPlan
+
+Consumer = Callable[[Message], object]
+_STEPS = 32  # of a chunk, where no trigger says what it needs
+_REMOTE_S = 0.05  # how often a passer to another process is asked whether its consumer is done
+
+
+class Workflow:
+    """Environments, an agent, a buffer, and who is called when.
+
+    `steps` is a chunk's length (else the smallest `size` of a `DataKeyTrigger`). Rows that a learner gets through a
+    consuming trigger are at most `max_staleness` versions old; None: workers run ahead as far as the buffer has room.
+    """
+
+    def __init__(
+        self,
+        env: ClusterEnv,
+        agent: Agent,
+        buffer: Buffer,
+        *,
+        steps: int | None = None,
+        max_staleness: int | None = None,
+    ) -> None:
+        self.env, self.agent, self.buffer = env, agent, buffer
+        self._steps = None if steps is None else check_count("steps", steps)
+        self._max_staleness = None if max_staleness is None else check_count("max_staleness", max_staleness, minimum=0)
+        self.objects = ModelBlock()
+        self.ledger = Ledger(now=time.monotonic())
+        self._dispatcher = Dispatcher()
+        self._windows = Windows(buffer)
+        self._takers: list[_Guard] = []
+        """Of triggers whose messages name rows that nobody may overwrite before their consumer is done."""
+        self._by_data: list[DataKeyTrigger] = []
+        self._threads: list[_Thread] = []
+        self._on_demand = self._asks = False
+        self._owed: Counter[int] = Counter()
+        """Per worker, chunks that it was asked for and that have not arrived, over several runs."""
+        self._collector: Collector | None = None
+        self._feed: Feed | None = None
+        self._loop: int | None = None
+        """The thread that runs it."""
+        self._said: deque[Callable[[], None]] = deque()
+        """What other threads did, for the loop to write down."""
+        self._stopped = False
+
+    # ---- the table ----
+
+    def on(
+        self,
+        trigger: Trigger,
+        consumer: Consumer | Passer,
+        *,
+        thread: bool = False,
+        max_outstanding: int = 1,
+        name: str | None = None,
+    ) -> str:
+        """Call `consumer(message)` whenever the trigger fires: in the thread of `run`, or in one of its own.
+
+        A passer (`farstep.buffer.passers`) hands messages elsewhere. Returns the trigger's name.
+        """
+        if self._feed is not None:
+            raise ConfigError("this workflow is running; register its triggers before.")
+        if not callable(consumer):
+            raise ConfigError(f"consumer is {consumer!r}; expected a function of the message, or a passer.")
+        is_passer = hasattr(consumer, "finished")
+        if thread and is_passer:
+            raise ConfigError(f"{consumer!r} hands messages elsewhere by itself; leave out thread=True.")
+        passer: Passer = consumer if is_passer else Direct(consumer)  # type: ignore[assignment]
+        started: _Thread | None = None
+        if thread:
+            started = _Thread(self, consumer, LocalQueue(max_outstanding))
+            passer = started.queue
+        by_data = [leaf for leaf in leaves_of(trigger) if isinstance(leaf, DataKeyTrigger)]
+        guard = _Guard(self, passer, by_data, started)
+        found = self._dispatcher.add(trigger, guard, trigger_id=name, max_outstanding=max_outstanding)
+        self._by_data += by_data
+        if guard.takers:
+            self._takers.append(guard)
+        if started is not None:
+            self._threads.append(started)
+        self._asks = self._asks or is_passer
+        self._on_demand = self._on_demand or consumer == self.next_rollout
+        return found
+
+    # ---- what consumers do ----
+
+    def batch(self, message: Message) -> Batch:
+        """The rows that a `DataKeyTrigger`'s message names, `[size, slots, ...]`; views until the consumer returns."""
+        parts = list(_windows(message))
+        if len(parts) != 1:
+            raise ConfigError(f"the message names {len(parts)} windows of rows; give one of message['all'].")
+        part = parts[0]
+        holder = next((guard for guard in self._takers if guard.holds(part)), None)
+        if holder is None:
+            raise FarstepError(
+                "the rows of this message are not held: its consumer has returned, or its trigger takes none "
+                "(consume=False). Use batch() in the consumer, and buffer.sample() for replay."
+            )
+        return self._windows.batch(part["actor_ids"], part["start"], part["size"], holder.gaps_before(part))
+
+    def publish(self, message: Message | None = None) -> int:
+        """Publish the agent's parameters; fires `ObjectKeyTrigger("parameters")`. Can be a consumer itself."""
+        version = self.env.publish(self.agent)
+        self._say(lambda: self.ledger.published("parameters", version))
+        return version
+
+    def next_rollout(self, message: Message | None = None) -> None:
+        """Let every worker roll one chunk. A workflow that has this as a consumer rolls nothing unasked."""
+        if self._feed is None or not self._on_demand:
+            raise ConfigError(
+                "next_rollout is for a workflow that runs and has it as a consumer: "
+                'flow.on(farstep.ObjectKeyTrigger("parameters"), flow.next_rollout).'
+            )
+        self._say(self._invite)
+
+    def _invite(self) -> None:
+        if self._feed is not None:
+            self._owed.update(range(self.env.num_workers))
+            self._feed.invite()
+
+    def put(self, name: str, value: Nested) -> int:
+        """Publish another object under a name (a noise scale, a target network): fires `ObjectKeyTrigger(name)`.
+
+        `flow.objects.read(name)` gets it; another process does by `flow.objects.path(name)`.
+        """
+        if name == "parameters":
+            raise ConfigError("the agent's parameters are published with publish(); choose another name.")
+        version = self.objects.publish(name, value)
+        self._say(lambda: self.ledger.published(name, version))
+        return version
+
+    def learned(self, steps: int = 1) -> None:
+        """The learner made further updates: what `TimeTrigger(unit="learner_steps")` counts, beside one for every
+        message of a `DataKeyTrigger` that was handled."""
+        self._say(lambda: self.ledger.learned(steps))
+
+    def stop(self) -> None:
+        """Let the present `run` return: no trigger fires any more; from any thread."""
+        self._stopped = True
+        self._wake()
+
+    # ---- the loop ----
+
+    def run(self, total_steps: int | None = None, until: Callable[[], bool] | None = None) -> None:
+        """Roll and fire until `total_steps` environment steps have arrived (in all, over several calls), `until()` says
+        so, or `stop` is called. What a consumer raises ends the run and is raised here.
+
+        Threads of consumers finish what they were handed, and rows that no trigger took are dropped, as those that are
+        on their way; `stats` counts them as cancelled.
+        """
+        if total_steps is not None:
+            check_count("total_steps", total_steps)
+        if self._feed is not None:
+            raise ClosedError("this workflow is running already.")
+        self._stopped = False
+        collector = self._collector = self.env.adopt(self.agent)
+        leaves = [leaf for guard in self._takers for leaf in guard.takers]
+        steps = self._steps or min((leaf.size for leaf in leaves), default=_STEPS)
+        self._bind(collector, steps)
+        plan = FeedPlan(
+            self._max_staleness,
+            max((leaf.n for leaf in leaves), default=1),
+            max((_most_chunks(leaf.size, steps) for leaf in leaves), default=1),
+            self._owed if self._on_demand else None,
+        )
+        failed = True
+        with collector.server.locked():  # a Ctrl-C now would leave the feed open
+            self._feed = feed = Feed(collector, steps, plan)
+        try:
+            self._loop = self.buffer.filled_by = threading.get_ident()
+            self.buffer.told = self._wake
+            for thread in self._threads:
+                thread.start()
+            while not self._finished(total_steps, until):
+                self._step(feed, steps)
+            failed = False
+        finally:
+            self._end(feed, failed)
+
+    def _finished(self, total_steps: int | None, until: Callable[[], bool] | None) -> bool:
+        self._fire()
+        steps = self.ledger.env_steps
+        return self._stopped or (total_steps is not None and steps >= total_steps) or (until is not None and until())
+
+    def _step(self, feed: Feed, steps: int) -> None:
+        """Wait for the next event and write it down."""
+        deadline = self._dispatcher.deadline(self.ledger)
+        wait_until = math.inf if deadline is None else deadline
+        waiting = self._dispatcher.waiting
+        if self._asks and waiting:  # another process cannot wake us
+            wait_until = min(wait_until, time.monotonic() + _REMOTE_S)
+
+        def check() -> None:
+            if wait_until == math.inf and not waiting:
+                self._check_life(feed, steps)
+
+        feed.take(lambda worker: self._has_room(worker, steps, feed), wait_until, check, self._store)
+
+    def _store(self, arrived: Arrived, batch: Batch) -> None:
+        worker, (steps, envs) = arrived.order.worker, batch.shape
+        if self._on_demand:
+            self._owed[worker] -= 1
+        start = self.ledger.written(worker)
+        self.buffer.insert(batch)
+        if self._takers:
+            self._windows.add(worker, start, batch)
+        self.ledger.wrote(worker, steps, arrived.version, envs=envs)
+        if not self._takers and self._feed is not None:
+            self._feed.consumed(worker, 1)
+
+    def _fire(self) -> None:
+        if self._collector is not None:  # also what was published past us, by env.publish
+            self.ledger.published("parameters", self._collector.version())
+        while self._said:
+            self._said.popleft()()
+        self.ledger.tick(time.monotonic())
+        self._dispatcher.check(self.ledger)
+        while self._said:
+            self._said.popleft()()
+            self._dispatcher.check(self.ledger)
+
+    def _bind(self, collector: Collector, steps: int) -> None:
+        """Let the buffer take its arrays from the environment; refuse what could only come to a standstill."""
+        schema, structures = collector.row_schema()
+        schema = {name: spec for name, spec in schema.items() if not is_final(name)}
+        buffer, num_envs = self.buffer, self.env.num_envs
+        for trigger in self._by_data:
+            if trigger.n > self.env.num_workers:
+                raise ConfigError(
+                    f"{trigger!r} waits for {trigger.n} actors; there are {self.env.num_workers} workers. Lower n."
+                )
+            for name in (name for stage in trigger.stages for name in stage or ()):
+                if name not in schema:
+                    raise ConfigError(unknown_name(f"key of {trigger!r}", name, schema))
+        if self._takers and not buffer.is_cyclic:
+            raise ConfigError(
+                f"with remover={buffer.remover!r} rows have no order, and a DataKeyTrigger takes them in order: "
+                "leave remover out, or use consume=False with min_new=k."
+            )
+        if buffer.is_cyclic:
+            if not buffer.is_bound:
+                buffer.bind(schema, num_envs, structures)
+            if buffer.store.columns != num_envs or (self._takers and dict(buffer.schema) != schema):
+                raise ConfigError(
+                    f"the buffer has {buffer.store.columns} columns for {', '.join(buffer.schema)}; the environment "
+                    f"has {num_envs} slots and {', '.join(schema)}. Leave out spec, or make a new buffer."
+                )
+            leaves = (leaf for guard in self._takers for leaf in guard.takers)
+            needed = max([steps, *(leaf.size + steps - math.gcd(leaf.size, steps) for leaf in leaves)])
+            if buffer.store.rows < needed:
+                raise ConfigError(
+                    f"the buffer has room for {buffer.store.rows} rows of each of {num_envs} environments; {needed} "
+                    f"are needed at a time. Raise capacity to at least {needed * num_envs}."
+                )
+        chunk = steps * max(seat.num_envs for seat in collector.server.seats)
+        if buffer.limiter.never_inserts(chunk):
+            raise ConfigError(
+                f"a chunk of {chunk} rows never fits this limiter ({buffer.limiter}); widen it, or make chunks shorter "
+                "(steps=...)."
+            )
+
+    def _has_room(self, worker: int, steps: int, feed: Feed) -> bool:
+        """Whether a worker's next chunk overwrites nothing that somebody is still to read, and the limiter agrees."""
+        if not self.buffer.limiter.can_insert(steps * feed.seat(worker).num_envs):
+            return False
+        if not self._takers:
+            return True
+        return self.ledger.written(worker) + steps - self._unread_from(worker) <= self.buffer.store.rows
+
+    def _unread_from(self, worker: int) -> int:
+        return min(guard.unread_from(worker) for guard in self._takers)
+
+    def _check_life(self, feed: Feed, steps: int) -> None:
+        """Refuse to wait for what cannot come."""
+        if not feed.under_way:
+            raise FarstepError(
+                "the workflow stands still: no worker rolls, nothing is under way and no trigger waits for time. Is a "
+                "trigger missing that calls next_rollout, or does nobody publish?"
+            )
+        if (waiting := feed.waiting) and not any(self._has_room(worker, steps, feed) for worker in waiting):
+            raise FarstepError(
+                f"the workflow stands still: chunks have arrived and the buffer has no room for them "
+                f"({self.buffer.limiter}; {len(self.buffer)} of {self.buffer.capacity} rows), and no trigger fires "
+                "that would make some. Widen the limiter, raise capacity, or lower a trigger's n or size."
+            )
+
+    # ---- consumed rows ----
+
+    def _is_stale(self, message: Message) -> bool:
+        if self._max_staleness is None or self._collector is None:
+            return False
+        current = self._collector.version()
+        oldest = min((span[0] for part in _windows(message) for span in part["versions"]), default=current)
+        return current - oldest > self._max_staleness
+
+    def _located(self, message: Message) -> Message:
+        """A message that also says where its rows are in the buffer, for a consumer in another process."""
+        if "all" in message:
+            return {**message, "all": [self._located(part) for part in message["all"]]}
+        if "actor_ids" not in message:
+            return message
+        pairs = zip(message["actor_ids"], message["start"], strict=True)
+        places = [self._windows.where(actor, start, message["size"]) for actor, start in pairs]
+        return {**message, "slots": tuple(slots for slots, _ in places), "rows": tuple(row for _, row in places)}
+
+    def _free(self, workers: set[int], dropped: str | None = None) -> None:
+        """Rows of these workers that nobody holds or will be told of can be overwritten."""
+        for worker in workers:
+            chunks = self._windows.forget(worker, self._unread_from(worker))
+            if dropped is not None and self._on_demand:
+                self._owed[worker] += chunks
+            if self._feed is not None and chunks:
+                self._feed.consumed(worker, chunks, dropped)
+
+    # ---- threads ----
+
+    def _say(self, what: Callable[[], None]) -> None:
+        """Write down what happened: now, or, from another thread, by the loop."""
+        if self._loop in (None, threading.get_ident()):
+            what()
+        else:
+            self._said.append(what)
+            self._wake()
+
+    def _wake(self) -> None:
+        if (feed := self._feed) is not None:
+            feed.wake()
+
+    def _end(self, feed: Feed, failed: bool) -> None:
+        try:
+            with self.buffer.halted():  # a thread that waits there for rows would do so for long
+                for thread in self._threads:
+                    thread.end(drop=failed)
+            self._stopped = True  # nothing fires; what threads did is written down, and raised
+            with contextlib.suppress(Exception) if failed else contextlib.nullcontext():
+                self._fire()
+        finally:
+            try:
+                for guard in self._takers:
+                    guard.discard(self.ledger)
+                self._free(set(range(self.env.num_workers)), "cancelled")
+            finally:
+                self._feed = self._loop = self.buffer.filled_by = self.buffer.told = None
+                feed.close()
+
+
+class _Guard:
+    """A passer that keeps a message's rows until its consumer is done, and drops what is too old for it; one that
+    samples is not called before the buffer's limiter lets it."""
+
+    def __init__(
+        self, flow: Workflow, passer: Passer, by_data: list[DataKeyTrigger], thread: _Thread | None = None
+    ) -> None:
+        self._flow, self._passer, self._thread = flow, passer, thread
+        self.takers = [leaf for leaf in by_data if leaf.min_new is None]
+        self._samples = len(by_data) > len(self.takers)
+        self._open: list[Message] = []
+        """Passed on and not done."""
+        self._gaps: dict[Actor, int] = {}
+        """Per actor, the row before which some were dropped that it had been the turn of."""
+
+    @property
+    def full(self) -> bool:
+        if self._flow._stopped or (self._samples and not self._flow.buffer.limiter.can_sample()):
+            return True
+        return bool(getattr(self._passer, "full", False))
+
+    def __call__(self, message: Message) -> bool:
+        if self.takers:
+            if self._flow._is_stale(message):
+                self._finish(message, "stale")
+                return True
+            message = self._flow._located(message)
+        self._open.append(message)
+        try:
+            done = self._passer(message) is not False
+        except BaseException:
+            self._finish(message, "")
+            raise
+        if done:
+            self._finish(message, None)
+        return done
+
+    def finished(self) -> list[str]:
+        found: list[str] = getattr(self._passer, "finished", list)()
+        for trigger_id in found:
+            message = next(m for m in self._open if m["trigger_id"] == trigger_id)
+            self._finish(message, None if self._thread is None else self._thread.unhandled.pop(id(message), None))
+        return found
+
+    def _finish(self, message: Message, unhandled: str | None) -> None:
+        """A message is done; `unhandled` says why it was not handled: "stale", "cancelled", or "" (it raised)."""
+        self._open = [each for each in self._open if each is not message]
+        if self.takers:
+            ends = [
+                (a, s, s + p["size"])
+                for p in _windows(message)
+                for a, s in zip(p["actor_ids"], p["start"], strict=True)
+            ]
+            for actor, start, stop in ends:
+                if unhandled:
+                    self._gaps[actor] = stop
+                elif self._gaps.get(actor) == start:
+                    del self._gaps[actor]
+            self._flow._free({actor for actor, _, _ in ends}, unhandled or None)
+        if unhandled is None and (self.takers or self._samples):
+            self._flow.ledger.learned()
+
+    # Rows
+
+    def holds(self, part: Mapping[str, Any]) -> bool:
+        """Whether a message that is not done names these rows."""
+        return any(
+            (each["actor_ids"], each["start"]) == (part["actor_ids"], part["start"])
+            for message in tuple(self._open)
+            for each in _windows(message)
+        )
+
+    def gaps_before(self, part: Mapping[str, Any]) -> list[int]:
+        pairs = zip(part["actor_ids"], part["start"], strict=True)
+        return [actor for actor, start in pairs if self._gaps.get(actor) == start]
+
+    def unread_from(self, actor: int) -> int:
+        """The first row of an actor that is in use, or that a message to come may name."""
+        held: Iterator[int] = (
+            start
+            for message in self._open
+            for part in _windows(message)
+            for each, start in zip(part["actor_ids"], part["start"], strict=True)
+            if each == actor
+        )
+        return min([*(leaf.next_of(actor) for leaf in self.takers), *held])
+
+    def discard(self, state: Ledger) -> None:
+        """What it was not told of is not wanted any more."""
+        for leaf in self.takers:
+            for actor in state.actors:
+                if leaf.next_of(actor) < state.written(actor):
+                    self._gaps[actor] = state.written(actor)
+            leaf.discard(state)
+
+
+class _Thread:
+    """A consumer in a thread of its own."""
+
+    def __init__(self, flow: Workflow, consumer: Consumer, queue: LocalQueue) -> None:
+        self._flow, self._consumer, self.queue = flow, consumer, queue
+        self.unhandled: dict[int, str] = {}
+        """By identity of messages, why they were not handled."""
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        self.queue.reopen()
+        self._thread = threading.Thread(target=self._work, name="farstep-consumer", daemon=True)
+        self._thread.start()
+
+    def _work(self) -> None:
+        while True:
+            try:
+                message = self.queue.take(3600.0)
+            except ClosedError:
+                return
+            if message is not None:
+                self.queue.done(message, self._handle(message))
+                self._flow._wake()
+
+    def _handle(self, message: Message) -> BaseException | None:
+        """Call the consumer, if the message did not become too old while it waited; what it raised."""
+        if self._flow._is_stale(message):
+            self.unhandled[id(message)] = "stale"
+            return None
+        try:
+            self._consumer(message)
+        except BaseException as error:  # raised by the loop, where the caller is
+            self.unhandled[id(message)] = ""
+            return None if self._flow.buffer.is_halted and isinstance(error, ClosedError) else error
+        return None
+
+    def end(self, drop: bool) -> None:
+        """Let it finish what it does, and unless it is to be dropped, what waits."""
+        for message in self.queue.close(drop):
+            self.unhandled[id(message)] = "cancelled"
+        if self._thread is not None:
+            self._thread.join()
+
+
+def _most_chunks(size: int, steps: int) -> int:
+    """How many chunks of `steps` rows some of a sequence of windows of `size` rows touch."""
+    return 1 + -(-(size - math.gcd(size, steps)) // steps)
+
+
+def _windows(message: Message) -> Iterator[Mapping[str, Any]]:
+    """The parts of a message that name rows."""
+    if "all" in message:
+        for part in message["all"]:
+            yield from _windows(part)
+    elif "actor_ids" in message:
+        yield message

@@ -1,0 +1,123 @@
+"""The model block: versions are whole, whoever reads and whoever dies."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+
+from farstep.buffer.objects import ModelBlock, SharedObject
+from farstep.errors import ConfigError
+
+
+@pytest.fixture
+def model():
+    block = ModelBlock()
+    yield block
+    block.close()
+
+
+def test_an_object_is_read_as_it_was_published(model: ModelBlock):
+    value = {"w": np.arange(6.0).reshape(2, 3), "parts": (np.float32(2.5), {"n": np.array([1, 2])})}
+    assert model.publish("net", value) == 0
+    version, read = model.read("net")
+    assert version == 0
+    np.testing.assert_array_equal(read["w"], value["w"])
+    assert read["parts"][0] == 2.5 and read["parts"][1]["n"].tolist() == [1, 2]
+    assert model.publish("noise_scale", 3.5) == 0 and model.publish("noise_scale", 4.5) == 1
+    assert model.read("noise_scale") == (1, 4.5)
+
+
+def test_what_is_read_is_a_copy(model: ModelBlock):
+    model.publish("net", np.zeros(3))
+    model.read("net")[1][:] = 7
+    assert model.read("net")[1].tolist() == [0, 0, 0]
+
+
+def test_another_shape_or_an_unknown_name_is_refused_and_nothing_changes(model: ModelBlock):
+    model.publish("net", np.zeros(3))
+    with pytest.raises(ConfigError, match="other arrays"):
+        model.publish("net", np.zeros(4))
+    with pytest.raises(ConfigError, match="other arrays"):
+        model.publish("net", {"a": np.zeros(3)})
+    assert model.read("net")[0] == 0
+    with pytest.raises(ConfigError, match=r"no object 'nett'.*net"):
+        model.read("nett")
+
+
+def test_nothing_is_read_before_something_is_published():
+    each = SharedObject.create(np.zeros(2))
+    with pytest.raises(ConfigError, match="yet"):
+        each.read()
+    each.close()
+
+
+def test_readers_never_see_parts_of_two_versions(model: ModelBlock):
+    size, versions = 4096, 400
+    model.publish("net", np.zeros(size, np.int64))
+    torn: list[object] = []
+
+    def look():
+        seen = -1
+        while seen < versions:
+            version, value = model.read("net")
+            if len(set(value.tolist())) != 1 or value[0] != version or version < seen:
+                torn.append((version, value))
+            seen = version
+
+    readers = [threading.Thread(target=look) for _ in range(2)]
+    for reader in readers:
+        reader.start()
+    for version in range(1, versions + 1):
+        assert model.publish("net", np.full(size, version)) == version
+    for reader in readers:
+        reader.join(60)
+    assert not torn
+
+
+READER = """
+import sys
+from farstep.buffer.objects import SharedObject
+each = SharedObject.attach(sys.argv[1])
+print("ready", flush=True)
+seen = -1
+while seen < int(sys.argv[2]):
+    version, value = each.read()
+    assert (value["a"] == version).all() and value["b"] == version, (version, value)
+    assert version >= seen
+    seen = version
+print("whole", flush=True)
+"""
+
+
+def test_another_process_reads_whole_versions():
+    each, versions = SharedObject.create({"a": np.zeros(20_000), "b": 0}), 300
+    each.publish({"a": np.zeros(20_000), "b": 0})
+    command = [sys.executable, "-c", READER, each.path, str(versions)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as reader:
+        assert reader.stdout is not None and reader.stdout.readline() == "ready\n"
+        for version in range(1, versions + 1):
+            each.publish({"a": np.full(20_000, float(version)), "b": version})
+        assert reader.stdout.readline() == "whole\n"
+        assert reader.wait(60) == 0
+    each.close()
+
+
+def test_a_version_that_was_never_finished_is_not_seen():
+    each = SharedObject.create(np.zeros(4))
+    each.publish(np.ones(4))
+    each._words[4 + 1] = -1  # as a writer that was killed while it wrote version 1 leaves it
+    each._copies["object"][1, 0, 0, :2] = 9
+    assert each.read()[0] == 0 and each.read()[1].tolist() == [1, 1, 1, 1]
+    assert each.publish(np.full(4, 2.0)) == 1 and each.read()[1].tolist() == [2, 2, 2, 2]
+    each.close()
+
+
+def test_what_is_no_object_is_refused(tmp_path):
+    for content in (b"", b"x" * 10, b"x" * 9000):
+        (tmp_path / "file").write_bytes(content)
+        with pytest.raises(ConfigError, match="holds no object"):
+            SharedObject.attach(tmp_path / "file")

@@ -1,0 +1,335 @@
+"""Passers: a message reaches its consumer, and it is known when the consumer is done or gone."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from farstep.buffer.passers import Direct, LocalQueue, ZmqPasser, ZmqReceiver
+from farstep.buffer.triggers import DataKeyTrigger, Dispatcher, Ledger, Message
+from farstep.errors import ClosedError, ConfigError, DeliveryError, FarstepError, WireError
+from farstep.wire.keys import KeyPair
+from farstep.wire.zmq import MAIN, DealerLink
+
+PATIENCE_S = 60.0
+
+
+def message(number: int = 0, trigger_id: str = "it") -> Message:
+    return {"trigger_id": trigger_id, "number": number}
+
+
+def test_direct_is_done_at_once_whatever_it_returns() -> None:
+    taken: list[Message] = []
+    passer = Direct(lambda message: bool(taken.append(message)))
+    assert passer(message()) is True
+    assert taken == [message()]
+    with pytest.raises(ConfigError, match="a function of the message"):
+        Direct("update")  # type: ignore[arg-type]
+
+
+# Threads
+
+
+@contextlib.contextmanager
+def consumer(queue: LocalQueue, work: Any) -> Iterator[None]:
+    """A thread that works until the queue is closed."""
+
+    def loop() -> None:
+        with contextlib.suppress(ClosedError):
+            while True:
+                taken = queue.take(PATIENCE_S)
+                assert taken is not None
+                try:
+                    work(taken)
+                except ArithmeticError as error:
+                    queue.done(taken, error)
+                else:
+                    queue.done(taken)
+
+    thread = threading.Thread(target=loop)
+    thread.start()
+    try:
+        yield
+    finally:
+        queue.close()
+        thread.join()
+
+
+def test_a_thread_gets_everything_in_order() -> None:
+    state, dispatcher, queue, starts = Ledger(), Dispatcher(), LocalQueue(maxsize=2), []
+    name = dispatcher.add(DataKeyTrigger(n=1, size=1), queue, max_outstanding=3)
+    state.wrote("a", 50, 0)
+    with consumer(queue, lambda taken: starts.append(taken["start"][0])):
+        dispatcher.check(state)
+        while dispatcher.outstanding(name):
+            for done in queue.finished(PATIENCE_S):
+                dispatcher.done(done)
+            dispatcher.check(state)
+            assert dispatcher.outstanding(name) <= 3
+    assert starts == list(range(50))
+
+
+def test_what_a_thread_raises_is_raised_where_it_is_waited_for() -> None:
+    queue = LocalQueue()
+    with consumer(queue, lambda taken: 1 / taken["number"]):
+        queue(message(0))
+        with pytest.raises(ZeroDivisionError):
+            queue.finished(PATIENCE_S)
+        assert queue.finished() == ["it"], "the message is over"
+        queue(message(1))
+        assert queue.finished(PATIENCE_S) == ["it"]
+
+
+def test_a_queue_never_blocks_who_passes() -> None:
+    queue = LocalQueue(maxsize=1)
+    assert queue(message()) is False
+    assert queue.full
+    with pytest.raises(DeliveryError, match="holds 1 messages that nobody has taken"):
+        queue(message())
+    state, dispatcher = Ledger(), Dispatcher()
+    dispatcher.add(DataKeyTrigger(n=1, size=1), queue)
+    state.wrote("a", 1, 0)
+    assert dispatcher.check(state) == [], "it waits for room"
+    queue.take(0)
+    assert len(dispatcher.check(state)) == 1
+
+
+def test_the_end_of_a_queue() -> None:
+    queue = LocalQueue(maxsize=2)
+    assert queue.take(0) is None
+    assert queue.finished(PATIENCE_S) == [], "there is nothing to wait for"
+    queue(message())
+    queue.close()
+    assert queue.take(PATIENCE_S) == message(), "what was passed is not lost"
+    for act in (lambda: queue.take(PATIENCE_S), lambda: queue(message())):
+        with pytest.raises(ClosedError):
+            act()
+    with pytest.raises(ConfigError, match="maxsize is 0"):
+        LocalQueue(0)
+
+
+# Processes
+
+RECEIVER = """
+import json, sys
+from farstep.buffer.passers import ZmqReceiver
+from farstep.errors import ClosedError
+
+receiver = ZmqReceiver(json.loads(sys.stdin.readline()))
+try:
+    while True:
+        message = receiver.take(60)
+        print(json.dumps(message, default=str), flush=True)
+        if message["number"] == "hold":
+            sys.stdin.readline()
+        try:
+            1 / (message["number"] != 0)
+        except ZeroDivisionError as error:
+            receiver.done(message, error)
+        else:
+            receiver.done(message)
+except ClosedError:
+    print("closed", flush=True)
+finally:
+    receiver.close()
+"""
+
+
+@contextlib.contextmanager
+def receiving(passer: ZmqPasser) -> Iterator[subprocess.Popen[str]]:
+    """Another process that reports what it takes; `number` 0 makes it fail, "hold" makes it wait."""
+    command = [sys.executable, "-c", RECEIVER]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        process.stdin.write(json.dumps(passer.invitation) + "\n")
+        process.stdin.flush()
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def line(process: subprocess.Popen[str]) -> Any:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+@pytest.fixture(params=["free", "ipc", "tcp"])
+def endpoint(request: pytest.FixtureRequest, tmp_path: Path) -> str | None:
+    return {"free": None, "ipc": f"ipc://{tmp_path}/socket", "tcp": "tcp://127.0.0.1:*"}[request.param]
+
+
+def test_another_process_takes_messages_and_says_when_it_is_done(endpoint: str | None) -> None:
+    state, dispatcher, started = Ledger(), Dispatcher(), []
+    with contextlib.closing(ZmqPasser(endpoint, connect_s=PATIENCE_S)) as passer, receiving(passer) as process:
+        name = dispatcher.add(DataKeyTrigger(n=1, size=2), lambda m: passer({**m, "number": len(started) + 1}))
+        state.wrote(("worker", 3), 6, (4, 5))
+        while dispatcher.check(state):
+            started.append(json.loads(line(process)))
+            assert passer.finished(PATIENCE_S) == [name]
+            dispatcher.done(name)
+        passer.close()
+        assert line(process) == "closed"
+        assert process.wait(PATIENCE_S) == 0
+    assert [taken["start"] for taken in started] == [[0], [2], [4]]
+    assert started[0]["actor_ids"] == [["worker", 3]]
+    assert started[0]["versions"] == [[4, 5]]
+
+
+def test_a_dispatcher_notices_by_itself_when_another_process_is_done() -> None:
+    state, dispatcher = Ledger(), Dispatcher()
+    with contextlib.closing(ZmqPasser(connect_s=PATIENCE_S)) as passer:
+        receiver = ZmqReceiver(passer.invitation)
+        with contextlib.closing(receiver):
+            dispatcher.add(DataKeyTrigger(n=1, size=1), passer)
+            state.wrote("a", 2, 0)
+            assert len(dispatcher.check(state)) == 1
+            taken = receiver.take(PATIENCE_S)
+            assert taken is not None and dispatcher.check(state) == []
+            receiver.done(taken)
+            assert receiver.take(0) is None
+            fired: list[Message] = []
+            while not fired:
+                passer._poll.poll(PATIENCE_S * 1000)
+                fired = dispatcher.check(state)
+            assert receiver.take(PATIENCE_S) == fired[0]
+            receiver.done(fired[0])
+            assert passer.finished(PATIENCE_S) == [fired[0]["trigger_id"]]
+
+
+def test_a_failure_there_is_told_here() -> None:
+    with contextlib.closing(ZmqPasser(connect_s=PATIENCE_S)) as passer, receiving(passer):
+        passer(message(0, "update"))
+        with pytest.raises(DeliveryError, match=r"(?s)trigger 'update' failed there.*ZeroDivisionError"):
+            passer.finished(PATIENCE_S)
+        assert passer.finished() == ["update"], "the message is over"
+        passer(message(1))
+        assert passer.finished(PATIENCE_S) == ["it"]
+
+
+def test_a_receiver_that_is_killed_is_an_error_and_no_hang() -> None:
+    with contextlib.closing(ZmqPasser(connect_s=PATIENCE_S)) as passer:
+        with receiving(passer) as process:
+            passer({**message(), "number": "hold"})
+            assert json.loads(line(process))["number"] == "hold"
+            assert passer.finished() == [], "it may take as long as it needs"
+            process.kill()
+            process.wait()
+            with pytest.raises(DeliveryError, match="has ended before it was done with messages of it"):
+                passer.finished(PATIENCE_S)
+        passer.connect_s = 0.01
+        with pytest.raises(DeliveryError, match="the receiver is gone, none came within"):
+            passer(message())
+        passer.connect_s = PATIENCE_S
+        with receiving(passer):  # another one may take its place
+            passer(message(1))
+            assert passer.finished(PATIENCE_S)[-1:] == ["it"]
+
+
+def test_a_receiver_that_never_comes_is_an_error_and_no_hang() -> None:
+    with contextlib.closing(ZmqPasser(connect_s=0.01)) as passer:
+        with pytest.raises(DeliveryError, match="no receiver has connected, none came within"):
+            passer(message())
+        assert passer.finished(PATIENCE_S) == []
+
+
+def test_a_receiver_that_closes_leaves_nothing_pending() -> None:
+    with contextlib.closing(ZmqPasser(connect_s=PATIENCE_S)) as passer:
+        with contextlib.closing(ZmqReceiver(passer.invitation)):
+            passer(message())
+        with pytest.raises(DeliveryError, match="has closed before it was done"):
+            passer.finished(PATIENCE_S)
+        assert passer.finished(PATIENCE_S) == ["it"]
+
+
+def test_only_data_travels() -> None:
+    with contextlib.closing(ZmqPasser()) as passer:
+        with pytest.raises(WireError, match="cannot be sent"):
+            passer({"trigger_id": "it", "call": print})
+        with contextlib.closing(ZmqReceiver(passer.invitation)) as receiver:
+            sent = {"trigger_id": "it", "array": np.arange(3), "versions": ((1, 2),), 5: None}
+            passer(sent)  # type: ignore[arg-type]
+            taken: Any = receiver.take(PATIENCE_S)
+            np.testing.assert_array_equal(taken.pop("array"), sent.pop("array"))
+            assert taken == sent
+
+
+def guest(passer: ZmqPasser) -> DealerLink:
+    told = passer.invitation
+    pair = KeyPair(told["public"].encode(), told["secret"].encode())
+    return DealerLink(told["address"], told["server_key"].encode(), pair, MAIN)
+
+
+@pytest.mark.parametrize(
+    "said", [b"", b"\xc1", msgspec.msgpack.encode(["s", "dance"]), msgspec.msgpack.encode(["s", "done", ["x"]])]
+)
+def test_what_is_no_report_is_refused(said: bytes) -> None:
+    with contextlib.closing(ZmqPasser(connect_s=PATIENCE_S)) as passer, contextlib.closing(guest(passer)) as link:
+        link.send([said])
+        with pytest.raises(WireError, match="what is no report"):
+            passer(message())
+
+
+def test_a_receiver_that_is_replaced_leaves_nothing_pending() -> None:
+    with contextlib.closing(ZmqPasser(connect_s=PATIENCE_S)) as passer, contextlib.closing(guest(passer)) as link:
+        link.send([msgspec.msgpack.encode(["s", "hello"])])
+        passer(message())
+        link.send([msgspec.msgpack.encode(["t", "hello"])])
+        with pytest.raises(DeliveryError, match="was replaced by another one before it was done"):
+            passer.finished(PATIENCE_S)
+        assert passer.finished(PATIENCE_S) == ["it"]
+        passer(message(1, "next"))
+        link.send([msgspec.msgpack.encode(["t", "done", "next"])])
+        assert passer.finished(PATIENCE_S) == ["next"]
+
+
+def test_done_for_what_was_never_passed_is_ignored() -> None:
+    with contextlib.closing(ZmqPasser(connect_s=PATIENCE_S)) as passer, contextlib.closing(guest(passer)) as link:
+        link.send([msgspec.msgpack.encode(["s", "hello"])])
+        passer(message())
+        for report in (["s", "done", "other"], ["another", "done", "it"], ["s", "done", "it"]):
+            link.send([msgspec.msgpack.encode(report)])
+        assert passer.finished(PATIENCE_S) == ["it"]
+        assert passer.finished(PATIENCE_S) == []
+
+
+def test_who_has_no_invitation_is_not_admitted() -> None:
+    with contextlib.closing(ZmqPasser(connect_s=0.1)) as passer:
+        fresh = KeyPair.fresh()
+        stranger = {**passer.invitation, "public": fresh.public.decode(), "secret": fresh.secret.decode()}
+        receiver = ZmqReceiver(stranger)
+        with contextlib.closing(receiver), pytest.raises(DeliveryError, match="does not admit this invitation"):
+            while True:  # until it was refused; nothing that it says arrives, before or after
+                with pytest.raises(DeliveryError, match="no receiver has connected"):
+                    passer(message())
+                receiver.done(message())
+
+
+@pytest.mark.parametrize("endpoint", ["tcp://0.0.0.0:5000", "tcp://*:*", "inproc://x", "", 5])
+def test_only_this_machine_is_listened_on(endpoint: Any) -> None:
+    with pytest.raises(ConfigError, match=r"expected ipc://\.\.\., tcp://127\.0\.0\.1:\* or None"):
+        ZmqPasser(endpoint)
+
+
+def test_an_endpoint_that_is_taken_is_named() -> None:
+    passer = ZmqPasser("tcp://127.0.0.1:*")
+    with contextlib.closing(passer), pytest.raises(ConfigError, match="cannot listen at tcp://"):
+        ZmqPasser(passer.invitation["address"])
+
+
+def test_closing_twice_does_nothing_more() -> None:
+    passer = ZmqPasser()
+    receiver = ZmqReceiver(passer.invitation)
+    for end in (receiver, passer, receiver, passer):
+        end.close()
+    assert issubclass(DeliveryError, FarstepError)
