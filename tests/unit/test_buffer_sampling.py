@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -538,6 +539,34 @@ def test_more_than_there_can_ever_be_is_refused() -> None:
             buffer.insert(rows(0, 4))
             with pytest.raises(ConfigError, match="can never be sampled"):
                 buffer.sample(5)
+
+
+# ---- several threads ----
+
+
+@pytest.mark.parametrize("sampler", [Uniform(), Prioritized(), MaxHeap()], ids=repr)
+def test_threads_that_insert_sample_and_update(sampler: Sampler) -> None:
+    """Rows stay whole, and in the end the counters agree with what was done."""
+    with Buffer(64, sampler, limiter=MinSize(8), seed=19) as buffer, ThreadPoolExecutor(4) as pool:
+
+        def insert(first: int) -> int:
+            for a in range(first, first + 300, 5):
+                number = np.arange(a, a + 5)
+                buffer.insert({"number": number, "obs": np.repeat(number[:, None], 50, axis=1)}, timeout_s=30)
+            return 300
+
+        def sample(n: int) -> int:
+            for _ in range(100):
+                batch, info = buffer.sample(n, timeout_s=30)
+                assert (batch["obs"] == batch["number"][:, None]).all()
+                buffer.update_priorities(info.keys, np.ones(n))
+            return 100 * n
+
+        inserting = [pool.submit(insert, first) for first in (0, 1000)]
+        sampling = [pool.submit(sample, n) for n in (3, 8)]
+        assert sum(future.result(60) for future in inserting) == buffer.limiter.inserts
+        assert sum(future.result(60) for future in sampling) == buffer.limiter.samples
+        assert len(buffer) == buffer.capacity == buffer.limiter.size
 
 
 # ---- reproducible, and bounded ----

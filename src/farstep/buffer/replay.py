@@ -94,6 +94,7 @@ class Buffer:
         self._structures: dict[str, Structure] = {}
         self._store: Store | None = None
         self._free: list[int] = []
+        self._is_plain = False
         self._closed = False
         self.filled_by: int | None = None
         """The one thread that inserts, where that is known: it must not wait for itself."""
@@ -210,6 +211,7 @@ class Buffer:
             with self._changed:
                 if 0 < count <= store.rows and self.limiter.can_insert(count) and not self._closed:
                     return self._put_rows(store, rows, count)
+        _check_timeout(timeout_s)
         if isinstance(rows, Batch):
             return self._insert_batch(rows, timeout_s)
         values = self._checked(rows)
@@ -395,6 +397,7 @@ class Buffer:
         """A batch of `batch_size` items (of `FullBatch`: of all items, as soon as there are so many), and what is known
         of them. Waits while the limiter, or an empty buffer, has nothing to give."""
         count = check_count("batch_size", batch_size)
+        _check_timeout(timeout_s)
         chosen: tuple[Array, Array] | None = None
 
         def ready() -> bool:
@@ -701,6 +704,11 @@ def _array_spec(name: object, value: object) -> ArraySpec:
         return ArraySpec(example.shape, example.dtype.str)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"spec[{name!r}] is {value!r}; expected (shape, dtype) or an example row: {error}.") from None
+
+
+def _check_timeout(timeout_s: float | None) -> None:
+    if timeout_s is not None and not timeout_s >= 0:
+        raise ConfigError(f"timeout_s is {timeout_s!r}; it must be a number of seconds, at least 0.")
 
 
 def _as_keys(keys: object) -> Array:
