@@ -235,10 +235,12 @@ class Store:
     def state(self) -> dict[str, Array]:
         """What is not in the rows, for a checkpoint."""
         tails = {} if self.tails is None else self.tails.state()
-        return {"cut": self.cut, "open": self._open, "written": self.blocks.written, **tails}
+        own = {"cut": self.cut, "open": self._open, "newest": self._newest, "written": self.blocks.written}
+        return {**own, **tails}
 
     def restore(self, state: Mapping[str, Array]) -> None:
-        self.cut[:], self._open[:], self.blocks.written[:] = state["cut"], state["open"], state["written"]
+        self.cut[:], self._open[:], self._newest[:] = state["cut"], state["open"], state["newest"]
+        self.blocks.written[:] = state["written"]
         self.blocks.claimed[:] = self.blocks.committed()
         if self.tails is not None:
             self.tails.restore(state)
