@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 EXTRAS := torch,envs,envpool,tensorboard,dev
 
-.PHONY: help setup demo test lint format bench scaling aaps bench-peers clean
+.PHONY: help setup demo test lint format bench bench-buffer scaling aaps bench-peers clean
 help:            ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
 
@@ -37,6 +37,9 @@ format: setup    ## let ruff rewrite the code
 
 bench: setup     ## throughput against the limit and the peers that bench-peers installed
 	@$(BIN)/python benchmarks/throughput.py
+
+bench-buffer: setup  ## rows per second of the buffer against plain arrays and the peers that bench-peers installed
+	@$(BIN)/python benchmarks/buffer.py
 
 scaling: setup   ## how throughput and the head's cost grow with workers, environments and rollout length
 	@$(BIN)/python benchmarks/scaling.py

@@ -1,10 +1,12 @@
-"""Who takes part in the throughput benchmark, and which interpreter runs each."""
+"""Who takes part in the benchmarks against peers, and which interpreter runs each."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import TypeVar
 
 BENCHMARKS = Path(__file__).resolve().parent
 OWN = "farstep"
@@ -46,6 +48,8 @@ class Contender:
         script = BENCHMARKS / "contenders" / self.script
         return [str(self.interpreter), str(script), *self.options, *arguments]
 
+
+AnyContender = TypeVar("AnyContender", bound=Contender)
 
 EAGER = ("--inference", "eager")
 
@@ -96,15 +100,43 @@ CONTENDERS = (
 )
 
 
-def choose(only: list[str], skip: list[str]) -> list[Contender]:
-    """The contenders that ``only`` names (patterns as in a shell; none: the usual ones) less ``skip``."""
+@dataclass(frozen=True, kw_only=True)
+class BufferContender(Contender):
+    """A buffer in one set-up, and the ways of sampling that it has."""
+
+    samplers: tuple[str, ...] = ("uniform", "prioritised")
+
+
+BUFFER_LIMITS = ("numpy-fancy", "numpy-take", "numpy-out")
+"""What cannot be beaten: the same rows out of plain arrays; each is the limit of something else."""
+
+BUFFERS = (
+    BufferContender(name="numpy-fancy", script="buffer_numpy.py", venv=OWN, options=("--mode", "fancy")),
+    BufferContender(name="numpy-take", script="buffer_numpy.py", venv=OWN, options=("--mode", "take")),
+    BufferContender(name="numpy-out", script="buffer_numpy.py", venv=OWN, options=("--mode", "out")),
+    BufferContender(name="farstep", script="buffer_farstep.py", venv=OWN),
+    BufferContender(name="farstep-next-row", script="buffer_farstep.py", venv=OWN, options=("--mode", "next-row")),
+    BufferContender(name="torchrl", script="buffer_torchrl.py", venv="torchrl"),
+    BufferContender(
+        name="torchrl-tensordict", script="buffer_torchrl.py", venv="torchrl", options=("--mode", "tensordict")
+    ),
+    BufferContender(name="sb3", script="buffer_sb3.py", venv="sb3", samplers=("uniform",)),
+    BufferContender(
+        name="sb3-optimised", script="buffer_sb3.py", venv="sb3", options=("--mode", "optimised"), samplers=("uniform",)
+    ),
+    BufferContender(name="reverb", script="buffer_reverb.py", venv="reverb"),
+)
+
+
+def choose(among: Sequence[AnyContender], only: list[str], skip: list[str]) -> list[AnyContender]:
+    """Those that ``only`` names (patterns as in a shell; none: the usual ones) less those that ``skip`` names."""
     for pattern in (*only, *skip):
-        if not any(fnmatchcase(contender.name, pattern) for contender in CONTENDERS):
-            known = ", ".join(contender.name for contender in CONTENDERS)
+        if not any(fnmatchcase(contender.name, pattern) for contender in among):
+            known = ", ".join(contender.name for contender in among)
             raise ValueError(f"no contender is called {pattern!r}; known are {known}")
     return [
         contender
-        for contender in CONTENDERS
+        for contender in among
         if (matches(contender, only) if only else contender.by_default) and not matches(contender, skip)
     ]
 

@@ -9,13 +9,15 @@ import signal
 import subprocess
 import tempfile
 import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, TypeVar
 
 from cpu_meter import CpuMeter
-from roster import Contender
+from roster import AnyContender, Contender
 
+AnyCase = TypeVar("AnyCase")
 Status = Literal["ok", "failed", "timeout", "not installed"]
 PR_SET_CHILD_SUBREAPER = 36
 DISTURBED_CORES = 0.2
@@ -56,13 +58,51 @@ def adopt_orphans() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
+class Plan(Protocol[AnyCase]):
+    """What to run, in its order."""
+
+    @property
+    def timeout_s(self) -> float: ...
+
+    @property
+    def num_runs(self) -> int: ...
+
+    def __iter__(self) -> Iterator[tuple[AnyCase, int, Contender]]:
+        """Case, number of the round from 1, contender."""
+
+    def arguments(self, case: AnyCase) -> list[str]: ...
+
+
+def turns(contenders: Sequence[AnyContender], rounds: int) -> Iterator[tuple[int, AnyContender]]:
+    """Who runs in which round; every other round backwards, so that nobody always runs after the same one."""
+    for number in range(1, rounds + 1):
+        for contender in contenders if number % 2 else contenders[::-1]:
+            yield number, contender
+
+
+def execute(
+    plan: Plan[AnyCase], results: dict[AnyCase, dict[str, list[Run]]], outcome: Callable[[AnyCase, Run], str]
+) -> None:
+    """Carry out the plan, with a line per run; who failed once in a case is not run again in it."""
+    started = time.monotonic()
+    for index, (case, number, contender) in enumerate(plan, start=1):
+        runs = results[case][contender.name]
+        if runs and runs[-1].report is None:
+            continue
+        done = run(contender, plan.arguments(case), plan.timeout_s)
+        runs.append(done)
+        left_min = (time.monotonic() - started) / index * (plan.num_runs - index) / 60
+        place = f"[{index}/{plan.num_runs}, {left_min:.0f} min left] {case}, round {number}"
+        print(f"{place}: {contender.name}: {outcome(case, done)}", flush=True)
+
+
 def run(contender: Contender, arguments: list[str], timeout_s: float) -> Run:
     """Run ``contender`` to its end or to ``timeout_s``; nothing of it is alive afterwards."""
     if contender.interpreter is None:
         return Run(contender=contender.name, status="not installed", reason=f"install: {contender.how_to_install}")
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder, CpuMeter() as meter:
-        status, output, errors = execute(contender.command(arguments), Path(folder), timeout_s)
+        status, output, errors = run_command(contender.command(arguments), Path(folder), timeout_s)
     wall_s = time.monotonic() - started
     report = last_report(output)
     if status == "ok" and report is None:
@@ -79,7 +119,7 @@ def run(contender: Contender, arguments: list[str], timeout_s: float) -> Run:
     )
 
 
-def execute(command: list[str], folder: Path, timeout_s: float) -> tuple[Status, str, str]:
+def run_command(command: list[str], folder: Path, timeout_s: float) -> tuple[Status, str, str]:
     """Run ``command`` in ``folder``, in a session of its own; its status, output and errors."""
     # Files, not pipes: a grandchild that outlives the contender would keep a pipe open.
     output, errors = folder / "stdout", folder / "stderr"
@@ -137,7 +177,7 @@ def last_report(output: str) -> dict[str, Any] | None:
             found = json.loads(line)
         except json.JSONDecodeError:
             continue
-        if isinstance(found, dict) and "steps_per_second" in found:
+        if isinstance(found, dict) and "contender" in found:
             return found
     return None
 

@@ -1,4 +1,4 @@
-"""Virtual environments of the peers that the throughput benchmark compares farstep with.
+"""Virtual environments of the peers that the benchmarks compare farstep with.
 
 Each peer gets ``.venvs/<name>`` beside this file, with pinned versions. A second call installs nothing
 unless the pins changed; a peer that cannot be installed is reported in one line and the others go on.
@@ -51,11 +51,16 @@ class Peer:
     requirements: tuple[str, ...]
     sources: tuple[str, ...] = ()
     """Packages whose unpacked source is put on the path, because building them needs more than PyPI."""
+    extensions: tuple[str, ...] = ()
+    """Packages whose C++ extension is compiled again, for this torch, from the source in their wheel."""
+    bare: bool = False
+    """True for a peer that needs neither torch nor environments."""
 
     @property
     def pins(self) -> list[str]:
         """Everything that decides whether an existing environment is still the right one."""
-        return [TORCH, *self.requirements, *self.sources, *BOX2D]
+        recompiled = [f"recompiled {package}" for package in self.extensions]
+        return [*self.requirements] if self.bare else [TORCH, *self.requirements, *self.sources, *recompiled, *BOX2D]
 
 
 PEERS = (
@@ -68,8 +73,10 @@ PEERS = (
         sources=("pufferlib==3.0.0",),
     ),
     Peer(name="sample-factory", requirements=("sample-factory==2.1.1", *OLD_ENVS)),
-    Peer(name="torchrl", requirements=("torchrl==0.14.1", "tensordict==0.14.3", *ENVS)),
+    Peer(name="torchrl", requirements=("torchrl==0.14.1", "tensordict==0.14.3", *ENVS), extensions=("torchrl",)),
     Peer(name="rllib", requirements=("ray[rllib]==2.60.0", "gymnasium==1.2.2", *ENVS[1:])),
+    # Wheels for x86-64 and Python up to 3.11 only, and no source on PyPI.
+    Peer(name="reverb", requirements=("dm-reverb[tensorflow]==0.14.0",), bare=True),
 )
 
 
@@ -111,6 +118,10 @@ def install(peer: Peer) -> str:
         return "is up to date"
     shutil.rmtree(home, ignore_errors=True)
     python = create(home)
+    if peer.bare:
+        pip(python, "install", *peer.requirements)
+        marker.write_text(json.dumps(peer.pins))
+        return "installed"
     # torch goes first and stays: pip would otherwise replace it by the newest one, built for GPUs.
     keep_torch = VENVS / "constraints.txt"
     keep_torch.write_text(f"{TORCH}\n")
@@ -118,6 +129,8 @@ def install(peer: Peer) -> str:
     pip(python, "install", "--constraint", keep_torch, *peer.requirements)
     for requirement in peer.sources:
         add_source(python, requirement)
+    for package in peer.extensions:
+        recompile(python, package)
     add_box2d(python)
     marker.write_text(json.dumps(peer.pins))
     return "installed"
@@ -165,6 +178,35 @@ def add_source(python: Path, requirement: str) -> None:
     Path(purelib, f"{package}-source.pth").write_text(f"{target}\n")
 
 
+def recompile(python: Path, package: str) -> None:
+    """Compile the extension of ``package`` for the torch that is installed.
+
+    TorchRL's wheels hold one for a single version of torch, and without it there are no prioritised buffers: 0.13's
+    is for a torch before 2.13.0 and 0.14's for one after. They hold its C++ source as well.
+    """
+    say(f"      compiling the extension of {package}, about two minutes")
+    pip(python, "install", "setuptools==80.9.0", "ninja==1.13.2")
+    line = [str(python), "-c", RECOMPILE, package]
+    done = subprocess.run(line, env=with_programs_of(python), capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise InstallError(reason_in(done.stderr.splitlines()))
+
+
+RECOMPILE = """
+import shutil, sys, tempfile
+from importlib.util import find_spec
+from pathlib import Path
+from torch.utils.cpp_extension import load
+
+package = sys.argv[1]
+home = Path(find_spec(package).origin).parent
+sources = [str(path) for path in (home / "csrc").glob("*.cpp")]
+with tempfile.TemporaryDirectory() as scratch:
+    load(f"_{package}", sources, extra_cflags=["-O3"], build_directory=scratch, is_python_module=False)
+    shutil.copy(Path(scratch, f"_{package}.so"), next(home.glob(f"_{package}*.so")))
+"""
+
+
 def builder() -> Path:
     """The interpreter of an environment with the compilers' helpers and without NumPy."""
     home = VENVS / "builder"
@@ -186,7 +228,7 @@ def create(home: Path) -> Path:
 
 def pip(python: Path, command: str, *arguments: object, scratch: str | None = None) -> None:
     """Run pip under ``python``, with that environment's programs first on the path."""
-    environment = {**os.environ, "PATH": f"{python.parent}{os.pathsep}{os.environ.get('PATH', '')}"}
+    environment = with_programs_of(python)
     if scratch is not None:
         environment["TMPDIR"] = scratch
     line = [str(python), "-m", "pip", "--disable-pip-version-check", command, "--quiet"]
@@ -199,6 +241,11 @@ def pip(python: Path, command: str, *arguments: object, scratch: str | None = No
         raise InstallError(f"pip {command} took more than {INSTALL_TIMEOUT_S:.0f} s") from None
     if done.returncode != 0:
         raise InstallError(reason_in(done.stderr.splitlines()))
+
+
+def with_programs_of(python: Path) -> dict[str, str]:
+    """This process's environment, with the programs beside ``python`` first on the path."""
+    return {**os.environ, "PATH": f"{python.parent}{os.pathsep}{os.environ.get('PATH', '')}"}
 
 
 def reason_in(lines: Iterable[str]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -37,11 +37,13 @@ Results = dict[Case, dict[str, list[Run]]]
 """The runs of every case, by contender."""
 
 
-def rates_of(runs: Sequence[Run]) -> Rates | None:
+def rates_of(
+    runs: Sequence[Run], rate: Callable[[Run], float | None] = lambda run: run.steps_per_second
+) -> Rates | None:
     """Rates of the runs that others left alone; where they left none alone, of all."""
     calm = [run for run in runs if not run.disturbed]
     for chosen in (calm, runs):
-        found = [run.steps_per_second for run in chosen if run.steps_per_second is not None]
+        found = [number for run in chosen if (number := rate(run)) is not None]
         if found:
             return Rates(median(found), max(found))
     return None
@@ -97,12 +99,6 @@ def summary(results: Results) -> str:
     ]
     header = ["contender", *map(str, cases)]
     others = [run.others_cores for runs in results.values() for done in runs.values() for run in done if run.report]
-    load = (
-        f"Others kept {median(others):.2f} cores busy (median; at most {max(others):.2f}); runs in which they kept "
-        f"more than {DISTURBED_CORES} busy are left out where there are others."
-        if others
-        else ""
-    )
     return "\n\n".join(
         part
         for part in (
@@ -110,9 +106,19 @@ def summary(results: Results) -> str:
             table(header, speeds),
             "Ratio to the limit with the same kind of inference, of medians (of best):",
             table(header, ratios),
-            load,
+            load(others),
         )
         if part
+    )
+
+
+def load(others_cores: Sequence[float]) -> str:
+    """How busy the machine was besides the runs, in words; nothing where there were no runs."""
+    if not others_cores:
+        return ""
+    return (
+        f"Others kept {median(others_cores):.2f} cores busy (median; at most {max(others_cores):.2f}); runs in which "
+        f"they kept more than {DISTURBED_CORES} busy are left out where there are others."
     )
 
 

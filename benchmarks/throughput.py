@@ -10,20 +10,13 @@ All contenders run in turn, several rounds, each in its own process and virtual 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
-import shlex
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 
-from roster import BENCHMARKS, Contender, choose
-from runner import Run, adopt_orphans, run
+from document import header, write_document, write_markdown
+from roster import BENCHMARKS, CONTENDERS, Contender, choose
+from runner import Run, adopt_orphans, execute, turns
 from tables import Case, Results, case_table, summary
 
 ENVS = ("CartPole-v1", "LunarLander-v3", "ALE/Pong-v5")
@@ -46,12 +39,10 @@ class Plan:
         return len(self.cases) * len(self.contenders) * self.rounds
 
     def __iter__(self) -> Iterator[tuple[Case, int, Contender]]:
-        """Case by case, so that what is compared ran close together; every other round backwards."""
+        """Case by case, so that what is compared ran close together."""
         for case in self.cases:
-            for number in range(1, self.rounds + 1):
-                order = self.contenders if number % 2 else self.contenders[::-1]
-                for contender in order:
-                    yield case, number, contender
+            for number, contender in turns(self.contenders, self.rounds):
+                yield case, number, contender
 
     def arguments(self, case: Case) -> list[str]:
         return [
@@ -80,7 +71,7 @@ def main() -> int:
     adopt_orphans()
     results: Results = {case: {contender.name: [] for contender in plan.contenders} for case in plan.cases}
     try:
-        execute(plan, results)
+        execute(plan, results, outcome)
     except KeyboardInterrupt:
         print("\ninterrupted; what was measured so far:")
     for case, runs in results.items():
@@ -89,7 +80,7 @@ def main() -> int:
     write_json(options.out, plan, results)
     print(f"\nwritten: {options.out}")
     if options.markdown:
-        write_markdown(options.markdown, summary(results))
+        write_markdown(options.markdown, summary(results), README_MARKS)
         print(f"written: {options.markdown}")
     return 0
 
@@ -114,27 +105,13 @@ def parse_options() -> argparse.Namespace:
     )
     options = parser.parse_args()
     try:
-        options.contenders = choose(options.only, options.skip)
+        options.contenders = choose(CONTENDERS, options.only, options.skip)
     except ValueError as error:
         parser.error(str(error))
     return options
 
 
-def execute(plan: Plan, results: Results) -> None:
-    """Carry out the plan, with a line per run; who failed once in a case is not run again in it."""
-    started = time.monotonic()
-    for index, (case, number, contender) in enumerate(plan, start=1):
-        runs = results[case][contender.name]
-        if runs and runs[-1].report is None:
-            continue
-        done = run(contender, plan.arguments(case), plan.timeout_s)
-        runs.append(done)
-        left_min = (time.monotonic() - started) / index * (plan.num_runs - index) / 60
-        place = f"[{index}/{plan.num_runs}, {left_min:.0f} min left] {case}, round {number}"
-        print(f"{place}: {contender.name}: {outcome(done)}", flush=True)
-
-
-def outcome(done: Run) -> str:
+def outcome(case: Case, done: Run) -> str:
     if done.steps_per_second is None:
         return f"{done.status}: {done.reason}"
     return f"{done.steps_per_second:,.0f} steps/s, others took {done.others_cores:.2f} cores"
@@ -143,9 +120,7 @@ def outcome(done: Run) -> str:
 def write_json(path: Path, plan: Plan, results: Results) -> None:
     """The machine, the command and every single run."""
     document = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", "benchmarks/throughput.py", *sys.argv[1:]]),
-        "machine": machine(),
+        **header("throughput.py"),
         "rounds": plan.rounds,
         "steps": plan.steps,
         "seconds": plan.seconds,
@@ -156,42 +131,7 @@ def write_json(path: Path, plan: Plan, results: Results) -> None:
             for number, done in enumerate(done_runs, start=1)
         ],
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(document, indent=1) + "\n")
-
-
-def machine() -> dict[str, object]:
-    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return {
-        "cpu": cpu_model(),
-        "cores": len(os.sched_getaffinity(0)),
-        "memory_gib": round(memory_bytes / 2**30, 1),
-        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "python": platform.python_version(),
-    }
-
-
-def cpu_model() -> str:
-    """What lscpu calls the processor; ARM kernels leave the name out of /proc/cpuinfo."""
-    try:
-        lines = subprocess.run(["lscpu"], capture_output=True, text=True, check=True).stdout.splitlines()
-    except (OSError, subprocess.CalledProcessError):
-        return platform.processor() or "unknown"
-    named = [line.partition(":")[2].strip() for line in lines if line.startswith("Model name:")]
-    return named[0] if named else "unknown"
-
-
-def write_markdown(path: Path, text: str) -> None:
-    """Put ``text`` between the marks of an existing file; without them the file becomes the text."""
-    begin, end = README_MARKS
-    before = path.read_text() if path.exists() else ""
-    if begin in before and end in before:
-        head, rest = before.split(begin, 1)
-        tail = rest.split(end, 1)[1]
-        text = f"{head}{begin}\n\n{text}\n\n{end}{tail}"
-    else:
-        text += "\n"
-    path.write_text(text)
+    write_document(path, document)
 
 
 if __name__ == "__main__":

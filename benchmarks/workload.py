@@ -17,12 +17,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal, TypeAlias, cast
 
 import gymnasium as gym
@@ -31,6 +29,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.distributions import Categorical
+from versions import versions_of
 
 torch.set_num_threads(1)
 
@@ -326,14 +325,3 @@ def report(
     )
     sys.stdout.write(json.dumps(asdict(line)) + "\n")
     sys.stdout.flush()
-
-
-def versions_of(*packages: str) -> dict[str, str]:
-    """Versions of Python and of those of ``packages`` that are installed."""
-    found = {"python": platform.python_version()}
-    for package in packages:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found

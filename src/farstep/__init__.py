@@ -17,13 +17,12 @@ if TYPE_CHECKING:
     from farstep.buffer.triggers import DataKeyTrigger as DataKeyTrigger
     from farstep.buffer.triggers import ObjectKeyTrigger as ObjectKeyTrigger
     from farstep.buffer.triggers import TimeTrigger as TimeTrigger
-    from farstep.buffer.triggers import TransferTrigger as TransferTrigger
     from farstep.cluster_env import ClusterEnv as ClusterEnv
     from farstep.config import EnvConfig as EnvConfig
     from farstep.config import InProcessConfig as InProcessConfig
     from farstep.config import LocalConfig as LocalConfig
     from farstep.config import Timeouts as Timeouts
-    from farstep.config import TransferConfig as TransferConfig
+    from farstep.config import TransferTrigger as TransferTrigger
     from farstep.config import WeightsConfig as WeightsConfig
     from farstep.errors import AgentError as AgentError
     from farstep.errors import ClosedError as ClosedError
@@ -52,8 +51,7 @@ _HOMES = {
     "ObjectKeyTrigger": "buffer.triggers",
     "TimeTrigger": "buffer.triggers",
     "Timeouts": "config",
-    "TransferTrigger": "buffer.triggers",
-    "TransferConfig": "config",
+    "TransferTrigger": "config",
     "WeightsConfig": "config",
     "Workflow": "workflow",
     "AgentError": "errors",
@@ -70,7 +68,7 @@ _HOMES = {
 }
 
 __all__ = list(_HOMES)
-_FOLDERS = ("buffer", "sync")
+_FOLDERS = ("buffer", "sync", "testing")
 
 
 def __getattr__(name: str) -> object:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Generator, Iterator, Mapping
 from operator import itemgetter
@@ -45,6 +46,8 @@ class ClusterEnv:
         self.num_workers = self.config.num_workers(self.env_config.envs_per_node)
         self.seed = fresh_root() if self.env_config.seed is None else self.env_config.seed
         self._collector: Collector | None = None
+        self._launching = threading.Lock()
+        """Of several threads whose calls are the first, one launches and the others wait."""
         self._closed = False
 
     def __repr__(self) -> str:
@@ -63,18 +66,24 @@ class ClusterEnv:
         return self.observation_space, self.action_space
 
     def _launched(self) -> Collector:
+        with self._launching:
+            self._check_open()
+            if self._collector is None:
+                collector = Collector(self.env_config, self.config, self.seed)
+                # Also when nobody calls close(): at garbage collection and at the interpreter's end.
+                self._finalizer = weakref.finalize(self, Collector.close, collector)
+                self._collector = collector
+                try:
+                    self._check_open()  # another thread may have closed it before there was anything to close
+                    self.observation_space, self.action_space = collector.start()
+                except BaseException:
+                    self.close()
+                    raise
+            return self._collector
+
+    def _check_open(self) -> None:
         if self._closed:
             raise ClosedError("this ClusterEnv is closed; make a new one.")
-        if self._collector is None:
-            self._collector = Collector(self.env_config, self.config, self.seed)
-            # Also when nobody calls close(): at garbage collection and at the interpreter's end.
-            self._finalizer = weakref.finalize(self, Collector.close, self._collector)
-            try:
-                self.observation_space, self.action_space = self._collector.start()
-            except BaseException:
-                self.close()
-                raise
-        return self._collector
 
     def close(self) -> None:
         """End all workers and free everything; idempotent."""

@@ -12,6 +12,7 @@ import fnmatch
 import math
 import numbers
 import os
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar, cast, get_args
@@ -76,7 +77,7 @@ class WeightsConfig(_Config):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"WeightsConfig.{name} is {getattr(self, name)!r}; expected True or False.")
         patterns = [self.only] if isinstance(self.only, str) else self.only
-        if isinstance(patterns, Sequence) and patterns and all(isinstance(pattern, str) for pattern in patterns):
+        if isinstance(patterns, Sequence) and patterns and all(isinstance(p, str) and p for p in patterns):
             object.__setattr__(self, "only", tuple(patterns))
         elif self.only is not None and not callable(self.only):
             raise ConfigError(
@@ -112,40 +113,73 @@ _REST = "*"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TransferConfig(_Config):
-    """In which order, and how early, the arrays of a chunk travel from workers that share no memory with the head."""
+class TransferTrigger(_Config):
+    """When, and in which order, the arrays of a chunk travel from workers that share no memory with the head.
 
-    stages: Sequence[Sequence[str]] = ()
-    """Names of arrays, group by group: a group travels in a message of its own, before the next one. `obs` means
-    `obs.camera`, too, unless that is named elsewhere; `last_obs` and `final_obs` are names of their own; `*` is
+    The end of a chunk sends what is left; any condition given here sends rows sooner, while it is still being rolled.
+    """
+
+    keys: Sequence[Sequence[str]] = ()
+    """Stages: names of arrays, group by group; a group travels in a message of its own, before the next one. `obs`
+    means `obs.camera`, too, unless that is named elsewhere; `last_obs` and `final_obs` are names of their own; `*` is
     whatever no stage names (without it, that travels in the last)."""
     size: int | None = None
-    """Send rows while a chunk is still being rolled, at least this many at a time; None: only when it is done."""
+    """Send when this many rows wait."""
+    episode_end: bool = False
+    """Send when an episode has ended."""
+    max_bytes: int | None = None
+    """Send when this many bytes wait."""
+    seconds: float | None = None
+    """Send when the oldest row has waited this long."""
+    in_turn: int | None = None
+    """How many workers may send their last stage at a time, so that some chunks are complete while others wait; None:
+    all of them, and on a slow connection all are complete at the end."""
 
     def __post_init__(self) -> None:
-        if self.size is not None:
-            self._at_least("size", 1)
-        if isinstance(self.stages, str) or not isinstance(self.stages, Sequence):
-            raise ConfigError(f"TransferConfig.stages is {self.stages!r}; {self._EXPECTED}")
-        for stage in self.stages:
+        for name in ("size", "max_bytes", "in_turn"):
+            if getattr(self, name) is not None:
+                self._at_least(name, 1)
+        if self.seconds is not None and not (isinstance(self.seconds, (int, float)) and 0 < self.seconds < math.inf):
+            raise ConfigError(f"TransferTrigger.seconds is {self.seconds!r}; expected a number of seconds above 0.")
+        if not isinstance(self.episode_end, bool):
+            raise ConfigError(f"TransferTrigger.episode_end is {self.episode_end!r}; expected True or False.")
+        if self.keys is None:
+            object.__setattr__(self, "keys", ())
+        if isinstance(self.keys, str) or not isinstance(self.keys, Sequence):
+            raise ConfigError(f"TransferTrigger.keys is {self.keys!r}; {self._EXPECTED}")
+        for stage in self.keys:
             if isinstance(stage, str) or not isinstance(stage, Sequence) or not all(isinstance(n, str) for n in stage):
-                raise ConfigError(f"TransferConfig.stages has {stage!r}; {self._EXPECTED}")
-        names = [name for stage in self.stages for name in stage]
+                raise ConfigError(f"TransferTrigger.keys has {stage!r}; {self._EXPECTED}")
+        names = [name for stage in self.keys for name in stage]
         if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise ConfigError(f"TransferConfig.stages names {', '.join(twice)} twice; an array travels once.")
-        object.__setattr__(self, "stages", tuple(tuple(stage) for stage in self.stages))
+            raise ConfigError(f"TransferTrigger.keys names {', '.join(twice)} twice; an array travels once.")
+        object.__setattr__(self, "keys", tuple(tuple(stage) for stage in self.keys))
 
     _EXPECTED = "expected groups of array names, e.g. (('reward', 'value', 'last_obs'), ('obs', 'action'))."
 
     @classmethod
-    def dual(cls, size: int | None = None) -> Self:
+    def dual(cls, size: int | None = None, in_turn: int | None = None) -> Self:
         """What advantages are computed of first (ARTOS: dual-stage pipeline), observations and actions after it."""
-        return cls(stages=((_REST,), ("obs", "action")), size=size)
+        return cls(keys=((_REST,), ("obs", "action")), size=size, in_turn=in_turn)
+
+    @property
+    def sends_early(self) -> bool:
+        """Whether rows may travel before their chunk is done."""
+        return self.episode_end or not (self.size is None and self.max_bytes is None and self.seconds is None)
+
+    def due(self, rows: int, nbytes: int, seconds: float, ended: bool) -> bool:
+        """Whether to send now: so many rows and bytes wait, the first for so long, and an episode `ended` in them."""
+        return rows > 0 and (
+            (self.size is not None and rows >= self.size)
+            or (self.max_bytes is not None and nbytes >= self.max_bytes)
+            or (self.seconds is not None and seconds >= self.seconds)
+            or (self.episode_end and ended)
+        )
 
     def split(self, names: Sequence[str]) -> list[list[str]]:
         """These arrays, stage by stage; always at least one stage, and a stage may be empty."""
-        found: list[list[str]] = [[] for _ in self.stages or ((),)]
-        homes = {name: i for i, stage in enumerate(self.stages) for name in stage}
+        found: list[list[str]] = [[] for _ in self.keys or ((),)]
+        homes = {name: i for i, stage in enumerate(self.keys) for name in stage}
         rest = homes.get(_REST, len(found) - 1)
         for name in names:
             path = name
@@ -156,12 +190,12 @@ class TransferConfig(_Config):
 
     def check(self, names: Sequence[str]) -> None:
         """Refuse stages with a name that no array has."""
-        for entry in (name for stage in self.stages for name in stage):
+        for entry in (name for stage in self.keys for name in stage):
             if entry != _REST and not any(name == entry or name.startswith(entry + ".") for name in names):
-                raise ConfigError(unknown_name("array in TransferConfig.stages", entry, names))
+                raise ConfigError(unknown_name("array in TransferTrigger.keys", entry, names))
 
 
-ALL_AT_ONCE = TransferConfig()
+ALL_AT_ONCE = TransferTrigger()
 """A chunk travels whole, when it is done."""
 
 
@@ -193,7 +227,7 @@ class EnvConfig(_Config):
     several, joined by `|`."""
     weights: WeightsConfig = ALL_WEIGHTS
     """Which parameters travel, and in what form; a mapping is accepted: `{"only": "actor.*", "half": True}`."""
-    transfer: TransferConfig = ALL_AT_ONCE
+    transfer: TransferTrigger = ALL_AT_ONCE
     """What of a chunk travels when, from workers without shared memory; a mapping is accepted: `{"size": 64}`."""
     inference: Inference = "auto"
     """`auto` uses the fast path where it agrees with the agent's own `act`; `eager` never does."""
@@ -203,7 +237,7 @@ class EnvConfig(_Config):
         self._one_of("inference", Inference)
         self._at_least("envs_per_node", 1)
         object.__setattr__(self, "weights", WeightsConfig.of(self.weights))
-        object.__setattr__(self, "transfer", TransferConfig.of(self.transfer))
+        object.__setattr__(self, "transfer", TransferTrigger.of(self.transfer))
         if self.env_name is None:
             raise ConfigError("EnvConfig.env_name is missing; name an environment, e.g. 'CartPole-v1'.")
         if not isinstance(self.env_name, str) and not callable(self.env_name):
@@ -228,20 +262,16 @@ class EnvConfig(_Config):
             object.__setattr__(self, "seed", check_seed(self.seed))
         if self.kl_threshold is not None:
             self._check_threshold(self.kl_threshold)
-        if isinstance(self.sync, type):
-            raise ConfigError(
-                f"EnvConfig.sync is the class {self.sync.__name__}; give an instance, e.g. {self.sync.__name__}()."
-            )
+        if self.sync is not None:
+            check_rule("EnvConfig.sync", self.sync)
         if not isinstance(self.seed_episodes, bool):
             raise ConfigError(f"EnvConfig.seed_episodes is {self.seed_episodes!r}; expected True or False.")
-        if self.sync is not None and not isinstance(self.sync, SyncRule):
-            raise ConfigError(f"EnvConfig.sync is {self.sync!r}; use a rule such as farstep.sync.EveryK(4).")
 
     def _check_threshold(self, threshold: float) -> None:
-        real = isinstance(threshold, numbers.Real) and not isinstance(threshold, bool)
-        if not real or math.isnan(threshold) or threshold < 0:
+        if not is_number(threshold) or threshold < 0:
             raise ConfigError(
-                f"EnvConfig.kl_threshold is {threshold!r}; expected a divergence of at least 0 in nats, e.g. 0.05."
+                f"EnvConfig.kl_threshold is {reprlib.repr(threshold)}; expected a divergence of at least 0 in "
+                "nats, e.g. 0.05."
             )
         if self.sync is not None:
             raise ConfigError(
@@ -388,6 +418,26 @@ def check_count(name: str, value: object, minimum: int = 1) -> int:
     if not isinstance(value, numbers.Integral) or isinstance(value, bool) or int(value) < minimum:
         raise ConfigError(f"{name} is {value!r}; it must be an integer of at least {minimum}.")
     return int(value)
+
+
+def is_number(value: object) -> bool:
+    """Whether it is a real number that a float can hold, and no NaN."""
+    try:
+        return isinstance(value, numbers.Real) and not isinstance(value, bool) and not math.isnan(value)
+    except OverflowError:  # 10**400
+        return False
+
+
+def check_rule(what: str, rule: object) -> None:
+    """Refuse what is no sync rule, or one that does not say how much it wants to be measured."""
+    if isinstance(rule, type):
+        raise ConfigError(f"{what} is the class {rule.__name__}; give an instance, e.g. {rule.__name__}().")
+    if not isinstance(rule, SyncRule):
+        raise ConfigError(
+            f"{what} is {rule!r}, which has no should_pull(state); use a rule such as farstep.sync.EveryK(4)."
+        )
+    for name, minimum in (("probes", 0), ("rows", 1)):
+        check_count(f"{type(rule).__name__}.{name}", getattr(rule, name, minimum), minimum)
 
 
 def check_memory(nbytes: int, what: str) -> None:

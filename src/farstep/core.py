@@ -36,7 +36,8 @@ class Agent(Protocol):
 
 @dataclass(frozen=True)
 class SyncState:
-    """What a worker knows before a chunk, for a rule to decide on."""
+    """What a worker knows before a chunk, for a rule to decide on. Before the first pull, `held` is -1 and there are no
+    `divergences`."""
 
     held: int
     """The version in use; -1: none yet."""
@@ -50,10 +51,11 @@ class SyncState:
 
 @runtime_checkable
 class SyncRule(Protocol):
-    """Decides on the worker, before each chunk, whether to pull the newest weights.
+    """Decides on the worker, before each chunk for which there is a newer version, whether to pull the newest weights.
 
-    A rule may say in `probes` how many divergences it looks at (0, or not there: none are measured), and in `rows` on
-    how many observations each is measured (64).
+    It is asked before the first pull, too, which happens whatever it answers. A rule may say in `probes` how many
+    divergences it looks at (0, or not there: none are measured), and in `rows` on how many observations each is
+    measured (64).
     """
 
     def should_pull(self, state: SyncState) -> bool: ...

@@ -32,7 +32,7 @@ class ArraySpec(msgspec.Struct, frozen=True, array_like=True):
         # Also when it comes from a worker: an array of objects over shared memory would be one of raw pointers.
         try:
             plain = not np.dtype(self.dtype).hasobject and all(size >= 0 for size in self.shape)
-        except TypeError:
+        except (TypeError, ValueError, SyntaxError):  # NumPy parses a dtype with a comma as Python
             plain = False
         if not plain:
             raise ValueError(f"{self.dtype!r} with shape {self.shape} is not an array of plain numbers")

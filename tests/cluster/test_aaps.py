@@ -86,15 +86,21 @@ def test_a_threshold_of_zero_is_always(rule: Any) -> None:
         assert stats["bytes"]["probes_sent"] == 0 and stats["divergence"] == {}
 
 
-def test_an_infinite_threshold_pulls_once() -> None:
+def test_an_infinite_threshold_pulls_once_and_measures_nothing() -> None:
     with cluster(envs=4, sync=AAPS(math.inf), config=inprocess(2)) as env:
-        agent = CoinAgent()
+        agent = TableAgent()  # which has no distribution()
         for k in range(5):
-            agent.logit[:] = 10 * k
+            agent.table[0] = k
             assert (env.collect(agent, steps=3)["version"] == 0).all()
+        for k, batch in enumerate(env.stream(agent, steps=3, max_staleness=0)):
+            assert (batch["version"] == 0).all()
+            if k == 3:
+                break
+            env.publish(agent)
         stats = env.stats()
         assert stats["weight_syncs"]["total"] == 2
-        assert stats["divergence"][0] > 1
+        assert stats["divergence"] == {} and stats["bytes"]["probes_sent"] == 0
+        assert not stats["dropped"].get("stale")
 
 
 def test_the_threshold_of_the_configuration_is_the_papers_rule() -> None:
@@ -188,7 +194,7 @@ def test_a_hard_bound_on_lag_can_be_added() -> None:
 
 
 def test_a_worker_that_joins_late_starts_with_the_newest_weights() -> None:
-    with cluster(never_ending, envs=4, workers=2, sync=AAPS(math.inf)) as env:
+    with cluster(never_ending, envs=4, workers=2, sync=AAPS(1e9)) as env:
         agent = CoinAgent()
         for _ in range(4):
             agent.logit += 1
@@ -228,6 +234,52 @@ def test_a_policy_that_cannot_be_measured_is_told_once(config: farstep.LaunchCon
     assert len(warnings) == 1 and warnings[0].startswith(said) and "as without kl_threshold" in warnings[0]
 
 
+class TwoHeadedAgent(CoinAgent):
+    """Describes itself by a parameter that may not travel, and by an attribute that never does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.critic = np.zeros(1)
+        self.temperature = 1.0
+
+    def get_parameters(self) -> Any:
+        return {"logit": self.logit, "critic": self.critic}
+
+    def distribution(self, obs: Any) -> Any:
+        return {"bernoulli": np.repeat(self.logit + self.critic, len(obs))[:, None] / self.temperature}
+
+
+@EVERYWHERE
+@pytest.mark.parametrize(
+    ("weights", "learned", "cause"),
+    [
+        ({"only": "logit"}, {"critic": 1.0}, "weights.only leaves out"),
+        ({"half": True}, {"logit": 1000.24, "critic": -1000.0}, "weights.half rounds"),
+        ({"half": True, "only": "l*"}, {"critic": 1.0}, "weights.half rounds and weights.only leaves out"),
+        ({}, {"logit": 3.0, "temperature": 5.0}, "get_parameters() leaves out"),
+        ({"only": ["l*", "c*"]}, {"logit": 3.0, "critic": 1.0}, ""),
+    ],
+    ids=["only", "half", "both", "attribute", "all"],
+)
+def test_what_is_left_after_a_pull_is_told_once(
+    config: farstep.LaunchConfig, weights: dict[str, Any], learned: dict[str, float], cause: str, caplog: Any
+) -> None:
+    with cluster(envs=4, sync=AAPS(0.001, window=1) | MaxLag(50), weights=weights, config=config) as env:
+        agent = TwoHeadedAgent()
+        env.collect(agent, steps=4)
+        for name, value in learned.items():
+            setattr(agent, name, np.full(1, value))
+        for _ in range(3):
+            env.publish(agent)
+            env.collect(agent, steps=4)
+        stats = env.stats()
+    assert stats["weight_syncs"]["total"] == 2 * (1 + (3 if cause else 1))
+    assert (stats["divergence"][0] > 0.001) == bool(cause)
+    said = [record.getMessage() for record in caplog.records if "right after a pull" in record.getMessage()]
+    assert len(said) == bool(cause)
+    assert all("is still" in text and f"as without kl_threshold: {cause} what distribution()" in text for text in said)
+
+
 class MoodyAgent(CoinAgent):
     """Cannot describe itself with some parameters."""
 
@@ -251,6 +303,32 @@ def test_a_version_that_cannot_be_described_is_not_published() -> None:
             env.publish(agent)
         agent.logit[:] = 4
         assert env.publish(agent) == 1
+        assert (env.collect(agent, steps=3)["version"] == 1).all()
+
+
+class GrowingAgent(CoinAgent):
+    """Describes itself in other arrays with some parameters."""
+
+    def distribution(self, obs: Any) -> Any:
+        if self.logit[0] < 1:
+            return super().distribution(obs)
+        if self.logit[0] < 2:
+            return {"bernoulli": np.repeat(self.logit, len(obs))[:, None].repeat(2, 1)}
+        return {"logits": np.repeat(self.logit, len(obs))[:, None]}
+
+
+@EVERYWHERE
+def test_a_version_that_is_described_in_other_arrays_is_not_published(config: farstep.LaunchConfig) -> None:
+    with cluster(envs=4, sync=AAPS(0.01), config=config) as env:
+        agent = GrowingAgent()
+        env.collect(agent, steps=3)
+        for value, got in ((1, r"bernoulli \[2\]"), (2, r"logits \[1\]")):
+            agent.logit[:] = value
+            said = rf"distribution\(\) returned {got} .* now, and bernoulli \[1\] when .* Version 0 stays in force\."
+            for call in (env.publish, env.collect):
+                with pytest.raises(farstep.AgentError, match=said):
+                    call(agent)
+        agent.logit[:] = 0.9
         assert (env.collect(agent, steps=3)["version"] == 1).all()
 
 

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -28,17 +28,16 @@ BOTH = pytest.mark.parametrize(
 SLOW = {"fault": "slow", "phase": "step", "at": 0, "slow_s": 0.02}
 
 
-@contextlib.contextmanager
-def interrupted(after_s: float) -> Iterator[None]:
-    """Ctrl-C, a moment from now."""
+def interrupted(after_s: float, call: Callable[[], object]) -> None:
+    """Ctrl-C during a call, a moment from now; on a busy machine that may be before it has begun."""
     timer = threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGINT))  # SIGALRM is pytest-timeout's
-    timer.start()
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            yield
-    finally:
-        timer.cancel()
-        timer.join()
+    with pytest.raises(KeyboardInterrupt):
+        try:
+            timer.start()
+            call()
+        finally:
+            timer.cancel()
+            timer.join()
 
 
 @BOTH
@@ -46,8 +45,7 @@ def test_an_interrupted_call_leaves_a_cluster_that_goes_on(config: farstep.Launc
     with cluster(FaultyEnv, envs=2, env_kwargs=SLOW, config=config) as env:
         agent = TableAgent()
         last = env.collect(agent, steps=1).last_obs.copy()
-        with interrupted(0.3):
-            env.collect(agent, steps=10_000)
+        interrupted(0.3, lambda: env.collect(agent, steps=10_000))
         batch = env.collect(agent, steps=3)
         assert_sound(batch)
         assert not (batch.continues & (batch["obs"][0] != last).any(axis=1)).any()
@@ -62,10 +60,13 @@ def test_interrupts_at_any_moment_lose_nothing_and_count_nothing_twice(config: f
     with cluster(envs=4, config=config) as env:
         agent = TableAgent()
         env.collect(agent, steps=2)
+
+        def go_on() -> None:
+            while True:
+                env.collect(agent, steps=2)
+
         for _ in range(40):
-            with interrupted(rng.uniform(0.0002, 0.02)):
-                while True:
-                    env.collect(agent, steps=2)
+            interrupted(rng.uniform(0.0002, 0.02), go_on)
             assert_balanced(env.stats())
             assert_sound(env.collect(agent, steps=2))
 
@@ -74,8 +75,7 @@ def test_an_interrupted_close_leaves_nothing_behind() -> None:
     limits = farstep.Timeouts(close_s=60.0)
     env = cluster(FaultyEnv, envs=1, env_kwargs={"fault": "hang", "phase": "close"}, timeouts=limits)
     env.collect(TableAgent(), steps=1)
-    with interrupted(0.3):
-        env.close()
+    interrupted(0.3, env.close)
     env.close()  # the leak check sees to the rest
 
 
@@ -107,6 +107,25 @@ def test_a_publish_from_another_thread_reaches_a_call_that_waits() -> None:
         next(stream)
         together({"publish": lambda: env.publish(agent), "next": lambda: next(stream), "look": env.stats})
         assert within(lambda: next(stream))["version"].max() == 1
+
+
+@TRANSPORTS
+def test_a_stream_that_starves_says_so_once(transport: str, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    monkeypatch.setattr("farstep.head.collector._STARVED_S", 0.0)
+    with cluster(FaultyEnv, envs=1, env_kwargs=SLOW, transport=transport) as env:
+        agent = TableAgent()
+        stream = env.stream(agent, steps=4, max_staleness=0)
+        next(stream)
+
+        def publish() -> None:
+            while env.stats()["dropped"].get("stale", 0) < 3:
+                env.publish(agent)
+
+        outcomes = together({"publish": publish, "next": lambda: next(stream)})
+        for outcome in outcomes.values():
+            outcome.get()
+    said = [record.getMessage() for record in caplog.records if "too old" in record.getMessage()]
+    assert len(said) == 1 and "meanwhile: 1." in said[0] and "raise max_staleness or publish less often" in said[0]
 
 
 def test_a_call_from_another_thread_ends_the_one_under_way_with_a_clear_error() -> None:
@@ -231,8 +250,7 @@ def test_a_worker_drops_a_ticket_that_was_taken_back(transport: str) -> None:
     with cluster(CountedEnv, envs=1, transport=transport) as env:
         agent = TableAgent()
         env.collect(agent, steps=1)
-        with interrupted(0.5):
-            env.collect(agent, steps=20_000)
+        interrupted(0.5, lambda: env.collect(agent, steps=20_000))
         _, info = env.reset()
         assert 1 < info["steps"][0] < 20_000
 
@@ -403,6 +421,17 @@ def test_threads_that_bring_an_agent_at_once_leave_a_working_cluster(offset_s: f
             assert within(lambda: next(env.stream(agent, steps=4)))["version"].min() == version
 
 
+@BOTH
+def test_threads_whose_calls_are_the_first_launch_once(config: farstep.LaunchConfig) -> None:
+    agent = TableAgent()
+    with contextlib.closing(cluster(envs=4, config=config)) as env:
+        outcomes = together(
+            {"collect": lambda: env.collect(agent, steps=4), "publish": lambda: env.publish(agent), "look": env.stats}
+        )
+        assert outcomes["collect"].get().shape == (4, 4) and outcomes["publish"].get() <= 1
+        assert outcomes["look"].get()["workers"]["alive"] == 2
+
+
 def quietly(call: Any) -> None:
     with contextlib.suppress(farstep.ClosedError):  # another call ended it
         call()
@@ -417,13 +446,29 @@ class FailingRule:
 
 @BOTH
 def test_a_sync_rule_that_raises_ends_the_run(config: farstep.LaunchConfig) -> None:
-    with cluster(envs=4, sync=FailingRule(), config=config) as env:
+    with cluster(envs=4, sync=farstep.sync.MaxLag(5) | FailingRule(), config=config) as env:
         agent = TableAgent()
         env.collect(agent, steps=2)
         for _ in range(2):
             env.publish(agent)
-        with pytest.raises(farstep.WorkerError, match="ZeroDivisionError: deliberate"):
+        said = r"^the sync rule MaxLag \| FailingRule raised ZeroDivisionError: deliberate, for SyncState\(held="
+        with pytest.raises(farstep.WorkerError, match=said):
             within(lambda: env.collect(agent, steps=2))
+
+
+class RootedRule(FailingRule):
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+
+def test_what_cannot_be_sent_is_named() -> None:
+    lock = threading.Lock()
+    with pytest.raises(farstep.ConfigError, match=r"^the sync rule RootedRule cannot be sent to workers: TypeError"):
+        cluster(sync=RootedRule(), config=inprocess(1)).launch()
+    with pytest.raises(farstep.ConfigError, match=r"^the predicate weights\.only cannot be sent"):
+        cluster(weights={"only": lambda name: lock.locked()}, config=inprocess(1)).launch()
+    with pytest.raises(farstep.ConfigError, match=r"^the environment's factory"):
+        cluster(lambda: lock, config=inprocess(1)).launch()
 
 
 def test_no_agent_is_refused() -> None:

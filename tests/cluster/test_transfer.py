@@ -14,7 +14,7 @@ from faulty import CutOffEnv, StageCutOffEnv
 from toys import NestedAgent, NestedEnv, RememberingAgent, counting_vector
 
 import farstep
-from farstep import TransferConfig
+from farstep import TransferTrigger
 from farstep.batch import Part
 from farstep.buffer.pipeline import minibatches
 from farstep.core import Received
@@ -27,10 +27,13 @@ from farstep.wire import messages as m
 
 SMALL = ("reward", "terminated", "truncated", "valid", "episode_start", "version", "last_obs", "final_obs")
 TRANSFERS = {
-    "rows": TransferConfig(size=3),
-    "dual": TransferConfig.dual(),
-    "dual-rows": TransferConfig.dual(size=2),
-    "three": TransferConfig(stages=(SMALL, ("obs",), ("action",)), size=1),
+    "rows": TransferTrigger(size=3),
+    "dual": TransferTrigger.dual(),
+    "dual-rows": TransferTrigger.dual(size=2),
+    "episode-end": TransferTrigger(keys=(("*",), ("obs",)), episode_end=True),
+    "bytes-or-seconds": TransferTrigger(max_bytes=200, seconds=1e-3),
+    "in-turn": TransferTrigger.dual(size=2, in_turn=1),
+    "three": TransferTrigger(keys=(SMALL, ("obs",), ("action",)), size=1),
 }
 CASES: dict[str, tuple[dict[str, Any], Any]] = {
     "ends-within": ({}, TableAgent),
@@ -82,7 +85,7 @@ def check_equal(case: str, **options: Any) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("transfer", TRANSFERS.values(), ids=TRANSFERS)
-def test_batches_are_the_same_byte_for_byte(case: str, transfer: TransferConfig) -> None:
+def test_batches_are_the_same_byte_for_byte(case: str, transfer: TransferTrigger) -> None:
     check_equal(case, transfer=transfer, transport="tcp")
 
 
@@ -166,9 +169,9 @@ def test_parts_are_what_the_batch_is_put_together_of(case: str) -> None:
 
 TOGETHER: dict[str, dict[str, Any]] = {
     "shm": {"transport": "shm"},
-    "shm-dual": {"transport": "shm", "transfer": TransferConfig.dual(size=2)},
+    "shm-dual": {"transport": "shm", "transfer": TransferTrigger.dual(size=2)},
     "ipc": {"transport": "ipc"},
-    "inprocess-dual": {"config": inprocess(2), "transfer": TransferConfig.dual()},
+    "inprocess-dual": {"config": inprocess(2), "transfer": TransferTrigger.dual()},
 }
 
 
@@ -185,7 +188,7 @@ def test_stages_that_arrive_together_are_one_part(options: dict[str, Any]) -> No
 
 
 def test_a_pipeline_of_minibatches_over_real_parts() -> None:
-    with cluster(envs=5, workers=2, transport="tcp", transfer=TransferConfig.dual(size=4)) as env:
+    with cluster(envs=5, workers=2, transport="tcp", transfer=TransferTrigger.dual(size=4)) as env:
         for _ in range(3):
             parts = env.parts(TableAgent(), steps=8)
             early: list[int] = []
@@ -199,7 +202,7 @@ def test_a_pipeline_of_minibatches_over_real_parts() -> None:
 
 def test_leaving_parts_early_cancels_the_rest() -> None:
     agent = TableAgent()
-    with cluster(envs=4, workers=2, transport="tcp", transfer=TransferConfig.dual()) as env:
+    with cluster(envs=4, workers=2, transport="tcp", transfer=TransferTrigger.dual()) as env:
         parts = env.parts(agent, steps=5)
         next(parts)
         parts.close()
@@ -223,7 +226,7 @@ def test_a_stage_with_an_unknown_name_is_refused_and_the_cluster_stays() -> None
         def act(self, obs: Any) -> Any:
             return {**super().act(obs), "logprob": obs[:, 0]}
 
-    transfer = {"stages": [["reward", "logprob"], ["obs"]]}
+    transfer = {"keys": [["reward", "logprob"], ["obs"]]}
     with cluster(transport="tcp", transfer=transfer) as env:
         env.reset(seed=1)  # without an agent, nobody knows
         with pytest.raises(ConfigError, match="logprob"):
@@ -235,7 +238,7 @@ def test_a_stage_with_an_unknown_name_is_refused_and_the_cluster_stays() -> None
 
 
 def test_parts_count_for_an_open_ticket_of_their_worker_only() -> None:
-    with cluster(envs=4, workers=2, transport="tcp", transfer=TransferConfig(size=2)) as env:
+    with cluster(envs=4, workers=2, transport="tcp", transfer=TransferTrigger(size=2)) as env:
         env.collect(TableAgent(), steps=4)
         collector = env._collector
         assert collector is not None and collector._rollouts is not None
@@ -260,7 +263,7 @@ def test_parts_count_for_an_open_ticket_of_their_worker_only() -> None:
 
 def test_an_environment_that_fails_after_rows_were_sent_begins_the_chunk_anew(tmp_path: Path) -> None:
     kwargs = {"fault": "raise", "phase": "step", "at": 9, "marker": str(tmp_path / "once")}
-    options: Any = {"transport": "tcp", "transfer": TransferConfig.dual(size=1)}
+    options: Any = {"transport": "tcp", "transfer": TransferTrigger.dual(size=1)}
     with cluster(FaultyEnv, envs=2, env_kwargs=kwargs, **options) as env:
         for steps in (5, 12, 3):
             assert_sound(env.collect(TableAgent(), steps=steps))
@@ -295,7 +298,7 @@ def test_a_worker_killed_while_its_chunk_travels_leaves_nothing_of_it(
     original = Rollouts.take_part
     monkeypatch.setattr(Rollouts, "take_part", take_part)
     kwargs = {"marker": str(tmp_path / "once"), "fifo": path, "at": 10}
-    options: Any = {"transport": "tcp", "transfer": TransferConfig(size=2)}
+    options: Any = {"transport": "tcp", "transfer": TransferTrigger(size=2)}
     with cluster(CutOffEnv, envs=2, env_kwargs=kwargs, **options) as env:
         first = within(lambda: env.collect(TableAgent(), steps=3)).copy()
         second = within(lambda: env.collect(TableAgent(), steps=9)).copy()
@@ -314,7 +317,7 @@ def test_a_worker_killed_while_its_chunk_travels_leaves_nothing_of_it(
 def test_a_stage_of_a_worker_that_is_lost_comes_again(tmp_path: Path, fifo: tuple[str, int]) -> None:
     path, fd = fifo
     kwargs = {"marker": str(tmp_path / "once"), "fifo": path}
-    options: Any = {"transport": "tcp", "transfer": TransferConfig.dual()}
+    options: Any = {"transport": "tcp", "transfer": TransferTrigger.dual()}
 
     def rollout(env: farstep.ClusterEnv) -> tuple[list[Part], list[farstep.Batch], farstep.Batch]:
         parts = env.parts(TableAgent(), steps=6)
@@ -342,7 +345,7 @@ def test_a_stage_of_a_worker_that_is_lost_comes_again(tmp_path: Path, fifo: tupl
 
 
 def test_the_head_hears_of_stages_of_a_stream_too() -> None:
-    with cluster(CountingEnv, envs=3, workers=2, transport="tcp", transfer=TransferConfig.dual()) as env:
+    with cluster(CountingEnv, envs=3, workers=2, transport="tcp", transfer=TransferTrigger.dual()) as env:
         env.collect(TableAgent(), steps=4)
         collector = env._collector
         assert collector is not None

@@ -127,6 +127,11 @@ def test_what_is_no_distribution_is_refused_with_advice(wrong: Any) -> None:
         flat_distribution(wrong)
 
 
+def test_a_single_deviation_is_refused_with_the_shapes_it_may_have() -> None:
+    with pytest.raises(AgentError, match=r"log_std is float64\[\]; expected .*give it shape \[k\] or \[n, k\]"):
+        flat_distribution({"mean": [[0.0, 1.0]], "log_std": -0.5})
+
+
 @pytest.mark.parametrize(
     ("keys", "words"),
     [

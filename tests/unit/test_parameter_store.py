@@ -108,6 +108,30 @@ def test_a_bad_version_is_refused_by_name_and_the_old_one_stays(
         assert store.publish(agent()) == 1  # and the store goes on
 
 
+@pytest.mark.parametrize("method", [ParameterStore.publish, published_if_changed])
+def test_parameters_may_come_in_another_order(method: Callable[[ParameterStore, Any], Any]) -> None:
+    learner, worker = SetterAgent(), SetterAgent()
+    with store_of(learner) as store:
+        learner.parameters["w"] += 1
+        learner.parameters = dict(reversed(learner.parameters.items()))
+        assert method(store, learner)
+        assert not store.changed(learner)
+        assert pulled(store, worker) == 1
+    assert list(worker.parameters) != list(learner.parameters)
+    learner.parameters = {name: learner.parameters[name] for name in worker.parameters}
+    for mine, theirs in zip(numbers(learner), numbers(worker), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+
+
+def test_a_first_version_that_is_refused_leaves_none() -> None:
+    agent = SetterAgent()
+    poison(agent)
+    with pytest.raises(AgentError, match="'w' has a NaN; it was not published"):
+        ParameterStore(agent, 1, 1)
+    with pytest.raises(AgentError, match="'w' has a NaN; version 6 stays in force"):
+        ParameterStore(agent, 2, 1, first_version=7)
+
+
 def raising() -> Any:
     raise ZeroDivisionError("deliberate")
 

@@ -11,7 +11,7 @@ import pytest
 
 from farstep.batch import ENDS
 from farstep.buffer.blocks import Layout
-from farstep.config import EnvConfig, TransferConfig
+from farstep.config import EnvConfig, TransferTrigger
 from farstep.core import Received
 from farstep.errors import ConfigError, WireError
 from farstep.head.rollouts import Piece, Rollouts, base_rows
@@ -31,11 +31,11 @@ OBS = {
 ROWS = {**base_rows(OBS), "action": ArraySpec((), "<i8"), "value": ArraySpec((), "<f4")}
 STATE = {"state": ArraySpec((4,), "<f4")}
 TRANSFERS = {
-    "whole": TransferConfig(),
-    "rows": TransferConfig(size=2),
-    "dual": TransferConfig.dual(),
-    "dual-rows": TransferConfig.dual(size=3),
-    "three": TransferConfig(stages=(("reward", "obs.pose"), ("obs", "last_obs"), ("action",)), size=1),
+    "whole": TransferTrigger(),
+    "rows": TransferTrigger(size=2),
+    "dual": TransferTrigger.dual(),
+    "dual-rows": TransferTrigger.dual(size=3),
+    "three": TransferTrigger(keys=(("reward", "obs.pose"), ("obs", "last_obs"), ("action",)), size=1),
 }
 Message = tuple[m.Part | m.Chunk, list[Any]]
 
@@ -54,7 +54,7 @@ def ended_worlds() -> Iterator[None]:
 class World:
     """Worker 1 of two, with two environments of five, and a head that shares no memory with it."""
 
-    def __init__(self, transfer: TransferConfig, remote: bool = True, ends: int = 3, answers: bool = True) -> None:
+    def __init__(self, transfer: TransferTrigger, remote: bool = True, ends: int = 3, answers: bool = True) -> None:
         self.seats = split(1, 5, 2, 0)
         self.seat = self.seats[1]
         WORLDS.append(self)
@@ -70,7 +70,7 @@ class World:
         self.ends = np.array(places, ENDS)
         self.messages = self._rolled(transfer, answers)
 
-    def _rolled(self, transfer: TransferConfig, answers: bool) -> list[Message]:
+    def _rolled(self, transfer: TransferTrigger, answers: bool) -> list[Message]:
         sent: list[Message] = []
         shipping = Shipping(transfer, lambda message, *frames: sent.append((message, list(frames))), lambda: None)
         due = shipping.begin(m.Ticket(4, 1, STEPS), 6, self.rows)
@@ -114,11 +114,11 @@ class World:
 @pytest.mark.parametrize("transfer", TRANSFERS.values(), ids=TRANSFERS)
 @pytest.mark.parametrize("answers", [True, False], ids=["quick", "slow"])
 @pytest.mark.parametrize("ends", [0, 1, 5])
-def test_what_was_rolled_is_what_arrives(transfer: TransferConfig, answers: bool, ends: int) -> None:
+def test_what_was_rolled_is_what_arrives(transfer: TransferTrigger, answers: bool, ends: int) -> None:
     world = World(transfer, ends=ends, answers=answers)
     piece = world.give_all()
     world.assert_all_there(piece)
-    stages = max(1, len(transfer.stages))
+    stages = max(1, len(transfer.keys))
     assert piece.stage == stages - 1
     assert piece.nbytes == sum(len(frame) for _, frames in world.messages for frame in frames) - ends * ENDS.itemsize
     fragments = [part.first for part, _ in world.messages if isinstance(part, m.Part) and part.stage < 0]
@@ -128,7 +128,7 @@ def test_what_was_rolled_is_what_arrives(transfer: TransferConfig, answers: bool
 
 
 def test_the_first_stage_of_dual_is_what_advantages_need() -> None:
-    first, second = TransferConfig.dual().split(Layout(1, STEPS, 2, ROWS, STATE).names())
+    first, second = TransferTrigger.dual().split(Layout(1, STEPS, 2, ROWS, STATE).names())
     assert second == [*OBS, "action"]
     assert {"reward", "terminated", "truncated", "valid", "episode_start", "version", "value", "state"} < set(first)
     assert {kind + name for kind in ("last_", "final_") for name in OBS} < set(first)
@@ -143,7 +143,7 @@ def test_a_more_exact_name_wins_and_the_rest_travels_last() -> None:
 
 
 def test_a_part_shows_the_columns_of_its_stage_and_nothing_else() -> None:
-    world = World(TransferConfig.dual())
+    world = World(TransferTrigger.dual())
     (first, *_), _ = world.messages
     ends = world.give(first, world.messages[0][1])
     part = world.rollouts.part(world.order, STEPS, 0, 1, ends, np.zeros(2, bool))
@@ -309,8 +309,8 @@ def test_a_header_with_more_than_it_should_have_is_no_message() -> None:
 
 
 def test_an_environment_configuration_takes_a_mapping() -> None:
-    config = EnvConfig(env_name="CartPole-v1", transfer={"stages": [["reward"], ["obs"]], "size": np.int64(4)})
-    assert config.transfer == TransferConfig(stages=(("reward",), ("obs",)), size=4)
+    config = EnvConfig(env_name="CartPole-v1", transfer={"keys": [["reward"], ["obs"]], "size": np.int64(4)})
+    assert config.transfer == TransferTrigger(keys=(("reward",), ("obs",)), size=4)
     assert EnvConfig(env_name="CartPole-v1").transfer.split(["obs", "reward"]) == [["obs", "reward"]]
 
 
@@ -319,23 +319,23 @@ def test_an_environment_configuration_takes_a_mapping() -> None:
     [
         ({"size": 0}, "at least 1"),
         ({"size": 2.5}, "an integer"),
-        ({"stages": "obs"}, "groups of array names"),
-        ({"stages": ["reward", "obs"]}, "groups of array names"),
-        ({"stages": [["reward", 1]]}, "groups of array names"),
-        ({"stages": [["reward"], ["reward", "obs"]]}, "reward twice"),
-        ({"stage": []}, "stages"),
+        ({"keys": "obs"}, "groups of array names"),
+        ({"keys": ["reward", "obs"]}, "groups of array names"),
+        ({"keys": [["reward", 1]]}, "groups of array names"),
+        ({"keys": [["reward"], ["reward", "obs"]]}, "reward twice"),
+        ({"key": []}, "keys"),
     ],
     ids=lambda value: str(value),
 )
 def test_a_mistake_in_the_option_is_named(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        TransferConfig.of(options)
+        TransferTrigger.of(options)
 
 
 def test_a_name_that_no_array_has_is_refused_with_the_nearest() -> None:
     names = Layout(1, STEPS, 2, ROWS, STATE).names()
-    TransferConfig(stages=(("reward", "obs", "last_obs", "final_obs.pose", "*"), ("obs.camera",))).check(names)
+    TransferTrigger(keys=(("reward", "obs", "last_obs", "final_obs.pose", "*"), ("obs.camera",))).check(names)
     with pytest.raises(ConfigError, match=r"valu.*value"):
-        TransferConfig(stages=(("valu",),)).check(names)
+        TransferTrigger(keys=(("valu",),)).check(names)
     with pytest.raises(ConfigError, match=r"obs\.cam"):
-        TransferConfig(stages=(("obs.cam",),)).check(names)
+        TransferTrigger(keys=(("obs.cam",),)).check(names)

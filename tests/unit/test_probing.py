@@ -310,6 +310,61 @@ def test_a_recurrent_policy_is_asked_where_its_state_is_known() -> None:
     assert world.publish() > 0.01
 
 
+class ForgetfulAgent(RecurrentAgent):
+    def distribution(self, obs: Any) -> Any:  # type: ignore[override]
+        return {"logits": obs @ self.w}
+
+
+class CuriousAgent(LinearAgent):
+    def distribution(self, obs: Any, temperature: float) -> Any:  # type: ignore[override]
+        return {"logits": obs @ self.w / temperature}
+
+
+@pytest.mark.parametrize(
+    ("kind", "state", "words"),
+    [
+        (ForgetfulAgent, "state", r"^distribution\(obs: .*recurrent.*: distribution\(obs, state, episode_start\);"),
+        (CuriousAgent, None, r"^distribution\(.*of an agent is: distribution\(obs\); missing .*'temperature'"),
+    ],
+)
+def test_a_description_that_takes_other_arguments_is_refused(kind: Any, state: Any, words: str) -> None:
+    with pytest.raises(AgentError, match=words):
+        Comparison(Policy(kind()), "obs", "action", state)
+
+
+class LoudAgent(LinearAgent):
+    """Whose numbers are beyond all measure."""
+
+    said: Any = None
+
+    def distribution(self, obs: Any) -> Any:
+        return {name: np.full((len(obs), 2), value) for name, value in self.said.items()}
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"logits": 1e300},
+        {"logits": np.inf},
+        {"logits": -np.inf},
+        {"mean": 1.0, "log_std": -500.0},
+        {"mean": 1e30, "log_std": -np.inf},
+        {"mean": 1.0, "log_std": 1e30},
+        {"bernoulli": np.inf},
+    ],
+    ids=str,
+)
+def test_numpy_does_not_warn_beside_us(said: dict[str, float]) -> None:
+    learner, worker = LoudAgent(), LoudAgent()
+    learner.said, worker.said = said, dict.fromkeys(said, 0.0)
+    for sides in ((learner, worker), (worker, learner), (learner, learner)):
+        world = World(*sides)
+        world.roll()
+        assert world.publish() >= 0
+        assert world.worker.take_note() in ("", "the KL of what distribution() returns is NaN")
+
+
 def test_an_agent_that_cannot_be_compared_is_refused_with_advice() -> None:
     class Mute:
         act = LinearAgent.act
@@ -353,6 +408,29 @@ def test_a_policy_that_says_nan_is_too_far_and_told_once() -> None:
     for said in ("distribution() returns NaN (logits)", ""):  # once
         assert world.publish() == math.inf
         assert world.worker.take_note() == said
+
+
+def test_what_is_left_after_a_pull_is_measured_by_the_probe_that_it_was_for() -> None:
+    learner, worker = LinearAgent(0.3), LinearAgent(0.1)
+    world = World(learner, worker)
+    world.roll()
+    world.publish()
+    worker.w[:] = learner.w.astype(np.float16) * 0.9  # what travelled is not what the learner has
+    rows = world.worker._picks.all()[0].arrays["obs"]
+    sides = [flat_distribution({"logits": rows @ w}) for w in (worker.w, learner.w)]
+    assert world.worker.pulled(world.version) == pytest.approx(kl_divergence(*sides).mean(), rel=1e-4)
+    assert world.worker.pulled(world.version + 1) == 0.0  # of that one nothing is known
+    assert world.worker.divergences == ()
+
+
+@pytest.mark.parametrize("kind", [LinearAgent, LogProbAgent], ids=["distribution", "log_prob"])
+def test_nothing_is_left_after_a_pull_of_everything(kind: Any) -> None:
+    learner, worker = kind(0.3), kind(0.1)
+    world = World(learner, worker)
+    world.roll()
+    world.publish()
+    worker.w[:] = learner.w
+    assert world.worker.pulled(world.version) == pytest.approx(0.0, abs=1e-7)
 
 
 def test_late_and_repeated_probes_are_harmless() -> None:
@@ -441,7 +519,7 @@ def test_with_a_window_of_one_no_chunk_begins_with_weights_too_far_from_the_newe
             if rule.should_pull(SyncState(held, world.version, divergences=world.worker.divergences)):
                 held, pulls = world.version, pulls + 1
                 worker.w[:] = learner.w
-                world.worker.pulled()
+                world.worker.pulled(held)
             version, weights, rows = newest
             if version > held and rows is not None:
                 sides = [flat_distribution({"logits": rows @ w}) for w in (worker.w, weights)]

@@ -23,6 +23,13 @@ def test_each_name_is_there_and_says_what_it_is(name: str) -> None:
     assert (thing.__doc__ or "").strip()
 
 
+@pytest.mark.parametrize("folder", ["buffer", "sync", "testing"])
+def test_folders_with_more_names_need_no_import_of_their_own(folder: str) -> None:
+    code = f"import farstep, sys\nassert 'farstep.{folder}' not in sys.modules\nprint(farstep.{folder}.__all__)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout and folder in dir(farstep)
+
+
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="ClusterEnvv"):
         farstep.ClusterEnvv

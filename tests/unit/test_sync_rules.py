@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from farstep.config import EnvConfig
 from farstep.core import SyncRule, SyncState
 from farstep.errors import ConfigError
-from farstep.sync import AAPS, Always, EveryK, EverySeconds, MaxLag
+from farstep.sync import AAPS, Always, AnyOf, EveryK, EverySeconds, MaxLag
 from farstep.sync.rules import divergence_of, probes_of
 from farstep.testing import check_sync_rule
 
@@ -29,29 +30,104 @@ RULES: list[SyncRule] = [
 
 @pytest.mark.parametrize("rule", RULES, ids=repr)
 def test_every_rule_keeps_the_contract(rule: SyncRule) -> None:
+    check_sync_rule(rule)
     check_sync_rule(lambda: rule)
 
 
 class Reluctant:
+    """Leaves even the first pull to others."""
+
+    probes = 2
+
     def should_pull(self, state: SyncState) -> bool:
+        assert len(state.divergences) <= self.probes
         return state.newest > 3
 
 
-class Moody(Always):
+class ByArrays:
+    def should_pull(self, state: SyncState) -> Any:
+        return np.less(state.held, state.newest)  # np.bool_
+
+
+class Counting:
+    """Whose answer depends on how often it was asked."""
+
+    asked = 0
+
     def should_pull(self, state: SyncState) -> bool:
-        object.__setattr__(self, "asked", not getattr(self, "asked", False))
-        return state.held < 0 or self.asked  # type: ignore[attr-defined, no-any-return]
+        self.asked += 1
+        return self.asked % 4 == 0
 
 
-@pytest.mark.parametrize(("broken", "words"), [(Reluctant, "begins without weights"), (Moody, "to the same")])
+@pytest.mark.parametrize("kind", [Reluctant, ByArrays, Counting])
+def test_the_contract_is_kept_by_rules_that_run(kind: Any) -> None:
+    check_sync_rule(kind)
+    check_sync_rule(kind())
+
+
+class Hasty(Reluctant):
+    def should_pull(self, state: SyncState) -> bool:
+        return state.divergences[0] > 0.1
+
+
+class Vague(Reluctant):
+    def should_pull(self, state: SyncState) -> Any:
+        return "perhaps"
+
+
+class Blind(Reluctant):
+    rows = 0
+
+
+class Backward(Reluctant):
+    probes = -1
+
+
+class Halved(Reluctant):
+    rows = 16.5
+
+
+class Rooted(Reluctant):
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+
+class Mute:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("broken", "words"),
+    [
+        (Hasty, "raised IndexError.*held=-1"),
+        (Vague, "answers 'perhaps'"),
+        (Blind, r"Blind\.rows is 0; it must be an integer of at least 1"),
+        (Backward, r"Backward\.probes is -1; it must be an integer of at least 0"),
+        (Rooted, "cannot be sent to workers: TypeError"),
+        (Mute, r"has no should_pull\(state\)"),
+    ],
+)
 def test_the_contract_finds_a_broken_rule(broken: Any, words: str) -> None:
-    with pytest.raises(AssertionError, match=words):
-        check_sync_rule(broken)
+    for given in (broken, broken()):
+        with pytest.raises(AssertionError, match=words):
+            check_sync_rule(given)
+
+
+@pytest.mark.parametrize("kind", [Blind, Backward, Halved])
+def test_what_a_rule_wants_measured_is_checked_at_construction(kind: Any) -> None:
+    for make in (lambda: EnvConfig(env_name="A", sync=kind()), lambda: MaxLag(3) | kind(), lambda: kind() | MaxLag(3)):
+        with pytest.raises(ConfigError, match=r"(rows|probes) is .*; it must be an integer of at least"):
+            make()
 
 
 @pytest.mark.parametrize("rule", RULES, ids=repr)
 def test_no_rule_pulls_what_it_has(rule: SyncRule) -> None:
     assert not rule.should_pull(SyncState(held=7, newest=7))
+
+
+@pytest.mark.parametrize("rule", RULES, ids=repr)
+def test_every_rule_begins_with_weights(rule: SyncRule) -> None:
+    assert all(rule.should_pull(SyncState(-1, newest)) is True for newest in (0, 1, 7, 10**9))
 
 
 @pytest.mark.parametrize(
@@ -94,7 +170,7 @@ def test_the_running_divergence_weighs_what_is_newer_more() -> None:
 def test_rules_say_how_many_probes_they_look_at() -> None:
     assert probes_of(Always()) == probes_of(AAPS(0)) == probes_of(MaxLag(3) | EveryK(2)) == 0
     assert probes_of(AAPS(0.1, window=7)) == probes_of(MaxLag(3) | AAPS(0.1, window=7)) == 7
-    assert probes_of(AAPS(math.inf)) > 0  # which is never exceeded, but worth to be seen
+    assert probes_of(AAPS(math.inf)) == probes_of(AAPS(math.inf) | MaxLag(3)) == 0  # which nothing exceeds
 
 
 def test_a_rule_may_be_the_users_own() -> None:
@@ -105,6 +181,7 @@ def test_a_rule_may_be_the_users_own() -> None:
             return state.seconds > 3600
 
     rule = MaxLag(100) | Hourly()
+    assert (Hourly() | MaxLag(100)).rules[1] == rule.rules[0]  # type: ignore[operator]
     assert EnvConfig(env_name="CartPole-v1", sync=Hourly()).sync is not None
     assert rule.should_pull(SyncState(0, 1, seconds=4000)) and not rule.should_pull(SyncState(0, 1, seconds=1))
     assert probes_of(rule) == 1 and divergence_of(Hourly(), SyncState(0, 1, divergences=[0.5])) == 0.5
@@ -126,6 +203,12 @@ def test_a_rule_may_be_the_users_own() -> None:
         lambda: AAPS(0.1, decay=0.0),
         lambda: AAPS(0.1, decay=1.1),
         lambda: AAPS(0.1) | "often",  # type: ignore[operator]
+        lambda: AAPS(0.1) | AAPS,  # type: ignore[operator]
+        lambda: AAPS | AAPS(0.1),  # type: ignore[operator]
+        lambda: AAPS(10**400),
+        lambda: EverySeconds(10**400),
+        lambda: AnyOf(()),
+        lambda: AnyOf(AAPS(0.1)),  # type: ignore[arg-type]
     ],
 )
 def test_a_rule_that_makes_no_sense_is_refused_by_name(make: Callable[[], Any]) -> None:
@@ -139,6 +222,7 @@ def test_a_rule_that_makes_no_sense_is_refused_by_name(make: Callable[[], Any]) 
         ({"kl_threshold": -1.0}, "at least 0"),
         ({"kl_threshold": math.nan}, "at least 0"),
         ({"kl_threshold": "much"}, "at least 0"),
+        ({"kl_threshold": 10**400}, "at least 0"),
         ({"kl_threshold": 0.1, "sync": MaxLag(3)}, "AAPS"),
     ],
 )

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import random
+from collections import Counter
+
 import pytest
 from ticket_world import TicketWorld
 
-from farstep.head.tickets import Order, Tickets
+from farstep.head.tickets import FeedPlan, Order, Tickets
 
 RUNS, EVENTS = 13, 600  # for each of 16 kinds of session: 124,800 events
 MODES = pytest.mark.parametrize("mode", ["rounds", "first-come"])
@@ -160,3 +163,43 @@ def test_cancelling_counts_what_is_thrown_away() -> None:
     assert not tickets.accept(orders[1].worker, orders[1].seq, 0, None)
     tickets.open(0)
     assert min(order.seq for order in granted(tickets)) > orders[-1].seq
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_feed_never_stands_still_and_never_runs_too_far_ahead(seed: int) -> None:
+    """Random workers, deaths and windows: whenever all is rolled that may be, enough workers have a whole window."""
+    rng = random.Random(seed)
+    workers, chunks, depth = rng.randint(1, 5), rng.randint(1, 4), rng.randint(1, 3)
+    actors = rng.randint(1, workers)
+    tickets, held = Tickets(workers), Counter[int]()
+    tickets.open_feed(FeedPlan(depth - 1, actors, chunks))
+    up, fired = set(range(workers)), 0
+    for _ in range(600):
+        tickets.grant(sorted(up), 0)
+        open_tickets = list(tickets._outstanding.values())
+        event = rng.random()
+        if event < 0.05 and len(up) > 1:
+            worker = rng.choice(sorted(up))
+            up.remove(worker)
+            tickets.lost(worker)
+        elif event < 0.2:
+            up.add(rng.randrange(workers))
+        elif open_tickets:
+            order = rng.choice(open_tickets)
+            tickets.accept(order.worker, order.seq, 0, None)
+            arrived = tickets.take_one(lambda worker: True, 0)
+            assert arrived is not None
+            tickets.stored(arrived)
+            held[arrived.order.worker] += 1
+        else:
+            whole = [worker for worker in range(workers) if held[worker] >= chunks]
+            if len(whole) < actors:
+                assert len(up) < workers, "all workers are there, nothing is rolled and no trigger can fire"
+                continue
+            fired += 1
+            for worker in rng.sample(whole, actors):
+                held[worker] -= chunks
+                tickets.consumed(worker, chunks)
+        assert tickets.in_flight + held.total() <= depth * actors * chunks
+        assert tickets.issued == tickets.delivered + sum(tickets.dropped.values()) + tickets.in_flight
+    assert fired

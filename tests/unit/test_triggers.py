@@ -437,13 +437,9 @@ def test_mistakes_with_a_dispatcher(act: Any, words: str) -> None:
         (lambda: TimeTrigger(float("nan")), "period is nan"),
         (lambda: TimeTrigger(1.5, unit="env_steps"), "period is 1.5"),
         (lambda: TimeTrigger(1) | 3, "3 is no trigger"),
-        (lambda: TransferTrigger(keys=["reward"]), r"write \['reward'\]"),
-        (lambda: TransferTrigger(keys=[["a"], ["a"]]), "none of them twice"),
-        (lambda: TransferTrigger(size=0), "size is 0"),
-        (lambda: TransferTrigger(max_bytes=-1), "max_bytes is -1"),
+        (lambda: TransferTrigger(max_bytes=-1), "max_bytes"),
         (lambda: TransferTrigger(seconds=0), "seconds is 0"),
         (lambda: TransferTrigger(episode_end="yes"), "episode_end is 'yes'"),
-        (lambda: TransferTrigger(keys=[["rewrad"]]).stages(["obs", "reward"]), "Did you mean 'reward'"),
         (lambda: Ledger().wrote("a", 1, 0, ["obs"]), r"Ledger\(keys="),
         (lambda: Ledger(KEYS).wrote("a", 1, 0, ["ob"]), "unknown key 'ob'"),
         (lambda: Ledger().wrote("a", 0, 0), "at least 1"),
@@ -457,9 +453,9 @@ def test_mistakes_are_named(make: Callable[[], object], words: str) -> None:
 
 def test_transfer_stages() -> None:
     names = ["obs", "reward", "done", "action"]
-    assert TransferTrigger().stages(names) == [names]
+    assert TransferTrigger().split(names) == TransferTrigger(keys=None).split(names) == [names]
     staged = TransferTrigger(keys=[["reward", "done"], ["action"]])
-    assert staged.stages(names) == [["reward", "done"], ["action", "obs"]]
+    assert staged.split(names) == [["reward", "done"], ["obs", "action"]]
 
 
 @pytest.mark.parametrize(

@@ -94,8 +94,12 @@ def as_floats(value: Any, key: str) -> Array:
     """An array of what a policy says, as it travels."""
     array = as_array(value)
     if array.dtype.kind not in "fiu" or array.ndim < 1:
-        raise AgentError(f"the policy's {key} is {array.dtype}{list(array.shape)}; expected floats [n, ...].")
-    return np.ascontiguousarray(array, np.float32)
+        expected = (
+            "one number for each of an action's, give it shape [k] or [n, k]" if key == "log_std" else "floats [n, ...]"
+        )
+        raise AgentError(f"the policy's {key} is {array.dtype}{list(array.shape)}; expected {expected}.")
+    with np.errstate(over="ignore"):  # what float32 cannot hold is infinite, and told as such
+        return np.ascontiguousarray(array, np.float32)
 
 
 def _is_array(part: Any) -> bool:

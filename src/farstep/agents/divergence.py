@@ -7,6 +7,7 @@ worker's own actions; an agent's own `divergence(local, learner)` takes whatever
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,7 +18,7 @@ from farstep.agents.parameters import as_array, leaves_of
 from farstep.agents.policy import Policy
 from farstep.core import Array
 from farstep.errors import AgentError
-from farstep.spec import Structure, leaf_names, nest
+from farstep.spec import ArraySpec, Schema, Structure, leaf_names, nest
 
 _ROUNDING = 1e-4
 """How far below zero a divergence may be: sums of float32 are not exact."""
@@ -50,12 +51,30 @@ class Comparison:
             assert state is not None
             inputs += [state, "episode_start"]
         self._inputs: list[Structure] = inputs
+        self._check_signature()
         self.names = [name for structure in inputs for name in leaf_names(structure)]
         """The arrays of a row that it looks at."""
         self.first_row_only = policy.recurrent
         """A recurrent state is known only where a chunk begins."""
         self.note = ""
         """Why the last comparison came to no number, if it did not."""
+        self.expected: Schema = {}
+        """What the policy says of an observation; known once it was tried."""
+
+    def _check_signature(self) -> None:
+        try:
+            signature = inspect.signature(getattr(self._policy.agent, self._method))
+        except (TypeError, ValueError):
+            return  # not everything that can be called says how
+        given = ["obs", *["action"] * self.estimates, *["state", "episode_start"] * self._policy.recurrent]
+        try:
+            signature.bind(*given)
+        except TypeError as error:
+            kind = "a recurrent agent (it has initial_state)" if self._policy.recurrent else "an agent"
+            raise AgentError(
+                f"{self._method}{signature} cannot be called as that of {kind} is: {self._method}({', '.join(given)}); "
+                f"{error}. Take these arguments, whether you use them or not."
+            ) from error
 
     @property
     def estimates(self) -> bool:
@@ -73,6 +92,13 @@ class Comparison:
                     f"{self._method}() returned {name} as {list(array.shape)} for {count} observations; its first "
                     "dimension must be the observations."
                 )
+        schema = {name: ArraySpec.of(array) for name, array in found.items()}
+        if self.expected and schema != self.expected:
+            raise AgentError(
+                f"{self._method}() returned {_listed(schema)} for each observation now, and {_listed(self.expected)} "
+                "when the agent was first sent, which cannot be compared. Return the same arrays every time, or make "
+                "another agent of it."
+            )
         return found
 
     def _flat(self, said: Any) -> dict[str, Array]:
@@ -85,21 +111,24 @@ class Comparison:
             return {name: as_floats(leaf, name) for name, leaf in leaves_of(said, "distribution")}
         return flat_distribution(said)
 
-    def check(self, rows: Mapping[str, Array]) -> None:
-        """Try it, with both sides the same."""
+    def check(self, rows: Mapping[str, Array]) -> Schema:
+        """Try it, with both sides the same; what it says of an observation from now on."""
         said = self.describe(rows)
         self.compare(said, said)
         self.note = ""
+        self.expected = {name: ArraySpec.of(array) for name, array in said.items()}
+        return self.expected
 
     def compare(self, local: Mapping[str, Array], learner: Mapping[str, Array]) -> float:
         """The mean divergence of the local policy from the learner's; infinite if it is no number."""
         if self._own is not None:
             found = self._checked(self._own(dict(local), dict(learner)), len(next(iter(local.values()))))
-        elif self.estimates:
-            found = kl_estimate(local["log_prob"], learner["log_prob"])
         else:
-            with np.errstate(invalid="ignore"):  # a NaN is told in our own words
-                found = kl_divergence(local, learner)
+            with np.errstate(all="ignore"):  # a NaN is told in our own words, and infinite is too far
+                estimates = self.estimates
+                found = (
+                    kl_estimate(local["log_prob"], learner["log_prob"]) if estimates else kl_divergence(local, learner)
+                )
         mean = float(np.mean(found))
         self.note = self._why_nan(local, learner) if np.isnan(mean) else ""
         return np.inf if self.note else mean
@@ -123,5 +152,9 @@ class Comparison:
         if names:
             return f"{self._method}() returns NaN ({', '.join(names)})"
         return (
-            "divergence() returns NaN" if self._own is not None else f"of what {self._method}() returns the KL is NaN"
+            "divergence() returns NaN" if self._own is not None else f"the KL of what {self._method}() returns is NaN"
         )
+
+
+def _listed(schema: Schema) -> str:
+    return ", ".join(f"{name} {list(spec.shape)}" for name, spec in schema.items())

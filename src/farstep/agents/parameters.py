@@ -196,6 +196,14 @@ class ParameterSchema:
             offset += -(-size // _ALIGN) * _ALIGN
         return arrays
 
+    def ordered(self, leaves: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
+        """The leaves in this order, if they are the same ones: a mapping may have been built anew in another."""
+        got = tuple(name for name, _ in leaves)
+        if got == self.names or sorted(got) != sorted(self.names) or len(set(got)) < len(got):
+            return leaves
+        by_name = dict(leaves)
+        return [(name, by_name[name]) for name in self.names]
+
     def check(self, leaves: list[tuple[str, Any]]) -> None:
         """Refuse, by name, parameters that are missing, new or of another shape."""
         got = [name for name, _ in leaves]

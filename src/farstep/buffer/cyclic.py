@@ -172,7 +172,7 @@ class Writer:
 
     def __init__(self, blocks: CyclicBlocks, first: int, count: int) -> None:
         self._blocks, self._columns = blocks, slice(first, first + count)
-        self._generation = blocks.generation[self._columns].copy()
+        self._generation = blocks.generation[self._columns].tobytes()
         self._first = first
         self._runs = self._of(blocks.committed(self._columns))
 
@@ -184,7 +184,8 @@ class Writer:
         self._check_ours()
         for columns, start in self._runs:
             # Never back: a writer that died may have begun to overwrite rows beyond these.
-            np.maximum(blocks.claimed[columns], start + rows, out=blocks.claimed[columns])
+            claimed = blocks.claimed[columns]
+            np.maximum(claimed, start + rows, out=claimed)
         fence()
         return self._runs
 
@@ -202,7 +203,7 @@ class Writer:
             self._runs = [(run, start + rows) for run, start in self._runs]
 
     def _check_ours(self) -> None:
-        if (self._blocks.generation[self._columns] != self._generation).any():
+        if self._blocks.generation[self._columns].tobytes() != self._generation:
             raise ClosedError("these columns belong to another writer now.")
 
     def _complete(self, rows: int) -> bool:
@@ -228,7 +229,7 @@ class Writer:
 
     def leave(self) -> None:
         ours = self._blocks.generation[self._columns]
-        ours += ours == self._generation
+        ours += ours == np.frombuffer(self._generation, np.int64)
 
 
 def spans(place: int, count: int, rows: int) -> Iterator[tuple[slice, slice]]:

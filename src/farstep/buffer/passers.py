@@ -146,7 +146,7 @@ class ZmqPasser:
 
     def __init__(self, endpoint: str | None = None, *, connect_s: float = 30.0) -> None:
         self.connect_s = connect_s
-        self._session = ""
+        self._session, self._ended = "", False
         self._outstanding: list[str] = []
         self._finished: list[str] = []
         self._pinged = 0.0
@@ -169,10 +169,10 @@ class ZmqPasser:
         payload, trigger_id = pack(message), message.get("trigger_id", "")
         deadline = time.monotonic() + self.connect_s
         self._serve(0)
-        while not (self._session and self._hub.send(0, [_MESSAGE, payload])):
+        while not (self._session and self._sent([_MESSAGE, payload])):
             left = deadline - time.monotonic()
             if left <= 0:
-                found = "the receiver is gone" if self._session else "no receiver has connected"
+                found = "the receiver is gone" if self._ended else "no receiver has connected"
                 raise DeliveryError(
                     f"a message of trigger {trigger_id!r} cannot be passed at {self._hub.address}: {found}, none came "
                     f"within {self.connect_s:g} s. Start one there: ZmqReceiver(invitation)."
@@ -229,9 +229,16 @@ class ZmqPasser:
         if now - self._pinged < _PING_S:
             return
         self._pinged = now
-        if not self._hub.send(0, [_PING]):
+        if not self._sent([_PING]):
             self._serve(0)  # what it said before it ended
             self._lose("has ended")
+
+    def _sent(self, frames: list[bytes]) -> bool:
+        """Send to the receiver; if it is gone, the next one counts from its hello on, not from its connection."""
+        if self._hub.send(0, frames):
+            return True
+        self._ended, self._session = bool(self._session) or self._ended, ""
+        return False
 
     def _lose(self, how: str) -> None:
         if self._outstanding:

@@ -10,6 +10,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
@@ -18,7 +19,7 @@ import numpy as np
 
 from farstep.batch import Batch, is_final
 from farstep.buffer.limiter import MinSize, RateLimiter
-from farstep.buffer.rows import as_arrays, check_names, check_rows, observed_after, schema_of
+from farstep.buffer.rows import as_arrays, check_names, check_rows, count_plain, observed_after, schema_of
 from farstep.buffer.samplers import FIFO, EpisodeSelector, FullBatch, Sampler
 from farstep.buffer.selectors import Selector
 from farstep.buffer.store import Store
@@ -39,14 +40,23 @@ class SampleInfo:
     keys: Array
     """Names of the items, for `update_priorities` and `delete`."""
     probabilities: Array
-    weights: Array
-    """Importance weights, at most 1; all 1 unless the sampler is prioritised."""
     times_sampled: Array
     """How often the item was sampled, this time included."""
     versions: Array
     """The policy's version, if rows have one; else -1."""
     size: int
     """Items in the buffer."""
+    beta: float
+    """Exponent of `weights`."""
+
+    @cached_property
+    def weights(self) -> Array:
+        """Importance weights, at most 1; all 1 unless the sampler is prioritised."""
+        if not self.beta:
+            return np.ones(len(self.keys))
+        weights = (self.size * self.probabilities) ** -self.beta
+        weights /= weights.max()
+        return weights
 
 
 class Buffer:
@@ -84,6 +94,7 @@ class Buffer:
         self._structures: dict[str, Structure] = {}
         self._store: Store | None = None
         self._free: list[int] = []
+        self._is_plain = False
         self._closed = False
         self.filled_by: int | None = None
         """The one thread that inserts, where that is known: it must not wait for itself."""
@@ -136,6 +147,14 @@ class Buffer:
         self._free = [] if self._cyclic else list(range(rows - 1, -1, -1))
         self._selector: Selector = self.sampler.selector(self._store.table)
         self._remover: Selector | None = None if self._cyclic else self.remover.selector(self._store.table)
+        # Rows that are all there is to it: one column, in order, no filler among them, no episodes to put together.
+        self._is_plain = (
+            self._cyclic
+            and columns == 1
+            and not tails
+            and "valid" not in schema
+            and not isinstance(self._selector, EpisodeSelector)
+        )
         self._begun: Array = np.full(columns, -1, np.int64)
         """Per column, the key of the row that the episode under way began with; -1 where nobody knows."""
         self._slots: Array = np.full(columns, -1, np.int64)
@@ -187,21 +206,46 @@ class Buffer:
 
         Rows follow each other unless `terminated`, `truncated`, `done` or `episode_start` say otherwise.
         """
+        if (store := self._store) is not None and self._is_plain:
+            count = count_plain(rows, store.kinds)
+            with self._changed:
+                if 0 < count <= store.rows and self.limiter.can_insert(count) and not self._closed:
+                    return self._put_rows(store, rows, count)
+        _check_timeout(timeout_s)
         if isinstance(rows, Batch):
             return self._insert_batch(rows, timeout_s)
         values = self._checked(rows)
         total = len(next(iter(values.values())))
         keys: list[Array] = []
         done = 0
-        deadline = _deadline(timeout_s)
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while done < total:
             with self._changed:
-                self._wait("insert", lambda: self.limiter.room(1) > 0, deadline, f"{done} of {total} rows are inserted")
-                count = min(self.limiter.room(total - done), self._need_store().rows)
+                if not (count := self.limiter.room(total - done)):
+                    left = None if deadline is None else deadline - time.monotonic()
+                    self._wait(
+                        "insert",
+                        self.limiter.can_insert,
+                        left,
+                        lambda: f"{done} of {total} rows are inserted",  # noqa: B023
+                    )
+                    continue
+                count = min(count, self._need_store().rows)
                 part = {name: value[done : done + count, None] for name, value in values.items()}
                 keys.append(self._put(part)[0] if self._cyclic else self._put_anywhere(part))
                 done += count
         return np.concatenate(keys) if keys else np.zeros(0, np.int64)
+
+    def _put_rows(self, store: Store, values: Mapping[str, Array], count: int) -> Array:
+        """As `_put`, for a buffer that holds nothing but rows."""
+        keys, gone = store.append_rows(values, count)
+        self.limiter.insert(count)
+        if gone:
+            self._count("evicted", gone)
+        if self._selector.listens:
+            self._selector.inserted(keys % store.table.cells, keys)
+        self._changed.notify_all()
+        return keys
 
     def _checked(self, rows: Mapping[str, Nested]) -> dict[str, Array]:
         """Rows as arrays of the right kind, or an error and nothing changed."""
@@ -319,14 +363,16 @@ class Buffer:
             )
         columns_of = batch.slots % store.columns
         with self._changed:
-            self._wait("insert", lambda: self.limiter.can_insert(steps * width), _deadline(timeout_s), "none inserted")
+            self._wait("insert", lambda: self.limiter.can_insert(steps * width), timeout_s, lambda: "none inserted")
             keys = np.empty((steps, width), np.int64)
             for a, b in _neighbours(columns_of):
                 first = int(columns_of[a])
                 slots = self._slots[first : first + b - a]
-                follows = batch.continues[a:b] & (slots == batch.slots[a:b])
-                slots[:] = batch.slots[a:b]
                 part = {name: values[name][:, a:b] for name in store.schema}
+                follows = batch.continues[a:b] & (slots == batch.slots[a:b])
+                # The batch before may have gone elsewhere.
+                follows &= store.goes_on(slice(first, first + b - a), {name: v[0] for name, v in part.items()})
+                slots[:] = batch.slots[a:b]
                 found, cells = self._put(part, first, follows)
                 keys[:, a:b] = found.reshape(steps, b - a)
                 if store.tails is not None:
@@ -351,6 +397,7 @@ class Buffer:
         """A batch of `batch_size` items (of `FullBatch`: of all items, as soon as there are so many), and what is known
         of them. Waits while the limiter, or an empty buffer, has nothing to give."""
         count = check_count("batch_size", batch_size)
+        _check_timeout(timeout_s)
         chosen: tuple[Array, Array] | None = None
 
         def ready() -> bool:
@@ -359,7 +406,7 @@ class Buffer:
             return chosen is not None
 
         with self._changed:
-            self._wait("sample", ready, _deadline(timeout_s), f"{count} items for {self.sampler!r} are asked for")
+            self._wait("sample", ready, timeout_s, lambda: f"{count} items for {self.sampler!r} are asked for")
             store = self._need_store()
             assert chosen is not None
             cells, probabilities = chosen
@@ -461,12 +508,8 @@ class Buffer:
         table = store.table
         keys = table.keys.take(cells)
         times = table.count(cells)
-        weights = np.ones(len(cells))
-        if self.sampler.beta:
-            weights = (table.size * probabilities) ** -self.sampler.beta
-            weights /= weights.max()
         versions = store.take("version", cells) if "version" in store.schema else np.full(len(cells), -1)
-        info = SampleInfo(keys, probabilities, weights, times, versions, table.size)
+        info = SampleInfo(keys, probabilities, times, versions, table.size, self.sampler.beta)
         self.limiter.sample(len(cells))
         if self.max_times_sampled:
             self._remove(np.unique(cells[times >= self.max_times_sampled]), "sampled")
@@ -542,19 +585,20 @@ class Buffer:
                 raise
             self._notify()
 
-    def _wait(self, what: str, ready: Callable[[], bool], deadline: float, how_far: str) -> None:
+    def _wait(self, what: str, ready: Callable[[], bool], timeout_s: float | None, how_far: Callable[[], str]) -> None:
         """Until it may be done. The lock is held."""
+        self._check_open()
         if ready():
-            self._check_open()
             return
         began = time.monotonic()
+        deadline = began + (WAIT_S if timeout_s is None else timeout_s)
         while not ready():
             self._check_open()
             if self._halted:
                 raise ClosedError("the workflow that fills this buffer has ended; nothing more comes.")
             if what == "sample" and self.filled_by == threading.get_ident():
                 raise BufferTimeout(
-                    f"{how_far}, and the buffer does not give them ({len(self)} items; {self.limiter}). Who asks is "
+                    f"{how_far()}, and the buffer does not give them ({len(self)} items; {self.limiter}). Who asks is "
                     "also who inserts, so waiting would be for ever: ask for fewer, let the trigger fire later (its "
                     "size), widen the limiter, or sample in a thread of its own (flow.on(..., thread=True))."
                 )
@@ -562,7 +606,7 @@ class Buffer:
             if left <= 0:
                 self.waited_s[what] += time.monotonic() - began
                 raise BufferTimeout(
-                    f"{what} waited {time.monotonic() - began:.1f} s for the buffer; {how_far}, it holds {len(self)} "
+                    f"{what} waited {time.monotonic() - began:.1f} s for the buffer; {how_far()}, it holds {len(self)} "
                     f"items ({self.limiter}). Who {'samples' if what == 'insert' else 'inserts'} must go on, or widen "
                     "the limiter with buffer.limit(...)."
                 )
@@ -662,6 +706,11 @@ def _array_spec(name: object, value: object) -> ArraySpec:
         raise ConfigError(f"spec[{name!r}] is {value!r}; expected (shape, dtype) or an example row: {error}.") from None
 
 
+def _check_timeout(timeout_s: float | None) -> None:
+    if timeout_s is not None and not timeout_s >= 0:
+        raise ConfigError(f"timeout_s is {timeout_s!r}; it must be a number of seconds, at least 0.")
+
+
 def _as_keys(keys: object) -> Array:
     array = np.atleast_1d(np.asarray(keys))
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
@@ -679,9 +728,3 @@ def _neighbours(slots: Array) -> list[tuple[int, int]]:
     """Ranges of entries whose slots follow each other."""
     cuts = [0, *(np.flatnonzero(np.diff(slots) != 1) + 1).tolist(), len(slots)]
     return [(a, b) for a, b in pairwise(cuts) if b > a]
-
-
-def _deadline(timeout_s: float | None) -> float:
-    if timeout_s is not None and not timeout_s >= 0:
-        raise ConfigError(f"timeout_s is {timeout_s!r}; it must be a number of seconds, at least 0.")
-    return time.monotonic() + (WAIT_S if timeout_s is None else timeout_s)

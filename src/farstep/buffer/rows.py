@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -24,6 +25,21 @@ def as_arrays(rows: object) -> dict[str, Array]:
     if len(set(lengths.values())) > 1 or None in lengths.values():
         raise ConfigError(f"insert got arrays of different lengths: {lengths}. Each needs one entry per row.")
     return values
+
+
+def count_plain(rows: object, kinds: Mapping[str, tuple[np.dtype[Any], tuple[int, ...]]]) -> int:
+    """How many rows, if they are arrays of exactly these dtypes and shapes; else -1, and somebody looks closer."""
+    if type(rows) is not dict or len(rows) != len(kinds):
+        return -1
+    count = -1
+    for name, (dtype, shape) in kinds.items():
+        value = rows.get(name)
+        if type(value) is not np.ndarray or value.dtype != dtype or value.shape[1:] != shape or not value.ndim:
+            return -1
+        if count != len(value) and count >= 0:
+            return -1
+        count = len(value)
+    return count
 
 
 def schema_of(values: Mapping[str, Array], leading: int = 1) -> Schema:

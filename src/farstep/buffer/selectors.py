@@ -24,6 +24,8 @@ class Selector(Protocol):
 
     distinct: bool
     """Never the same item twice in one selection."""
+    listens: bool
+    """It must be told of new items."""
 
     def inserted(self, cells: Array, keys: Array) -> None: ...
 
@@ -50,6 +52,7 @@ class Idle:
     """Keeps nothing of what it is told."""
 
     distinct = False
+    listens = True
 
     def inserted(self, cells: Array, keys: Array) -> None:
         pass
@@ -72,6 +75,8 @@ class Idle:
 
 class UniformSelector(Idle):
     """Every item alike."""
+
+    listens = False
 
     def __init__(self, table: Table) -> None:
         self._table = table
@@ -135,18 +140,22 @@ class PrioritySelector(Idle):
     def __init__(self, table: Table, alpha: float) -> None:
         self._table, self._alpha = table, alpha
         self._tree = SumTree(table.cells)
-        self._highest = 1.0
-        """What a new item gets: the highest priority so far, so that each is seen at least once, soon."""
+        self._raise(1.0)
+
+    def _raise(self, highest: float) -> None:
+        """A new item gets the highest priority so far, so that each is seen at least once, soon."""
+        self._highest, self._new = highest, self._weights(np.float64(highest))
 
     def inserted(self, cells: Array, keys: Array) -> None:
-        self._tree.set(cells, self._weights(np.float64(self._highest)))
+        self._tree.set(cells, self._new)
 
     def removed(self, cells: Array) -> None:
         self._tree.set(cells, 0.0)
 
     def updated(self, cells: Array, priorities: Array) -> None:
         if len(cells):
-            self._highest = max(self._highest, float(priorities.max()))
+            if (highest := float(priorities.max())) > self._highest:
+                self._raise(highest)
             self._tree.set(cells, self._weights(priorities))
 
     def _weights(self, priorities: Array | np.float64) -> Array:
@@ -178,7 +187,7 @@ class PrioritySelector(Idle):
 
     def restore(self, state: Mapping[str, Array]) -> None:
         self._tree.set(np.arange(self._table.cells), state["weights"])
-        self._highest = float(state["highest"])
+        self._raise(float(state["highest"]))
 
 
 class HeapSelector(Idle):

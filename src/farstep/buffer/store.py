@@ -57,6 +57,16 @@ class Tails:
         if len(have):
             values[have] = self._pool[name][places[have]]
 
+    def equal(self, cells: Array, values: Mapping[str, Array]) -> Array:
+        """For which cells the observation that is kept is this one; -1 is no cell."""
+        places = np.where(cells >= 0, self._of[cells], -1)
+        same = places >= 0
+        for name, pool in self._pool.items():
+            if same.any():
+                unlike = pool[places[same]] != values[name][same]
+                same[same] = ~unlike.reshape(len(unlike), -1).any(axis=1)
+        return same
+
     def state(self) -> dict[str, Array]:
         """All of it, for a checkpoint."""
         cells = np.flatnonzero(self._of >= 0)
@@ -80,7 +90,11 @@ class Store:
         self.flat_cut: Array = self.cut.reshape(-1)
         self._open: Array = np.zeros(columns, bool)
         """Per column: its newest row waits for the next one."""
+        self._newest: Array = np.full(columns, -1, np.int64)
+        """Per column, the cell of its newest row."""
         self._writers: dict[tuple[int, int], Writer] = {}
+        self.kinds = {name: (np.dtype(spec.dtype), spec.shape) for name, spec in schema.items()}
+        """What a row's arrays are exactly."""
         self._endings = [name for name in ENDINGS if name in schema]
         self.tails = Tails({name: schema[name] for name in tails}, self.table.cells) if tails else None
 
@@ -111,6 +125,32 @@ class Store:
         writer.commit(count)
         return keys, gone
 
+    def append_rows(self, values: Mapping[str, Array], count: int) -> tuple[Array, int]:
+        """As `append`, of rows `[n, ...]` for the only column: what somebody who inserts them singly waits for."""
+        writer = self._writer(0, 1)
+        ((_, start),) = writer.claim(count)
+        keys, gone = np.empty(count, np.int64), 0
+        cut = self.flat_cut
+        for rows, times in spans(start % self.rows, count, self.rows):
+            for name, flat in self.flat.items():
+                flat[rows] = values[name][times]
+            keys[times], evicted = self.table.put_rows(rows)
+            gone += evicted
+            cut[rows] = values[self._endings[0]][times] if self._endings else False
+            for name in self._endings[1:]:
+                cut[rows] |= values[name][times].astype(bool, copy=False)
+        begins = values.get("episode_start")
+        if begins is not None:
+            cut[(start + np.flatnonzero(begins[1:])) % self.rows] = True
+        if count < self.rows and self._open[0] and (begins is None or not begins[0]):
+            cut[(start - 1) % self.rows] = False
+        newest = (start + count - 1) % self.rows
+        self._open[0] = not cut[newest]
+        cut[newest] = True
+        self._newest[0] = newest
+        writer.commit(count)
+        return keys, gone
+
     def _ended(self, rows: slice, columns: slice) -> Array | bool:
         ended: Array | bool = False
         for name in self._endings:
@@ -133,6 +173,7 @@ class Store:
                 self.tails.drop(before * self.columns + columns.start + np.flatnonzero(follows))
         np.logical_not(self.cut[newest, columns], out=self._open[columns])
         self.cut[newest, columns] = True
+        self._newest[columns] = newest * self.columns + np.arange(columns.start, columns.stop)
 
     def ended(self, cells: Array) -> Array | None:
         """Whether an episode ended with each row; None if rows do not say so."""
@@ -141,6 +182,10 @@ class Store:
             flags = self.flat[name].take(cells).astype(bool, copy=False)
             ended = flags if ended is None else ended | flags
         return ended
+
+    def goes_on(self, columns: slice, first: Mapping[str, Array]) -> Array | bool:
+        """Per column, whether these observations are what came after its newest row, as far as that is known."""
+        return True if self.tails is None else self.tails.equal(self._newest[columns], first)
 
     def keep_tails(self, cells: Array, values: Mapping[str, Array]) -> None:
         """What was observed after these rows."""
@@ -190,10 +235,12 @@ class Store:
     def state(self) -> dict[str, Array]:
         """What is not in the rows, for a checkpoint."""
         tails = {} if self.tails is None else self.tails.state()
-        return {"cut": self.cut, "open": self._open, "written": self.blocks.written, **tails}
+        own = {"cut": self.cut, "open": self._open, "newest": self._newest, "written": self.blocks.written}
+        return {**own, **tails}
 
     def restore(self, state: Mapping[str, Array]) -> None:
-        self.cut[:], self._open[:], self.blocks.written[:] = state["cut"], state["open"], state["written"]
+        self.cut[:], self._open[:], self._newest[:] = state["cut"], state["open"], state["newest"]
+        self.blocks.written[:] = state["written"]
         self.blocks.claimed[:] = self.blocks.committed()
         if self.tails is not None:
             self.tails.restore(state)

@@ -49,6 +49,16 @@ class Table:
             self._full = bool((self.used == self.rows).all())
         return keys, gone
 
+    def put_rows(self, rows: slice) -> tuple[Array, int]:
+        """As `put`, for a table of one column."""
+        if self.size == self.cells:
+            keys = self.keys[rows]
+            keys += self.cells
+            self.times[rows] = 0
+            return keys, len(keys)
+        keys, gone = self.put(rows, slice(0, 1))
+        return keys.reshape(-1), gone
+
     def remove(self, cells: Array) -> None:
         """These items, each named once, are gone."""
         self.keys[cells] = ~self.keys[cells]
@@ -56,13 +66,19 @@ class Table:
 
     def count(self, cells: Array) -> Array:
         """These items are sampled, some of them more than once; how often each was by now."""
-        self.times[cells] += 1
-        places = np.arange(len(cells), dtype=np.int32)
-        self._mark[cells] = places
-        again = np.flatnonzero(self._mark.take(cells) != places)  # named once more after
+        times: Array = self.times.take(cells)
+        times += 1
+        self.times[cells] = times
+        steps = np.diff(cells)
+        if (steps < 0).any():  # not in order: see who finds the mark of somebody else
+            places = np.arange(len(cells), dtype=np.int32)
+            self._mark[cells] = places
+            again = np.flatnonzero(self._mark.take(cells) != places)
+        else:
+            again = np.flatnonzero(steps == 0)
         if len(again):
             np.add.at(self.times, cells[again], 1)
-        times: Array = self.times.take(cells)
+            times = self.times.take(cells)
         return times
 
     def state(self) -> dict[str, Array]:

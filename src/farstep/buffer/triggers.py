@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from farstep.buffer.dispatch import AllOf, AnyOf, Dispatcher, Message, Passer, Trigger
 from farstep.buffer.ledger import Actor, Ledger
+from farstep.config import TransferTrigger
 from farstep.errors import ConfigError, unknown_name
 
 __all__ = [
@@ -209,61 +210,6 @@ class TimeTrigger(Trigger):
         if self._last is not None:
             return self._last
         return state.started if self.unit == "seconds" else 0
-
-
-@dataclass(frozen=True)
-class TransferTrigger:
-    """When a worker sends what it has rolled so far, and in which order of stages.
-
-    The end of a chunk always sends the rest; any condition given here, sooner.
-    """
-
-    keys: Sequence[Sequence[str]] | None = None
-    """Stages of a fragment, each some names of arrays; what no stage names travels in the last. None: all at once."""
-    size: int | None = None
-    """Send when this many steps wait."""
-    episode_end: bool = False
-    """Send when an episode ends."""
-    max_bytes: int | None = None
-    """Send when this many bytes wait."""
-    seconds: float | None = None
-    """Send when the oldest step has waited this long."""
-
-    def __post_init__(self) -> None:
-        if self.keys is not None:
-            object.__setattr__(self, "keys", _stages(self, self.keys))
-        if self.size is not None:
-            object.__setattr__(self, "size", _whole(self, "size", self.size, "a number of steps"))
-        if self.max_bytes is not None:
-            object.__setattr__(self, "max_bytes", _whole(self, "max_bytes", self.max_bytes, "a number of bytes"))
-        if self.seconds is not None:
-            _positive(self, "seconds", self.seconds)
-        if not isinstance(self.episode_end, bool):
-            raise ConfigError(f"TransferTrigger.episode_end is {self.episode_end!r}; expected True or False.")
-
-    def stages(self, names: Iterable[str]) -> list[list[str]]:
-        """The arrays of a fragment in the order they travel."""
-        rest = list(names)
-        if self.keys is None:
-            return [rest]
-        for name in (name for stage in self.keys for name in stage):
-            if name not in rest:
-                raise ConfigError(unknown_name("array in a stage of TransferTrigger.keys", name, names))
-            rest.remove(name)
-        stages = [list(stage) for stage in self.keys]
-        stages[-1] += rest
-        return stages
-
-    def due(self, steps: int, nbytes: int, seconds: float, ended: bool) -> bool:
-        """Whether to send before the chunk is rolled: so many steps and bytes wait, the first one for so long, and an
-        episode has `ended` among them."""
-        reached = (
-            self.size is not None and steps >= self.size,
-            self.max_bytes is not None and nbytes >= self.max_bytes,
-            self.seconds is not None and seconds >= self.seconds,
-            self.episode_end and ended,
-        )
-        return steps > 0 and any(reached)
 
 
 def _whole(owner: object, name: str, value: object, meaning: str) -> int:

@@ -27,9 +27,10 @@ from farstep.head.seats import ResetOrder, Seat
 from farstep.head.server import Server
 from farstep.head.stats import Counters
 from farstep.head.tickets import Arrived, FeedPlan, Order
+from farstep.head.turns import Turns
 from farstep.spec import Schema, Structure, differences, space_schema
 from farstep.sync import AAPS, Always
-from farstep.sync.rules import probes_of, rows_of
+from farstep.sync.rules import probes_of, rows_of, threshold_of
 from farstep.wire import messages as m
 from farstep.worker.program import Program
 from farstep.worker.sources import Source
@@ -39,6 +40,8 @@ OnPart = Callable[[Part], None]
 """Told of each complete stage of each worker's chunk, in whichever thread reads: it must neither wait nor raise."""
 T = TypeVar("T")
 log = logging.getLogger("farstep")
+_STARVED_S = 5.0
+"""A stream that drops what arrives and hands out nothing for so long says so."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,7 @@ class Collector:
         by_threshold = Always() if env_config.kl_threshold is None else AAPS(env_config.kl_threshold)
         self._rule, self._weights = env_config.sync or by_threshold, env_config.weights
         self._transfer = env_config.transfer
+        self._turns = Turns(self._transfer.in_turn)
         program = Program(
             Source.of(env_config), self._rule, env_config.inference, env_config.weights, self._transfer, seed=seed
         )
@@ -70,6 +74,7 @@ class Collector:
         self._num_workers = len(self.server.seats)
         self.counters = Counters(self._num_workers)
         self.inference = self._unmeasured = ""
+        self._told_left = False
         self._adopting = threading.Lock()
         """Of several threads with an agent, one after the other."""
         self._agent: Agent | None = None
@@ -82,6 +87,8 @@ class Collector:
         self._rollouts: Rollouts | None = None
         self._followed = np.full(self.server.seats[-1].stop, -1, np.int64)
         """Per slot, the last chunk that was handed to the learner (`Piece.key`)."""
+        self._starved: Request | None = None
+        """The latest stream that was told to be starving."""
 
     def start(self) -> tuple[Space, Space]:
         """Start the workers; the spaces of one environment."""
@@ -150,7 +157,7 @@ class Collector:
         except Exception as error:
             store.check(agent)  # if its parameters are to blame, say so
             if isinstance(error, AgentError):
-                raise
+                raise AgentError(f"{error} Version {self.version()} stays in force.") from error
             raise AgentError(
                 f"{comparing_method(agent)}() of {type(agent).__name__} raised {type(error).__name__}: {error}; "
                 f"version {self.version()} stays in force."
@@ -188,7 +195,7 @@ class Collector:
         with self.server.locked():
             self._store, self._agent_id, self._answers = store, self._agent_id + 1, {}
             self.counters.divergence.clear()
-            self._unmeasured = ""
+            self._unmeasured, self._told_left = "", False
             self.server.tell(m.Ship(self._agent_id), [payload])
             self.server.tell(store.message(), fds=[store.memory.fd])
             self._announce()
@@ -219,6 +226,7 @@ class Collector:
         first = answers[0]
         for worker, answer in enumerate(answers):
             found = differences(first.schema, answer.schema) + differences(first.state, answer.state)
+            found += differences(first.description, answer.description)
             if found:
                 raise HandshakeError(
                     f"the agent returns other arrays on worker {worker} than on worker 0: {'; '.join(found)}."
@@ -230,6 +238,7 @@ class Collector:
         self._rollouts.adopt(structures, state)
         if probes_of(self._rule):
             comparison = Comparison(Policy(agent), self._rollouts.structures["obs"], structures["action"], state)
+            comparison.expected = first.description
             self._prober = Prober(comparison, self.server.seats, rows_of(self._rule))
         self._note_inference(first.inference)
 
@@ -242,6 +251,23 @@ class Collector:
         if note != self._unmeasured:
             log.warning("%s; that counts as too far, so workers pull every such version, as without kl_threshold", note)
         self._unmeasured = note
+
+    def _note_left(self, left: float) -> None:
+        """A worker has just pulled, and this is how far it is from the learner still."""
+        threshold = threshold_of(self._rule)
+        if self._told_left or self._unmeasured or threshold is None or left <= threshold:
+            return
+        self._told_left = True
+        causes = ["weights.half rounds"] if self._weights.half else []
+        causes += ["weights.only leaves out"] if self._weights.only is not None else []
+        log.warning(
+            "the divergence is still %.3g > %g right after a pull, so workers pull every version, as without "
+            "kl_threshold: %s what distribution() or log_prob() uses. Let that travel as it is, or choose a threshold "
+            "above what is left",
+            left,
+            threshold,
+            " and ".join(causes) or "get_parameters() leaves out",
+        )
 
     def _announce(self) -> None:
         """Workers without shared memory hear of a version by message."""
@@ -356,6 +382,7 @@ class Collector:
         with self.server.locked():
             if self.server.tickets.is_open and (request is None or request is self._request):
                 self.server.cancel()
+                self._turns.clear()
                 self._request = Request()
 
     def _next_batch(self, request: Request) -> Batch:
@@ -368,13 +395,30 @@ class Collector:
     def _assembled(self, request: Request) -> Batch:
         server, rollouts = self.server, self._rollouts
         assert rollouts is not None
+        began, dropped = time.monotonic(), server.tickets.dropped["stale"]
+
+        def look() -> list[Arrived] | None:
+            if (batch := server.tickets.take(self.version())) is None:
+                self._note_starving(request, time.monotonic() - began, server.tickets.dropped["stale"] - dropped)
+            return batch
+
         with server.locked():  # until it is copied: a ticket given meanwhile could write into its lanes
-            arrived = self._wait(request, lambda: server.tickets.take(self.version()))
+            arrived = self._wait(request, look)
             continues = np.concatenate([self._follow(a, request.steps) for a in arrived])
             assemble = rollouts.batch if request.num_chunks is None else rollouts.copied
             batch = assemble(arrived, request.steps, continues)
             self.counters.batch(batch, arrived, self.version())
         return batch
+
+    def _note_starving(self, request: Request, waited_s: float, dropped: int) -> None:
+        if dropped and waited_s >= _STARVED_S and request is not self._starved:
+            self._starved = request
+            log.warning(
+                "a stream has handed out nothing for %.0f s; chunks that it dropped as too old meanwhile: %d. Versions "
+                "are published faster than chunks are rolled: raise max_staleness or publish less often",
+                waited_s,
+                dropped,
+            )
 
     def _wait(self, request: Request, look: Callable[[], T | None]) -> T:
         """What `look` finds, as soon as it does; meanwhile tickets are given."""
@@ -418,6 +462,9 @@ class Collector:
                 self._take(seat, message, received)
             case m.Part():
                 self._take_part(seat, message, received)
+            case m.Asking():
+                self._turns.ask(seat.worker, seat.incarnation, message.order)
+                self._serve_turns()
             case m.AgentReady() if message.agent == self._agent_id:
                 agent_structures(message, self._action_schema)  # refused here, where we know who said it
                 self._answers[seat.worker] = message
@@ -436,8 +483,15 @@ class Collector:
         else:
             self.server.fail(error)  # a replaced worker cannot use the agent that all others use
 
+    def _serve_turns(self) -> None:
+        """Let workers send, as many at a time as may."""
+        for worker, order in self._turns.next([seat.incarnation for seat in self.server.seats]):
+            self.server.send(self.server.seats[worker], m.Go(order))
+
     def _take(self, seat: Seat, chunk: m.Chunk, received: Received) -> None:
         tickets, request = self.server.tickets, self._request
+        if self._turns.done(seat.worker):
+            self._serve_turns()
         self.counters.reported(seat.worker, chunk)
         if chunk.inference:
             self._note_inference(chunk.inference)
@@ -446,6 +500,8 @@ class Collector:
         order = tickets.order(chunk.ticket)
         if order is None or order.worker != seat.worker:
             return  # cancelled, or its worker was given up: counted then
+        if chunk.syncs and chunk.divergence is not None:
+            self._note_left(chunk.divergence)
         assert self._rollouts is not None
         began = time.monotonic()
         piece = self._rollouts.take(seat, order, request.steps, chunk, received, self.version())

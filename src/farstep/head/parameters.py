@@ -91,18 +91,23 @@ class ParameterStore:
         array = as_stored(name, leaf)
         if array.dtype != source:
             raise AgentError(
-                f"parameter {name!r} changed its dtype from {np.dtype(source)} to {array.dtype}; version "
-                f"{self.version} stays in force. Convert it back, or make another agent of it."
+                f"parameter {name!r} changed its dtype from {np.dtype(source)} to {array.dtype}; "
+                f"{self._stays}. Convert it back, or make another agent of it."
             )
         if has_nan(leaf, array):
             raise AgentError(
-                f"parameter {name!r} has a NaN; version {self.version} stays in force. "
+                f"parameter {name!r} has a NaN; {self._stays}. "
                 "Workers would act on it: lower the learning rate, or clip gradients."
             )
         return array
 
+    @property
+    def _stays(self) -> str:
+        """What follows of a refusal."""
+        return "it was not published" if self.version < 0 else f"version {self.version} stays in force"
+
     def _leaves(self, agent: Agent) -> list[tuple[str, Any]]:
-        return travelling(leaves_of(given_parameters(agent)), self._config)
+        return self.schema.ordered(travelling(leaves_of(given_parameters(agent)), self._config))
 
     def payload(self) -> Buffer:
         """The current version's bytes, for a worker that shares no memory."""
@@ -137,7 +142,7 @@ class ParameterStore:
                 if view.dtype != array.dtype and not np.array_equal(np.isinf(view), np.isinf(array)):
                     raise AgentError(
                         f"parameter {name!r} has values beyond {np.finfo(view.dtype).max:,.0f}, which do not fit half "
-                        f"precision; version {self.version} stays in force. Leave weights.half out."
+                        f"precision; {self._stays}. Leave weights.half out."
                     )
             self._word[start // 8] = self.version + 1
         finally:

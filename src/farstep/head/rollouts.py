@@ -10,7 +10,7 @@ import numpy as np
 
 from farstep.batch import EPISODE_KEYS, RESERVED, Batch, FinalObs, Part, is_final
 from farstep.buffer.blocks import Layout
-from farstep.config import ALL_AT_ONCE, TransferConfig, check_memory
+from farstep.config import ALL_AT_ONCE, TransferTrigger, check_memory
 from farstep.core import Array, Buffer, Nested, Received
 from farstep.errors import WireError
 from farstep.head.arrivals import Arrival, records_of
@@ -70,7 +70,7 @@ class Rollouts:
         obs: Structure,
         obs_schema: Schema,
         remote: bool = False,
-        transfer: TransferConfig = ALL_AT_ONCE,
+        transfer: TransferTrigger = ALL_AT_ONCE,
     ) -> None:
         self._seats = seats
         self._remote, self._transfer = remote, transfer

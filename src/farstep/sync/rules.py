@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-import numbers
+import reprlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from farstep.config import check_rule, is_number
 from farstep.core import SyncRule, SyncState
 from farstep.errors import ConfigError
 
@@ -27,6 +29,9 @@ class Rule:
 
     def __or__(self, other: SyncRule) -> AnyOf:
         return AnyOf((self, other))
+
+    def __ror__(self, other: SyncRule) -> AnyOf:
+        return AnyOf((other, self))
 
 
 @dataclass(frozen=True)
@@ -57,7 +62,7 @@ class EverySeconds(Rule):
     seconds: float
 
     def __post_init__(self) -> None:
-        _check(self, "seconds", self.seconds, _is_real(self.seconds) and self.seconds >= 0, "a number of at least 0")
+        _check(self, "seconds", self.seconds, is_number(self.seconds) and self.seconds >= 0, "a number of at least 0")
 
     def should_pull(self, state: SyncState) -> bool:
         return state.held < 0 or (state.newest > state.held and state.seconds >= self.seconds)
@@ -83,7 +88,8 @@ class AAPS(Rule):
 
     The running divergence is an average over the latest `window` probes since the last pull, each weighing `decay`
     times as much as the next one; `window=1` looks at the newest alone. `delta=0` is `Always`; with `delta=inf` a
-    worker pulls only once. A probe is about `rows` observations of the worker's latest chunks.
+    worker pulls only once; neither measures anything. A probe is about `rows` observations of the worker's latest
+    chunks.
     """
 
     delta: float
@@ -92,16 +98,16 @@ class AAPS(Rule):
     rows: int = 64
 
     def __post_init__(self) -> None:
-        _check(self, "delta", self.delta, _is_real(self.delta) and self.delta >= 0, "a number of at least 0 (in nats)")
+        _check(self, "delta", self.delta, is_number(self.delta) and self.delta >= 0, "a number of at least 0 (in nats)")
         fits = isinstance(self.window, int) and 1 <= self.window <= 1000
         _check(self, "window", self.window, fits, "a number of probes, an int from 1 to 1000")
         fits = isinstance(self.rows, int) and 1 <= self.rows <= 65536
         _check(self, "rows", self.rows, fits, "a number of observations, an int from 1 to 65536")
-        _check(self, "decay", self.decay, _is_real(self.decay) and 0 < self.decay <= 1, "a number in (0, 1]")
+        _check(self, "decay", self.decay, is_number(self.decay) and 0 < self.decay <= 1, "a number in (0, 1]")
 
     @property
     def probes(self) -> int:  # type: ignore[override]
-        return self.window if self.delta > 0 else 0
+        return self.window if 0 < self.delta < math.inf else 0
 
     def should_pull(self, state: SyncState) -> bool:
         if state.held < 0 or self.delta == 0:
@@ -124,9 +130,10 @@ class AnyOf(Rule):
     rules: tuple[SyncRule, ...]
 
     def __post_init__(self) -> None:
+        if not isinstance(self.rules, Sequence) or not self.rules:
+            raise ConfigError(f"AnyOf.rules is {self.rules!r}; expected some rules, e.g. (AAPS(0.05), MaxLag(10)).")
         for rule in self.rules:
-            if not isinstance(rule, SyncRule):
-                raise ConfigError(f"{rule!r} is no sync rule; combine rules such as AAPS(0.05) | MaxLag(10).")
+            check_rule("one of several sync rules", rule)
 
     @property
     def probes(self) -> int:  # type: ignore[override]
@@ -153,6 +160,13 @@ def rows_of(rule: SyncRule) -> int:
     return int(getattr(rule, "rows", Rule.rows))
 
 
+def threshold_of(rule: SyncRule) -> float | None:
+    """The divergence above which a rule of ours pulls, if it does for that; infinite if it takes anything for close."""
+    if isinstance(rule, AnyOf):
+        return min((found for part in rule.rules if (found := threshold_of(part)) is not None), default=None)
+    return rule.delta if isinstance(rule, AAPS) and rule.delta > 0 else None
+
+
 def divergence_of(rule: SyncRule, state: SyncState) -> float | None:
     """The running divergence by a rule; by one that has none of its own, that of the newest probe."""
     if isinstance(rule, Rule):
@@ -160,10 +174,11 @@ def divergence_of(rule: SyncRule, state: SyncState) -> float | None:
     return state.divergences[0] if probes_of(rule) and state.divergences else None
 
 
-def _is_real(value: object) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool) and not math.isnan(value)
+def name_of(rule: SyncRule) -> str:
+    """What to call a rule when something is wrong with it."""
+    return " | ".join(map(name_of, rule.rules)) if isinstance(rule, AnyOf) else type(rule).__name__
 
 
 def _check(rule: Rule, name: str, value: object, fits: bool, meaning: str) -> None:
     if not fits or isinstance(value, bool):
-        raise ConfigError(f"{type(rule).__name__}.{name} is {value!r}; expected {meaning}.")
+        raise ConfigError(f"{type(rule).__name__}.{name} is {reprlib.repr(value)}; expected {meaning}.")

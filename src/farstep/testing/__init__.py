@@ -1,5 +1,6 @@
 """What tests of farstep, and of what is built on it, need: environments with known behaviour, fakes, checks."""
 
+from farstep.testing.buffer import check_buffer
 from farstep.testing.clock import FakeClock
 from farstep.testing.envs import CountingEnv, FaultyEnv, SpacesEnv, TableAgent
 from farstep.testing.launcher import check_launcher
@@ -14,6 +15,7 @@ __all__ = [
     "FaultyEnv",
     "SpacesEnv",
     "TableAgent",
+    "check_buffer",
     "check_launcher",
     "check_sync_rule",
     "check_transport",

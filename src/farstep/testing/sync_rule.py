@@ -3,29 +3,46 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import cloudpickle
+import numpy as np
 
+from farstep.config import check_rule
 from farstep.core import SyncRule, SyncState
-from farstep.sync.rules import divergence_of, probes_of, rows_of
+from farstep.errors import ConfigError
+from farstep.sync.rules import divergence_of, probes_of
 
 
-def check_sync_rule(make: Callable[[], SyncRule]) -> None:
-    """What every rule must keep; raises an AssertionError that says what it does not."""
-    rule = make()
-    assert isinstance(rule, SyncRule), f"{rule!r} has no should_pull(state)."
-    assert probes_of(rule) >= 0 and rows_of(rule) >= 1, f"{rule!r} looks at {probes_of(rule)} probes."
-    copy = cloudpickle.loads(cloudpickle.dumps(rule))  # as it reaches workers
+def check_sync_rule(rule: SyncRule | Callable[[], SyncRule]) -> None:
+    """What every rule, given as it is or by what makes one, must keep; raises an AssertionError that says what it does
+    not."""
+    makes_one = callable(rule) and (isinstance(rule, type) or not isinstance(rule, SyncRule))
+    made: SyncRule = rule() if makes_one else rule  # type: ignore[assignment, operator]
+    try:
+        check_rule("the rule", made)
+    except ConfigError as error:
+        raise AssertionError(str(error)) from error
+    try:
+        copy = cloudpickle.loads(cloudpickle.dumps(made))  # as it reaches workers
+    except Exception as error:
+        raise AssertionError(f"{made!r} cannot be sent to workers: {type(error).__name__}: {error}.") from error
+    for state in _states(probes_of(made)):
+        for one in (made, copy):
+            try:
+                answer, running = one.should_pull(state), divergence_of(one, state)
+            except Exception as error:
+                raise AssertionError(f"{made!r} raised {type(error).__name__}: {error}, for {state}.") from error
+            assert isinstance(answer, (bool, np.bool_)), f"{made!r} answers {answer!r} to {state}, not True or False."
+            assert running is None or running >= 0, f"{made!r} takes the divergence of {state} for {running}."
+
+
+def _states(probes: int) -> Iterator[SyncState]:
+    """What a worker may ask about: first without weights, then whenever there is a newer version."""
     for newest in (0, 1, 7, 10**9):
-        first = SyncState(-1, newest)
-        assert rule.should_pull(first) is True, f"{rule!r} begins without weights: {first}."
+        yield SyncState(-1, newest)
     for held in (0, 1, 5):
-        for newest in range(held, held + 12):
+        for newest in range(held + 1, held + 12):
             for divergences in ((), (0.0,), (math.inf, 0.0), tuple(0.1 * k for k in range(100))):
                 for seconds in (0.0, 1e9):
-                    state = SyncState(held, newest, seconds, divergences)
-                    answers = [one.should_pull(state) for one in (rule, rule, copy)]
-                    assert answers in ([True] * 3, [False] * 3), f"{rule!r} answers {answers} to the same {state}."
-                    running = divergence_of(rule, state)
-                    assert running is None or running >= 0, f"{rule!r} takes the divergence of {state} for {running}."
+                    yield SyncState(held, newest, seconds, divergences[:probes])

@@ -56,6 +56,8 @@ class AgentReady(msgspec.Struct, tag="agent-ready"):
     state: Schema = {}
     state_structure: bytes = b""
     inference: str = ""
+    description: Schema = {}
+    """What `distribution` or `log_prob` says of an observation, where the sync rule measures divergences."""
 
 
 class Chunk(msgspec.Struct, tag="chunk"):
@@ -95,7 +97,7 @@ class Part(msgspec.Struct, tag="part"):
     ticket: int
     order: int
     stage: int
-    """The stage (see `TransferConfig`) that is complete with this; -1: some rows only, while the chunk is rolled."""
+    """The stage (see `TransferTrigger`) that is complete with this; -1: some rows only, while the chunk is rolled."""
     first: int
     keys: list[str]
 
@@ -126,6 +128,12 @@ class Failure(msgspec.Struct, tag="failure"):
     """The call that raised; the worker is as before."""
     agent: int | None = None
     """The agent that could not be used; the worker waits for another."""
+
+
+class Asking(msgspec.Struct, tag="asking"):
+    """A chunk is rolled; may its last stage be sent now, or do others come first?"""
+
+    order: int
 
 
 class WeightRequest(msgspec.Struct, tag="weight-request"):
@@ -224,6 +232,12 @@ class Weights(msgspec.Struct, tag="weights"):
     """The version that they are to be added to; -1: they are whole."""
 
 
+class Go(msgspec.Struct, tag="go"):
+    """The worker's turn to send a chunk for which it asked (`Asking`)."""
+
+    order: int
+
+
 class Taken(msgspec.Struct, tag="taken"):
     """Rows of the chunk with that order have arrived: more of them may follow."""
 
@@ -251,8 +265,10 @@ class Stop(msgspec.Struct, tag="stop"):
     """Close the environments and end."""
 
 
-FromWorker = Hello | Ready | AgentReady | Part | Chunk | Reply | Failure | WeightRequest | Progress
-FromHead = Welcome | Refuse | Ship | Parameters | Lay | Ticket | Cancel | Taken | Newest | Weights | Probe | Call | Stop
+FromWorker = Hello | Ready | AgentReady | Part | Chunk | Reply | Failure | Asking | WeightRequest | Progress
+FromHead = (
+    Welcome | Refuse | Ship | Parameters | Lay | Ticket | Cancel | Taken | Go | Newest | Weights | Probe | Call | Stop
+)
 
 _encoder = msgspec.msgpack.Encoder()
 _from_worker: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import math
 import os
 import pickle
 import socket
@@ -21,9 +22,9 @@ from gymnasium.vector import AutoresetMode
 
 from farstep.agents.divergence import Comparison
 from farstep.core import Buffer, Link, Received, SyncState
-from farstep.errors import WireError
-from farstep.spec import space_schema
-from farstep.sync.rules import divergence_of, probes_of, rows_of
+from farstep.errors import ConfigError, WireError
+from farstep.spec import Schema, space_schema
+from farstep.sync.rules import divergence_of, name_of, probes_of, rows_of, threshold_of
 from farstep.wire import messages as m
 from farstep.wire.codec import pack
 from farstep.wire.versions import versions
@@ -146,6 +147,8 @@ class Worker:
                 self._hear(message, received.frames[1:])
             case m.Weights():
                 log.debug("weights of version %d come too late", message.version)
+            case m.Go():
+                pass  # for a chunk that was given up meanwhile
             case m.Taken():
                 pass  # of a chunk that is done
             case m.Lay():
@@ -223,13 +226,15 @@ class Worker:
         self._host.prepare(self._theirs)
         self._words[PHASE] = Phase.ACT
         schema, state_schema, state = actor.probe(self._host.current, self._action_schema)
+        description: Schema = {}
         if window := probes_of(self._program.sync):
             comparison = Comparison(actor.policy, self._obs, actor.structure["action"], state or None)
-            comparison.check(actor.example)
+            description = comparison.check(actor.example)
             self._probing = Probing(comparison, window, rows_of(self._program.sync))
         self._actor, self._agent_id = actor, message.agent
+        note = actor.policy.note
         self._send(
-            m.AgentReady(message.agent, schema, pack(actor.structure), state_schema, pack(state), actor.policy.note)
+            m.AgentReady(message.agent, schema, pack(actor.structure), state_schema, pack(state), note, description)
         )
         if self._owns_process:
             gc.collect()
@@ -272,6 +277,23 @@ class Worker:
             self._put_off(message, received)
             if isinstance(message, m.Stop):
                 raise NotWanted
+
+    def _wait_for_turn(self, ticket: m.Ticket) -> None:
+        """Others send first; the head says when they are done, takes the ticket back, or is gone."""
+        self._send(m.Asking(self._order))
+        while self._words[CANCEL] < ticket.seq:
+            received = self._link.receive(None)
+            if received is None:
+                continue
+            message = m.decode_from_head(received.frames)
+            if isinstance(message, m.Go):
+                if message.order == self._order:
+                    return
+                continue
+            self._put_off(message, received)
+            if isinstance(message, m.Stop):
+                break
+        raise NotWanted
 
     def _put_off(self, message: m.FromHead, received: Received) -> None:
         """While a ticket is being done, only what takes it back is heard; the rest comes afterwards, in order."""
@@ -317,6 +339,11 @@ class Worker:
         (chunk.syncs, chunk.synced_bytes, chunk.weights_s), self._synced = self._synced, (0, 0, 0.0)
         if self._actor is not None:
             chunk.inference = self._actor.take_note()
+        if chunk.keys and ticket.steps > 1 and self._program.transfer.in_turn is not None:
+            try:
+                self._wait_for_turn(ticket)
+            except NotWanted:
+                return
         self._send(chunk, *arrays)
 
     def _sync(self, ticket: m.Ticket) -> None:
@@ -327,10 +354,16 @@ class Worker:
         divergences = probing.divergences if probing is not None else ()
         state = SyncState(actor.version, weights.newest(), time.monotonic() - self._pulled_at, divergences)
         self._words[PHASE] = Phase.LOAD  # a rule that raises once would raise again: the run is over
-        self._divergence = divergence_of(rule, state)
-        # Weights that are kept count as the newest version that they were compared with.
-        self._passed = max(actor.version, probing.compared if probing is not None else -1)
-        if not (state.newest > state.held and rule.should_pull(state)) and self._passed >= ticket.min_version:
+        try:
+            self._divergence = divergence_of(rule, state)
+            wanted = state.newest > state.held and bool(rule.should_pull(state))
+        except Exception as error:
+            raise ConfigError(
+                f"the sync rule {name_of(rule)} raised {type(error).__name__}: {error}, for {state}. Nobody knows now "
+                "when workers pull weights: let should_pull(state) answer for every state (farstep.core.SyncState)."
+            ) from error
+        self._passed = self._kept_for(state)
+        if not wanted and self._passed >= ticket.min_version:
             return
         began = time.monotonic()
         self._words[PHASE] = Phase.LOAD
@@ -338,11 +371,18 @@ class Worker:
         version, nbytes = weights.load(actor.loader)
         actor.loaded(version)
         self._pulled_at, self._passed = time.monotonic(), actor.version
-        if probing is not None:
-            probing.pulled()
-            self._divergence = 0.0
         syncs, total, seconds = self._synced
-        self._synced = syncs + 1, total + nbytes, seconds + time.monotonic() - began
+        self._synced = syncs + 1, total + nbytes, seconds + self._pulled_at - began
+        if probing is not None:
+            self._words[PHASE] = Phase.ACT
+            self._words[COUNT] += 1
+            self._divergence = probing.pulled(version)
+
+    def _kept_for(self, state: SyncState) -> int:
+        """Weights that are kept count as the newest version that they were compared with, or need not be."""
+        if self._probing is not None:
+            return max(state.held, self._probing.compared)
+        return state.newest if state.held >= 0 and threshold_of(self._program.sync) == math.inf else state.held
 
     def _recover(self, i: int | None) -> None:
         assert self._host is not None

@@ -28,8 +28,10 @@ class Probing:
         self._divergences: deque[float] = deque(maxlen=window)
         self._known: tuple[tuple[int, tuple[int, ...]], dict[str, Array]] | None = None
         """What the weights in use said last, and of what: published in a row, versions are probed on the same rows."""
+        self._latest: tuple[int, Sequence[Pick], dict[str, Array]] | None = None
+        """Version, rows and answers of the latest probe that could be compared."""
         self._heard = -1
-        self._noted = ""
+        self._note = self._noted = ""
         self.compared = -1
         """The newest version that the weights in use could be compared with."""
 
@@ -42,9 +44,17 @@ class Probing:
         """A chunk is complete: keep the rows that a probe may ask about."""
         self._picks.add(picked(self._comparison, order, version, rows, steps, self._rows))
 
-    def pulled(self) -> None:
-        """New weights are in use: what was said of the old ones is void."""
+    def pulled(self, version: int) -> float:
+        """New weights are in use: what was said of the old ones is void.
+
+        Returns how far they are still from the learner's, by the probe that they were pulled for (else 0): what travels
+        may be rounded, or not be all that the policy uses.
+        """
         self._divergences.clear()
+        if self._latest is None or self._latest[0] != version:
+            return 0.0
+        _, picks, learner = self._latest
+        return max(0.0, self._comparison.compare(self._described(version, picks), learner))
 
     def hear(self, probe: Probe, frames: Sequence[Buffer], held: int) -> None:
         """Compare with what the head's policy says; a late or repeated probe says nothing new."""
@@ -57,16 +67,18 @@ class Probing:
             return
         local = self._described(held, picks)
         learner = _like(local, probe.keys, frames)
+        self._latest = (probe.version, picks, learner)
         if self._comparison.estimates and any(own := [pick.version == held for pick in picks]):
             mine = np.repeat(own, [pick.rows for pick in picks])  # whose actions are of the weights in use
             local, learner = ({name: array[mine] for name, array in side.items()} for side in (local, learner))
         self._divergences[0] = self._comparison.compare(local, learner)
+        self._note = self._comparison.note
         if self._divergences[0] < math.inf:
             self.compared = probe.version
 
     def take_note(self) -> str:
         """Why a comparison came to no number, if that was not told yet; else ""."""
-        note, noted, self._noted = self._comparison.note, self._noted, self._comparison.note or self._noted
+        note, noted, self._noted = self._note, self._noted, self._note or self._noted
         return note if note != noted else ""
 
     def _described(self, held: int, picks: Sequence[Pick]) -> dict[str, Array]:

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 import cloudpickle
 
-from farstep.config import ALL_AT_ONCE, ALL_WEIGHTS, TransferConfig, WeightsConfig
+from farstep.config import ALL_AT_ONCE, ALL_WEIGHTS, TransferTrigger, WeightsConfig
 from farstep.core import SyncRule
 from farstep.errors import ConfigError
+from farstep.sync.rules import name_of
 from farstep.worker.sources import Source
 
 
@@ -21,7 +22,7 @@ class Program:
     sync: SyncRule
     inference: str = "auto"
     weights: WeightsConfig = ALL_WEIGHTS
-    transfer: TransferConfig = ALL_AT_ONCE
+    transfer: TransferTrigger = ALL_AT_ONCE
     autoreset_mode: str = ""
     """Set for `make_vec`, whose workers follow Gymnasium's semantics and do not act."""
     seed: int = 0
@@ -33,8 +34,20 @@ class Program:
         try:
             return bytes(cloudpickle.dumps(self))
         except Exception as error:
+            self._check_parts()
             raise ConfigError(
                 "the environment's factory, arguments or wrappers cannot be sent to workers: "
                 f"{type(error).__name__}: {error}. Give a dotted path ('package.module:function'), or build what "
                 "cannot travel inside the factory."
             ) from error
+
+    def _check_parts(self) -> None:
+        """Refuse, by name, what is not the environment's and cannot be sent."""
+        for what, part in ((f"sync rule {name_of(self.sync)}", self.sync), ("predicate weights.only", self.weights)):
+            try:
+                cloudpickle.dumps(part)
+            except Exception as error:
+                raise ConfigError(
+                    f"the {what} cannot be sent to workers: {type(error).__name__}: {error}. Keep locks, open files, "
+                    "environments and the like out of it."
+                ) from error

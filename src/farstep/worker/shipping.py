@@ -2,34 +2,42 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
 from farstep.batch import ENDS, is_final
-from farstep.config import ALL_AT_ONCE, TransferConfig
+from farstep.config import ALL_AT_ONCE, TransferTrigger
 from farstep.core import Array
 from farstep.wire import messages as m
 from farstep.worker.rows import Rows
 
 
 class Shipping:
-    """Sends parts of a chunk ahead of it, as a `TransferConfig` says.
+    """Sends parts of a chunk ahead of it, as a `TransferTrigger` says.
 
     ZeroMQ does not tell how much of what it was given still waits to be sent. So rows of a chunk that is being rolled
     go only when the head has answered for those before: at most one such part is ahead of the first stage, and what a
     slow connection does not take stays here, for the next part.
     """
 
-    def __init__(self, transfer: TransferConfig, send: Callable[..., None], look: Callable[[], None]) -> None:
+    def __init__(self, transfer: TransferTrigger, send: Callable[..., None], look: Callable[[], None]) -> None:
         self._transfer, self._send, self._look = transfer, send, look
         self._under_way, self._order = False, -1
 
     def begin(self, ticket: m.Ticket, order: int, rows: Rows) -> int:
         """A chunk begins; returns the row before which `ship` wants to be called, -1 for never."""
         self._ticket, self._order, self._rows = ticket, order, rows
-        self._first, self._under_way = 0, False
+        self._first, self._under_way, self._since = 0, False, time.monotonic()
         self._now = self._transfer if ticket.steps > 1 else ALL_AT_ONCE  # a single step has nothing to gain
-        return self._now.size or -1
+        self._row_bytes = sum(block[:1].nbytes for name, block in rows.row.items() if not is_final(name))
+        return self._next(0) if self._now.sends_early else -1
+
+    def _next(self, t: int) -> int:
+        """When to look again after row `t`: where only a number of rows counts, not before they can be there."""
+        now = self._now
+        other = now.episode_end or now.max_bytes is not None or now.seconds is not None
+        return t + (1 if other or now.size is None else now.size)
 
     def heard(self, taken: m.Taken) -> None:
         """The head has what was sent."""
@@ -37,13 +45,18 @@ class Shipping:
             self._under_way = False
 
     def ship(self, t: int) -> int:
-        """Rows before `t` are written: send those that were not sent; returns when to be called next."""
+        """Rows before `t` are written: send those that were not sent, if it is time; returns when to be called next."""
+        waiting = slice(self._first, t)
+        ended = self._now.episode_end and any(self._rows.row[k][waiting].any() for k in ("terminated", "truncated"))
+        rows = t - self._first
+        if not self._now.due(rows, rows * self._row_bytes, time.monotonic() - self._since, ended):
+            return t + 1
         self._look()
         if not self._under_way:
-            rows = {name: block[self._first : t] for name, block in self._rows.row.items() if not is_final(name)}
-            self._part(-1, rows)
-            self._first, self._under_way = t, True
-        return t + (self._now.size or 0)
+            arrays = {name: block[waiting] for name, block in self._rows.row.items() if not is_final(name)}
+            self._part(-1, arrays)
+            self._first, self._under_way, self._since = t, True, time.monotonic()
+        return self._next(t)
 
     def finish(self, chunk: m.Chunk, ends: bytes) -> list[Any]:
         """The chunk is rolled: send all stages but the last one; the frames of that go with the chunk itself."""

@@ -1,0 +1,44 @@
+"""farstep's buffer, in its defaults; ``next-row``: without next_obs, which NStep(1) reads from the row that follows."""
+
+from typing import Any
+
+import _setup  # noqa: F401
+
+# isort: split
+from replay import ALPHA, BETA, KEYS, Array, Rows, Store, Task, parse_arguments, run
+
+import farstep
+from farstep.buffer import NStep, Prioritized, Uniform
+
+
+class FarstepBuffer(Store):
+    def __init__(self, task: Task, rows_per_insert: int) -> None:
+        sampler = Prioritized(alpha=ALPHA, beta=BETA) if task.prioritised else Uniform()
+        self.buffer = farstep.Buffer(task.capacity, NStep(1, by=sampler) if task.mode == "next-row" else sampler)
+
+    def insert(self, rows: Rows) -> None:
+        self.buffer.insert(rows)
+
+    def sample(self, batch_size: int) -> Any:
+        return self.buffer.sample(batch_size)
+
+    def update(self, batch: Any, priorities: Array) -> None:
+        self.buffer.update_priorities(batch[1].keys, priorities)
+
+    def arrays(self, batch: Any) -> Rows:
+        return {key: batch[0][key] for key in KEYS}
+
+
+class NextRowBuffer(FarstepBuffer):
+    next_obs = "read from the next row"
+
+    def native(self, rows: Rows) -> Rows:
+        return {key: values for key, values in rows.items() if key != "next_obs"}
+
+
+if __name__ == "__main__":
+    task = parse_arguments(modes=("plain", "next-row"))
+    if task.mode == "plain":
+        run("farstep", task, FarstepBuffer, packages=("farstep",))
+    else:
+        run("farstep-next-row", task, NextRowBuffer, packages=("farstep",))

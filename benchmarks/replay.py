@@ -1,0 +1,386 @@
+"""What every contender of the buffer benchmark shares: the rows, the clock and the report.
+
+A contender wraps one buffer as a ``Store`` and hands over how to make it:
+
+    task = parse_arguments()
+    run("numpy", task, PlainArrays, packages=("numpy",))
+
+This file runs in the virtual environments of all peers, so it needs only NumPy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from itertools import cycle
+from statistics import median
+from typing import Any, ClassVar, Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+from versions import versions_of
+
+Array: TypeAlias = npt.NDArray[Any]
+Rows: TypeAlias = dict[str, Array]
+
+KEYS = ("obs", "action", "reward", "next_obs", "terminated")
+INSERTS = (1, 16, 512)
+"""Rows handed over at a time: one environment's step, a few environments', a chunk of a rollout."""
+
+FILL_ROWS = 1000
+"""Rows handed over at a time while the buffer is filled; divides every capacity."""
+
+POOL_ROWS = 4000
+"""Different images: enough to be in no cache, and a fifth of the memory that as many as the capacity would take."""
+
+ALPHA, BETA = 0.6, 0.4
+"""Exponents of the priorities and of the importance weights (Schaul et al., 2016)."""
+
+PRIORITY_BATCHES = 64
+"""Different batches of priorities, made before the clock starts."""
+
+WARM_UP_BATCHES = 200
+"""Batches that get new priorities first, so that the priorities differ."""
+
+MALLOPT = {-3: 32 * 2**20, -1: 2**30}
+"""M_MMAP_THRESHOLD and M_TRIM_THRESHOLD of glibc: arrays of up to 32 MiB come out of memory that was freed before."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observations:
+    """A kind of observation, and how much of it is kept and sampled."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    capacity: int
+    batches: tuple[int, ...]
+
+
+OBSERVATIONS = {
+    "vector": Observations(shape=(8,), dtype="float32", capacity=1_000_000, batches=(256, 1024)),
+    "image": Observations(shape=(84, 84, 4), dtype="uint8", capacity=20_000, batches=(256,)),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What is to be measured, as read from the command line."""
+
+    observations: str
+    sampler: Literal["uniform", "prioritised"]
+    seconds: float
+    """Measured time of each number."""
+    shrink: int = 1
+    """The capacity is divided by it; more than 1 only to try the benchmark out."""
+    mode: str | None = None
+    """Which of its set-ups the contender is to use; None where it has one."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return OBSERVATIONS[self.observations].shape
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return np.dtype(OBSERVATIONS[self.observations].dtype)
+
+    @property
+    def capacity(self) -> int:
+        return OBSERVATIONS[self.observations].capacity // self.shrink
+
+    @property
+    def batches(self) -> tuple[int, ...]:
+        return OBSERVATIONS[self.observations].batches
+
+    @property
+    def prioritised(self) -> bool:
+        return self.sampler == "prioritised"
+
+
+class Store:
+    """A buffer, as its contender wraps it. What comes and goes has the form that is native to the buffer."""
+
+    next_obs: ClassVar[str] = "stored"
+    """How the buffer keeps the following observation."""
+    fixed_inserts: ClassVar[bool] = False
+    """True where the rows of one insert are fixed at construction: then each number of rows gets a buffer."""
+
+    def __init__(self, task: Task, rows_per_insert: int) -> None:
+        raise NotImplementedError
+
+    def native(self, rows: Rows) -> Any:
+        """``rows`` as a user of this buffer would have them; not timed."""
+        return rows
+
+    def insert(self, rows: Any) -> None:
+        raise NotImplementedError
+
+    def sample(self, batch_size: int) -> Any:
+        """A batch with all of KEYS; prioritised, also with weights and what ``update`` needs."""
+        raise NotImplementedError
+
+    def update(self, batch: Any, priorities: Array) -> None:
+        """New priorities for the rows of ``batch``."""
+        raise NotImplementedError
+
+    def arrays(self, batch: Any) -> Rows:
+        """The batch as NumPy arrays; not timed."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """End what the buffer started."""
+
+
+class Source:
+    """The rows that are inserted. A row's reward is its number, by which it is known again in a batch."""
+
+    def __init__(self, task: Task) -> None:
+        rng = np.random.default_rng(1)
+        self.size = task.capacity if task.observations == "vector" else min(POOL_ROWS, task.capacity)
+        shape = (self.size + 1, *task.shape)
+        self.frames = rng.random(shape, np.float32) if task.observations == "vector" else images(rng, shape)
+        self.action = rng.integers(0, 4, self.size)
+        self.terminated = rng.random(self.size) < 0.005
+
+    def rows(self, start: int, count: int) -> Rows:
+        """``count`` rows from number ``start``; images repeat after POOL_ROWS."""
+        first = start % self.size
+        assert first + count <= self.size, "a block of rows would cross the end of the pool"
+        return {
+            "obs": self.frames[first : first + count],
+            "action": self.action[first : first + count],
+            "reward": np.arange(start, start + count, dtype=np.float32),
+            "next_obs": self.frames[first + 1 : first + 1 + count],
+            "terminated": self.terminated[first : first + count],
+        }
+
+    def check(self, batch: Rows, *, next_obs: bool) -> None:
+        """Raise where ``batch`` is not made of the rows that were inserted."""
+        rows = row_numbers(batch) % self.size
+        expected = {"obs": self.frames[rows], "action": self.action[rows], "terminated": self.terminated[rows]}
+        if next_obs:
+            expected["next_obs"] = self.frames[rows + 1]
+        for key, values in expected.items():
+            found = batch[key].reshape(values.shape)
+            if not np.array_equal(found, values):
+                raise AssertionError(f"the batch's {key} are not those of the rows that it says it is made of")
+
+
+def images(rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
+    """A still background with a patch that moves: like a game's frames, and as compressible."""
+    frames = np.zeros(shape, np.uint8)
+    frames[:] = rng.integers(0, 255, (*shape[1:2], 1, 1), np.uint8)
+    for frame, (top, left) in zip(frames, rng.integers(0, 76, (len(frames), 2)), strict=True):
+        frame[top : top + 8, left : left + 8] = rng.integers(0, 255, (8, 8, frame.shape[-1]), np.uint8)
+    return frames
+
+
+def row_numbers(batch: Rows) -> Array:
+    return batch["reward"].reshape(-1).astype(np.int64)
+
+
+def parse_arguments(*, modes: tuple[str, ...] = ()) -> Task:
+    """The task of the command line; ``modes`` are the set-ups that the contender knows, the default first."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--observations", choices=tuple(OBSERVATIONS), default="vector")
+    parser.add_argument("--sampler", choices=("uniform", "prioritised"), default="uniform")
+    parser.add_argument("--seconds", type=float, default=1.0)
+    parser.add_argument("--shrink", type=int, default=1)
+    if modes:
+        parser.add_argument("--mode", choices=modes, default=modes[0])
+    return Task(**vars(parser.parse_args()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speed:
+    """Calls of one kind."""
+
+    rows_per_second: float
+    """Rows over the time of all calls: what a call puts off for later ones to do counts."""
+    median_us: float
+    """Of a call."""
+    calls: int
+
+    @classmethod
+    def of(cls, rows: int, times_s: list[float]) -> Speed:
+        return cls(
+            rows_per_second=round(rows * len(times_s) / sum(times_s), 1),
+            median_us=round(median(times_s) * 1e6, 2),
+            calls=len(times_s),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgainstNumpy:
+    """Batches of the buffer, and plain arrays indexed by the same rows, in turn and in one process."""
+
+    batch_size: int
+    repeats: int
+    sample_us: float
+    fancy_us: float
+    take_us: float
+    times_fancy: float
+    """How many times as long a batch takes as ``array[rows]`` of all keys; of medians."""
+    times_take: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """The one line that a contender prints."""
+
+    contender: str
+    observations: str
+    sampler: str
+    capacity: int
+    speeds: dict[str, Speed]
+    """By what was done and with how many rows, such as ``insert 16``."""
+    against_numpy: AgainstNumpy | None
+    next_obs: str
+    notes: str = ""
+    versions: dict[str, str] = field(default_factory=dict)
+
+
+def run(
+    contender: str,
+    task: Task,
+    make: Callable[[Task, int], Store],
+    *,
+    notes: str = "",
+    packages: tuple[str, ...] = (),
+) -> None:
+    """Fill a buffer, measure sampling, then inserting, and print the report as one line of JSON."""
+    keep_freed_memory()
+    source = Source(task)
+    store = make(task, FILL_ROWS)
+    for start in range(0, task.capacity, FILL_ROWS):
+        store.insert(store.native(source.rows(start, FILL_ROWS)))
+    source.check(store.arrays(store.sample(256)), next_obs=store.next_obs == Store.next_obs)
+    if task.prioritised:
+        spread_priorities(store, max(task.batches))
+    speeds: dict[str, Speed] = {}
+    for batch_size in task.batches:
+        speeds |= measure_sampling(store, task, batch_size)
+    compared = task.prioritised and task.observations == "vector"
+    against = compare_with_numpy(store, source, task, max(task.batches)) if compared else None
+    for count in INSERTS:
+        if store.fixed_inserts:
+            store.close()
+            store = make(task, count)
+        speeds[f"insert {count}"] = measure_inserting(store, source, task, count)
+    store.close()
+    line = Report(
+        contender=contender,
+        observations=task.observations,
+        sampler=task.sampler,
+        capacity=task.capacity,
+        speeds=speeds,
+        against_numpy=against,
+        next_obs=store.next_obs,
+        notes=notes,
+        versions=versions_of("numpy", *packages),
+    )
+    sys.stdout.write(json.dumps(asdict(line)) + "\n")
+    sys.stdout.flush()
+
+
+def keep_freed_memory() -> None:
+    """Have the allocator keep what is freed, where it is glibc's.
+
+    Otherwise what happened to be freed before decides whether the pages of every batch of images are given back
+    and come anew, which takes several times as long as copying the rows, and differs from one contender to the next.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        for parameter, value in MALLOPT.items():
+            mallopt(parameter, value)
+
+
+def new_priorities(batch_size: int) -> Iterator[Array]:
+    rng = np.random.default_rng(2)
+    return cycle([rng.uniform(0.05, 1.0, batch_size).astype(np.float32) for _ in range(PRIORITY_BATCHES)])
+
+
+def spread_priorities(store: Store, batch_size: int) -> None:
+    priorities = new_priorities(batch_size)
+    for _ in range(WARM_UP_BATCHES):
+        store.update(store.sample(batch_size), next(priorities))
+
+
+def measure_sampling(store: Store, task: Task, batch_size: int) -> dict[str, Speed]:
+    """Batches, and after each, where there are priorities, new ones for its rows: as a learner does it."""
+    clock = time.perf_counter
+    priorities = new_priorities(batch_size)
+    sampling, updating = [], []
+    store.sample(batch_size)
+    ends = clock() + task.seconds * (2 if task.prioritised else 1)
+    while clock() < ends:
+        began = clock()
+        batch = store.sample(batch_size)
+        sampling.append(clock() - began)
+        if task.prioritised:
+            fresh = next(priorities)
+            began = clock()
+            store.update(batch, fresh)
+            updating.append(clock() - began)
+    found = {f"sample {batch_size}": Speed.of(batch_size, sampling)}
+    return found | ({f"update {batch_size}": Speed.of(batch_size, updating)} if updating else {})
+
+
+def measure_inserting(store: Store, source: Source, task: Task, count: int) -> Speed:
+    """Inserts of ``count`` rows into a buffer that is full, where each takes the place of the oldest."""
+    clock = time.perf_counter
+    last = min(POOL_ROWS, source.size) - count + 1
+    blocks = cycle([store.native(source.rows(start, count)) for start in range(0, last, count)])
+    store.insert(next(blocks))
+    times = []
+    ends = clock() + task.seconds
+    while clock() < ends:
+        rows = next(blocks)
+        began = clock()
+        store.insert(rows)
+        times.append(clock() - began)
+    return Speed.of(count, times)
+
+
+def compare_with_numpy(store: Store, source: Source, task: Task, batch_size: int) -> AgainstNumpy:
+    """Time batches and plain indexing of the same rows, alternately.
+
+    The plain arrays are memory of their own and every batch has fresh rows, so neither side finds its rows in a cache.
+    """
+    clock = time.perf_counter
+    plain = {key: np.array(values) for key, values in source.rows(0, task.capacity).items()}
+    priorities = new_priorities(batch_size)
+    sampling: list[float] = []
+    fancy: list[float] = []
+    take: list[float] = []
+    ends = clock() + 3 * task.seconds
+    while clock() < ends or len(sampling) < 20:
+        began = clock()
+        batch = store.sample(batch_size)
+        sampling.append(clock() - began)
+        rows = row_numbers(store.arrays(batch))
+        # One of the two per batch: the second would find the rows in the cache.
+        if len(sampling) % 2:
+            began = clock()
+            taken = {key: values[rows] for key, values in plain.items()}
+            fancy.append(clock() - began)
+        else:
+            began = clock()
+            taken = {key: np.take(values, rows, axis=0) for key, values in plain.items()}
+            take.append(clock() - began)
+        assert len(taken["obs"]) == batch_size
+        store.update(batch, next(priorities))
+    sample_us, fancy_us, take_us = (median(times) * 1e6 for times in (sampling, fancy, take))
+    return AgainstNumpy(
+        batch_size=batch_size,
+        repeats=len(sampling),
+        sample_us=round(sample_us, 2),
+        fancy_us=round(fancy_us, 2),
+        take_us=round(take_us, 2),
+        times_fancy=round(sample_us / fancy_us, 3),
+        times_take=round(sample_us / take_us, 3),
+    )

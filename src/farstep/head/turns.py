@@ -1,0 +1,39 @@
+"""Whose turn it is to send a chunk, without I/O: on a slow connection some chunks early beat all of them late."""
+
+from __future__ import annotations
+
+from collections import deque
+
+
+class Turns:
+    """Workers ask, `limit` at a time are told to go (None: all of them), the others wait in order."""
+
+    def __init__(self, limit: int | None) -> None:
+        self._limit = limit
+        self._waiting: deque[tuple[int, int, int]] = deque()
+        self._sending: dict[int, int] = {}
+        """Worker to incarnation."""
+
+    def ask(self, worker: int, incarnation: int, order: int) -> None:
+        self._sending.pop(worker, None)  # what it was sending was lost
+        self._waiting.append((worker, incarnation, order))
+
+    def done(self, worker: int) -> bool:
+        """A worker's chunk is here; whether that makes room."""
+        return self._sending.pop(worker, None) is not None
+
+    def next(self, incarnations: list[int]) -> list[tuple[int, int]]:
+        """Workers, and orders of their chunks, that go now; those of earlier incarnations are forgotten."""
+        self._sending = {w: incarnation for w, incarnation in self._sending.items() if incarnations[w] == incarnation}
+        going = []
+        while self._waiting and (self._limit is None or len(self._sending) < self._limit):
+            worker, incarnation, order = self._waiting.popleft()
+            if incarnations[worker] == incarnation:
+                self._sending[worker] = incarnation
+                going.append((worker, order))
+        return going
+
+    def clear(self) -> None:
+        """Nothing is wanted any more."""
+        self._waiting.clear()
+        self._sending.clear()

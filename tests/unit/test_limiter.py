@@ -1,0 +1,310 @@
+"""The rate limiter: Reverb's vectors, its presets, what is refused, and what always holds."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from farstep import Buffer, ConfigError
+from farstep.buffer import FIFO, FullBatch, MinSize, Queue, RateLimiter, SampleToInsertRatio, Stack, Uniform
+
+inf = math.inf
+
+
+# ---- Reverb's vectors ----
+
+
+def test_sampling_waits_for_rows_and_inserting_for_samples() -> None:
+    limiter = RateLimiter(1.5, 2, -1, 3)
+    assert not limiter.can_sample(1)
+    limiter.insert(1)
+    assert not limiter.can_sample(1)
+    limiter.insert(1)
+    assert limiter.can_sample(1)
+    limiter.sample(1)
+    assert not limiter.can_insert(1)
+    assert limiter.can_sample(1)
+    limiter.sample(1)
+    assert limiter.can_insert(1)
+
+
+def test_several_at_once() -> None:
+    limiter = RateLimiter(1.5, 2, 0, 5)
+    assert [limiter.can_insert(n) for n in (1, 2, 3, 4)] == [True, True, True, False]
+    limiter.insert(3)
+    assert not limiter.can_insert(1)
+    limiter.sample(2)
+    assert limiter.can_insert(1)
+    assert not limiter.can_insert(2)
+
+
+def test_deletions_change_the_size_and_not_the_difference() -> None:
+    with pytest.warns(UserWarning, match="after the first 2 rows nothing is inserted"):
+        limiter = RateLimiter(5, 2, 0, 5)
+    limiter.insert(1)
+    limiter.insert(1)
+    assert not limiter.can_insert(1)
+    limiter.sample(1)
+    assert not limiter.can_insert(1)
+    limiter.delete(1)
+    assert (limiter.diff, limiter.size) == (9, 1)
+    assert limiter.can_insert(1)
+    assert not limiter.can_sample(1)
+    limiter.insert(1)
+    assert limiter.can_sample(1)
+
+
+# ---- presets ----
+
+
+@pytest.mark.parametrize(
+    ("limiter", "options"),
+    [
+        (MinSize(7), (1, 7, -inf, inf)),
+        (SampleToInsertRatio(4, 10, 8), (4, 10, 32, 48)),
+        (SampleToInsertRatio(0.5, 100, 5.0), (0.5, 100, 45, 55)),
+        (SampleToInsertRatio(2, 10, (-3, 30)), (2, 10, -3, 30)),
+        (Queue(9), (1, 1, 0, 9)),
+        (Stack(9), (1, 1, 0, 9)),
+    ],
+    ids=str,
+)
+def test_presets(limiter: RateLimiter, options: tuple[float, int, float, float]) -> None:
+    got = (limiter.samples_per_insert, limiter.min_size, limiter.min_diff, limiter.max_diff)
+    assert got == options
+    assert (limiter.inserts, limiter.samples, limiter.deletes, limiter.size, limiter.diff) == (0, 0, 0, 0, 0)
+
+
+def test_min_size_never_stops_who_inserts() -> None:
+    limiter = MinSize(3)
+    assert limiter.can_insert(10**12)
+    limiter.insert(2)
+    assert not limiter.can_sample(1)
+    limiter.insert(1)
+    assert limiter.can_sample(10**12)
+
+
+def test_a_queue_takes_as_many_rows_as_it_has_places() -> None:
+    limiter = Queue(3)
+    assert limiter.can_insert(3) and not limiter.can_insert(4) and not limiter.can_sample(1)
+    limiter.insert(3)
+    assert not limiter.can_insert(1) and limiter.can_sample(3) and not limiter.can_sample(4)
+    limiter.sample(3)
+    limiter.delete(3)
+    assert limiter.can_insert(3) and not limiter.can_sample(1)
+
+
+# ---- refusals ----
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: RateLimiter(0, 1, 0, 5), "samples_per_insert is 0"),
+        (lambda: RateLimiter(-1, 1, 0, 5), "samples_per_insert is -1"),
+        (lambda: RateLimiter(inf, 1, 0, 5), "samples_per_insert is inf"),
+        (lambda: RateLimiter(math.nan, 1, 0, 5), "samples_per_insert is nan"),
+        (lambda: RateLimiter("1", 1, 0, 5), "samples_per_insert is '1'"),
+        (lambda: RateLimiter(True, 1, 0, 5), "samples_per_insert is True"),
+        (lambda: RateLimiter(1, 0, 0, 5), "min_size is 0"),
+        (lambda: RateLimiter(1, 1.5, 0, 5), "min_size is 1.5"),
+        (lambda: RateLimiter(1, 1, math.nan, 5), "min_diff is nan"),
+        (lambda: RateLimiter(1, 1, 0, None), "max_diff is None"),
+        (lambda: RateLimiter(2, 3, 7, 50), "min_diff=7 is more than"),
+        (lambda: RateLimiter(1, 1, inf, inf), "min_diff=inf is more than"),
+        (lambda: RateLimiter(1, 2, 2, 2), "both would wait for ever"),
+        (lambda: RateLimiter(1, 1, 0.5, 1), "both would wait for ever"),
+        # One sample is taken, one row cannot follow: 1.5, 0.5, and both 2 and -0.5 are out of bounds.
+        (lambda: RateLimiter(1.5, 1, 0, 1.9), "at a difference of 0.5 .* both would wait for ever"),
+        (lambda: RateLimiter(0.3, 4, 0, 1), "both would wait for ever"),
+        (lambda: SampleToInsertRatio(1, 10, 0.9), "leaves 1.8 samples between the bounds; .* at least 2 are needed"),
+        (lambda: SampleToInsertRatio(8, 10, (70, 85)), "at least 16 are needed"),
+        (lambda: SampleToInsertRatio(1, 10, (11, 20)), "min_diff=11 is more than"),
+        (lambda: SampleToInsertRatio(1, 10, (1, 2, 3)), "error_buffer is"),
+        (lambda: SampleToInsertRatio(1, 10, ("a", 3)), "error_buffer is"),
+        (lambda: SampleToInsertRatio(1, 10, None), "error_buffer is None"),
+        (lambda: SampleToInsertRatio(None, 10, 5), "samples_per_insert is None"),
+        (lambda: SampleToInsertRatio(0, 10, 5), "samples_per_insert is 0"),
+        (lambda: SampleToInsertRatio(1, 0, 5), "min_size is 0"),
+        (lambda: Queue(0), "size is 0"),
+        (lambda: MinSize(-1), "min_size is -1"),
+    ],
+)
+def test_refusals(make: Callable[[], RateLimiter], said: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(ConfigError, match=said):
+            make()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Queue(1),
+        lambda: RateLimiter(1.5, 1, 0, 2),  # 1.5, 0.5, 2, 1, 0, 1.5, ...: narrow, and it works
+        lambda: RateLimiter(np.float32(0.5), np.int64(4), np.float64(0), np.int32(2)),
+        lambda: RateLimiter(1, 1, -inf, inf),
+        lambda: SampleToInsertRatio(256, 1000, 0.1 * 256 * 1000),
+    ],
+)
+def test_what_works_is_accepted_without_a_warning(make: Callable[[], RateLimiter]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        make()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Buffer(10, Uniform(), limiter=MinSize(11)),
+        lambda: Buffer(100, Uniform(), limiter=MinSize(11), spec={"a": ((2,), "f4")}, max_bytes=80),
+        lambda: Buffer(10, Uniform(), limiter=SampleToInsertRatio(1, 20, 5)),
+    ],
+)
+def test_a_size_that_is_never_reached_is_refused(make: Callable[[], Buffer]) -> None:
+    with pytest.raises(ConfigError, match="min_size="):
+        make()
+
+
+def test_batches_that_can_never_be_sampled_are_refused() -> None:
+    with Buffer(10, FIFO(), limiter=Queue(4)) as buffer, pytest.raises(ConfigError, match="can never be sampled"):
+        buffer.sample(5)
+    with Buffer(10, FullBatch()) as buffer, pytest.raises(ConfigError, match="can never be sampled"):
+        buffer.sample(11)
+
+
+# ---- while running ----
+
+
+def rows(n: int) -> dict[str, np.ndarray]:
+    return {"a": np.arange(n, dtype=np.float32)}
+
+
+def test_a_limit_that_changes_wakes_who_waits() -> None:
+    with Buffer(100, FIFO(), limiter=Queue(4)) as buffer, ThreadPoolExecutor() as pool:
+        buffer.insert(rows(4))
+        inserting = pool.submit(buffer.insert, rows(50), timeout_s=30)
+        buffer.limit(max_diff=inf)
+        assert len(inserting.result(30)) == 50
+        assert len(buffer) == 54
+
+
+def test_a_smaller_min_size_wakes_who_samples() -> None:
+    with Buffer(100, Uniform(), limiter=MinSize(90)) as buffer, ThreadPoolExecutor() as pool:
+        buffer.insert(rows(4))
+        sampling = pool.submit(buffer.sample, 3, timeout_s=30)
+        buffer.limit(min_size=4)
+        assert len(sampling.result(30)[0]["a"]) == 3
+
+
+def test_rows_go_in_while_others_come_out() -> None:
+    """A queue of 4 places: 200 rows pass, all of them once and in order."""
+    with Buffer(8, FIFO(), limiter=Queue(4)) as buffer, ThreadPoolExecutor() as pool:
+        inserting = pool.submit(buffer.insert, rows(200), timeout_s=30)
+        taken = [x for _ in range(100) for x in buffer.sample(2, timeout_s=30)[0]["a"].tolist()]
+        assert taken == list(range(200))
+        assert len(inserting.result(30)) == 200
+        assert len(buffer) == 0
+        assert buffer.waited_s["insert"] + buffer.waited_s["sample"] > 0
+
+
+def test_a_limit_that_would_deadlock_changes_nothing() -> None:
+    with Buffer(100, Uniform(), limiter=Queue(4)) as buffer:
+        for changes in ({"max_diff": 0.5}, {"min_diff": 3.0, "max_diff": 50.0}, {"min_size": 101}, {"no_such": 1}):
+            with pytest.raises(ConfigError), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                buffer.limit(**changes)
+            limiter = buffer.limiter
+            assert (limiter.samples_per_insert, limiter.min_size, limiter.min_diff, limiter.max_diff) == (1, 1, 0, 4)
+
+
+# ---- what always holds ----
+
+RATIOS = st.sampled_from([0.1, 0.25, 0.3, 0.5, 1.0, 1.5, 2.0, 3.0, 7.0])
+
+
+@st.composite
+def limiters(draw: st.DrawFn) -> RateLimiter:
+    low = draw(st.integers(-10, 10))
+    high = low + draw(st.integers(0, 20)) / 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return RateLimiter(draw(RATIOS), draw(st.integers(1, 8)), low, high)
+        except ConfigError:
+            assume(False)
+            raise
+
+
+@settings(max_examples=120, deadline=None, derandomize=True)
+@given(limiters(), st.lists(st.tuples(st.booleans(), st.integers(1, 5)), max_size=60))
+def test_the_difference_stays_within_its_bounds(limiter: RateLimiter, wishes: list[tuple[bool, int]]) -> None:
+    spi = limiter.samples_per_insert
+    for is_insert, n in wishes:
+        before = limiter.diff
+        if is_insert and limiter.can_insert(n):
+            assert all(limiter.can_insert(k) for k in range(1, n))
+            limiter.insert(n)
+            assert limiter.diff <= max(limiter.max_diff, spi * limiter.min_size) + 1e-9
+        elif not is_insert and limiter.can_sample(n):
+            assert limiter.size >= limiter.min_size
+            assert n <= limiter.most_samples() + 1e-9
+            limiter.sample(n)
+            assert limiter.diff >= limiter.min_diff
+        else:
+            assert limiter.diff == before
+        room = limiter.room(7)
+        assert room == max((k for k in range(8) if k == 0 or limiter.can_insert(k)), default=0)
+
+
+@settings(max_examples=120, deadline=None, derandomize=True)
+@given(RATIOS, st.integers(1, 6), st.integers(-6, 6), st.integers(0, 16), st.randoms(use_true_random=False))
+def test_what_is_accepted_never_stands_still(spi: float, first: int, low: int, halves: int, rnd) -> None:
+    """One by one, somebody can always go on; and what is refused for that reason does stand still."""
+    high = low + halves / 2
+    assume(low <= spi * first)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            limiter = RateLimiter(spi, first, low, high)
+        except ConfigError:
+            limiter = None
+    if limiter is not None:
+        for _ in range(150):
+            able = [
+                do for do, can in ((limiter.insert, limiter.can_insert), (limiter.sample, limiter.can_sample)) if can(1)
+            ]
+            assert able, limiter
+            rnd.choice(able)(1)
+        return
+    exact, inserts, samples, seen = Fraction(str(spi)), first, 0, set()
+    while (diff := inserts * exact - samples) not in seen:
+        seen.add(diff)
+        if diff - 1 >= low:
+            samples += 1
+        elif diff + exact <= high:
+            inserts += 1
+        else:
+            return
+    # In exact arithmetic it would go on; a bound is met exactly and floats decide otherwise, as the limiter would.
+    assert any(abs(diff - bound) < Fraction(1, 10**9) for diff in seen for bound in (low + 1, high - exact))
+
+
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(st.lists(st.tuples(st.sampled_from(["insert", "sample", "delete"]), st.integers(0, 9)), max_size=50))
+def test_counters_are_exact(calls: list[tuple[str, int]]) -> None:
+    limiter = MinSize(1)
+    for name, n in calls:
+        getattr(limiter, name)(n)
+    totals = {kind: sum(n for name, n in calls if name == kind) for kind in ("insert", "sample", "delete")}
+    assert (limiter.inserts, limiter.samples, limiter.deletes) == tuple(totals.values())
+    assert limiter.size == totals["insert"] - totals["delete"]
+    assert limiter.diff == totals["insert"] - totals["sample"]

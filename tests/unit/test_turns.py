@@ -1,0 +1,59 @@
+"""Turns: in order, never more than may, and nobody waits for the dead."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from farstep.head.turns import Turns
+
+
+def test_two_at_a_time_in_order_of_asking():
+    turns = Turns(2)
+    for worker in (3, 1, 0, 2):
+        turns.ask(worker, 0, 10 + worker)
+    assert turns.next([0] * 4) == [(3, 13), (1, 11)]
+    assert turns.next([0] * 4) == []
+    assert turns.done(1) and not turns.done(0)
+    assert turns.next([0] * 4) == [(0, 10)]
+
+
+def test_without_a_limit_all_go_at_once():
+    turns = Turns(None)
+    for worker in range(3):
+        turns.ask(worker, 0, worker)
+    assert len(turns.next([0] * 3)) == 3
+
+
+def test_the_turn_of_a_worker_that_died_passes_on():
+    turns = Turns(1)
+    turns.ask(0, 0, 1)
+    turns.ask(1, 0, 1)
+    assert turns.next([0, 0]) == [(0, 1)]
+    turns.ask(0, 1, 1)  # its replacement
+    assert turns.next([1, 0]) == [(1, 1)]
+    assert turns.done(1) and turns.next([1, 0]) == [(0, 1)]
+    turns.ask(1, 0, 2)
+    assert turns.done(0) and turns.next([1, 1]) == []  # it died while it waited
+
+
+@given(st.integers(1, 3), st.lists(st.tuples(st.sampled_from(["ask", "done", "die"]), st.integers(0, 3)), max_size=60))
+def test_never_more_than_may_and_everybody_in_the_end(limit: int, events: list[tuple[str, int]]):
+    turns, incarnations, asked, sending = Turns(limit), [0] * 4, set[int](), set[int]()
+    for what, worker in events:
+        if what == "ask" and worker not in asked | sending:
+            turns.ask(worker, incarnations[worker], 0)
+            asked.add(worker)
+        elif what == "done" and worker in sending:
+            assert turns.done(worker)
+            sending.remove(worker)
+        elif what == "die":
+            incarnations[worker] += 1
+            asked.discard(worker)
+            sending.discard(worker)
+        for going, _ in turns.next(incarnations):
+            assert going in asked
+            asked.remove(going)
+            sending.add(going)
+        assert len(sending) <= limit
+        assert not asked or len(sending) == limit
