@@ -333,6 +333,23 @@ def test_a_consumer_that_samples_is_not_called_before_it_can() -> None:
     assert buffer.limiter.min_diff <= buffer.limiter.diff <= buffer.limiter.max_diff
 
 
+def test_a_buffer_whose_remover_is_not_the_oldest_first() -> None:
+    buffer = farstep.Buffer(32, Uniform(), remover=MaxHeap(), seed=1)
+    with cluster(envs=2, config=inprocess(2), env_kwargs=ENDLESS) as env, buffer:
+        flow = farstep.Workflow(env, TableAgent(), buffer, steps=4)
+        seen: list[int] = []
+
+        def learn(message: Any) -> None:
+            batch, info = buffer.sample(8)
+            np.testing.assert_array_equal(batch["next_obs"][:, 1], batch["obs"][:, 1] + 1)
+            assert buffer.update_priorities(info.keys, batch["reward"]) == len(info.keys)
+            seen.append(info.size)
+
+        flow.on(DataKeyTrigger(n=2, size=8, consume=False, min_new=8), learn)
+        flow.run(total_steps=96)
+        assert seen[-1] == len(buffer) == 32
+
+
 # ---- ends ----
 
 
