@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from farstep.config import TransferTrigger as TransferTrigger
     from farstep.config import WeightsConfig as WeightsConfig
     from farstep.errors import AgentError as AgentError
+    from farstep.errors import BufferTimeout as BufferTimeout
     from farstep.errors import ClosedError as ClosedError
     from farstep.errors import ConfigError as ConfigError
     from farstep.errors import FarstepError as FarstepError
@@ -55,6 +56,7 @@ _HOMES = {
     "WeightsConfig": "config",
     "Workflow": "workflow",
     "AgentError": "errors",
+    "BufferTimeout": "errors",
     "ClosedError": "errors",
     "ConfigError": "errors",
     "FarstepError": "errors",

@@ -1,7 +1,8 @@
 """Where rows live between workers and learner: blocks, samplers, limiters, triggers."""
 
+from farstep.buffer.choosing import SampleInfo
 from farstep.buffer.limiter import MinSize, Queue, RateLimiter, SampleToInsertRatio, Stack
-from farstep.buffer.replay import Buffer, SampleInfo
+from farstep.buffer.replay import Buffer
 from farstep.buffer.samplers import (
     DPER,
     FIFO,

@@ -11,11 +11,13 @@ from __future__ import annotations
 import math
 import numbers
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from farstep.config import check_count
-from farstep.errors import ConfigError
+from farstep.errors import ConfigError, unknown_name
 
+_OPTIONS = ("samples_per_insert", "min_size", "min_diff", "max_diff")
 _STEPS = 4096  # as far as a narrow band is followed
 
 
@@ -63,6 +65,30 @@ class RateLimiter:
                 f"first {first} rows nothing is inserted until {spi * first - self.max_diff:g} samples were taken.",
                 stacklevel=4,
             )
+
+    def check_reachable(self, capacity: int) -> None:
+        """Refuse a buffer with less room than `min_size`."""
+        if self.min_size > capacity:
+            raise ConfigError(
+                f"min_size={self.min_size} of the limiter is more than the {capacity} rows "
+                "there is room for, so nothing could ever be sampled. Raise capacity or lower min_size."
+            )
+
+    def change(self, changes: Mapping[str, float], capacity: int) -> None:
+        """Set options, for a buffer of this capacity: all of them, or none and an error."""
+        for name in changes:
+            if name not in _OPTIONS:
+                raise ConfigError(unknown_name("option of a limiter", name, _OPTIONS))
+        before = {name: getattr(self, name) for name in _OPTIONS}
+        for name, value in changes.items():
+            setattr(self, name, value)
+        try:
+            self.check()
+            self.check_reachable(capacity)
+        except BaseException:  # also of a warning that is an error
+            for name, value in before.items():
+                setattr(self, name, value)
+            raise
 
     def _standstill(self) -> float | None:
         """A difference at which, one by one, nothing can be inserted nor sampled, if it must come to that."""

@@ -1,4 +1,5 @@
-"""What comes into a buffer, checked before anything changes: rows by name, or a batch of rollouts."""
+"""What comes into a buffer, checked before anything changes: rows by name, a batch of rollouts, keys, priorities; and
+rows as they go out."""
 
 from __future__ import annotations
 
@@ -7,10 +8,24 @@ from typing import Any
 
 import numpy as np
 
-from farstep.batch import Batch
-from farstep.core import Array
+from farstep.batch import Batch, is_final
+from farstep.core import Array, Nested
 from farstep.errors import ConfigError, unknown_name
-from farstep.spec import ArraySpec, Schema, leaves
+from farstep.spec import ArraySpec, Schema, Structure, leaf_names, leaves, nest
+
+
+def as_spec(name: object, value: object) -> ArraySpec:
+    """What an array's rows are like: said by `(shape, dtype)`, an ArraySpec, or an example of one row."""
+    if isinstance(value, ArraySpec):
+        return value
+    try:
+        if isinstance(value, tuple) and len(value) == 2:
+            shape, dtype = value
+            return ArraySpec(tuple(shape) if not isinstance(shape, int) else (shape,), np.dtype(dtype).str)
+        example = np.asarray(value)
+        return ArraySpec(example.shape, example.dtype.str)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"spec[{name!r}] is {value!r}; expected (shape, dtype) or an example row: {error}.") from None
 
 
 def as_arrays(rows: object) -> dict[str, Array]:
@@ -70,7 +85,13 @@ def check_names(values: Mapping[str, Array], schema: Schema) -> None:
             raise ConfigError(unknown_name("array", name, schema))
 
 
-def observed_after(batch: Batch) -> dict[str, Array]:
+def arrays_of(batch: Batch, with_next: bool) -> dict[str, Array]:
+    """A batch's rows `[T, N, ...]`, if so said each with what it led to."""
+    values = {name: array for name, array in batch.arrays.items() if not is_final(name)}
+    return values | _observed_after(batch) if with_next else values
+
+
+def _observed_after(batch: Batch) -> dict[str, Array]:
     """What every row of a batch led to, as `next_obs` arrays `[T, N, ...]`."""
     structure, final = batch.structures["obs"], batch.final_obs
     last, ends = dict(leaves(structure, batch.last_obs)), dict(leaves(structure, final.obs))
@@ -79,3 +100,37 @@ def observed_after(batch: Batch) -> dict[str, Array]:
         after["next_" + name] = following = np.concatenate([batch.arrays[name][1:], observed[None]])
         following[final.row, final.slot] = ends[name]
     return after
+
+
+def as_keys(keys: object) -> Array:
+    """Names of items."""
+    array = np.atleast_1d(np.asarray(keys))
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise ConfigError(f"keys are {array.dtype}{list(array.shape)}; expected integers, as `insert` returned them.")
+    return array.astype(np.int64)
+
+
+def as_priorities(priorities: object, keys: Array) -> Array:
+    """A priority for each of these keys."""
+    try:
+        values = np.atleast_1d(np.asarray(priorities, np.float64))
+    except (TypeError, ValueError):
+        raise ConfigError(f"priorities are {priorities!r}; expected numbers.") from None
+    if keys.shape != values.shape:
+        raise ConfigError(f"{keys.shape} keys and {values.shape} priorities; one priority per key is expected.")
+    if not np.isfinite(values).all() or (values < 0).any():
+        bad = int(np.flatnonzero(~np.isfinite(values) | (values < 0))[0])
+        raise ConfigError(f"priority {values[bad]} of key {keys[bad]}; priorities are finite and at least 0.")
+    return values
+
+
+def nested(batch: dict[str, Array], structures: Mapping[str, Structure]) -> dict[str, Nested]:
+    """Sampled rows, with arrays that belong together also as an environment nests them."""
+    found: dict[str, Nested] = dict(batch)
+    for name, structure in structures.items():
+        if not isinstance(structure, str):
+            found[name] = nest(structure, batch)
+            after = {n: batch["next_" + n] for n in leaf_names(structure) if "next_" + n in batch}
+            if after:
+                found["next_" + name] = nest(structure, after)
+    return found

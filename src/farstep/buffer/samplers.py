@@ -52,6 +52,22 @@ class Sampler:
         return batch
 
 
+def check_sampler(what: str, value: object) -> Sampler:
+    """Refuse what is none."""
+    if not isinstance(value, Sampler):
+        hint = "; make one: add ()" if isinstance(value, type) else ""
+        raise ConfigError(f"{what} is {value!r}; expected a sampler such as farstep.buffer.Uniform(){hint}.")
+    return value
+
+
+def check_remover(remover: Sampler, sampler: Sampler, is_cyclic: bool) -> None:
+    """Refuse one that takes single rows out of what the sampler needs in order, or that cannot take single rows."""
+    if sampler.needs_order and not is_cyclic:
+        raise ConfigError(f"{sampler!r} needs rows in order, so only the oldest can be removed: leave remover out.")
+    if remover.needs_order:
+        raise ConfigError(f"remover={remover!r}; single rows are removed, so it must be a sampler of these.")
+
+
 @dataclass(frozen=True)
 class Uniform(Sampler):
     """Every row alike, with replacement."""

@@ -1,7 +1,4 @@
-"""A buffer as arrays and plain data, and back: rows, items, tails, priorities, cursors, limiter, random generator.
-
-The other half of `Buffer`, whose private parts it knows.
-"""
+"""A buffer as arrays and plain data, and back: its contents, its options, its limiter and what it counts."""
 
 from __future__ import annotations
 
@@ -15,7 +12,6 @@ from farstep.buffer import samplers
 from farstep.buffer.checkpoint import Loaded, load, save
 from farstep.buffer.limiter import RateLimiter
 from farstep.buffer.samplers import Sampler
-from farstep.core import Array
 from farstep.errors import CheckpointError, unknown_name
 from farstep.spec import ArraySpec, Structure
 
@@ -27,14 +23,8 @@ _FORMAT = 1
 
 def save_buffer(buffer: Buffer, path: str | os.PathLike[str]) -> Path:
     """Everything there is of a buffer that nobody changes meanwhile."""
-    store, table = buffer.store, buffer.store.table
-    used = int(table.used.max())
-    arrays: dict[str, Array] = {f"rows/{name}": block[:used] for name, block in store.blocks.arrays.items()}
-    arrays |= {f"table/{name}": value for name, value in table.state().items()}
-    arrays |= {f"store/{name}": value for name, value in store.state().items()}
-    for place, selector in enumerate(buffer._selectors()):
-        arrays |= {f"selector{place}/{name}": value for name, value in selector.state().items()}
-    arrays["begun"], arrays["slots"] = buffer._begun, buffer._slots
+    store = buffer.store
+    arrays, plain = buffer.contents.state()
     meta = {
         "format": _FORMAT,
         "capacity": buffer.capacity,
@@ -45,9 +35,8 @@ def save_buffer(buffer: Buffer, path: str | os.PathLike[str]) -> Path:
         "schema": {name: [list(spec.shape), spec.dtype] for name, spec in store.schema.items()},
         "structures": {name: _plain(structure) for name, structure in buffer.structures.items()},
         "columns": store.columns,
-        "rng": buffer._rng.bit_generator.state,
         "removed": buffer.removed,
-        "free": buffer._free,
+        **plain,
     }
     return save(path, arrays, meta)
 
@@ -68,28 +57,9 @@ def load_buffer(path: str | os.PathLike[str], sampler: Sampler | None) -> Buffer
     )
     schema = {name: ArraySpec(tuple(shape), dtype) for name, (shape, dtype) in meta["schema"].items()}
     buffer.bind(schema, meta["columns"], {name: _structure(value) for name, value in meta["structures"].items()})
-    parts = _parts(loaded.arrays)
-    for name, rows in parts["rows"].items():
-        buffer.store.blocks.arrays[name][: len(rows)] = rows
-    buffer.store.table.restore(parts["table"])
-    buffer.store.restore(parts["store"])
-    for place, selector in enumerate(buffer._selectors()):
-        selector.restore(parts.get(f"selector{place}", {}))
-    buffer._begun[:], buffer._slots[:] = loaded.arrays["begun"], loaded.arrays["slots"]
-    buffer._rng.bit_generator.state = meta["rng"]
+    buffer.contents.restore(loaded.arrays, meta)
     buffer.removed.update(meta["removed"])
-    buffer._free[:] = meta["free"]
     return buffer
-
-
-def _parts(arrays: Mapping[str, Array]) -> dict[str, dict[str, Array]]:
-    """Arrays by what stands before the first slash of their names."""
-    parts: dict[str, dict[str, Array]] = {"rows": {}, "table": {}, "store": {}}
-    for name, array in arrays.items():
-        owner, slash, rest = name.partition("/")
-        if slash:
-            parts.setdefault(owner, {})[rest] = array
-    return parts
 
 
 def _described(sampler: Sampler) -> dict[str, Any]:

@@ -1,0 +1,275 @@
+"""Contents: what a buffer holds, once it is known which arrays: rows, and the selectors that are told of each.
+
+Nobody waits here and nothing is limited or locked: that is `Buffer`'s part. Whoever puts rows is told how many items
+came and went, for its counters.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from farstep.batch import Batch
+from farstep.buffer.episodes import Episodes
+from farstep.buffer.rows import arrays_of, check_names, check_rows
+from farstep.buffer.samplers import EpisodeSelector, Sampler
+from farstep.buffer.selectors import Selector
+from farstep.buffer.store import Store
+from farstep.config import available_memory
+from farstep.core import Array
+from farstep.errors import ConfigError
+from farstep.spec import Schema, Structure, leaves
+
+
+class Contents:
+    """Room for `capacity` rows of `schema` in `columns`, one for each environment slot.
+
+    Without `remover` rows stay in order and the oldest make room; else it chooses who goes.
+    """
+
+    def __init__(
+        self,
+        schema: Schema,
+        capacity: int,
+        columns: int,
+        structures: Mapping[str, Structure],
+        sampler: Sampler,
+        remover: Sampler | None,
+        rng: np.random.Generator,
+    ) -> None:
+        self.capacity, self.structures, self.rng = capacity, structures, rng
+        self.is_cyclic = remover is None
+        rows = capacity // columns + _spare_rows(self.is_cyclic)
+        follow = self.is_cyclic and "obs" in structures
+        tails = [name for name in schema if name.split(".")[0] == "obs"] if follow else []
+        self.store = Store(schema, rows, columns, tails)
+        self.selector: Selector = sampler.selector(self.store.table)
+        """Chooses what is sampled."""
+        self._remover = None if remover is None else remover.selector(self.store.table)
+        self._free = [] if self.is_cyclic else list(range(rows - 1, -1, -1))
+        """Cells without an item, where a remover chooses; the last is used next."""
+        self._episodes = Episodes(self.store)
+        self._slots: Array = np.full(columns, -1, np.int64)
+        """Per column, which environment slot wrote last."""
+        self.is_plain = (
+            self.is_cyclic
+            and columns == 1
+            and not tails
+            and "valid" not in schema
+            and not isinstance(self.selector, EpisodeSelector)
+        )
+        """Rows are all there is to it: one column, in order, no filler among them, no episodes to put together."""
+
+    @property
+    def size(self) -> int:
+        """How many items there are."""
+        return self.store.table.size
+
+    @property
+    def items(self) -> Array:
+        """The cells of all items."""
+        if isinstance(self.selector, EpisodeSelector):
+            return self.selector.episodes
+        return np.flatnonzero(self.store.table.keys >= 0)
+
+    def _selectors(self) -> list[Selector]:
+        return [self.selector] if self._remover is None else [self.selector, self._remover]
+
+    # ---- coming ----
+
+    def check(self, values: Mapping[str, Array]) -> None:
+        """Refuse rows `[n, ...]` that it does not hold."""
+        check_names(values, self.store.schema)
+        check_rows(values, self.store.schema)
+        if self.store.tails is not None:
+            raise ConfigError("this buffer holds rows of batches and what came after each: insert batches, not rows.")
+
+    def rows_of(self, batch: Batch) -> dict[str, Array]:
+        """A batch's rows as they are held, `[T, N, ...]`, if there is room for so many."""
+        store = self.store
+        values = arrays_of(batch, with_next=any(name.startswith("next_obs") for name in store.schema))
+        check_rows(values, store.schema, leading=2)
+        if self.is_cyclic and batch.shape[0] > store.rows:
+            raise ConfigError(
+                f"a batch of {batch.shape[0]} steps does not fit: {self.capacity} rows for {store.columns} environment "
+                f"slots are {store.rows} each. Raise capacity."
+            )
+        return values
+
+    def warn_if_shared(self, batch: Batch) -> None:
+        """Say so to the caller of `Buffer.insert` where slots have no column of their own."""
+        if batch.slots.max() >= self.store.columns:
+            warnings.warn(
+                f"slot {batch.slots.max()} came to a buffer for {self.store.columns} slots and shares a column with "
+                "another one, so rows of different chunks do not follow each other. Call buffer.bind for all slots "
+                "first.",
+                stacklevel=4,
+            )
+
+    def put_rows(self, values: Mapping[str, Array], count: int) -> tuple[Array, int]:
+        """Rows `[count, ...]`, if that is all there is to it; their keys, and how many items made room for them."""
+        keys, evicted = self.store.append_rows(values, count)
+        if self.selector.listens:
+            self.selector.inserted(keys % self.store.table.cells, keys)
+        return keys, evicted
+
+    def put(
+        self, values: Mapping[str, Array], first: int = 0, continues: Array | None = None
+    ) -> tuple[Array, int, int]:
+        """Rows `[T, n, ...]`, in order, into columns from `first` on; their keys `[T, n]`, how many of them are items,
+        and how many items made room for them."""
+        table = self.store.table
+        keys, evicted = self.store.append(values, first, continues)
+        new = keys.reshape(-1)
+        cells = new % table.cells
+        valid = values.get("valid")
+        if valid is not None and valid.ndim == 2 and not valid.all():  # some are no steps, but a reset's
+            filler = ~valid.astype(bool).reshape(-1)
+            table.remove(cells[filler])
+            self.selector.removed(cells[filler])  # what these cells held before
+            cells, new = cells[~filler], new[~filler]
+        self.selector.inserted(cells, new)
+        if isinstance(self.selector, EpisodeSelector):
+            columns = slice(first, first + keys.shape[1])
+            self.selector.completed(self._episodes.completed(keys, columns, continues))
+        return keys, len(cells), evicted
+
+    def put_row(self, values: Mapping[str, Array], i: int) -> tuple[int, int, int]:
+        """Row `i` of `[n, ...]` into a free cell; its key, whether it is an item, and how many items went for it.
+
+        If there are too many then, the remover decides who goes, perhaps the new row.
+        """
+        assert self._remover is not None
+        table, cell = self.store.table, self._free.pop()
+        for name, flat in self.store.flat.items():
+            flat[cell] = values[name][i]
+        cells, keys = np.array([cell]), table.put(slice(cell, cell + 1), slice(0, 1))[0][0].copy()
+        key = int(keys[0])
+        valid = values.get("valid")
+        if valid is not None and valid.ndim == 1 and not valid[i]:  # no step, but a reset's
+            table.remove(cells)
+            self._free.append(cell)
+            return key, 0, 0
+        for selector in self._selectors():
+            selector.inserted(cells, keys)
+        if table.size <= self.capacity:
+            return key, 1, 0
+        gone = self._remover.select(1, self.rng)[0]
+        self.remove(gone)
+        return key, 1, len(gone)
+
+    def put_batch(self, batch: Batch, values: Mapping[str, Array]) -> tuple[Array, int, int]:
+        """As `put`, of a batch's rows `[T, N, ...]`, each slot in its column."""
+        store = self.store
+        keys = np.empty(batch.shape, np.int64)
+        inserted = evicted = 0
+        columns = batch.slots % store.columns
+        for a, b in _neighbours(columns):
+            first = int(columns[a])
+            slots = self._slots[first : first + b - a]
+            part = {name: values[name][:, a:b] for name in store.schema}
+            follows = batch.continues[a:b] & (slots == batch.slots[a:b])
+            # The batch before may have gone elsewhere.
+            follows &= store.goes_on(slice(first, first + b - a), {name: v[0] for name, v in part.items()})
+            slots[:] = batch.slots[a:b]
+            found, came, went = self.put(part, first, follows)
+            keys[:, a:b] = found
+            inserted, evicted = inserted + came, evicted + went
+            if store.tails is not None:
+                self._keep_tails(batch, a, b, found % store.table.cells)
+        return keys, inserted, evicted
+
+    def _keep_tails(self, batch: Batch, a: int, b: int, cells: Array) -> None:
+        """What was observed after episodes' ends, and after the last row."""
+        structure, final = self.structures["obs"], batch.final_obs
+        ours = np.flatnonzero((final.slot >= a) & (final.slot < b))
+        ends = cells[final.row[ours], final.slot[ours] - a]
+        goes_on = np.flatnonzero(~np.isin(cells[-1], ends))
+        last = {name: value[goes_on + a] for name, value in leaves(structure, batch.last_obs)}
+        self.store.keep_tails(cells[-1, goes_on], last)
+        if len(ends):
+            self.store.keep_tails(ends, {name: value[ours] for name, value in leaves(structure, final.obs)})
+
+    # ---- changing and going ----
+
+    def update(self, keys: Array, priorities: Array) -> int:
+        """Give items new priorities; how many of them are there."""
+        table = self.store.table
+        cells = keys % table.cells
+        there = (keys >= 0) & (table.keys[cells] == keys)
+        for selector in self._selectors():
+            selector.updated(cells[there], priorities[there])
+        return int(there.sum())
+
+    def remove(self, cells: Array) -> None:
+        """The items of these cells, each named once, are gone."""
+        if not len(cells):
+            return
+        self.store.table.remove(cells)
+        for selector in self._selectors():
+            selector.removed(cells)
+        if not self.is_cyclic:
+            self._free += cells.tolist()
+
+    # ---- checkpoints ----
+
+    def state(self) -> tuple[dict[str, Array], dict[str, Any]]:
+        """All of it, for a checkpoint: arrays, and plain data."""
+        used = int(self.store.table.used.max())
+        parts: dict[str, Mapping[str, Array]] = {
+            "rows": {name: block[:used] for name, block in self.store.blocks.arrays.items()},
+            "table": self.store.table.state(),
+            "store": self.store.state(),
+            **{f"selector{place}": selector.state() for place, selector in enumerate(self._selectors())},
+        }
+        arrays = {f"{part}/{name}": array for part, held in parts.items() for name, array in held.items()}
+        arrays["begun"], arrays["slots"] = self._episodes.begun, self._slots
+        return arrays, {"rng": self.rng.bit_generator.state, "free": self._free}
+
+    def restore(self, arrays: Mapping[str, Array], plain: Mapping[str, Any]) -> None:
+        def part(name: str) -> dict[str, Array]:
+            return {n.removeprefix(name): array for n, array in arrays.items() if n.startswith(name)}
+
+        for name, rows in part("rows/").items():
+            self.store.blocks.arrays[name][: len(rows)] = rows
+        self.store.table.restore(part("table/"))
+        self.store.restore(part("store/"))
+        for place, selector in enumerate(self._selectors()):
+            selector.restore(part(f"selector{place}/"))
+        self._episodes.begun[:], self._slots[:] = arrays["begun"], arrays["slots"]
+        self.rng.bit_generator.state = plain["rng"]
+        self._free[:] = plain["free"]
+
+
+def _spare_rows(is_cyclic: bool) -> int:
+    """Rows beyond the capacity: without a fixed order one, as a new item competes with the others for its place."""
+    return 0 if is_cyclic else 1
+
+
+def fitting_capacity(schema: Schema, capacity: int, columns: int, is_cyclic: bool, max_bytes: int | None) -> int:
+    """How many rows, of at most `capacity`, there is room for: as many for each column."""
+    row_bytes = max(1, sum(spec.nbytes for spec in schema.values()))
+    if max_bytes is not None:
+        capacity = min(capacity, max_bytes // row_bytes - _spare_rows(is_cyclic))
+    if capacity < columns:
+        raise ConfigError(
+            f"room for {capacity} rows of {row_bytes} bytes is less than one for each of {columns} "
+            "environment slots. Raise capacity or max_bytes."
+        )
+    capacity -= capacity % columns
+    if (needed := capacity * row_bytes) > available_memory():
+        raise ConfigError(
+            f"{capacity} rows of {row_bytes} bytes need {needed / 2**30:,.1f} GiB; this machine has "
+            f"{available_memory() / 2**30:,.1f} GiB available. Lower capacity."
+        )
+    return capacity
+
+
+def _neighbours(slots: Array) -> list[tuple[int, int]]:
+    """Ranges of entries whose slots follow each other."""
+    cuts = [0, *(np.flatnonzero(np.diff(slots) != 1) + 1).tolist(), len(slots)]
+    return [(a, b) for a, b in pairwise(cuts) if b > a]

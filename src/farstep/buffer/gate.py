@@ -1,0 +1,86 @@
+"""The gate of a buffer: the lock around it, and the place where whoever may not go on yet waits."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from farstep.buffer.limiter import RateLimiter
+from farstep.errors import BufferTimeout, ClosedError, ConfigError
+
+WAIT_S = 60.0
+"""How long `insert` and `sample` wait for the limiter unless told otherwise."""
+
+
+class Gate:
+    """A lock that can be waited at until something has changed, is halted or is closed."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition(threading.RLock())
+        """The lock; whoever changes something notifies it."""
+        self.is_closed = self.is_halted = False
+        self.waited_s = {"insert": 0.0, "sample": 0.0}
+
+    def check_open(self) -> None:
+        if self.is_closed:
+            raise ClosedError("this buffer is closed; make a new one.")
+
+    def wait(
+        self,
+        what: str,
+        ready: Callable[[], bool],
+        timeout_s: float | None,
+        how_far: Callable[[], str],
+        held: Callable[[], tuple[int, RateLimiter]],
+        filled_by: int | None,
+    ) -> None:
+        """Until it may be done (insert, sample). The lock is held.
+
+        An error says `how_far` it is and what is `held` (items, limiter); `filled_by` is the thread that inserts.
+        """
+        self.check_open()
+        if ready():
+            return
+        began = time.monotonic()
+        deadline = began + (WAIT_S if timeout_s is None else timeout_s)
+        while not ready():
+            self.check_open()
+            if self.is_halted:
+                raise ClosedError("the workflow that fills this buffer has ended; nothing more comes.")
+            if what == "sample" and filled_by == threading.get_ident():
+                size, limiter = held()
+                raise BufferTimeout(
+                    f"{how_far()}, and the buffer does not give them ({size} items; {limiter}). Who asks is "
+                    "also who inserts, so waiting would be for ever: ask for fewer, let the trigger fire later (its "
+                    "size), widen the limiter, or sample in a thread of its own (flow.on(..., thread=True))."
+                )
+            left = deadline - time.monotonic()
+            if left <= 0:
+                self.waited_s[what] += time.monotonic() - began
+                size, limiter = held()
+                raise BufferTimeout(
+                    f"{what} waited {time.monotonic() - began:.1f} s for the buffer; {how_far()}, it holds {size} "
+                    f"items ({limiter}). Who {'samples' if what == 'insert' else 'inserts'} must go on, or widen "
+                    "the limiter with buffer.limit(...)."
+                )
+            self.changed.wait(min(left, threading.TIMEOUT_MAX))
+        self.waited_s[what] += time.monotonic() - began
+        self.check_open()
+
+    @contextlib.contextmanager
+    def halted(self) -> Iterator[None]:
+        """Meanwhile nobody waits here: who would has a ClosedError."""
+        with self.changed:
+            self.is_halted = True
+            self.changed.notify_all()
+        try:
+            yield
+        finally:
+            self.is_halted = False
+
+
+def check_timeout(timeout_s: float | None) -> None:
+    if timeout_s is not None and not timeout_s >= 0:
+        raise ConfigError(f"timeout_s is {timeout_s!r}; it must be a number of seconds, at least 0.")
