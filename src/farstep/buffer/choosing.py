@@ -29,12 +29,17 @@ class SampleInfo:
     probabilities: Array
     times_sampled: Array
     """How often the item was sampled, this time included."""
-    versions: Array
-    """The policy's version, if rows have one; else -1."""
     size: int
     """Items in the buffer."""
     beta: float
     """Exponent of `weights`."""
+    recorded: Array | None = None
+    """The array `version` of the rows, if they have one."""
+
+    @cached_property
+    def versions(self) -> Array:
+        """The policy's version, if rows have one; else -1."""
+        return np.full(len(self.keys), -1) if self.recorded is None else self.recorded
 
     @cached_property
     def weights(self) -> Array:
@@ -128,5 +133,5 @@ class Chooser:
         store, table = contents.store, contents.store.table
         keys = table.keys.take(cells)
         times = table.count(cells)
-        versions = store.take("version", cells) if "version" in store.schema else np.full(len(cells), -1)
-        return SampleInfo(keys, probabilities, times, versions, table.size, self._sampler.beta)
+        recorded = store.take("version", cells) if "version" in store.schema else None
+        return SampleInfo(keys, probabilities, times, table.size, self._sampler.beta, recorded)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 
 from farstep.core import Array
 
 _TOP = 4096  # sums at the top, which one cumulative sum and one binary search go through
+_DEEP, _AFTER = 2**16, 4  # the same, when nothing changed for so many draws: fewer levels to go down
 
 
 class SumTree:
@@ -20,7 +23,10 @@ class SumTree:
         while width >= 1:
             self._levels.append(np.zeros(_TOP * width))
             width //= 2
-        self._cumulative: Array | None = None
+        self._cumulative: dict[int, Array] = {}
+        """By level, the sums of all that is before each node; until something changes."""
+        self._drawn = 0
+        """Draws since."""
 
     @property
     def weights(self) -> Array:
@@ -29,7 +35,7 @@ class SumTree:
 
     @property
     def total(self) -> float:
-        return float(self._sums()[-1])
+        return float(self._before(len(self._levels) - 1)[-1])
 
     def set(self, leaves: Array, weights: Array | float) -> None:
         """Give leaves new weights; of a leaf that is named twice the last one counts."""
@@ -38,18 +44,25 @@ class SumTree:
             leaves = leaves >> 1
             pairs = leaves << 1
             above[leaves] = below[pairs] + below[pairs + 1]
-        self._cumulative = None
+        self._cumulative.clear()
+        self._drawn = 0
 
     def draw(self, n: int, rng: np.random.Generator) -> tuple[Array, Array]:
         """`n` leaves in proportion to their weights, and these; with replacement, one from each n-th part of the total,
         in order. There must be a weight above 0."""
-        sums = self._sums()
+        depth = len(self._levels) - 1
+        if self._drawn >= _AFTER:
+            depth = next((i for i, level in enumerate(self._levels) if len(level) <= _DEEP), depth)
+        before, self._drawn = self._before(depth), self._drawn + 1
         rest = rng.random(n)
-        rest += np.arange(n)
-        rest *= sums[-1] / n
-        found = np.minimum(np.searchsorted(sums, rest, side="right"), len(sums) - 1)
-        rest -= sums[found] - self._levels[-1].take(found)
-        for level in self._levels[-2::-1]:
+        rest += _counted(n)
+        rest *= before[-1] / n
+        found = before.searchsorted(rest, side="right")
+        found -= 1
+        if found[-1] == len(before) - 1:  # rounding went beyond the total
+            np.minimum(found, len(before) - 2, out=found)
+        rest -= before.take(found)
+        for level in self._levels[:depth][::-1]:
             found <<= 1
             left = level.take(found)
             right = rest >= left
@@ -57,12 +70,17 @@ class SumTree:
             rest -= left
             found += right
         weights = self.weights.take(found)
-        if not weights.all():  # rounding led to a leaf without any
+        if not weights.min() > 0:  # rounding led to a leaf without any
             wrong = np.flatnonzero(weights <= 0)
             found[wrong], weights[wrong] = self.draw(len(wrong), rng)
         return found, weights
 
-    def _sums(self) -> Array:
-        if self._cumulative is None:
-            self._cumulative = np.cumsum(self._levels[-1])
-        return self._cumulative
+    def _before(self, depth: int) -> Array:
+        if depth not in self._cumulative:
+            self._cumulative[depth] = np.concatenate([[0.0], np.cumsum(self._levels[depth])])
+        return self._cumulative[depth]
+
+
+@functools.lru_cache(8)
+def _counted(n: int) -> Array:
+    return np.arange(n, dtype=np.float64)

@@ -69,14 +69,14 @@ class Table:
         times: Array = self.times.take(cells)
         times += 1
         self.times[cells] = times
-        steps = np.diff(cells)
-        if (steps < 0).any():  # not in order: see who finds the mark of somebody else
+        before, after = cells[:-1], cells[1:]
+        if (after < before).any():  # not in order: see who finds the mark of somebody else
             places = np.arange(len(cells), dtype=np.int32)
             self._mark[cells] = places
-            again = np.flatnonzero(self._mark.take(cells) != places)
+            again = self._mark.take(cells) != places
         else:
-            again = np.flatnonzero(steps == 0)
-        if len(again):
+            again = np.append(after == before, False)
+        if again.any():
             np.add.at(self.times, cells[again], 1)
             times = self.times.take(cells)
         return times
