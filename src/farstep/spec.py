@@ -162,6 +162,20 @@ def leaf_names(structure: Structure) -> list[str]:
     return list(flat(structure))
 
 
+def plain_structure(structure: Structure) -> Any:
+    """A structure as JSON and msgpack have it: tuples are lists."""
+    if isinstance(structure, dict):
+        return {key: plain_structure(sub) for key, sub in structure.items()}
+    return [plain_structure(sub) for sub in structure] if isinstance(structure, tuple) else structure
+
+
+def structure_of(plain: Any) -> Structure:
+    """A structure from plain data."""
+    if isinstance(plain, dict):
+        return {str(key): structure_of(sub) for key, sub in plain.items()}
+    return tuple(structure_of(sub) for sub in plain) if isinstance(plain, (list, tuple)) else str(plain)
+
+
 def differences(mine: Mapping[str, ArraySpec], theirs: Mapping[str, ArraySpec]) -> list[str]:
     """What two schemas disagree on, a clause each; empty when they are equal."""
     found = []

@@ -134,7 +134,7 @@ class Workflow:
         if len(parts) != 1:
             raise ConfigError(f"the message names {len(parts)} windows of rows; give one of message['all'].")
         part = parts[0]
-        holder = next((guard for guard in self._takers if guard.holds(part)), None)
+        holder = next((guard for guard in self._takers if guard.holds(part, message.get("trigger_id"))), None)
         if holder is None:
             raise FarstepError(
                 "the rows of this message are not held: its consumer has returned, or its trigger takes none "
@@ -212,12 +212,12 @@ class Workflow:
             self._owed if self._on_demand else None,
         )
         failed = True
-        with collector.server.locked():  # a Ctrl-C now would leave the feed open
-            self._feed = feed = Feed(collector, steps, plan)
-            followed = collector.followed()
-            known = self._followed is not None
-            self._follows: Array = followed == self._followed if known else np.zeros(len(followed), bool)
         try:
+            with collector.server.locked():  # a Ctrl-C comes when the feed is there, and is closed below
+                self._feed = feed = Feed(collector, steps, plan)
+                followed = collector.followed()
+                known = self._followed is not None
+                self._follows: Array = followed == self._followed if known else np.zeros(len(followed), bool)
             self._loop = self.buffer.filled_by = threading.get_ident()
             self.buffer.told = self._wake
             for thread in self._threads:
@@ -226,7 +226,8 @@ class Workflow:
                 self._step(feed, steps)
             failed = False
         finally:
-            self._end(feed, failed)
+            if self._feed is not None:
+                self._end(self._feed, failed)
 
     def _finished(self, total_steps: int | None, until: Callable[[], bool] | None) -> bool:
         self._fire()
@@ -360,7 +361,7 @@ class Workflow:
         pairs = zip(message["actor_ids"], message["start"], strict=True)
         places = [self._windows.where(actor, start, message["size"]) for actor, start in pairs]
         found = {"slots": tuple(slots for slots, _ in places), "rows": tuple(row for _, row in places)}
-        return {**message, **found, "path": self.buffer.path}
+        return {**message, **found, "keys": message["keys"] or tuple(self.buffer.schema), "path": self.buffer.path}
 
     def _free(self, workers: set[int], dropped: str | None = None) -> None:
         """Rows of these workers that nobody holds or will be told of can be overwritten."""
@@ -422,6 +423,7 @@ class _Guard:
         self.samples = samples or int(len(by_data) > len(self.takers))
         self._open: list[Message] = []
         """Passed on and not done."""
+        self._passed = 0
         self._gaps: dict[Actor, int] = {}
         """Per actor, the row before which some were dropped that it had been the turn of."""
 
@@ -440,6 +442,8 @@ class _Guard:
                 self._finish(message, "stale")
                 return True
             message = self._flow._located(message)
+        self._passed += 1
+        message = {**message, "message_id": f"{message['trigger_id']}/{self._passed}"}
         self._open.append(message)
         try:
             done = self._passer(message) is not False
@@ -452,10 +456,10 @@ class _Guard:
 
     def finished(self) -> list[str]:
         found: list[str] = getattr(self._passer, "finished", list)()
-        for trigger_id in found:
-            message = next(m for m in self._open if m["trigger_id"] == trigger_id)
+        done = [message for name in found for message in self._open if message["message_id"] == name]
+        for message in done:
             self._finish(message, None if self._thread is None else self._thread.unhandled.pop(id(message), None))
-        return found
+        return [message["trigger_id"] for message in done]
 
     def _finish(self, message: Message, unhandled: str | None) -> None:
         """A message is done; `unhandled` says why it was not handled: "stale", "cancelled", or "" (it raised)."""
@@ -464,7 +468,8 @@ class _Guard:
             if unhandled:
                 self.skip(message)
             for actor, start, _ in _rows(message):
-                if self._gaps.get(actor) == start:
+                # A later stage of the same rows is told of the same gap.
+                if self._gaps.get(actor) == start < min(leaf.next_of(actor) for leaf in self.takers):
                     del self._gaps[actor]
             self._flow._free({actor for actor, _, _ in _rows(message)}, unhandled or None)
         if unhandled is None and (self.takers or self.samples):
@@ -477,11 +482,12 @@ class _Guard:
 
     # Rows
 
-    def holds(self, part: Mapping[str, Any]) -> bool:
-        """Whether a message that is not done names these rows."""
+    def holds(self, part: Mapping[str, Any], trigger_id: str | None) -> bool:
+        """Whether a message (of that trigger, where it is known) that is not done names these rows."""
         return any(
             (each["actor_ids"], each["start"]) == (part["actor_ids"], part["start"])
             for message in tuple(self._open)
+            if trigger_id in (None, message["trigger_id"])
             for each in _windows(message)
         )
 

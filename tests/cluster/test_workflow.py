@@ -32,6 +32,7 @@ from farstep.buffer import MaxHeap, Queue, RateLimiter, SampleToInsertRatio, Uni
 from farstep.buffer.passers import LocalQueue, ZmqPasser
 from farstep.buffer.triggers import DataKeyTrigger, ObjectKeyTrigger, TimeTrigger, Trigger
 from farstep.errors import BufferTimeout, ClosedError, ConfigError, FarstepError
+from farstep.head.collector import Collector
 from farstep.testing import CountingEnv, TableAgent
 
 ENDLESS = {"length": None}
@@ -695,6 +696,53 @@ def test_a_queue_to_threads_of_ones_own() -> None:
             within(flow.run)
         queue.close(drop=True)
     assert_in_order(learner, 8)
+
+
+def test_messages_that_are_done_out_of_order_keep_their_own_rows() -> None:
+    with cluster(envs=2, config=inprocess(1), env_kwargs=ENDLESS) as env:
+        flow, queue = farstep.Workflow(env, TableAgent(), full(2 * 24)), LocalQueue(2)
+        flow.on(DataKeyTrigger(n=1, size=8), queue, max_outstanding=2)
+        outcome: list[bool] = []
+
+        def work() -> None:
+            first, second = queue.take(30.0), queue.take(30.0)
+            assert first is not None and second is not None
+            seen = everything(flow.batch(first))
+            queue.done(second)
+            for _ in range(4):  # whatever of the buffer is free is written over
+                later = queue.take(30.0)
+                assert later is not None and later["start"] != first["start"]
+                queue.done(later)
+                if later["start"][0] >= first["start"][0] + 16:
+                    break
+            now = everything(flow.batch(first))
+            outcome.append(all(np.array_equal(seen[name], now[name]) for name in seen))
+            queue.done(first)
+            flow.stop()
+
+        with helper(work):
+            within(flow.run)
+        queue.close(drop=True)
+    assert outcome == [True]
+
+
+def test_ctrl_c_while_a_run_begins_leaves_a_workflow_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    with cluster(envs=2, config=inprocess(1)) as env:
+        flow = farstep.Workflow(env, TableAgent(), full(64))
+        learner = Recorder(flow)
+        flow.on(DataKeyTrigger(n=1, size=8), learner)
+        followed = Collector.followed
+
+        def interrupted(collector: Collector) -> np.ndarray:
+            monkeypatch.setattr(Collector, "followed", followed)
+            os.kill(os.getpid(), signal.SIGINT)
+            return followed(collector)
+
+        monkeypatch.setattr(Collector, "followed", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            flow.run(total_steps=64)
+        flow.run(total_steps=64)
+    assert len(learner.batches) >= 4
 
 
 def test_another_process_reads_the_rows_in_place(tmp_path: Path) -> None:

@@ -37,6 +37,18 @@ def test_the_turn_of_a_worker_that_died_passes_on():
     assert turns.done(0) and turns.next([1, 1]) == []  # it died while it waited
 
 
+def test_a_worker_that_is_gone_holds_no_turn_and_no_place():
+    turns = Turns(1)
+    for worker in (0, 1, 2):
+        turns.ask(worker, 0, 5)
+    assert turns.next([0] * 3) == [(0, 5)]
+    turns.forget(1)
+    turns.forget(0)
+    assert turns.next([0] * 3) == [(2, 5)]
+    turns.ask(2, 0, 6)  # it never sent what it was let to
+    assert turns.next([0] * 3) == [(2, 6)]
+
+
 @given(st.integers(1, 3), st.lists(st.tuples(st.sampled_from(["ask", "done", "die"]), st.integers(0, 3)), max_size=60))
 def test_never_more_than_may_and_everybody_in_the_end(limit: int, events: list[tuple[str, int]]):
     turns, incarnations, asked, sending = Turns(limit), [0] * 4, set[int](), set[int]()

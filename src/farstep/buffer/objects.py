@@ -20,7 +20,7 @@ from farstep.buffer.blocks import Layout
 from farstep.buffer.cyclic import fence
 from farstep.core import Array, Nested
 from farstep.errors import BufferTimeout, ConfigError
-from farstep.spec import ArraySpec, Schema, Structure, differences, nest, value_structure
+from farstep.spec import ArraySpec, Schema, Structure, differences, nest, structure_of, value_structure
 from farstep.wire.memory import SharedMemory
 
 _MAGIC = 0x6661727374656F62  # "farsteob"
@@ -73,7 +73,7 @@ class SharedObject:
             said = msgspec.msgpack.decode(memory.map[start : start + length], type=_Description)
             if _PAGE + Layout(2, 0, 1, said.schema).nbytes > memory.nbytes:
                 raise ConfigError(f"{path} is smaller than the object it describes.")
-            return cls(memory, said.schema, _structure(said.structure))
+            return cls(memory, said.schema, structure_of(said.structure))
         except (msgspec.DecodeError, ConfigError) as error:
             memory.close()
             raise error if isinstance(error, ConfigError) else ConfigError(f"{path} holds no object: {error}") from None
@@ -158,10 +158,3 @@ def _taken_apart(value: Nested) -> tuple[Schema, Structure, dict[str, Array]]:
     arrays: dict[str, Array] = {}
     structure = value_structure(value, "object", arrays)
     return {name: ArraySpec(array.shape, array.dtype.str) for name, array in arrays.items()}, structure, arrays
-
-
-def _structure(value: Any) -> Structure:
-    """As it was before it travelled: sequences are tuples."""
-    if isinstance(value, dict):
-        return {str(key): _structure(sub) for key, sub in value.items()}
-    return tuple(_structure(sub) for sub in value) if isinstance(value, (list, tuple)) else str(value)

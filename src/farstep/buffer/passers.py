@@ -91,7 +91,7 @@ class LocalQueue:
         """For the consumer: a message was handled, or handling it raised `error`."""
         with self._changed:
             self._working -= 1
-            self._finished.append(message.get("trigger_id", ""))
+            self._finished.append(_id_of(message))
             if error is not None:
                 self._errors.append(error)
             self._changed.notify_all()
@@ -116,7 +116,7 @@ class LocalQueue:
             dropped = list(self._waiting) if drop else []
             if drop:
                 self._waiting.clear()
-                self._finished += [message.get("trigger_id", "") for message in dropped]
+                self._finished += [_id_of(message) for message in dropped]
             self._changed.notify_all()
             return dropped
 
@@ -178,7 +178,7 @@ class ZmqPasser:
                     f"within {self.connect_s:g} s. Start one there: ZmqReceiver(invitation)."
                 )
             self._serve(min(left, _PING_S))
-        self._outstanding.append(trigger_id)
+        self._outstanding.append(_id_of(message))
         return False
 
     def finished(self, timeout_s: float = 0.0) -> list[str]:
@@ -280,7 +280,7 @@ class ZmqReceiver:
     def done(self, message: Message, error: BaseException | None = None) -> None:
         """A message was handled, or handling it raised `error`."""
         text = "" if error is None else "".join(traceback.format_exception(error))
-        self._say("done", message.get("trigger_id", ""), text)
+        self._say("done", _id_of(message), text)
 
     def _say(self, kind: Literal["hello", "done", "bye"], trigger_id: str = "", error: str = "") -> None:
         try:
@@ -295,6 +295,11 @@ class ZmqReceiver:
             with contextlib.suppress(zmq.ZMQError, DeliveryError):
                 self._say("bye")
         self._link.close()
+
+
+def _id_of(message: Message) -> str:
+    """What a message is reported as when it is done: itself, where its trigger may have several under way."""
+    return str(message.get("message_id") or message.get("trigger_id", ""))
 
 
 def _checked(endpoint: str | None) -> str:

@@ -13,7 +13,7 @@ from farstep.buffer.checkpoint import Loaded, load, save
 from farstep.buffer.limiter import RateLimiter
 from farstep.buffer.samplers import Sampler
 from farstep.errors import CheckpointError, unknown_name
-from farstep.spec import ArraySpec, Structure
+from farstep.spec import ArraySpec, plain_structure, structure_of
 
 if TYPE_CHECKING:
     from farstep.buffer.replay import Buffer
@@ -33,7 +33,7 @@ def save_buffer(buffer: Buffer, path: str | os.PathLike[str]) -> Path:
         "remover": _described(buffer.remover),
         "limiter": dataclasses.asdict(buffer.limiter),
         "schema": {name: [list(spec.shape), spec.dtype] for name, spec in store.schema.items()},
-        "structures": {name: _plain(structure) for name, structure in buffer.structures.items()},
+        "structures": {name: plain_structure(structure) for name, structure in buffer.structures.items()},
         "columns": store.columns,
         "removed": buffer.removed,
         **plain,
@@ -56,7 +56,7 @@ def load_buffer(path: str | os.PathLike[str], sampler: Sampler | None) -> Buffer
         max_times_sampled=meta["max_times_sampled"],
     )
     schema = {name: ArraySpec(tuple(shape), dtype) for name, (shape, dtype) in meta["schema"].items()}
-    buffer.bind(schema, meta["columns"], {name: _structure(value) for name, value in meta["structures"].items()})
+    buffer.bind(schema, meta["columns"], {name: structure_of(value) for name, value in meta["structures"].items()})
     buffer.contents.restore(loaded.arrays, meta)
     buffer.removed.update(meta["removed"])
     return buffer
@@ -82,15 +82,3 @@ def _sampler(said: Mapping[str, Any], loaded: Loaded) -> Sampler:
             "Buffer.restore(path, sampler=...)."
         )
     return kind(**options)
-
-
-def _plain(structure: Structure) -> Any:
-    if isinstance(structure, dict):
-        return {key: _plain(sub) for key, sub in structure.items()}
-    return [_plain(sub) for sub in structure] if isinstance(structure, tuple) else structure
-
-
-def _structure(value: Any) -> Structure:
-    if isinstance(value, dict):
-        return {key: _structure(sub) for key, sub in value.items()}
-    return tuple(_structure(sub) for sub in value) if isinstance(value, list) else str(value)

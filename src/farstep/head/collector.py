@@ -463,8 +463,10 @@ class Collector:
             case m.Part():
                 self._take_part(seat, message, received)
             case m.Asking():
-                self._turns.ask(seat.worker, seat.incarnation, message.order)
-                self._serve_turns()
+                order = self.server.tickets.order(message.ticket)
+                if order is not None and order.worker == seat.worker:  # else it was taken back meanwhile
+                    self._turns.ask(seat.worker, seat.incarnation, message.order)
+                    self._serve_turns()
             case m.AgentReady() if message.agent == self._agent_id:
                 agent_structures(message, self._action_schema)  # refused here, where we know who said it
                 self._answers[seat.worker] = message
@@ -474,6 +476,10 @@ class Collector:
                 if self._store is not None and message.agent == self._agent_id:
                     base, frames = self._store.handover(seat.worker, message.held)
                 self.server.send(seat, m.Weights(message.agent, self.version(), base), frames)
+
+    def on_lost(self, seat: Seat) -> None:
+        self._turns.forget(seat.worker)
+        self._serve_turns()
 
     def on_error(self, seat: Seat, failure: m.Failure, error: WorkerError) -> None:
         if failure.agent != self._agent_id:

@@ -60,6 +60,10 @@ class Client(Protocol):
         """What the client asked of a worker (an agent, a call, a step) raised there; the worker is as before."""
         ...
 
+    def on_lost(self, seat: Seat) -> None:
+        """A worker is gone, with what it was asked."""
+        ...
+
     def version(self) -> int:
         """The current version of the policy."""
         ...
@@ -246,6 +250,7 @@ class Server:
 
     def lost(self, seat: Seat) -> None:
         self.tickets.lost(seat.worker)
+        self._client.on_lost(seat)
 
     def receive(self, worker: int, received: Received) -> None:
         if self._failure is not None and not self._closed:

@@ -147,6 +147,9 @@ class Stepper:
                     raise WireError("a reply without its value.")
                 self._answers[seat.worker] = unpack(received.frames[1])
 
+    def on_lost(self, seat: Seat) -> None:
+        pass
+
     def on_error(self, seat: Seat, failure: m.Failure, error: WorkerError) -> None:
         if failure.ticket is not None:
             self._error = self._error or error

@@ -15,8 +15,13 @@ class Turns:
         """Worker to incarnation."""
 
     def ask(self, worker: int, incarnation: int, order: int) -> None:
-        self._sending.pop(worker, None)  # what it was sending was lost
+        self.forget(worker)  # what it was sending, or asked for, was lost
         self._waiting.append((worker, incarnation, order))
+
+    def forget(self, worker: int) -> None:
+        """It is gone, or its chunk is."""
+        self._sending.pop(worker, None)
+        self._waiting = deque(entry for entry in self._waiting if entry[0] != worker)
 
     def done(self, worker: int) -> bool:
         """A worker's chunk is here; whether that makes room."""

@@ -9,7 +9,8 @@ The order of a conversation:
 
 After a publish the head may send a `Probe`. Workers without shared memory also ask for weights (`WeightRequest` to
 `Weights`) after a `Newest`, send `Progress`, and may send arrays of a chunk, or some rows of them, ahead of it (`Part`;
-rows of a chunk that is still being rolled are answered with `Taken`, and one such part is under way at a time).
+rows of a chunk that is still being rolled are answered with `Taken`, and one such part is under way at a time). Where
+they send in turn, they ask (`Asking`) and wait for `Go` before a chunk's last stage.
 Decoding validates types; a message that does not fit is a `WireError`.
 """
 
@@ -133,6 +134,7 @@ class Failure(msgspec.Struct, tag="failure"):
 class Asking(msgspec.Struct, tag="asking"):
     """A chunk is rolled; may its last stage be sent now, or do others come first?"""
 
+    ticket: int
     order: int
 
 

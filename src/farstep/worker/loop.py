@@ -41,6 +41,7 @@ from farstep.worker.vector_hosting import HostedVector
 from farstep.worker.weights import RemoteWeights, SharedWeights, Weights, check_digest
 
 log = logging.getLogger("farstep.worker")
+_TURN_S = 1.0
 _KNOWN_ERRORS = ("builtins", "farstep.errors")
 
 
@@ -280,10 +281,11 @@ class Worker:
 
     def _wait_for_turn(self, ticket: m.Ticket) -> None:
         """Others send first; the head says when they are done, takes the ticket back, or is gone."""
-        self._send(m.Asking(self._order))
+        self._send(m.Asking(ticket.seq, self._order))
         while self._words[CANCEL] < ticket.seq:
-            received = self._link.receive(None)
+            received = self._link.receive(_TURN_S)
             if received is None:
+                self._words[COUNT] += 1  # waiting, not stuck: others may take as long as they need
                 continue
             message = m.decode_from_head(received.frames)
             if isinstance(message, m.Go):
