@@ -13,6 +13,7 @@ import os
 import select
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from farstep.head.interrupts import Interrupts
 
@@ -112,26 +113,20 @@ class Switchboard:
 
 
 class _Turn:
-    """A lock that its holder may take again, and let go altogether while it sleeps."""
+    """A lock that its holder may take again, and let go altogether while it sleeps.
+
+    Exceptions of a signal's handler (a SIGTERM that becomes a SystemExit) may come between any two lines here. So who
+    holds it is known to C alone, which they cannot come between, and what is not held any more is not released.
+    """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._owner = 0
-        self._depth = 0
+        self._lock: Any = threading.RLock()  # with what threading.Condition uses of it
 
     def acquire(self, timeout_s: float = -1) -> bool:
-        me = threading.get_ident()
-        if self._owner != me:
-            if not self._lock.acquire(timeout=timeout_s):
-                return False
-            self._owner = me
-        self._depth += 1
-        return True
+        return bool(self._lock.acquire(timeout=timeout_s))
 
     def release(self) -> None:
-        self._depth -= 1
-        if not self._depth:
-            self._owner = 0
+        if self._lock._is_owned():
             self._lock.release()
 
     def __enter__(self) -> None:
@@ -142,10 +137,8 @@ class _Turn:
 
     @contextlib.contextmanager
     def let_go(self) -> Iterator[None]:
-        depth, self._depth, self._owner = self._depth, 0, 0
-        self._lock.release()
+        held = self._lock._release_save()
         try:
             yield
         finally:
-            self._lock.acquire()
-            self._owner, self._depth = threading.get_ident(), depth
+            self._lock._acquire_restore(held)
