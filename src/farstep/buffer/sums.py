@@ -9,7 +9,6 @@ import numpy as np
 from farstep.core import Array
 
 _TOP = 4096  # sums at the top, which one cumulative sum and one binary search go through
-_DEEP, _AFTER = 2**16, 4  # the same, when nothing changed for so many draws: fewer levels to go down
 
 
 class SumTree:
@@ -23,10 +22,8 @@ class SumTree:
         while width >= 1:
             self._levels.append(np.zeros(_TOP * width))
             width //= 2
-        self._cumulative: dict[int, Array] = {}
-        """By level, the sums of all that is before each node; until something changes."""
-        self._drawn = 0
-        """Draws since."""
+        self._cumulative: Array | None = None
+        """What is before each node at the top, and the total; until something changes."""
 
     @property
     def weights(self) -> Array:
@@ -35,7 +32,7 @@ class SumTree:
 
     @property
     def total(self) -> float:
-        return float(self._before(len(self._levels) - 1)[-1])
+        return float(self._before()[-1])
 
     def set(self, leaves: Array, weights: Array | float) -> None:
         """Give leaves new weights; of a leaf that is named twice the last one counts."""
@@ -44,16 +41,12 @@ class SumTree:
             leaves = leaves >> 1
             pairs = leaves << 1
             above[leaves] = below[pairs] + below[pairs + 1]
-        self._cumulative.clear()
-        self._drawn = 0
+        self._cumulative = None
 
     def draw(self, n: int, rng: np.random.Generator) -> tuple[Array, Array]:
         """`n` leaves in proportion to their weights, and these; with replacement, one from each n-th part of the total,
         in order. There must be a weight above 0."""
-        depth = len(self._levels) - 1
-        if self._drawn >= _AFTER:
-            depth = next((i for i, level in enumerate(self._levels) if len(level) <= _DEEP), depth)
-        before, self._drawn = self._before(depth), self._drawn + 1
+        before = self._before()
         rest = rng.random(n)
         rest += _counted(n)
         rest *= before[-1] / n
@@ -62,7 +55,7 @@ class SumTree:
         if found[-1] == len(before) - 1:  # rounding went beyond the total
             np.minimum(found, len(before) - 2, out=found)
         rest -= before.take(found)
-        for level in self._levels[:depth][::-1]:
+        for level in self._levels[-2::-1]:
             found <<= 1
             left = level.take(found)
             right = rest >= left
@@ -75,10 +68,10 @@ class SumTree:
             found[wrong], weights[wrong] = self.draw(len(wrong), rng)
         return found, weights
 
-    def _before(self, depth: int) -> Array:
-        if depth not in self._cumulative:
-            self._cumulative[depth] = np.concatenate([[0.0], np.cumsum(self._levels[depth])])
-        return self._cumulative[depth]
+    def _before(self) -> Array:
+        if self._cumulative is None:
+            self._cumulative = np.concatenate([[0.0], np.cumsum(self._levels[-1])])
+        return self._cumulative
 
 
 @functools.lru_cache(8)
