@@ -239,6 +239,22 @@ def test_what_is_printed_or_logged_comes_above_the_picture() -> None:
         assert text.count(each) == 1 and text.index(each) < last
 
 
+def test_a_fork_prints_where_it_printed_before() -> None:
+    code = """
+import io, os
+from rich.console import Console
+from farstep.observe.console import LiveDisplay
+live = LiveDisplay(10, console=Console(file=io.StringIO(), force_terminal=True))
+if not os.fork():
+    print("from the fork", flush=True)
+    os._exit(0)
+os.wait()
+live.close()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "from the fork\n"
+
+
 class Gone(io.StringIO):
     """A terminal that was closed."""
 

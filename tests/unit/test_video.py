@@ -34,13 +34,13 @@ def read_video(path: Path) -> tuple[dict, list[np.ndarray]]:
 
 @pytest.mark.parametrize(("height", "width", "padded"), [(48, 64, (64, 48)), (33, 47, (48, 34))], ids=["even", "odd"])
 def test_a_video_shows_the_frames(height: int, width: int, padded: tuple[int, int], tmp_path: Path) -> None:
-    path = write_video(tmp_path / "a b%d.mp4", moving_square(12, height, width), fps=25)
+    path = write_video(tmp_path / "new" / "a b%d.mp4", moving_square(12, height, width), fps=25)
     about, frames = read_video(path)
     assert about["codec"] == "h264" and about["fps"] == 25 and about["size"] == padded and len(frames) == 12
     assert "yuv420p" in about["pix_fmt"]
     for frame, meant in zip(frames, moving_square(12, height, width), strict=True):
         assert np.abs(frame[:height, :width].astype(float) - meant).mean() < 6
-    assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
+    assert [entry.name for entry in path.parent.iterdir()] == ["a b%d.mp4"]
 
 
 def test_views_with_gaps_are_frames_too(tmp_path: Path) -> None:
@@ -91,16 +91,24 @@ def test_options_that_cannot_work_are_refused(tmp_path: Path) -> None:
             write_video(tmp_path / "a.mp4", moving_square(1, 32, 32), fps=fps)
 
 
-def test_a_folder_that_is_not_there_is_ffmpegs_error(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match=r"(?s)the video was not written: ffmpeg ended.*No such file or directory"):
-        write_video(tmp_path / "no" / "a.mp4", moving_square(200, 64, 64))
+def use_ffmpeg(folder: Path, script: str, monkeypatch) -> None:
+    stand_in = folder / "ffmpeg"
+    stand_in.write_text(f"#!/bin/sh\n{script}\n")
+    stand_in.chmod(stand_in.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setattr(imageio_ffmpeg, "get_ffmpeg_exe", lambda: str(stand_in))
+
+
+def test_what_ffmpeg_says_is_in_the_error(tmp_path: Path, monkeypatch) -> None:
+    use_ffmpeg(tmp_path, "echo no luck >&2; exit 3", monkeypatch)
+    with pytest.raises(RunError, match=r"the video was not written: ffmpeg ended early\. It said:\nno luck"):
+        write_video(tmp_path / "a.mp4", moving_square(200, 64, 64))
+    use_ffmpeg(tmp_path, "cat >/dev/null; echo no luck >&2; exit 3", monkeypatch)
+    with pytest.raises(RunError, match=r"ffmpeg ended with status 3\. It said:\nno luck"):
+        write_video(tmp_path / "a.mp4", moving_square(5, 64, 64))
 
 
 def test_an_ffmpeg_that_hangs_is_ended(tmp_path: Path, monkeypatch) -> None:
-    stuck = tmp_path / "ffmpeg"
-    stuck.write_text("#!/bin/sh\nexec sleep 600\n")
-    stuck.chmod(stuck.stat().st_mode | stat.S_IXUSR)
-    monkeypatch.setattr(imageio_ffmpeg, "get_ffmpeg_exe", lambda: str(stuck))
+    use_ffmpeg(tmp_path, "exec sleep 600", monkeypatch)
     with pytest.raises(RunError, match=r"took no more frames for 0\.2 s"):
         write_video(tmp_path / "a.mp4", moving_square(50, 64, 64), timeout_s=0.2)
     with pytest.raises(RunError, match=r"did not finish within 0\.2 s"):

@@ -4,3 +4,22 @@ Nothing here knows of learners: each update is a step and flat metrics, such as 
 """
 
 from __future__ import annotations
+
+from farstep.observe.console import console_logger
+from farstep.observe.loggers import JsonlLogger, Logger, Loggers, TensorBoardLogger, WandbLogger
+from farstep.observe.plots import plot
+from farstep.observe.run_folder import RunFolder, run_name
+from farstep.observe.video import write_video
+
+__all__ = [
+    "JsonlLogger",
+    "Logger",
+    "Loggers",
+    "RunFolder",
+    "TensorBoardLogger",
+    "WandbLogger",
+    "console_logger",
+    "plot",
+    "run_name",
+    "write_video",
+]

@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import io
 import logging
+import os
 import sys
 import threading
 import time
@@ -114,12 +115,15 @@ class LiveDisplay:
 
     def _refresh(self, live: Live) -> None:
         now = time.monotonic()
+        lines = []
         while self._queue:
             item = self._queue.popleft()
             if isinstance(item, str):
-                self._console.print(Text.from_ansi(item), soft_wrap=True)
+                lines.append(item)
             else:
                 self._standing.update(*item)
+        if lines:
+            self._console.print(Text.from_ansi("\n".join(lines)), soft_wrap=True)
         picture = panel(self._standing, self._title, now - self._started_s, now, self._console.width)
         live.update(picture, refresh=True)
 
@@ -130,14 +134,20 @@ class _Above(io.TextIOBase):
     def __init__(self, put: Callable[[str], None], stream: TextIO) -> None:
         self._put, self._stream = put, stream
         self._of_thread = threading.local()
+        self._pid = os.getpid()
 
     def write(self, text: str) -> int:
+        if os.getpid() != self._pid:  # a fork of this process, where nobody draws
+            return self._stream.write(text)
         *lines, self._of_thread.begun = (getattr(self._of_thread, "begun", "") + text).split("\n")
         for each in lines:
             self._put(each)
         return len(text)
 
     def flush(self) -> None:
+        if os.getpid() != self._pid:
+            self._stream.flush()
+            return
         begun, self._of_thread.begun = getattr(self._of_thread, "begun", ""), ""
         if begun:
             self._put(begun)

@@ -134,10 +134,7 @@ class RunFolder:
             stream.truncate(0)
             stream.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode())
             stream.flush()
-            try:
-                yield
-            finally:
-                stream.truncate(0)
+            yield
 
 
 def _make_new(root: Path, name: str) -> Path:

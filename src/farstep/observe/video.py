@@ -37,6 +37,7 @@ def write_video(
     first = next(arriving, None)
     if first is None:
         raise ConfigError(f"there is no frame to make {path.name} of; expected at least one.")
+    path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as partial, _running(_command(ffmpeg, first, fps, partial), timeout_s) as encoder:
         encoder.write(first)
         for frame in arriving:
