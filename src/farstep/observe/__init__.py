@@ -1,0 +1,25 @@
+"""What a run leaves to be looked at: metrics, the live display, plots, videos and the folder that holds them.
+
+Nothing here knows of learners: each update is a step and flat metrics, such as {"env/return_mean": 21.5}.
+"""
+
+from __future__ import annotations
+
+from farstep.observe.console import console_logger
+from farstep.observe.loggers import JsonlLogger, Logger, Loggers, TensorBoardLogger, WandbLogger
+from farstep.observe.plots import plot
+from farstep.observe.run_folder import RunFolder, run_name
+from farstep.observe.video import write_video
+
+__all__ = [
+    "JsonlLogger",
+    "Logger",
+    "Loggers",
+    "RunFolder",
+    "TensorBoardLogger",
+    "WandbLogger",
+    "console_logger",
+    "plot",
+    "run_name",
+    "write_video",
+]

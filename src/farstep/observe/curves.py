@@ -1,0 +1,168 @@
+"""Runs as curves: read from their folders, grouped by what they have in common, averaged over seeds."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from farstep.errors import ConfigError, RunError
+from farstep.observe.files import read_rows
+from farstep.observe.run_folder import RunFolder
+
+Numbers = NDArray[np.float64]
+Curve = tuple[Numbers, Numbers]
+"""x, rising, and y."""
+
+_OF_ONE_RUN = frozenset({"seed", "name", "run_name", "root", "folder", "resume", "run_id", "wandb_run_id"})
+"""Options in which runs of one experiment differ."""
+_SPEAKING = ("algorithm", "learner", "env_name", "env_id", "env")
+"""Options whose values are known without their names, most telling first."""
+_LABEL_OPTIONS = 3
+
+
+@dataclass(frozen=True)
+class Run:
+    """The options and metrics of one run."""
+
+    name: str
+    config: dict[str, object]
+    """Flat: nested options are joined by dots."""
+    rows: list[dict[str, Any]]
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> Run:
+        """The run in a folder."""
+        folder = RunFolder.open(path)
+        config = _flat(folder.read_config())
+        try:
+            rows = read_rows(folder.metrics_file)
+        except FileNotFoundError:
+            raise RunError(f"{folder.metrics_file} does not exist; the run has not come to its first update.") from None
+        except OSError as error:
+            raise RunError(f"{folder.metrics_file} cannot be read: {error}.") from error
+        if not rows:
+            raise RunError(f"{folder.metrics_file} holds no metrics; the run has not come to its first update.")
+        return cls(folder.path.resolve().name, config, rows)
+
+    def curve(self, y: str, x: str = "step") -> Curve:
+        """One metric against another, where both are known."""
+        points = [(row[x], row[y]) for row in self.rows if row.get(x) is not None and row.get(y) is not None]
+        xs, ys = np.array(points, np.float64).reshape(-1, 2).T
+        if x == "seconds":  # a resumed run may count from zero again
+            xs = xs + np.cumsum(np.maximum(-np.diff(xs, prepend=xs[:1]), 0))
+        return xs, ys
+
+    def option(self, names: Sequence[str]) -> str:
+        """The first of these options that the run has, wherever it is nested."""
+        for name in names:
+            for key, value in self.config.items():
+                if key.rpartition(".")[2] == name and isinstance(value, (str, int)):
+                    return str(value)
+        return ""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs that differ only by seed."""
+
+    label: str
+    runs: list[Run]
+
+    def curves(self, y: str, x: str = "step") -> list[Curve]:
+        """One curve for each run that has any points."""
+        found = [run.curve(y, x) for run in self.runs]
+        return [curve for curve in found if len(curve[0])]
+
+
+def read_groups(paths: Sequence[str | os.PathLike[str]]) -> list[Group]:
+    """The runs, those of one experiment together, in the order in which they were named."""
+    if not paths:
+        raise ConfigError("there is no run to draw; expected the folders of one or several runs.")
+    alike: dict[str, list[Run]] = {}
+    for path in paths:
+        run = Run.read(path)
+        alike.setdefault(repr(sorted(_compared(run).items())), []).append(run)
+    found = list(alike.values())
+    return [Group(label, runs) for label, runs in zip(_labels(found), found, strict=True)]
+
+
+def smoothed(curve: Curve, updates: int) -> Curve:
+    """The mean of each point and its neighbours, fewer of them at both ends."""
+    xs, ys = curve
+    half = min(updates, len(ys)) // 2
+    if not half:
+        return curve
+    sums = np.concatenate([[0.0], np.cumsum(ys)])
+    at = np.arange(len(ys))
+    low, high = np.maximum(at - half, 0), np.minimum(at + half + 1, len(ys))
+    return xs, (sums[high] - sums[low]) / (high - low)
+
+
+def common_range(curves: Sequence[Curve]) -> tuple[float, float]:
+    """Where all the curves have values; there is none if the first number is the greater one."""
+    return max(float(xs[0]) for xs, _ in curves), min(float(xs[-1]) for xs, _ in curves)
+
+
+def stacked(curves: Sequence[Curve]) -> tuple[Numbers, Numbers]:
+    """The curves [n, points] at the same x, where all of them have values."""
+    start, end = common_range(curves)
+    grid = max((xs for xs, _ in curves), key=len)
+    grid = (
+        np.unique(np.concatenate([[start], grid[(grid > start) & (grid < end)], [end]])) if start <= end else grid[:0]
+    )
+    return grid, np.stack([np.interp(grid, xs, ys) for xs, ys in curves])
+
+
+def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, object]:
+    flat: dict[str, object] = {}
+    for name, value in config.items():
+        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
+    return flat
+
+
+def _compared(run: Run) -> dict[str, object]:
+    return {name: value for name, value in run.config.items() if name.rpartition(".")[2] not in _OF_ONE_RUN}
+
+
+def _labels(groups: Sequence[Sequence[Run]]) -> list[str]:
+    """What sets each group apart: options that differ, if they are few, else the name of its first run."""
+    names = [runs[0].name for runs in groups]
+    if len(groups) == 1 and len(groups[0]) > 1:
+        return [f"mean of {_number(groups[0])}"]
+    if len(groups) > 1:
+        configs = [_compared(runs[0]) for runs in groups]
+        shared = [name for name in configs[0] if all(name in config for config in configs)]
+        differing = [name for name in shared if len({repr(config[name]) for config in configs}) > 1]
+        differing.sort(key=lambda name: (_rank(name), name))
+        # A second algorithm brings options of its own; then its name says enough.
+        chosen = next(
+            (differing[:n] for n in range(1, _LABEL_OPTIONS + 1) if _tell_apart(configs, differing[:n])), None
+        )
+        if chosen and (len(differing) <= _LABEL_OPTIONS or _rank(chosen[0]) < len(_SPEAKING)):
+            names = [", ".join(_said(name, config[name]) for name in chosen) for config in configs]
+    return [f"{name} ({_number(runs)})" if len(runs) > 1 else name for name, runs in zip(names, groups, strict=True)]
+
+
+def _tell_apart(configs: Sequence[Mapping[str, object]], options: Sequence[str]) -> bool:
+    return len({repr([config[name] for name in options]) for config in configs}) == len(configs)
+
+
+def _rank(option: str) -> int:
+    name = option.rpartition(".")[2]
+    return _SPEAKING.index(name) if name in _SPEAKING else len(_SPEAKING)
+
+
+def _said(option: str, value: object) -> str:
+    return str(value) if _rank(option) < len(_SPEAKING) else f"{option.rpartition('.')[2]}={value}"
+
+
+def _number(runs: Sequence[Run]) -> str:
+    seeds = sorted(run.option(["seed"]) for run in runs)
+    different = "" not in seeds and all(a != b for a, b in pairwise(seeds))
+    return f"{len(runs)} {'seeds' if different else 'runs'}"

@@ -1,0 +1,156 @@
+"""The live display's picture of a run's standing, as rich draws it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+
+from rich import box
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.measure import Measurement
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from farstep.observe.standing import RETURN, Standing, data_size, duration, number, percent
+
+_BARS = "▁▂▃▄▅▆▇█"
+_SHADES = "█▓▒░"
+_COLOURS = {
+    "collect": "cyan",
+    "recompute": "magenta",
+    "advantages": "yellow",
+    "train": "green",
+    "publish": "blue",
+    "checkpoint": "bright_black",
+    "evaluate": "red",
+    "other": "white",
+}
+_MAX_WIDTH = 100
+_SPARKLINE_WIDTH = 32
+
+
+def panel(standing: Standing, title: str, elapsed_s: float, now_s: float, width: int) -> Panel:
+    """Everything there is to see of a run while it trains."""
+    width = min(width, _MAX_WIDTH)
+    latest = standing.latest
+    grid = Table.grid(padding=(0, 2), expand=True)
+    grid.add_column(style="bold", no_wrap=True)
+    grid.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
+    grid.add_row("steps", _progress(standing, now_s))
+    if not standing.updates:
+        grid.add_row("", Text("waiting for the first update", style="dim"))
+    if RETURN in latest:
+        text = Text(f"{number(latest[RETURN])}  ", style="bold").append(_sparkline(standing.returns), style="green")
+        _add(text, "   length", latest.get("env/length_mean"), number)
+        grid.add_row("return", text)
+    if "eval/return_mean" in latest:
+        text = Text(number(latest["eval/return_mean"]), style="bold")
+        _add(text, " ±", latest.get("eval/return_std"), number)
+        _add(text, "   version", latest.get("eval/version"), "{:,.0f}".format)
+        grid.add_row("evaluation", text)
+    if "rate/steps_per_second" in latest:
+        text = Text(f"{latest['rate/steps_per_second']:,.0f} steps/s")
+        grid.add_row("speed", text.append(f"   {duration(elapsed_s)} so far", style="dim"))
+    if "lag/versions_mean" in latest:
+        text = Text(f"{latest['lag/versions_mean']:.2f} versions")
+        _add(text, "   at most", latest.get("lag/versions_max"), "{:,.0f}".format)
+        grid.add_row("staleness", text)
+    if weights := _weights(standing):
+        grid.add_row("weights", weights)
+    if "workers/alive" in latest or standing.dropped():
+        grid.add_row("workers", _workers(standing))
+    if shares := standing.shares():
+        grid.add_row("time", Shares(shares))
+    heading = Text(title, style="bold")
+    return Panel(grid, title=heading, title_align="left", box=box.ROUNDED, border_style="dim", width=width)
+
+
+def _add(text: Text, label: str, value: float | None, form: Callable[[float], str]) -> None:
+    if value is not None:
+        text.append(f"{label} {form(value)}", style="dim")
+
+
+def _progress(standing: Standing, now_s: float) -> Table:
+    left = standing.seconds_left(now_s)
+    row = Table.grid(padding=(0, 1), expand=True)
+    row.add_column(no_wrap=True)
+    row.add_column(ratio=1)
+    row.add_column(no_wrap=True)
+    row.add_row(
+        f"{standing.step:,} of {standing.total_steps:,}",
+        ProgressBar(total=1.0, completed=standing.fraction, complete_style="cyan", finished_style="green"),
+        Text(f"{percent(standing.fraction):>5}  ").append(
+            "" if left is None else f"{duration(left)} left", style="dim"
+        ),
+    )
+    return row
+
+
+def _sparkline(values: Sequence[float], width: int = _SPARKLINE_WIDTH) -> str:
+    """The values as a row of bars, from the lowest to the highest of them."""
+    if not values:
+        return ""
+    if len(values) > width:
+        edges = [round(i * len(values) / width) for i in range(width + 1)]
+        values = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
+    low, high = min(values), max(values)
+    if high <= low:
+        return _BARS[0] * len(values)
+    return "".join(_BARS[min(int((value - low) / (high - low) * len(_BARS)), len(_BARS) - 1)] for value in values)
+
+
+def _weights(standing: Standing) -> str:
+    latest = standing.latest
+    parts = []
+    if "version" in latest:
+        parts.append(f"version {latest['version']:,.0f}")
+    if "sync/weight_syncs" in latest:
+        parts.append(f"{latest['sync/weight_syncs']:,.0f} syncs")
+    if "sync/weights_bytes" in latest:
+        parts.append(data_size(latest["sync/weights_bytes"]))
+    return "   ".join(parts)
+
+
+def _workers(standing: Standing) -> Text:
+    latest = standing.latest
+    text = Text()
+    if "workers/alive" in latest:
+        text.append(f"{latest['workers/alive']:,.0f} alive")
+    if (restarts := latest.get("workers/restarts")) is not None:
+        text.append(f"   {restarts:,.0f} restart{'' if restarts == 1 else 's'}", style="yellow" if restarts else "dim")
+    if dropped := standing.dropped():
+        causes = ", ".join(f"{cause} {count:,}" for cause, count in dropped.items())
+        text.append(f"   dropped: {causes}", style="yellow")
+    else:
+        text.append("   nothing dropped", style="dim")
+    return text
+
+
+class Shares:
+    """A bar whose parts have lengths in proportion, and below it what each part is.
+
+    Shades tell the parts apart where there are no colours.
+    """
+
+    def __init__(self, shares: Mapping[str, float]) -> None:
+        self._shares = shares
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        shades = _SHADES if console.color_system is None or console.no_color else _SHADES[:1]
+        bar, legend, lines = Text(no_wrap=True), Text(no_wrap=True), []
+        at = 0.0
+        for position, (name, share) in enumerate(self._shares.items()):
+            mark, colour = shades[position % len(shades)], _COLOURS.get(name, "bright_white")
+            at += share
+            bar.append(mark * (round(at * options.max_width) - len(bar)), style=colour)
+            entry = Text.assemble((mark, colour), (f" {name.replace('_', ' ')} ", "dim"), percent(share))
+            if legend and len(legend) + len(entry) + 3 > options.max_width:
+                lines.append(legend)
+                legend = Text(no_wrap=True)
+            legend.append("   " if legend else "").append_text(entry)
+        yield from (bar, *lines, legend)
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement(10, options.max_width)

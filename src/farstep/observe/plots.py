@@ -1,0 +1,224 @@
+"""Runs drawn to a picture: return, throughput and staleness."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from farstep.errors import ConfigError
+from farstep.observe.curves import Curve, Group, common_range, read_groups, smoothed, stacked
+from farstep.observe.extras import require
+from farstep.observe.files import replacing
+
+_FORMATS = (".png", ".svg", ".pdf")
+# Okabe and Ito's colours, which nearly everybody can tell apart, without the yellow that paper swallows.
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#7F7F7F")
+_LINES = ("-", "--", "-.", ":")
+_INK, _FAINT = "#333333", "#8a8a8a"
+_POINTS_PER_WINDOW = 100
+_LARGE_DOTS = 30
+_SHOWN_RAW = 3
+_LEGEND_CHARACTERS = 120
+_STYLE = {
+    "font.size": 10,
+    "axes.edgecolor": "#bbbbbb",
+    "axes.labelcolor": _INK,
+    "axes.titlecolor": _INK,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "grid.color": "#e8e8e8",
+    "xtick.color": _INK,
+    "ytick.color": _INK,
+    "text.color": _INK,
+    "legend.frameon": False,
+}
+
+
+def plot(
+    runs: Sequence[str | os.PathLike[str]],
+    out: str | os.PathLike[str],
+    *,
+    band: Literal["range", "std"] = "range",
+    smooth: int | None = None,
+    title: str | None = None,
+) -> Path:
+    """Draw one or several runs; those that differ only by seed become one line, with a band around it.
+
+    The band is from the lowest to the highest seed (`range`), or one standard deviation to both sides (`std`).
+    Lines are means over `smooth` updates, by default a hundredth of the run; 1 shows each update as it is.
+    """
+    out = Path(out)
+    if out.suffix not in _FORMATS:
+        raise ConfigError(f"cannot draw to {out.name}; expected a name that ends in {', '.join(_FORMATS)}.")
+    if band not in ("range", "std"):
+        raise ConfigError(f"got band={band!r}; expected 'range' or 'std'.")
+    if smooth is not None and smooth < 1:
+        raise ConfigError(f"got smooth={smooth}; expected a number of updates, at least 1.")
+    matplotlib = require("matplotlib", "matplotlib", "drawing runs", "rc_context")
+    groups = read_groups(runs)
+    # A Figure by itself, without pyplot: nothing global is touched, and no display is needed.
+    figures = require("matplotlib.figure", "matplotlib", "drawing runs", "Figure")
+    with matplotlib.rc_context(_STYLE):
+        figure = figures.Figure(figsize=(11, 7.2), layout="constrained")
+        _Drawing(figure, groups, band, smooth).draw(title or _title(groups))
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(out) as partial:
+            figure.savefig(partial, dpi=150)
+    return out
+
+
+def _title(groups: Sequence[Group]) -> str:
+    """What all the runs have in common."""
+    runs = [run for group in groups for run in group.runs]
+    if len(runs) == 1:
+        return runs[0].name
+    options = (("env_name", "env_id", "env"), ("algorithm", "learner"))
+    return " · ".join(
+        said.pop() for names in options if len(said := {run.option(names) for run in runs}) == 1 and "" not in said
+    )
+
+
+class _Drawing:
+    """Four panels with one line for each group of runs."""
+
+    def __init__(self, figure: Any, groups: Sequence[Group], band: str, smooth: int | None) -> None:
+        self._figure, self._groups, self._band, self._smooth = figure, groups, band, smooth
+
+    def draw(self, title: str) -> None:
+        (by_steps, by_time), (speed, lag) = self._figure.subplots(2, 2)
+        for axes, name, x in ((by_steps, "Return", "step"), (by_time, "Return over time", "seconds")):
+            self._panel(axes, name, "env/return_mean", x)
+            self._evaluations(axes, x)
+        self._panel(speed, "Throughput in steps per second", "rate/steps_per_second")
+        self._panel(lag, "Staleness in policy versions", "lag/versions_mean")
+        self._oldest(lag)
+        for axes in (by_steps, speed, lag):
+            axes.set_xlabel("environment steps")
+            axes.xaxis.set_major_formatter(_thousands)
+        speed.yaxis.set_major_formatter(_thousands)
+        speed.set_ylim(bottom=0)
+        top = max(1.0, lag.get_ylim()[1])
+        lag.set_ylim(-0.02 * top, top)  # a line at zero is not lost in the axis
+        self._clock(by_time)
+        for axes in (by_steps, by_time, speed, lag):
+            axes.set_xlim(left=0)
+        self._figure.suptitle(title, fontsize=13, fontweight="bold")
+        self._legend()
+
+    def _style(self, position: int) -> dict[str, Any]:
+        lines = _LINES[position // len(_COLOURS) % len(_LINES)]
+        return {"color": _COLOURS[position % len(_COLOURS)], "linestyle": lines}
+
+    def _panel(self, axes: Any, title: str, metric: str, x: str = "step") -> None:
+        axes.set_title(title, loc="left", fontsize=11)
+        drawn = [self._line(axes, group.curves(metric, x), self._style(i)) for i, group in enumerate(self._groups)]
+        axes.margins(x=0.01)
+        if not any(drawn):
+            what = metric if x == "step" else f"{metric} with {x}"
+            axes.text(0.5, 0.5, f"no {what} in the metrics", transform=axes.transAxes, ha="center", color=_FAINT)
+            axes.set(xticks=[], yticks=[])
+
+    def _line(self, axes: Any, raw: list[Curve], style: dict[str, Any]) -> bool:
+        """The mean of a group's curves with its band; what only some of them reach is thin and faint."""
+        if not raw:
+            return False
+        windows = [self._smooth or max(len(xs) // _POINTS_PER_WINDOW, 1) for xs, _ in raw]
+        curves = [smoothed(curve, window) for curve, window in zip(raw, windows, strict=True)]
+        if len(raw) == 1 and windows[0] > 1 and len(self._groups) <= _SHOWN_RAW:
+            axes.plot(*raw[0], color=style["color"], alpha=0.22, linewidth=0.8)
+        grid, values = stacked(curves)
+        mean = values.mean(0)
+        if len(curves) > 1:
+            spread = values.std(0)
+            low, high = (values.min(0), values.max(0)) if self._band == "range" else (mean - spread, mean + spread)
+            axes.fill_between(grid, low, high, color=style["color"], alpha=0.16, linewidth=0)
+            _, end = common_range(curves)
+            for xs, ys in curves:
+                axes.plot(xs[xs >= end], ys[xs >= end], color=style["color"], alpha=0.45, linewidth=0.9)
+        axes.plot(grid, mean, linewidth=1.8, marker="o" if len(grid) == 1 else None, **style)
+        return True
+
+    def _evaluations(self, axes: Any, x: str) -> None:
+        """Dots for the evaluation's return; over seeds their mean, at the steps of the run with the fewest."""
+        shown = False
+        for position, group in enumerate(self._groups):
+            curves = group.curves("eval/return_mean", x)
+            if not curves:
+                continue
+            grid = min((xs for xs, _ in curves), key=len)
+            start, end = common_range(curves)
+            grid = grid[(grid >= start) & (grid <= end)]
+            mean = np.mean([np.interp(grid, *curve) for curve in curves], 0)
+            colour = self._style(position)["color"]
+            dots = {"markersize": 4.5, "markeredgecolor": "white"} if len(grid) <= _LARGE_DOTS else {"markersize": 2.2}
+            axes.plot(grid, mean, "o", color=colour, markeredgewidth=0.8, **dots)
+            shown = True
+        if shown:
+            axes.plot([], [], color=_INK, label="training")
+            axes.plot([], [], "o", color=_INK, markersize=4.5, label="evaluation")
+            axes.legend(loc="best", fontsize=9)
+
+    def _oldest(self, axes: Any) -> None:
+        """The highest staleness of each update, where it is not the mean."""
+        shown = False
+        for position, group in enumerate(self._groups):
+            oldest, means = group.curves("lag/versions_max"), group.curves("lag/versions_mean")
+            if not oldest or all(np.array_equal(a[1], b[1]) for a, b in zip(oldest, means, strict=False)):
+                continue
+            grid, values = stacked(oldest)
+            axes.plot(grid, values.max(0), ":", color=self._style(position)["color"], linewidth=1.1)
+            shown = True
+        if shown:
+            axes.plot([], [], color=_INK, label="mean")
+            axes.plot([], [], ":", color=_INK, linewidth=1.1, label="oldest row")
+            axes.legend(loc="best", fontsize=9)
+
+    def _clock(self, axes: Any) -> None:
+        """Wall-clock time in the unit that gives short numbers."""
+        ends = [curve[0][-1] for group in self._groups for curve in group.curves("env/return_mean", "seconds")]
+        longest = max(ends, default=0.0)
+        unit, length = next(
+            (each for each in (("hours", 3600), ("minutes", 60)) if longest >= 3 * each[1]), ("seconds", 1)
+        )
+        axes.set_xlabel(f"wall-clock {unit}")
+        axes.xaxis.set_major_formatter(lambda seconds, _: f"{seconds / length:g}")
+        if length > 1:
+            step = _round_step(longest / length / 6) * length
+            axes.set_xticks(np.arange(0, longest + step / 2, step))
+
+    def _legend(self) -> None:
+        several = any(len(group.runs) > 1 for group in self._groups)
+        if len(self._groups) == 1 and not several:
+            return
+        lines = require("matplotlib.lines", "matplotlib", "drawing runs", "Line2D")
+        patches = require("matplotlib.patches", "matplotlib", "drawing runs", "Patch")
+        handles = [
+            lines.Line2D([], [], linewidth=1.8, label=group.label, **self._style(position))
+            for position, group in enumerate(self._groups)
+        ]
+        if several:
+            meaning = "lowest to highest run" if self._band == "range" else "one standard deviation"
+            handles.append(patches.Patch(color=_INK, alpha=0.16, linewidth=0, label=meaning))
+        widest = max(len(handle.get_label()) for handle in handles)
+        columns = max(min(len(handles), _LEGEND_CHARACTERS // (widest + 8)), 1)
+        self._figure.legend(handles=handles, loc="outside lower center", ncols=columns)
+
+
+def _thousands(value: float, position: int | None = None) -> str:
+    """12,000 as 12k, 1,500,000 as 1.5M."""
+    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= size:
+            return f"{value / size:g}{unit}"
+    return f"{value:g}"
+
+
+def _round_step(rough: float) -> float:
+    """The next 1, 2 or 5 times a power of ten."""
+    power = 10.0 ** np.floor(np.log10(rough))
+    return float(next(power * digit for digit in (1, 2, 5, 10) if power * digit >= rough * 0.999))

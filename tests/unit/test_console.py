@@ -1,0 +1,327 @@
+"""The terminal: what is shown, when, and what it looks like afterwards."""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import logging
+import math
+import os
+import pty
+import re
+import select
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+
+import pytest
+from rich.console import Console
+
+from farstep.errors import ClosedError
+from farstep.observe.console import LiveDisplay, PlainLines, console_logger
+from farstep.observe.loggers import Loggers
+from farstep.observe.panel import panel
+from farstep.observe.standing import Standing, data_size, duration, line, number, percent
+from farstep.testing import FakeClock
+
+METRICS = {
+    "update": 25,
+    "version": 24,
+    "env/return_mean": 123.4,
+    "env/length_mean": 99.5,
+    "rate/steps_per_second": 8210.3,
+    "lag/versions_mean": 0.5,
+    "lag/versions_max": 1,
+    "time/step": 1.0,
+    "time/collect": 0.61,
+    "time/train": 0.37,
+    "sync/weight_syncs": 1200,
+    "sync/weights_bytes": 42e6,
+    "workers/alive": 8,
+    "workers/restarts": 0,
+}
+EVALUATION = {"eval/return_mean": 433.2, "eval/return_std": 12.0, "eval/version": 20}
+
+
+def terminal(width: int = 100, **options: object) -> Console:
+    return Console(file=io.StringIO(), force_terminal=True, width=width, height=40, **options)
+
+
+def plain(console: Console) -> str:
+    """What was written, without colours and movements."""
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", console.file.getvalue())
+
+
+def shown(standing: Standing, width: int = 100) -> str:
+    console = Console(file=io.StringIO(), width=width, color_system=None)
+    console.print(panel(standing, "CartPole-v1", 16.0, 20.0, width))
+    return console.file.getvalue()
+
+
+def after(*updates: dict[str, float], total_steps: int = 500_000) -> Standing:
+    standing = Standing(total_steps)
+    for position, metrics in enumerate(updates, 1):
+        standing.update(position * 2048, metrics, float(position))
+    return standing
+
+
+def test_the_line_says_how_the_run_stands() -> None:
+    standing = Standing(500_000)
+    standing.update(51_200, METRICS, 0.0)
+    assert line(standing) == (
+        "steps 51,200 of 500,000 (10 %) · return 123.4 · 8,210 steps/s · staleness 0.5 · "
+        "collect 61 % train 37 % other 2 %"
+    )
+    standing.update(53_248, {**EVALUATION, "workers/restarts": 2, "dropped/stale": 30, "dropped/lost": 0}, 1.0)
+    assert "return 123.4 · evaluation 433.2 · " in line(standing)
+    assert "restarts 2 · dropped 30" in line(standing)
+
+
+def test_what_is_not_a_number_is_as_if_it_were_not_there() -> None:
+    standing = after({"env/return_mean": 5.0}, {"env/return_mean": math.nan, "time/train": math.inf})
+    assert standing.latest == {"env/return_mean": 5.0} and standing.returns == [5.0] and not standing.shares()
+    assert line(after({"env/return_mean": math.nan})) == "steps 2,048 of 500,000 (0 %)"
+
+
+def test_shares_are_of_the_recent_updates_and_sum_to_one() -> None:
+    standing = after({"time/step": 2.0, "time/collect": 1.0, "time/recompute_logprobs": 0.5, "time/publish": 0.0})
+    assert standing.shares() == {"collect": 0.5, "recompute": 0.25, "other": 0.25}
+    for position in range(20):
+        standing.update(5000 + position, {"time/step": 1.0, "time/train": 1.0}, 5.0)
+    assert standing.shares() == {"train": 1.0}
+    overlapping = after({"time/step": 1.0, "time/collect": 1.0, "time/evaluate": 1.0})
+    assert overlapping.shares() == {"collect": 0.5, "evaluate": 0.5}
+
+
+def test_the_time_left_follows_the_latest_speed() -> None:
+    standing = Standing(1000)
+    assert standing.seconds_left(0.0) is None
+    standing.update(100, {}, 10.0)
+    assert standing.seconds_left(10.0) is None  # a resumed run starts at a step without having been fast
+    standing.update(200, {}, 11.0)
+    assert standing.seconds_left(11.0) == pytest.approx(8.0)
+    assert standing.seconds_left(13.0) == pytest.approx(6.0)
+    assert standing.seconds_left(99.0) == 0.0
+    standing.update(1100, {}, 20.0)
+    assert standing.seconds_left(20.0) == 0.0 and standing.fraction == 1.0
+
+
+def test_a_long_history_keeps_its_shape() -> None:
+    standing = Standing(10**6)
+    for position in range(10_000):
+        standing.update(position, {"env/return_mean": float(position)}, float(position))
+    assert 64 <= len(standing.returns) < 256 and standing.returns == sorted(standing.returns)
+    assert standing.returns[0] < 100 and standing.returns[-1] > 9_800
+    assert "▁▁▁▁▂▂▂▂▃▃▃▃▄▄▄▄▅▅▅▅▆▆▆▆▇▇▇▇████" in shown(standing)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (number(123.44), "123.4"),
+        (number(-1.234), "-1.23"),
+        (number(0), "0.00"),
+        (number(12345.6), "12,346"),
+        (number(1.5e9), "1.5e+09"),
+        (number(1e-5), "1e-05"),
+        (percent(0.999), "99 %"),
+        (percent(1.0), "100 %"),
+        (duration(3661), "1:01:01"),
+        (duration(200_000), "2 d 7:33:20"),
+        (data_size(0), "0 B"),
+        (data_size(1500), "1.5 kB"),
+        (data_size(420e6), "420 MB"),
+        (data_size(3e15), "3,000.0 TB"),
+    ],
+)
+def test_numbers_are_short(text: str, expected: str) -> None:
+    assert text == expected
+
+
+def test_the_picture_shows_everything() -> None:
+    text = shown(after(METRICS, METRICS | EVALUATION | {"workers/restarts": 1, "dropped/stale": 12}))
+    for part in (
+        "CartPole-v1",
+        "4,096 of 500,000",
+        "0:03:44 left",
+        "123.4  ▁▁",
+        "length 99.5",
+        "433.2 ± 12.0   version 20",
+        "8,210 steps/s",
+        "0.50 versions   at most 1",
+        "version 24   1,200 syncs   42.0 MB",
+        "8 alive   1 restart   dropped: stale 12",
+        "█ collect 61 %   ▓ train 37 %   ▒ other 2 %",
+    ):
+        assert part in text, part
+    [bar] = re.findall(r"time +(\S+) │", text)
+    assert len(bar) == 84 and [bar.count(mark) for mark in "█▓▒"] == [51, 31, 2]
+
+
+def test_before_the_first_update_it_says_so() -> None:
+    assert "waiting for the first update" in shown(Standing(100))
+
+
+@pytest.mark.parametrize("width", [20, 40, 60, 80, 100, 200])
+def test_the_picture_fits_any_terminal(width: int) -> None:
+    phases = ("collect", "recompute_logprobs", "advantages", "train", "publish", "checkpoint", "evaluate")
+    text = shown(after(METRICS | EVALUATION | {f"time/{name}": 0.1 for name in phases}), width)
+    assert {len(each) for each in text.splitlines()} == {min(width, 100)}
+
+
+def test_plain_lines_come_at_most_every_ten_seconds_and_at_both_ends() -> None:
+    console, clock = Console(file=io.StringIO(), width=40), FakeClock()
+    logger = PlainLines(10_000, console, clock)
+    for step in range(1, 26):
+        logger.log(step * 100, METRICS)
+        clock.advance(1.0)
+    logger.close()
+    logger.close()
+    lines = console.file.getvalue().splitlines()
+    assert [each.split(" (")[0] for each in lines] == [
+        f"steps {n} of 10,000" for n in ("100", "1,100", "2,100", "2,500")
+    ]
+
+
+def test_a_stream_of_ascii_gets_ascii() -> None:
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    PlainLines(1000, Console(file=stream)).log(100, METRICS)
+    stream.flush()
+    assert b"(10 %) ? return 123.4" in stream.buffer.getvalue()
+
+
+def test_the_terminal_decides_what_it_gets(monkeypatch) -> None:
+    assert isinstance(console_logger(10, console=Console(file=io.StringIO())), PlainLines)
+    ascii_only = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    assert isinstance(console_logger(10, console=Console(file=ascii_only, force_terminal=True)), PlainLines)
+    live = console_logger(10, console=terminal())
+    live.close()
+    assert isinstance(live, LiveDisplay)
+    monkeypatch.setenv("TERM", "dumb")
+    assert isinstance(console_logger(10, console=terminal()), PlainLines)
+
+
+def test_closing_leaves_the_terminal_as_it_was() -> None:
+    console, streams = terminal(), (sys.stdout, sys.stderr)
+    live = LiveDisplay(500_000, "CartPole-v1", console)
+    assert sys.stdout is not streams[0]
+    live.log(51_200, METRICS)
+    live.close()
+    live.close()
+    assert (sys.stdout, sys.stderr) == streams
+    text = console.file.getvalue()
+    assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")  # the cursor is shown again
+    assert "51,200 of 500,000" in plain(console) and plain(console).endswith("╯\n")
+
+
+def test_what_is_printed_or_logged_comes_above_the_picture() -> None:
+    console = terminal()
+    log = logging.getLogger("farstep")
+    stream = sys.stderr
+    log.addHandler(handler := logging.StreamHandler(stream))
+    try:
+        live = LiveDisplay(500_000, "CartPole-v1", console)
+        live.log(51_200, METRICS)
+        log.warning("worker [3] was replaced")
+        print("printed", "\x1b[31mred\x1b[0m")
+        print("a question: ", end="", flush=True)
+        print("not ended", end="")
+        live.close()
+    finally:
+        log.removeHandler(handler)
+    assert handler.stream is stream
+    text = plain(console)
+    last = text.rindex("╭─ CartPole-v1")
+    for each in ("worker [3] was replaced\n", "printed red\n", "a question: \n", "not ended\n"):
+        assert text.count(each) == 1 and text.index(each) < last
+
+
+def test_a_fork_prints_where_it_printed_before() -> None:
+    code = """
+import io, os
+from rich.console import Console
+from farstep.observe.console import LiveDisplay
+live = LiveDisplay(10, console=Console(file=io.StringIO(), force_terminal=True))
+if not os.fork():
+    print("from the fork", flush=True)
+    os._exit(0)
+os.wait()
+live.close()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "from the fork\n"
+
+
+class Gone(io.StringIO):
+    """A terminal that was closed."""
+
+    def write(self, text: str) -> int:
+        raise OSError(5, "Input/output error")
+
+
+def test_a_terminal_that_is_gone_does_not_end_the_training(caplog) -> None:
+    streams = (sys.stdout, sys.stderr)
+    live = LiveDisplay(100, "run", Console(file=Gone(), force_terminal=True))
+    live._thread.join(10)
+    with pytest.raises(ClosedError, match="cannot be drawn on"):
+        live.log(1, {})
+    Loggers(live).log(1, {})
+    assert "LiveDisplay failed" in caplog.text and (sys.stdout, sys.stderr) == streams
+
+
+TRAINING = """
+import logging, sys, time
+logging.basicConfig()
+from farstep.observe.console import console_logger
+from farstep.observe.loggers import Loggers
+loggers = Loggers(console_logger(10**9, "run"))
+step = 0
+try:
+    while True:
+        step += 1
+        loggers.log(step, {"env/return_mean": step})
+        if step % 50 == 0:
+            logging.getLogger("farstep").warning("at step %d", step)
+        time.sleep(0.001)
+except KeyboardInterrupt:
+    if sys.argv[1] == "close":
+        loggers.close()
+    print("ended by Ctrl-C")
+"""
+
+
+@pytest.mark.parametrize("end", ["close", "forget"])
+def test_ctrl_c_on_a_real_terminal(end: str) -> None:
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 80, 0, 0))
+    environ = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
+    process = subprocess.Popen(
+        [sys.executable, "-c", TRAINING, end],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env=environ | {"TERM": "xterm-256color", "PYTHONIOENCODING": "utf-8"},
+    )
+    os.close(theirs)
+    said, interrupted, deadline = b"", False, time.monotonic() + 60
+    try:
+        while time.monotonic() < deadline:
+            if select.select([ours], [], [], 0.1)[0]:
+                try:
+                    said += os.read(ours, 65536)
+                except OSError:  # the other end is closed
+                    break
+            if b"at step 100" in said and not interrupted:
+                process.send_signal(signal.SIGINT)
+                interrupted = True
+        assert process.wait(10) == 0, said.decode()
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
+    assert b"ended by Ctrl-C" in said and b"Traceback" not in said
+    assert said.count(b"\x1b[?25l") == said.count(b"\x1b[?25h") == 1
+    assert said.rindex(b"\x1b[?25h") > said.rindex("╯".encode())

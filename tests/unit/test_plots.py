@@ -1,0 +1,183 @@
+"""Plots: runs are grouped and averaged as they should be, and drawn."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from farstep.errors import ConfigError, RunError
+from farstep.observe.curves import Run, read_groups, smoothed, stacked
+from farstep.observe.loggers import JsonlLogger
+from farstep.observe.plots import _round_step, _thousands, plot
+from farstep.observe.run_folder import RunFolder
+
+figure = pytest.importorskip("matplotlib.figure")
+
+
+def make_run(root: Path, name: str = "run", updates: int = 30, scale: float = 1.0, **config: object) -> Path:
+    run = RunFolder.create(root, name, {"algorithm": "ppo", "env": {"env_name": "CartPole-v1"}, **config})
+    logger = JsonlLogger(run.metrics_file)
+    for update in range(1, updates + 1):
+        metrics = {
+            "seconds": update * 60.0,
+            "env/return_mean": scale * update if update > 1 else float("nan"),
+            "rate/steps_per_second": 8000.0,
+            "lag/versions_mean": 0.5,
+            "lag/versions_max": 1.0,
+        }
+        logger.log(update * 1000, metrics | ({"eval/return_mean": scale * update} if update % 10 == 0 else {}))
+    logger.close()
+    return run.path
+
+
+def as_drawn(monkeypatch) -> list:
+    """The figures that are saved from now on."""
+    figures = []
+    save = figure.Figure.savefig
+
+    def keep(self, *args, **options):
+        figures.append(self)
+        save(self, *args, **options)
+
+    monkeypatch.setattr(figure.Figure, "savefig", keep)
+    return figures
+
+
+def test_runs_that_differ_by_seed_are_one_group(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path, seed=seed, learner={"seed": seed, "gamma": 0.9}) for seed in (1, 2, 3)]
+    other = make_run(tmp_path, algorithm="async-ppo", seed=1, staleness_threshold=1, learner={"gamma": 0.9})
+    groups = read_groups([*runs, other])
+    assert [group.label for group in groups] == ["ppo (3 seeds)", "async-ppo"]
+    assert [len(group.runs) for group in groups] == [3, 1]
+    assert read_groups([runs[0], runs[0]])[0].label == "mean of 2 runs"
+
+
+def test_labels_say_what_differs(tmp_path: Path) -> None:
+    def labels(*configs: dict[str, object]) -> list[str]:
+        runs = [make_run(tmp_path, "r", updates=1, **config) for config in configs]
+        return [group.label for group in read_groups(runs)]
+
+    assert labels({"seed": 1, "a": {"gamma": 0.9}}, {"seed": 2, "a": {"gamma": 0.99}}) == ["gamma=0.9", "gamma=0.99"]
+    assert labels({"algorithm": "dqn", "lr": 1}, {"algorithm": "sac", "lr": 1}) == ["dqn", "sac"]
+    assert labels({"algorithm": "dqn", "lr": 1}, {"algorithm": "dqn", "lr": 2}, {"algorithm": "sac", "lr": 2}) == [
+        "dqn, lr=1",
+        "dqn, lr=2",
+        "sac, lr=2",
+    ]
+    many = [dict.fromkeys("abcdef", number) for number in (1, 2)]
+    assert labels(*many) == ["r-8", "r-9"]  # numbered on from the runs above
+
+
+def test_the_average_is_over_the_steps_that_all_runs_have() -> None:
+    short = (np.array([10.0, 20.0]), np.array([1.0, 2.0]))
+    long = (np.array([0.0, 15.0, 30.0]), np.array([0.0, 3.0, 6.0]))
+    grid, values = stacked([short, long])
+    assert grid.tolist() == [10.0, 15.0, 20.0]
+    np.testing.assert_allclose(values, [[1.0, 1.5, 2.0], [2.0, 3.0, 4.0]])
+    apart = (np.array([40.0, 50.0]), np.array([0.0, 0.0]))
+    assert stacked([short, apart])[1].shape == (2, 0)
+
+
+@pytest.mark.parametrize("updates", [1, 2, 3, 6, 7, 50])
+def test_smoothing_is_the_mean_of_the_neighbours(updates: int) -> None:
+    ys = np.random.default_rng(1).normal(size=11)
+    half = min(updates, 11) // 2
+    expected = [ys[max(i - half, 0) : i + half + 1].mean() for i in range(11)]
+    np.testing.assert_allclose(smoothed((np.arange(11.0), ys), updates)[1], expected)
+
+
+def test_a_torn_line_and_a_clock_that_starts_again_are_tolerated(tmp_path: Path) -> None:
+    path = make_run(tmp_path, updates=3)
+    with (path / "metrics.jsonl").open("a") as stream:
+        stream.write(json.dumps({"step": 4000, "seconds": 10.0, "env/return_mean": 4.0}) + '\n{"step": 5000, "sec')
+    xs, ys = Run.read(path).curve("env/return_mean", "seconds")
+    assert xs.tolist() == [120.0, 180.0, 180.0] and ys.tolist() == [2.0, 3.0, 4.0]
+    assert plot([path], tmp_path / "a.png").stat().st_size > 10_000
+
+
+def test_a_plot_shows_return_throughput_and_staleness(tmp_path: Path, monkeypatch) -> None:
+    figures = as_drawn(monkeypatch)
+    runs = [make_run(tmp_path, seed=seed, scale=seed) for seed in (1, 2, 3)]
+    out = plot(runs, tmp_path / "new" / "folder" / "a.png")
+    assert out.read_bytes().startswith(b"\x89PNG") and len(list(out.parent.iterdir())) == 1
+    by_steps, by_time, speed, lag = figures[0].axes
+    assert [axes.get_title(loc="left") for axes in figures[0].axes] == [
+        "Return",
+        "Return over time",
+        "Throughput in steps per second",
+        "Staleness in policy versions",
+    ]
+    assert by_steps.get_xlabel() == speed.get_xlabel() == lag.get_xlabel() == "environment steps"
+    assert by_time.get_xlabel() == "wall-clock minutes"
+    mean = max(by_steps.lines, key=lambda line: line.get_linewidth())
+    np.testing.assert_allclose(mean.get_ydata(), np.arange(2, 31) * 2.0)
+    [band] = by_steps.collections
+    assert band.get_datalim(by_steps.transData).y0 == 2.0 and band.get_datalim(by_steps.transData).y1 == 90.0
+    assert figures[0].get_suptitle() == "CartPole-v1 · ppo"
+    assert [text.get_text() for text in figures[0].legends[0].get_texts()] == [
+        "mean of 3 seeds",
+        "lowest to highest run",
+    ]
+    plot(runs, tmp_path / "b.png", band="std", title="mine")
+    assert figures[1].get_suptitle() == "mine"
+    assert figures[1].legends[0].get_texts()[-1].get_text() == "one standard deviation"
+
+
+def test_one_run_needs_no_legend(tmp_path: Path, monkeypatch) -> None:
+    figures = as_drawn(monkeypatch)
+    plot([make_run(tmp_path, "only", updates=400)], tmp_path / "a.svg")
+    assert not figures[0].legends and figures[0].get_suptitle() == "only"
+
+
+def test_metrics_that_are_not_there_are_named(tmp_path: Path, monkeypatch) -> None:
+    figures = as_drawn(monkeypatch)
+    run = RunFolder.create(tmp_path, "a", {})
+    run.metrics_file.write_text('{"step": 5, "env/return_mean": 3.0}\n')
+    plot([run.path], tmp_path / "a.png")
+    said = [[text.get_text() for text in axes.texts] for axes in figures[0].axes]
+    assert said == [
+        [],
+        ["no env/return_mean with seconds in the metrics"],
+        ["no rate/steps_per_second in the metrics"],
+        ["no lag/versions_mean in the metrics"],
+    ]
+
+
+def test_runs_that_cannot_be_drawn_are_named(tmp_path: Path) -> None:
+    out = tmp_path / "a.png"
+    run = RunFolder.create(tmp_path, "empty", {})
+    with pytest.raises(ConfigError, match="no run to draw"):
+        plot([], out)
+    with pytest.raises(RunError, match=r"emptyy does not exist; .*config\.json.*Runs in .*: empty"):
+        plot([tmp_path / "emptyy"], out)
+    with pytest.raises(RunError, match=r"metrics\.jsonl does not exist; the run has not come to its first update"):
+        plot([run.path], out)
+    run.metrics_file.write_text('{"step": 5, "env')
+    with pytest.raises(RunError, match=r"metrics\.jsonl holds no metrics"):
+        plot([run.path], out)
+    assert not out.exists()
+
+
+def test_options_that_cannot_work_are_refused(tmp_path: Path) -> None:
+    run = make_run(tmp_path, updates=1)
+    with pytest.raises(ConfigError, match=r"expected a name that ends in \.png"):
+        plot([run], tmp_path / "a.jpeg")
+    with pytest.raises(ConfigError, match="expected 'range' or 'std'"):
+        plot([run], tmp_path / "a.png", band="min")
+    with pytest.raises(ConfigError, match="at least 1"):
+        plot([run], tmp_path / "a.png", smooth=0)
+
+
+def test_a_missing_package_is_named_with_its_command(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ConfigError, match="pip install matplotlib"):
+        plot([make_run(tmp_path, updates=1)], tmp_path / "a.png")
+
+
+def test_axes_have_short_numbers() -> None:
+    assert [_thousands(value) for value in (0, 500, 2000, 1.5e6, 2e9)] == ["0", "500", "2k", "1.5M", "2G"]
+    assert [_round_step(rough) for rough in (0.7, 1.0, 1.2, 3.0, 60.0)] == [1.0, 1.0, 2.0, 5.0, 100.0]
