@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import weakref
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from operator import itemgetter
 from types import TracebackType
 from typing import Any, Self
@@ -25,6 +26,7 @@ from farstep.worker.seeds import fresh_root
 
 Space = gymnasium.spaces.Space[Any]
 _MAX_STALENESS = 1000
+log = logging.getLogger("farstep")
 
 
 class ClusterEnv:
@@ -186,11 +188,42 @@ class ClusterEnv:
         collector.adopt(agent)
         return collector
 
+    # ---- what outlives this process ----
+
+    def save(self) -> dict[str, Any]:
+        """What workers must know to go on in another process, as plain data and arrays; between batches."""
+        return {"version": self.version, "workers": self._launched().save()}
+
+    def resume(self, agent: Agent, saved: Mapping[str, Any], actions: Sequence[Mapping[str, Array]]) -> None:
+        """Go on with an agent where another process saved: versions, random numbers, recurrent states and episodes.
+
+        `actions` are those that each slot's episode in progress was given, by the names they have in a batch: its
+        environment is reset with the same seed and takes them again. With another number of workers than then, and
+        for vector sources, episodes begin anew.
+        """
+        workers = saved["workers"]
+        parts: list[Any] = [None] * self.num_workers
+        counts = [0 if worker is None else len(worker["episodes"]) for worker in workers]
+        if len(workers) == self.num_workers and sum(counts) == self.num_envs == len(actions):
+            stops = np.cumsum(counts)
+            parts = [
+                worker and {**worker, "actions": list(actions[stop - count : stop])}
+                for worker, count, stop in zip(workers, counts, stops, strict=True)
+            ]
+        elif workers:
+            log.warning("episodes begin anew: there were other workers or environments when this run was saved")
+        self._launched().resume(agent, int(saved["version"]), parts)
+
     # ---- the policy ----
 
     def publish(self, agent: Agent) -> int:
         """Make the agent's parameters the newest version; returns it. Batches in hand stay valid."""
         return self._launched().publish(agent)
+
+    @property
+    def version(self) -> int:
+        """The newest published version."""
+        return self._launched().version()
 
     @property
     def inference(self) -> str:

@@ -20,6 +20,7 @@ from farstep.buffer.blocks import Layout
 from farstep.config import EnvConfig, LaunchConfig
 from farstep.core import Agent, Array, Buffer, Received
 from farstep.errors import AgentError, ClosedError, HandshakeError, WorkerError
+from farstep.head.calls import Calls
 from farstep.head.parameters import ParameterStore
 from farstep.head.probes import Prober, Question
 from farstep.head.rollouts import Piece, Rollouts, agent_structures, base_rows, key_of
@@ -87,6 +88,9 @@ class Collector:
         self._rollouts: Rollouts | None = None
         self._followed = np.full(self.server.seats[-1].stop, -1, np.int64)
         """Per slot, the last chunk that was handed to the learner (`Piece.key`)."""
+        self._calls = Calls(self.server)
+        self._first_version = 0
+        """What versions are counted from: a run that is resumed goes on counting."""
         self._starved: Request | None = None
         """The latest stream that was told to be starving."""
 
@@ -186,7 +190,7 @@ class Collector:
         payload = ship(agent)
         if probes_of(self._rule):
             comparing_method(agent)
-        first_version = 0
+        first_version = self._first_version
         if self._store is not None:  # go on counting; one that was refused used no number
             first_version = self._store.version + (self._agent is not None)
         store = ParameterStore(agent, self._agent_id + 1, self._num_workers, first_version, self._weights)
@@ -329,6 +333,21 @@ class Collector:
         self.counters.batch(batch, [arrived], self.version())
         return arrived, batch
 
+    # ---- what outlives this process ----
+
+    def save(self) -> list[Any]:
+        """What each worker must know to go on in another process; None of one that is being replaced."""
+        self._end()
+        return self._calls.call("save", ())
+
+    def resume(self, agent: Agent, version: int, parts: Sequence[Any]) -> None:
+        """Go on where `save` was called: `parts` are what workers are told, one for each."""
+        self._first_version = version
+        self.adopt(agent)
+        for seat, resume in zip(self.server.seats, self._calls.call("resume", *[(part,) for part in parts]), strict=True):
+            if resume is not None:
+                seat.resume[:] = resume
+
     def followed(self) -> Array:
         """Per slot, which chunk was handed out last; -1: what comes next follows none."""
         return self._followed.copy()
@@ -470,6 +489,8 @@ class Collector:
             case m.AgentReady() if message.agent == self._agent_id:
                 agent_structures(message, self._action_schema)  # refused here, where we know who said it
                 self._answers[seat.worker] = message
+            case m.Reply():
+                self._calls.replied(seat, message, received)
             case m.WeightRequest():
                 base: int = -1
                 frames: list[Buffer] = []
@@ -478,10 +499,12 @@ class Collector:
                 self.server.send(seat, m.Weights(message.agent, self.version(), base), frames)
 
     def on_lost(self, seat: Seat) -> None:
+        self._calls.lost(seat)
         self._turns.forget(seat.worker)
         self._serve_turns()
 
     def on_error(self, seat: Seat, failure: m.Failure, error: WorkerError) -> None:
+        self._calls.failed(seat, failure, error)
         if failure.agent != self._agent_id:
             return  # nobody wants it any more
         if self._agent is None:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import cloudpickle
-
 from farstep.config import LaunchConfig
 from farstep.core import Array, Buffer, Received
 from farstep.errors import WireError, WorkerError
 from farstep.head.arrivals import Arrival
+from farstep.head.calls import Calls
 from farstep.head.rollouts import Rollouts, base_rows
 from farstep.head.seats import ResetOrder, Seat
 from farstep.head.server import Server
@@ -35,8 +34,7 @@ class Stepper:
         self._steps = 0
         self._reset: ResetOrder | None = None
         self._error: WorkerError | None = None
-        self._request = 0
-        self._answers: dict[int, Any] = {}
+        self._calls = Calls(self.server)
         self._rollouts: Rollouts | None = None
 
     def start(self) -> tuple[Any, Any]:
@@ -106,19 +104,7 @@ class Stepper:
 
     def call(self, name: str, *arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         """Do something on every worker; `arguments` is one tuple for all, or one each. Values in order of slots."""
-        server = self.server
-        parts = arguments if len(arguments) == len(server.seats) else arguments * len(server.seats)
-        with server.locked():
-            server.raise_failure()
-            self._answers = {}
-            self._request += 1
-            for seat, args in zip(server.seats, parts, strict=True):
-                server.send(seat, m.Call(self._request, name), [cloudpickle.dumps((args, {}))])
-        server.wait(lambda: True if len(self._answers) >= len(server.seats) else None)
-        for answer in self._answers.values():
-            if isinstance(answer, WorkerError):
-                raise answer
-        return tuple(value for worker in sorted(self._answers) for value in self._answers[worker] or ())
+        return tuple(value for answer in self._calls.call(name, *arguments) for value in answer or ())
 
     # ---- the server's side ----
 
@@ -142,19 +128,17 @@ class Stepper:
                     assert self._rollouts is not None
                     Arrival(self._rollouts.rows(seat, 0), self._steps).add(message.keys, frames)
                 self.server.tickets.accept(seat.worker, message.ticket, 0, infos)
-            case m.Reply() if message.request == self._request:
-                if len(received.frames) != 2:
-                    raise WireError("a reply without its value.")
-                self._answers[seat.worker] = unpack(received.frames[1])
+            case m.Reply():
+                self._calls.replied(seat, message, received)
 
     def on_lost(self, seat: Seat) -> None:
-        pass
+        self._calls.lost(seat)
 
     def on_error(self, seat: Seat, failure: m.Failure, error: WorkerError) -> None:
         if failure.ticket is not None:
             self._error = self._error or error
-        elif failure.request == self._request:
-            self._answers[seat.worker] = error
+        else:
+            self._calls.failed(seat, failure, error)
 
 
 def _infos(frame: Buffer, seat: Seat) -> list[Info]:

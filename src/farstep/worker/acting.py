@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import cloudpickle
@@ -149,6 +149,20 @@ class Actor:
     def _generator(self, i: int) -> np.random.Generator:
         slots = self._slots
         return episode_generator(slots.roots[i], slots.first + i, slots.episodes[i])
+
+    def save(self) -> dict[str, Any]:
+        """Memory and generators, as plain data."""
+        state = [as_array(leaf) for _, leaf in leaves_of(self._state, "state")] if self.policy.recurrent else []
+        return {"state": state, "generators": [generator.bit_generator.state for generator in self._rng]}
+
+    def resume(self, saved: Mapping[str, Any]) -> None:
+        """Go on with what was saved."""
+        if self.policy.recurrent and saved["state"]:
+            kept = iter(saved["state"])
+            self._state = map_leaves(lambda leaf: np.array(next(kept)), self._state)
+        self._rng = [np.random.Generator(np.random.PCG64()) for _ in saved["generators"]]
+        for generator, state in zip(self._rng, saved["generators"], strict=True):
+            generator.bit_generator.state = state
 
     def loaded(self, version: int) -> None:
         """New weights are in: make sure that the fast path still agrees."""

@@ -6,7 +6,9 @@ the side, the environment is reset at once with the seed of its next episode, an
 
 from __future__ import annotations
 
+import logging
 import struct
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,6 +25,7 @@ from farstep.worker.sources import Source
 
 Space = gymnasium.spaces.Space[Any]
 Info = dict[str, Any]
+log = logging.getLogger("farstep")
 
 
 class Host:
@@ -52,6 +55,10 @@ class Host:
 
     def _reseed(self, chosen: Array) -> None:
         """For environments that do not take a seed when they are reset."""
+
+    def replay(self, actions: Sequence[Mapping[str, Array]]) -> None:
+        """Bring every slot to where its episode was after these actions; where that cannot be, it begins anew."""
+        self._start(np.ones(self.num_envs, bool), None)
 
     def prepare(self, failures: tuple[type[BaseException], ...]) -> None:
         """Begin episodes where there are none, for the trial of an agent.
@@ -133,6 +140,28 @@ class HostedEnvs(Host):
     def _start(self, chosen: Array, options: Info | None) -> None:
         for i in np.flatnonzero(chosen).tolist():
             self._begin_episode(i, self.current, 0, options)
+
+    def replay(self, actions: Sequence[Mapping[str, Array]]) -> None:
+        super().replay(actions)
+        for i, taken in enumerate(actions):
+            steps = len(next(iter(taken.values()), ()))
+            for t in range(steps):
+                self._progress[PHASE], self._progress[SLOT] = STEP, i
+                self._progress[COUNT] += 1
+                obs, reward, terminated, truncated, _ = self._steps[i](self._envs.action(taken, t))
+                if terminated or truncated:
+                    log.warning(
+                        "environment slot %d is not where it was: its episode ended %d steps too early when its "
+                        "actions were taken again, so it begins the next one. It does not depend on its seed alone",
+                        self.slots.first + i,
+                        steps - 1 - t,
+                    )
+                    self.slots.episodes[i] += 1
+                    self._begin_episode(i, self.current, 0, None)
+                    break
+                self.slots.took(i, float(reward))
+                for name, leaf in leaves(self._obs, obs):
+                    self.current[name][i] = leaf
 
     def step(self, t: int) -> None:
         """Step every environment with row `t`'s action; observations go to row `t + 1`."""

@@ -33,6 +33,7 @@ from farstep.worker.hosting import Host, HostedEnvs
 from farstep.worker.probing import Probing
 from farstep.worker.program import Program
 from farstep.worker.progress import CANCEL, COUNT, PHASE, SLOT, Phase
+from farstep.worker.saving import Saving
 from farstep.worker.rolling import AnyHost, NotWanted, Roller
 from farstep.worker.rows import Slots
 from farstep.worker.shipping import Shipping
@@ -448,10 +449,15 @@ class Worker:
 
     # ---- calls on environments ----
 
+    def _saving(self) -> Saving:
+        assert isinstance(self._host, Host)
+        return Saving(self._host, self._actor, self._owns_process)
+
     def _call(self, message: m.Call, arguments: Buffer) -> None:
         self._words[PHASE] = Phase.STEP
         self._words[COUNT] += 1
         args, kwargs = cloudpickle.loads(arguments)
-        result = getattr(self._host, message.name)(*args, **kwargs)
+        target = self._saving() if message.name in ("save", "resume") else self._host
+        result = getattr(target, message.name)(*args, **kwargs)
         self._words[PHASE] = Phase.IDLE  # whether the result can travel is not the environment's doing
         self._send(m.Reply(message.request), pack(result))

@@ -92,6 +92,14 @@ class Slots:
         self.start_row[i] = self.total_rows + next_row
         self.start_time[i] = time.monotonic()
 
+    def took(self, i: int, reward: float) -> None:
+        """Slot `i` did a step of its episode again that a process before this one had handed over."""
+        self.fresh[i] = False
+        self.any_fresh = bool(self.fresh.any())
+        self.returns[i] += reward
+        self.start_row[i] -= 1
+        self.resume[i] = self.episodes[i] + 1
+
     def end_episode(self, i: int, t: int) -> int:
         """Slot `i` ended its episode at row `t`; returns how many episodes ended in this chunk before it."""
         length = self.total_rows + t + 1 - int(self.start_row[i])

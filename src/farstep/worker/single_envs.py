@@ -76,6 +76,10 @@ class SingleEnvs:
         arrays = {name: rows[name][t].copy() for name in leaf_names(self._action)}
         return [nest(self._action, {n: a[i] for n, a in arrays.items()}) for i in range(len(self.envs))]
 
+    def action(self, arrays: Mapping[str, Array], t: int) -> Any:
+        """Row `t` of one environment's own actions."""
+        return nest(self._action, {name: arrays[name][t].copy() for name in leaf_names(self._action)})
+
     def close(self) -> None:
         self._progress[PHASE] = Phase.CLOSE
         for i, env in enumerate(self.envs):

@@ -1,0 +1,54 @@
+"""The `farstep` command: `train`, `watch`, `plot`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+
+from farstep.errors import FarstepError, unknown_name
+
+_HELP = """\
+farstep trains Gymnasium environments on workers, and shows what came of it.
+
+  farstep train ppo --env CartPole-v1                 learn; the run is kept under runs/
+  farstep train async-ppo --env LunarLander-v3 --workers 2 --num-envs 64
+  farstep train impala --env CartPole-v1
+  farstep train ppo --resume runs/NAME                go on where a run stopped
+  farstep watch runs/NAME                             render episodes of what it learned to a video
+  farstep plot runs/NAME runs/OTHER                   draw return, throughput and staleness to a PNG
+
+'farstep train ppo --help' lists every option with what it does.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; its exit status."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        sys.stdout.write(_HELP)
+        return 0
+    if arguments[0] == "--version":
+        from farstep.version import VERSION
+
+        sys.stdout.write(f"farstep {VERSION}\n")
+        return 0
+    try:
+        return _command(arguments[0])(arguments[1:])
+    except FarstepError as error:
+        sys.stderr.write(f"farstep: {error}\n")
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _command(name: str) -> Callable[[Sequence[str]], int]:
+    """Imported when it is wanted: torch alone takes two seconds."""
+    if name == "train":
+        from farstep.cli.train import main as command
+    elif name == "watch":
+        from farstep.cli.watch import main as command
+    elif name == "plot":
+        from farstep.cli.plot import main as command
+    else:
+        raise FarstepError(unknown_name("command", name, ["train", "watch", "plot"]))
+    return command

@@ -1,0 +1,37 @@
+"""`farstep plot`: runs as a picture."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from farstep.cli.options import parse
+from farstep.errors import ConfigError
+from farstep.observe.plots import plot
+from farstep.observe.run_folder import RunFolder
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Draw return, throughput and staleness of runs; those that differ by their seed alone become one line."""
+
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
+    """folders of runs"""
+    out: Path | None = None
+    """the PNG; none given: plots/ in the first run's folder"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Read, draw."""
+    options = parse(Options, arguments, "farstep plot")
+    if not options.runs:
+        raise ConfigError("'farstep plot' needs at least one run, e.g. farstep plot runs/NAME.")
+    out = options.out or RunFolder.open(options.runs[0]).plots / "run.png"
+    plot(options.runs, out)
+    sys.stdout.write(f"{out}\n")
+    return 0

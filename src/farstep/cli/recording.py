@@ -1,0 +1,94 @@
+"""An agent acting in one environment of this process, picture by picture."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import torch
+
+from farstep.agents.policy import Policy
+from farstep.core import Array
+from farstep.errors import ConfigError
+from farstep.learners.nets import ActorCritic, NetConfig, make_agent
+from farstep.learners.run_config import RunConfig
+from farstep.observe.video import write_video
+from farstep.spec import leaves, map_leaves, nest, space_schema
+from farstep.worker.sources import Source
+
+Env = gymnasium.Env[Any, Any]
+
+
+def load_agent(run: RunConfig, config: Any, parameters: Mapping[str, torch.Tensor]) -> ActorCritic:
+    """The agent of a run, with these parameters."""
+    env = _environment(run)
+    try:
+        net: NetConfig = config.net
+        agent = make_agent(env.observation_space, env.action_space, net, config.gamma)
+    finally:
+        env.close()
+    agent.load_state_dict(dict(parameters))
+    return agent
+
+
+def record(
+    agent: ActorCritic,
+    run: RunConfig,
+    path: Path,
+    *,
+    seed: int = 0,
+    episodes: int = 1,
+    max_steps: int = 2000,
+    fps: float | None = None,
+) -> list[float]:
+    """Act in episodes and write what they look like to a video; the returns."""
+    env = _environment(run)
+    try:
+        rate = fps or float(env.metadata.get("render_fps") or 30)
+        returns: list[float] = []
+        write_video(path, _pictures(agent, env, seed, episodes, max_steps, returns), rate)
+    finally:
+        env.close()
+    return returns
+
+
+def _environment(run: RunConfig) -> Env:
+    if run.env_type in ("envpool", "vector"):
+        raise ConfigError(f"environments of type {run.env_type} cannot be rendered one by one; use a gymnasium one.")
+    config = run.env_config(envs_per_node=1, stagger=None)
+    kwargs = {**config.env_kwargs, "render_mode": "rgb_array"}
+    return Source.of(run.env_config(envs_per_node=1, stagger=None, env_kwargs=kwargs)).build()
+
+
+def _pictures(
+    agent: ActorCritic, env: Env, seed: int, episodes: int, max_steps: int, returns: list[float]
+) -> Iterator[Array]:
+    policy = Policy(agent)
+    structure, _ = space_schema(env.observation_space, "obs")
+    for episode in range(episodes):
+        obs, _ = env.reset(seed=seed + episode)
+        state, start, total = policy.initial_state(1), np.ones(1, bool), 0.0
+        for _ in range(max_steps):
+            yield _picture(env)
+            row = nest(structure, {name: np.asarray(leaf)[None] for name, leaf in leaves(structure, obs)})
+            out = policy(row, state, start, None)
+            state, start = out.get("state"), np.zeros(1, bool)
+            obs, reward, terminated, truncated, _ = env.step(map_leaves(lambda leaf: leaf[0], out["action"]))
+            total += float(reward)
+            if terminated or truncated:
+                yield _picture(env)
+                break
+        returns.append(total)
+
+
+def _picture(env: Env) -> Array:
+    picture = env.render()
+    if not isinstance(picture, np.ndarray):
+        raise ConfigError(
+            f"the environment's render() returned {type(picture).__name__}; a video needs pictures: the environment "
+            "must know render_mode='rgb_array'."
+        )
+    return picture

@@ -1,0 +1,203 @@
+"""`farstep train`: a learner, its environments, and everything that is kept of a run."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import msgspec
+import numpy as np
+import torch
+import tyro
+
+from farstep.cli.options import parse
+from farstep.cluster_env import ClusterEnv
+from farstep.config import usable_cpus
+from farstep.errors import ConfigError, unknown_name
+from farstep.learners.async_ppo import AsyncPPO, AsyncPPOConfig
+from farstep.learners.evaluation import EVALUATION_SLOTS, Evaluator
+from farstep.learners.impala import Impala, ImpalaConfig
+from farstep.learners.nets import ActorCritic, make_agent
+from farstep.learners.ppo import PPO, PPOConfig
+from farstep.learners.run_config import RunConfig
+from farstep.learners.training import Learner, Limits, Progress, Stopped, Training
+from farstep.cli.recording import record
+from farstep.observe.console import console_logger
+from farstep.observe.loggers import JsonlLogger, Loggers, TensorBoardLogger, WandbLogger
+from farstep.observe.run_folder import RunFolder, run_name
+
+_SIGNALLED = {"SIGINT": 130, "SIGTERM": 143}
+Config = PPOConfig | AsyncPPOConfig | ImpalaConfig
+C = TypeVar("C", PPOConfig, AsyncPPOConfig, ImpalaConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(Generic[C]):
+    """All that can be said on the command line."""
+
+    run: tyro.conf.OmitArgPrefixes[RunConfig]
+    learner: tyro.conf.OmitArgPrefixes[C]
+    resume: Path | None = None
+    """go on with the run in this folder; its options stay, unless others are given"""
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """What a name on the command line stands for."""
+
+    config: type[Any]
+    learner: Callable[..., Learner]
+    synchronous: bool = False
+
+
+ALGORITHMS = {
+    "ppo": Algorithm(PPOConfig, PPO, synchronous=True),
+    "async-ppo": Algorithm(AsyncPPOConfig, AsyncPPO),
+    "impala": Algorithm(ImpalaConfig, Impala),
+}
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Parse, train, say what came of it."""
+    if not arguments or arguments[0] in ("-h", "--help"):
+        sys.stdout.write(f"farstep train LEARNER [options]; learners: {', '.join(ALGORITHMS)}.\n")
+        sys.stdout.write("'farstep train ppo --help' lists the options of one.\n")
+        return 0
+    name, *rest = arguments
+    if name not in ALGORITHMS:
+        raise ConfigError(unknown_name("learner", name, list(ALGORITHMS)))
+    options = _options(name, rest)
+    folder = _folder(name, options)
+    console = sys.stdout
+    console.write(f"run: {folder.path}\n")
+    console.flush()
+    try:
+        progress = train(name, options.run, options.learner, folder, options.resume is not None)
+    except Stopped as stopped:
+        console.write(f"stopped by {stopped}; go on with: farstep train {name} --resume {folder.path}\n")
+        return _SIGNALLED[str(stopped)]
+    console.write(_summary(progress, folder))
+    return 0
+
+
+def _options(name: str, arguments: Sequence[str]) -> Options[Any]:
+    kind, command = Options[ALGORITHMS[name].config], f"farstep train {name}"  # type: ignore[misc]
+    resumed = _resumed(arguments)
+    return parse(kind, arguments, command, None if resumed is None else _saved_options(name, resumed))
+
+
+def _resumed(arguments: Sequence[str]) -> Path | None:
+    """Where `--resume` points: its options are the defaults of all others, so it is looked for first."""
+    for i, argument in enumerate(arguments):
+        flag, _, value = argument.partition("=")
+        if flag == "--resume":
+            if not value and i + 1 == len(arguments):
+                raise ConfigError("--resume needs the folder of a run, e.g. --resume runs/NAME.")
+            return Path(value or arguments[i + 1])
+    return None
+
+
+def _saved_options(name: str, path: Path) -> Options[Any]:
+    saved = RunFolder.open(path).read_config()
+    if saved.get("algorithm") != name:
+        raise ConfigError(
+            f"{path} is a run of {saved.get('algorithm')}, not of {name}; go on with it by "
+            f"'farstep train {saved.get('algorithm')} --resume {path}'."
+        )
+    run, learner = load_config(saved)
+    return Options(run=run, learner=learner, resume=path)
+
+
+def load_config(saved: dict[str, Any]) -> tuple[RunConfig, Any]:
+    """The options of a run, from its config.json."""
+    algorithm = ALGORITHMS[saved["algorithm"]]
+    try:
+        run = msgspec.convert(saved["run"], RunConfig, dec_hook=_decoded)
+        return run, msgspec.convert(saved["learner"], algorithm.config, dec_hook=_decoded)
+    except (KeyError, msgspec.ValidationError) as error:
+        raise ConfigError(f"config.json is not one of this version of farstep: {error}.") from error
+
+
+def _decoded(kind: type, value: Any) -> Any:
+    return kind(value)
+
+
+def _folder(name: str, options: Options[Any]) -> RunFolder:
+    run = options.run
+    config = {"algorithm": name, "run": run, "learner": options.learner}
+    if options.resume is not None:
+        folder = RunFolder.open(options.resume)
+        folder.write_config(config)
+        return folder
+    return RunFolder.create(run.folder, run.name or run_name(run.env, name, run.seed), config)
+
+
+def train(name: str, run: RunConfig, config: Config, folder: RunFolder, resume: bool = False) -> Progress:
+    """Train until the run is done; raises `Stopped` after a signal, when a checkpoint is written."""
+    algorithm = ALGORITHMS[name]
+    _set_up(run, algorithm)
+    with ExitStack() as stack:
+        stack.enter_context(folder.lock())
+        env = stack.enter_context(ClusterEnv(run.env_config(), run.launch_config()))
+        torch.manual_seed(run.seed)
+        agent = make_agent(*env.launch(), config.net, config.gamma)
+        learner = algorithm.learner(agent, config, run.seed, run.device)
+        evaluator = None
+        if run.eval_every is not None:
+            evaluator = _evaluator(run, folder)
+            stack.callback(evaluator.close)
+        limits = Limits(
+            total_steps=run.total_steps,
+            target_return=run.target_return,
+            checkpoint_every=run.checkpoint_every,
+            eval_every=run.eval_every,
+        )
+        exact = algorithm.synchronous and run.stagger is None
+        training = Training(learner, env, limits, checkpoints=folder.checkpoints, evaluator=evaluator, exact=exact)
+        if resume:
+            training.resume()
+        sink = _loggers(name, run, config, folder, training.progress.steps if resume else None)
+        stack.callback(sink.close)
+        training.sink = sink
+        return training.run()
+
+
+def _set_up(run: RunConfig, algorithm: Algorithm) -> None:
+    if run.device != "cpu" and not (run.device.split(":")[0] == "cuda" and torch.cuda.is_available()):
+        raise ConfigError(f"device is {run.device!r}, which torch does not find here; use cpu.")
+    torch.set_num_threads(run.threads or (usable_cpus() if algorithm.synchronous else 1))
+    logging.getLogger("farstep").setLevel(logging.WARNING)
+
+
+def _evaluator(run: RunConfig, folder: RunFolder) -> Evaluator:
+    slots = min(run.eval_episodes, EVALUATION_SLOTS)
+    env_config = run.env_config(envs_per_node=slots, stagger=None, kl_threshold=None)
+
+    def video(agent: ActorCritic, step: int) -> None:
+        record(agent, run, folder.videos / f"step-{step:09d}.mp4", seed=run.seed)
+
+    return Evaluator(env_config, run.eval_episodes, run.seed + 1, video if run.capture_video else None)
+
+
+def _loggers(name: str, run: RunConfig, config: Config, folder: RunFolder, resume_step: int | None) -> Loggers:
+    loggers: list[Any] = [JsonlLogger(folder.metrics_file, resume_step)]
+    if run.tensorboard:
+        loggers.append(TensorBoardLogger(folder.tensorboard, resume_step))
+    if run.wandb is not None:
+        plain = {"algorithm": name, **msgspec.to_builtins({"run": run, "learner": config}, enc_hook=str)}
+        loggers.append(WandbLogger(run.wandb, folder.path.name, folder.path, plain, folder.path.name))
+    loggers.append(console_logger(run.total_steps, f"{name} on {run.env}"))
+    return Loggers(*loggers)
+
+
+def _summary(progress: Progress, folder: RunFolder) -> str:
+    mean = f"; mean return of the last {len(progress.returns)} episodes {np.mean(progress.returns):.1f}" if progress.returns else ""
+    return (
+        f"{progress.steps:,} steps in {progress.seconds:.0f} s{mean}\n"
+        f"watch it: farstep watch {folder.path}\nplot it:  farstep plot {folder.path}\n"
+    )

@@ -1,0 +1,59 @@
+"""`farstep watch`: episodes of a trained policy as a video."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from farstep.buffer import checkpoint
+from farstep.cli.options import parse
+from farstep.cli.train import load_config
+from farstep.config import check_count
+from farstep.learners.saving import put_together
+from farstep.cli.recording import load_agent, record
+from farstep.observe.run_folder import RunFolder
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Render episodes of a run's newest checkpoint."""
+
+    run: Annotated[Path, tyro.conf.Positional]
+    """folder of the run"""
+    episodes: int = 1
+    """how many"""
+    out: Path | None = None
+    """the video; none given: videos/ in the run's folder"""
+    seed: int = 0
+    """of the first episode"""
+    sample: bool = False
+    """sample actions, as in training, instead of the most likely ones"""
+    max_steps: int = 2000
+    """of an episode"""
+    fps: float | None = None
+    """pictures per second; none given: as the environment says"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Load, act, render."""
+    options = parse(Options, arguments, "farstep watch")
+    check_count("episodes", options.episodes)
+    folder = RunFolder.open(options.run)
+    run, config = load_config(folder.read_config())
+    loaded = checkpoint.load(folder.checkpoints)
+    state = put_together(loaded.arrays, loaded.meta["state"])
+    agent = load_agent(run, config, state["agent"])
+    agent.greedy = not options.sample
+    steps = int(state["progress"]["steps"])
+    out = options.out or folder.videos / f"step-{steps:09d}.mp4"
+    returns = record(
+        agent, run, out, seed=options.seed, episodes=options.episodes, max_steps=options.max_steps, fps=options.fps
+    )
+    said = ", ".join(f"{value:.1f}" for value in returns)
+    sys.stdout.write(f"{out}: {len(returns)} episode{'s' * (len(returns) > 1)} after {steps:,} steps, return {said}\n")
+    return 0

@@ -1,0 +1,56 @@
+"""Something asked of every worker at once, outside of tickets, and what they answered."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cloudpickle
+
+from farstep.core import Received
+from farstep.errors import WireError, WorkerError
+from farstep.head.seats import Seat
+from farstep.head.server import Server
+from farstep.wire import messages as m
+from farstep.wire.codec import unpack
+
+
+class Calls:
+    """One call at a time."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._answers: dict[int, Any] = {}
+        self._request = 0
+
+    def call(self, name: str, *arguments: tuple[Any, ...]) -> list[Any]:
+        """What each worker returns; `arguments` is one tuple for all, or one each. None for one that was lost."""
+        server = self._server
+        parts = arguments if len(arguments) == len(server.seats) else arguments * len(server.seats)
+        with server.locked():
+            server.raise_failure()
+            self._answers = {}
+            self._request += 1
+            for seat, args in zip(server.seats, parts, strict=True):
+                if seat.ready:
+                    server.send(seat, m.Call(self._request, name), [cloudpickle.dumps((args, {}))])
+                else:
+                    self._answers[seat.worker] = None
+        server.wait(lambda: True if len(self._answers) >= len(server.seats) else None)
+        for answer in self._answers.values():
+            if isinstance(answer, WorkerError):
+                raise answer
+        return [self._answers[worker] for worker in sorted(self._answers)]
+
+    def replied(self, seat: Seat, reply: m.Reply, received: Received) -> None:
+        if reply.request != self._request:
+            return
+        if len(received.frames) != 2:
+            raise WireError("a reply without its value.")
+        self._answers[seat.worker] = unpack(received.frames[1])
+
+    def failed(self, seat: Seat, failure: m.Failure, error: WorkerError) -> None:
+        if failure.request == self._request:
+            self._answers[seat.worker] = error
+
+    def lost(self, seat: Seat) -> None:
+        self._answers.setdefault(seat.worker, None)

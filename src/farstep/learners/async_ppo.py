@@ -1,0 +1,168 @@
+"""Asynchronous PPO with the decoupled loss: rollouts and learning go on at the same time.
+
+Workers roll while the learner learns; a row is at most `staleness_threshold` versions old when it is learned from. Three
+policies meet in the loss (Hilton et al. 2022): the one that acted, the proximal one, which is the learner's when it took the
+batch and which clipping is measured from, and the one that is learned. With a threshold of 0 this is synchronous PPO.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from farstep.batch import Batch
+from farstep.cluster_env import ClusterEnv
+from farstep.config import check_count
+from farstep.errors import ConfigError
+from farstep.learners import losses
+from farstep.learners.nets import ActorCritic, NetConfig
+from farstep.learners.optimizing import Optimizer, Schedule, lean, named
+from farstep.learners.rollout import Minibatch, prepare
+from farstep.learners.statistics import Statistics
+from farstep.learners.timing import Timer
+
+
+@dataclass(frozen=True, kw_only=True)
+class AsyncPPOConfig:
+    """Asynchronous PPO; names are RLinf's."""
+
+    staleness_threshold: int = 1
+    """versions that a row may be old when it is learned from; 0 is synchronous PPO"""
+    num_chunks: int | None = None
+    """learn from the first so many workers' chunks to arrive; None: one of every worker"""
+    recompute_logprobs: bool = True
+    """proximal log-probabilities by one forward over the batch; otherwise interpolated by the age of a row"""
+    behave_weight_threshold: float | None = 2.0
+    """rows that the proximal policy likes this much more than the one that acted are left out, or truncated"""
+    behave_weight_mode: Literal["mask", "truncate"] = "mask"
+    """what happens to rows above the threshold"""
+    denominator: Literal["valid", "kept"] = "valid"
+    """what a mean is taken over: all rows, or those that were not left out (the published rule)"""
+    clip_ratio_low: float = 0.2
+    """how far below 1 the ratio may go before it no longer pays"""
+    clip_ratio_high: float = 0.2
+    """how far above 1"""
+    clip_ratio_c: float | None = 3.0
+    """dual clip: a bad action's loss grows to this many times its advantage at most"""
+    value_clip: float | None = 0.2
+    """how far a value may go from the recorded one before it no longer pays; None: as far as it likes"""
+    huber_delta: float | None = None
+    """value errors beyond this count linearly; None: squared however large"""
+    value_coef: float = 0.5
+    """weight of the value loss (published: 1)"""
+    entropy_bonus: float = 0.01
+    """weight of the entropy"""
+    normalize_advantages: Literal["minibatch", "batch", "no"] = "minibatch"
+    """over what advantages get mean 0 and deviation 1"""
+    gamma: float = 0.99
+    """discount"""
+    gae_lambda: float = 0.95
+    """of generalised advantage estimation"""
+    num_steps: int = 128
+    """steps of each environment per rollout"""
+    update_epochs: int = 4
+    """times that a rollout is learned"""
+    global_batch_size: int | None = None
+    """rows per optimizer step; None: a quarter of a rollout"""
+    micro_batch_size: int | None = None
+    """rows per forward and backward, to save memory; None: all of a step's"""
+    learning_rate: float = 2.5e-4
+    """of Adam"""
+    anneal_lr: bool = True
+    """let the learning rate fall to zero over total_steps"""
+    max_grad_norm: float = 0.5
+    """gradients are scaled down to this norm"""
+    target_kl: float | None = None
+    """stop learning from a rollout when the policy has moved this far, in nats"""
+    net: NetConfig = NetConfig()
+
+    def __post_init__(self) -> None:
+        check_count("staleness_threshold", self.staleness_threshold, minimum=0)
+        for name in ("num_steps", "update_epochs", "num_chunks", "global_batch_size", "micro_batch_size"):
+            if getattr(self, name) is not None:
+                check_count(name, getattr(self, name))
+        if self.micro_batch_size and self.global_batch_size and self.micro_batch_size > self.global_batch_size:
+            raise ConfigError(
+                f"micro_batch_size {self.micro_batch_size} is more than global_batch_size {self.global_batch_size}; it "
+                "is the part of a step's rows that goes through the network at a time."
+            )
+
+
+class AsyncPPO:
+    """Learns from rollouts that go on meanwhile."""
+
+    def __init__(self, agent: ActorCritic, config: AsyncPPOConfig, seed: int, device: str = "cpu") -> None:
+        self.config, self.device = config, torch.device(device)
+        self.agent = agent.to(self.device)
+        self._optimizer = Optimizer(agent, config.learning_rate, config.max_grad_norm, seed)
+        self._statistics = Statistics(agent)
+        self._version = 0
+
+    def batches(self, env: ClusterEnv) -> Iterator[Batch]:
+        """Rollouts of all workers, or the first to arrive, none older than the bound."""
+        config = self.config
+        return env.stream(self.agent, config.num_steps, config.staleness_threshold, config.num_chunks)
+
+    def update(self, batch: Batch, version: int, progress: float, timer: Timer) -> dict[str, float]:
+        """Learn from a batch; `version` is that of the agent's weights, `progress` goes from 0 to 1."""
+        config, self._version = self.config, version
+        if config.anneal_lr:
+            self._optimizer.anneal(1 - progress)
+        with timer("recompute_logprobs"):
+            rollout = prepare(self.agent, batch, version, self.device)
+        with timer("advantages"):
+            advantages, returns = rollout.advantages(config.gamma, config.gae_lambda)
+            if config.normalize_advantages == "batch":
+                advantages = losses.normalize(advantages, rollout.valid)
+        columns = rollout.columns() | {"advantages": advantages, "returns": returns, "version": rollout.version}
+        schedule = Schedule(
+            epochs=config.update_epochs,
+            batch_size=config.global_batch_size or -(-advantages.numel() // 4),
+            micro_batch_size=config.micro_batch_size,
+            target_kl=config.target_kl,
+        )
+        with timer("train"), lean(self.agent):
+            metrics = self._optimizer.learn(rollout, columns, self._loss, schedule)
+            self._statistics.observe(batch)
+        average = float(rollout.version[rollout.valid].double().mean())
+        return metrics | {"actor/average_version": average, "actor/current_version": float(version + 1)}
+
+    def _loss(self, part: Minibatch) -> tuple[Tensor, Mapping[str, Tensor]]:
+        config, valid, advantages = self.config, part["valid"], part["advantages"]
+        now = part.evaluate(self.agent)
+        if config.normalize_advantages == "minibatch":
+            advantages = losses.normalize(advantages, valid)
+        acted, proximal = part["logprob"], part["proximal"]
+        if not config.recompute_logprobs:
+            proximal = losses.interpolate_proximal(now.logprob, acted, part["version"], self._version + 1)
+        policy_loss, actor = losses.decoupled_ppo(
+            now.logprob,
+            acted,
+            proximal,
+            advantages,
+            valid,
+            clip_ratio_low=config.clip_ratio_low,
+            clip_ratio_high=config.clip_ratio_high,
+            clip_ratio_c=config.clip_ratio_c,
+            behave_weight_threshold=config.behave_weight_threshold,
+            behave_weight_mode=config.behave_weight_mode,
+            denominator=config.denominator,
+        )
+        value_loss, critic = losses.value_loss(
+            now.value, part["value"], part["returns"], valid, value_clip=config.value_clip, huber_delta=config.huber_delta
+        )
+        entropy = losses.masked_mean(now.entropy, valid)
+        loss = policy_loss + config.value_coef * value_loss - config.entropy_bonus * entropy
+        return loss, named(actor, critic) | {"actor/entropy_loss": entropy, "actor/total_loss": loss}
+
+    def state(self) -> dict[str, object]:
+        """What a checkpoint needs beside the agent's parameters."""
+        return {"optimizer": self._optimizer.state(), "statistics": self._statistics.state()}
+
+    def load(self, state: Mapping[str, dict[str, object]]) -> None:
+        self._optimizer.load(state["optimizer"])
+        self._statistics.load(state["statistics"])

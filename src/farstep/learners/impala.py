@@ -1,0 +1,144 @@
+"""IMPALA (Espeholt et al. 2018): chunks first in, first out, corrected for their age by V-trace."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from farstep.batch import Batch
+from farstep.cluster_env import ClusterEnv
+from farstep.config import check_count
+from farstep.core import Array
+from farstep.learners import losses
+from farstep.learners.nets import ActorCritic, NetConfig
+from farstep.learners.optimizing import Optimizer, Schedule, lean, named
+from farstep.learners.returns import fold_ends, vtrace
+from farstep.learners.rollout import Minibatch, Rollout, prepare
+from farstep.learners.statistics import Statistics
+from farstep.learners.timing import Timer
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImpalaConfig:
+    """IMPALA: every row is learned from once, whoever acted it."""
+
+    num_steps: int = 20
+    """steps of each environment per chunk"""
+    num_chunks: int = 1
+    """chunks per update, the first to arrive"""
+    max_staleness: int = 4
+    """versions that a row may be old when it is learned from"""
+    learning_rate: float = 1e-3
+    """of Adam"""
+    anneal_lr: bool = True
+    """let the learning rate fall to zero over total_steps"""
+    gamma: float = 0.99
+    """discount"""
+    rho_bar: float = 1.0
+    """largest weight of a row's own error: what the critic converges to"""
+    c_bar: float = 1.0
+    """largest weight of the trace: how fast it does"""
+    pg_rho_bar: float = 1.0
+    """largest weight of a row in the policy's gradient"""
+    vtrace_lambda: float = 1.0
+    """how far errors travel back"""
+    value_coef: float = 0.5
+    """weight of the value loss"""
+    entropy_bonus: float = 0.01
+    """weight of the entropy"""
+    normalize_advantages: bool = False
+    """give advantages mean 0 and deviation 1"""
+    max_grad_norm: float = 40.0
+    """gradients are scaled down to this norm"""
+    net: NetConfig = NetConfig()
+
+    def __post_init__(self) -> None:
+        for name in ("num_steps", "num_chunks"):
+            check_count(name, getattr(self, name))
+        check_count("max_staleness", self.max_staleness, minimum=0)
+
+
+class Impala:
+    """Learns from the first chunks to arrive."""
+
+    def __init__(self, agent: ActorCritic, config: ImpalaConfig, seed: int, device: str = "cpu") -> None:
+        self.config, self.device = config, torch.device(device)
+        self.agent = agent.to(self.device)
+        self._optimizer = Optimizer(agent, config.learning_rate, config.max_grad_norm, seed)
+        self._statistics = Statistics(agent)
+
+    def batches(self, env: ClusterEnv) -> Iterator[Batch]:
+        """Chunks in order of arrival; nobody waits for the slowest worker."""
+        config = self.config
+        chunks = min(config.num_chunks, env.num_workers)
+        return env.stream(self.agent, config.num_steps, config.max_staleness, chunks)
+
+    def update(self, batch: Batch, version: int, progress: float, timer: Timer) -> dict[str, float]:
+        """Learn from a batch; `version` is that of the agent's weights, `progress` goes from 0 to 1."""
+        config = self.config
+        if config.anneal_lr:
+            self._optimizer.anneal(1 - progress)
+        with timer("advantages"):
+            rollout = prepare(self.agent, batch, version, self.device)
+            targets, advantages, measured = self._targets(rollout)
+            if config.normalize_advantages:
+                advantages = losses.normalize(advantages, rollout.valid)
+        columns = {"targets": targets, "advantages": advantages, "valid": rollout.valid}
+        schedule = Schedule(epochs=1, batch_size=advantages.numel())
+        with timer("train"), lean(self.agent):
+            metrics = self._optimizer.learn(rollout, columns, self._loss, schedule)
+            self._statistics.observe(batch)
+        return metrics | measured
+
+    def _targets(self, rollout: Rollout) -> tuple[Tensor, Tensor, dict[str, float]]:
+        """V-trace targets and advantages, and how far off-policy the rows were."""
+        config = self.config
+        valid = rollout.valid.numpy(force=True)
+        log_rhos = (rollout.proximal - rollout.logprob).numpy(force=True)
+        ends = rollout.terminated, rollout.truncated, rollout.final_value
+        rewards, discounts, _ = fold_ends(rollout.reward, *ends, config.gamma)
+        found = vtrace(
+            log_rhos,
+            rewards,
+            rollout.value,
+            rollout.last_value,
+            discounts,
+            config.rho_bar,
+            config.c_bar,
+            config.pg_rho_bar,
+            config.vtrace_lambda,
+            valid=valid,
+        )
+        targets, advantages = (torch.from_numpy(array).to(self.device) for array in found)
+        return targets, advantages, _measured(log_rhos[valid], config.rho_bar)
+
+    def _loss(self, part: Minibatch) -> tuple[Tensor, Mapping[str, Tensor]]:
+        config, valid = self.config, part["valid"]
+        now = part.evaluate(self.agent)
+        policy_loss = losses.masked_mean(-part["advantages"] * now.logprob, valid)
+        value_loss, critic = losses.value_loss(now.value, now.value.detach(), part["targets"], valid, value_clip=None)
+        entropy = losses.masked_mean(now.entropy, valid)
+        loss = policy_loss + config.value_coef * value_loss - config.entropy_bonus * entropy
+        actor = {"policy_loss": policy_loss, "entropy_loss": entropy, "total_loss": loss}
+        return loss, named(actor, critic)
+
+    def state(self) -> dict[str, object]:
+        """What a checkpoint needs beside the agent's parameters."""
+        return {"optimizer": self._optimizer.state(), "statistics": self._statistics.state()}
+
+    def load(self, state: Mapping[str, dict[str, object]]) -> None:
+        self._optimizer.load(state["optimizer"])
+        self._statistics.load(state["statistics"])
+
+
+def _measured(log_rhos: Array, rho_bar: float) -> dict[str, float]:
+    """How far off-policy the rows were: the ratios' mean, the share cut off, and what the rest is worth."""
+    if not len(log_rhos):
+        return {}
+    rhos = np.exp(np.clip(log_rhos.astype(np.float64), -20, 20))
+    share = rhos.sum() ** 2 / (len(rhos) * np.square(rhos).sum())
+    return {"actor/rho_mean": rhos.mean(), "actor/rho_clip_fraction": (rhos > rho_bar).mean(), "actor/ess": share}

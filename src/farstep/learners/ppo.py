@@ -1,0 +1,119 @@
+"""Proximal policy optimisation (Schulman et al. 2017), synchronous: collect, learn, publish, again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from farstep.batch import Batch
+from farstep.cluster_env import ClusterEnv
+from farstep.config import check_count
+from farstep.errors import ConfigError
+from farstep.learners import losses
+from farstep.learners.nets import ActorCritic, NetConfig
+from farstep.learners.optimizing import Optimizer, Schedule, lean, named
+from farstep.learners.rollout import Minibatch, prepare
+from farstep.learners.statistics import Statistics
+from farstep.learners.timing import Timer
+
+
+@dataclass(frozen=True, kw_only=True)
+class PPOConfig:
+    """Synchronous PPO; names and defaults are CleanRL's."""
+
+    learning_rate: float = 2.5e-4
+    """of Adam"""
+    anneal_lr: bool = True
+    """let the learning rate fall to zero over total_steps"""
+    num_steps: int = 128
+    """steps of each environment per rollout"""
+    gamma: float = 0.99
+    """discount"""
+    gae_lambda: float = 0.95
+    """of generalised advantage estimation"""
+    num_minibatches: int = 4
+    """portions that a rollout is learned in"""
+    update_epochs: int = 4
+    """times that a rollout is learned"""
+    normalize_advantages: Literal["minibatch", "batch", "no"] = "minibatch"
+    """over what advantages get mean 0 and deviation 1"""
+    clip_coef: float = 0.2
+    """how far the ratio of probabilities may go from 1 before it no longer pays"""
+    value_clip: float | None = 0.2
+    """how far a value may go from the recorded one before it no longer pays; None: as far as it likes"""
+    ent_coef: float = 0.01
+    """weight of the entropy"""
+    vf_coef: float = 0.5
+    """weight of the value loss"""
+    max_grad_norm: float = 0.5
+    """gradients are scaled down to this norm"""
+    target_kl: float | None = None
+    """stop learning from a rollout when the policy has moved this far, in nats"""
+    net: NetConfig = NetConfig()
+
+    def __post_init__(self) -> None:
+        for name in ("num_steps", "num_minibatches", "update_epochs"):
+            check_count(name, getattr(self, name))
+        if self.target_kl is not None and self.target_kl <= 0:
+            raise ConfigError(f"target_kl is {self.target_kl}; expected a divergence above 0, or none at all.")
+
+
+class PPO:
+    """Learns from one rollout of all environments at a time."""
+
+    def __init__(self, agent: ActorCritic, config: PPOConfig, seed: int, device: str = "cpu") -> None:
+        self.config, self.device = config, torch.device(device)
+        self.agent = agent.to(self.device)
+        self._optimizer = Optimizer(agent, config.learning_rate, config.max_grad_norm, seed)
+        self._statistics = Statistics(agent)
+
+    def batches(self, env: ClusterEnv) -> Iterator[Batch]:
+        """One rollout after the other, each with the newest weights."""
+        while True:
+            yield env.collect(self.agent, self.config.num_steps)
+
+    def update(self, batch: Batch, version: int, progress: float, timer: Timer) -> dict[str, float]:
+        """Learn from a batch; `version` is that of the agent's weights, `progress` goes from 0 to 1."""
+        config = self.config
+        if config.anneal_lr:
+            self._optimizer.anneal(1 - progress)
+        with timer("advantages"):
+            rollout = prepare(self.agent, batch, version, self.device)
+            advantages, returns = rollout.advantages(config.gamma, config.gae_lambda)
+            if config.normalize_advantages == "batch":
+                advantages = losses.normalize(advantages, rollout.valid)
+        columns = rollout.columns() | {"advantages": advantages, "returns": returns}
+        size = -(-advantages.numel() // config.num_minibatches)
+        schedule = Schedule(epochs=config.update_epochs, batch_size=size, target_kl=config.target_kl)
+        with timer("train"), lean(self.agent):
+            metrics = self._optimizer.learn(rollout, columns, self._loss, schedule)
+            self._statistics.observe(batch)
+        return metrics
+
+    def _loss(self, part: Minibatch) -> tuple[Tensor, Mapping[str, Tensor]]:
+        config, valid, advantages = self.config, part["valid"], part["advantages"]
+        now = part.evaluate(self.agent)
+        if config.normalize_advantages == "minibatch":
+            advantages = losses.normalize(advantages, valid)
+        clip = config.clip_coef
+        policy_loss, actor = losses.clipped_ppo(
+            now.logprob, part["logprob"], advantages, valid, clip_ratio_low=clip, clip_ratio_high=clip
+        )
+        value_loss, critic = losses.value_loss(
+            now.value, part["value"], part["returns"], valid, value_clip=config.value_clip
+        )
+        entropy = losses.masked_mean(now.entropy, valid)
+        loss = policy_loss + config.vf_coef * value_loss - config.ent_coef * entropy
+        return loss, named(actor, critic) | {"actor/entropy_loss": entropy, "actor/total_loss": loss}
+
+    def state(self) -> dict[str, object]:
+        """What a checkpoint needs beside the agent's parameters."""
+        return {"optimizer": self._optimizer.state(), "statistics": self._statistics.state()}
+
+    def load(self, state: Mapping[str, dict[str, object]]) -> None:
+        self._optimizer.load(state["optimizer"])
+        self._statistics.load(state["statistics"])

@@ -1,0 +1,287 @@
+"""The loop around a learner: batches in, metrics and checkpoints out, and a clean end however it comes."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from farstep.batch import Batch
+from farstep.buffer import checkpoint
+from farstep.cluster_env import ClusterEnv
+from farstep.learners.evaluation import Evaluator
+from farstep.learners.journal import Journal
+from farstep.learners.nets import ActorCritic
+from farstep.learners.saving import put_together, taken_apart
+from farstep.learners.timing import Timer
+
+log = logging.getLogger("farstep")
+_LAST_EPISODES = 100
+_GRACE_S = 10.0
+"""How long a synchronous run that is told to stop waits for the rollout under way, to be able to go on exactly."""
+
+
+class Learner(Protocol):
+    """What the loop needs: where batches come from, and what is done with one."""
+
+    agent: ActorCritic
+
+    def batches(self, env: ClusterEnv) -> Iterator[Batch]: ...
+
+    def update(self, batch: Batch, version: int, progress: float, timer: Timer) -> dict[str, float]: ...
+
+    def state(self) -> dict[str, object]: ...
+
+    def load(self, state: Mapping[str, Any]) -> None: ...
+
+
+class Sink(Protocol):
+    """Where metrics go."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+
+@dataclass
+class Progress:
+    """How far a run is; all of it is in its checkpoints."""
+
+    steps: int = 0
+    updates: int = 0
+    seconds: float = 0.0
+    episodes: int = 0
+    returns: deque[float] = field(default_factory=lambda: deque(maxlen=_LAST_EPISODES))
+    lengths: deque[int] = field(default_factory=lambda: deque(maxlen=_LAST_EPISODES))
+    next_evaluation: int = 0
+
+    def state(self) -> dict[str, object]:
+        return {**vars(self), "returns": list(self.returns), "lengths": list(self.lengths)}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        for name, value in state.items():
+            setattr(self, name, deque(value, maxlen=_LAST_EPISODES) if name in ("returns", "lengths") else value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """When to stop, and how often to do what."""
+
+    total_steps: int
+    target_return: float | None = None
+    checkpoint_every: int = 50
+    eval_every: int | None = None
+
+
+class Stopped(Exception):
+    """A signal asked the run to end."""
+
+
+class Training:
+    """Drives one learner until it is done, or told to stop."""
+
+    def __init__(
+        self,
+        learner: Learner,
+        env: ClusterEnv,
+        limits: Limits,
+        *,
+        sink: Sink | None = None,
+        checkpoints: Path | None = None,
+        evaluator: Evaluator | None = None,
+        exact: bool = True,
+    ) -> None:
+        self._learner, self._env, self._limits = learner, env, limits
+        self.sink, self._checkpoints, self._evaluator = sink, checkpoints, evaluator
+        self._journal = Journal() if exact else None
+        """Only a synchronous run can go on exactly where it was."""
+        self.progress = Progress()
+        self._timer = Timer()
+        self._stop: signal.Signals | None = None
+        self._collecting = False
+
+    # ---- the loop ----
+
+    def run(self) -> Progress:
+        """Train; returns how far it came. A signal ends it after a checkpoint, and is raised as `Stopped`."""
+        began, before = time.monotonic(), self.progress.seconds
+        with self._signals():
+            try:
+                for batch in self._batches():
+                    self._one_update(batch, began - before)
+                    if self._done():
+                        break
+                    if self._stop is not None:
+                        raise Stopped(self._stop.name)
+                    if self.progress.updates % self._limits.checkpoint_every == 0:
+                        self.save()
+            except Stopped:
+                self.save()
+                raise
+        self._finish_evaluation()
+        self.save()
+        return self.progress
+
+    def _batches(self) -> Iterator[Batch]:
+        batches = self._learner.batches(self._env)
+        while True:
+            with self._timer("collect"):
+                self._collecting = True
+                try:
+                    batch = next(batches)
+                finally:
+                    self._collecting = False
+            yield batch
+
+    def _one_update(self, batch: Batch, began: float) -> None:
+        progress, timer = self.progress, self._timer
+        version = self._env.version
+        lag = version - batch["version"][batch["valid"]].astype(np.int64)
+        metrics = self._learner.update(batch, version, progress.steps / self._limits.total_steps, timer)
+        with timer("publish"):
+            self._env.publish(self._learner.agent)
+        if self._journal is not None:
+            self._journal.add(batch)
+        progress.steps += int(batch["valid"].sum())
+        progress.updates += 1
+        progress.seconds = time.monotonic() - began
+        progress.episodes += len(batch.episodes["return"])
+        progress.returns.extend(batch.episodes["return"].tolist())
+        progress.lengths.extend(batch.episodes["length"].tolist())
+        self._report(metrics, lag)
+
+    def _report(self, metrics: Mapping[str, float], lag: np.ndarray) -> None:
+        progress, stats = self.progress, self._env.stats()
+        found: dict[str, float] = {
+            "update": progress.updates,
+            "version": stats["versions"]["current"],
+            "seconds": progress.seconds,
+            "env/episodes": progress.episodes,
+            "rate/steps_per_second": progress.steps / max(progress.seconds, 1e-9),
+            "lag/versions_mean": float(lag.mean()) if lag.size else 0.0,
+            "lag/versions_max": float(lag.max(initial=0)),
+            "sync/weight_syncs": stats["weight_syncs"]["total"],
+            "sync/weights_bytes": stats["bytes"]["weights_sent"],
+            "workers/alive": stats["workers"]["alive"],
+            "workers/restarts": stats["workers"]["restarts"],
+        }
+        if progress.returns:
+            found["env/return_mean"] = float(np.mean(progress.returns))
+            found["env/length_mean"] = float(np.mean(progress.lengths))
+        found |= {f"dropped/{cause}": count for cause, count in stats["dropped"].items() if count}
+        found |= {f"train/{name}": value for name, value in metrics.items()}
+        found |= self._evaluation()
+        found |= self._timer.take()
+        if self.sink is not None:
+            self.sink.log(progress.steps, found)
+
+    def _done(self) -> bool:
+        progress, limits = self.progress, self._limits
+        if progress.steps >= limits.total_steps:
+            return True
+        target = limits.target_return
+        enough = len(progress.returns) == _LAST_EPISODES
+        return target is not None and enough and float(np.mean(progress.returns)) >= target
+
+    # ---- evaluation ----
+
+    def _evaluation(self) -> dict[str, float]:
+        """What an evaluation found that has ended meanwhile; begins the next one when it is due."""
+        evaluator, every = self._evaluator, self._limits.eval_every
+        if evaluator is None or every is None:
+            return {}
+        found = evaluator.take()
+        if self.progress.steps >= self.progress.next_evaluation and not evaluator.busy:
+            evaluator.start(self._learner.agent, self._env.version, self.progress.steps)
+            self.progress.next_evaluation = (self.progress.steps // every + 1) * every
+        return found.metrics() if found is not None else {}
+
+    def _finish_evaluation(self) -> None:
+        """The final agent is always evaluated."""
+        if self._evaluator is None:
+            return
+        with self._timer("evaluate"):
+            self._evaluator.wait()
+            self._evaluator.take()
+            self._evaluator.start(self._learner.agent, self._env.version, self.progress.steps)
+            self._evaluator.wait()
+        found = self._evaluator.take()
+        if found is not None and self.sink is not None:
+            self.sink.log(self.progress.steps, {"seconds": self.progress.seconds, **found.metrics(), **self._timer.take()})
+
+    # ---- checkpoints ----
+
+    def save(self) -> Path | None:
+        """Write a checkpoint, whole or not at all."""
+        if self._checkpoints is None:
+            return None
+        with self._timer("checkpoint"):
+            state: dict[str, object] = {
+                "agent": self._learner.agent.state_dict(),
+                "learner": self._learner.state(),
+                "progress": self.progress.state(),
+                "torch": torch.get_rng_state(),
+                "version": self._env.version,
+            }
+            if self._journal is not None:
+                state["env"], state["journal"] = self._env.save(), self._journal.state()
+            arrays, plain = taken_apart(state)
+            return checkpoint.save(self._checkpoints, arrays, {"state": plain})
+
+    def resume(self) -> None:
+        """Go on from the newest checkpoint that is whole."""
+        assert self._checkpoints is not None
+        loaded = checkpoint.load(self._checkpoints)
+        state = put_together(loaded.arrays, loaded.meta["state"])
+        agent = self._learner.agent
+        agent.load_state_dict(state["agent"])
+        self._learner.load(state["learner"])
+        self.progress.load(state["progress"])
+        if self._journal is not None and "env" in state:
+            self._journal.load(state["journal"])
+            self._env.resume(agent, state["env"], self._journal.actions())
+        else:
+            self._env.resume(agent, {"version": state["version"], "workers": []}, [])
+        torch.set_rng_state(state["torch"])
+
+    # ---- signals ----
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        """Ctrl-C and SIGTERM end the run after a checkpoint; a second one ends it at once."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        handlers = {signal.SIGINT: self._told, signal.SIGTERM: self._told, signal.SIGALRM: self._waited}
+        before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _told(self, number: int, frame: FrameType | None) -> None:
+        if self._stop is not None:
+            raise KeyboardInterrupt
+        self._stop = signal.Signals(number)
+        log.warning("%s: a checkpoint is written after this update; once more ends it at once", self._stop.name)
+        if self._journal is None:
+            self._waited(number, frame)
+        else:
+            signal.setitimer(signal.ITIMER_REAL, _GRACE_S)
+
+    def _waited(self, number: int, frame: FrameType | None) -> None:
+        """Nothing of a batch that is not there yet has been used: it can be left, but episodes begin anew then."""
+        if self._collecting and self._stop is not None:
+            self._journal = None
+            raise Stopped(self._stop.name)
