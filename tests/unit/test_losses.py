@@ -171,7 +171,13 @@ def test_the_published_vector_of_the_dual_clip() -> None:
     assert (loss.item(), numbers(metrics)["dual_clip_fraction"]) == (pytest.approx(2 * 4.481689), 0.0)
 
 
-@settings(max_examples=60, deadline=None)
+def test_a_row_without_advantage_is_not_clipped() -> None:
+    _, metrics = clipped_ppo(LOGPROB, BEHAVE, torch.zeros(5), VALID, **CLIP, clip_ratio_c=3.0)
+    found = numbers(metrics)
+    assert (found["clip_fraction"], found["dual_clip_fraction"]) == (0, 0)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)  # single precision may see a row on a bound otherwise
 @given(
     seeds,
     st.sampled_from([None, 1.5, 3.0]),
@@ -363,7 +369,7 @@ def test_the_huber_loss_is_linear_beyond_delta() -> None:
     assert values.grad is not None and values.grad.tolist() == [-0.25, -1.0]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=100, deadline=None, derandomize=True)  # as above
 @given(seeds, st.sampled_from([None, 0.2, 5.0]), st.sampled_from([None, 0.7]))
 def test_the_value_loss_row_by_row(seed: int, clip: float | None, delta: float | None) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -394,6 +400,7 @@ def test_the_value_loss_row_by_row(seed: int, clip: float | None, delta: float |
 
 def test_returns_that_do_not_vary_explain_nothing() -> None:
     values, returns = torch.randn(100), torch.full((100,), 0.1)
+    returns[::2] = torch.nextafter(returns[::2], torch.ones(50))  # rounding is no variation
     for valid in (None, torch.ones(100, dtype=torch.bool), torch.zeros(100, dtype=torch.bool)):
         assert numbers(value_loss(values, values, returns, valid, value_clip=0.2)[1])["explained_variance"] == 0
 

@@ -26,8 +26,8 @@ Metrics = dict[str, Tensor]
 _LOG_RATIO_LIMIT = 20.0
 """exp of it is 5e8, of which even the squares of a whole batch can be added up in float32."""
 
-_SAME = 1e-6
-"""Numbers that are this close to their mean, relative to it, differ by rounding only."""
+_SAME = 1e-12
+"""Numbers whose variance is less than this share of their mean square differ by rounding only."""
 
 
 def clipped_ppo(
@@ -163,15 +163,20 @@ def value_loss(
         clipped = values.clamp(old_values - value_clip, old_values + value_clip)  # exactly the value where within
         losses = torch.max(plain, _half_square(returns - clipped, huber_delta))
     loss = losses.sum() / counted.number
-    means = counted.means({"error": errors, "return": returns, "clipped": losses > plain})
     with torch.no_grad():
-        apart = {"error": (errors - means["error"]).square(), "return": (returns - means["return"]).square()}
-    variances = counted.means(apart)
-    varies = variances["return"] > (_SAME * means["return"]).square()
+        left, whole = (
+            errors.double(),
+            returns.double(),
+        )  # in which a mean of squares less a squared mean is exact enough
+        rows = {"left": left, "whole": whole, "left^2": left.square(), "whole^2": whole.square()}
+        means = counted.means({"value_clip_ratio": losses > plain, **rows})
+        variance = means["whole^2"] - means["whole"].square()
+        unexplained = (means["left^2"] - means["left"].square()) / variance
+        varies = variance > _SAME * means["whole^2"]
     metrics = {
         "value_loss": loss.detach(),
-        "value_clip_ratio": means["clipped"],
-        "explained_variance": torch.where(varies, 1 - _ratio(variances["error"], variances["return"]), 0.0),
+        "value_clip_ratio": means["value_clip_ratio"].to(loss.dtype),
+        "explained_variance": torch.where(varies, 1 - unexplained, 0.0).to(loss.dtype),
     }
     return loss, metrics
 
