@@ -7,7 +7,7 @@ import difflib
 import io
 import re
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import tyro
 
@@ -28,11 +28,12 @@ def parse(kind: type[T], arguments: Sequence[str], command: str, default: T | No
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
-            return tyro.cli(kind, args=list(arguments), prog=command, default=default)
+            found: Any = tyro.cli(kind, args=list(arguments), prog=command, default=default)
     except SystemExit as end:
         if not end.code:
             raise
         raise ConfigError(f"{_sentence(said.getvalue())} '{command} --help' explains every option.") from None
+    return found  # type: ignore[no-any-return]
 
 
 def _known(kind: type[T], command: str, default: T | None) -> list[str]:

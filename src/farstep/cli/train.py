@@ -16,6 +16,7 @@ import torch
 import tyro
 
 from farstep.cli.options import parse
+from farstep.cli.recording import record
 from farstep.cluster_env import ClusterEnv
 from farstep.config import usable_cpus
 from farstep.errors import ConfigError, unknown_name
@@ -26,7 +27,6 @@ from farstep.learners.nets import ActorCritic, make_agent
 from farstep.learners.ppo import PPO, PPOConfig
 from farstep.learners.run_config import RunConfig
 from farstep.learners.training import Learner, Limits, Progress, Stopped, Training
-from farstep.cli.recording import record
 from farstep.observe.console import console_logger
 from farstep.observe.loggers import JsonlLogger, Loggers, TensorBoardLogger, WandbLogger
 from farstep.observe.run_folder import RunFolder, run_name
@@ -86,9 +86,11 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _options(name: str, arguments: Sequence[str]) -> Options[Any]:
-    kind, command = Options[ALGORITHMS[name].config], f"farstep train {name}"  # type: ignore[misc]
+    kind: Any = Options[ALGORITHMS[name].config]  # type: ignore[misc]
     resumed = _resumed(arguments)
-    return parse(kind, arguments, command, None if resumed is None else _saved_options(name, resumed))
+    default = None if resumed is None else _saved_options(name, resumed)
+    options: Options[Any] = parse(kind, arguments, f"farstep train {name}", default)
+    return options
 
 
 def _resumed(arguments: Sequence[str]) -> Path | None:
@@ -196,7 +198,8 @@ def _loggers(name: str, run: RunConfig, config: Config, folder: RunFolder, resum
 
 
 def _summary(progress: Progress, folder: RunFolder) -> str:
-    mean = f"; mean return of the last {len(progress.returns)} episodes {np.mean(progress.returns):.1f}" if progress.returns else ""
+    last = progress.returns
+    mean = f"; mean return of the last {len(last)} episodes {np.mean(last):.1f}" if last else ""
     return (
         f"{progress.steps:,} steps in {progress.seconds:.0f} s{mean}\n"
         f"watch it: farstep watch {folder.path}\nplot it:  farstep plot {folder.path}\n"

@@ -12,10 +12,10 @@ import tyro
 
 from farstep.buffer import checkpoint
 from farstep.cli.options import parse
+from farstep.cli.recording import load_agent, record
 from farstep.cli.train import load_config
 from farstep.config import check_count
 from farstep.learners.saving import put_together
-from farstep.cli.recording import load_agent, record
 from farstep.observe.run_folder import RunFolder
 
 

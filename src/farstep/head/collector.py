@@ -344,7 +344,9 @@ class Collector:
         """Go on where `save` was called: `parts` are what workers are told, one for each."""
         self._first_version = version
         self.adopt(agent)
-        for seat, resume in zip(self.server.seats, self._calls.call("resume", *[(part,) for part in parts]), strict=True):
+        for seat, resume in zip(
+            self.server.seats, self._calls.call("resume", *[(part,) for part in parts]), strict=True
+        ):
             if resume is not None:
                 seat.resume[:] = resume
 

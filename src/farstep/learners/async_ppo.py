@@ -1,8 +1,9 @@
 """Asynchronous PPO with the decoupled loss: rollouts and learning go on at the same time.
 
-Workers roll while the learner learns; a row is at most `staleness_threshold` versions old when it is learned from. Three
-policies meet in the loss (Hilton et al. 2022): the one that acted, the proximal one, which is the learner's when it took the
-batch and which clipping is measured from, and the one that is learned. With a threshold of 0 this is synchronous PPO.
+Workers roll while the learner learns; a row is at most `staleness_threshold` versions old when it is learned from.
+Three policies meet in the loss (Hilton et al. 2022): the one that acted; the proximal one, which is the learner's when
+it took the batch, and which clipping is measured from; and the one that is learned. With a threshold of 0 this is
+synchronous PPO.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from farstep.cluster_env import ClusterEnv
 from farstep.config import check_count
 from farstep.errors import ConfigError
 from farstep.learners import losses
-from farstep.learners.nets import ActorCritic, NetConfig
+from farstep.learners.nets import DEFAULT_NET, ActorCritic, NetConfig
 from farstep.learners.optimizing import Optimizer, Schedule, lean, named
 from farstep.learners.rollout import Minibatch, prepare
 from farstep.learners.statistics import Statistics
@@ -78,7 +79,7 @@ class AsyncPPOConfig:
     """gradients are scaled down to this norm"""
     target_kl: float | None = None
     """stop learning from a rollout when the policy has moved this far, in nats"""
-    net: NetConfig = NetConfig()
+    net: NetConfig = DEFAULT_NET
 
     def __post_init__(self) -> None:
         check_count("staleness_threshold", self.staleness_threshold, minimum=0)
@@ -128,8 +129,7 @@ class AsyncPPO:
         with timer("train"), lean(self.agent):
             metrics = self._optimizer.learn(rollout, columns, self._loss, schedule)
             self._statistics.observe(batch)
-        average = float(rollout.version[rollout.valid].double().mean())
-        return metrics | {"actor/average_version": average, "actor/current_version": float(version + 1)}
+        return metrics
 
     def _loss(self, part: Minibatch) -> tuple[Tensor, Mapping[str, Tensor]]:
         config, valid, advantages = self.config, part["valid"], part["advantages"]
@@ -151,9 +151,16 @@ class AsyncPPO:
             behave_weight_threshold=config.behave_weight_threshold,
             behave_weight_mode=config.behave_weight_mode,
             denominator=config.denominator,
+            versions=part["version"],
+            current_version=self._version + 1,
         )
         value_loss, critic = losses.value_loss(
-            now.value, part["value"], part["returns"], valid, value_clip=config.value_clip, huber_delta=config.huber_delta
+            now.value,
+            part["value"],
+            part["returns"],
+            valid,
+            value_clip=config.value_clip,
+            huber_delta=config.huber_delta,
         )
         entropy = losses.masked_mean(now.entropy, valid)
         loss = policy_loss + config.value_coef * value_loss - config.entropy_bonus * entropy

@@ -59,7 +59,8 @@ class ImageEncoder(nn.Module):
 
     def forward(self, obs: Tensor) -> Tensor:
         image = obs.permute(0, 3, 1, 2) if self._last else obs
-        return self.layers(image.float() * self._scale)
+        features: Tensor = self.layers(image.float() * self._scale)
+        return features
 
     def update(self, obs: Tensor) -> None:
         """Images are scaled by their range; there is nothing to learn from them."""
@@ -67,6 +68,8 @@ class ImageEncoder(nn.Module):
 
 class OneHotEncoder(nn.Module):
     """Discrete and MultiDiscrete numbers."""
+
+    start: Tensor
 
     def __init__(self, counts: Sequence[int], start: Any) -> None:
         super().__init__()

@@ -108,7 +108,11 @@ class Evaluator:
             for slot, value, length in zip(ended["slot"], ended["return"], ended["length"], strict=True):
                 returns[slot].append(float(value))
                 lengths[slot].append(int(length))
-        chosen = [(r, n) for rs, ns, k in zip(returns, lengths, share, strict=True) for r, n in zip(rs[:k], ns[:k], strict=True)]
+        chosen = [
+            (r, n)
+            for rs, ns, k in zip(returns, lengths, share, strict=True)
+            for r, n in zip(rs[:k], ns[:k], strict=True)
+        ]
         return np.array([r for r, _ in chosen]), np.array([n for _, n in chosen])
 
     def close(self) -> None:

@@ -15,6 +15,7 @@ from gymnasium import spaces
 from torch import Tensor, nn
 from torch.nn import functional
 
+from farstep.core import Array
 from farstep.errors import SpaceError
 
 Space = gymnasium.spaces.Space[Any]
@@ -47,6 +48,8 @@ class Head(nn.Module):
 class CategoricalHead(Head):
     """Discrete and MultiDiscrete spaces: one categorical distribution for each number."""
 
+    start: Tensor
+
     def __init__(self, width: int, counts: tuple[int, ...], shape: tuple[int, ...], start: Any) -> None:
         super().__init__()
         self._counts, self._shape = counts, shape
@@ -65,7 +68,7 @@ class CategoricalHead(Head):
 
     def evaluate(self, features: Tensor, sample: Tensor) -> tuple[Tensor, Tensor]:
         parts = self._logprobs(features)
-        chosen = (sample - self.start).reshape(len(features), len(parts)).split(1, -1)
+        chosen = (sample - self.start).reshape(len(features), len(parts), 1).unbind(1)
         logprob = sum(part.gather(-1, index).squeeze(-1) for part, index in zip(parts, chosen, strict=True))
         entropy = sum(-(part.exp() * part).sum(-1) for part in parts)
         return logprob, entropy  # type: ignore[return-value]
@@ -103,7 +106,8 @@ class BernoulliHead(Head):
         return _bernoulli_logprob(logits, drawn), entropy.sum(-1)
 
     def mode(self, features: Tensor) -> Tensor:
-        return (self.logits(features) > 0).to(torch.int8).reshape(-1, *self._shape)
+        likely: Tensor = self.logits(features) > 0
+        return likely.to(torch.int8).reshape(-1, *self._shape)
 
     def describe(self, features: Tensor) -> dict[str, Any]:
         return {"bernoulli": self.logits(features)}
@@ -115,12 +119,18 @@ class GaussianHead(Head):
     What is cut off is what the environment gets; the sample itself is kept to be scored.
     """
 
+    low: Tensor
+    high: Tensor
+    center: Tensor
+    scale: Tensor
+
     def __init__(self, width: int, space: spaces.Box) -> None:
         super().__init__()
         self._shape = space.shape
         self.bounded = bool(np.isfinite(space.low).all() and np.isfinite(space.high).all())
         low, high = (np.asarray(bound, np.float32) for bound in (space.low, space.high))
-        center, scale = np.zeros(self._shape, np.float32), np.ones(self._shape, np.float32)
+        center: Array = np.zeros(self._shape, np.float32)
+        scale: Array = np.ones(self._shape, np.float32)
         if self.bounded:
             center, scale = (low + high) / 2, (high - low) / 2
         for name, array in (("low", low), ("high", high), ("center", center), ("scale", scale)):
@@ -140,7 +150,8 @@ class GaussianHead(Head):
         return logprob, entropy.expand(len(features))
 
     def mode(self, features: Tensor) -> Tensor:
-        return self.mean(features).reshape(-1, *self._shape)
+        mean: Tensor = self.mean(features)
+        return mean.reshape(-1, *self._shape)
 
     def describe(self, features: Tensor) -> dict[str, Any]:
         mean = self.mean(features)
@@ -169,7 +180,8 @@ def head_for(space: Space, width: int) -> Head:
         case _:
             raise SpaceError(
                 f"farstep's learners have no policy for the action space {space}; they know Discrete, MultiDiscrete, "
-                "MultiBinary, Box of floats, and Dict and Tuple of these. Wrap the environment, or bring your own agent."
+                "MultiBinary, Box of floats, and Dict and Tuple of these. Wrap the environment, or bring an agent of "
+                "your own."
             )
 
 

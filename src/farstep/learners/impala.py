@@ -14,7 +14,7 @@ from farstep.cluster_env import ClusterEnv
 from farstep.config import check_count
 from farstep.core import Array
 from farstep.learners import losses
-from farstep.learners.nets import ActorCritic, NetConfig
+from farstep.learners.nets import DEFAULT_NET, ActorCritic, NetConfig
 from farstep.learners.optimizing import Optimizer, Schedule, lean, named
 from farstep.learners.returns import fold_ends, vtrace
 from farstep.learners.rollout import Minibatch, Rollout, prepare
@@ -54,7 +54,7 @@ class ImpalaConfig:
     """give advantages mean 0 and deviation 1"""
     max_grad_norm: float = 40.0
     """gradients are scaled down to this norm"""
-    net: NetConfig = NetConfig()
+    net: NetConfig = DEFAULT_NET
 
     def __post_init__(self) -> None:
         for name in ("num_steps", "num_chunks"):

@@ -44,6 +44,9 @@ class NetConfig:
     """rewards in units of the discounted return's running standard deviation"""
 
 
+DEFAULT_NET = NetConfig()
+
+
 @dataclass(frozen=True)
 class Evaluation:
     """What the policy says of samples that were taken, flat `[n]`."""
@@ -62,7 +65,8 @@ class ActorCritic(nn.Module):
         self._action, _ = space_schema(action_space, "action")
         seen = leaf_spaces(observation_space, "obs")
         self.encoders = nn.ModuleDict({_key(n): encoder_for(s, config.normalize_obs) for n, s in seen.items()})
-        width = sum(int(encoder.width) for encoder in self.encoders.values())
+        widths: list[Any] = [encoder.width for encoder in self.encoders.values()]
+        width = sum(widths)
         self.reward_scale = RewardScale(gamma) if config.normalize_reward else None
         self.sees_images = any(is_image(space) for space in seen.values())
         hidden = () if self.sees_images else config.hidden

@@ -54,7 +54,7 @@ class Optimizer:
             moved = Means()
             for part in minibatches(rollout, columns, schedule.batch_size, self.generator):
                 metrics = self._accumulate(part, loss, schedule.micro_batch_size)
-                measured.add(metrics | self._step(), len(part))
+                measured.add({**metrics, **self._step()}, len(part))
                 moved.add({_KL: metrics.get(_KL, 0.0)}, len(part))
             epochs += 1
             if schedule.target_kl is not None and moved.result()[_KL] > schedule.target_kl:
@@ -65,13 +65,13 @@ class Optimizer:
         """The gradient of the mean over all valid rows, whatever portions it is computed in."""
         if micro_batch_size is None or len(part) <= micro_batch_size:
             value, metrics = loss(part)
-            value.backward()
+            torch.autograd.backward(value)
             return metrics
         measured, total = Means(), part["valid"].sum().clamp_min(1)
         for micro in part.split(micro_batch_size):
             value, metrics = loss(micro)
             share = micro["valid"].sum() / total
-            (value * share).backward()
+            torch.autograd.backward(value * share)
             measured.add(metrics, len(micro))
         return measured.result()
 
@@ -100,7 +100,7 @@ def _as_one(parameters: list[nn.Parameter]) -> nn.Parameter:
     sizes = [parameter.numel() for parameter in parameters]
     flat = nn.Parameter(torch.cat([parameter.detach().flatten() for parameter in parameters]))
     flat.grad = torch.zeros_like(flat)
-    pieces = zip(parameters, flat.detach().split(sizes), flat.grad.split(sizes), strict=True)
+    pieces = zip(parameters, torch.split(flat.detach(), sizes), torch.split(flat.grad, sizes), strict=True)
     for parameter, values, gradient in pieces:
         parameter.data = values.view_as(parameter)
         parameter.grad = gradient.view_as(parameter)

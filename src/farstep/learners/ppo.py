@@ -14,7 +14,7 @@ from farstep.cluster_env import ClusterEnv
 from farstep.config import check_count
 from farstep.errors import ConfigError
 from farstep.learners import losses
-from farstep.learners.nets import ActorCritic, NetConfig
+from farstep.learners.nets import DEFAULT_NET, ActorCritic, NetConfig
 from farstep.learners.optimizing import Optimizer, Schedule, lean, named
 from farstep.learners.rollout import Minibatch, prepare
 from farstep.learners.statistics import Statistics
@@ -53,7 +53,7 @@ class PPOConfig:
     """gradients are scaled down to this norm"""
     target_kl: float | None = None
     """stop learning from a rollout when the policy has moved this far, in nats"""
-    net: NetConfig = NetConfig()
+    net: NetConfig = DEFAULT_NET
 
     def __post_init__(self) -> None:
         for name in ("num_steps", "num_minibatches", "update_epochs"):

@@ -38,7 +38,7 @@ class Rollout:
     final_value: Array
     """Where an episode ended, what its final observation is worth."""
     proximal: Tensor
-    """Log-probabilities under the learner's weights at the start of the update; as recorded for rows that those acted."""
+    """Log-probabilities under the learner's weights when it took the batch; as recorded for rows that those acted."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -132,7 +132,7 @@ class Minibatch:
         """Smaller ones, of about `size` rows; sequences stay whole."""
         rows, axis = (1, 0) if self.initial_state is None else (self.episode_start.shape[0], 1)
         width = self.episode_start.shape[axis]
-        for chosen in torch.arange(width, device=self.episode_start.device).split(max(1, size // rows)):
+        for chosen in torch.split(torch.arange(width, device=self.episode_start.device), max(1, size // rows)):
             yield self.take(chosen)
 
     def take(self, chosen: Tensor) -> Minibatch:
@@ -175,7 +175,7 @@ class Minibatch:
 def minibatches(
     rollout: Rollout, columns: dict[str, Tensor], size: int, generator: torch.Generator
 ) -> Iterator[Minibatch]:
-    """All rows once, shuffled, about `size` at a time (the last may be smaller); a recurrent agent's sequences stay whole.
+    """All rows once, shuffled, about `size` at a time (the last may be smaller); a recurrent agent's whole sequences.
 
     `columns` are `[T, N]` tensors that are taken along.
     """
@@ -184,5 +184,5 @@ def minibatches(
     if rollout.initial_state is None:
         whole, rows, slots = whole.flat(), 1, rows * slots
     order = torch.randperm(slots, generator=generator).to(rollout.valid.device)
-    for chosen in order.split(max(1, size // rows)):
+    for chosen in torch.split(order, max(1, size // rows)):
         yield whole.take(chosen)

@@ -100,7 +100,9 @@ def _json_object(name: str, text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except ValueError as error:
-        raise ConfigError(f"{name} is {text!r}, which is not JSON ({error}); expected e.g. '{{\"key\": 1}}'.") from error
+        raise ConfigError(
+            f"{name} is {text!r}, which is not JSON ({error}); expected e.g. '{{\"key\": 1}}'."
+        ) from error
     if not isinstance(value, dict):
         raise ConfigError(f"{name} is {text!r}; expected a JSON object, e.g. '{{\"key\": 1}}'.")
     return value

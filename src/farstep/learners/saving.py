@@ -28,7 +28,11 @@ def _apart(value: Any, name: str, arrays: dict[str, Array]) -> Any:
             arrays[name] = value
             return {_ARRAY: name}
         case Mapping():  # as pairs: an optimizer's keys are numbers, which JSON would make text of
-            return {_ITEMS: [[key, _apart(sub, f"{name}.{key}" if name else str(key), arrays)] for key, sub in value.items()]}
+            return {
+                _ITEMS: [
+                    [key, _apart(sub, f"{name}.{key}" if name else str(key), arrays)] for key, sub in value.items()
+                ]
+            }
         case list() | tuple():
             return [_apart(sub, f"{name}.{i}", arrays) for i, sub in enumerate(value)]
         case _:

@@ -216,7 +216,9 @@ class Training:
             self._evaluator.wait()
         found = self._evaluator.take()
         if found is not None and self.sink is not None:
-            self.sink.log(self.progress.steps, {"seconds": self.progress.seconds, **found.metrics(), **self._timer.take()})
+            self.sink.log(
+                self.progress.steps, {"seconds": self.progress.seconds, **found.metrics(), **self._timer.take()}
+            )
 
     # ---- checkpoints ----
 

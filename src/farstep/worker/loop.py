@@ -33,9 +33,9 @@ from farstep.worker.hosting import Host, HostedEnvs
 from farstep.worker.probing import Probing
 from farstep.worker.program import Program
 from farstep.worker.progress import CANCEL, COUNT, PHASE, SLOT, Phase
-from farstep.worker.saving import Saving
 from farstep.worker.rolling import AnyHost, NotWanted, Roller
 from farstep.worker.rows import Slots
+from farstep.worker.saving import Saving
 from farstep.worker.shipping import Shipping
 from farstep.worker.strict_hosting import StrictEnvs
 from farstep.worker.vector_hosting import HostedVector
