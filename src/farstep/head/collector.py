@@ -349,6 +349,7 @@ class Collector:
         ):
             if resume is not None:
                 seat.resume[:] = resume
+                self._followed[seat.columns] = key_of(seat, 0)  # its first chunk follows what was saved
 
     def followed(self) -> Array:
         """Per slot, which chunk was handed out last; -1: what comes next follows none."""

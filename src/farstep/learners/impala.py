@@ -26,11 +26,11 @@ from farstep.learners.timing import Timer
 class ImpalaConfig:
     """IMPALA: every row is learned from once, whoever acted it."""
 
-    num_steps: int = 20
+    num_steps: int = 32
     """steps of each environment per chunk"""
-    num_chunks: int = 1
+    num_chunks: int = 2
     """chunks per update, the first to arrive"""
-    max_staleness: int = 4
+    max_staleness: int = 1
     """versions that a row may be old when it is learned from"""
     learning_rate: float = 1e-3
     """of Adam"""
@@ -52,7 +52,7 @@ class ImpalaConfig:
     """weight of the entropy"""
     normalize_advantages: bool = False
     """give advantages mean 0 and deviation 1"""
-    max_grad_norm: float = 40.0
+    max_grad_norm: float = 0.5
     """gradients are scaled down to this norm"""
     net: NetConfig = DEFAULT_NET
 

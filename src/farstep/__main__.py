@@ -1,0 +1,5 @@
+"""`python -m farstep`: the command line."""
+
+from farstep.cli import main
+
+raise SystemExit(main())

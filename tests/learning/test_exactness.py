@@ -1,0 +1,142 @@
+"""Runs that must be equal are equal to the last bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from toys import make_env, make_training, trained
+
+from farstep.buffer import checkpoint
+from farstep.learners.async_ppo import AsyncPPOConfig
+from farstep.learners.nets import NetConfig
+from farstep.learners.ppo import PPOConfig
+
+VARIANTS = [("plain", "local"), ("lstm", "local"), ("normalised", "inprocess"), ("gru", "inprocess")]
+NETS = {
+    "plain": NetConfig(),
+    "normalised": NetConfig(normalize_obs=True, normalize_reward=True),
+    "lstm": NetConfig(recurrent="lstm", core=16),
+    "gru": NetConfig(recurrent="gru", core=16, normalize_obs=True),
+}
+
+
+def assert_equal(a: torch.nn.Module, b: torch.nn.Module) -> None:
+    first, second = a.state_dict(), b.state_dict()
+    assert first.keys() == second.keys()
+    for name, tensor in first.items():
+        assert torch.equal(tensor, second[name]), name
+
+
+@pytest.mark.parametrize(("net", "launcher"), VARIANTS)
+def test_two_runs_with_one_seed_give_equal_parameters(net: str, launcher: str) -> None:
+    config = PPOConfig(num_steps=16, net=NETS[net])
+    _, first = trained("CartPole-v1", config, 8 * 16 * 4, num_envs=8, launcher=launcher)
+    _, second = trained("CartPole-v1", config, 8 * 16 * 4, num_envs=8, launcher=launcher)
+    assert_equal(first, second)
+
+
+def test_another_seed_gives_other_parameters() -> None:
+    config = PPOConfig(num_steps=16)
+    _, first = trained("CartPole-v1", config, 8 * 16 * 2, num_envs=8, launcher="inprocess")
+    _, second = trained("CartPole-v1", config, 8 * 16 * 2, num_envs=8, launcher="inprocess", seed=2)
+    assert not torch.equal(first.critic[1].weight, second.critic[1].weight)
+
+
+@pytest.mark.parametrize(("net", "launcher"), VARIANTS)
+def test_async_ppo_without_staleness_is_ppo(net: str, launcher: str) -> None:
+    steps, envs = 16, 8
+    shared: dict[str, Any] = {"num_steps": steps, "net": NETS[net], "value_clip": 0.2, "learning_rate": 1e-3}
+    ppo = PPOConfig(clip_coef=0.2, vf_coef=0.5, ent_coef=0.01, num_minibatches=4, **shared)
+    asynchronous = AsyncPPOConfig(
+        staleness_threshold=0,
+        clip_ratio_low=0.2,
+        clip_ratio_high=0.2,
+        clip_ratio_c=None,
+        value_coef=0.5,
+        entropy_bonus=0.01,
+        global_batch_size=steps * envs // 4,
+        recompute_logprobs=net != "gru",  # interpolated there: rows of the current version stay as they are, too
+        **shared,
+    )
+    _, first = trained("CartPole-v1", ppo, envs * steps * 6, num_envs=envs, launcher=launcher)
+    _, second = trained("CartPole-v1", asynchronous, envs * steps * 6, num_envs=envs, launcher=launcher)
+    assert_equal(first, second)
+
+
+@pytest.mark.parametrize(("net", "launcher"), VARIANTS)
+def test_a_run_that_was_resumed_equals_one_that_was_not(net: str, launcher: str, tmp_path: Path) -> None:
+    config, rows = PPOConfig(num_steps=20, net=NETS[net]), 6 * 20
+
+    def run(total: int, folder: Path, resume: bool) -> torch.nn.Module:
+        with make_env("CartPole-v1", 6, seed=3, launcher=launcher) as env:
+            # The learning rate falls over the same number of steps, however many of them are done now.
+            training, agent = make_training(env, config, 8 * rows, checkpoints=folder)
+            training._done = lambda: training.progress.steps >= total  # type: ignore[method-assign]
+            if resume:
+                training.resume()
+            training.run()
+            assert env.version == total // rows
+        return agent
+
+    whole = run(8 * rows, tmp_path / "whole", resume=False)
+    run(5 * rows, tmp_path / "parts", resume=False)
+    assert_equal(whole, run(8 * rows, tmp_path / "parts", resume=True))
+
+
+def train_command(folder: Path, name: str) -> list[str]:
+    options = ["--env", "LunarLander-v3", "--num-envs", "6", "--workers", "2", "--num-steps", "32", "--seed", "5"]
+    options += ["--total-steps", str(6 * 32 * 30), "--checkpoint-every", "4", "--threads", "1"]
+    return [sys.executable, "-m", "farstep", "train", "ppo", *options, "--folder", str(folder), "--name", name]
+
+
+def after_updates(folder: Path, count: int, process: subprocess.Popen[str]) -> None:
+    """Wait until the run has logged so many updates."""
+    metrics, deadline = folder / "metrics.jsonl", time.monotonic() + 120
+    while time.monotonic() < deadline:
+        assert process.poll() is None, process.communicate()
+        if metrics.exists() and metrics.read_text().count("\n") >= count:
+            return
+        time.sleep(0.02)
+    raise AssertionError("the run made no progress")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that nobody stopped."""
+    folder = tmp_path_factory.mktemp("runs")
+    subprocess.run(train_command(folder, "whole"), check=True, capture_output=True, timeout=150)
+    return folder / "whole"
+
+
+@pytest.mark.parametrize(("how", "status"), [("SIGKILL", -9), ("SIGTERM", 143), ("SIGINT", 130)])
+def test_a_run_that_was_killed_and_resumed_equals_one_that_was_not(
+    how: str, status: int, whole: Path, tmp_path: Path
+) -> None:
+    killed = tmp_path / "killed"
+    process = subprocess.Popen(
+        train_command(tmp_path, "killed"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    after_updates(killed, 9, process)
+    os.kill(process.pid, signal.Signals[how])
+    output = process.communicate(timeout=60)
+    assert process.returncode == status, output
+    assert len((killed / "metrics.jsonl").read_text().splitlines()) < 30
+    command = [sys.executable, "-m", "farstep", "train", "ppo", "--resume", str(killed)]
+    subprocess.run(command, check=True, capture_output=True, timeout=150)
+    first, second = (checkpoint.load(run / "checkpoints").arrays for run in (whole, killed))
+    assert first.keys() == second.keys()
+    for name, array in first.items():
+        np.testing.assert_array_equal(array, second[name], err_msg=name)
+    rows = [[json.loads(line) for line in (run / "metrics.jsonl").open()] for run in (whole, killed)]
+    for key in ("step", "update", "version", "train/actor/policy_loss", "env/episodes"):
+        assert [row[key] for row in rows[0]] == [row[key] for row in rows[1]], key

@@ -1,0 +1,115 @@
+"""Small worlds that a learner must solve, and a way to train in them without a run folder."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium
+import numpy as np
+import torch
+from gymnasium import spaces
+
+import farstep
+from farstep.learners.async_ppo import AsyncPPO, AsyncPPOConfig
+from farstep.learners.impala import Impala, ImpalaConfig
+from farstep.learners.nets import ActorCritic, make_agent
+from farstep.learners.ppo import PPO, PPOConfig
+from farstep.learners.training import Limits, Training
+
+Config = PPOConfig | AsyncPPOConfig | ImpalaConfig
+LEARNERS: dict[type, Any] = {PPOConfig: PPO, AsyncPPOConfig: AsyncPPO, ImpalaConfig: Impala}
+
+
+class Identity(gymnasium.Env[Any, Any]):
+    """Pays for doing what is shown: observations are drawn from the action space; ten steps long."""
+
+    def __init__(self, kind: str = "discrete", length: int = 10) -> None:
+        self.action_space = {
+            "discrete": spaces.Discrete(4, start=-1),
+            "multi-discrete": spaces.MultiDiscrete([3, 2]),
+            "binary": spaces.MultiBinary(3),
+            "continuous": spaces.Box(-1, 1, (2,), np.float32),
+            "dict": spaces.Dict(a=spaces.Discrete(3), b=spaces.Box(-1, 1, (1,), np.float32)),
+        }[kind]
+        self.observation_space = self.action_space
+        self._length = length
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        if seed is not None:
+            self.action_space.seed(seed)
+        self._left, self._shown = self._length, self.action_space.sample()
+        return self._shown, {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        reward = _alike(self.action_space, self._shown, action)
+        self._left -= 1
+        self._shown = self.action_space.sample()
+        return self._shown, reward, False, self._left == 0, {}
+
+
+def _alike(space: Any, shown: Any, done: Any) -> float:
+    """1 for doing exactly what was shown, falling with the distance."""
+    if isinstance(space, spaces.Dict):
+        return float(np.mean([_alike(sub, shown[key], done[key]) for key, sub in space.spaces.items()]))
+    if isinstance(space, spaces.Box):
+        return 1.0 - float(np.abs(np.asarray(shown) - np.asarray(done)).mean())
+    return float(np.mean(np.asarray(shown) == np.asarray(done)))
+
+
+class Recall(gymnasium.Env[Any, Any]):
+    """Shows a bit at the first step and asks for it at the last: without memory nobody does better than half."""
+
+    def __init__(self, length: int = 5) -> None:
+        self.observation_space = spaces.Box(-1, 1, (2,), np.float32)
+        self.action_space = spaces.Discrete(2)
+        self._length = length
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self._step, self._bit = 0, int(self.np_random.integers(2))
+        return self._obs(), {}
+
+    def _obs(self) -> Any:
+        last = self._step == self._length - 1
+        return np.array([2 * self._bit - 1 if self._step == 0 else 0, last], np.float32)
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        ended = self._step == self._length - 1
+        reward = float(int(action) == self._bit) if ended else 0.0
+        self._step += 1
+        return self._obs(), reward, ended, False, {}
+
+
+def make_env(env: Any, num_envs: int, seed: int = 1, launcher: str = "local", **options: Any) -> farstep.ClusterEnv:
+    kind = "gymnasium" if isinstance(env, str) else "factory"
+    config = {"type": kind, "env_name": env, "envs_per_node": num_envs, "seed": seed, **options}
+    launch = farstep.LocalConfig if launcher == "local" else farstep.InProcessConfig
+    return farstep.ClusterEnv(config, launch(workers_per_node=2))
+
+
+def make_training(
+    env: farstep.ClusterEnv, config: Config, total_steps: int, seed: int = 1, **options: Any
+) -> tuple[Training, ActorCritic]:
+    """A training of the learner that the configuration is of."""
+    torch.manual_seed(seed)
+    agent = make_agent(*env.launch(), config.net, config.gamma)
+    learner = LEARNERS[type(config)](agent, config, seed)
+    limits = Limits(total_steps=total_steps, target_return=options.pop("target_return", None), checkpoint_every=1000)
+    return Training(learner, env, limits, exact=isinstance(config, PPOConfig), **options), agent
+
+
+def trained(
+    env: Any,
+    config: Config,
+    total_steps: int,
+    num_envs: int = 16,
+    target: float | None = None,
+    seed: int = 1,
+    **options: Any,
+) -> tuple[float, ActorCritic]:
+    """The mean return of the last episodes, and the agent."""
+    with make_env(env, num_envs, seed, **options) as cluster:
+        training, agent = make_training(cluster, config, total_steps, seed, target_return=target)
+        progress = training.run()
+    return float(np.mean(progress.returns)), agent
