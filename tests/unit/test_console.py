@@ -239,6 +239,18 @@ def test_what_is_printed_or_logged_comes_above_the_picture() -> None:
         assert text.count(each) == 1 and text.index(each) < last
 
 
+def test_printing_without_end_does_not_stop_the_drawing() -> None:
+    console = terminal()
+    live = LiveDisplay(500_000, "CartPole-v1", console)
+    live.log(51_200, METRICS)
+    deadline = time.monotonic() + 30
+    while "51,200 of 500,000" not in plain(console) and time.monotonic() < deadline:
+        for _ in range(1000):
+            print("x")
+    live.close()
+    assert time.monotonic() < deadline
+
+
 def test_a_fork_prints_where_it_printed_before() -> None:
     code = """
 import io, os
@@ -262,13 +274,15 @@ class Gone(io.StringIO):
         raise OSError(5, "Input/output error")
 
 
-def test_a_terminal_that_is_gone_does_not_end_the_training(caplog) -> None:
+def test_a_terminal_that_is_gone_does_not_end_the_training(caplog, capsys) -> None:
     streams = (sys.stdout, sys.stderr)
     live = LiveDisplay(100, "run", Console(file=Gone(), force_terminal=True))
+    print("what is said is not lost")
     live._thread.join(10)
     with pytest.raises(ClosedError, match="cannot be drawn on"):
         live.log(1, {})
     Loggers(live).log(1, {})
+    assert "what is said is not lost" in "".join(capsys.readouterr())
     assert "LiveDisplay failed" in caplog.text and (sys.stdout, sys.stderr) == streams
 
 

@@ -1,8 +1,8 @@
 """The terminal as a logger: a live display where it can be drawn on, else a line now and then.
 
-The live display is drawn by a thread of its own. The training thread only puts things into a queue, which takes no
+The live display is drawn by a thread of its own. The training thread only puts things into queues, which takes no
 lock: Ctrl-C may come at any moment, and a terminal that is stopped stops no training. What is printed or logged
-meanwhile goes into the same queue and appears above the display.
+meanwhile goes into such a queue, too, and appears above the display.
 """
 
 from __future__ import annotations
@@ -80,26 +80,31 @@ class LiveDisplay:
         self._console = Console() if console is None else console
         self._console.file = self._console.file  # the stream of now; sys.stdout leads into the queue from here on
         self._started_s = time.monotonic()
-        self._queue: deque[tuple[int, Mapping[str, float], float] | str] = deque(maxlen=_LINES_KEPT)
+        self._updates: deque[tuple[int, Mapping[str, float], float]] = deque()
+        self._lines: deque[str] = deque(maxlen=_LINES_KEPT)
         self._closing = threading.Event()
         self._failure: Exception | None = None
         self._thread = threading.Thread(target=self._draw, name="farstep-display", daemon=True)
         self._redirection = contextlib.ExitStack()
-        self._redirection.enter_context(_redirected(self._queue.append))
         atexit.register(self.close)
+        self._redirection.enter_context(_redirected(self._lines.append))
         self._thread.start()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         if self._failure is not None:
             raise ClosedError(f"the terminal cannot be drawn on any more: {self._failure}") from self._failure
-        self._queue.append((step, dict(metrics), time.monotonic()))
+        self._updates.append((step, dict(metrics), time.monotonic()))
 
     def close(self) -> None:
         """Draw a last time, below it the cursor; streams and handlers are what they were."""
         atexit.unregister(self.close)
         self._redirection.close()
         self._closing.set()
-        self._thread.join(_PATIENCE_S)  # a terminal that is stopped may take for ever
+        if self._thread.ident is not None:  # else Ctrl-C came before it was started
+            self._thread.join(_PATIENCE_S)  # a terminal that is stopped may take for ever
+        with contextlib.suppress(OSError):
+            while self._lines and not self._thread.is_alive():
+                sys.stderr.write(f"{self._lines.popleft()}\n")  # said after the terminal was gone
 
     def _draw(self) -> None:
         try:
@@ -115,14 +120,10 @@ class LiveDisplay:
 
     def _refresh(self, live: Live) -> None:
         now = time.monotonic()
-        lines = []
-        while self._queue:
-            item = self._queue.popleft()
-            if isinstance(item, str):
-                lines.append(item)
-            else:
-                self._standing.update(*item)
-        if lines:
+        # What is there now and no more: whoever prints without end must not keep us from drawing.
+        for _ in range(len(self._updates)):
+            self._standing.update(*self._updates.popleft())
+        if lines := [self._lines.popleft() for _ in range(len(self._lines))]:
             self._console.print(Text.from_ansi("\n".join(lines)), soft_wrap=True)
         picture = panel(self._standing, self._title, now - self._started_s, now, self._console.width)
         live.update(picture, refresh=True)
