@@ -34,6 +34,7 @@ from parameter_agents import (
 
 from farstep.agents.parameters import ParameterLoader, ParameterSchema, leaves_of
 from farstep.agents.policy import ship
+from farstep.config import WeightsConfig
 from farstep.errors import AgentError
 from farstep.head.parameters import ParameterStore
 from farstep.worker.weights import RemoteWeights, SharedWeights, check_digest
@@ -307,6 +308,25 @@ def test_leaves_are_named_and_aligned() -> None:
     views = schema.views(np.zeros(schema.nbytes, np.uint8))
     offsets = [view.__array_interface__["data"][0] - views[0].__array_interface__["data"][0] for view in views]
     assert offsets == [0, 64, 128] and schema.nbytes == 192
+
+
+class SortingAgent(SetterAgent):
+    """Keeps its parameters by name, as `jax.tree.map` does."""
+
+    def set_parameters(self, parameters: Any) -> None:
+        self.parameters = dict(sorted(parameters.items()))
+
+
+@pytest.mark.parametrize("only", [None, "[wb]"])
+def test_a_setter_may_keep_parameters_in_another_order(only: str | None) -> None:
+    agent = SortingAgent()
+    agent.parameters = {"w": np.zeros(3), "b": np.zeros(3), "a": np.zeros(3)}
+    loader = ParameterLoader(agent, WeightsConfig(only=only))
+    for value in (1.0, 2.0):
+        loader.load([np.full(3, value), np.full(3, -value), np.full(3, 9.0)][: len(loader.schema.names)])
+        assert list(agent.parameters) == ["a", "b", "w"]
+        assert agent.parameters["w"].tolist() == [value] * 3
+        assert agent.parameters["b"].tolist() == [-value] * 3
 
 
 # ---- agents that cannot work ----

@@ -313,7 +313,7 @@ class ParameterLoader:
 
     def _current(self) -> list[tuple[str, Any]]:
         """What the agent has now, of what travels."""
-        leaves = travelling(leaves_of(given_parameters(self._agent)), self._config)
+        leaves = self.schema.ordered(travelling(leaves_of(given_parameters(self._agent)), self._config))
         self.schema.check(leaves)
         return leaves
 
@@ -323,7 +323,7 @@ class ParameterLoader:
             arrays = [array.astype(dtype) for array, dtype in zip(arrays, self.schema.sources, strict=True)]
         if self._set is not None:
             template = self._template if self._config.only is None else parameters_of(self._agent)
-            self._set(self._rebuild(template, "", iter(arrays)))
+            self._set(self._rebuild(template, "", self._by_name(template, arrays)))
         else:
             for target, leaf, array in zip(self._targets, self._leaves, arrays, strict=True):
                 if is_tensor(target):
@@ -342,6 +342,14 @@ class ParameterLoader:
                     f"parameter {name!r} does not have the value that was loaded into it. Let set_parameters() take "
                     "what get_parameters() returns, or let get_parameters() return the agent's own arrays."
                 )
+
+    def _by_name(self, template: Nested, arrays: list[Array]) -> Iterator[Array]:
+        """The arrays in the template's order, which is the agent's own: its setter may have kept them in another."""
+        leaves = travelling(leaves_of(template), self._config)
+        indices = {name: i for i, name in enumerate(self.schema.names)}
+        if self.schema.ordered(leaves) is leaves:
+            return iter(arrays)
+        return iter([arrays[indices[name]] for name, _ in leaves])
 
     def _rebuild(self, template: Any, name: str, arrays: Iterator[Array]) -> Any:
         """What get_parameters() returned, types included, with new contents (copies, for the buffer is reused)."""

@@ -1,0 +1,130 @@
+"""Stable-Baselines3's PPO and DQN as they are, their environments stepped by farstep's workers.
+
+`farstep.make_vec` is a Gymnasium vector environment. Stable-Baselines3 has a class of its own for that, older than
+Gymnasium's; `Adapter` is one in terms of the other, and takes any Gymnasium vector environment in SAME_STEP mode.
+Needs `pip install stable-baselines3`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import tyro
+from gymnasium.vector import VectorEnv
+from stable_baselines3 import DQN, PPO
+from stable_baselines3.common.callbacks import BaseCallback
+from stable_baselines3.common.vec_env import VecEnv, VecMonitor
+
+import farstep
+
+
+@dataclass(kw_only=True)
+class Args:
+    """Stable-Baselines3 on CartPole-v1, over farstep.make_vec."""
+
+    learner: Literal["ppo", "dqn"] = "ppo"
+    workers: int = 2
+    """worker processes"""
+    num_envs: int = 16
+    total_timesteps: int = 40_000
+    seed: int = 1
+
+
+class Adapter(VecEnv):
+    """A Gymnasium vector environment, for Stable-Baselines3."""
+
+    def __init__(self, envs: VectorEnv) -> None:
+        self._envs = envs
+        self._actions: Any = None
+        super().__init__(envs.num_envs, envs.single_observation_space, envs.single_action_space)
+
+    def reset(self) -> np.ndarray:
+        obs, _ = self._envs.reset(seed=self._seeds if any(seed is not None for seed in self._seeds) else None)
+        self._reset_seeds()
+        return obs
+
+    def step_async(self, actions: np.ndarray) -> None:
+        self._actions = actions
+
+    def step_wait(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[dict[str, Any]]]:
+        obs, reward, terminated, truncated, info = self._envs.step(self._actions)
+        infos: list[dict[str, Any]] = [{"TimeLimit.truncated": cut} for cut in (truncated & ~terminated).tolist()]
+        for i in np.flatnonzero(terminated | truncated):
+            infos[i]["terminal_observation"] = info["final_obs"][i]
+        return obs, reward, terminated | truncated, infos
+
+    def close(self) -> None:
+        self._envs.close()
+
+    def get_attr(self, attr_name: str, indices: int | Iterable[int] | None = None) -> list[Any]:
+        return self._some(self._envs.get_attr(attr_name), indices)
+
+    def set_attr(self, attr_name: str, value: Any, indices: int | Iterable[int] | None = None) -> None:
+        values = list(self._envs.get_attr(attr_name)) if indices is not None else [None] * self.num_envs
+        for i in self._get_indices(indices):
+            values[i] = value
+        self._envs.set_attr(attr_name, values)
+
+    def env_method(
+        self, method_name: str, *method_args: Any, indices: int | Iterable[int] | None = None, **method_kwargs: Any
+    ) -> list[Any]:
+        if indices is not None:
+            raise NotImplementedError("a Gymnasium vector environment calls a method of all its environments")
+        return list(self._envs.call(method_name, *method_args, **method_kwargs))
+
+    def env_is_wrapped(self, wrapper_class: type, indices: int | Iterable[int] | None = None) -> list[bool]:
+        return self._some([False] * self.num_envs, indices)  # they are elsewhere; VecMonitor is not asked for here
+
+    def _some(self, values: Sequence[Any], indices: int | Iterable[int] | None) -> list[Any]:
+        return [values[i] for i in self._get_indices(indices)]
+
+
+class Progress(BaseCallback):
+    """Prints a line now and then."""
+
+    def __init__(self, every: int) -> None:
+        super().__init__()
+        self._every, self._next, self._began = every, every, time.monotonic()
+
+    def _on_step(self) -> bool:
+        if self.num_timesteps >= self._next:
+            self._next += self._every
+            rate = self.num_timesteps / (time.monotonic() - self._began)
+            print(f"{self.num_timesteps:>8,} steps  return {mean_return(self.model):5.1f}  {rate:>6,.0f} steps/s")
+        return True
+
+
+def mean_return(model: PPO | DQN) -> float:
+    """Of the last 100 episodes."""
+    return float(np.mean([episode["r"] for episode in model.ep_info_buffer or [{"r": 0.0}]]))
+
+
+def main(args: Args) -> float:
+    """Train; the mean return of the last 100 episodes."""
+    torch.set_num_threads(1)
+    envs = farstep.make_vec("CartPole-v1", args.num_envs, {"workers_per_node": args.workers}, "SAME_STEP")
+    env = VecMonitor(Adapter(envs))
+    if args.learner == "ppo":
+        model: PPO | DQN = PPO(
+            "MlpPolicy", env, n_steps=128, batch_size=256, n_epochs=4, gamma=0.98, gae_lambda=0.9,
+            learning_rate=1e-3, seed=args.seed, device="cpu",
+        )  # fmt: skip
+    else:
+        model = DQN(
+            "MlpPolicy", env, learning_rate=2.3e-3, batch_size=64, buffer_size=100_000, learning_starts=1000,
+            gamma=0.99, target_update_interval=500, train_freq=16, gradient_steps=32, exploration_fraction=0.16,
+            exploration_final_eps=0.04, policy_kwargs={"net_arch": [256, 256]}, seed=args.seed, device="cpu",
+        )  # fmt: skip
+    model.learn(args.total_timesteps, Progress(max(args.total_timesteps // 10, 1)))
+    env.close()
+    print(f"mean return of the last 100 episodes: {mean_return(model):.1f}")
+    return mean_return(model)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))

@@ -1,0 +1,66 @@
+"""Every example is run, briefly; one that nobody runs here is missed."""
+
+import ast
+import difflib
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+BRIEFLY = {
+    "cartpole_ppo.py": ["--total-steps 4096 --solved-return 10"],
+    "own_ppo_single.py": ["--total-timesteps 4096"],
+    "own_ppo_farstep.py": ["--total-timesteps 4096"],
+    "sb3_unmodified.py": ["--total-timesteps 4096", "--learner dqn --total-timesteps 2048"],
+    "evolution.py": [],  # until it is solved: see below
+    "jax_agent.py": ["--total-steps 24000"],
+}
+
+
+def run(name: str, options: str) -> str:
+    command = [sys.executable, "-W", "error::RuntimeWarning", EXAMPLES / name, *options.split()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=170, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert not done.stderr, done.stderr
+    return done.stdout
+
+
+def code(name: str) -> list[str]:
+    """An example's lines, but for blank ones and what its docstring says."""
+    text = (EXAMPLES / name).read_text()
+    docstring = ast.parse(text).body[0]
+    return [line for line in text.splitlines()[docstring.end_lineno :] if line.strip()]
+
+
+def test_every_example_is_run():
+    assert {path.name for path in EXAMPLES.glob("*.py")} == set(BRIEFLY)
+
+
+@pytest.mark.parametrize(("name", "options"), [(name, options) for name, ways in BRIEFLY.items() for options in ways])
+def test_an_example_runs_and_says_how_it_goes(name, options):
+    assert re.search(r"return", run(name, options))
+
+
+def test_evolution_solves_cartpole():
+    assert float(re.findall(r"return +([0-9.]+)", run("evolution.py", ""))[-1]) >= 475
+
+
+@pytest.mark.parametrize("name", sorted(BRIEFLY))
+def test_an_example_says_what_it_is_and_takes_options(name):
+    tree = ast.parse((EXAMPLES / name).read_text())
+    assert ast.get_docstring(tree)
+    assert "tyro.cli(Args)" in ast.unparse(tree)
+
+
+def test_a_loop_of_ones_own_needs_few_changes():
+    changes = difflib.ndiff(code("own_ppo_single.py"), code("own_ppo_farstep.py"))
+    assert sum(line.startswith(("+ ", "- ")) for line in changes) <= 15
+
+
+def test_evolution_needs_no_framework():
+    assert not {"torch", "jax"} & set(
+        re.findall(r"^(?:import|from) (\w+)", (EXAMPLES / "evolution.py").read_text(), re.M)
+    )
