@@ -166,8 +166,9 @@ class PrioritySelector(Idle):
         total = self._tree.total
         if not total > 0:
             return self._table.draw(n, rng), np.full(n, 1 / max(1, self._table.size))
-        cells, weights = self._tree.draw(n, rng)
-        return cells, weights / total
+        cells, probabilities = self._tree.draw(n, rng)
+        probabilities /= total
+        return cells, probabilities
 
     def among(self, cells: Array, n: int, rng: np.random.Generator) -> tuple[Array, Array]:
         weights = self._tree.weights[cells]

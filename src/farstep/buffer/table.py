@@ -21,9 +21,7 @@ class Table:
         self.rows, self.columns, self.cells = rows, columns, rows * columns
         # A cell without an item remembers its last key, turned negative by `~`.
         self.keys: Array = ~np.arange(self.cells, dtype=np.int64)
-        self.times: Array = np.zeros(self.cells, np.int32)
-        """How often the present item of each cell was sampled."""
-        self._mark: Array = np.zeros(self.cells, np.int32)
+        self.times, self._mark = np.zeros((2, self.cells), np.int32)  # together they are given large pages earlier
         self.size = 0
         self.used: Array = np.zeros(columns, np.int64)
         """Per column, how many of its rows ever held an item."""
@@ -69,16 +67,13 @@ class Table:
         times: Array = self.times.take(cells)
         times += 1
         self.times[cells] = times
-        before, after = cells[:-1], cells[1:]
-        if (after < before).any():  # not in order: see who finds the mark of somebody else
+        if not np.logical_and.reduce(cells[1:] > cells[:-1]):  # else each is named once
             places = np.arange(len(cells), dtype=np.int32)
             self._mark[cells] = places
-            again = self._mark.take(cells) != places
-        else:
-            again = np.append(after == before, False)
-        if again.any():
-            np.add.at(self.times, cells[again], 1)
-            times = self.times.take(cells)
+            again = self._mark.take(cells) != places  # who finds the mark of somebody else
+            if again.any():
+                np.add.at(self.times, cells[again], 1)
+                times = self.times.take(cells)
         return times
 
     def state(self) -> dict[str, Array]:
