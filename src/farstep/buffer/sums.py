@@ -9,6 +9,7 @@ import numpy as np
 from farstep.core import Array
 
 _TOP = 4096  # sums at the top, at most, which one cumulative sum and one binary search go through
+_FEW = 4  # so many sums are made faster one by one
 _LINE = 64  # bytes of a cache line
 
 
@@ -38,16 +39,25 @@ class SumTree:
     def total(self) -> float:
         return float(self._before()[-1])
 
-    def set(self, leaves: Array, weights: Array | float) -> None:
-        """Give leaves new weights; of a leaf that is named twice the last one counts."""
+    def set(self, leaves: Array | slice, weights: Array | float) -> None:
+        """Give leaves, or all from a start to a stop, new weights; of one that is named twice the last one counts."""
         self._levels[0][leaves] = weights
         for below, above in zip(self._levels, self._levels[1:], strict=False):
-            leaves = leaves >> 2
-            first = leaves << 2
-            sums = below.take(first)
-            for part in (1, 2, 3):
-                sums += below[part:].take(first)
-            above[leaves] = sums
+            if isinstance(leaves, slice):
+                start, stop = leaves.start >> 2, -(-leaves.stop >> 2)
+                leaves = slice(start, stop)
+                if stop - start > _FEW:
+                    np.add.reduce(below.reshape(-1, 4)[leaves], axis=1, out=above[leaves])
+                else:
+                    for node in range(start, stop):
+                        above[node] = sum(below[4 * node : 4 * node + 4].tolist())
+            else:
+                leaves = leaves >> 2
+                first = leaves << 2
+                sums = below.take(first)
+                for part in (1, 2, 3):
+                    sums += below[part:].take(first)
+                above[leaves] = sums
         self._changed = True
 
     def draw(self, n: int, rng: np.random.Generator) -> tuple[Array, Array]:
