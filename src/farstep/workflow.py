@@ -31,6 +31,7 @@ from farstep.cluster_env import ClusterEnv
 from farstep.config import check_count
 from farstep.core import Agent, Array, Nested
 from farstep.errors import ClosedError, ConfigError, FarstepError, unknown_name
+from farstep.head.arrivals import Early
 from farstep.head.collector import Collector
 from farstep.head.feed import Feed
 from farstep.head.tickets import Arrived, FeedPlan
@@ -62,13 +63,13 @@ class Workflow:
         self.objects = ModelBlock()
         self.ledger = Ledger(now=time.monotonic())
         self._dispatcher = Dispatcher()
-        self.holdings = Holdings(buffer, self.ledger, self._freed)
         self._takers: list[DataKeyTrigger] = []
         """Those of the table whose messages name rows that nobody may overwrite before their consumer is done."""
+        self.holdings = Holdings(buffer, self.ledger, self._takers, self._freed)
         self._by_data: list[DataKeyTrigger] = []
         self._most_samples = 0
         self._threads: list[ConsumerThread] = []
-        self._on_demand = self._asks = False
+        self._on_demand = self._asks = self._keyed_elsewhere = False
         self._owed: Counter[int] = Counter()
         """Per worker, chunks that it was asked for and that have not arrived, over several runs."""
         self._followed: Array | None = None
@@ -124,6 +125,8 @@ class Workflow:
             started.guard = guard
             self._threads.append(started)
         self._asks = self._asks or is_passer
+        keyed = any(leaf.stages != (None,) for leaf in by_data)
+        self._keyed_elsewhere |= keyed and is_passer and not isinstance(consumer, LocalQueue)
         self._on_demand = self._on_demand or consumer == self.next_rollout
         return found
 
@@ -203,7 +206,7 @@ class Workflow:
         failed = True
         try:
             with collector.server.locked():  # a Ctrl-C comes when the feed is there, and is closed below
-                self._feed = feed = Feed(collector, steps, plan)
+                self._feed = feed = Feed(collector, steps, plan, self._fires_early(steps))
                 followed = collector.followed()
                 known = self._followed is not None
                 self._follows: Array = followed == self._followed if known else np.zeros(len(followed), bool)
@@ -235,18 +238,29 @@ class Workflow:
             if wait_until == math.inf and not waiting:
                 self._check_life(feed, steps)
 
-        feed.take(lambda worker: self._has_room(worker, steps, feed), wait_until, check, self._store)
+        feed.take(lambda worker: self._has_room(worker, steps, feed), wait_until, check, self._store, self._store_early)
 
     def _store(self, arrived: Arrived, batch: Batch) -> None:
-        worker, (steps, envs) = arrived.order.worker, batch.shape
+        worker = arrived.order.worker
         batch = replace(batch, continues=batch.continues & self._follows[batch.slots])
         self._follows[batch.slots] = True
         if self._on_demand:
             self._owed[worker] -= 1
-        start = self.ledger.written(worker)
+        ticket = arrived.order.seq
+        self.holdings.ahead.keep(lambda other: other == ticket or self._is_live(other))
         self.buffer.insert(batch)
-        self.holdings.add(worker, start, batch)
-        self.ledger.wrote(worker, steps, arrived.version, envs=envs)
+        self.holdings.add(worker, ticket, arrived.version, batch)
+
+    def _store_early(self, early: Early) -> None:
+        """Some keys of a chunk are here: those are written down, the rows not yet in the buffer."""
+        order, batch = early.order, early.part.so_far
+        self.holdings.ahead.keep(self._is_live)
+        if self._is_live(order.seq):
+            batch = replace(batch, continues=batch.continues & self._follows[batch.slots])
+            self.holdings.ahead.add(order.worker, order.seq, early.key, early.version, batch)
+
+    def _is_live(self, ticket: int) -> bool:
+        return self._feed is not None and self._feed.is_live(ticket)
 
     def _fire(self) -> None:
         if self._collector is not None:  # also what was published past us, by env.publish
@@ -259,11 +273,19 @@ class Workflow:
             self._said.popleft()()
             self._dispatcher.check(self.ledger)
 
+    def _fires_early(self, steps: int) -> bool:
+        """Whether to tell triggers of keys that are here before their chunk is: a window is a chunk then, and its
+        consumer finds it without the buffer."""
+        keyed = [leaf for leaf in self._by_data if leaf.stages != (None,)]
+        taken = all(leaf.min_new is None and leaf.size == steps for leaf in keyed)
+        return bool(keyed) and taken and not self._keyed_elsewhere
+
     def _bind(self, collector: Collector, steps: int) -> None:
         """Let the buffer take its arrays from the environment; refuse what could only come to a standstill."""
         schema, structures = collector.row_schema()
         schema = {name: spec for name, spec in schema.items() if not is_final(name)}
         buffer, num_envs = self.buffer, self.env.num_envs
+        self.ledger.keys = tuple(schema)
         for trigger in self._by_data:
             if trigger.n > self.env.num_workers:
                 raise ConfigError(

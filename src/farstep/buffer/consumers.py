@@ -70,7 +70,7 @@ class Guard:
             if self._flow.is_stale(message):
                 self._finish(message, "stale")
                 return True
-            message = self._flow.holdings.located(message)
+            message = self._flow.holdings.located(message, self)
         self._passed += 1
         message = {**message, "message_id": f"{message['trigger_id']}/{self._passed}"}
         self._open.append(message)
@@ -100,6 +100,7 @@ class Guard:
                 # A later stage of the same rows is told of the same gap.
                 if self._gaps.get(actor) == start < min(leaf.next_of(actor) for leaf in self.takers):
                     del self._gaps[actor]
+            self._flow.holdings.done(message)
             self._flow.holdings.free({actor for actor, _, _ in rows_of(message)}, unhandled or None)
         if unhandled is None and (self.takers or self.samples):
             self._flow.ledger.learned()

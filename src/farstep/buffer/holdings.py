@@ -1,14 +1,22 @@
-"""Holdings: which rows of a workflow's buffer somebody is still to read, and who holds them."""
+"""Holdings: which rows of a workflow somebody is still to read, who holds them, and where they are.
+
+They are in the buffer; of chunks that still travel, what came ahead is beside it (`ahead.py`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
-from farstep.batch import Batch
+import numpy as np
+
+from farstep.batch import Batch, side_by_side
+from farstep.buffer.ahead import Ahead
 from farstep.buffer.dispatch import Message
 from farstep.buffer.ledger import Ledger
 from farstep.buffer.replay import Buffer
+from farstep.buffer.triggers import DataKeyTrigger
 from farstep.buffer.windows import Windows
 from farstep.errors import ConfigError, FarstepError
 
@@ -39,17 +47,32 @@ class Holdings:
     `freed(actor, chunks, cause)` is called when chunks are not needed any more; a cause says why nobody read them.
     """
 
-    def __init__(self, buffer: Buffer, ledger: Ledger, freed: Callable[[int, int, str | None], None]) -> None:
+    def __init__(
+        self,
+        buffer: Buffer,
+        ledger: Ledger,
+        triggers: Sequence[DataKeyTrigger],
+        freed: Callable[[int, int, str | None], None],
+    ) -> None:
         self._buffer, self._ledger, self._freed = buffer, ledger, freed
         self._windows = Windows(buffer)
+        self.ahead = Ahead(ledger, triggers)
         self.holders: list[Holder] = []
+        self._early: dict[int, Batch] = {}
+        """What messages name that were passed on before it was in the buffer, by their `ahead`."""
+        self._passed = 0
 
-    def add(self, actor: int, start: int, batch: Batch) -> None:
-        """An actor's next chunk was inserted, its first row at `start`."""
+    def add(self, actor: int, ticket: int, version: int, batch: Batch) -> None:
+        """An actor's next chunk is in the buffer."""
+        steps, envs = batch.shape
         if self.holders:
-            self._windows.add(actor, start, batch)
-        else:
+            self._windows.add(actor, self._ledger.written(actor), batch)
+        keys = self.ahead.stored(actor, ticket)
+        self._ledger.wrote(actor, steps, version, keys, envs)
+        if not self.holders:
             self._freed(actor, 1, None)
+        elif keys is not None:
+            self.free({actor})  # perhaps everybody had what came ahead of it, and wants no more
 
     def has_room(self, actor: int, steps: int) -> bool:
         """Whether an actor's next rows overwrite nothing that somebody is still to read."""
@@ -68,6 +91,7 @@ class Holdings:
 
     def discard(self, actors: set[int]) -> None:
         """Nobody wants what was not handed out."""
+        self.ahead.keep(lambda ticket: False)
         for holder in self.holders:
             holder.discard(self._ledger)
         self.free(actors, "cancelled")
@@ -84,18 +108,40 @@ class Holdings:
                 "the rows of this message are not held: its consumer has returned, or its trigger takes none "
                 "(consume=False). Use batch() in the consumer, and buffer.sample() for replay."
             )
+        if "ahead" in window:
+            return self._early[window["ahead"]]
         return self._windows.batch(window["actor_ids"], window["start"], window["size"], holder.gaps_before(window))
 
-    def located(self, message: Message) -> Message:
-        """A message that also says where its rows are in the buffer, for a consumer in another process."""
+    def located(self, message: Message, holder: Holder) -> Message:
+        """A message that also says where its rows are in the buffer, for a consumer in another process; or, where some
+        still travel, by which number `batch` knows what is here."""
         if "all" in message:
-            return {**message, "all": [self.located(part) for part in message["all"]]}
+            return {**message, "all": [self.located(part, holder) for part in message["all"]]}
         if "actor_ids" not in message:
             return message
+        if any(self._ledger.written(actor) < stop for actor, _, stop in rows_of(message)):
+            self._passed += 1
+            self._early[self._passed] = self._came_ahead(message, holder.gaps_before(message))
+            return {**message, "ahead": self._passed}
         pairs = zip(message["actor_ids"], message["start"], strict=True)
         places = [self._windows.where(actor, start, message["size"]) for actor, start in pairs]
         found = {"slots": tuple(slots for slots, _ in places), "rows": tuple(row for _, row in places)}
         return {**message, **found, "keys": message["keys"] or tuple(self._buffer.schema), "path": self._buffer.path}
+
+    def _came_ahead(self, window: Mapping[str, Any], gaps: list[int]) -> Batch:
+        found = []
+        for actor, start, stop in rows_of(window):
+            if self._ledger.written(actor) >= stop:
+                found.append(self._windows.batch([actor], [start], stop - start, gaps))
+            else:
+                batch = self.ahead.batch(actor, start)
+                found.append(replace(batch, continues=batch.continues & np.bool_(actor not in gaps)))
+        return side_by_side(found)
+
+    def done(self, message: Message) -> None:
+        """Nobody asks for its batch any more."""
+        for window in windows_of(message):
+            self._early.pop(window.get("ahead", 0), None)
 
 
 def windows_of(message: Message) -> Iterator[Mapping[str, Any]]:

@@ -19,7 +19,8 @@ from farstep.batch import Batch, Part
 from farstep.buffer.blocks import Layout
 from farstep.config import EnvConfig, LaunchConfig
 from farstep.core import Agent, Array, Buffer, Received
-from farstep.errors import AgentError, ClosedError, HandshakeError, WorkerError
+from farstep.errors import AgentError, ClosedError, HandshakeError, WireError, WorkerError
+from farstep.head.arrivals import Early
 from farstep.head.parameters import ParameterStore
 from farstep.head.probes import Prober, Question
 from farstep.head.rollouts import Piece, Rollouts, agent_structures, base_rows, key_of
@@ -36,7 +37,7 @@ from farstep.worker.program import Program
 from farstep.worker.sources import Source
 
 Space = gymnasium.spaces.Space[Any]
-OnPart = Callable[[Part], None]
+OnPart = Callable[[Early], None]
 """Told of each complete stage of each worker's chunk, in whichever thread reads: it must neither wait nor raise."""
 T = TypeVar("T")
 log = logging.getLogger("farstep")
@@ -287,7 +288,7 @@ class Collector:
     def parts(self, steps: int) -> Generator[Part, None, Batch]:
         """As `one_batch`, with what is complete of each worker's chunk ahead of it."""
         found: deque[Part] = deque()
-        request = self._open(Request(steps, on_part=found.append), None, 1)
+        request = self._open(Request(steps, on_part=lambda early: found.append(early.part)), None, 1)
         try:
             left = self._num_workers
             while left:
@@ -298,11 +299,9 @@ class Collector:
         finally:
             self._end(request)
 
-    def stream(
-        self, steps: int, max_staleness: int, num_chunks: int | None, on_part: OnPart | None = None
-    ) -> Iterator[Batch]:
+    def stream(self, steps: int, max_staleness: int, num_chunks: int | None) -> Iterator[Batch]:
         """Batches without end; closing the iterator cancels what is under way."""
-        request = self._open(Request(steps, num_chunks, on_part=on_part), max_staleness, None)
+        request = self._open(Request(steps, num_chunks), max_staleness, None)
         try:
             while True:
                 yield self._next_batch(request)
@@ -312,9 +311,10 @@ class Collector:
         finally:
             self._end(request)
 
-    def open_feed(self, steps: int, feed: FeedPlan) -> Request:
+    def open_feed(self, steps: int, feed: FeedPlan, on_part: OnPart | None) -> Request:
         """Begin to give tickets for chunks that `take_chunk` takes one by one."""
-        return self._open(Request(steps, feed.actors * feed.chunks, feed=feed), feed.max_staleness, None)
+        request = Request(steps, feed.actors * feed.chunks, on_part=on_part, feed=feed)
+        return self._open(request, feed.max_staleness, None)
 
     def take_chunk(self, request: Request, wanted: Callable[[int], bool]) -> tuple[Arrived, Batch] | None:
         """The first chunk that arrived of a worker that is wanted, if there is one: views of its lane."""
@@ -324,6 +324,7 @@ class Collector:
         self.server.grant()
         arrived = self.server.tickets.take_one(wanted, self.version())
         if arrived is None:
+            self.server.grant()  # what was too old is to be rolled again
             return None
         batch = self._rollouts.chunk(arrived, request.steps, self._follow(arrived, request.steps))
         self.counters.batch(batch, [arrived], self.version())
@@ -518,7 +519,7 @@ class Collector:
         if self._prober is not None and request.steps:
             self._prober.remember(seat, chunk, self._rollouts.rows(seat, order.lane), request.steps)
         seat.resume[:] = piece.resume
-        self._tell(order, piece.stage, None, piece.ends, piece.key)
+        self._tell(order, piece.stage, None, piece.ends, piece.key, chunk.passed)
         if request.num_chunks is not None:
             self.server.grant()  # whoever is quick goes on while the learner is busy
 
@@ -526,6 +527,8 @@ class Collector:
         order = self.server.tickets.order(part.ticket)
         if order is None or order.worker != seat.worker:
             return
+        if part.passed > self.version():
+            raise WireError("a part whose header cannot be true.")
         assert self._rollouts is not None
         began = time.monotonic()
         ends = self._rollouts.take_part(seat, order, self._request.steps, part, received)
@@ -533,11 +536,12 @@ class Collector:
         if ends is None:
             self.server.send(seat, m.Taken(part.order))
         else:
-            self._tell(order, part.stage, part.stage + 1, ends, key_of(seat, part.order))
+            self._tell(order, part.stage, part.stage + 1, ends, key_of(seat, part.order), part.passed)
 
-    def _tell(self, order: Order, stage: int, stop: int | None, ends: Array, key: int) -> None:
+    def _tell(self, order: Order, stage: int, stop: int | None, ends: Array, key: int, version: int) -> None:
         """Stages of a chunk are complete: say so to whoever wants to know it before the batch is."""
         if self._request.on_part is not None:
             assert self._rollouts is not None
             continues = self._followed[self.server.seats[order.worker].columns] == key - 1
-            self._request.on_part(self._rollouts.part(order, self._request.steps, stage, stop, ends, continues))
+            part = self._rollouts.part(order, self._request.steps, stage, stop, ends, continues)
+            self._request.on_part(Early(order, key, version, part))

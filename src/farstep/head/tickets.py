@@ -144,6 +144,10 @@ class Tickets:
     def buffered(self) -> int:
         return len(self._arrived)
 
+    def is_live(self, seq: int) -> bool:
+        """Whether the chunk of that ticket is still to come, or to be taken."""
+        return seq in self._outstanding or any(arrived.order.seq == seq for arrived in self._arrived)
+
     def arrived_of(self) -> list[int]:
         """The workers of chunks that nobody took yet, in order."""
         return [arrived.order.worker for arrived in self._arrived]

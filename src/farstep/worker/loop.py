@@ -321,7 +321,7 @@ class Worker:
         self._order += ticket.steps > 0
         try:
             self._sync(ticket)
-            chunk, arrays = self._roller.roll(ticket, frames, self._actor, self._order)
+            chunk, arrays = self._roller.roll(ticket, frames, self._actor, self._order, self._passed)
         except NotWanted:
             return
         except self._theirs as error:
@@ -333,8 +333,7 @@ class Worker:
         finally:
             self._words[PHASE] = Phase.IDLE
             self._idle_since = time.monotonic()
-        chunk.order, chunk.tickets_s = self._order, waited_s
-        chunk.passed, chunk.divergence = max(chunk.version, self._passed), self._divergence
+        chunk.order, chunk.tickets_s, chunk.divergence = self._order, waited_s, self._divergence
         if self._probing is not None and ticket.steps:
             chunk.unmeasured = self._probing.take_note()
             self._probing.remember(self._order, chunk.version, self._roller.rows, ticket.steps)
