@@ -152,6 +152,10 @@ class Tickets:
         """The workers of chunks that nobody took yet, in order."""
         return [arrived.order.worker for arrived in self._arrived]
 
+    def oldest_of(self, worker: int) -> int | None:
+        """The open ticket that a worker got first: it does them in order."""
+        return min((seq for seq, order in self._outstanding.items() if order.worker == worker), default=None)
+
     def busy(self, worker: int) -> int:
         """How many tickets a worker holds."""
         return sum(order.worker == worker for order in self._outstanding.values())
