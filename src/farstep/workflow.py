@@ -240,7 +240,7 @@ class Workflow:
         """Wait for the next event and write it down."""
         deadline = self._dispatcher.deadline(self.ledger)
         wait_until = math.inf if deadline is None else deadline
-        waiting = self._dispatcher.waiting
+        waiting = self._dispatcher.outstanding()
         if self._asks and waiting:  # another process cannot wake us
             wait_until = min(wait_until, time.monotonic() + _REMOTE_S)
 

@@ -219,14 +219,9 @@ class Dispatcher:
             raise ConfigError(f"a message of {trigger_id!r} is said to be done, but none is outstanding.")
         entry.outstanding -= 1
 
-    def outstanding(self, trigger_id: str) -> int:
-        """How many of its messages are not done."""
-        return self._entries[trigger_id].outstanding
-
-    @property
-    def waiting(self) -> bool:
-        """Whether some message was passed on and is not done."""
-        return any(entry.outstanding for entry in self._entries.values())
+    def outstanding(self, trigger_id: str | None = None) -> int:
+        """How many messages (of that trigger) were passed on and are not done."""
+        return sum(entry.outstanding for name, entry in self._entries.items() if trigger_id in (None, name))
 
     def deadline(self, state: Ledger) -> float | None:
         """When to `tick` and `check` again if nothing else changes."""

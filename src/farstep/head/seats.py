@@ -134,8 +134,8 @@ class ResetOrder:
 
 
 def expected(seat: Seat, ticket: int | None) -> str:
-    """What a worker that does nothing is waited for, `ticket` being its oldest open one: to begin (`idle`), for the rest
-    of what it rolled (`transfer`), or nothing."""
+    """What a worker that does nothing is waited for, `ticket` being its oldest open one: to begin (`idle`), or for the
+    rest of what it rolled (`transfer`); empty: for nothing."""
     if ticket is not None and seat.words[ROLLED] >= ticket:
         return "transfer"
     return "idle" if seat.asked or ticket is not None else ""
