@@ -280,3 +280,23 @@ class StageCutOffEnv(CountingEnv):
             send(link, frames, fds)
 
         DealerLink.send = deadly  # type: ignore[method-assign]
+
+
+class HeldBackEnv(CountingEnv):
+    """Its worker sends what comes last of each chunk when the test says so, by a byte for each; workers have one of
+    `fifos` each."""
+
+    def __init__(self, fifos: list[str]) -> None:
+        super().__init__(length=4)
+        send = DealerLink.send
+        if send.__name__ == "hold_back":
+            return  # another one of this worker has done it
+        fifo = next(path for path in fifos if once(path + ".taken"))
+
+        def hold_back(link: Any, frames: Any, fds: Any = ()) -> None:
+            message = messages.decode_from_worker(frames)
+            if isinstance(message, messages.Chunk) and message.keys:
+                wait_for_byte(fifo)
+            send(link, frames, fds)
+
+        DealerLink.send = hold_back  # type: ignore[method-assign]

@@ -101,6 +101,8 @@ class Part(msgspec.Struct, tag="part"):
     """The stage (see `TransferTrigger`) that is complete with this; -1: some rows only, while the chunk is rolled."""
     first: int
     keys: list[str]
+    passed: int = -1
+    """As the chunk's, once it is rolled."""
 
 
 class Reply(msgspec.Struct, tag="reply"):

@@ -32,7 +32,7 @@ from farstep.worker.acting import Actor
 from farstep.worker.hosting import Host, HostedEnvs
 from farstep.worker.probing import Probing
 from farstep.worker.program import Program
-from farstep.worker.progress import CANCEL, COUNT, PHASE, SLOT, Phase
+from farstep.worker.progress import CANCEL, COUNT, PHASE, ROLLED, SLOT, Phase
 from farstep.worker.rolling import AnyHost, NotWanted, Roller
 from farstep.worker.rows import Slots
 from farstep.worker.saving import Saving
@@ -322,7 +322,7 @@ class Worker:
         self._order += ticket.steps > 0
         try:
             self._sync(ticket)
-            chunk, arrays = self._roller.roll(ticket, frames, self._actor, self._order)
+            chunk, arrays = self._roller.roll(ticket, frames, self._actor, self._order, self._passed)
         except NotWanted:
             return
         except self._theirs as error:
@@ -334,8 +334,7 @@ class Worker:
         finally:
             self._words[PHASE] = Phase.IDLE
             self._idle_since = time.monotonic()
-        chunk.order, chunk.tickets_s = self._order, waited_s
-        chunk.passed, chunk.divergence = max(chunk.version, self._passed), self._divergence
+        chunk.order, chunk.tickets_s, chunk.divergence = self._order, waited_s, self._divergence
         if self._probing is not None and ticket.steps:
             chunk.unmeasured = self._probing.take_note()
             self._probing.remember(self._order, chunk.version, self._roller.rows, ticket.steps)
@@ -347,6 +346,7 @@ class Worker:
                 self._wait_for_turn(ticket)
             except NotWanted:
                 return
+        self._words[ROLLED] = ticket.seq  # from now on it travels
         self._send(chunk, *arrays)
 
     def _sync(self, ticket: m.Ticket) -> None:

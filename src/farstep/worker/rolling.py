@@ -57,9 +57,10 @@ class Roller:
         self._layout, self._shared = layout, bool(fds)
 
     def roll(
-        self, ticket: m.Ticket, frames: Sequence[Any], actor: Actor | None, order: int
+        self, ticket: m.Ticket, frames: Sequence[Any], actor: Actor | None, order: int, passed: int
     ) -> tuple[m.Chunk, list[Any]]:
-        """Do the ticket; the chunk's header and the frames that go with it. `order` counts chunks that were begun."""
+        """Do the ticket; the chunk's header and the frames that go with it. `order` counts chunks that were begun; the
+        weights passed the probe of version `passed`."""
         host, words, steps = self._host, self._words, ticket.steps
         acting = actor if isinstance(host, Host) else None
         self.rows = rows = Rows(self._layout, self._blocks, ticket.lane if self._shared else 0, *self._columns)
@@ -92,7 +93,8 @@ class Roller:
                 acting.act(t)
             host.step(t)
         ends = host.finish(steps)
-        chunk = m.Chunk(ticket.seq, actor.version if actor else 0, host.slots.resume.tobytes())
+        version = actor.version if actor else 0
+        chunk = m.Chunk(ticket.seq, version, host.slots.resume.tobytes(), passed=max(version, passed))
         arrays: list[Any] = [ends] if self._shared else self._shipping.finish(chunk, ends)
         if ticket.infos and host.infos:
             chunk.infos = True
