@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from faulty import MortalEnv, PoisonEnv
 from toys import NestedAgent, NestedEnv
 
 import farstep
+from farstep.head.collector import Request
 from farstep.testing import CountingEnv, TableAgent
 from farstep.worker.seeds import episode_seed
 
@@ -403,32 +405,38 @@ def test_an_environment_that_raises_goes_back_to_its_place() -> None:
             assert found["obs"][0, slot, 0] == CountingEnv().reset(seed=episode_seed(5, slot, 1))[0][0]
 
 
-class SlowEnv(CountingEnv):
-    def step(self, action: Any) -> Any:
-        import time
+class HeldEnv(CountingEnv):
+    """Says at its fifth step that it is there, and waits; every other one takes its time."""
 
+    def __init__(self, folder: str) -> None:
+        super().__init__(length=None)
+        self._folder = Path(folder)
+
+    def step(self, action: Any) -> Any:
+        if self.count == 4:
+            (self._folder / "there").touch()
+            eventually((self._folder / "go").exists)
         time.sleep(0.01)
         return super().step(action)
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_a_ticket_may_be_taken_back_on_the_way_and_the_next_goes_on_there(transport: Any) -> None:
+def test_a_ticket_may_be_taken_back_on_the_way_and_the_next_goes_on_there(transport: Any, tmp_path: Path) -> None:
     config = farstep.LocalConfig(workers_per_node=1, transport=transport)
-    stagger = {"horizon": 200, "groups": 2}
-    with cluster(SlowEnv, envs=2, config=config, env_kwargs=ENDLESS, stagger=stagger) as env:
+    stagger, kwargs = {"horizon": 200, "groups": 2}, {"folder": str(tmp_path)}
+    with cluster(HeldEnv, envs=2, config=config, env_kwargs=kwargs, stagger=stagger) as env:
         agent = TableAgent()
         env.publish(agent)
         collector = env.adopt(agent)
-        request = collector._open(collector._request.__class__(4), None, 1)
+        request = collector._open(Request(4), None, 1)
         with collector.server.locked():
             collector.server.grant()
-        words = collector.server.seats[0].words
-        before = int(words[1])
-        eventually(lambda: int(words[1]) > before + 10)  # it is on its way
+        eventually((tmp_path / "there").exists)
         collector._end(request)
+        (tmp_path / "go").touch()
         batch = env.collect(agent, steps=4)
-        assert batch["obs"][0, :, 1].tolist() == [0, 100]
-        assert env.stats()["stagger_steps"] == 100  # none of them twice
+        assert batch["obs"][0, :, 1].tolist() == [0, 100]  # no row was rolled for the other ticket
+        assert env.stats()["stagger_steps"] == 100  # and no step was done twice
 
 
 # ---- vectors ----
@@ -469,6 +477,28 @@ def test_vectors_whose_episodes_end_early(mode: str) -> None:
     np.testing.assert_array_equal((steps == 0).sum(), found["episode_start"][found["valid"]].sum())
     assert found["truncated"].any() and found["terminated"].any()
     assert found["episodes length"].max() == 6
+
+
+@pytest.fixture(scope="module")
+def envpool() -> Any:
+    """Imported outside of any test: it keeps exceptions of its own imports, and with them their frames."""
+    return pytest.importorskip("envpool")
+
+
+@pytest.mark.usefixtures("envpool")
+def test_envpool_is_staggered_by_the_clock() -> None:
+    config = {"type": "envpool", "env_name": "Pendulum-v1", "envs_per_node": 8, "seed": 1}
+    with farstep.ClusterEnv({**config, "stagger": {"horizon": 40, "init": "clock"}}, {"workers_per_node": 2}) as env:
+        agent = StillAgent()
+        assert [int(env.collect(agent, steps=5)["truncated"].sum()) for _ in range(16)] == [1] * 16
+
+
+class StillAgent:
+    def act(self, obs: Any) -> Any:
+        return np.zeros((len(obs), 1), np.float32)
+
+    def get_parameters(self) -> dict[str, Any]:
+        return {}
 
 
 class TogetherVector(gymnasium.vector.VectorEnv):
