@@ -47,8 +47,8 @@ class EachOnceEnv(FaultyEnv):
 class MortalEnv(CountingEnv):
     """Episodes of random length; the first environment to take its `at`-th step kills its worker."""
 
-    def __init__(self, marker: str, at: int) -> None:
-        super().__init__(length=0)
+    def __init__(self, marker: str, at: int, length: int | None = 0) -> None:
+        super().__init__(length)
         self._marker, self._at, self._steps = marker, at, 0
 
     def step(self, action: Any) -> Any:
@@ -61,8 +61,8 @@ class MortalEnv(CountingEnv):
 class PoisonEnv(CountingEnv):
     """Raises in `phase` (reset, or the first step) of every episode that begins with one of `seeds`, or does worse."""
 
-    def __init__(self, seeds: list[int], phase: str, how: str = "raise") -> None:
-        super().__init__()
+    def __init__(self, seeds: list[int], phase: str, how: str = "raise", length: int | None = 0) -> None:
+        super().__init__(length)
         self._seeds, self._phase, self._how = seeds, phase, how
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> Any:

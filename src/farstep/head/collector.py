@@ -67,7 +67,14 @@ class Collector:
         self._transfer = env_config.transfer
         self._turns = Turns(self._transfer.in_turn)
         program = Program(
-            Source.of(env_config), self._rule, env_config.inference, env_config.weights, self._transfer, seed=seed
+            Source.of(env_config),
+            self._rule,
+            env_config.inference,
+            env_config.weights,
+            self._transfer,
+            seed=seed,
+            stagger=env_config.stagger,
+            num_slots=config.nodes * env_config.envs_per_node,
         )
         self.server = Server(config, program, env_config.envs_per_node, seed, config.restart_budget, self)
         self._num_workers = len(self.server.seats)
@@ -363,6 +370,7 @@ class Collector:
         chosen = np.ones(len(self._followed), bool) if reset.mask is None else reset.mask
         self._followed[chosen] = -1
         for seat in self.server.seats:
+            seat.clock = seat.clock if reset.mask is not None else 0
             for i, root in enumerate(reset.part(seat).seeds or ()):
                 if root is not None and chosen[seat.first + i]:
                     seat.roots[i], seat.resume[i] = root, 0
@@ -501,7 +509,7 @@ class Collector:
         tickets.accept(seat.worker, chunk.ticket, chunk.passed, piece)
         if self._prober is not None and request.steps:
             self._prober.remember(seat, chunk, self._rollouts.rows(seat, order.lane), request.steps)
-        seat.resume[:] = piece.resume
+        seat.resume[:], seat.clock = piece.resume, chunk.clock
         self._tell(order, piece.stage, None, piece.ends, piece.key, chunk.passed)
         if request.num_chunks is not None:
             self.server.grant()  # whoever is quick goes on while the learner is busy

@@ -32,6 +32,8 @@ class Seat:
     resume: Array
     """Per environment, the episode to go on with if the worker is replaced."""
     words: memoryview
+    clock: int = 0
+    """Rows since environments were staggered, modulo the horizon: where a worker that replaces it finds its place."""
     incarnation: int = 0
     handle: WorkerHandle | None = None
     link: HeadLink | None = None

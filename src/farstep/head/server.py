@@ -320,7 +320,7 @@ class Server:
         if not seat.incarnation:
             self.start_s["connect"] = time.monotonic() - self._started_at
         preload = [name for name in _PRELOADED if name in sys.modules]
-        welcome = m.Welcome(seat.first, seat.roots, seat.resume.tolist(), import_path(), preload)
+        welcome = m.Welcome(seat.first, seat.roots, seat.resume.tolist(), import_path(), preload, seat.clock)
         self.send(seat, welcome, [self._program])
 
     def _note(self, seat: Seat, phase: Phase) -> None:

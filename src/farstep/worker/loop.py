@@ -37,6 +37,8 @@ from farstep.worker.rolling import AnyHost, NotWanted, Roller
 from farstep.worker.rows import Slots
 from farstep.worker.saving import Saving
 from farstep.worker.shipping import Shipping
+from farstep.worker.stagger import Places
+from farstep.worker.staggered_hosting import StaggeredEnvs, StaggeredVector
 from farstep.worker.strict_hosting import StrictEnvs
 from farstep.worker.vector_hosting import HostedVector
 from farstep.worker.weights import RemoteWeights, SharedWeights, Weights, check_digest
@@ -184,6 +186,9 @@ class Worker:
         if self._program.autoreset_mode:
             mode = AutoresetMode(self._program.autoreset_mode)
             self._host = StrictEnvs(source, slots, self._words, mode)
+        elif (stagger := self._program.stagger) is not None:
+            kind = StaggeredVector if source.is_vector else StaggeredEnvs
+            self._host = kind(source, slots, self._words, Places(stagger, self._program.num_slots, message.clock))
         else:
             self._host = (HostedVector if source.is_vector else HostedEnvs)(source, slots, self._words)
         self._obs, self._obs_schema = space_schema(self._host.observation_space, "obs")
