@@ -102,7 +102,9 @@ def test_the_last_minibatch_may_be_smaller() -> None:
         [p["number"].tolist() for p in minibatches(rollout, {"number": numbers}, 25, generator)] for _ in "ab"
     )
     assert [len(part) for part in first] == [25, 25, 10]
-    assert sorted(sum(first, [])) == list(range(60)) and first != second  # reshuffled every epoch
+    assert (
+        sorted(number for part in first for number in part) == list(range(60)) and first != second
+    )  # reshuffled every epoch
 
 
 @pytest.mark.parametrize("net", ["plain", "lstm"])
