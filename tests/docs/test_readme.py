@@ -17,7 +17,7 @@ def example(page: str) -> tuple[str, str]:
     return found
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/aaps.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/aaps.md", "docs/stagger.md"])
 def test_an_example_prints_what_it_says(page, tmp_path):
     code, printed = example(page)
     script = tmp_path / "example.py"

@@ -55,6 +55,8 @@ class LocalQueue:
         self._waiting: deque[Message] = deque()
         self._working = 0
         self._finished: list[str] = []
+        self.failed: set[str] = set()
+        """Of those that are done, which were not handled."""
         self._errors: deque[BaseException] = deque()
         self._closed = False
         self._changed = threading.Condition()
@@ -93,6 +95,7 @@ class LocalQueue:
             self._working -= 1
             self._finished.append(_id_of(message))
             if error is not None:
+                self.failed.add(_id_of(message))
                 self._errors.append(error)
             self._changed.notify_all()
 
@@ -149,6 +152,8 @@ class ZmqPasser:
         self._session, self._ended = "", False
         self._outstanding: list[str] = []
         self._finished: list[str] = []
+        self.failed: set[str] = set()
+        """Of those that are done, which were not handled."""
         self._pinged = 0.0
         try:
             self._hub = Hub(_checked(endpoint))
@@ -222,6 +227,7 @@ class ZmqPasser:
             self._outstanding.remove(report.trigger_id)
             self._finished.append(report.trigger_id)
             if report.error:
+                self.failed.add(report.trigger_id)
                 raise DeliveryError(f"a message of trigger {report.trigger_id!r} failed there:\n\n{report.error}")
 
     def _check_alive(self) -> None:
@@ -244,6 +250,7 @@ class ZmqPasser:
         if self._outstanding:
             lost, self._outstanding = self._outstanding, []
             self._finished += lost  # nobody waits for them any more
+            self.failed.update(lost)
             raise DeliveryError(
                 f"the receiver at {self._hub.address} {how} before it was done with messages of {', '.join(lost)}; "
                 "look at its own output for the reason, and pass them again to a new one if they matter."

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from farstep.batch import EPISODE_KEYS, Batch, FinalObs
+from farstep.batch import EPISODE_KEYS, Batch, FinalObs, joined
 from farstep.buffer.replay import Buffer
 from farstep.core import Array, Nested
 from farstep.errors import FarstepError
@@ -163,13 +163,4 @@ def _states(windows: Sequence[_Window]) -> Nested:
     found = [w.chunks[0].state for w in windows]
     if any(state is None or w.chunks[0].start != w.start for state, w in zip(found, windows, strict=True)):
         return None
-    return _joined(found)
-
-
-def _joined(values: Sequence[Nested]) -> Nested:
-    first = values[0]
-    if isinstance(first, dict):
-        return {key: _joined([value[key] for value in values]) for key in first}
-    if isinstance(first, tuple):
-        return tuple(_joined([value[i] for value in values]) for i in range(len(first)))
-    return np.concatenate(values)
+    return joined(found)
