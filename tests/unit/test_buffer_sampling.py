@@ -218,7 +218,7 @@ def test_the_first_argument_is_alpha() -> None:
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(
-    st.sampled_from([1, 2, 7, 4096, 4097, 9000, 20_000]),
+    st.sampled_from([1, 2, 7, 4096, 4097, 9000, 20_000, 70_001]),
     st.lists(st.tuples(st.integers(0, 2**32 - 1), st.integers(1, 200)), min_size=1, max_size=8),
 )
 def test_sums_are_those_of_a_plain_implementation(leaves: int, updates: list[tuple[int, int]]) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from farstep.batch import Batch
+from farstep.buffer.cyclic import spans
 from farstep.buffer.episodes import Episodes
 from farstep.buffer.rows import arrays_of, check_names, check_rows
 from farstep.buffer.samplers import EpisodeSelector, Sampler
@@ -114,7 +115,9 @@ class Contents:
         """Rows `[count, ...]`, if that is all there is to it; their keys, and how many items made room for them."""
         keys, evicted = self.store.append_rows(values, count)
         if self.selector.listens:
-            self.selector.inserted(keys % self.store.table.cells, keys)
+            cells = self.store.table.cells
+            for rows, times in spans(int(keys[0]) % cells, count, cells):
+                self.selector.inserted(rows, keys[times])
         return keys, evicted
 
     def put(

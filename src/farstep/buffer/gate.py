@@ -18,8 +18,10 @@ class Gate:
     """A lock that can be waited at until something has changed, is halted or is closed."""
 
     def __init__(self) -> None:
-        self.changed = threading.Condition(threading.RLock())
-        """The lock; whoever changes something notifies it."""
+        self.lock = threading.RLock()
+        self.changed = threading.Condition(self.lock)
+        """The lock, to wait at; whoever changes something tells so with `notify`."""
+        self._waiting = 0
         self.is_closed = self.is_halted = False
         self.waited_s = {"insert": 0.0, "sample": 0.0}
 
@@ -65,16 +67,25 @@ class Gate:
                     f"items ({limiter}). Who {'samples' if what == 'insert' else 'inserts'} must go on, or widen "
                     "the limiter with buffer.limit(...)."
                 )
-            self.changed.wait(min(left, threading.TIMEOUT_MAX))
+            self._waiting += 1
+            try:
+                self.changed.wait(min(left, threading.TIMEOUT_MAX))
+            finally:
+                self._waiting -= 1
         self.waited_s[what] += time.monotonic() - began
         self.check_open()
+
+    def notify(self) -> None:
+        """Something has changed: whoever waits looks again. The lock is held."""
+        if self._waiting:
+            self.changed.notify_all()
 
     @contextlib.contextmanager
     def halted(self) -> Iterator[None]:
         """Meanwhile nobody waits here: who would has a ClosedError."""
-        with self.changed:
+        with self.lock:
             self.is_halted = True
-            self.changed.notify_all()
+            self.notify()
         try:
             yield
         finally:

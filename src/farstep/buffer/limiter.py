@@ -118,7 +118,7 @@ class RateLimiter:
         return self.inserts - self.deletes
 
     def can_insert(self, n: int = 1) -> bool:
-        if self.size + n <= self.min_size:
+        if self.inserts - self.deletes + n <= self.min_size:
             return True
         return (self.inserts + n) * self.samples_per_insert - self.samples <= self.max_diff
 

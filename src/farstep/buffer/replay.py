@@ -62,7 +62,7 @@ class Buffer:
         self._contents: Contents | None = None
         self._chooser = Chooser(self.sampler, self.max_times_sampled)
         self._gate = Gate()
-        self._changed = self._gate.changed
+        self._lock = self._gate.lock
         self.waited_s = self._gate.waited_s
         self.filled_by: int | None = None
         """The one thread that inserts, where that is known: it must not wait for itself."""
@@ -143,7 +143,7 @@ class Buffer:
         if (contents := self._contents) is not None and contents.is_plain:
             store = contents.store
             count = count_plain(rows, store.kinds)
-            with self._changed:
+            with self._lock:
                 if 0 < count <= store.rows and self.limiter.can_insert(count) and not self._gate.is_closed:
                     keys, evicted = contents.put_rows(rows, count)  # type: ignore[arg-type]  # count_plain has looked
                     self._inserted(count, evicted)
@@ -161,7 +161,7 @@ class Buffer:
             return f"{done} of {total} rows are inserted"
 
         while done < total:
-            with self._changed:
+            with self._lock:
                 if not (count := self.limiter.room(total - done)):
                     left = None if deadline is None else deadline - time.monotonic()
                     self._wait("insert", self.limiter.can_insert, left, how_far)
@@ -175,7 +175,7 @@ class Buffer:
     def _checked(self, rows: Mapping[str, ArrayLike]) -> dict[str, Array]:
         """Rows as arrays of the right kind, or an error and nothing changed."""
         values = as_arrays(rows)
-        with self._changed:
+        with self._lock:
             if self._contents is None and not self._gate.is_closed:
                 self.bind(schema_of(values))
         self.contents.check(values)
@@ -194,7 +194,7 @@ class Buffer:
         return keys
 
     def _insert_batch(self, batch: Batch, timeout_s: float | None) -> Array:
-        with self._changed:
+        with self._lock:
             if self._contents is None and not self._gate.is_closed:
                 # Where rows have no neighbours, each has its next observation itself.
                 schema = schema_of(arrays_of(batch, with_next=not self._cyclic), leading=2)
@@ -207,7 +207,7 @@ class Buffer:
         if self.limiter.never_inserts(steps * width):
             raise ConfigError(f"a batch of {steps * width} rows never fits this limiter ({self.limiter}); widen it.")
         contents.warn_if_shared(batch)
-        with self._changed:
+        with self._lock:
             self._wait("insert", lambda: self.limiter.can_insert(steps * width), timeout_s, lambda: "none inserted")
             keys, inserted, evicted = contents.put_batch(batch, values)
             self._inserted(inserted, evicted)
@@ -217,7 +217,7 @@ class Buffer:
         self.limiter.insert(inserted)
         if evicted:
             self._removed("evicted", evicted)
-        self._changed.notify_all()
+        self._gate.notify()
 
     # ---- sampling ----
 
@@ -233,7 +233,7 @@ class Buffer:
             chosen = self._choose(count)
             return chosen is not None
 
-        with self._changed:
+        with self._lock:
             self._wait("sample", ready, timeout_s, lambda: f"{count} items for {self.sampler!r} are asked for")
             contents = self.contents
             assert chosen is not None
@@ -264,13 +264,13 @@ class Buffer:
         """Give items new priorities; those that are gone are passed over. How many were there."""
         keys = as_keys(keys)
         priorities = as_priorities(priorities, keys)
-        with self._changed:
+        with self._lock:
             return self.contents.update(keys, priorities)
 
     def delete(self, keys: Array) -> int:
         """Remove items; those that are gone are passed over. How many were there."""
         keys = as_keys(keys)
-        with self._changed:
+        with self._lock:
             contents = self.contents
             cells = np.unique(contents.store.table.find(keys))
             contents.remove(cells)
@@ -287,7 +287,7 @@ class Buffer:
     def limit(self, **changes: float) -> None:
         """Change options of the limiter while it is in use, e.g. `limit(max_diff=math.inf)`; whoever waits looks
         again."""
-        with self._changed:
+        with self._lock:
             self.limiter.change(changes, self.capacity)
             self._notify()
 
@@ -300,10 +300,10 @@ class Buffer:
 
     def locked(self) -> contextlib.AbstractContextManager[object]:
         """Nobody inserts or samples for a moment."""
-        return self._changed
+        return self._lock
 
     def _notify(self) -> None:
-        self._changed.notify_all()
+        self._gate.notify()
         if self.told is not None and self.filled_by != threading.get_ident():
             self.told()
 
@@ -313,7 +313,7 @@ class Buffer:
         """Save everything into a new numbered folder under `path`, atomically; the two newest are kept."""
         from farstep.buffer.saving import save_buffer
 
-        with self._changed:
+        with self._lock:
             return save_buffer(self, path)
 
     @classmethod
@@ -330,12 +330,12 @@ class Buffer:
 
     def close(self) -> None:
         """Free the memory; whoever waits gets a ClosedError. Idempotent."""
-        with self._changed:
+        with self._lock:
             self._gate.is_closed = True
             if self._contents is not None:
                 self._contents.store.close()
                 self._contents = None  # the memory goes with the last array over it
-            self._changed.notify_all()
+            self._gate.notify()
 
     def __enter__(self) -> Self:
         return self

@@ -3,7 +3,7 @@ rows as they go out."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -42,18 +42,19 @@ def as_arrays(rows: object) -> dict[str, Array]:
     return values
 
 
-def count_plain(rows: object, kinds: Mapping[str, tuple[np.dtype[Any], tuple[int, ...]]]) -> int:
+def count_plain(rows: object, kinds: Sequence[tuple[str, np.dtype[Any], tuple[int, ...]]]) -> int:
     """How many rows, if they are arrays of exactly these dtypes and shapes; else -1, and somebody looks closer."""
     if type(rows) is not dict or len(rows) != len(kinds):
         return -1
     count = -1
-    for name, (dtype, shape) in kinds.items():
+    for name, dtype, shape in kinds:
         value = rows.get(name)
-        if type(value) is not np.ndarray or value.dtype != dtype or value.shape[1:] != shape or not value.ndim:
+        if type(value) is not np.ndarray or (value.dtype is not dtype and value.dtype != dtype):
             return -1
-        if count != len(value) and count >= 0:
+        got = value.shape
+        if not got or got[1:] != shape or (got[0] != count and count >= 0):
             return -1
-        count = len(value)
+        count = got[0]
     return count
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from farstep.buffer.selectors import HeapSelector, OrderSelector, PrioritySelector, Selector, UniformSelector
+from farstep.buffer.selectors import Cells, HeapSelector, OrderSelector, PrioritySelector, Selector, UniformSelector
 from farstep.buffer.store import ENDINGS, Store
 from farstep.buffer.table import Table
 from farstep.config import check_count
@@ -275,8 +275,8 @@ class DPER(Sampler):
 class EpisodeSelector(PrioritySelector):
     """As by priority, but an item counts only once it is known to begin a whole episode."""
 
-    def inserted(self, cells: Array, keys: Array) -> None:
-        self.removed(cells)
+    def inserted(self, cells: Cells, keys: Array) -> None:
+        self._tree.set(cells, 0.0)
 
     def completed(self, cells: Array) -> None:
         """Episodes that begin here are complete."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import numpy as np
 
@@ -18,6 +18,9 @@ from farstep.core import Array
 _LOOK = 256  # entries of a log that are looked at together
 _MOST = 1e290  # weights are at most this, so that no sum of them is infinite
 
+Cells: TypeAlias = Array | slice
+"""Some cells, or all from a start to a stop."""
+
 
 class Selector(Protocol):
     """Chooses among the items of one table."""
@@ -27,7 +30,7 @@ class Selector(Protocol):
     listens: bool
     """It must be told of new items."""
 
-    def inserted(self, cells: Array, keys: Array) -> None: ...
+    def inserted(self, cells: Cells, keys: Array) -> None: ...
 
     def removed(self, cells: Array) -> None: ...
 
@@ -54,7 +57,7 @@ class Idle:
     distinct = False
     listens = True
 
-    def inserted(self, cells: Array, keys: Array) -> None:
+    def inserted(self, cells: Cells, keys: Array) -> None:
         pass
 
     def removed(self, cells: Array) -> None:
@@ -96,7 +99,7 @@ class OrderSelector(Idle):
         """Keys in order of insertion, from `_first` to `_stop`; some of items that are gone."""
         self._first = self._stop = 0
 
-    def inserted(self, cells: Array, keys: Array) -> None:
+    def inserted(self, cells: Cells, keys: Array) -> None:
         if self._stop + len(keys) > len(self._log):
             kept = self._log[self._first : self._stop]
             kept = kept[self._table.keys[kept % self._table.cells] == kept]
@@ -146,7 +149,7 @@ class PrioritySelector(Idle):
         """A new item gets the highest priority so far, so that each is seen at least once, soon."""
         self._highest, self._new = highest, self._weights(np.float64(highest))
 
-    def inserted(self, cells: Array, keys: Array) -> None:
+    def inserted(self, cells: Cells, keys: Array) -> None:
         self._tree.set(cells, self._new)
 
     def removed(self, cells: Array) -> None:
@@ -166,8 +169,9 @@ class PrioritySelector(Idle):
         total = self._tree.total
         if not total > 0:
             return self._table.draw(n, rng), np.full(n, 1 / max(1, self._table.size))
-        cells, weights = self._tree.draw(n, rng)
-        return cells, weights / total
+        cells, probabilities = self._tree.draw(n, rng)
+        probabilities /= total
+        return cells, probabilities
 
     def among(self, cells: Array, n: int, rng: np.random.Generator) -> tuple[Array, Array]:
         weights = self._tree.weights[cells]
@@ -186,7 +190,7 @@ class PrioritySelector(Idle):
         return {"weights": self.weights[: self._table.cells], "highest": np.array(self._highest)}
 
     def restore(self, state: Mapping[str, Array]) -> None:
-        self._tree.set(np.arange(self._table.cells), state["weights"])
+        self._tree.set(slice(0, self._table.cells), state["weights"])
         self._raise(float(state["highest"]))
 
 
@@ -203,8 +207,8 @@ class HeapSelector(Idle):
         self._count = 0
         self.priorities: Array = np.ones(table.cells)
 
-    def inserted(self, cells: Array, keys: Array) -> None:
-        self._push(cells, np.ones(len(cells)))
+    def inserted(self, cells: Cells, keys: Array) -> None:
+        self._push(keys % self._table.cells, np.ones(len(keys)))
 
     def removed(self, cells: Array) -> None:
         self._stamp[cells] = -1

@@ -93,7 +93,7 @@ class Store:
         self._newest: Array = np.full(columns, -1, np.int64)
         """Per column, the cell of its newest row."""
         self._writers: dict[tuple[int, int], Writer] = {}
-        self.kinds = {name: (np.dtype(spec.dtype), spec.shape) for name, spec in schema.items()}
+        self.kinds = [(name, np.dtype(spec.dtype), spec.shape) for name, spec in schema.items()]
         """What a row's arrays are exactly."""
         self._endings = [name for name in ENDINGS if name in schema]
         self.tails = Tails({name: schema[name] for name in tails}, self.table.cells) if tails else None
@@ -129,27 +129,35 @@ class Store:
         """As `append`, of rows `[n, ...]` for the only column: what somebody who inserts them singly waits for."""
         writer = self._writer(0, 1)
         ((_, start),) = writer.claim(count)
-        keys, gone = np.empty(count, np.int64), 0
-        cut = self.flat_cut
-        for rows, times in spans(start % self.rows, count, self.rows):
-            for name, flat in self.flat.items():
-                flat[rows] = values[name][times]
-            keys[times], evicted = self.table.put_rows(rows)
-            gone += evicted
-            cut[rows] = values[self._endings[0]][times] if self._endings else False
-            for name in self._endings[1:]:
-                cut[rows] |= values[name][times].astype(bool, copy=False)
+        place, cut = start % self.rows, self.flat_cut
+        if place + count <= self.rows:
+            keys, gone = self._put_rows(values, slice(place, place + count))
+        else:
+            keys, gone = np.empty(count, np.int64), 0
+            for rows, times in spans(place, count, self.rows):
+                part = {name: values[name][times] for name in self.flat}
+                keys[times], evicted = self._put_rows(part, rows)
+                gone += evicted
         begins = values.get("episode_start")
         if begins is not None:
             cut[(start + np.flatnonzero(begins[1:])) % self.rows] = True
         if count < self.rows and self._open[0] and (begins is None or not begins[0]):
-            cut[(start - 1) % self.rows] = False
+            cut[place - 1] = False
         newest = (start + count - 1) % self.rows
         self._open[0] = not cut[newest]
         cut[newest] = True
         self._newest[0] = newest
         writer.commit(count)
         return keys, gone
+
+    def _put_rows(self, values: Mapping[str, Array], rows: slice) -> tuple[Array, int]:
+        """Write neighbouring rows of the only column, new items."""
+        for name, flat in self.flat.items():
+            flat[rows] = values[name]
+        self.flat_cut[rows] = values[self._endings[0]] if self._endings else False
+        for name in self._endings[1:]:
+            self.flat_cut[rows] |= values[name].astype(bool, copy=False)
+        return self.table.put_rows(rows)
 
     def _ended(self, rows: slice, columns: slice) -> Array | bool:
         ended: Array | bool = False
@@ -193,10 +201,11 @@ class Store:
         self.tails.put(cells, values)
 
     def _writer(self, first: int, width: int) -> Writer:
-        if (first, width) not in self._writers:
+        writer = self._writers.get((first, width))
+        if writer is None:
             self._release(first, width)  # the same columns can come in other ranges
-            self._writers[first, width] = self.blocks.join(first, width)
-        return self._writers[first, width]
+            writer = self._writers[first, width] = self.blocks.join(first, width)
+        return writer
 
     def leave(self, first: int, width: int) -> None:
         """These columns have no writer any more; what they hold stays."""
