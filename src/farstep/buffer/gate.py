@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 
 from farstep.buffer.limiter import RateLimiter
@@ -12,6 +14,7 @@ from farstep.errors import BufferTimeout, ClosedError, ConfigError
 
 WAIT_S = 60.0
 """How long `insert` and `sample` wait for the limiter unless told otherwise."""
+_gates: weakref.WeakSet[Gate] = weakref.WeakSet()
 
 
 class Gate:
@@ -24,8 +27,21 @@ class Gate:
         self._waiting = 0
         self.is_closed = self.is_halted = False
         self.waited_s = {"insert": 0.0, "sample": 0.0}
+        self._pid = os.getpid()
+        self._is_forked = False
+        _gates.add(self)
+
+    def forked(self) -> None:
+        """This process is a fork: rows are in memory that it shares, and who knows which are whose is the other one."""
+        self.lock._at_fork_reinit()  # type: ignore[attr-defined]  # a thread that is not here may have held it
+        self.is_closed = self._is_forked = True
 
     def check_open(self) -> None:
+        if self._is_forked:
+            raise ClosedError(
+                f"this buffer belongs to process {self._pid} and was used in its fork {os.getpid()}, which would write "
+                "over rows of the other one; make a new one there, or start processes with multiprocessing's spawn."
+            )
         if self.is_closed:
             raise ClosedError("this buffer is closed; make a new one.")
 
@@ -95,3 +111,11 @@ class Gate:
 def check_timeout(timeout_s: float | None) -> None:
     if timeout_s is not None and not timeout_s >= 0:
         raise ConfigError(f"timeout_s is {timeout_s!r}; it must be a number of seconds, at least 0.")
+
+
+def _close_in_fork() -> None:
+    for gate in _gates:
+        gate.forked()
+
+
+os.register_at_fork(after_in_child=_close_in_fork)
