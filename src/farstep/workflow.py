@@ -118,6 +118,7 @@ class Workflow:
         found = self._dispatcher.add(trigger, guard, trigger_id=name, max_outstanding=max_outstanding)
         self._by_data += by_data
         if guard.takers:
+            guard.discard(self.ledger)  # rows of runs before are not for it
             self._takers += guard.takers
             self.holdings.holders.append(guard)
         self._most_samples = max(self._most_samples, guard.samples)
@@ -212,6 +213,7 @@ class Workflow:
                 self._follows: Array = followed == self._followed if known else np.zeros(len(followed), bool)
             self._loop = self.buffer.filled_by = threading.get_ident()
             self.buffer.told = self.wake
+            self._dispatcher.resume(self.ledger, time.monotonic())
             for thread in self._threads:
                 thread.start()
             while not self._finished(total_steps, until):

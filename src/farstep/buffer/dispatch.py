@@ -51,6 +51,9 @@ class Trigger:
         """When, on the clock of `state.now`, it may become ready without any other change."""
         return None
 
+    def resume(self, state: Ledger, paused_s: float) -> None:
+        """A run begins at `state`; for so long none did."""
+
     def __and__(self, other: Trigger) -> AllOf:
         return AllOf((*_parts(self, AllOf), *_parts(other, AllOf)))
 
@@ -153,6 +156,14 @@ class Dispatcher:
             object.__setattr__(leaf, "_registered", True)
         self._entries[trigger_id] = _Entry(trigger_id, trigger, passer, max_outstanding)
         return trigger_id
+
+    def resume(self, state: Ledger, now: float) -> None:
+        """A run begins now: what passed since the last one does not count."""
+        paused_s = now - state.now
+        state.tick(now)
+        for entry in self._entries.values():
+            for leaf in leaves_of(entry.trigger):
+                leaf.resume(state, paused_s)
 
     def check(self, state: Ledger) -> list[Message]:
         """Fire until no trigger is ready (or has room); returns what was passed on, in order.

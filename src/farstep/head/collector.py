@@ -88,6 +88,8 @@ class Collector:
         self._rollouts: Rollouts | None = None
         self._followed = np.full(self.server.seats[-1].stop, -1, np.int64)
         """Per slot, the last chunk that was handed to the learner (`Piece.key`)."""
+        self.told: Callable[[], None] | None = None
+        """Called when a version was published, in whichever thread did it."""
         self._starved: Request | None = None
         """The latest stream that was told to be starving."""
 
@@ -130,7 +132,10 @@ class Collector:
                 self._publish(agent)
             else:
                 self._adopt(agent)
-            return self.version()
+            version = self.version()
+        if (told := self.told) is not None:
+            told()
+        return version
 
     def _publish(self, agent: Agent) -> None:
         probes = self._ask(agent)

@@ -1,0 +1,88 @@
+"""Workflows where something goes on beside the loop: publishers, interrupts, late receivers, second runs."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+from checks import cluster, inprocess, together
+from flows import full
+
+import farstep
+from farstep.buffer.triggers import DataKeyTrigger, ObjectKeyTrigger, TimeTrigger
+from farstep.testing import TableAgent
+
+ENDLESS = {"length": None}
+
+
+def idle(env: farstep.ClusterEnv, agent: Any) -> farstep.Workflow:
+    """A workflow in which nothing happens by itself."""
+    flow = farstep.Workflow(env, agent, full(64))
+    flow.on(ObjectKeyTrigger("never"), flow.next_rollout)
+    flow.on(TimeTrigger(3600), lambda message: None)
+    return flow
+
+
+@pytest.mark.parametrize("transport", ["inprocess", "shm"])
+def test_a_version_that_another_thread_publishes_past_the_workflow_wakes_it(transport: str) -> None:
+    config = inprocess(2) if transport == "inprocess" else farstep.LocalConfig(workers_per_node=2)
+    with cluster(envs=2, config=config) as env:
+        agent = TableAgent()
+        env.collect(agent, steps=1)
+        flow, fired, came = idle(env, agent), list[int](), threading.Semaphore(0)
+
+        def note(message: Any) -> None:
+            fired.append(message["version"])
+            came.release()
+
+        flow.on(ObjectKeyTrigger("parameters"), note)
+        published = [0]
+
+        def publish() -> None:
+            try:
+                assert came.acquire(timeout=30)  # the version that is there when the run begins
+                for _ in range(5):
+                    published.append(env.publish(agent))
+                    assert came.acquire(timeout=30)
+            finally:
+                flow.stop()
+
+        for outcome in together({"run": flow.run, "publish": publish}).values():
+            outcome.get()
+    assert fired == published == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_consuming_trigger_that_comes_between_two_runs_begins_where_they_are() -> None:
+    with cluster(envs=4, config=inprocess(1), env_kwargs=ENDLESS) as env:
+        flow, batches = farstep.Workflow(env, TableAgent(), full(4 * 16)), list[farstep.Batch]()
+        flow.on(DataKeyTrigger(n=1, size=8), lambda message: None)
+        flow.run(total_steps=64)
+        starts: list[tuple[int, ...]] = []
+
+        def late(message: Any) -> None:
+            starts.append(message["start"])
+            batches.append(flow.batch(message).copy())
+
+        flow.on(DataKeyTrigger(n=1, size=8), late)
+        flow.run(total_steps=192)
+    assert starts == [(16,), (24,), (32,), (40,)]
+    assert [bool(batch.continues.all()) for batch in batches] == [False, True, True, True]
+
+
+def test_time_counts_while_it_runs() -> None:
+    with cluster(envs=2, config=inprocess(1), env_kwargs=ENDLESS) as env:
+        flow = farstep.Workflow(env, TableAgent(), full(64))
+        elapsed: list[float] = []
+        flow.on(DataKeyTrigger(n=1, size=8), lambda message: None)
+        flow.on(TimeTrigger(3600), lambda message: elapsed.append(message["elapsed"]))
+        flow.ledger.started -= 10_000  # so long ago was it made
+        flow.ledger.now -= 10_000
+        flow.run(total_steps=64)
+        flow.ledger.now -= 10_000  # so long nothing ran
+        flow.run(total_steps=128)
+        late: list[int] = []
+        flow.on(TimeTrigger(64, unit="env_steps"), lambda message: late.append(message["at"]))
+        flow.run(total_steps=256)
+    assert elapsed == []
+    assert late == [192, 256]
