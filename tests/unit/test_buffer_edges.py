@@ -6,9 +6,12 @@ import os
 import threading
 
 import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from farstep import Buffer
-from farstep.buffer import Uniform
+from farstep.buffer import NStep, Prioritized, Sampler, Sequence, Uniform
 from farstep.errors import ClosedError
 
 
@@ -52,3 +55,76 @@ def test_a_fork_cannot_write_over_rows() -> None:
     buffer.insert({"a": np.full(10, 2)})
     assert set(buffer.sample(400)[0]["a"]) == {1, 2}
     buffer.close()
+
+
+# ---- starts ----
+
+
+@settings(deadline=None)
+@given(
+    st.sampled_from([Sequence(length=1), Sequence(length=2), Sequence(length=5), NStep(n=1), NStep(n=3), NStep(n=9)]),
+    st.sampled_from([None, "terminated", "truncated", "done"]),
+    st.lists(st.tuples(st.integers(1, 9), st.floats(0, 1)), min_size=1, max_size=8),
+)
+def test_all_usable_starts_are_found_at_once(
+    sampler: Sampler, ending: str | None, inserts: list[tuple[int, float]]
+) -> None:
+    rng = np.random.default_rng(len(inserts))
+    with Buffer(16, sampler, seed=0) as buffer:
+        for count, often in inserts:
+            rows = {"reward": np.ones(count), "episode_start": rng.random(count) < often / 2}
+            if ending is not None:
+                rows[ending] = rng.random(count) < often
+            buffer.insert(rows)
+        every, store = np.arange(16), buffer.store
+        found, one_by_one = sampler.all_usable(store), sampler.usable(store, every)
+        assert found is not None and one_by_one is not None
+        assert found.tolist() == one_by_one.tolist()
+
+
+@pytest.mark.parametrize("share", [2, 20, 200, 2000])
+def test_probabilities_are_of_one_kind_however_rare_starts_are(share: int) -> None:
+    """A row that nothing begins at has `share` times the priority of all others together."""
+    terminated = np.arange(1000) % 10 == 9
+    for seed in range(20):
+        with Buffer(1000, Sequence(length=5, by=Prioritized(alpha=1, beta=1)), seed=seed) as buffer:
+            keys = buffer.insert({"number": np.arange(1000), "terminated": terminated})
+            priorities = np.where(np.arange(1000) % 2, 1.0, 2.0)
+            priorities[9] = 1500 * share
+            buffer.update_priorities(keys, priorities)
+            batch, info = buffer.sample(32)
+            first = batch["number"][:, 0]
+            assert (first % 10 <= 5).all()
+            np.testing.assert_allclose(info.probabilities, priorities[first] / priorities.sum())
+            np.testing.assert_allclose(info.weights, priorities[first].min() / priorities[first])
+
+
+@pytest.mark.parametrize("by", [Uniform(), Prioritized(alpha=1, beta=0)])
+@pytest.mark.parametrize("episode", [5, 6, 12])
+def test_starts_are_drawn_in_proportion(by: Sampler, episode: int) -> None:
+    with Buffer(4000, Sequence(length=5, by=by), seed=3) as buffer:
+        buffer.insert({"number": np.arange(4000), "terminated": np.arange(4000) % episode == episode - 1})
+        counts = np.zeros(8, np.int64)
+        for _ in range(100):
+            counts += np.bincount(buffer.sample(40)[0]["number"][:, 0] // 500, minlength=8)
+    assert abs(counts - 500).max() < 5 * np.sqrt(500), counts
+
+
+def test_looking_for_rare_starts_is_bounded() -> None:
+    """Whatever part of rows something begins at: no more than some looks at each, none of them along a sequence."""
+    looked = 0
+
+    class Watched(Sequence):
+        def usable(self, store, cells):  # type: ignore[no-untyped-def]
+            nonlocal looked
+            looked += len(cells)
+            return super().usable(store, cells)
+
+    for every in (50, 101, 150):
+        with Buffer(20_000, Watched(length=100), seed=0) as buffer:
+            ended = np.arange(20_000) % every == every - 1
+            ended[10_000:10_100] = False
+            buffer.insert({"number": np.arange(20_000), "terminated": ended})
+            looked = 0
+            buffer.sample(64)
+            assert looked < 20_000 / 4
