@@ -6,10 +6,11 @@ import threading
 from typing import Any
 
 import pytest
-from checks import cluster, inprocess, together
+from checks import cluster, inprocess, together, within
 from flows import full
 
 import farstep
+from farstep.buffer.passers import LocalQueue, ZmqPasser
 from farstep.buffer.triggers import DataKeyTrigger, ObjectKeyTrigger, TimeTrigger
 from farstep.testing import TableAgent
 
@@ -86,3 +87,37 @@ def test_time_counts_while_it_runs() -> None:
         flow.run(total_steps=256)
     assert elapsed == []
     assert late == [192, 256]
+
+
+def test_a_receiver_that_is_not_there_keeps_nobody_from_anything() -> None:
+    with cluster(envs=2, config=inprocess(1), env_kwargs=ENDLESS) as env:
+        flow, passer = farstep.Workflow(env, TableAgent(), full(64)), ZmqPasser(connect_s=3600.0)
+        flow.on(DataKeyTrigger(n=1, size=8), passer)
+        ticks: list[int] = []
+
+        def tick(message: Any) -> None:
+            ticks.append(flow.ledger.env_steps)
+            if len(ticks) == 3:
+                flow.stop()
+
+        flow.on(TimeTrigger(0.01), tick)
+        within(flow.run)
+        assert flow.ledger.learner_steps == 0
+        passer.close()
+
+
+def test_messages_that_were_not_handled_are_no_learner_steps() -> None:
+    with cluster(envs=2, config=inprocess(1), env_kwargs=ENDLESS) as env:
+        flow, queue = farstep.Workflow(env, TableAgent(), full(64)), LocalQueue()
+        flow.on(DataKeyTrigger(n=1, size=8), queue)
+
+        def work() -> None:
+            for number in range(4):
+                message = queue.take(30.0)
+                assert message is not None
+                queue.done(message, None if number < 3 else ZeroDivisionError("the fourth"))
+
+        with pytest.raises(ZeroDivisionError, match="the fourth"):
+            for outcome in together({"run": flow.run, "work": work}).values():
+                outcome.get()
+        assert flow.ledger.learner_steps == 3

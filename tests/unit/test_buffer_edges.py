@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from farstep import Buffer
-from farstep.buffer import NStep, Prioritized, Sampler, Sequence, Uniform
+from farstep import Buffer, BufferTimeout, ConfigError
+from farstep.buffer import FIFO, MinSize, NStep, Prioritized, Sampler, SampleToInsertRatio, Sequence, Uniform
 from farstep.errors import ClosedError
+from farstep.spec import ArraySpec
 
 
 def test_a_fork_cannot_write_over_rows() -> None:
@@ -128,3 +129,36 @@ def test_looking_for_rare_starts_is_bounded() -> None:
             looked = 0
             buffer.sample(64)
             assert looked < 20_000 / 4
+
+
+def test_a_sequence_longer_than_the_buffer_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"needs 5 rows .* room for 4 .* Raise capacity"):
+        Buffer(4, Sequence(length=5))
+    Buffer(4, Sequence(length=5, pad=True)).close()
+    with pytest.raises(ConfigError, match="room for 4 of an environment"):
+        Buffer(8, Sequence(length=5)).bind({"a": ArraySpec((), "<f8")}, columns=2)
+
+
+def test_who_waits_in_vain_is_told_what_is_missing() -> None:
+    with Buffer(20, Sequence(length=5), seed=0) as buffer:
+        buffer.insert({"obs": np.arange(20.0), "terminated": np.arange(20) % 4 == 3})
+        with pytest.raises(BufferTimeout, match=r"of the 20 that it holds 0 can be handed out: .* nothing so long"):
+            buffer.sample(1, timeout_s=0)
+        buffer.filled_by = threading.get_ident()
+        with pytest.raises(BufferTimeout, match=r"0 can be handed out.* for ever"):
+            buffer.sample(1)
+    with Buffer(20, FIFO(), limiter=SampleToInsertRatio(1.0, 4, 8.0)) as buffer:
+        buffer.filled_by = threading.get_ident()
+        with pytest.raises(BufferTimeout, match=r"samples=3\)"):
+            buffer.sample(3)
+
+
+def test_a_limiter_counts_for_one_buffer() -> None:
+    limiter = MinSize(2)
+    with pytest.raises(ConfigError):
+        Buffer(1, Uniform(), limiter=limiter)  # refused: it is free for the next one
+    with (
+        Buffer(4, Uniform(), limiter=limiter),
+        pytest.raises(ConfigError, match=r"another buffer .* make one for each"),
+    ):
+        Buffer(4, Uniform(), limiter=limiter)

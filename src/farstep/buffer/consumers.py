@@ -86,8 +86,13 @@ class Guard:
     def finished(self) -> list[str]:
         found: list[str] = getattr(self._passer, "finished", list)()
         done = [message for name in found for message in self._open if message["message_id"] == name]
+        failed: set[str] = getattr(self._passer, "failed", set())
         for message in done:
-            self._finish(message, None if self._thread is None else self._thread.unhandled.pop(id(message), None))
+            unhandled = "" if message["message_id"] in failed else None
+            failed.discard(message["message_id"])
+            if self._thread is not None:
+                unhandled = self._thread.unhandled.pop(id(message), unhandled)
+            self._finish(message, unhandled)
         return [message["trigger_id"] for message in done]
 
     def _finish(self, message: Message, unhandled: str | None) -> None:

@@ -9,7 +9,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 
-from farstep.buffer.limiter import RateLimiter
 from farstep.errors import BufferTimeout, ClosedError, ConfigError
 
 WAIT_S = 60.0
@@ -50,13 +49,12 @@ class Gate:
         what: str,
         ready: Callable[[], bool],
         timeout_s: float | None,
-        how_far: Callable[[], str],
-        held: Callable[[], tuple[int, RateLimiter]],
+        explain: Callable[[bool], str],
         filled_by: int | None,
     ) -> None:
         """Until it may be done (insert, sample). The lock is held.
 
-        An error says `how_far` it is and what is `held` (items, limiter); `filled_by` is the thread that inserts.
+        `explain` says in an error what is missing and what to do: True where who samples is `filled_by`, who inserts.
         """
         self.check_open()
         if ready():
@@ -68,21 +66,11 @@ class Gate:
             if self.is_halted:
                 raise ClosedError("the workflow that fills this buffer has ended; nothing more comes.")
             if what == "sample" and filled_by == threading.get_ident():
-                size, limiter = held()
-                raise BufferTimeout(
-                    f"{how_far()}, and the buffer does not give them ({size} items; {limiter}). Who asks is "
-                    "also who inserts, so waiting would be for ever: ask for fewer, let the trigger fire later (its "
-                    "size), widen the limiter, or sample in a thread of its own (flow.on(..., thread=True))."
-                )
+                raise BufferTimeout(explain(True))
             left = deadline - time.monotonic()
             if left <= 0:
                 self.waited_s[what] += time.monotonic() - began
-                size, limiter = held()
-                raise BufferTimeout(
-                    f"{what} waited {time.monotonic() - began:.1f} s for the buffer; {how_far()}, it holds {size} "
-                    f"items ({limiter}). Who {'samples' if what == 'insert' else 'inserts'} must go on, or widen "
-                    "the limiter with buffer.limit(...)."
-                )
+                raise BufferTimeout(f"{what} waited {time.monotonic() - began:.1f} s for the buffer; {explain(False)}")
             self._waiting += 1
             try:
                 self.changed.wait(min(left, threading.TIMEOUT_MAX))

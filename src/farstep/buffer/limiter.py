@@ -37,8 +37,19 @@ class RateLimiter:
     samples: int = 0
     deletes: int = 0
 
+    _is_taken = False  # no field: a checkpoint does not know of it
+
     def __post_init__(self) -> None:
         self.check()
+
+    def take(self) -> None:
+        """It is a buffer's, and nobody else's: it counts that one's rows."""
+        if self._is_taken:
+            raise ConfigError(
+                f"this limiter ({self}) counts the rows of another buffer already, and would let each wait for the "
+                "other's; make one for each buffer."
+            )
+        self._is_taken = True
 
     def check(self) -> None:
         """Refuse options with which nobody could ever go on."""

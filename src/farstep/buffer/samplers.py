@@ -40,6 +40,9 @@ class Sampler:
     def check(self, schema: Schema) -> None:
         """Refuse rows without something that is needed."""
 
+    def check_room(self, rows: int) -> None:
+        """Refuse a buffer with so few rows for an environment that nothing could ever be sampled."""
+
     def usable(self, store: Store, cells: Array) -> Array | None:
         """Which of these rows can be sampled; None: all of them."""
         return None
@@ -243,6 +246,13 @@ class Sequence(_Composed):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_count("length", self.length)
+
+    def check_room(self, rows: int) -> None:
+        if rows < self.length and not self.pad:
+            raise ConfigError(
+                f"{self!r} needs {self.length} rows that follow each other, and there is room for {rows} of an "
+                "environment, so nothing could ever be sampled. Raise capacity, lower length, or pad=True."
+            )
 
     def usable(self, store: Store, cells: Array) -> Array | None:
         return None if self.pad else np.asarray(self._path(store, cells)[1].all(axis=1))
