@@ -322,6 +322,8 @@ class Timeouts(_Config):
     """Receiving an agent or loading new weights."""
     idle_s: float = 60.0
     """From a ticket to an idle worker until it begins with it (a stopped process never does)."""
+    transfer_s: float = 600.0
+    """From one message of a rollout that is on its way until the next (workers may share a slow connection)."""
     close_s: float = 5.0
     """From `close()` until workers that are still there are killed."""
 

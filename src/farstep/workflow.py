@@ -28,7 +28,7 @@ from farstep.buffer.passers import Direct, LocalQueue
 from farstep.buffer.replay import Buffer
 from farstep.buffer.triggers import DataKeyTrigger
 from farstep.cluster_env import ClusterEnv
-from farstep.config import check_count
+from farstep.config import check_count, is_number
 from farstep.core import Agent, Array, Nested
 from farstep.errors import ClosedError, ConfigError, FarstepError, unknown_name
 from farstep.head.arrivals import Early
@@ -45,6 +45,7 @@ class Workflow:
 
     `steps` is a chunk's length (else the smallest `size` of a `DataKeyTrigger`). Rows that a learner gets through a
     consuming trigger are at most `max_staleness` versions old; None: workers run ahead as far as the buffer has room.
+    A run that ends waits at most `end_s` seconds for consumers in threads to return.
     """
 
     def __init__(
@@ -55,11 +56,15 @@ class Workflow:
         *,
         steps: int | None = None,
         max_staleness: int | None = None,
+        end_s: float = 300.0,
     ) -> None:
         self.env, self.agent, self.buffer = env, agent, buffer
         self._steps = None if steps is None else check_count("steps", steps)
         self._chunk_steps = self._steps or _STEPS
         self._max_staleness = None if max_staleness is None else check_count("max_staleness", max_staleness, minimum=0)
+        if not is_number(end_s) or end_s < 0:
+            raise ConfigError(f"end_s is {end_s!r}; expected a number of seconds.")
+        self._end_s = end_s
         self.objects = ModelBlock()
         self.ledger = Ledger(now=time.monotonic())
         self._dispatcher = Dispatcher()
@@ -123,7 +128,7 @@ class Workflow:
             self.holdings.holders.append(guard)
         self._most_samples = max(self._most_samples, guard.samples)
         if started is not None:
-            started.guard = guard
+            started.guard, started.name = guard, found
             self._threads.append(started)
         self._asks = self._asks or is_passer
         keyed = any(leaf.stages != (None,) for leaf in by_data)
@@ -193,6 +198,8 @@ class Workflow:
             check_count("total_steps", total_steps)
         if self._feed is not None:
             raise ClosedError("this workflow is running already.")
+        for thread in self._threads:
+            thread.check_ended()
         self.stopped = False
         collector = self._collector = self.env.adopt(self.agent)
         steps = self._steps or min((leaf.size for leaf in self._takers), default=_STEPS)
@@ -204,7 +211,7 @@ class Workflow:
             max((_most_chunks(leaf.size, steps) for leaf in self._takers), default=1),
             self._owed if self._on_demand else None,
         )
-        failed = True
+        failure: BaseException | None = None
         try:
             with collector.server.locked():  # a Ctrl-C comes when the feed is there, and is closed below
                 self._feed = feed = Feed(collector, steps, plan, self._fires_early(steps))
@@ -218,10 +225,13 @@ class Workflow:
                 thread.start()
             while not self._finished(total_steps, until):
                 self._step(feed, steps)
-            failed = False
+        except BaseException as error:
+            failure = error
+            raise
         finally:
             if self._feed is not None:
-                self._end(self._feed, failed)
+                self._end(self._feed, failure)
+            failure = None  # else it and this frame would keep each other alive
 
     def _finished(self, total_steps: int | None, until: Callable[[], bool] | None) -> bool:
         self._fire()
@@ -232,7 +242,7 @@ class Workflow:
         """Wait for the next event and write it down."""
         deadline = self._dispatcher.deadline(self.ledger)
         wait_until = math.inf if deadline is None else deadline
-        waiting = self._dispatcher.waiting
+        waiting = self._dispatcher.outstanding()
         if self._asks and waiting:  # another process cannot wake us
             wait_until = min(wait_until, time.monotonic() + _REMOTE_S)
 
@@ -240,7 +250,10 @@ class Workflow:
             if wait_until == math.inf and not waiting:
                 self._check_life(feed, steps)
 
-        feed.take(lambda worker: self._has_room(worker, steps, feed), wait_until, check, self._store, self._store_early)
+        def wanted(worker: int) -> bool:
+            return self._has_room(worker, steps, feed)
+
+        feed.take(wanted, wait_until, check, self._store, self._store_early, self.buffer.locked())
 
     def _store(self, arrived: Arrived, batch: Batch) -> None:
         worker = arrived.order.worker
@@ -250,7 +263,7 @@ class Workflow:
             self._owed[worker] -= 1
         ticket = arrived.order.seq
         self.holdings.ahead.keep(lambda other: other == ticket or self._is_live(other))
-        self.buffer.insert(batch)
+        self.buffer.insert(batch, timeout_s=0)
         self.holdings.add(worker, ticket, arrived.version, batch)
 
     def _store_early(self, early: Early) -> None:
@@ -378,13 +391,18 @@ class Workflow:
         if (feed := self._feed) is not None:
             feed.wake()
 
-    def _end(self, feed: Feed, failed: bool) -> None:
+    def _end(self, feed: Feed, failure: BaseException | None) -> None:
+        """Stop everything. All that consumers raised is this run's: the first is raised, unless something else is."""
+        errors: list[BaseException] = []
         try:
+            deadline = time.monotonic() + self._end_s
             with self.buffer.halted():  # a thread that waits there for rows would do so for long
                 for thread in self._threads:
-                    thread.end(drop=failed)
-            self.stopped = True  # nothing fires; what threads did is written down, and raised
-            with contextlib.suppress(Exception) if failed else contextlib.nullcontext():
+                    thread.close(drop=failure is not None)
+                late = [thread.error(self._end_s) for thread in self._threads if not thread.join(deadline)]
+            self.stopped = True  # nothing fires; what threads did is written down
+            errors += [*self._dispatcher.settle(), *late]
+            with contextlib.suppress(Exception) if failure is not None else contextlib.nullcontext():
                 self._fire()
         finally:
             try:
@@ -394,6 +412,12 @@ class Workflow:
                 feed.close()
                 if self._collector is not None:
                     self._followed = self._collector.followed()
+        raised = failure or (errors.pop(0) if errors else None)
+        if raised is not None:
+            for error in errors:
+                raised.add_note(f"Besides, a consumer failed: {type(error).__name__}: {error}")
+        if raised is not failure and raised is not None:
+            raise raised
 
 
 def _most_chunks(size: int, steps: int) -> int:

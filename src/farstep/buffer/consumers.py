@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -12,7 +13,7 @@ from farstep.buffer.ledger import Actor, Ledger
 from farstep.buffer.passers import LocalQueue
 from farstep.buffer.replay import Buffer
 from farstep.buffer.triggers import DataKeyTrigger
-from farstep.errors import ClosedError
+from farstep.errors import ClosedError, FarstepError
 
 Consumer = Callable[[Message], object]
 
@@ -85,14 +86,12 @@ class Guard:
 
     def finished(self) -> list[str]:
         found: list[str] = getattr(self._passer, "finished", list)()
-        done = [message for name in found for message in self._open if message["message_id"] == name]
         failed: set[str] = getattr(self._passer, "failed", set())
+        done = [message for name in found for message in self._open if message["message_id"] == name]
         for message in done:
-            unhandled = "" if message["message_id"] in failed else None
-            failed.discard(message["message_id"])
-            if self._thread is not None:
-                unhandled = self._thread.unhandled.pop(id(message), unhandled)
-            self._finish(message, unhandled)
+            why = None if self._thread is None else self._thread.unhandled.pop(id(message), None)
+            self._finish(message, "" if why is None and message["message_id"] in failed else why)
+        failed.difference_update(found)
         return [message["trigger_id"] for message in done]
 
     def _finish(self, message: Message, unhandled: str | None) -> None:
@@ -152,7 +151,14 @@ class ConsumerThread:
         self.unhandled: dict[int, str] = {}
         """By identity of messages, why they were not handled."""
         self.guard: Guard | None = None
+        self.name = ""
+        """Of its trigger."""
         self._thread: threading.Thread | None = None
+
+    def check_ended(self) -> None:
+        """Refuse to begin while it still does something of an earlier run."""
+        if self._thread is not None and self._thread.is_alive():
+            raise ClosedError(f"{self} still works on a message of an earlier run; wait until it has returned.")
 
     def start(self) -> None:
         self.queue.reopen()
@@ -183,9 +189,23 @@ class ConsumerThread:
             return None if self._flow.buffer.is_halted and isinstance(error, ClosedError) else error
         return None
 
-    def end(self, drop: bool) -> None:
+    def close(self, drop: bool) -> None:
         """Let it finish what it does, and unless it is to be dropped, what waits."""
         for message in self.queue.close(drop):
             self.unhandled[id(message)] = "cancelled"
-        if self._thread is not None:
-            self._thread.join()
+
+    def join(self, deadline: float) -> bool:
+        """Wait until it is done; whether it is."""
+        if self._thread is None:
+            return True
+        self._thread.join(min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX))
+        return not self._thread.is_alive()
+
+    def error(self, waited_s: float) -> FarstepError:
+        return FarstepError(
+            f"{self} has not returned {waited_s:g} s after the end of the run. Its thread goes on, and this workflow "
+            "can run again when it has returned; if it needs longer, raise Workflow(end_s=...)."
+        )
+
+    def __str__(self) -> str:
+        return f"the consumer {getattr(self._consumer, '__qualname__', self._consumer)!r} of trigger {self.name!r}"

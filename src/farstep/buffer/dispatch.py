@@ -22,8 +22,9 @@ class Passer(Protocol):
     """Hands a message to its consumer.
 
     False: the consumer is not done yet. A passer that says so may have `finished() -> list[str]`, the trigger ids of
-    messages that were done since the last call; without it somebody calls `Dispatcher.done`. One that may have no room
-    has a property `full`.
+    messages that were done since the last call; without it somebody calls `Dispatcher.done`. It raises what went wrong
+    with one; `failed: set[str]` says which of those that are done were not handled. One that may have no room has a
+    property `full`.
     """
 
     def __call__(self, message: Message, /) -> bool | None: ...
@@ -185,8 +186,7 @@ class Dispatcher:
 
     def _fire(self, entry: _Entry, state: Ledger) -> list[Message]:
         try:
-            for trigger_id in getattr(entry.passer, "finished", list)():
-                self.done(trigger_id)
+            self._take_done(entry)
             message = _look(entry.trigger, state) if entry.has_room else None
             if message is None:
                 return []
@@ -201,9 +201,25 @@ class Dispatcher:
                 entry.outstanding -= not later and entry.outstanding > 0
             _settle(entry.trigger, changes, state)
         except BaseException as error:
-            error.add_note(f"In trigger {entry.trigger_id!r}, {entry.trigger!r}.")
+            _noted(error, entry)
             raise
         return [message]
+
+    def _take_done(self, entry: _Entry) -> None:
+        for trigger_id in getattr(entry.passer, "finished", list)():
+            self.done(trigger_id)
+
+    def settle(self) -> list[BaseException]:
+        """Take in which messages are done, without firing; what their consumers raised."""
+        errors: list[BaseException] = []
+        for entry in self._entries.values():
+            for _ in range(entry.outstanding + 1):  # each of them may have failed
+                try:
+                    self._take_done(entry)
+                    break
+                except BaseException as error:
+                    errors.append(_noted(error, entry))
+        return errors
 
     def done(self, trigger_id: str) -> None:
         """A message of this trigger was handled."""
@@ -214,19 +230,19 @@ class Dispatcher:
             raise ConfigError(f"a message of {trigger_id!r} is said to be done, but none is outstanding.")
         entry.outstanding -= 1
 
-    def outstanding(self, trigger_id: str) -> int:
-        """How many of its messages are not done."""
-        return self._entries[trigger_id].outstanding
-
-    @property
-    def waiting(self) -> bool:
-        """Whether some message was passed on and is not done."""
-        return any(entry.outstanding for entry in self._entries.values())
+    def outstanding(self, trigger_id: str | None = None) -> int:
+        """How many messages (of that trigger) were passed on and are not done."""
+        return sum(entry.outstanding for name, entry in self._entries.items() if trigger_id in (None, name))
 
     def deadline(self, state: Ledger) -> float | None:
         """When to `tick` and `check` again if nothing else changes."""
         deadlines = [entry.trigger.deadline(state) for entry in self._entries.values() if entry.has_room]
         return min((deadline for deadline in deadlines if deadline is not None), default=None)
+
+
+def _noted(error: BaseException, entry: _Entry) -> BaseException:
+    error.add_note(f"In trigger {entry.trigger_id!r}, {entry.trigger!r}.")
+    return error
 
 
 def _look(trigger: Trigger, state: Ledger) -> Message | None:

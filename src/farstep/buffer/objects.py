@@ -129,11 +129,13 @@ class ModelBlock:
 
     def __init__(self) -> None:
         self._objects: dict[str, SharedObject] = {}
+        self._making = threading.Lock()
 
     def publish(self, name: str, value: Nested) -> int:
         """A new version of an object: a number, an array, or mappings and tuples of these."""
-        if name not in self._objects:
-            self._objects[name] = SharedObject.create(value)
+        with self._making:
+            if name not in self._objects:
+                self._objects[name] = SharedObject.create(value)
         return self._objects[name].publish(value)
 
     def read(self, name: str) -> tuple[int, Nested]:

@@ -56,7 +56,7 @@ class LocalQueue:
         self._working = 0
         self._finished: list[str] = []
         self.failed: set[str] = set()
-        """Of those that `finished` names, the ones that were not handled."""
+        """Of those that are done, which were not handled."""
         self._errors: deque[BaseException] = deque()
         self._closed = False
         self._changed = threading.Condition()
@@ -156,7 +156,7 @@ class ZmqPasser:
         """Messages that are not done, those included."""
         self._finished: list[str] = []
         self.failed: set[str] = set()
-        """Of those that `finished` names, the ones that were not handled."""
+        """Of those that are done, which were not handled."""
         self._pinged = 0.0
         try:
             self._hub = Hub(_checked(endpoint))

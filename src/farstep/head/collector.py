@@ -348,16 +348,11 @@ class Collector:
         with self.server.locked():
             self.server.raise_failure()
             self._end()
-            wanted = max_staleness, request.num_chunks
-            lanes = tickets.lanes_needed(*wanted) if request.feed is None else tickets.feed_lanes
-            self._lay(max(request.steps, 1), lanes)
+            self._lay(max(request.steps, 1), tickets.lanes_needed(max_staleness, request.num_chunks, request.feed))
             if request.reset is not None:
                 self._note_reset(request.reset)
             self._request = replace(request, incarnations=tuple(seat.incarnation for seat in self.server.seats))
-            if request.feed is not None:
-                tickets.open_feed(request.feed)
-            else:
-                tickets.open(max_staleness, request.num_chunks, batches)
+            tickets.open(max_staleness, request.num_chunks, batches, request.feed)
             return self._request
 
     def row_schema(self) -> tuple[Schema, dict[str, Structure]]:

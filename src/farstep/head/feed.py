@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
 from farstep.batch import Batch
@@ -54,30 +55,35 @@ class Feed:
         check: Callable[[], None],
         store: Callable[[Arrived, Batch], None],
         store_early: Callable[[Early], None],
+        room: AbstractContextManager[object],
     ) -> None:
-        """Wait for the next chunk of a worker that is wanted and `store` it; return without one when woken, when some
-        of one came ahead, or too late. Whenever there is none, `check` may say why none can come."""
+        """Wait for the next chunk of a worker that is wanted and `store` it, both within `room`: nobody takes the room
+        between. Return without one when woken, when some of one came ahead, or too late. Whenever there is none,
+        `check` may say why none can come."""
+        began = time.monotonic()
+        waited = 0.0
 
-        def look() -> tuple[Arrived, Batch] | bool | None:
+        def look() -> bool | None:
+            nonlocal waited
+            waited = time.monotonic() - began
             if self._woken:
                 return False
-            found = self._collector.take_chunk(self._request, wanted)
-            if found is None:
-                check()
-            return found
+            with room:
+                found = self._collector.take_chunk(self._request, wanted)
+                if found is not None:
+                    store(*found)
+                    self._server.tickets.stored(found[0])
+                    self._server.grant()
+                    return True
+            check()
+            return None
 
         with self._server.locked():  # until it is stored: a Ctrl-C between would lose a chunk that counts as delivered
-            began = time.monotonic()
-            found = self._server.wait_until(look, deadline)
-            self._collector.counters.wait["learner"] += time.monotonic() - began
+            self._server.wait_until(look, deadline)
+            self._collector.counters.wait["learner"] += waited
             self._woken = False
             while self._early:
                 store_early(self._early.popleft())
-            if isinstance(found, tuple):
-                arrived, batch = found
-                store(arrived, batch)
-                self._server.tickets.stored(arrived)
-                self._server.grant()
 
     def is_live(self, ticket: int) -> bool:
         """Whether a chunk is still to come, or to be taken."""

@@ -32,7 +32,7 @@ from farstep.worker.acting import Actor
 from farstep.worker.hosting import Host, HostedEnvs
 from farstep.worker.probing import Probing
 from farstep.worker.program import Program
-from farstep.worker.progress import CANCEL, COUNT, PHASE, SLOT, Phase
+from farstep.worker.progress import CANCEL, COUNT, PHASE, ROLLED, SLOT, Phase
 from farstep.worker.rolling import AnyHost, NotWanted, Roller
 from farstep.worker.rows import Slots
 from farstep.worker.shipping import Shipping
@@ -345,6 +345,7 @@ class Worker:
                 self._wait_for_turn(ticket)
             except NotWanted:
                 return
+        self._words[ROLLED] = ticket.seq  # from now on it travels
         self._send(chunk, *arrays)
 
     def _sync(self, ticket: m.Ticket) -> None:
