@@ -203,10 +203,12 @@ class Contents:
         """Give items new priorities; how many of them are there."""
         table = self.store.table
         cells = keys % table.cells
-        there = (keys >= 0) & (table.keys[cells] == keys)
+        there = (keys >= 0) & (table.keys.take(cells) == keys)
+        if not there.all():
+            cells, priorities = cells[there], priorities[there]
         for selector in self._selectors():
-            selector.updated(cells[there], priorities[there])
-        return int(there.sum())
+            selector.updated(cells, priorities)
+        return len(cells)
 
     def remove(self, cells: Array) -> None:
         """The items of these cells, each named once, are gone."""

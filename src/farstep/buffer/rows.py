@@ -119,7 +119,7 @@ def as_priorities(priorities: object, keys: Array) -> Array:
         raise ConfigError(f"priorities are {priorities!r}; expected numbers.") from None
     if keys.shape != values.shape:
         raise ConfigError(f"{keys.shape} keys and {values.shape} priorities; one priority per key is expected.")
-    if not np.isfinite(values).all() or (values < 0).any():
+    if values.size and not (values.min() >= 0 and values.max() < np.inf):  # nor is NaN
         bad = int(np.flatnonzero(~np.isfinite(values) | (values < 0))[0])
         raise ConfigError(f"priority {values[bad]} of key {keys[bad]}; priorities are finite and at least 0.")
     return values
