@@ -10,8 +10,8 @@ from checks import cluster, inprocess, together, within
 from flows import full
 
 import farstep
-from farstep.buffer.passers import LocalQueue, ZmqPasser
-from farstep.buffer.triggers import DataKeyTrigger, ObjectKeyTrigger, TimeTrigger
+from farstep.buffer.passers import LocalQueue, ZmqPasser, ZmqReceiver
+from farstep.buffer.triggers import DataKeyTrigger, ObjectKeyTrigger, TimeTrigger, Trigger
 from farstep.testing import TableAgent
 
 ENDLESS = {"length": None}
@@ -121,3 +121,73 @@ def test_messages_that_were_not_handled_are_no_learner_steps() -> None:
             for outcome in together({"run": flow.run, "work": work}).values():
                 outcome.get()
         assert flow.ledger.learner_steps == 3
+
+
+class Says(Trigger):
+    """Returns what it is told to."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def ready(self, state: Any) -> Any:
+        return self.value
+
+
+class Silent(Trigger):
+    """Forgot its method."""
+
+
+def test_mistakes_are_named() -> None:
+    agent = TableAgent()
+    with cluster(envs=2, config=inprocess(1), env_kwargs=ENDLESS) as env:
+
+        def flow() -> farstep.Workflow:
+            made = farstep.Workflow(env, agent, full(64))
+            made.on(DataKeyTrigger(n=1, size=8), lambda message: None)
+            return made
+
+        def running(trigger: Any) -> None:
+            made = flow()
+            made.on(trigger, lambda message: None)
+            made.run(total_steps=16)
+
+        transfer = farstep.TransferTrigger.dual()
+        belongs = 'belongs into .*"transfer": .*DataKeyTrigger'
+        mistakes: list[tuple[Any, str]] = [
+            (lambda: farstep.Workflow(3, agent, full(64)), "env is 3; expected a farstep.ClusterEnv"),  # type: ignore[arg-type]
+            (lambda: farstep.Workflow(env, agent, []), r"buffer is \[\]; expected a farstep.Buffer"),  # type: ignore[arg-type]
+            (lambda: flow().run(until=True), "until is True; expected a function"),  # type: ignore[arg-type]
+            (lambda: flow().batch(None), "batch got None; expected the message"),  # type: ignore[arg-type]
+            (lambda: flow().batch({}), "names 0 windows"),
+            (lambda: flow().put("x", object()), "cannot be published; expected a number"),
+            (lambda: flow().put(3, 1.0), "the name 3; expected a string"),  # type: ignore[arg-type]
+            (lambda: flow().learned("x"), "steps is 'x'"),  # type: ignore[arg-type]
+            (lambda: running(Says(7)), "Says.ready returned 7; expected the message, a mapping"),
+            (lambda: running(Says(True)), "Says.ready returned True"),
+            (lambda: running(Silent()), r"Silent has no ready\(self, state\)"),
+            (lambda: running(transfer), belongs),
+            (lambda: transfer & TimeTrigger(1), belongs),  # type: ignore[operator]
+            (lambda: transfer | TimeTrigger(1), belongs),  # type: ignore[operator]
+            (lambda: TimeTrigger(1) & transfer, belongs),  # type: ignore[operator]
+            (lambda: TimeTrigger(1) | transfer, belongs),  # type: ignore[operator]
+            (lambda: ZmqReceiver({}), "expected a passer's invitation, with address"),
+            (lambda: ZmqReceiver(3), "got 3; expected a passer's invitation"),  # type: ignore[arg-type]
+        ]
+        for make, said in mistakes:
+            with pytest.raises(farstep.ConfigError, match=said):
+                make()
+
+
+def test_an_error_that_is_raised_again_has_its_note_once() -> None:
+    error = ValueError("the same")
+
+    def fail(message: Any) -> None:
+        raise error
+
+    with cluster(envs=2, config=inprocess(1), env_kwargs=ENDLESS) as env:
+        flow = farstep.Workflow(env, TableAgent(), full(64))
+        flow.on(DataKeyTrigger(n=1, size=8), fail, name="learn")
+        for _ in range(2):
+            with pytest.raises(ValueError, match="the same"):
+                flow.run(total_steps=flow.ledger.env_steps + 32)
+    assert len(error.__notes__) == 1 and "learn" in error.__notes__[0]

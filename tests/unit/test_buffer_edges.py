@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import os
 import threading
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,8 +15,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from farstep import Buffer, BufferTimeout, ConfigError
-from farstep.buffer import FIFO, MinSize, NStep, Prioritized, Sampler, SampleToInsertRatio, Sequence, Uniform
-from farstep.errors import ClosedError
+from farstep.buffer import (
+    DPER,
+    FIFO,
+    FullBatch,
+    MinHeap,
+    MinSize,
+    NStep,
+    Prioritized,
+    RateLimiter,
+    Sampler,
+    SampleToInsertRatio,
+    Sequence,
+    Uniform,
+)
+from farstep.buffer.objects import ModelBlock
+from farstep.errors import CheckpointError, ClosedError
 from farstep.spec import ArraySpec
 
 
@@ -162,3 +180,92 @@ def test_a_limiter_counts_for_one_buffer() -> None:
         pytest.raises(ConfigError, match=r"another buffer .* make one for each"),
     ):
         Buffer(4, Uniform(), limiter=limiter)
+
+
+# ---- options that change ----
+
+
+@pytest.mark.parametrize("make", [lambda by: by, lambda by: NStep(n=1, by=by)], ids=["plain", "composed"])
+def test_beta_changes_while_it_is_in_use(make: Callable[[Sampler], Sampler], tmp_path: Path) -> None:
+    with Buffer(4, make(Prioritized(alpha=1, beta=0.4)), seed=0) as buffer:
+        keys = buffer.insert({"reward": np.zeros(4), "terminated": np.ones(4, bool)})
+        buffer.update_priorities(keys, [1, 1, 1, 7])
+        for beta in (0.4, 0.7, 1.0):
+            buffer.set_beta(beta)
+            _, info = buffer.sample(50)
+            np.testing.assert_allclose(np.unique(info.weights), [7**-beta, 1.0])
+        with pytest.raises(ConfigError, match="beta is -1"):
+            buffer.set_beta(-1)
+        assert buffer.sampler.beta == 1.0
+        buffer.checkpoint(tmp_path)
+    with Buffer.restore(tmp_path) as again:
+        assert again.sampler.beta == 1.0
+    with Buffer(4, Uniform()) as buffer, pytest.raises(ConfigError, match=r"Uniform\(\) has no beta"):
+        buffer.set_beta(0.5)
+
+
+# ---- mistakes ----
+
+
+def filled(sampler: Sampler) -> Buffer:
+    buffer = Buffer(4, sampler, seed=0)
+    buffer.insert({"a": np.zeros(2)})
+    return buffer
+
+
+class Mine(Uniform):
+    pass
+
+
+MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
+    "a limiter's class": (lambda: Buffer(4, Uniform(), limiter=MinSize), r"limiter is .*MinSize\(1000\); make one"),  # type: ignore[arg-type]
+    "a number as limiter": (lambda: Buffer(4, Uniform(), limiter=3), r"limiter is 3; expected"),  # type: ignore[arg-type]
+    "a number as spec": (lambda: Buffer(4, Uniform(), spec=3), r"spec is 3; expected a mapping"),  # type: ignore[arg-type]
+    "text as timeout": (lambda: filled(Uniform()).sample(1, timeout_s="x"), r"timeout_s is 'x'"),  # type: ignore[arg-type]
+    "nested rows": (lambda: filled(Uniform()).insert({"obs": {"x": np.zeros(2)}}), r"'obs' as a mapping; .*obs\.x"),  # type: ignore[dict-item]
+    "all rows as remover": (lambda: Buffer(4, Uniform(), remover=FullBatch()), "Leave remover out"),
+    "an object of no numbers": (lambda: ModelBlock().publish("x", object()), "cannot be published; expected a number"),
+    "an object that is not there": (lambda: ModelBlock().path("x"), "no object 'x'; published are: none"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_are_named(mistake: str) -> None:
+    make, said = MISTAKES[mistake]
+    with pytest.raises(ConfigError, match=said):
+        make()
+
+
+@pytest.mark.parametrize("method", ["can_insert", "can_sample", "insert", "sample", "delete"])
+@pytest.mark.parametrize("n", ["a", -1, None, 1.5])
+def test_a_limiter_counts_in_whole_numbers(method: str, n: Any) -> None:
+    limiter = RateLimiter(1.0, 1, -1.0, 5.0)
+    with pytest.raises(ConfigError, match=r"n is .* at least 0"):
+        getattr(limiter, method)(n)
+    getattr(limiter, method)(np.int64(1))
+
+
+def test_samplers_of_others_are_named_without_internals(tmp_path: Path) -> None:
+    with filled(Mine()) as buffer:
+        buffer.checkpoint(tmp_path)
+    with pytest.raises(CheckpointError, match="unknown sampler 'Mine'") as caught:
+        Buffer.restore(tmp_path)
+    assert "_Composed" not in str(caught.value) and " Sampler," not in str(caught.value)
+    Buffer.restore(tmp_path, sampler=Mine()).close()
+
+
+def test_priorities_that_nobody_looks_at_are_told_once() -> None:
+    with filled(Uniform()) as buffer:
+        with pytest.warns(UserWarning, match=r"neither Uniform\(\) nor remover=FIFO\(\) looks at priorities"):
+            assert buffer.update_priorities(np.array([4]), np.ones(1)) == 1
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            buffer.update_priorities(np.array([4]), np.ones(1))
+    for sampler in (Prioritized(), MinHeap(), Sequence(length=2, by=Prioritized())):
+        with filled(sampler) as buffer, warnings.catch_warnings():
+            warnings.simplefilter("error")
+            buffer.update_priorities(np.array([4]), np.ones(1))
+    assert DPER().uses_priorities
+    with Buffer(4, Uniform(), remover=MinHeap()) as buffer, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        buffer.update_priorities(buffer.insert({"a": np.zeros(2)}), np.ones(2))

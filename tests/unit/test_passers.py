@@ -278,6 +278,12 @@ def test_a_passer_that_is_closed_says_so() -> None:
     for act in (lambda: passer(message()), passer.finished):
         with pytest.raises(ClosedError, match="passer is closed"):
             act()
+    with contextlib.closing(ZmqPasser()) as another:
+        receiver = ZmqReceiver(another.invitation)
+        receiver.close()
+        for act in (lambda: receiver.take(0), lambda: receiver.done(message())):
+            with pytest.raises(ClosedError, match="receiver is closed"):
+                act()
 
 
 def test_a_receiver_that_closes_leaves_nothing_pending() -> None:

@@ -9,6 +9,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 
+from farstep.config import is_number
 from farstep.errors import BufferTimeout, ClosedError, ConfigError
 
 WAIT_S = 60.0
@@ -97,7 +98,7 @@ class Gate:
 
 
 def check_timeout(timeout_s: float | None) -> None:
-    if timeout_s is not None and not timeout_s >= 0:
+    if timeout_s is not None and not (is_number(timeout_s) and timeout_s >= 0):
         raise ConfigError(f"timeout_s is {timeout_s!r}; it must be a number of seconds, at least 0.")
 
 

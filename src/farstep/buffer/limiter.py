@@ -129,11 +129,15 @@ class RateLimiter:
         return self.inserts - self.deletes
 
     def can_insert(self, n: int = 1) -> bool:
+        if n.__class__ is not int or n < 0:
+            n = check_count("n", n, minimum=0)
         if self.inserts - self.deletes + n <= self.min_size:
             return True
         return (self.inserts + n) * self.samples_per_insert - self.samples <= self.max_diff
 
     def can_sample(self, n: int = 1) -> bool:
+        if n.__class__ is not int or n < 0:
+            n = check_count("n", n, minimum=0)
         return self.size >= self.min_size and self.diff - n >= self.min_diff
 
     def room(self, n: int) -> int:
@@ -158,13 +162,13 @@ class RateLimiter:
     # ---- what was done ----
 
     def insert(self, n: int = 1) -> None:
-        self.inserts += n
+        self.inserts += n if n.__class__ is int and n >= 0 else check_count("n", n, minimum=0)
 
     def sample(self, n: int = 1) -> None:
-        self.samples += n
+        self.samples += n if n.__class__ is int and n >= 0 else check_count("n", n, minimum=0)
 
     def delete(self, n: int = 1) -> None:
-        self.deletes += n
+        self.deletes += n if n.__class__ is int and n >= 0 else check_count("n", n, minimum=0)
 
     def __str__(self) -> str:
         return (
@@ -213,6 +217,14 @@ def Queue(size: int) -> RateLimiter:  # noqa: N802
 def Stack(size: int) -> RateLimiter:  # noqa: N802
     """As `Queue`; for `LIFO`."""
     return Queue(size)
+
+
+def check_limiter(value: object) -> RateLimiter:
+    """Refuse what is none."""
+    if not isinstance(value, RateLimiter):
+        hint = "; make one, e.g. MinSize(1000)" if callable(value) else ""
+        raise ConfigError(f"limiter is {value!r}; expected a limiter such as farstep.buffer.MinSize(1000){hint}.")
+    return value
 
 
 def _is_real(value: object) -> bool:

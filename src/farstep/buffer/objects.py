@@ -19,7 +19,7 @@ import numpy as np
 from farstep.buffer.blocks import Layout
 from farstep.buffer.cyclic import fence
 from farstep.core import Array, Nested
-from farstep.errors import BufferTimeout, ConfigError
+from farstep.errors import AgentError, BufferTimeout, ConfigError
 from farstep.spec import ArraySpec, Schema, Structure, differences, nest, structure_of, value_structure
 from farstep.wire.memory import SharedMemory
 
@@ -140,15 +140,18 @@ class ModelBlock:
 
     def read(self, name: str) -> tuple[int, Nested]:
         """The newest version of an object, and a copy of it."""
+        return self._find(name).read()
+
+    def path(self, name: str) -> str:
+        """Where another process finds an object: `SharedObject.attach(path)`."""
+        return self._find(name).path
+
+    def _find(self, name: str) -> SharedObject:
         if name not in self._objects:
             raise ConfigError(
                 f"there is no object {name!r}; published are: {', '.join(sorted(self._objects)) or 'none'}."
             )
-        return self._objects[name].read()
-
-    def path(self, name: str) -> str:
-        """Where another process finds an object: `SharedObject.attach(path)`."""
-        return self._objects[name].path
+        return self._objects[name]
 
     def close(self) -> None:
         for each in self._objects.values():
@@ -158,5 +161,11 @@ class ModelBlock:
 
 def _taken_apart(value: Nested) -> tuple[Schema, Structure, dict[str, Array]]:
     arrays: dict[str, Array] = {}
-    structure = value_structure(value, "object", arrays)
+    try:
+        structure = value_structure(value, "object", arrays)
+    except AgentError:
+        raise ConfigError(
+            f"{value!r} cannot be published; expected a number, an array of numbers, or mappings (with names without a "
+            "dot) and tuples of these."
+        ) from None
     return {name: ArraySpec(array.shape, array.dtype.str) for name, array in arrays.items()}, structure, arrays

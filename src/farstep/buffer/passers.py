@@ -291,15 +291,25 @@ class ZmqReceiver:
     """The consumer's end of a `ZmqPasser`, in another process."""
 
     def __init__(self, invitation: Mapping[str, str]) -> None:
+        known = ("address", "server_key", "public", "secret")
+        if not isinstance(invitation, Mapping) or not all(isinstance(invitation.get(key), str) for key in known):
+            what = sorted(map(str, invitation)) if isinstance(invitation, Mapping) else invitation
+            raise ConfigError(
+                f"ZmqReceiver got {what}; expected a passer's invitation, with {', '.join(known)}: hand over "
+                "passer.invitation as it is, e.g. as JSON on the process's standard input."
+            )
         pair = KeyPair(invitation["public"].encode(), invitation["secret"].encode())
         self._session, self._closed, self._address = os.urandom(8).hex(), False, invitation["address"]
-        self._link = DealerLink(invitation["address"], invitation["server_key"].encode(), pair, MAIN, _SEND_S)
+        server_key = invitation["server_key"].encode()
+        self._link: DealerLink | None = DealerLink(self._address, server_key, pair, MAIN, _SEND_S)
         self._say("hello")
 
     def take(self, timeout_s: float) -> Message | None:
         """The next message, or None after `timeout_s`; `ClosedError` once the passer was closed."""
+        self._check_open()
         deadline = time.monotonic() + timeout_s
         while not self._closed:
+            assert self._link is not None
             received = self._link.receive(max(0.0, deadline - time.monotonic()))
             if received is None:
                 return None
@@ -311,10 +321,12 @@ class ZmqReceiver:
 
     def done(self, message: Message, error: BaseException | None = None) -> None:
         """A message was handled, or handling it raised `error`."""
+        self._check_open()
         text = "" if error is None else "".join(traceback.format_exception(error))
         self._say("done", _id_of(message), text)
 
     def _say(self, kind: Literal["hello", "done", "bye"], trigger_id: str = "", error: str = "") -> None:
+        assert self._link is not None
         try:
             self._link.send([msgspec.msgpack.encode(_Report(self._session, kind, trigger_id, error))])
         except zmq.Again:
@@ -322,11 +334,18 @@ class ZmqReceiver:
                 f"the passer at {self._address} takes no reports: it does not admit this invitation, or it is stuck."
             ) from None
 
+    def _check_open(self) -> None:
+        if self._link is None:
+            raise ClosedError("this receiver is closed; make another one of the passer's invitation.")
+
     def close(self) -> None:
+        if self._link is None:
+            return
         if not self._closed:
             with contextlib.suppress(zmq.ZMQError, DeliveryError):
                 self._say("bye")
         self._link.close()
+        self._link = None
 
 
 def _id_of(message: Message) -> str:

@@ -6,6 +6,7 @@ import contextlib
 import os
 import threading
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Self
@@ -17,9 +18,9 @@ from farstep.batch import Batch
 from farstep.buffer.choosing import Chooser, SampleInfo
 from farstep.buffer.contents import Contents, fitting_capacity
 from farstep.buffer.gate import Gate, check_timeout
-from farstep.buffer.limiter import MinSize, RateLimiter
-from farstep.buffer.rows import arrays_of, as_arrays, as_keys, as_priorities, as_spec, count_plain, nested, schema_of
-from farstep.buffer.samplers import FIFO, Sampler, check_remover, check_sampler
+from farstep.buffer.limiter import MinSize, RateLimiter, check_limiter
+from farstep.buffer.rows import arrays_of, as_arrays, as_keys, as_priorities, as_schema, count_plain, nested, schema_of
+from farstep.buffer.samplers import FIFO, Sampler, check_remover, check_sampler, with_beta
 from farstep.buffer.store import Store
 from farstep.config import check_count
 from farstep.core import Array, Nested
@@ -50,7 +51,7 @@ class Buffer:
     ) -> None:
         self.capacity = check_count("capacity", capacity)
         self.sampler, self.remover = check_sampler("sampler", sampler), check_sampler("remover", remover or FIFO())
-        self.limiter = limiter if limiter is not None else MinSize(1)
+        self.limiter = check_limiter(limiter) if limiter is not None else MinSize(1)
         self.max_bytes = None if max_bytes is None else check_count("max_bytes", max_bytes)
         limit = int(sampler.once) if max_times_sampled is None else max_times_sampled
         self.max_times_sampled = check_count("max_times_sampled", limit, minimum=0)
@@ -69,9 +70,10 @@ class Buffer:
         """The one thread that inserts, where that is known: it must not wait for itself."""
         self.told: Callable[[], None] | None = None
         """Called when another thread than that took samples or changed the limiter: there may be room again."""
+        self._told_unused = False
         self.removed: dict[str, int] = {"evicted": 0, "sampled": 0, "deleted": 0}
         if spec is not None:
-            self.bind({str(name): as_spec(name, value) for name, value in spec.items()})
+            self.bind(as_schema(spec))
         self.limiter.take()
 
     # ---- what it holds ----
@@ -289,7 +291,20 @@ class Buffer:
         keys = as_keys(keys)
         priorities = as_priorities(priorities, keys)
         with self._lock:
+            if not (self._told_unused or self.sampler.uses_priorities or self.remover.uses_priorities):
+                self._told_unused = True
+                warnings.warn(
+                    f"neither {self.sampler!r} nor remover={self.remover!r} looks at priorities, so update_priorities "
+                    "changes nothing; sample by Prioritized(), MinHeap(), MaxHeap() or DPER(), or leave it out.",
+                    stacklevel=2,
+                )
             return self.contents.update(keys, priorities)
+
+    def set_beta(self, beta: float) -> None:
+        """Change the exponent of importance weights while it is in use, e.g. towards 1; for samples from now on."""
+        with self._lock:
+            self.sampler = with_beta(self.sampler, beta)
+            self._chooser = Chooser(self.sampler, self.max_times_sampled)
 
     def delete(self, keys: Array) -> int:
         """Remove items; those that are gone are passed over. How many were there."""

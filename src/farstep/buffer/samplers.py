@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -31,6 +31,8 @@ class Sampler:
     """A row is gone when it was sampled, unless `max_times_sampled` says otherwise."""
     needs_order = False
     """Rows must stay in the order of their episodes, so only the oldest may be removed."""
+    uses_priorities = False
+    """What `update_priorities` says counts."""
     beta: float = 0.0
     """Exponent of importance weights."""
 
@@ -67,10 +69,21 @@ def check_sampler(what: str, value: object) -> Sampler:
     return value
 
 
+def with_beta(sampler: Sampler, beta: float) -> Sampler:
+    """The same with another exponent of importance weights."""
+    if isinstance(sampler, _Composed):
+        return replace(sampler, by=with_beta(sampler.by, beta))
+    if not isinstance(sampler, (Prioritized, DPER)):
+        raise ConfigError(f"{sampler!r} has no beta; only weights of Prioritized(...) and DPER(...) do.")
+    return replace(sampler, beta=beta)
+
+
 def check_remover(remover: Sampler, sampler: Sampler, is_cyclic: bool) -> None:
     """Refuse one that takes single rows out of what the sampler needs in order, or that cannot take single rows."""
     if sampler.needs_order and not is_cyclic:
         raise ConfigError(f"{sampler!r} needs rows in order, so only the oldest can be removed: leave remover out.")
+    if isinstance(remover, FullBatch):
+        raise ConfigError("remover=FullBatch(); single rows are removed. Leave remover out for the oldest first.")
     if remover.needs_order:
         raise ConfigError(f"remover={remover!r}; single rows are removed, so it must be a sampler of these.")
 
@@ -118,6 +131,8 @@ class Prioritized(Sampler):
     alpha: float = 0.6
     beta: float = 0.4
 
+    uses_priorities = True
+
     def __post_init__(self) -> None:
         _check_number("alpha", self.alpha)
         _check_number("beta", self.beta)
@@ -130,6 +145,8 @@ class Prioritized(Sampler):
 class MinHeap(Sampler):
     """The rows of lowest priority, in order; new rows have priority 1."""
 
+    uses_priorities = True
+
     def selector(self, table: Table) -> Selector:
         return HeapSelector(table, highest=False)
 
@@ -137,6 +154,8 @@ class MinHeap(Sampler):
 @dataclass(frozen=True)
 class MaxHeap(Sampler):
     """The rows of highest priority, in order; new rows have priority 1."""
+
+    uses_priorities = True
 
     def selector(self, table: Table) -> Selector:
         return HeapSelector(table, highest=True)
@@ -163,6 +182,10 @@ class _Composed(Sampler):
         return self.by.beta
 
     @property
+    def uses_priorities(self) -> bool:  # type: ignore[override]
+        return self.by.uses_priorities
+
+    @property
     def once(self) -> bool:  # type: ignore[override]
         return self.by.once
 
@@ -172,7 +195,10 @@ class NStep(_Composed):
     """Transitions over `n` steps: `reward` is the discounted sum, `next_obs` what was observed after the last step and
     `discount` what its value is to be multiplied with (0 where the episode terminated).
 
-    Fewer steps, in `steps`, where an episode ends earlier or newer rows are not there yet; never across an end.
+    Never across an end: `steps` says how many steps a transition has, fewer than `n` where its episode ends earlier;
+    `terminated` and `truncated` are those of the last. What was observed after it comes with a `Batch` or in an array
+    `next_obs`; then there are also transitions of fewer steps up to the newest row. Else it is in the row that follows,
+    and nothing begins so near to the newest row, or to a truncated one, that it is not known.
     """
 
     n: int = 3
@@ -278,7 +304,7 @@ class DPER(Sampler):
     alpha: float = 0.5
     beta: float = 0.0
 
-    needs_order = True
+    needs_order = uses_priorities = True
 
     def __post_init__(self) -> None:
         _check_number("alpha", self.alpha)
