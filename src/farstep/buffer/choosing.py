@@ -18,7 +18,7 @@ from farstep.buffer.samplers import EpisodeSelector, FullBatch, Sampler
 from farstep.core import Array
 
 _ROUNDS = 8  # of draws for what was refused, each of twice as many, before all items are looked at
-_COST = 16  # looking at a cell at random costs as much as looking at so many of all in order
+_COST = 4  # a look at random costs as much as so many in order
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Chooser:
         for more in range(1, _ROUNDS + 1):
             drawn = len(refused) << more
             looked += drawn
-            if looked * _COST > contents.store.table.cells + 64 * _COST:
+            if (looked - 64) * self._sampler.reach * _COST > contents.store.table.cells:
                 return False
             others, chances = contents.selector.select(drawn, rng)
             if (usable := self._sampler.usable(contents.store, others)) is not None:

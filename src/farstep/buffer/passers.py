@@ -249,7 +249,9 @@ class ZmqPasser:
             self._finished.append(report.trigger_id)
             if report.error:
                 self.failed.add(report.trigger_id)
-                raise DeliveryError(f"a message of trigger {report.trigger_id!r} failed there:\n\n{report.error}")
+                raise DeliveryError(
+                    f"a message of trigger {_trigger_of(report.trigger_id)!r} failed there:\n\n{report.error}"
+                )
 
     def _check_alive(self) -> None:
         now = time.monotonic()
@@ -277,7 +279,8 @@ class ZmqPasser:
             self._finished += lost  # nobody waits for them any more
             self.failed.update(lost)
             raise DeliveryError(
-                f"the receiver at {self._hub.address} {how} before it was done with messages of {', '.join(lost)}; "
+                f"the receiver at {self._hub.address} {how} before it was done with messages of "
+                f"{', '.join(map(_trigger_of, lost))}; "
                 "look at its own output for the reason, and pass them again to a new one if they matter."
             )
 

@@ -35,6 +35,8 @@ class Sampler:
     """What `update_priorities` says counts."""
     beta: float = 0.0
     """Exponent of importance weights."""
+    reach: int = 1
+    """How many rows `usable` looks at for each."""
 
     def selector(self, table: Table) -> Selector:
         raise NotImplementedError
@@ -213,6 +215,10 @@ class NStep(_Composed):
         if "reward" not in schema:
             raise ConfigError("NStep adds up rewards, and the rows have no array 'reward'.")
 
+    @property
+    def reach(self) -> int:  # type: ignore[override]
+        return self.n
+
     def _last(self, store: Store, cells: Array) -> tuple[Array, Array]:
         """The last row of each transition, and how many it takes."""
         steps = np.ones(len(cells), np.int64)
@@ -272,6 +278,10 @@ class Sequence(_Composed):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_count("length", self.length)
+
+    @property
+    def reach(self) -> int:  # type: ignore[override]
+        return self.length
 
     def check_room(self, rows: int) -> None:
         if rows < self.length and not self.pad:

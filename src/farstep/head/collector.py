@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import deque
@@ -21,6 +20,7 @@ from farstep.config import EnvConfig, LaunchConfig
 from farstep.core import Agent, Array, Buffer, Received
 from farstep.errors import AgentError, ClosedError, HandshakeError, WireError, WorkerError
 from farstep.head.arrivals import Early
+from farstep.head.notes import Notes
 from farstep.head.parameters import ParameterStore
 from farstep.head.probes import Prober, Question
 from farstep.head.rollouts import Piece, Rollouts, agent_structures, base_rows, key_of
@@ -31,7 +31,7 @@ from farstep.head.tickets import Arrived, FeedPlan, Order
 from farstep.head.turns import Turns
 from farstep.spec import Schema, Structure, differences, space_schema
 from farstep.sync import AAPS, Always
-from farstep.sync.rules import probes_of, rows_of, threshold_of
+from farstep.sync.rules import probes_of, rows_of
 from farstep.wire import messages as m
 from farstep.worker.program import Program
 from farstep.worker.sources import Source
@@ -40,9 +40,6 @@ Space = gymnasium.spaces.Space[Any]
 OnPart = Callable[[Early], None]
 """Told of each complete stage of each worker's chunk, in whichever thread reads: it must neither wait nor raise."""
 T = TypeVar("T")
-log = logging.getLogger("farstep")
-_STARVED_S = 5.0
-"""A stream that drops what arrives and hands out nothing for so long says so."""
 
 
 @dataclass(frozen=True)
@@ -74,8 +71,7 @@ class Collector:
         self.server = Server(config, program, env_config.envs_per_node, seed, config.restart_budget, self)
         self._num_workers = len(self.server.seats)
         self.counters = Counters(self._num_workers)
-        self.inference = self._unmeasured = ""
-        self._told_left = False
+        self._notes = Notes(self._rule, self._weights)
         self._adopting = threading.Lock()
         """Of several threads with an agent, one after the other."""
         self._agent: Agent | None = None
@@ -90,8 +86,6 @@ class Collector:
         """Per slot, the last chunk that was handed to the learner (`Piece.key`)."""
         self.told: Callable[[], None] | None = None
         """Called when a version was published, in whichever thread did it."""
-        self._starved: Request | None = None
-        """The latest stream that was told to be starving."""
 
     def start(self) -> tuple[Space, Space]:
         """Start the workers; the spaces of one environment."""
@@ -117,6 +111,11 @@ class Collector:
     def snapshot(self) -> dict[str, Any]:
         with self.server.locked():
             return self.counters.snapshot(self.server, self.version(), self.inference)
+
+    @property
+    def inference(self) -> str:
+        """How workers call the agent."""
+        return self._notes.inference
 
     # ---- the agent ----
 
@@ -201,7 +200,7 @@ class Collector:
         with self.server.locked():
             self._store, self._agent_id, self._answers = store, self._agent_id + 1, {}
             self.counters.divergence.clear()
-            self._unmeasured, self._told_left = "", False
+            self._notes.forget()
             self.server.tell(m.Ship(self._agent_id), [payload])
             self.server.tell(store.message(), fds=[store.memory.fd])
             self._announce()
@@ -246,34 +245,7 @@ class Collector:
             comparison = Comparison(Policy(agent), self._rollouts.structures["obs"], structures["action"], state)
             comparison.expected = first.description
             self._prober = Prober(comparison, self.server.seats, rows_of(self._rule))
-        self._note_inference(first.inference)
-
-    def _note_inference(self, note: str) -> None:
-        if note.startswith("eager:") and note != self.inference:
-            log.warning("workers call the agent as it is, not on the fast path, since %s", note[7:])
-        self.inference = note
-
-    def _note_unmeasured(self, note: str) -> None:
-        if note != self._unmeasured:
-            log.warning("%s; that counts as too far, so workers pull every such version, as without kl_threshold", note)
-        self._unmeasured = note
-
-    def _note_left(self, left: float) -> None:
-        """A worker has just pulled, and this is how far it is from the learner still."""
-        threshold = threshold_of(self._rule)
-        if self._told_left or self._unmeasured or threshold is None or left <= threshold:
-            return
-        self._told_left = True
-        causes = ["weights.half rounds"] if self._weights.half else []
-        causes += ["weights.only leaves out"] if self._weights.only is not None else []
-        log.warning(
-            "the divergence is still %.3g > %g right after a pull, so workers pull every version, as without "
-            "kl_threshold: %s what distribution() or log_prob() uses. Let that travel as it is, or choose a threshold "
-            "above what is left",
-            left,
-            threshold,
-            " and ".join(causes) or "get_parameters() leaves out",
-        )
+        self._notes.note_inference(first.inference)
 
     def _announce(self) -> None:
         """Workers without shared memory hear of a version by message."""
@@ -400,7 +372,7 @@ class Collector:
 
         def look() -> list[Arrived] | None:
             if (batch := server.tickets.take(self.version())) is None:
-                self._note_starving(request, time.monotonic() - began, server.tickets.dropped["stale"] - dropped)
+                self._notes.note_starving(request, time.monotonic() - began, server.tickets.dropped["stale"] - dropped)
             return batch
 
         with server.locked():  # until it is copied: a ticket given meanwhile could write into its lanes
@@ -410,16 +382,6 @@ class Collector:
             batch = assemble(arrived, request.steps, continues)
             self.counters.batch(batch, arrived, self.version())
         return batch
-
-    def _note_starving(self, request: Request, waited_s: float, dropped: int) -> None:
-        if dropped and waited_s >= _STARVED_S and request is not self._starved:
-            self._starved = request
-            log.warning(
-                "a stream has handed out nothing for %.0f s; chunks that it dropped as too old meanwhile: %d. Versions "
-                "are published faster than chunks are rolled: raise max_staleness or publish less often",
-                waited_s,
-                dropped,
-            )
 
     def _wait(self, request: Request, look: Callable[[], T | None]) -> T:
         """What `look` finds, as soon as it does; meanwhile tickets are given."""
@@ -501,14 +463,14 @@ class Collector:
             self._serve_turns()
         self.counters.reported(seat.worker, chunk)
         if chunk.inference:
-            self._note_inference(chunk.inference)
+            self._notes.note_inference(chunk.inference)
         if chunk.unmeasured:
-            self._note_unmeasured(chunk.unmeasured)
+            self._notes.note_unmeasured(chunk.unmeasured)
         order = tickets.order(chunk.ticket)
         if order is None or order.worker != seat.worker:
             return  # cancelled, or its worker was given up: counted then
         if chunk.syncs and chunk.divergence is not None:
-            self._note_left(chunk.divergence)
+            self._notes.note_left(chunk.divergence)
         assert self._rollouts is not None
         began = time.monotonic()
         piece = self._rollouts.take(seat, order, request.steps, chunk, received, self.version())
