@@ -37,6 +37,8 @@ from farstep.spec import ArraySpec
 def test_a_fork_cannot_write_over_rows() -> None:
     buffer = Buffer(100, Uniform(), seed=0)
     buffer.insert({"a": np.full(10, 1)})
+    objects = ModelBlock()
+    objects.publish("scale", 1.0)
     held, let_go = threading.Event(), threading.Event()
 
     def hold() -> None:
@@ -57,6 +59,7 @@ def test_a_fork_cannot_write_over_rows() -> None:
                 lambda: buffer.update_priorities(np.arange(1), np.ones(1)),
                 lambda: buffer.delete(np.arange(1)),
                 lambda: buffer.checkpoint("/nonexistent"),
+                lambda: objects.publish("scale", 2.0),
             ):
                 try:
                     call()
@@ -70,7 +73,9 @@ def test_a_fork_cannot_write_over_rows() -> None:
             os._exit(refused)
     let_go.set()
     thread.join()
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 5
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 6
+    assert objects.read("scale") == (0, 1.0)
+    objects.close()
     buffer.insert({"a": np.full(10, 2)})
     assert set(buffer.sample(400)[0]["a"]) == {1, 2}
     buffer.close()

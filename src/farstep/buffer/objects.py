@@ -19,7 +19,7 @@ import numpy as np
 from farstep.buffer.blocks import Layout
 from farstep.buffer.cyclic import fence
 from farstep.core import Array, Nested
-from farstep.errors import AgentError, BufferTimeout, ConfigError
+from farstep.errors import AgentError, BufferTimeout, ClosedError, ConfigError
 from farstep.spec import ArraySpec, Schema, Structure, differences, nest, structure_of, value_structure
 from farstep.wire.memory import SharedMemory
 
@@ -42,6 +42,7 @@ class SharedObject:
         self._words = np.frombuffer(memory.map, np.int64, _WORDS + 2)
         self._copies = Layout(2, 0, 1, schema).views(memoryview(memory.map)[_PAGE:])
         self._publishing = threading.Lock()
+        self._pid = os.getpid()
 
     @classmethod
     def create(cls, value: Nested) -> SharedObject:
@@ -90,6 +91,10 @@ class SharedObject:
 
     def publish(self, value: Nested) -> int:
         """A new version, all of it or none."""
+        if os.getpid() != self._pid:
+            raise ClosedError(
+                f"this object belongs to process {self._pid}; its fork {os.getpid()} can read it, and publish others."
+            )
         schema, structure, arrays = _taken_apart(value)
         if found := differences(self._schema, schema) or structure != self._structure:
             raise ConfigError(f"this object holds other arrays: {found}. Publish it under another name.")
