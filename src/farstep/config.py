@@ -15,7 +15,7 @@ import os
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, ClassVar, Literal, Never, Self, TypeVar
 
 from farstep.core import SyncRule
 from farstep.errors import AgentError, ConfigError, unknown_name
@@ -127,6 +127,17 @@ class TransferTrigger(_Config):
         object.__setattr__(self, "keys", tuple(tuple(stage) for stage in self.keys))
 
     _EXPECTED = "expected groups of array names, e.g. (('reward', 'value', 'last_obs'), ('obs', 'action'))."
+
+    NO_TRIGGER: ClassVar[str] = (
+        "a TransferTrigger calls nobody: it says when workers send what they have rolled, and belongs into the "
+        'environment\'s configuration, {"transfer": TransferTrigger(...)}. Who is called when rows have arrived says '
+        "flow.on(DataKeyTrigger(n=..., size=...), consumer)."
+    )
+
+    def __and__(self, other: object) -> Never:
+        raise ConfigError(self.NO_TRIGGER)
+
+    __or__ = __rand__ = __ror__ = __and__
 
     @classmethod
     def dual(cls, size: int | None = None, in_turn: int | None = None) -> Self:

@@ -13,7 +13,7 @@ import math
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -58,6 +58,13 @@ class Workflow:
         max_staleness: int | None = None,
         end_s: float = 300.0,
     ) -> None:
+        if not isinstance(env, ClusterEnv):
+            raise ConfigError(
+                f"Workflow's env is {env!r}; expected a farstep.ClusterEnv, whose workers act by themselves. make_vec "
+                "is for a loop that steps."
+            )
+        if not isinstance(buffer, Buffer):
+            raise ConfigError(f"Workflow's buffer is {buffer!r}; expected a farstep.Buffer(capacity, sampler).")
         self.env, self.agent, self.buffer = env, agent, buffer
         self._steps = None if steps is None else check_count("steps", steps)
         self._chunk_steps = self._steps or _STEPS
@@ -123,6 +130,7 @@ class Workflow:
         found = self._dispatcher.add(trigger, guard, trigger_id=name, max_outstanding=max_outstanding)
         self._by_data += by_data
         if guard.takers:
+            guard.discard(self.ledger)  # rows of runs before are not for it
             self._takers += guard.takers
             self.holdings.holders.append(guard)
         self._most_samples = max(self._most_samples, guard.samples)
@@ -139,6 +147,8 @@ class Workflow:
 
     def batch(self, message: Message) -> Batch:
         """The rows that a `DataKeyTrigger`'s message names, `[size, slots, ...]`; views until the consumer returns."""
+        if not isinstance(message, Mapping):
+            raise ConfigError(f"batch got {message!r}; expected the message that a DataKeyTrigger's consumer is given.")
         return self.holdings.batch(message)
 
     def publish(self, message: Message | None = None) -> int:
@@ -168,6 +178,8 @@ class Workflow:
 
         `flow.objects.read(name)` gets it; another process does by `flow.objects.path(name)`.
         """
+        if not isinstance(name, str) or not name:
+            raise ConfigError(f"put got the name {name!r}; expected a string, as ObjectKeyTrigger's.")
         if name == "parameters":
             raise ConfigError("the agent's parameters are published with publish(); choose another name.")
         version = self.objects.publish(name, value)
@@ -177,6 +189,7 @@ class Workflow:
     def learned(self, steps: int = 1) -> None:
         """The learner made further updates: what `TimeTrigger(unit="learner_steps")` counts, beside one for every
         message of a `DataKeyTrigger` that was handled."""
+        steps = check_count("steps", steps)
         self._say(lambda: self.ledger.learned(steps))
 
     def stop(self) -> None:
@@ -195,6 +208,8 @@ class Workflow:
         """
         if total_steps is not None:
             check_count("total_steps", total_steps)
+        if until is not None and not callable(until):
+            raise ConfigError(f"until is {until!r}; expected a function without arguments that says when to stop.")
         if self._feed is not None:
             raise ClosedError("this workflow is running already.")
         for thread in self._threads:
@@ -219,6 +234,7 @@ class Workflow:
                 self._follows: Array = followed == self._followed if known else np.zeros(len(followed), bool)
             self._loop = self.buffer.filled_by = threading.get_ident()
             self.buffer.told = self.wake
+            self._dispatcher.resume(self.ledger, time.monotonic())
             for thread in self._threads:
                 thread.start()
             while not self._finished(total_steps, until):

@@ -604,3 +604,18 @@ def test_the_ledger_remembers_a_bounded_history() -> None:
         assert oldest <= start < start + 999 <= newest
     assert fired[9]["versions"] == ((9000, 9999),), "what is recent is exact"
     assert len(state._tracks["a"][""]._ends) <= 4096
+
+
+def test_seconds_between_runs_do_not_count() -> None:
+    ledger, dispatcher, fired = Ledger(), Dispatcher(), list[float]()
+    dispatcher.add(TimeTrigger(10), lambda message: fired.append(message["at"]))
+    dispatcher.resume(ledger, 100.0)
+    for now in (104.0, 109.0):
+        ledger.tick(now)
+        dispatcher.check(ledger)
+    dispatcher.resume(ledger, 200.0)
+    assert dispatcher.deadline(ledger) == 201.0
+    for now in (200.5, 201.5):
+        ledger.tick(now)
+        dispatcher.check(ledger)
+    assert fired == [201.5]

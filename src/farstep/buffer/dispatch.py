@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from farstep.buffer.ledger import Ledger
+from farstep.config import TransferTrigger
 from farstep.errors import ConfigError, unknown_name
 
 Message = Mapping[str, Any]
@@ -42,7 +43,7 @@ class Trigger:
 
     def ready(self, state: Ledger) -> Message | None:
         """The message, if it would fire now; changes nothing."""
-        raise NotImplementedError
+        raise ConfigError(f"{type(self).__name__} has no ready(self, state); it returns the message, or None.")
 
     def consume(self, state: Ledger, message: Message) -> None:
         """It fires with what `ready` just returned, and is not ready again for the same."""
@@ -52,11 +53,22 @@ class Trigger:
         """When, on the clock of `state.now`, it may become ready without any other change."""
         return None
 
+    def resume(self, state: Ledger, paused_s: float) -> None:
+        """A run begins at `state`; for so long none did."""
+
     def __and__(self, other: Trigger) -> AllOf:
         return AllOf((*_parts(self, AllOf), *_parts(other, AllOf)))
 
     def __or__(self, other: Trigger) -> AnyOf:
         return AnyOf((*_parts(self, AnyOf), *_parts(other, AnyOf)))
+
+
+def check_trigger(value: object, remedy: str) -> None:
+    """Refuse what is none."""
+    if isinstance(value, TransferTrigger):
+        raise ConfigError(value.NO_TRIGGER)
+    if not isinstance(value, Trigger):
+        raise ConfigError(f"{value!r} is no trigger; {remedy}.")
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,8 +77,7 @@ class _Joined(Trigger):
 
     def __post_init__(self) -> None:
         for part in self.parts:
-            if not isinstance(part, Trigger):
-                raise ConfigError(f"{part!r} is no trigger; join triggers, such as TimeTrigger(60) | TimeTrigger(9).")
+            check_trigger(part, "join triggers, such as TimeTrigger(60) | TimeTrigger(9)")
 
 
 class AllOf(_Joined):
@@ -136,8 +147,7 @@ class Dispatcher:
 
     def add(self, trigger: Trigger, passer: Passer, *, trigger_id: str | None = None, max_outstanding: int = 1) -> str:
         """Register a trigger; at most `max_outstanding` of its messages are not done at any time. Returns its id."""
-        if not isinstance(trigger, Trigger):
-            raise ConfigError(f"{trigger!r} is no trigger; derive it from farstep.buffer.triggers.Trigger.")
+        check_trigger(trigger, "derive it from farstep.buffer.triggers.Trigger")
         if not callable(passer):
             raise ConfigError(f"{passer!r} is no passer; expected a function of the message, or LocalQueue(...).")
         if not isinstance(max_outstanding, int) or max_outstanding < 1:
@@ -154,6 +164,14 @@ class Dispatcher:
             object.__setattr__(leaf, "_registered", True)
         self._entries[trigger_id] = _Entry(trigger_id, trigger, passer, max_outstanding)
         return trigger_id
+
+    def resume(self, state: Ledger, now: float) -> None:
+        """A run begins now: what passed since the last one does not count."""
+        paused_s = now - state.now
+        state.tick(now)
+        for entry in self._entries.values():
+            for leaf in leaves_of(entry.trigger):
+                leaf.resume(state, paused_s)
 
     def check(self, state: Ledger) -> list[Message]:
         """Fire until no trigger is ready (or has room); returns what was passed on, in order.
@@ -230,12 +248,22 @@ class Dispatcher:
 
 
 def _noted(error: BaseException, entry: _Entry) -> BaseException:
-    error.add_note(f"In trigger {entry.trigger_id!r}, {entry.trigger!r}.")
+    note = f"In trigger {entry.trigger_id!r}, {entry.trigger!r}."
+    if note not in getattr(error, "__notes__", ()):  # a consumer may raise the same one again
+        error.add_note(note)
     return error
 
 
 def _look(trigger: Trigger, state: Ledger) -> Message | None:
-    return None if trigger._fired_at == state.changes else trigger.ready(state)
+    if trigger._fired_at == state.changes:
+        return None
+    message = trigger.ready(state)
+    if message is not None and not isinstance(message, Mapping):
+        raise ConfigError(
+            f"{type(trigger).__name__}.ready returned {message!r}; expected the message, a mapping such as "
+            '{"steps": state.env_steps}, or None while it is not ready.'
+        )
+    return message
 
 
 def _settle(trigger: Trigger, changes: int, state: Ledger) -> None:

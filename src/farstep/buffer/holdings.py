@@ -100,7 +100,10 @@ class Holdings:
         """The rows that a message names, if it is not done."""
         windows = list(windows_of(message))
         if len(windows) != 1:
-            raise ConfigError(f"the message names {len(windows)} windows of rows; give one of message['all'].")
+            raise ConfigError(
+                f"the message names {len(windows)} windows of rows; expected one: the message of a DataKeyTrigger, or "
+                "the one of message['all'] that is."
+            )
         window = windows[0]
         holder = next((each for each in self.holders if each.holds(window, message.get("trigger_id"))), None)
         if holder is None:

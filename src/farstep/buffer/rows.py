@@ -28,10 +28,26 @@ def as_spec(name: object, value: object) -> ArraySpec:
         raise ConfigError(f"spec[{name!r}] is {value!r}; expected (shape, dtype) or an example row: {error}.") from None
 
 
+def as_schema(spec: object) -> Schema:
+    """What arrays a `spec` names."""
+    if not isinstance(spec, Mapping):
+        raise ConfigError(
+            f"spec is {spec!r}; expected a mapping of names to (shape, dtype) or example rows, e.g. "
+            '{"obs": ((4,), "float32"), "reward": ((), "float32")}.'
+        )
+    return {str(name): as_spec(name, value) for name, value in spec.items()}
+
+
 def as_arrays(rows: object) -> dict[str, Array]:
     """Rows as arrays of one length."""
     if not isinstance(rows, Mapping) or not rows:
         raise ConfigError(f"insert got {type(rows).__name__}; expected a mapping of arrays [n, ...], or a Batch.")
+    for name, value in rows.items():
+        if isinstance(value, Mapping):
+            named = ", ".join(f"{name}.{key}" for key in value) or "none"
+            raise ConfigError(
+                f"insert got {name!r} as a mapping; expected an array for each of its parts, named by path: {named}."
+            )
     try:
         values = {str(name): np.asarray(value) for name, value in rows.items()}
     except ValueError as error:  # lists of different lengths

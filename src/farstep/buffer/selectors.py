@@ -47,7 +47,7 @@ class Selector(Protocol):
     def restore(self, state: Mapping[str, Array]) -> None: ...
 
     def among(self, cells: Array, n: int, rng: np.random.Generator) -> tuple[Array, Array]:
-        """As `select`, of these items only."""
+        """As `select`, of these items only, but the probabilities are those in a draw of all: they can be compared."""
         ...
 
 
@@ -73,7 +73,7 @@ class Idle:
         pass
 
     def among(self, cells: Array, n: int, rng: np.random.Generator) -> tuple[Array, Array]:
-        return cells[rng.integers(len(cells), size=n)], np.full(n, 1 / len(cells))
+        raise NotImplementedError
 
 
 class UniformSelector(Idle):
@@ -86,6 +86,9 @@ class UniformSelector(Idle):
 
     def select(self, n: int, rng: np.random.Generator) -> tuple[Array, Array]:
         return self._table.draw(n, rng), np.full(n, 1 / max(1, self._table.size))
+
+    def among(self, cells: Array, n: int, rng: np.random.Generator) -> tuple[Array, Array]:
+        return cells[rng.integers(len(cells), size=n)], np.full(n, 1 / self._table.size)
 
 
 class OrderSelector(Idle):
@@ -176,10 +179,10 @@ class PrioritySelector(Idle):
     def among(self, cells: Array, n: int, rng: np.random.Generator) -> tuple[Array, Array]:
         weights = self._tree.weights[cells]
         sums = np.cumsum(weights)
-        if not sums[-1] > 0:
-            return super().among(cells, n, rng)
+        if not sums[-1] > 0:  # none would ever be drawn, nor anything else
+            return cells[rng.integers(len(cells), size=n)], np.full(n, 1 / self._table.size)
         chosen = np.minimum(np.searchsorted(sums, rng.random(n) * sums[-1], side="right"), len(cells) - 1)
-        return cells[chosen], weights[chosen] / sums[-1]
+        return cells[chosen], weights[chosen] / self._tree.total
 
     @property
     def weights(self) -> Array:

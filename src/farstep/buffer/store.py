@@ -229,6 +229,14 @@ class Store:
         after = cells + self.columns
         return np.where(after < self.table.cells, after, after - self.table.cells)
 
+    def rows_after(self) -> Array:
+        """For each cell, how many rows follow it in its column before one that is cut, that one included."""
+        at = np.arange(self.rows, dtype=np.int32)[:, None]
+        cuts = np.where(self.cut, at, np.int32(2 * self.rows))
+        first = cuts.min(axis=0) + np.int32(self.rows)  # from the last row on, around the end
+        after: Array = np.minimum(np.minimum.accumulate(cuts[::-1])[::-1], first) - at
+        return after.reshape(-1)
+
     def take(self, name: str, cells: Array) -> Array:
         """Copies of rows of one array."""
         taken: Array = self.flat[name].take(cells, axis=0)

@@ -186,7 +186,8 @@ class ObjectKeyTrigger(Trigger):
 
 @dataclass(eq=False)
 class TimeTrigger(Trigger):
-    """Fires when a period has passed since it last fired (at first: since the ledger began); missed ones coalesce."""
+    """Fires when a period has passed since it last fired (at first: since its first run began); missed ones coalesce.
+    Seconds between runs do not count."""
 
     period: float
     unit: Unit = "seconds"
@@ -209,6 +210,12 @@ class TimeTrigger(Trigger):
 
     def deadline(self, state: Ledger) -> float | None:
         return self._since(state) + self.period if self.unit == "seconds" else None
+
+    def resume(self, state: Ledger, paused_s: float) -> None:
+        if self._last is None:
+            self._last = self._at(state)
+        elif self.unit == "seconds":
+            self._last += paused_s
 
     def _at(self, state: Ledger) -> float:
         return {"seconds": state.now, "env_steps": state.env_steps, "learner_steps": state.learner_steps}[self.unit]

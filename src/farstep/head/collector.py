@@ -95,6 +95,8 @@ class Collector:
         self._calls = Calls(self.server)
         self._first_version = 0
         """What versions are counted from: a run that is resumed goes on counting."""
+        self.told: Callable[[], None] | None = None
+        """Called when a version was published, in whichever thread did it."""
 
     def start(self) -> tuple[Space, Space]:
         """Start the workers; the spaces of one environment."""
@@ -140,7 +142,10 @@ class Collector:
                 self._publish(agent)
             else:
                 self._adopt(agent)
-            return self.version()
+            version = self.version()
+        if (told := self.told) is not None:
+            told()
+        return version
 
     def _publish(self, agent: Agent) -> None:
         probes = self._ask(agent)

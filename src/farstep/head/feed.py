@@ -32,6 +32,7 @@ class Feed:
         try:
             self._server.watch(self._wake_fd, self._note)
             self._request = collector.open_feed(steps, plan, self._note_early if early else None)
+            collector.told = self.wake  # env.publish, of whichever thread, is something to look at
         except BaseException:
             self._stop_watching()
             raise
@@ -124,6 +125,7 @@ class Feed:
 
     def close(self) -> None:
         """Cancel what is under way."""
+        self._collector.told = None
         try:
             self._collector.end_feed(self._request)
         finally:

@@ -106,6 +106,7 @@ class Training:
         """Only a synchronous run can go on exactly where it was."""
         self.progress = Progress()
         self._timer = Timer()
+        self._staggered = 0
         self._stop: signal.Signals | None = None
         self._collecting = False
 
@@ -151,13 +152,19 @@ class Training:
             self._env.publish(self._learner.agent)
         if self._journal is not None:
             self._journal.add(batch)
-        progress.steps += int(batch["valid"].sum())
+        progress.steps += int(batch["valid"].sum()) + self._discarded()
         progress.updates += 1
         progress.seconds = time.monotonic() - began
         progress.episodes += len(batch.episodes["return"])
         progress.returns.extend(batch.episodes["return"].tolist())
         progress.lengths.extend(batch.episodes["length"].tolist())
         self._report(metrics, lag)
+
+    def _discarded(self) -> int:
+        """Steps since the last update that brought staggered environments to their places: learned from by nobody, paid
+        for all the same."""
+        before, self._staggered = self._staggered, int(self._env.stats()["stagger_steps"])
+        return self._staggered - before
 
     def _report(self, metrics: Mapping[str, float], lag: np.ndarray) -> None:
         progress, stats = self.progress, self._env.stats()
