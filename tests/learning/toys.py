@@ -95,7 +95,12 @@ def make_training(
     torch.manual_seed(seed)
     agent = make_agent(*env.launch(), config.net, config.gamma)
     learner = LEARNERS[type(config)](agent, config, seed)
-    limits = Limits(total_steps=total_steps, target_return=options.pop("target_return", None), checkpoint_every=1000)
+    limits = Limits(
+        total_steps=total_steps,
+        target_return=options.pop("target_return", None),
+        checkpoint_every=1000,
+        eval_every=options.pop("eval_every", None),
+    )
     return Training(learner, env, limits, exact=isinstance(config, PPOConfig), **options), agent
 
 

@@ -20,7 +20,7 @@ import torch
 from farstep.batch import Batch
 from farstep.buffer import checkpoint
 from farstep.cluster_env import ClusterEnv
-from farstep.learners.evaluation import Evaluator
+from farstep.learners.evaluation import Evaluated, Evaluator
 from farstep.learners.journal import Journal
 from farstep.learners.nets import ActorCritic
 from farstep.learners.saving import put_together, taken_apart
@@ -114,6 +114,13 @@ class Training:
 
     def run(self) -> Progress:
         """Train; returns how far it came. A signal ends it after a checkpoint, and is raised as `Stopped`."""
+        if self._done():
+            log.warning(
+                "nothing to do: the run has %s of %s steps, or its target return; ask for more to go on",
+                f"{self.progress.steps:,}",
+                f"{self._limits.total_steps:,}",
+            )
+            return self.progress
         began, before = time.monotonic(), self.progress.seconds
         with self._signals():
             try:
@@ -128,8 +135,8 @@ class Training:
             except Stopped:
                 self.save()
                 raise
+        self.save()  # before the evaluation, which may take long and be interrupted
         self._finish_evaluation()
-        self.save()
         return self.progress
 
     def _batches(self) -> Iterator[Batch]:
@@ -184,7 +191,7 @@ class Training:
         if progress.returns:
             found["env/return_mean"] = float(np.mean(progress.returns))
             found["env/length_mean"] = float(np.mean(progress.lengths))
-        found |= {f"dropped/{cause}": count for cause, count in stats["dropped"].items() if count}
+        found |= {f"dropped/{cause.replace(' ', '_')}": count for cause, count in stats["dropped"].items() if count}
         found |= {f"train/{name}": value for name, value in metrics.items()}
         found |= self._evaluation()
         found |= self._timer.take()
@@ -213,19 +220,25 @@ class Training:
         return found.metrics() if found is not None else {}
 
     def _finish_evaluation(self) -> None:
-        """The final agent is always evaluated."""
+        """The final agent is always evaluated, once."""
         if self._evaluator is None:
             return
-        with self._timer("evaluate"):
-            self._evaluator.wait()
-            self._evaluator.take()
+        last = self._evaluated()
+        if last is None or last.step != self.progress.steps:
             self._evaluator.start(self._learner.agent, self._env.version, self.progress.steps)
+            self._evaluated()
+
+    def _evaluated(self) -> Evaluated | None:
+        """What the evaluation under way finds, logged."""
+        assert self._evaluator is not None
+        with self._timer("evaluate"):
             self._evaluator.wait()
         found = self._evaluator.take()
         if found is not None and self.sink is not None:
             self.sink.log(
                 self.progress.steps, {"seconds": self.progress.seconds, **found.metrics(), **self._timer.take()}
             )
+        return found
 
     # ---- checkpoints ----
 

@@ -1,0 +1,81 @@
+"""The end of a run: what is evaluated, what is saved, and that it is the end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from toys import make_env, make_training
+
+from farstep.learners.evaluation import Evaluated
+from farstep.learners.ppo import PPOConfig
+
+ROWS = 4 * 8
+CONFIG = PPOConfig(num_steps=8)
+
+
+class FakeEvaluator:
+    """Takes as long as it is waited for; notes what it was given, and what was saved by then."""
+
+    def __init__(self, checkpoints: Path) -> None:
+        self.steps: list[int] = []
+        self.saved: list[bool] = []
+        self._checkpoints = checkpoints
+        self._waited = False
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.steps) and not self._waited
+
+    def start(self, agent: Any, version: int, step: int) -> None:
+        assert not self.busy
+        self.steps.append(step)
+        self._waited = False
+
+    def wait(self) -> None:
+        self._waited = bool(self.steps)
+        self.saved.append(any(self._checkpoints.iterdir()))
+
+    def take(self) -> Evaluated | None:
+        if not self._waited:
+            return None
+        return Evaluated(self.steps[-1], 0, np.ones(1), np.ones(1))
+
+
+class Rows:
+    def __init__(self) -> None:
+        self.rows: list[dict[str, float]] = []
+
+    def log(self, step: int, metrics: Any) -> None:
+        self.rows.append({"step": step, **metrics})
+
+
+@pytest.mark.parametrize(("every", "evaluated"), [(ROWS, [ROWS, 3 * ROWS]), (3 * ROWS, [ROWS, 3 * ROWS])])
+def test_every_evaluation_is_logged_and_the_last_agent_has_one(
+    every: int, evaluated: list[int], tmp_path: Path
+) -> None:
+    evaluator, sink = FakeEvaluator(tmp_path), Rows()
+    with make_env("CartPole-v1", 4, launcher="inprocess") as env:
+        options = {"evaluator": evaluator, "checkpoints": tmp_path, "sink": sink, "eval_every": every}
+        make_training(env, CONFIG, 3 * ROWS, **options)[0].run()
+    assert evaluator.steps == evaluated
+    assert [row["eval/step"] for row in sink.rows if "eval/step" in row] == evaluated
+    assert all(evaluator.saved), "an evaluation at the end must not keep the checkpoint waiting"
+
+
+def test_a_run_that_is_done_stays_as_it_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def run(total: int, resume: bool) -> int:
+        with make_env("CartPole-v1", 4, launcher="inprocess") as env:
+            training, _ = make_training(env, CONFIG, total, checkpoints=tmp_path)
+            if resume:
+                training.resume()
+            return training.run().updates
+
+    assert run(2 * ROWS, resume=False) == 2
+    before = sorted(tmp_path.iterdir())
+    assert run(2 * ROWS, resume=True) == 2
+    assert "nothing to do" in caplog.text
+    assert sorted(tmp_path.iterdir()) == before
+    assert run(3 * ROWS, resume=True) == 3
