@@ -1,0 +1,85 @@
+"""Commands of the pages are run as they stand, and what they log is explained there."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from farstep.learners.async_ppo import AsyncPPOConfig
+from farstep.learners.impala import ImpalaConfig
+from farstep.learners.nets import NetConfig
+from farstep.learners.ppo import PPOConfig
+from farstep.learners.run_config import RunConfig
+
+DOCS = Path(__file__).parents[2] / "docs"
+LEARNERS = {"ppo": PPOConfig, "async_ppo": AsyncPPOConfig, "impala": ImpalaConfig}
+OF_EVERY_RUN = ("env/", "rate/", "lag/", "time/", "sync/", "workers/", "dropped/", "eval/")
+
+
+def commands(page: str) -> str:
+    """The block of commands that a page says is run here."""
+    text = (DOCS / page).read_text()
+    (found,) = re.findall(r"<!-- executed by tests/docs/test_commands.py -->\n```bash\n(.*?)^```$", text, re.S | re.M)
+    return found
+
+
+def shell(script: str, folder: Path) -> str:
+    """Run it in a folder, with the `farstep` of this Python."""
+    program = folder / "bin" / "farstep"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m farstep "$@"\n')
+    program.chmod(0o755)
+    environment = os.environ | {"PATH": f"{program.parent}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        ["bash", "-e", "-c", script], cwd=folder, env=environment, capture_output=True, text=True, timeout=170
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def metrics(run: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def named(page: str) -> set[str]:
+    """All that a page has in backticks."""
+    return set(re.findall(r"`([^`\n]+)`", (DOCS / page).read_text()))
+
+
+@pytest.mark.parametrize("learner", LEARNERS)
+def test_a_learners_page_explains_every_metric_that_it_logs(learner, tmp_path):
+    shell(commands(f"{learner}.md"), tmp_path)
+    (run,) = (tmp_path / "runs").iterdir()
+    logged = {name for row in metrics(run) for name in row}
+    assert {"env/return_mean", "eval/return_mean", "train/actor/lr", "time/evaluate"} <= logged
+    own = {name for name in logged if name.startswith("train/")}
+    assert own <= named(f"{learner}.md")
+    assert logged - own <= named("training.md")
+    assert "(training.md#metrics-of-every-run)" in (DOCS / f"{learner}.md").read_text()
+
+
+@pytest.mark.parametrize("learner", LEARNERS)
+def test_a_learners_page_has_no_metric_that_is_not_logged_and_every_option(learner, tmp_path):
+    page = named(f"{learner}.md")
+    options = {f"--{field.name.replace('_', '-')}" for field in fields(LEARNERS[learner]) if field.name != "net"}
+    assert options <= page
+    known = {name.split("/")[0] + "/" for name in page if re.fullmatch(r"\w+/[\w/]+", name)}
+    assert known <= {"train/", *OF_EVERY_RUN}
+
+
+def test_the_page_of_training_has_every_option():
+    page = (DOCS / "training.md").read_text()
+    for field in (*fields(RunConfig), *fields(NetConfig)):
+        assert f"`--{field.name.replace('_', '-')}" in page, field.name
+
+
+def test_a_run_is_trained_resumed_watched_and_plotted(tmp_path):
+    shell(commands("training.md"), tmp_path)
+    run = tmp_path / "runs" / "first"
+    assert [row["step"] for row in metrics(run)] == [2048, 4096, 6144, 8192, 10240, 12288]
+    assert list((run / "videos").glob("*.mp4")) and list((run / "plots").glob("*.png"))
