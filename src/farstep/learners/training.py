@@ -107,6 +107,7 @@ class Training:
         self.progress = Progress()
         self._timer = Timer()
         self._staggered = 0
+        self._reported_s = 0.0
         self._stop: signal.Signals | None = None
         self._collecting = False
 
@@ -115,6 +116,7 @@ class Training:
     def run(self) -> Progress:
         """Train; returns how far it came. A signal ends it after a checkpoint, and is raised as `Stopped`."""
         began, before = time.monotonic(), self.progress.seconds
+        self._reported_s = before
         with self._signals():
             try:
                 for batch in self._batches():
@@ -187,7 +189,8 @@ class Training:
         found |= {f"dropped/{cause}": count for cause, count in stats["dropped"].items() if count}
         found |= {f"train/{name}": value for name, value in metrics.items()}
         found |= self._evaluation()
-        found |= self._timer.take()
+        found |= self._timer.take() | {"time/step": progress.seconds - self._reported_s}
+        self._reported_s = progress.seconds
         if self.sink is not None:
             self.sink.log(progress.steps, found)
 
