@@ -78,6 +78,8 @@ class Workflow:
         self._takers: list[DataKeyTrigger] = []
         """Those of the table whose messages name rows that nobody may overwrite before their consumer is done."""
         self.holdings = Holdings(buffer, self.ledger, self._takers, self._freed)
+        self._reading: list[str] = []
+        """The names of their triggers, one for each holder of rows."""
         self._by_data: list[DataKeyTrigger] = []
         self._most_samples = 0
         self._threads: list[ConsumerThread] = []
@@ -133,6 +135,7 @@ class Workflow:
             guard.discard(self.ledger)  # rows of runs before are not for it
             self._takers += guard.takers
             self.holdings.holders.append(guard)
+            self._reading.append(found)
         self._most_samples = max(self._most_samples, guard.samples)
         if started is not None:
             started.guard, started.name = guard, found
@@ -150,6 +153,10 @@ class Workflow:
         if not isinstance(message, Mapping):
             raise ConfigError(f"batch got {message!r}; expected the message that a DataKeyTrigger's consumer is given.")
         return self.holdings.batch(message)
+
+    def backlog(self) -> dict[str, int]:
+        """For each trigger whose consumer reads rows, how many it is not done with, of the slot with most."""
+        return dict(zip(self._reading, self.holdings.backlog(), strict=False))
 
     def publish(self, message: Message | None = None) -> int:
         """Publish the agent's parameters; fires `ObjectKeyTrigger("parameters")`. Can be a consumer itself."""

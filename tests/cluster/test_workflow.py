@@ -5,6 +5,7 @@ Most tests run their workers in this process: the code is the same, and the orde
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import defaultdict
 from pathlib import Path
@@ -29,6 +30,7 @@ from toys import NestedAgent, NestedEnv, RememberingAgent
 
 import farstep
 from farstep.buffer import MaxHeap, Queue, SampleToInsertRatio, Uniform
+from farstep.buffer.cyclic import CyclicBlocks
 from farstep.buffer.triggers import DataKeyTrigger, ObjectKeyTrigger, TimeTrigger, Trigger
 from farstep.head.collector import Collector
 from farstep.testing import CountingEnv, TableAgent
@@ -365,3 +367,26 @@ def test_learner_steps_are_counted() -> None:
         flow.on(TimeTrigger(6, unit="learner_steps"), lambda message: at.append(message["at"]))
         flow.run(until=learner.has(6))
     assert at == [6, 12, 18]
+
+
+def test_read_cursors_say_how_far_each_consumer_is() -> None:
+    """Here and to whoever maps the blocks: rows that a consumer is not done with, and none before it was there."""
+    seen: list[tuple[dict[str, int], list[int]]] = []
+    with cluster(CountingEnv, envs=4, config=inprocess()) as env:
+        flow = farstep.Workflow(env, TableAgent(), full(4 * 64), steps=8)
+
+        def look(message: Any) -> None:
+            with contextlib.closing(CyclicBlocks.attach(flow.buffer.path)) as blocks:
+                mapped = [int(blocks.backlog(consumer).max()) for consumer in (0, 1)]
+            seen.append((flow.backlog(), mapped))
+
+        slots = env.num_workers
+        assert flow.backlog() == {}
+        flow.on(DataKeyTrigger(n=slots, size=8), look, name="short")
+        flow.on(DataKeyTrigger(n=slots, size=24), lambda message: None, name="long")
+        flow.run(until=lambda: len(seen) >= 6)
+        for here, mapped in seen:
+            assert list(here.values()) == mapped and 8 <= here["short"] <= here["long"] + 8 and here["long"] <= 32
+        flow.on(DataKeyTrigger(n=slots, size=8), lambda message: None, name="late")
+        flow.run(until=lambda: len(seen) >= 9)
+    assert seen[-1][0]["late"] <= 16

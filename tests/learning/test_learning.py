@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from toys import Config, Identity, Recall, trained
+from tasks import Config, Identity, Recall, trained
 
 from farstep.learners.async_ppo import AsyncPPOConfig
 from farstep.learners.impala import ImpalaConfig

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from toys import Identity, make_env
+from tasks import Identity, make_env
 
 from farstep.learners.nets import ActorCritic, NetConfig, make_agent
 from farstep.learners.optimizing import Optimizer, Schedule

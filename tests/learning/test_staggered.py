@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from toys import Config, make_env, make_training
+from tasks import Config, make_env, make_training
 
 from farstep.learners.async_ppo import AsyncPPOConfig
 from farstep.learners.impala import ImpalaConfig

@@ -357,6 +357,7 @@ def test_who_has_no_invitation_is_not_admitted() -> None:
                 passer(message())
                 with pytest.raises(DeliveryError, match="no receiver has connected"):
                     passer.finished(PATIENCE_S)
+                assert passer.finished() == ["it"]
                 receiver.done(message())
 
 

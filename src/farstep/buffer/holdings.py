@@ -67,6 +67,7 @@ class Holdings:
         steps, envs = batch.shape
         if self.holders:
             self._windows.add(actor, self._ledger.written(actor), batch)
+            self._mark({actor})
         keys = self.ahead.stored(actor, ticket)
         self._ledger.wrote(actor, steps, version, keys, envs)
         if not self.holders:
@@ -85,9 +86,22 @@ class Holdings:
 
     def free(self, actors: set[int], dropped: str | None = None) -> None:
         """Rows of these actors that nobody holds or will be told of can be overwritten."""
+        self._mark(actors)
         for actor in actors if self.holders else ():
             if chunks := self._windows.forget(actor, self._unread_from(actor)):
                 self._freed(actor, chunks, dropped)
+
+    def _mark(self, actors: set[int]) -> None:
+        """Say in the blocks' header how far everybody has read."""
+        for consumer, holder in enumerate(self.holders):
+            self._windows.read(consumer, {actor: holder.unread_from(actor) for actor in actors})
+
+    def backlog(self) -> list[int]:
+        """Per holder, how many rows it is not done with, of the environment slot with most."""
+        if not self._buffer.is_bound:
+            return [0] * len(self.holders)
+        blocks = self._buffer.store.blocks
+        return [int(blocks.backlog(consumer).max()) for consumer in range(min(len(self.holders), len(blocks.cursors)))]
 
     def discard(self, actors: set[int]) -> None:
         """Nobody wants what was not handed out."""

@@ -16,6 +16,9 @@ from farstep.buffer.table import Table
 from farstep.core import Array
 from farstep.spec import Schema
 
+CONSUMERS = 16
+"""Readers whose cursors have a place in the header of the blocks."""
+
 ENDINGS = ("terminated", "truncated", "done")
 """Arrays that say that an episode ended with the row."""
 
@@ -81,7 +84,7 @@ class Store:
 
     def __init__(self, schema: Schema, rows: int, columns: int, tails: Sequence[str] = ()) -> None:
         self.schema, self.rows, self.columns = schema, rows, columns
-        self.blocks = CyclicBlocks.create(schema, rows, columns)
+        self.blocks = CyclicBlocks.create(schema, rows, columns, CONSUMERS)
         self.table = Table(rows, columns)
         self.flat: dict[str, Array] = {
             name: block.reshape(self.table.cells, *block.shape[2:]) for name, block in self.blocks.arrays.items()
@@ -206,11 +209,6 @@ class Store:
             self._release(first, width)  # the same columns can come in other ranges
             writer = self._writers[first, width] = self.blocks.join(first, width)
         return writer
-
-    def leave(self, first: int, width: int) -> None:
-        """These columns have no writer any more; what they hold stays."""
-        self._release(first, width)
-        self._open[first : first + width] = False
 
     def _release(self, first: int, width: int) -> None:
         for start, count in list(self._writers):

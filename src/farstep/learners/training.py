@@ -107,6 +107,7 @@ class Training:
         self.progress = Progress()
         self._timer = Timer()
         self._staggered = 0
+        self._reported_s = 0.0
         self._stop: signal.Signals | None = None
         self._collecting = False
 
@@ -122,6 +123,7 @@ class Training:
             )
             return self.progress
         began, before = time.monotonic(), self.progress.seconds
+        self._reported_s = before
         with self._signals():
             try:
                 for batch in self._batches():
@@ -194,7 +196,8 @@ class Training:
         found |= {f"dropped/{cause.replace(' ', '_')}": count for cause, count in stats["dropped"].items() if count}
         found |= {f"train/{name}": value for name, value in metrics.items()}
         found |= self._evaluation()
-        found |= self._timer.take()
+        found |= self._timer.take() | {"time/step": progress.seconds - self._reported_s}
+        self._reported_s = progress.seconds
         if self.sink is not None:
             self.sink.log(progress.steps, found)
 
