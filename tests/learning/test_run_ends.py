@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from toys import make_env, make_training
+from tasks import make_env, make_training
 
 from farstep.learners.evaluation import Evaluated
 from farstep.learners.ppo import PPOConfig

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -74,3 +75,13 @@ def test_a_run_of_another_learner_is_named(tmp_path: Path, capsys: pytest.Captur
     (tmp_path / "config.json").write_text(json.dumps({"algorithm": "impala", "run": {}, "learner": {}}))
     status, _, error = said(capsys, "train", "ppo", "--resume", str(tmp_path))
     assert status == 1 and f"farstep train impala --resume {tmp_path}" in error
+
+
+@pytest.mark.parametrize("command", ["train", "watch"])
+def test_what_torch_is_needed_for_says_so(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    status, _, error = said(capsys, command, "runs/NAME")
+    assert status == 1
+    assert f"'farstep {command}' needs the package torch" in error and "pip install torch" in error

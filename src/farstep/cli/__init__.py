@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from farstep.errors import FarstepError, unknown_name
+from farstep.observe.extras import require
 
 _HELP = """\
 farstep trains Gymnasium environments on workers, and shows what came of it.
@@ -46,6 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _command(name: str) -> Callable[[Sequence[str]], int]:
     """Imported when it is wanted: torch alone takes two seconds."""
+    if name in ("train", "watch"):
+        require("torch", "torch", f"'farstep {name}'", "nn")
     if name == "train":
         from farstep.cli.train import main as command
     elif name == "watch":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -52,6 +53,9 @@ def main(arguments: Sequence[str]) -> int:
     state = put_together(loaded.arrays, loaded.meta["state"])
     agent = load_agent(run, config, state["agent"])
     agent.greedy = not options.sample
+    os.environ.setdefault(
+        "SDL_VIDEODRIVER", "dummy"
+    )  # pictures need no screen, and pygame complains where there is none
     steps = int(state["progress"]["steps"])
     out = options.out or folder.videos / f"step-{steps:09d}.mp4"
     returns = record(
