@@ -76,14 +76,14 @@ class Args:
     """environment steps of a run"""
     threshold: float = 450.0
     """the return, a mean of the last 100 episodes, that seconds are counted to"""
-    mean_ms: float = 4.0
-    """mean time of an environment's step; 4 makes learning about 30 % of a synchronous update on two cores"""
+    mean_ms: float = 3.0
+    """mean time of an environment's step; 3 makes learning about 30 % of a synchronous update on two cores"""
     sigma: float = 1.5
     """of the logarithm of that time"""
     workers: int = 8
     num_steps: int = 128
     """of each environment per rollout"""
-    hidden: tuple[int, ...] = (256, 256)
+    hidden: tuple[int, ...] = (128, 128)
     """layers of actor and critic"""
     learning_rate: float = 1e-3
     update_epochs: int = 8

@@ -123,13 +123,15 @@ def draw(document: dict[str, Any], folder: Path) -> list[Path]:
             for number, name in enumerate(LABELS):
                 curves = [np.array(run["report"]["curve"]) for run in runs if run["contender"] == name]
                 if curves:
-                    _line(axis, curves, column, f"C{number}", f"{LABELS[name]} ({len(curves)} seeds)")
+                    _line(axis, curves, column, f"C{number}", LABELS[name])
             axis.axhline(task["threshold"], color="grey", linestyle=":", linewidth=1)
-            axis.set(xlabel=what, xscale="log")
+            shortest = min(run["report"]["curve"][-1][column] for run in runs)
+            axis.set(xlabel=what, xscale="log", xlim=(shortest / 20, None))
             axis.grid(alpha=0.3)
         axes[0].set_ylabel("mean return of the last 100 episodes")
-        axes[1].legend(fontsize=8, loc="lower right")
-        figure.suptitle(f"{task['env']}, two cores; runs end at the threshold (dotted)")
+        handles, labels = axes[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=8)
+        figure.suptitle(f"{task['env']}: every run ends at the threshold (dotted line); bands from seed to seed")
         folder.mkdir(parents=True, exist_ok=True)
         written.append(folder / f"learning-{task['env'].lower()}.png")
         figure.savefig(written[-1], dpi=110)
