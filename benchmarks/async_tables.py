@@ -27,8 +27,11 @@ def summary(document: dict[str, Any]) -> str:
     ]
     parts.append(_times(found, rows))
     if BASELINE in found:
-        share = np.mean([run["learn_only_s"] / run["seconds_per_update"] for run in found[BASELINE]])
-        parts.append(f"Learning is {share:.0%} of a synchronous update.")
+        waited = [sum(run["curve"]["collect_s"][1:]) for run in found[BASELINE]]
+        whole = [run["curve"]["seconds"][-1] - run["curve"]["seconds"][0] for run in found[BASELINE]]
+        parts.append(
+            f"In these runs all but collecting took {1 - sum(waited) / sum(whole):.0%} of a synchronous update."
+        )
     parts += [f"The same runs, {settings['total_steps']:,} steps, means (from the lowest to the highest seed):"]
     parts.append(_learned(found, settings["threshold"]))
     others = [run["others_cpu_s"] / run["wall_s"] for run in runs]
