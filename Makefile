@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 EXTRAS := torch,envs,envpool,tensorboard,dev
 
-.PHONY: help setup demo test lint format bench bench-buffer scaling aaps bench-peers clean
+.PHONY: help setup demo test lint format bench bench-buffer scaling aaps stagger bench-peers clean
 help:            ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
 
@@ -46,6 +46,9 @@ scaling: setup   ## how throughput and the head's cost grow with workers, enviro
 
 aaps: setup      ## the AAPS experiment: return, pulls and bytes for thresholds from 0 to 1 (about an hour)
 	@$(BIN)/python benchmarks/aaps.py
+
+stagger: setup   ## staggered resets against environments that begin together, on a chain and on Pendulum (ten minutes)
+	@$(BIN)/python benchmarks/stagger.py
 
 bench-peers:     ## install the peers, each in a virtual environment of its own
 	@$(PYTHON) benchmarks/setup_peers.py

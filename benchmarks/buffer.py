@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import median
 
 from document import header, write_document, write_markdown
-from replay import INSERTS, OBSERVATIONS
+from replay import INSERTS, KEYS, OBSERVATIONS
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -155,9 +155,11 @@ def speed_of(done: Run, action: str) -> float | None:
     return int(action.split()[1]) / float(done.report["speeds"][action]["median_us"]) * 1e6
 
 
-def against_numpy(done: Run, number: str) -> float | None:
-    found = None if done.report is None else done.report["against_numpy"]
-    return float(found[number]) if found else None
+def against_numpy(done: Run, keys: tuple[str, ...], number: str) -> float | None:
+    for found in done.report["against_numpy"] if done.report else ():
+        if tuple(found["keys"]) == keys:
+            return float(found[number])
+    return None
 
 
 def rates_in(runs: dict[str, list[Run]], action: str) -> dict[str, Rates]:
@@ -188,14 +190,16 @@ def cell(name: str, rates: dict[str, Rates]) -> str:
     return f"{thousands:,.0f}{part}" if thousands >= 100 else f"{thousands:,.1f}{part}"
 
 
-def acceptance_table(case: Case, runs: dict[str, list[Run]]) -> Table | None:
-    """A prioritised batch against plain indexing of the same rows, taken in turn in one process."""
+def acceptance_table(runs: dict[str, list[Run]], keys: tuple[str, ...]) -> Table | None:
+    """A prioritised batch of rows of these keys against plain indexing of the same, taken in turn in one process."""
     numbers = ("sample_us", "fancy_us", "take_us", "times_fancy", "times_take")
-    shown = Table("contender", title="a prioritised batch of 1,024 and the same rows out of plain arrays, medians")
+    rows = f"rows of {', '.join(keys)}"
+    shown = Table("contender", title=f"a prioritised batch of 1,024 {rows}; the same out of plain arrays; medians")
     for heading in ("batch, µs", "fancy indexing, µs", "take, µs", "times fancy indexing", "times take"):
         shown.add_column(heading, justify="right")
     for name, done in runs.items():
-        found = [[value for run in done if (value := against_numpy(run, number)) is not None] for number in numbers]
+        values_of = {number: [against_numpy(run, keys, number) for run in done] for number in numbers}
+        found = [[value for value in values if value is not None] for values in values_of.values()]
         if name not in BUFFER_LIMITS and all(found):
             middle = [median(values) for values in found]
             shown.add_row(name, *(f"{value:,.0f}" for value in middle[:3]), *(f"{value:.2f}" for value in middle[3:]))
@@ -206,8 +210,9 @@ def tables_of(results: Results) -> Iterator[Table]:
     for case, runs in results.items():
         if any(run.report for done in runs.values() for run in done):
             yield rate_table(case, runs)
-            if case == Case("vector", "prioritised") and (found := acceptance_table(case, runs)):
-                yield found
+            for keys in (KEYS, ("obs",)):
+                if found := acceptance_table(runs, keys):
+                    yield found
 
 
 def remarks(results: Results) -> list[str]:

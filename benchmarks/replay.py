@@ -101,6 +101,10 @@ class Task:
         return self.sampler == "prioritised"
 
 
+Way: TypeAlias = tuple[Callable[[Rows], Any], Callable[[Any], None]]
+"""How rows are made native, not timed, and how these are inserted."""
+
+
 class Store:
     """A buffer, as its contender wraps it. What comes and goes has the form that is native to the buffer."""
 
@@ -108,6 +112,8 @@ class Store:
     """How the buffer keeps the following observation."""
     fixed_inserts: ClassVar[bool] = False
     """True where the rows of one insert are fixed at construction: then each number of rows gets a buffer."""
+    takes_any_rows: ClassVar[bool] = False
+    """True where rows need not have all of KEYS: then rows of nothing but an observation are sampled, too."""
 
     def __init__(self, task: Task, rows_per_insert: int) -> None:
         raise NotImplementedError
@@ -118,6 +124,10 @@ class Store:
 
     def insert(self, rows: Any) -> None:
         raise NotImplementedError
+
+    def ways(self) -> list[Way]:
+        """How rows can be inserted; for each number of rows the fastest counts."""
+        return [(self.native, self.insert)]
 
     def sample(self, batch_size: int) -> Any:
         """A batch with all of KEYS; prioritised, also with weights and what ``update`` needs."""
@@ -218,6 +228,8 @@ class Speed:
 class AgainstNumpy:
     """Batches of the buffer, and plain arrays indexed by the same rows, in turn and in one process."""
 
+    keys: tuple[str, ...]
+    """Of the rows."""
     batch_size: int
     repeats: int
     sample_us: float
@@ -238,7 +250,8 @@ class Report:
     capacity: int
     speeds: dict[str, Speed]
     """By what was done and with how many rows, such as ``insert 16``."""
-    against_numpy: AgainstNumpy | None
+    against_numpy: list[AgainstNumpy]
+    """For whole rows, and where the buffer takes these for rows of nothing but an observation."""
     next_obs: str
     notes: str = ""
     versions: dict[str, str] = field(default_factory=dict)
@@ -264,8 +277,11 @@ def run(
     speeds: dict[str, Speed] = {}
     for batch_size in task.batches:
         speeds |= measure_sampling(store, task, batch_size)
-    compared = task.prioritised and task.observations == "vector"
-    against = compare_with_numpy(store, source, task, max(task.batches)) if compared else None
+    against = []
+    if task.prioritised and task.observations == "vector":
+        against.append(compare_with_numpy(store, source.rows(0, task.capacity), row_numbers, task))
+        if store.takes_any_rows:
+            against.append(compare_observations(make, source, task))
     for count in INSERTS:
         if store.fixed_inserts:
             store.close()
@@ -332,27 +348,46 @@ def measure_sampling(store: Store, task: Task, batch_size: int) -> dict[str, Spe
 
 def measure_inserting(store: Store, source: Source, task: Task, count: int) -> Speed:
     """Inserts of ``count`` rows into a buffer that is full, where each takes the place of the oldest."""
+    return min((measure_way(way, source, task, count) for way in store.ways()), key=lambda speed: speed.median_us)
+
+
+def measure_way(way: Way, source: Source, task: Task, count: int) -> Speed:
     clock = time.perf_counter
+    native, insert = way
     last = min(POOL_ROWS, source.size) - count + 1
-    blocks = cycle([store.native(source.rows(start, count)) for start in range(0, last, count)])
-    store.insert(next(blocks))
+    blocks = cycle([native(source.rows(start, count)) for start in range(0, last, count)])
+    insert(next(blocks))
     times = []
     ends = clock() + task.seconds
     while clock() < ends:
         rows = next(blocks)
         began = clock()
-        store.insert(rows)
+        insert(rows)
         times.append(clock() - began)
     return Speed.of(count, times)
 
 
-def compare_with_numpy(store: Store, source: Source, task: Task, batch_size: int) -> AgainstNumpy:
-    """Time batches and plain indexing of the same rows, alternately.
+def compare_observations(make: Callable[[Task, int], Store], source: Source, task: Task) -> AgainstNumpy:
+    """As ``compare_with_numpy``, of rows that are nothing but an observation, whose first entry is the row's number."""
+    frames = source.frames[: task.capacity].copy()
+    frames[:, 0] = np.arange(task.capacity)
+    store = make(task, FILL_ROWS)
+    for start in range(0, task.capacity, FILL_ROWS):
+        store.insert(store.native({"obs": frames[start : start + FILL_ROWS]}))
+    spread_priorities(store, max(task.batches))
+    compared = compare_with_numpy(store, {"obs": frames}, lambda batch: batch["obs"][:, 0].astype(np.int64), task)
+    store.close()
+    return compared
+
+
+def compare_with_numpy(store: Store, rows: Rows, numbers: Callable[[Rows], Array], task: Task) -> AgainstNumpy:
+    """Time batches and plain indexing of the same ``rows``, whose ``numbers`` a batch tells, alternately.
 
     The plain arrays are memory of their own and every batch has fresh rows, so neither side finds its rows in a cache.
     """
     clock = time.perf_counter
-    plain = {key: np.array(values) for key, values in source.rows(0, task.capacity).items()}
+    batch_size = max(task.batches)
+    plain = {key: np.array(values) for key, values in rows.items()}
     priorities = new_priorities(batch_size)
     sampling: list[float] = []
     fancy: list[float] = []
@@ -362,20 +397,21 @@ def compare_with_numpy(store: Store, source: Source, task: Task, batch_size: int
         began = clock()
         batch = store.sample(batch_size)
         sampling.append(clock() - began)
-        rows = row_numbers(store.arrays(batch))
+        chosen = numbers(store.arrays(batch))
         # One of the two per batch: the second would find the rows in the cache.
         if len(sampling) % 2:
             began = clock()
-            taken = {key: values[rows] for key, values in plain.items()}
+            taken = {key: values[chosen] for key, values in plain.items()}
             fancy.append(clock() - began)
         else:
             began = clock()
-            taken = {key: np.take(values, rows, axis=0) for key, values in plain.items()}
+            taken = {key: np.take(values, chosen, axis=0) for key, values in plain.items()}
             take.append(clock() - began)
         assert len(taken["obs"]) == batch_size
         store.update(batch, next(priorities))
     sample_us, fancy_us, take_us = (median(times) * 1e6 for times in (sampling, fancy, take))
     return AgainstNumpy(
+        keys=tuple(plain),
         batch_size=batch_size,
         repeats=len(sampling),
         sample_us=round(sample_us, 2),

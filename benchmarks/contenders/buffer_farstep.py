@@ -12,6 +12,8 @@ from farstep.buffer import NStep, Prioritized, Uniform
 
 
 class FarstepBuffer(Store):
+    takes_any_rows = True
+
     def __init__(self, task: Task, rows_per_insert: int) -> None:
         sampler = Prioritized(alpha=ALPHA, beta=BETA) if task.prioritised else Uniform()
         self.buffer = farstep.Buffer(task.capacity, NStep(1, by=sampler) if task.mode == "next-row" else sampler)
@@ -26,11 +28,12 @@ class FarstepBuffer(Store):
         self.buffer.update_priorities(batch[1].keys, priorities)
 
     def arrays(self, batch: Any) -> Rows:
-        return {key: batch[0][key] for key in KEYS}
+        return {key: batch[0][key] for key in KEYS if key in batch[0]}
 
 
 class NextRowBuffer(FarstepBuffer):
     next_obs = "read from the next row"
+    takes_any_rows = False  # it needs rewards
 
     def native(self, rows: Rows) -> Rows:
         return {key: values for key, values in rows.items() if key != "next_obs"}

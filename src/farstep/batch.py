@@ -10,7 +10,7 @@ import numpy as np
 
 from farstep.core import Array, Nested
 from farstep.errors import unknown_name
-from farstep.spec import Structure, map_leaves, nest
+from farstep.spec import Structure, leaf_names, map_leaves, nest
 
 ENDS = np.dtype([("row", "<i4"), ("slot", "<i4"), ("length", "<i8"), ("return", "<f8"), ("time", "<f8")])
 """One record per episode that ended: where, and what it came to."""
@@ -126,3 +126,38 @@ class Part:
 
 def _copied(value: Nested) -> Nested:
     return None if value is None else map_leaves(np.ndarray.copy, value)
+
+
+def side_by_side(batches: Sequence[Batch]) -> Batch:
+    """One batch of the columns of several, in order of their slots, with the arrays that all of them have."""
+    batches = sorted(batches, key=lambda batch: int(batch.slots[0]))
+    first, firsts = batches[0], np.cumsum([0, *(len(batch.slots) for batch in batches)])
+    names = [name for name in first.arrays if all(name in batch.arrays for batch in batches)]
+    finals = [batch.final_obs for batch in batches]
+    columns = [final.slot + column for final, column in zip(finals, firsts, strict=False)]
+    return Batch(
+        {name: np.concatenate([batch.arrays[name] for batch in batches], axis=1) for name in names},
+        {key: each for key, each in first.structures.items() if all(name in names for name in leaf_names(each))},
+        joined([batch.last_obs for batch in batches]),
+        FinalObs(
+            np.concatenate([final.row for final in finals]),
+            np.concatenate(columns),
+            joined([final.obs for final in finals]),
+        ),
+        {key: np.concatenate([batch.episodes[key] for batch in batches]) for key in EPISODE_KEYS},
+        np.concatenate([batch.slots for batch in batches]),
+        np.concatenate([batch.continues for batch in batches]),
+        joined([batch.initial_state for batch in batches]),
+    )
+
+
+def joined(values: Sequence[Nested]) -> Nested:
+    """Values of the same structure, end to end; None if one is missing."""
+    first = values[0]
+    if any(value is None for value in values):
+        return None
+    if isinstance(first, dict):
+        return {key: joined([value[key] for value in values]) for key in first}
+    if isinstance(first, tuple):
+        return tuple(joined([value[i] for value in values]) for i in range(len(first)))
+    return np.concatenate(values)

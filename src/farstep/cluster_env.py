@@ -78,8 +78,12 @@ class ClusterEnv:
                 try:
                     self._check_open()  # another thread may have closed it before there was anything to close
                     self.observation_space, self.action_space = collector.start()
-                except BaseException:
+                except Exception:
                     self.close()
+                    raise
+                except BaseException:  # Ctrl-C: nothing is wrong with it, and the next call launches again
+                    self._collector = None
+                    self._finalizer()
                     raise
             return self._collector
 

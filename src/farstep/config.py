@@ -15,48 +15,19 @@ import os
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self, TypeVar, cast, get_args
+from typing import Any, ClassVar, Literal, Never, Self, TypeVar
 
 from farstep.core import SyncRule
 from farstep.errors import AgentError, ConfigError, unknown_name
+from farstep.options import Options as _Config
 
 EnvType = Literal["gymnasium", "factory", "vector", "envpool"]
 Inference = Literal["auto", "eager"]
 LocalTransport = Literal["shm", "ipc", "tcp"]
+StaggerInit = Literal["advance", "clock", "policy"]
+StaggerOffsets = Literal["even", "random"]
+StaggerEarly = Literal["partial", "gate"]
 T = TypeVar("T")
-
-
-class _Config:
-    """What the configurations share: construction from a mapping and checks of literals."""
-
-    @classmethod
-    def of(cls, value: Self | Mapping[str, object] | None) -> Self:
-        """`value` itself, or a configuration made from a mapping; unknown keys are refused by name."""
-        if value is None:
-            return cls()
-        if isinstance(value, cls):
-            return value
-        if not isinstance(value, Mapping):
-            raise ConfigError(f"expected a {cls.__name__} or a mapping of its fields, got {value!r}.")
-        known = [field.name for field in dataclasses.fields(cast(Any, cls))]
-        for key in value:
-            if key not in known:
-                raise ConfigError(unknown_name(f"option of {cls.__name__}", str(key), known))
-        return cls(**cast("dict[str, Any]", dict(value)))
-
-    def _one_of(self, field: str, literal: object) -> None:
-        got = getattr(self, field)
-        if got not in get_args(literal):
-            raise ConfigError(unknown_name(f"{field} of {type(self).__name__}", str(got), get_args(literal)))
-
-    def _at_least(self, field: str, minimum: float) -> None:
-        got: Any = getattr(self, field)
-        kind = numbers.Integral if isinstance(minimum, int) else numbers.Real  # NumPy's numbers are both
-        if not isinstance(got, kind) or isinstance(got, bool) or not float(got) >= minimum:
-            what = "an integer" if isinstance(minimum, int) else "a number"
-            raise ConfigError(f"{type(self).__name__}.{field} is {got!r}; it must be {what} of at least {minimum}.")
-        if isinstance(got, numbers.Integral):
-            object.__setattr__(self, field, int(got))  # NumPy's integers do not travel
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -157,6 +128,17 @@ class TransferTrigger(_Config):
 
     _EXPECTED = "expected groups of array names, e.g. (('reward', 'value', 'last_obs'), ('obs', 'action'))."
 
+    NO_TRIGGER: ClassVar[str] = (
+        "a TransferTrigger calls nobody: it says when workers send what they have rolled, and belongs into the "
+        'environment\'s configuration, {"transfer": TransferTrigger(...)}. Who is called when rows have arrived says '
+        "flow.on(DataKeyTrigger(n=..., size=...), consumer)."
+    )
+
+    def __and__(self, other: object) -> Never:
+        raise ConfigError(self.NO_TRIGGER)
+
+    __or__ = __rand__ = __ror__ = __and__
+
     @classmethod
     def dual(cls, size: int | None = None, in_turn: int | None = None) -> Self:
         """What advantages are computed of first (ARTOS: dual-stage pipeline), observations and actions after it."""
@@ -200,6 +182,48 @@ ALL_AT_ONCE = TransferTrigger()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Stagger(_Config):
+    """Environments spread over the horizon, so that a short rollout has rows of every part of an episode (Staggered
+    Environment Resets, arXiv 2511.21011)."""
+
+    horizon: int | None = None
+    """Steps of an episode; one that has not ended by itself by then is truncated."""
+    groups: int | Literal["auto"] = "auto"
+    """How many groups of environments begin at different times; `auto`: horizon // steps of the first rollout. Never
+    more than there are environments."""
+    init: StaggerInit = "advance"
+    """How an environment gets to its place: by steps with random actions (`advance`), with the agent's (`policy`), none
+    of which you are given, or by a first episode that is cut short (`clock`)."""
+    offsets: StaggerOffsets = "even"
+    """Places of groups, evenly apart; or of each environment by itself, drawn from the seed (`random`)."""
+    early: StaggerEarly = "partial"
+    """When an episode ends before the horizon, begin the next at once (`partial`), or when its group does (`gate`)."""
+
+    def __post_init__(self) -> None:
+        if self.horizon is None:
+            raise ConfigError("Stagger.horizon is missing; give the steps of an episode, e.g. {'horizon': 1000}.")
+        self._at_least("horizon", 1)
+        self._one_of("init", StaggerInit)
+        self._one_of("offsets", StaggerOffsets)
+        self._one_of("early", StaggerEarly)
+        if self.groups == "auto":
+            return
+        if isinstance(self.groups, str):
+            raise ConfigError(f"Stagger.groups is {self.groups!r}; expected 'auto' or a number of groups.")
+        self._at_least("groups", 1)
+        if self.groups > self.horizon:
+            raise ConfigError(
+                f"Stagger.groups is {self.groups} with horizon={self.horizon}; groups begin at different steps of the "
+                "horizon, so there can be no more groups than steps."
+            )
+        if self.offsets == "random":
+            raise ConfigError(
+                f"Stagger has both groups={self.groups} and offsets='random', which gives every environment a place of "
+                "its own; leave out one of the two."
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class EnvConfig(_Config):
     """Which environments to run, and how workers act in them."""
 
@@ -231,6 +255,8 @@ class EnvConfig(_Config):
     """What of a chunk travels when, from workers without shared memory; a mapping is accepted: `{"size": 64}`."""
     inference: Inference = "auto"
     """`auto` uses the fast path where it agrees with the agent's own `act`; `eager` never does."""
+    stagger: Stagger | None = None
+    """Spread environments over the horizon; a mapping is accepted: `{"horizon": 1000}`. None: all begin together."""
 
     def __post_init__(self) -> None:
         self._one_of("type", EnvType)
@@ -238,6 +264,8 @@ class EnvConfig(_Config):
         self._at_least("envs_per_node", 1)
         object.__setattr__(self, "weights", WeightsConfig.of(self.weights))
         object.__setattr__(self, "transfer", TransferTrigger.of(self.transfer))
+        if self.stagger is not None:
+            object.__setattr__(self, "stagger", Stagger.of(self.stagger))
         if self.env_name is None:
             raise ConfigError("EnvConfig.env_name is missing; name an environment, e.g. 'CartPole-v1'.")
         if not isinstance(self.env_name, str) and not callable(self.env_name):
@@ -258,6 +286,8 @@ class EnvConfig(_Config):
                 "EnvConfig.wrappers do not reach EnvPool's environments, which are not Python objects; give EnvPool's "
                 "own options in env_kwargs (e.g. frame_skip), or use type='gymnasium'."
             )
+        if self.stagger is not None and self.type in ("vector", "envpool"):
+            self._check_vector_stagger(self.stagger)
         if self.seed is not None:
             object.__setattr__(self, "seed", check_seed(self.seed))
         if self.kl_threshold is not None:
@@ -266,6 +296,14 @@ class EnvConfig(_Config):
             check_rule("EnvConfig.sync", self.sync)
         if not isinstance(self.seed_episodes, bool):
             raise ConfigError(f"EnvConfig.seed_episodes is {self.seed_episodes!r}; expected True or False.")
+
+    def _check_vector_stagger(self, stagger: Stagger) -> None:
+        if stagger.init != "clock" or stagger.early != "partial":
+            raise ConfigError(
+                f"EnvConfig.stagger has init={stagger.init!r} and early={stagger.early!r} with type={self.type!r}; an "
+                "environment that is one of a vector cannot be stepped, or left standing, alone. Use init='clock' and "
+                "early='partial', or type='gymnasium' or 'factory'."
+            )
 
     def _check_threshold(self, threshold: float) -> None:
         if not is_number(threshold) or threshold < 0:
@@ -322,6 +360,8 @@ class Timeouts(_Config):
     """Receiving an agent or loading new weights."""
     idle_s: float = 60.0
     """From a ticket to an idle worker until it begins with it (a stopped process never does)."""
+    transfer_s: float = 600.0
+    """From one message of a rollout that is on its way until the next (workers may share a slow connection)."""
     close_s: float = 5.0
     """From `close()` until workers that are still there are killed."""
 

@@ -13,29 +13,29 @@ import math
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
 from farstep.batch import Batch, is_final
+from farstep.buffer.consumers import Consumer, ConsumerThread, Guard
 from farstep.buffer.dispatch import Dispatcher, Message, Passer, Trigger, leaves_of
-from farstep.buffer.ledger import Actor, Ledger
+from farstep.buffer.holdings import Holdings, windows_of
+from farstep.buffer.ledger import Ledger
 from farstep.buffer.objects import ModelBlock
 from farstep.buffer.passers import Direct, LocalQueue
 from farstep.buffer.replay import Buffer
 from farstep.buffer.triggers import DataKeyTrigger
-from farstep.buffer.windows import Windows
 from farstep.cluster_env import ClusterEnv
-from farstep.config import check_count
+from farstep.config import check_count, is_number
 from farstep.core import Agent, Array, Nested
 from farstep.errors import ClosedError, ConfigError, FarstepError, unknown_name
+from farstep.head.arrivals import Early
 from farstep.head.collector import Collector
 from farstep.head.feed import Feed
 from farstep.head.tickets import Arrived, FeedPlan
 
-Consumer = Callable[[Message], object]
 _STEPS = 32  # of a chunk, where no trigger says what it needs
 _REMOTE_S = 0.05  # how often a passer to another process is asked whether its consumer is done
 
@@ -45,6 +45,7 @@ class Workflow:
 
     `steps` is a chunk's length (else the smallest `size` of a `DataKeyTrigger`). Rows that a learner gets through a
     consuming trigger are at most `max_staleness` versions old; None: workers run ahead as far as the buffer has room.
+    A run that ends waits at most `end_s` seconds for consumers in threads to return.
     """
 
     def __init__(
@@ -55,21 +56,34 @@ class Workflow:
         *,
         steps: int | None = None,
         max_staleness: int | None = None,
+        end_s: float = 300.0,
     ) -> None:
+        if not isinstance(env, ClusterEnv):
+            raise ConfigError(
+                f"Workflow's env is {env!r}; expected a farstep.ClusterEnv, whose workers act by themselves. make_vec "
+                "is for a loop that steps."
+            )
+        if not isinstance(buffer, Buffer):
+            raise ConfigError(f"Workflow's buffer is {buffer!r}; expected a farstep.Buffer(capacity, sampler).")
         self.env, self.agent, self.buffer = env, agent, buffer
         self._steps = None if steps is None else check_count("steps", steps)
         self._chunk_steps = self._steps or _STEPS
         self._max_staleness = None if max_staleness is None else check_count("max_staleness", max_staleness, minimum=0)
+        if not is_number(end_s) or end_s < 0:
+            raise ConfigError(f"end_s is {end_s!r}; expected a number of seconds.")
+        self._end_s = end_s
         self.objects = ModelBlock()
         self.ledger = Ledger(now=time.monotonic())
         self._dispatcher = Dispatcher()
-        self._windows = Windows(buffer)
-        self._takers: list[_Guard] = []
-        """Of triggers whose messages name rows that nobody may overwrite before their consumer is done."""
+        self._takers: list[DataKeyTrigger] = []
+        """Those of the table whose messages name rows that nobody may overwrite before their consumer is done."""
+        self.holdings = Holdings(buffer, self.ledger, self._takers, self._freed)
+        self._reading: list[str] = []
+        """The names of their triggers, one for each holder of rows."""
         self._by_data: list[DataKeyTrigger] = []
         self._most_samples = 0
-        self._threads: list[_Thread] = []
-        self._on_demand = self._asks = False
+        self._threads: list[ConsumerThread] = []
+        self._on_demand = self._asks = self._keyed_elsewhere = False
         self._owed: Counter[int] = Counter()
         """Per worker, chunks that it was asked for and that have not arrived, over several runs."""
         self._followed: Array | None = None
@@ -80,7 +94,8 @@ class Workflow:
         """The thread that runs it."""
         self._said: deque[Callable[[], None]] = deque()
         """What other threads did, for the loop to write down."""
-        self._stopped = False
+        self.stopped = False
+        """Nothing fires any more."""
 
     # ---- the table ----
 
@@ -108,21 +123,26 @@ class Workflow:
         if thread and is_passer:
             raise ConfigError(f"{consumer!r} hands messages elsewhere by itself; leave out thread=True.")
         passer: Passer = consumer if is_passer else Direct(consumer)  # type: ignore[assignment]
-        started: _Thread | None = None
+        started: ConsumerThread | None = None
         if thread:
-            started = _Thread(self, consumer, LocalQueue(max_outstanding))
+            started = ConsumerThread(self, consumer, LocalQueue(max_outstanding))
             passer = started.queue
         by_data = [leaf for leaf in leaves_of(trigger) if isinstance(leaf, DataKeyTrigger)]
-        guard = _Guard(self, passer, by_data, started, None if samples is None else check_count("samples", samples))
+        guard = Guard(self, passer, by_data, started, None if samples is None else check_count("samples", samples))
         found = self._dispatcher.add(trigger, guard, trigger_id=name, max_outstanding=max_outstanding)
         self._by_data += by_data
         if guard.takers:
-            self._takers.append(guard)
+            guard.discard(self.ledger)  # rows of runs before are not for it
+            self._takers += guard.takers
+            self.holdings.holders.append(guard)
+            self._reading.append(found)
         self._most_samples = max(self._most_samples, guard.samples)
         if started is not None:
-            started.guard = guard
+            started.guard, started.name = guard, found
             self._threads.append(started)
         self._asks = self._asks or is_passer
+        keyed = any(leaf.stages != (None,) for leaf in by_data)
+        self._keyed_elsewhere |= keyed and is_passer and not isinstance(consumer, LocalQueue)
         self._on_demand = self._on_demand or consumer == self.next_rollout
         return found
 
@@ -130,17 +150,13 @@ class Workflow:
 
     def batch(self, message: Message) -> Batch:
         """The rows that a `DataKeyTrigger`'s message names, `[size, slots, ...]`; views until the consumer returns."""
-        parts = list(_windows(message))
-        if len(parts) != 1:
-            raise ConfigError(f"the message names {len(parts)} windows of rows; give one of message['all'].")
-        part = parts[0]
-        holder = next((guard for guard in self._takers if guard.holds(part, message.get("trigger_id"))), None)
-        if holder is None:
-            raise FarstepError(
-                "the rows of this message are not held: its consumer has returned, or its trigger takes none "
-                "(consume=False). Use batch() in the consumer, and buffer.sample() for replay."
-            )
-        return self._windows.batch(part["actor_ids"], part["start"], part["size"], holder.gaps_before(part))
+        if not isinstance(message, Mapping):
+            raise ConfigError(f"batch got {message!r}; expected the message that a DataKeyTrigger's consumer is given.")
+        return self.holdings.batch(message)
+
+    def backlog(self) -> dict[str, int]:
+        """For each trigger whose consumer reads rows, how many it is not done with, of the slot with most."""
+        return dict(zip(self._reading, self.holdings.backlog(), strict=False))
 
     def publish(self, message: Message | None = None) -> int:
         """Publish the agent's parameters; fires `ObjectKeyTrigger("parameters")`. Can be a consumer itself."""
@@ -160,8 +176,7 @@ class Workflow:
 
     def _invite(self) -> None:
         if self._feed is not None:
-            leaves = (leaf for guard in self._takers for leaf in guard.takers)
-            chunks = max((-(-leaf.size // self._chunk_steps) for leaf in leaves), default=1)
+            chunks = max((-(-leaf.size // self._chunk_steps) for leaf in self._takers), default=1)
             self._owed.update(dict.fromkeys(range(self.env.num_workers), chunks))
             self._feed.invite(chunks)
 
@@ -170,6 +185,8 @@ class Workflow:
 
         `flow.objects.read(name)` gets it; another process does by `flow.objects.path(name)`.
         """
+        if not isinstance(name, str) or not name:
+            raise ConfigError(f"put got the name {name!r}; expected a string, as ObjectKeyTrigger's.")
         if name == "parameters":
             raise ConfigError("the agent's parameters are published with publish(); choose another name.")
         version = self.objects.publish(name, value)
@@ -179,12 +196,13 @@ class Workflow:
     def learned(self, steps: int = 1) -> None:
         """The learner made further updates: what `TimeTrigger(unit="learner_steps")` counts, beside one for every
         message of a `DataKeyTrigger` that was handled."""
+        steps = check_count("steps", steps)
         self._say(lambda: self.ledger.learned(steps))
 
     def stop(self) -> None:
         """Let the present `run` return: no trigger fires any more; from any thread."""
-        self._stopped = True
-        self._wake()
+        self.stopped = True
+        self.wake()
 
     # ---- the loop ----
 
@@ -197,48 +215,55 @@ class Workflow:
         """
         if total_steps is not None:
             check_count("total_steps", total_steps)
+        if until is not None and not callable(until):
+            raise ConfigError(f"until is {until!r}; expected a function without arguments that says when to stop.")
         if self._feed is not None:
             raise ClosedError("this workflow is running already.")
-        self._stopped = False
+        for thread in self._threads:
+            thread.check_ended()
+        self.stopped = False
         collector = self._collector = self.env.adopt(self.agent)
-        leaves = [leaf for guard in self._takers for leaf in guard.takers]
-        steps = self._steps or min((leaf.size for leaf in leaves), default=_STEPS)
+        steps = self._steps or min((leaf.size for leaf in self._takers), default=_STEPS)
         self._chunk_steps = steps
         self._bind(collector, steps)
         plan = FeedPlan(
             self._max_staleness,
-            max((leaf.n for leaf in leaves), default=1),
-            max((_most_chunks(leaf.size, steps) for leaf in leaves), default=1),
+            max((leaf.n for leaf in self._takers), default=1),
+            max((_most_chunks(leaf.size, steps) for leaf in self._takers), default=1),
             self._owed if self._on_demand else None,
         )
-        failed = True
+        failure: BaseException | None = None
         try:
             with collector.server.locked():  # a Ctrl-C comes when the feed is there, and is closed below
-                self._feed = feed = Feed(collector, steps, plan)
+                self._feed = feed = Feed(collector, steps, plan, self._fires_early(steps))
                 followed = collector.followed()
                 known = self._followed is not None
                 self._follows: Array = followed == self._followed if known else np.zeros(len(followed), bool)
             self._loop = self.buffer.filled_by = threading.get_ident()
-            self.buffer.told = self._wake
+            self.buffer.told = self.wake
+            self._dispatcher.resume(self.ledger, time.monotonic())
             for thread in self._threads:
                 thread.start()
             while not self._finished(total_steps, until):
                 self._step(feed, steps)
-            failed = False
+        except BaseException as error:
+            failure = error
+            raise
         finally:
             if self._feed is not None:
-                self._end(self._feed, failed)
+                self._end(self._feed, failure)
+            failure = None  # else it and this frame would keep each other alive
 
     def _finished(self, total_steps: int | None, until: Callable[[], bool] | None) -> bool:
         self._fire()
         steps = self.ledger.env_steps
-        return self._stopped or (total_steps is not None and steps >= total_steps) or (until is not None and until())
+        return self.stopped or (total_steps is not None and steps >= total_steps) or (until is not None and until())
 
     def _step(self, feed: Feed, steps: int) -> None:
         """Wait for the next event and write it down."""
         deadline = self._dispatcher.deadline(self.ledger)
         wait_until = math.inf if deadline is None else deadline
-        waiting = self._dispatcher.waiting
+        waiting = self._dispatcher.outstanding()
         if self._asks and waiting:  # another process cannot wake us
             wait_until = min(wait_until, time.monotonic() + _REMOTE_S)
 
@@ -246,21 +271,32 @@ class Workflow:
             if wait_until == math.inf and not waiting:
                 self._check_life(feed, steps)
 
-        feed.take(lambda worker: self._has_room(worker, steps, feed), wait_until, check, self._store)
+        def wanted(worker: int) -> bool:
+            return self._has_room(worker, steps, feed)
+
+        feed.take(wanted, wait_until, check, self._store, self._store_early, self.buffer.locked())
 
     def _store(self, arrived: Arrived, batch: Batch) -> None:
-        worker, (steps, envs) = arrived.order.worker, batch.shape
+        worker = arrived.order.worker
         batch = replace(batch, continues=batch.continues & self._follows[batch.slots])
         self._follows[batch.slots] = True
         if self._on_demand:
             self._owed[worker] -= 1
-        start = self.ledger.written(worker)
-        self.buffer.insert(batch)
-        if self._takers:
-            self._windows.add(worker, start, batch)
-        self.ledger.wrote(worker, steps, arrived.version, envs=envs)
-        if not self._takers and self._feed is not None:
-            self._feed.consumed(worker, 1)
+        ticket = arrived.order.seq
+        self.holdings.ahead.keep(lambda other: other == ticket or self._is_live(other))
+        self.buffer.insert(batch, timeout_s=0)
+        self.holdings.add(worker, ticket, arrived.version, batch)
+
+    def _store_early(self, early: Early) -> None:
+        """Some keys of a chunk are here: those are written down, the rows not yet in the buffer."""
+        order, batch = early.order, early.part.so_far
+        self.holdings.ahead.keep(self._is_live)
+        if self._is_live(order.seq):
+            batch = replace(batch, continues=batch.continues & self._follows[batch.slots])
+            self.holdings.ahead.add(order.worker, order.seq, early.key, early.version, batch)
+
+    def _is_live(self, ticket: int) -> bool:
+        return self._feed is not None and self._feed.is_live(ticket)
 
     def _fire(self) -> None:
         if self._collector is not None:  # also what was published past us, by env.publish
@@ -273,11 +309,19 @@ class Workflow:
             self._said.popleft()()
             self._dispatcher.check(self.ledger)
 
+    def _fires_early(self, steps: int) -> bool:
+        """Whether to tell triggers of keys that are here before their chunk is: a window is a chunk then, and its
+        consumer finds it without the buffer."""
+        keyed = [leaf for leaf in self._by_data if leaf.stages != (None,)]
+        taken = all(leaf.min_new is None and leaf.size == steps for leaf in keyed)
+        return bool(keyed) and taken and not self._keyed_elsewhere
+
     def _bind(self, collector: Collector, steps: int) -> None:
         """Let the buffer take its arrays from the environment; refuse what could only come to a standstill."""
         schema, structures = collector.row_schema()
         schema = {name: spec for name, spec in schema.items() if not is_final(name)}
         buffer, num_envs = self.buffer, self.env.num_envs
+        self.ledger.keys = tuple(schema)
         for trigger in self._by_data:
             if trigger.n > self.env.num_workers:
                 raise ConfigError(
@@ -299,8 +343,7 @@ class Workflow:
                     f"the buffer has {buffer.store.columns} columns for {', '.join(buffer.schema)}; the environment "
                     f"has {num_envs} slots and {', '.join(schema)}. Leave out spec, or make a new buffer."
                 )
-            leaves = (leaf for guard in self._takers for leaf in guard.takers)
-            needed = max([steps, *(leaf.size + steps - math.gcd(leaf.size, steps) for leaf in leaves)])
+            needed = max([steps, *(leaf.size + steps - math.gcd(leaf.size, steps) for leaf in self._takers)])
             if buffer.store.rows < needed:
                 raise ConfigError(
                     f"the buffer has room for {buffer.store.rows} rows of each of {num_envs} environments; {needed} "
@@ -322,12 +365,7 @@ class Workflow:
         """Whether a worker's next chunk overwrites nothing that somebody is still to read, and the limiter agrees."""
         if not self.buffer.limiter.can_insert(steps * feed.seat(worker).num_envs):
             return False
-        if not self._takers:
-            return True
-        return self.ledger.written(worker) + steps - self._unread_from(worker) <= self.buffer.store.rows
-
-    def _unread_from(self, worker: int) -> int:
-        return min(guard.unread_from(worker) for guard in self._takers)
+        return self.holdings.has_room(worker, steps)
 
     def _check_life(self, feed: Feed, steps: int) -> None:
         """Refuse to wait for what cannot come."""
@@ -345,32 +383,19 @@ class Workflow:
 
     # ---- consumed rows ----
 
-    def _is_stale(self, message: Message) -> bool:
+    def is_stale(self, message: Message) -> bool:
+        """Whether a message names rows that are more than `max_staleness` versions old."""
         if self._max_staleness is None or self._collector is None:
             return False
         current = self._collector.version()
-        oldest = min((span[0] for part in _windows(message) for span in part["versions"]), default=current)
+        oldest = min((span[0] for part in windows_of(message) for span in part["versions"]), default=current)
         return current - oldest > self._max_staleness
 
-    def _located(self, message: Message) -> Message:
-        """A message that also says where its rows are in the buffer, for a consumer in another process."""
-        if "all" in message:
-            return {**message, "all": [self._located(part) for part in message["all"]]}
-        if "actor_ids" not in message:
-            return message
-        pairs = zip(message["actor_ids"], message["start"], strict=True)
-        places = [self._windows.where(actor, start, message["size"]) for actor, start in pairs]
-        found = {"slots": tuple(slots for slots, _ in places), "rows": tuple(row for _, row in places)}
-        return {**message, **found, "keys": message["keys"] or tuple(self.buffer.schema), "path": self.buffer.path}
-
-    def _free(self, workers: set[int], dropped: str | None = None) -> None:
-        """Rows of these workers that nobody holds or will be told of can be overwritten."""
-        for worker in workers if self._takers else ():
-            chunks = self._windows.forget(worker, self._unread_from(worker))
-            if dropped is not None and self._on_demand:
-                self._owed[worker] += chunks
-            if self._feed is not None and chunks:
-                self._feed.consumed(worker, chunks, dropped)
+    def _freed(self, worker: int, chunks: int, dropped: str | None) -> None:
+        if dropped is not None and self._on_demand:
+            self._owed[worker] += chunks
+        if self._feed is not None:
+            self._feed.consumed(worker, chunks, dropped)
 
     # ---- threads ----
 
@@ -380,198 +405,42 @@ class Workflow:
             what()
         else:
             self._said.append(what)
-            self._wake()
+            self.wake()
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
+        """Let the loop look again; from any thread."""
         if (feed := self._feed) is not None:
             feed.wake()
 
-    def _end(self, feed: Feed, failed: bool) -> None:
+    def _end(self, feed: Feed, failure: BaseException | None) -> None:
+        """Stop everything. All that consumers raised is this run's: the first is raised, unless something else is."""
+        errors: list[BaseException] = []
         try:
+            deadline = time.monotonic() + self._end_s
             with self.buffer.halted():  # a thread that waits there for rows would do so for long
                 for thread in self._threads:
-                    thread.end(drop=failed)
-            self._stopped = True  # nothing fires; what threads did is written down, and raised
-            with contextlib.suppress(Exception) if failed else contextlib.nullcontext():
+                    thread.close(drop=failure is not None)
+                late = [thread.error(self._end_s) for thread in self._threads if not thread.join(deadline)]
+            self.stopped = True  # nothing fires; what threads did is written down
+            errors += [*self._dispatcher.settle(), *late]
+            with contextlib.suppress(Exception) if failure is not None else contextlib.nullcontext():
                 self._fire()
         finally:
             try:
-                for guard in self._takers:
-                    guard.discard(self.ledger)
-                self._free(set(range(self.env.num_workers)), "cancelled")
+                self.holdings.discard(set(range(self.env.num_workers)))
             finally:
                 self._feed = self._loop = self.buffer.filled_by = self.buffer.told = None
                 feed.close()
                 if self._collector is not None:
                     self._followed = self._collector.followed()
-
-
-class _Guard:
-    """A passer that keeps a message's rows until its consumer is done, and drops what is too old for it; one that
-    samples is not called before the buffer's limiter lets it."""
-
-    def __init__(
-        self,
-        flow: Workflow,
-        passer: Passer,
-        by_data: list[DataKeyTrigger],
-        thread: _Thread | None,
-        samples: int | None,
-    ) -> None:
-        self._flow, self._passer, self._thread = flow, passer, thread
-        self.takers = [leaf for leaf in by_data if leaf.min_new is None]
-        self.samples = samples or int(len(by_data) > len(self.takers))
-        self._open: list[Message] = []
-        """Passed on and not done."""
-        self._passed = 0
-        self._gaps: dict[Actor, int] = {}
-        """Per actor, the row before which some were dropped that it had been the turn of."""
-
-    @property
-    def full(self) -> bool:
-        buffer = self._flow.buffer
-        if self._flow._stopped or (self.samples and not buffer.limiter.can_sample(self.samples)):
-            return True
-        if buffer.sampler.once and len(buffer) < self.samples:
-            return True
-        return bool(getattr(self._passer, "full", False))
-
-    def __call__(self, message: Message) -> bool:
-        if self.takers:
-            if self._flow._is_stale(message):
-                self._finish(message, "stale")
-                return True
-            message = self._flow._located(message)
-        self._passed += 1
-        message = {**message, "message_id": f"{message['trigger_id']}/{self._passed}"}
-        self._open.append(message)
-        try:
-            done = self._passer(message) is not False
-        except BaseException:
-            self._finish(message, "")
-            raise
-        if done:
-            self._finish(message, None)
-        return done
-
-    def finished(self) -> list[str]:
-        found: list[str] = getattr(self._passer, "finished", list)()
-        done = [message for name in found for message in self._open if message["message_id"] == name]
-        for message in done:
-            self._finish(message, None if self._thread is None else self._thread.unhandled.pop(id(message), None))
-        return [message["trigger_id"] for message in done]
-
-    def _finish(self, message: Message, unhandled: str | None) -> None:
-        """A message is done; `unhandled` says why it was not handled: "stale", "cancelled", or "" (it raised)."""
-        self._open = [each for each in self._open if each is not message]
-        if self.takers:
-            if unhandled:
-                self.skip(message)
-            for actor, start, _ in _rows(message):
-                # A later stage of the same rows is told of the same gap.
-                if self._gaps.get(actor) == start < min(leaf.next_of(actor) for leaf in self.takers):
-                    del self._gaps[actor]
-            self._flow._free({actor for actor, _, _ in _rows(message)}, unhandled or None)
-        if unhandled is None and (self.takers or self.samples):
-            self._flow.ledger.learned()
-
-    def skip(self, message: Message) -> None:
-        """What comes next does not follow what its consumer was given before; from its own thread, too."""
-        for actor, _, stop in _rows(message):
-            self._gaps[actor] = max(stop, self._gaps.get(actor, 0))
-
-    # Rows
-
-    def holds(self, part: Mapping[str, Any], trigger_id: str | None) -> bool:
-        """Whether a message (of that trigger, where it is known) that is not done names these rows."""
-        return any(
-            (each["actor_ids"], each["start"]) == (part["actor_ids"], part["start"])
-            for message in tuple(self._open)
-            if trigger_id in (None, message["trigger_id"])
-            for each in _windows(message)
-        )
-
-    def gaps_before(self, part: Mapping[str, Any]) -> list[int]:
-        pairs = zip(part["actor_ids"], part["start"], strict=True)
-        return [actor for actor, start in pairs if self._gaps.get(actor) == start]
-
-    def unread_from(self, actor: int) -> int:
-        """The first row of an actor that is in use, or that a message to come may name."""
-        held = (start for message in self._open for each, start, _ in _rows(message) if each == actor)
-        return min([*(leaf.next_of(actor) for leaf in self.takers), *held])
-
-    def discard(self, state: Ledger) -> None:
-        """What it was not told of is not wanted any more."""
-        for leaf in self.takers:
-            for actor in state.actors:
-                if leaf.next_of(actor) < state.written(actor):
-                    self._gaps[actor] = state.written(actor)
-            leaf.discard(state)
-
-
-class _Thread:
-    """A consumer in a thread of its own."""
-
-    def __init__(self, flow: Workflow, consumer: Consumer, queue: LocalQueue) -> None:
-        self._flow, self._consumer, self.queue = flow, consumer, queue
-        self.unhandled: dict[int, str] = {}
-        """By identity of messages, why they were not handled."""
-        self.guard: _Guard | None = None
-        self._thread: threading.Thread | None = None
-
-    def start(self) -> None:
-        self.queue.reopen()
-        self._thread = threading.Thread(target=self._work, name="farstep-consumer", daemon=True)
-        self._thread.start()
-
-    def _work(self) -> None:
-        while True:
-            try:
-                message = self.queue.take(3600.0)
-            except ClosedError:
-                return
-            if message is not None:
-                self.queue.done(message, self._handle(message))
-                self._flow._wake()
-
-    def _handle(self, message: Message) -> BaseException | None:
-        """Call the consumer, if the message did not become too old while it waited; what it raised."""
-        if self._flow._is_stale(message):
-            self.unhandled[id(message)] = "stale"
-            if self.guard is not None:
-                self.guard.skip(message)
-            return None
-        try:
-            self._consumer(message)
-        except BaseException as error:  # raised by the loop, where the caller is
-            self.unhandled[id(message)] = ""
-            return None if self._flow.buffer.is_halted and isinstance(error, ClosedError) else error
-        return None
-
-    def end(self, drop: bool) -> None:
-        """Let it finish what it does, and unless it is to be dropped, what waits."""
-        for message in self.queue.close(drop):
-            self.unhandled[id(message)] = "cancelled"
-        if self._thread is not None:
-            self._thread.join()
+        raised = failure or (errors.pop(0) if errors else None)
+        if raised is not None:
+            for error in errors:
+                raised.add_note(f"Besides, a consumer failed: {type(error).__name__}: {error}")
+        if raised is not failure and raised is not None:
+            raise raised
 
 
 def _most_chunks(size: int, steps: int) -> int:
     """How many chunks of `steps` rows some of a sequence of windows of `size` rows touch."""
     return 1 + -(-(size - math.gcd(size, steps)) // steps)
-
-
-def _rows(message: Message) -> Iterator[tuple[int, int, int]]:
-    """The actors that a message names, each with its first row and the one after its last."""
-    for part in _windows(message):
-        for actor, start in zip(part["actor_ids"], part["start"], strict=True):
-            yield actor, start, start + part["size"]
-
-
-def _windows(message: Message) -> Iterator[Mapping[str, Any]]:
-    """The parts of a message that name rows."""
-    if "all" in message:
-        for part in message["all"]:
-            yield from _windows(part)
-    elif "actor_ids" in message:
-        yield message

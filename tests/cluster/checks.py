@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -65,7 +66,7 @@ def eventually(what: Callable[[], Any], seconds: float = 30.0) -> Any:
 
 def cluster(env: Any = CountingEnv, *, envs: int = 2, workers: int = 1, **options: Any) -> farstep.ClusterEnv:
     """A ClusterEnv over a factory; `options` go to the environment configuration or to the launch configuration."""
-    names = ("type", "env_kwargs", "wrappers", "seed", "seed_episodes", "sync", "weights", "transfer", "inference")
+    names = {field.name for field in dataclasses.fields(farstep.EnvConfig)}
     chosen = {name: options.pop(name) for name in names if name in options}
     config = options.pop("config", None) or farstep.LocalConfig(workers_per_node=workers, **options)
     return farstep.ClusterEnv({"type": "factory", "env_name": env, "envs_per_node": envs, "seed": 5, **chosen}, config)

@@ -47,8 +47,8 @@ class EachOnceEnv(FaultyEnv):
 class MortalEnv(CountingEnv):
     """Episodes of random length; the first environment to take its `at`-th step kills its worker."""
 
-    def __init__(self, marker: str, at: int) -> None:
-        super().__init__(length=0)
+    def __init__(self, marker: str, at: int, length: int | None = 0) -> None:
+        super().__init__(length)
         self._marker, self._at, self._steps = marker, at, 0
 
     def step(self, action: Any) -> Any:
@@ -61,8 +61,8 @@ class MortalEnv(CountingEnv):
 class PoisonEnv(CountingEnv):
     """Raises in `phase` (reset, or the first step) of every episode that begins with one of `seeds`, or does worse."""
 
-    def __init__(self, seeds: list[int], phase: str, how: str = "raise") -> None:
-        super().__init__()
+    def __init__(self, seeds: list[int], phase: str, how: str = "raise", length: int | None = 0) -> None:
+        super().__init__(length)
         self._seeds, self._phase, self._how = seeds, phase, how
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
@@ -280,3 +280,23 @@ class StageCutOffEnv(CountingEnv):
             send(link, frames, fds)
 
         DealerLink.send = deadly  # type: ignore[method-assign]
+
+
+class HeldBackEnv(CountingEnv):
+    """Its worker sends what comes last of each chunk when the test says so, by a byte for each; workers have one of
+    `fifos` each."""
+
+    def __init__(self, fifos: list[str]) -> None:
+        super().__init__(length=4)
+        send = DealerLink.send
+        if send.__name__ == "hold_back":
+            return  # another one of this worker has done it
+        fifo = next(path for path in fifos if once(path + ".taken"))
+
+        def hold_back(link: Any, frames: Any, fds: Any = ()) -> None:
+            message = messages.decode_from_worker(frames)
+            if isinstance(message, messages.Chunk) and message.keys:
+                wait_for_byte(fifo)
+            send(link, frames, fds)
+
+        DealerLink.send = hold_back  # type: ignore[method-assign]

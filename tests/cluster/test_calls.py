@@ -71,6 +71,15 @@ def test_interrupts_at_any_moment_lose_nothing_and_count_nothing_twice(config: f
             assert_sound(env.collect(agent, steps=2))
 
 
+def test_an_interrupted_launch_can_be_tried_again() -> None:
+    with contextlib.closing(cluster(envs=2, workers=2)) as env:
+        interrupted(0.05, env.launch)
+        assert "not launched" in repr(env)
+        assert within(lambda: env.collect(TableAgent(), steps=4)).shape == (4, 2)
+    with pytest.raises(farstep.ClosedError):
+        env.launch()
+
+
 def test_an_interrupted_close_leaves_nothing_behind() -> None:
     limits = farstep.Timeouts(close_s=60.0)
     env = cluster(FaultyEnv, envs=1, env_kwargs={"fault": "hang", "phase": "close"}, timeouts=limits)
@@ -111,7 +120,7 @@ def test_a_publish_from_another_thread_reaches_a_call_that_waits() -> None:
 
 @TRANSPORTS
 def test_a_stream_that_starves_says_so_once(transport: str, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
-    monkeypatch.setattr("farstep.head.collector._STARVED_S", 0.0)
+    monkeypatch.setattr("farstep.head.notes._STARVED_S", 0.0)
     with cluster(FaultyEnv, envs=1, env_kwargs=SLOW, transport=transport) as env:
         agent = TableAgent()
         stream = env.stream(agent, steps=4, max_staleness=0)

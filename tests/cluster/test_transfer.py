@@ -22,7 +22,7 @@ from farstep.errors import ClosedError, ConfigError
 from farstep.head.collector import Request
 from farstep.head.rollouts import Rollouts
 from farstep.spec import flat
-from farstep.testing import CountingEnv, FaultyEnv, TableAgent
+from farstep.testing import FaultyEnv, TableAgent
 from farstep.wire import messages as m
 
 SMALL = ("reward", "terminated", "truncated", "valid", "episode_start", "version", "last_obs", "final_obs")
@@ -342,16 +342,3 @@ def test_a_stage_of_a_worker_that_is_lost_comes_again(tmp_path: Path, fifo: tupl
         stats = env.stats()
         assert_balanced(stats)
         assert stats["dropped"] == {"worker lost": 1}
-
-
-def test_the_head_hears_of_stages_of_a_stream_too() -> None:
-    with cluster(CountingEnv, envs=3, workers=2, transport="tcp", transfer=TransferTrigger.dual()) as env:
-        env.collect(TableAgent(), steps=4)
-        collector = env._collector
-        assert collector is not None
-        heard: list[tuple[int, int]] = []
-        stream = collector.stream(4, 0, None, on_part=lambda part: heard.append((part.worker, part.stage)))
-        for _ in range(3):
-            assert_sound(next(stream))
-        stream.close()  # type: ignore[attr-defined]
-        assert sorted(heard) == sorted([(worker, stage) for worker in (0, 1) for stage in (0, 1)] * 3)

@@ -72,7 +72,6 @@ def test_samplers(sampler: Sampler) -> None:
         (FIFO(), LIFO()),
         (LIFO(), Prioritized()),
         (Uniform(), Uniform()),
-        (Uniform(), FullBatch()),
         (FullBatch(), Uniform()),
         (Prioritized(), Prioritized()),
         (Prioritized(), MaxHeap()),

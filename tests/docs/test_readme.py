@@ -17,7 +17,7 @@ def example(page: str) -> tuple[str, str]:
     return found
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/aaps.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/aaps.md", "docs/stagger.md"])
 def test_an_example_prints_what_it_says(page, tmp_path):
     code, printed = example(page)
     script = tmp_path / "example.py"
@@ -31,13 +31,25 @@ def script(page: str) -> tuple[str, str]:
     """All blocks of Python of a page, one after the other, and what the blocks that follow some say they print."""
     text = (ROOT / page).read_text()
     blocks = re.findall(r"^```python\n(.*?)^```$(?:\n\n```\n(.*?)^```$)?", text, re.S | re.M)
-    return "\n".join(code for code, _ in blocks), "".join(printed for _, printed in blocks)
+    own = [code for code, _ in blocks if not FILE.match(code)]
+    return "\n".join(own), "".join(printed for _, printed in blocks)
+
+
+FILE = re.compile(r"# (\w+\.py)\n")
+"""How a block begins that is a file of its own."""
+
+
+def files(page: str) -> dict[str, str]:
+    """The blocks of Python of a page that are files of their own, by name."""
+    blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / page).read_text(), re.S | re.M)
+    return {found[1]: code for code in blocks if (found := FILE.match(code))}
 
 
 @pytest.mark.parametrize("page", ["docs/workflows.md"])
 def test_the_code_of_a_page_is_one_script_and_prints_what_it_says(page, tmp_path):
     code, printed = script(page)
-    (tmp_path / "script.py").write_text(code)
+    for name, content in {"script.py": code, **files(page)}.items():
+        (tmp_path / name).write_text(content)
     run = subprocess.run([sys.executable, "script.py"], capture_output=True, text=True, timeout=120, cwd=tmp_path)
     assert run.returncode == 0, run.stderr
     assert run.stdout == printed

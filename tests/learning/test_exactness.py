@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from toys import make_env, make_training, trained
+from tasks import make_env, make_training, trained
 
 from farstep.buffer import checkpoint
 from farstep.learners.async_ppo import AsyncPPOConfig

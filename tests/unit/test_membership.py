@@ -21,7 +21,9 @@ from farstep.head.membership import (
     Start,
     State,
 )
+from farstep.head.seats import expected, split
 from farstep.testing import FakeClock
+from farstep.worker.progress import ROLLED
 
 RUNS, EVENTS = 15, 2000  # for each of 4 budgets: 120,000 events
 
@@ -59,6 +61,22 @@ def test_an_idle_worker_is_never_killed() -> None:
     membership, clock = ready_worker()
     membership.handle(Observed(0, "", (1, 0)), clock())
     assert membership.tick(clock.advance(10**9)) == []
+
+
+def test_a_chunk_that_travels_for_long_is_no_idle_worker() -> None:
+    (seat,) = split(1, 2, 1, 0)
+    assert (expected(seat, None), expected(seat, 7)) == ("", "idle")
+    seat.words[ROLLED] = 7
+    assert (expected(seat, None), expected(seat, 7), expected(seat, 8)) == ("", "transfer", "idle")
+
+    clock, membership = FakeClock(), Membership(1, {"idle": 60.0, "transfer": 600.0}, 10)
+    membership.start(clock())
+    membership.handle(Hello(0), clock())
+    membership.handle(Ready(0), clock())
+    for heard in range(10):  # each stage that arrives is progress
+        membership.handle(Observed(0, expected(seat, 7), (1, 0, heard)), clock())
+        assert membership.tick(clock.advance(599.0)) == []
+    assert membership.tick(clock.advance(1.1)) == [Lost(0), Kill(0, stuck_in="transfer")]
 
 
 def test_a_stuck_worker_is_killed_once_and_replaced_only_when_it_has_ended() -> None:

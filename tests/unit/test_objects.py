@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 import threading
@@ -121,3 +122,23 @@ def test_what_is_no_object_is_refused(tmp_path):
         (tmp_path / "file").write_bytes(content)
         with pytest.raises(ConfigError, match="holds no object"):
             SharedObject.attach(tmp_path / "file")
+
+
+def test_two_who_publish_a_name_first_publish_one_object(model: ModelBlock, monkeypatch: pytest.MonkeyPatch):
+    meeting, create = threading.Barrier(2, timeout=0.2), SharedObject.create
+    made: list[SharedObject] = []
+
+    def slow(value: object) -> SharedObject:
+        with contextlib.suppress(threading.BrokenBarrierError):
+            meeting.wait()  # until the other one makes it, too; it must not
+        made.append(create(value))
+        return made[-1]
+
+    monkeypatch.setattr(SharedObject, "create", slow)
+    versions: list[int] = []
+    threads = [threading.Thread(target=lambda: versions.append(model.publish("net", 1.0))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert len(made) == 1 and sorted(versions) == [0, 1]

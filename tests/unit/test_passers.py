@@ -159,6 +159,14 @@ def receiving(passer: ZmqPasser) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
+def deliver(passer: ZmqPasser, message: Any) -> bool:
+    """Pass a message on and wait until it is on its way."""
+    done = passer(message)
+    while passer._unsent:
+        passer._serve(0.01)
+    return done
+
+
 def line(process: subprocess.Popen[str]) -> Any:
     assert process.stdout is not None
     return process.stdout.readline().strip()
@@ -172,7 +180,7 @@ def endpoint(request: pytest.FixtureRequest, tmp_path: Path) -> str | None:
 def test_another_process_takes_messages_and_says_when_it_is_done(endpoint: str | None) -> None:
     state, dispatcher, started = Ledger(), Dispatcher(), []
     with contextlib.closing(ZmqPasser(endpoint, connect_s=PATIENCE_S)) as passer, receiving(passer) as process:
-        name = dispatcher.add(DataKeyTrigger(n=1, size=2), lambda m: passer({**m, "number": len(started) + 1}))
+        name = dispatcher.add(DataKeyTrigger(n=1, size=2), lambda m: deliver(passer, {**m, "number": len(started) + 1}))
         state.wrote(("worker", 3), 6, (4, 5))
         while dispatcher.check(state):
             started.append(json.loads(line(process)))
@@ -194,6 +202,8 @@ def test_a_dispatcher_notices_by_itself_when_another_process_is_done() -> None:
             dispatcher.add(DataKeyTrigger(n=1, size=1), passer)
             state.wrote("a", 2, 0)
             assert len(dispatcher.check(state)) == 1
+            while passer._unsent:
+                passer._serve(0.01)
             taken = receiver.take(PATIENCE_S)
             assert taken is not None and dispatcher.check(state) == []
             receiver.done(taken)
@@ -220,33 +230,66 @@ def test_a_failure_there_is_told_here() -> None:
 def test_a_receiver_that_is_killed_is_an_error_and_no_hang() -> None:
     with contextlib.closing(ZmqPasser(connect_s=PATIENCE_S)) as passer:
         with receiving(passer) as process:
-            passer({**message(), "number": "hold"})
+            deliver(passer, {**message(), "number": "hold"})
             assert json.loads(line(process))["number"] == "hold"
             assert passer.finished() == [], "it may take as long as it needs"
             process.kill()
             process.wait()
             with pytest.raises(DeliveryError, match="has ended before it was done with messages of it"):
                 passer.finished(PATIENCE_S)
+        assert passer.finished() == ["it"] and passer.failed == {"it"}
         passer.connect_s = 0.01
+        passer(message())
         with pytest.raises(DeliveryError, match="the receiver is gone, none came within"):
-            passer(message())
+            passer.finished(PATIENCE_S)
+        assert passer.finished() == ["it"]
         passer.connect_s = PATIENCE_S
         with receiving(passer):  # another one may take its place
             passer(message(1))
-            assert passer.finished(PATIENCE_S)[-1:] == ["it"]
+            assert passer.finished(PATIENCE_S) == ["it"]
 
 
 def test_a_receiver_that_never_comes_is_an_error_and_no_hang() -> None:
     with contextlib.closing(ZmqPasser(connect_s=0.01)) as passer:
-        with pytest.raises(DeliveryError, match="no receiver has connected, none came within"):
-            passer(message())
-        assert passer.finished(PATIENCE_S) == []
+        assert passer(message()) is False, "whoever passes it does not wait"
+        with pytest.raises(DeliveryError, match=r"trigger 'it' .* no receiver has connected, none came within"):
+            passer.finished(PATIENCE_S)
+        assert passer.finished(PATIENCE_S) == ["it"] and passer.failed == {"it"}
+
+
+def test_what_was_passed_before_there_is_a_receiver_is_sent_in_order() -> None:
+    with contextlib.closing(ZmqPasser(connect_s=PATIENCE_S)) as passer:
+        passer(message(1, "one"))
+        passer(message(2, "two"))
+        with contextlib.closing(ZmqReceiver(passer.invitation)) as receiver:
+            while passer._unsent:
+                passer._serve(0.01)
+            for name in ("one", "two"):
+                taken = receiver.take(PATIENCE_S)
+                assert taken is not None and taken["trigger_id"] == name
+                receiver.done(taken)
+                assert passer.finished(PATIENCE_S) == [name]
+            assert not passer.failed
+
+
+def test_a_passer_that_is_closed_says_so() -> None:
+    passer = ZmqPasser()
+    passer.close()
+    for act in (lambda: passer(message()), passer.finished):
+        with pytest.raises(ClosedError, match="passer is closed"):
+            act()
+    with contextlib.closing(ZmqPasser()) as another:
+        receiver = ZmqReceiver(another.invitation)
+        receiver.close()
+        for act in (lambda: receiver.take(0), lambda: receiver.done(message())):
+            with pytest.raises(ClosedError, match="receiver is closed"):
+                act()
 
 
 def test_a_receiver_that_closes_leaves_nothing_pending() -> None:
     with contextlib.closing(ZmqPasser(connect_s=PATIENCE_S)) as passer:
         with contextlib.closing(ZmqReceiver(passer.invitation)):
-            passer(message())
+            deliver(passer, message())
         with pytest.raises(DeliveryError, match="has closed before it was done"):
             passer.finished(PATIENCE_S)
         assert passer.finished(PATIENCE_S) == ["it"]
@@ -258,7 +301,7 @@ def test_only_data_travels() -> None:
             passer({"trigger_id": "it", "call": print})
         with contextlib.closing(ZmqReceiver(passer.invitation)) as receiver:
             sent = {"trigger_id": "it", "array": np.arange(3), "versions": ((1, 2),), 5: None}
-            passer(sent)  # type: ignore[arg-type]
+            deliver(passer, sent)
             taken: Any = receiver.take(PATIENCE_S)
             np.testing.assert_array_equal(taken.pop("array"), sent.pop("array"))
             assert taken == sent
@@ -276,14 +319,15 @@ def guest(passer: ZmqPasser) -> DealerLink:
 def test_what_is_no_report_is_refused(said: bytes) -> None:
     with contextlib.closing(ZmqPasser(connect_s=PATIENCE_S)) as passer, contextlib.closing(guest(passer)) as link:
         link.send([said])
+        passer(message())
         with pytest.raises(WireError, match="what is no report"):
-            passer(message())
+            passer.finished(PATIENCE_S)
 
 
 def test_a_receiver_that_is_replaced_leaves_nothing_pending() -> None:
     with contextlib.closing(ZmqPasser(connect_s=PATIENCE_S)) as passer, contextlib.closing(guest(passer)) as link:
         link.send([msgspec.msgpack.encode(["s", "hello"])])
-        passer(message())
+        deliver(passer, message())
         link.send([msgspec.msgpack.encode(["t", "hello"])])
         with pytest.raises(DeliveryError, match="was replaced by another one before it was done"):
             passer.finished(PATIENCE_S)
@@ -296,7 +340,7 @@ def test_a_receiver_that_is_replaced_leaves_nothing_pending() -> None:
 def test_done_for_what_was_never_passed_is_ignored() -> None:
     with contextlib.closing(ZmqPasser(connect_s=PATIENCE_S)) as passer, contextlib.closing(guest(passer)) as link:
         link.send([msgspec.msgpack.encode(["s", "hello"])])
-        passer(message())
+        deliver(passer, message())
         for report in (["s", "done", "other"], ["another", "done", "it"], ["s", "done", "it"]):
             link.send([msgspec.msgpack.encode(report)])
         assert passer.finished(PATIENCE_S) == ["it"]
@@ -310,8 +354,10 @@ def test_who_has_no_invitation_is_not_admitted() -> None:
         receiver = ZmqReceiver(stranger)
         with contextlib.closing(receiver), pytest.raises(DeliveryError, match="does not admit this invitation"):
             while True:  # until it was refused; nothing that it says arrives, before or after
+                passer(message())
                 with pytest.raises(DeliveryError, match="no receiver has connected"):
-                    passer(message())
+                    passer.finished(PATIENCE_S)
+                assert passer.finished() == ["it"]
                 receiver.done(message())
 
 

@@ -172,7 +172,7 @@ def test_a_feed_never_stands_still_and_never_runs_too_far_ahead(seed: int) -> No
     workers, chunks, depth = rng.randint(1, 5), rng.randint(1, 4), rng.randint(1, 3)
     actors = rng.randint(1, workers)
     tickets, held = Tickets(workers), Counter[int]()
-    tickets.open_feed(FeedPlan(depth - 1, actors, chunks))
+    tickets.open(depth - 1, actors * chunks, feed=FeedPlan(depth - 1, actors, chunks))
     up, fired = set(range(workers)), 0
     for _ in range(600):
         tickets.grant(sorted(up), 0)

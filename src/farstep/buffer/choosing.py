@@ -17,7 +17,8 @@ from farstep.buffer.contents import Contents
 from farstep.buffer.samplers import EpisodeSelector, FullBatch, Sampler
 from farstep.core import Array
 
-_DRAWS = 64  # attempts to find rows that something longer can begin at, before they are looked for one by one
+_ROUNDS = 8  # of draws for what was refused, each of twice as many, before all items are looked at
+_COST = 4  # a look at random costs as much as so many in order
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,8 @@ class SampleInfo:
     keys: Array
     """Names of the items, for `update_priorities` and `delete`."""
     probabilities: Array
+    """Of a draw among all items: of a composed sampler (`NStep`, `Sequence`) that of `by`, whether or not something can
+    begin at each of them. 1 where items come in order."""
     times_sampled: Array
     """How often the item was sampled, this time included."""
     size: int
@@ -77,12 +80,30 @@ class Chooser:
             if not len(items) or self._left(contents, items) < count:
                 return None
         cells, probabilities = selector.select(count, contents.rng)
-        for _ in range(_DRAWS):
-            refused = self._refused(contents, cells)
-            if refused is None or not len(refused):
-                return cells, probabilities
-            cells[refused], probabilities[refused] = selector.select(len(refused), contents.rng)
+        refused = self._refused(contents, cells)
+        if refused is None or not len(refused) or self._drawn_again(contents, cells, probabilities, refused):
+            return cells, probabilities
         return self._search(contents, count)
+
+    def _drawn_again(self, contents: Contents, cells: Array, probabilities: Array, refused: Array) -> bool:
+        """Put others in the place of refused entries; False if that would take longer than to look at all items."""
+        looked, rng = 0, contents.rng
+        for more in range(1, _ROUNDS + 1):
+            drawn = len(refused) << more
+            looked += drawn
+            if (looked - 64) * self._sampler.reach * _COST > contents.store.table.cells:
+                return False
+            others, chances = contents.selector.select(drawn, rng)
+            if (usable := self._sampler.usable(contents.store, others)) is not None:
+                others, chances = others[usable], chances[usable]
+            chosen = rng.permutation(len(others))[: len(refused)]  # draws may come in order
+            places = refused[: len(chosen)]
+            cells[places], probabilities[places] = others[chosen], chances[chosen]
+            left = self._refused(contents, cells)
+            if left is None or not len(left):
+                return True
+            refused = left
+        return False
 
     def _first_ones(self, contents: Contents, count: int) -> tuple[Array, Array] | None:
         """Of items that come in order, the first that can be handed out."""
@@ -111,9 +132,7 @@ class Chooser:
 
     def _search(self, contents: Contents, count: int) -> tuple[Array, Array] | None:
         """Draw among the items that can be handed out, where hardly any draw finds one."""
-        selector, items = contents.selector, contents.items
-        if (usable := self._sampler.usable(contents.store, items)) is not None:
-            items = items[usable]
+        selector, items = contents.selector, self.usable_items(contents)
         if not len(items) or self._left(contents, items) < count:
             return None
         cells, probabilities = selector.among(items, count, contents.rng)
@@ -121,6 +140,12 @@ class Chooser:
             items = np.setdiff1d(items, cells[refused])  # they are in the batch as often as they may be
             cells[refused], probabilities[refused] = selector.among(items, len(refused), contents.rng)
         return cells, probabilities
+
+    def usable_items(self, contents: Contents) -> Array:
+        """The cells of all items that something can begin at."""
+        items = contents.items
+        usable = self._sampler.all_usable(contents.store)
+        return items if usable is None else items[usable[items]]
 
     def _left(self, contents: Contents, items: Array) -> float:
         """How often these items may still be sampled."""

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from farstep.batch import Batch
+from farstep.buffer.cyclic import spans
 from farstep.buffer.episodes import Episodes
 from farstep.buffer.rows import arrays_of, check_names, check_rows
 from farstep.buffer.samplers import EpisodeSelector, Sampler
@@ -114,7 +115,9 @@ class Contents:
         """Rows `[count, ...]`, if that is all there is to it; their keys, and how many items made room for them."""
         keys, evicted = self.store.append_rows(values, count)
         if self.selector.listens:
-            self.selector.inserted(keys % self.store.table.cells, keys)
+            cells = self.store.table.cells
+            for rows, times in spans(int(keys[0]) % cells, count, cells):
+                self.selector.inserted(rows, keys[times])
         return keys, evicted
 
     def put(
@@ -200,10 +203,12 @@ class Contents:
         """Give items new priorities; how many of them are there."""
         table = self.store.table
         cells = keys % table.cells
-        there = (keys >= 0) & (table.keys[cells] == keys)
+        there = (keys >= 0) & (table.keys.take(cells) == keys)
+        if not there.all():
+            cells, priorities = cells[there], priorities[there]
         for selector in self._selectors():
-            selector.updated(cells[there], priorities[there])
-        return int(there.sum())
+            selector.updated(cells, priorities)
+        return len(cells)
 
     def remove(self, cells: Array) -> None:
         """The items of these cells, each named once, are gone."""

@@ -167,14 +167,27 @@ class CyclicBlocks:
         self.memory.close()
 
 
+class _Run:
+    """Neighbouring columns of one writer whose cursors agree, and their part of the header."""
+
+    __slots__ = ("claimed", "columns", "start", "written")
+
+    def __init__(self, blocks: CyclicBlocks, columns: slice, start: int) -> None:
+        self.columns, self.start = columns, start
+        self.claimed, self.written = blocks.claimed[columns], blocks.written[:, columns]
+
+
 class Writer:
     """Writes some columns; the only one to do so, until it leaves."""
 
     def __init__(self, blocks: CyclicBlocks, first: int, count: int) -> None:
         self._blocks, self._columns = blocks, slice(first, first + count)
-        self._generation = blocks.generation[self._columns].tobytes()
+        self._ours = blocks.generation[self._columns]
+        self._generation = self._ours.tobytes()
         self._first = first
-        self._runs = self._of(blocks.committed(self._columns))
+        self._runs = [_Run(blocks, *run) for run in self._of(blocks.committed(self._columns))]
+        self._reached = int(blocks.claimed[self._columns].max())
+        """Up to where rows were ever claimed, in any of these columns."""
 
     def claim(self, rows: int) -> list[tuple[slice, int]]:
         """From now on the next `rows` rows are being written: neighbouring columns whose cursors agree, and these."""
@@ -182,33 +195,39 @@ class Writer:
         if rows > blocks.rows:
             raise ConfigError(f"{rows} rows at once do not fit into a block of {blocks.rows}.")
         self._check_ours()
-        for columns, start in self._runs:
+        for run in self._runs:
             # Never back: a writer that died may have begun to overwrite rows beyond these.
-            claimed = blocks.claimed[columns]
-            np.maximum(claimed, start + rows, out=claimed)
+            until = run.start + rows
+            if until >= self._reached:
+                run.claimed.fill(until)
+                self._reached = until
+            else:
+                np.maximum(run.claimed, until, out=run.claimed)
         fence()
-        return self._runs
+        return [(run.columns, run.start) for run in self._runs]
 
     def commit(self, rows: int, keys: Sequence[str] | None = None) -> None:
         """What was claimed is written: all of it, or the arrays of these keys."""
-        blocks, columns = self._blocks, self._columns
         self._check_ours()
         fence()
         if keys is None:
-            blocks.written[:, columns] += rows
-        else:
-            for name in keys:
-                blocks.written[blocks.keys[name], columns] += rows
-        if keys is None or self._complete(rows):
-            self._runs = [(run, start + rows) for run, start in self._runs]
+            for run in self._runs:
+                run.start += rows
+                run.written.fill(run.start)
+            return
+        for name in keys:
+            self._blocks.written[self._blocks.keys[name], self._columns] += rows
+        if self._complete(rows):
+            for run in self._runs:
+                run.start += rows
 
     def _check_ours(self) -> None:
-        if self._blocks.generation[self._columns].tobytes() != self._generation:
+        if self._ours.tobytes() != self._generation:
             raise ClosedError("these columns belong to another writer now.")
 
     def _complete(self, rows: int) -> bool:
         least = self._blocks.committed(self._columns)
-        return all(least[run.start - self._first] == start + rows for run, start in self._runs)
+        return all(least[run.columns.start - self._first] == run.start + rows for run in self._runs)
 
     def write(self, values: Mapping[str, Array]) -> None:
         """Claim, copy `[T, n, ...]` arrays and commit them."""
@@ -228,8 +247,7 @@ class Writer:
         return [(slice(self._first + a, self._first + b), int(cursors[a])) for a, b in pairwise(edges)]
 
     def leave(self) -> None:
-        ours = self._blocks.generation[self._columns]
-        ours += ours == np.frombuffer(self._generation, np.int64)
+        self._ours += self._ours == np.frombuffer(self._generation, np.int64)
 
 
 def spans(place: int, count: int, rows: int) -> Iterator[tuple[slice, slice]]:

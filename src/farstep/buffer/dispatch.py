@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from farstep.buffer.ledger import Ledger
+from farstep.config import TransferTrigger
 from farstep.errors import ConfigError, unknown_name
 
 Message = Mapping[str, Any]
@@ -22,8 +23,9 @@ class Passer(Protocol):
     """Hands a message to its consumer.
 
     False: the consumer is not done yet. A passer that says so may have `finished() -> list[str]`, the trigger ids of
-    messages that were done since the last call; without it somebody calls `Dispatcher.done`. One that may have no room
-    has a property `full`.
+    messages that were done since the last call; without it somebody calls `Dispatcher.done`. It raises what went wrong
+    with one; `failed: set[str]` says which of those that are done were not handled. One that may have no room has a
+    property `full`.
     """
 
     def __call__(self, message: Message, /) -> bool | None: ...
@@ -41,7 +43,7 @@ class Trigger:
 
     def ready(self, state: Ledger) -> Message | None:
         """The message, if it would fire now; changes nothing."""
-        raise NotImplementedError
+        raise ConfigError(f"{type(self).__name__} has no ready(self, state); it returns the message, or None.")
 
     def consume(self, state: Ledger, message: Message) -> None:
         """It fires with what `ready` just returned, and is not ready again for the same."""
@@ -51,11 +53,22 @@ class Trigger:
         """When, on the clock of `state.now`, it may become ready without any other change."""
         return None
 
+    def resume(self, state: Ledger, paused_s: float) -> None:
+        """A run begins at `state`; for so long none did."""
+
     def __and__(self, other: Trigger) -> AllOf:
         return AllOf((*_parts(self, AllOf), *_parts(other, AllOf)))
 
     def __or__(self, other: Trigger) -> AnyOf:
         return AnyOf((*_parts(self, AnyOf), *_parts(other, AnyOf)))
+
+
+def check_trigger(value: object, remedy: str) -> None:
+    """Refuse what is none."""
+    if isinstance(value, TransferTrigger):
+        raise ConfigError(value.NO_TRIGGER)
+    if not isinstance(value, Trigger):
+        raise ConfigError(f"{value!r} is no trigger; {remedy}.")
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,8 +77,7 @@ class _Joined(Trigger):
 
     def __post_init__(self) -> None:
         for part in self.parts:
-            if not isinstance(part, Trigger):
-                raise ConfigError(f"{part!r} is no trigger; join triggers, such as TimeTrigger(60) | TimeTrigger(9).")
+            check_trigger(part, "join triggers, such as TimeTrigger(60) | TimeTrigger(9)")
 
 
 class AllOf(_Joined):
@@ -135,8 +147,7 @@ class Dispatcher:
 
     def add(self, trigger: Trigger, passer: Passer, *, trigger_id: str | None = None, max_outstanding: int = 1) -> str:
         """Register a trigger; at most `max_outstanding` of its messages are not done at any time. Returns its id."""
-        if not isinstance(trigger, Trigger):
-            raise ConfigError(f"{trigger!r} is no trigger; derive it from farstep.buffer.triggers.Trigger.")
+        check_trigger(trigger, "derive it from farstep.buffer.triggers.Trigger")
         if not callable(passer):
             raise ConfigError(f"{passer!r} is no passer; expected a function of the message, or LocalQueue(...).")
         if not isinstance(max_outstanding, int) or max_outstanding < 1:
@@ -153,6 +164,14 @@ class Dispatcher:
             object.__setattr__(leaf, "_registered", True)
         self._entries[trigger_id] = _Entry(trigger_id, trigger, passer, max_outstanding)
         return trigger_id
+
+    def resume(self, state: Ledger, now: float) -> None:
+        """A run begins now: what passed since the last one does not count."""
+        paused_s = now - state.now
+        state.tick(now)
+        for entry in self._entries.values():
+            for leaf in leaves_of(entry.trigger):
+                leaf.resume(state, paused_s)
 
     def check(self, state: Ledger) -> list[Message]:
         """Fire until no trigger is ready (or has room); returns what was passed on, in order.
@@ -174,8 +193,7 @@ class Dispatcher:
 
     def _fire(self, entry: _Entry, state: Ledger) -> list[Message]:
         try:
-            for trigger_id in getattr(entry.passer, "finished", list)():
-                self.done(trigger_id)
+            self._take_done(entry)
             message = _look(entry.trigger, state) if entry.has_room else None
             if message is None:
                 return []
@@ -190,9 +208,25 @@ class Dispatcher:
                 entry.outstanding -= not later and entry.outstanding > 0
             _settle(entry.trigger, changes, state)
         except BaseException as error:
-            error.add_note(f"In trigger {entry.trigger_id!r}, {entry.trigger!r}.")
+            _noted(error, entry)
             raise
         return [message]
+
+    def _take_done(self, entry: _Entry) -> None:
+        for trigger_id in getattr(entry.passer, "finished", list)():
+            self.done(trigger_id)
+
+    def settle(self) -> list[BaseException]:
+        """Take in which messages are done, without firing; what their consumers raised."""
+        errors: list[BaseException] = []
+        for entry in self._entries.values():
+            for _ in range(entry.outstanding + 1):  # each of them may have failed
+                try:
+                    self._take_done(entry)
+                    break
+                except BaseException as error:
+                    errors.append(_noted(error, entry))
+        return errors
 
     def done(self, trigger_id: str) -> None:
         """A message of this trigger was handled."""
@@ -203,14 +237,9 @@ class Dispatcher:
             raise ConfigError(f"a message of {trigger_id!r} is said to be done, but none is outstanding.")
         entry.outstanding -= 1
 
-    def outstanding(self, trigger_id: str) -> int:
-        """How many of its messages are not done."""
-        return self._entries[trigger_id].outstanding
-
-    @property
-    def waiting(self) -> bool:
-        """Whether some message was passed on and is not done."""
-        return any(entry.outstanding for entry in self._entries.values())
+    def outstanding(self, trigger_id: str | None = None) -> int:
+        """How many messages (of that trigger) were passed on and are not done."""
+        return sum(entry.outstanding for name, entry in self._entries.items() if trigger_id in (None, name))
 
     def deadline(self, state: Ledger) -> float | None:
         """When to `tick` and `check` again if nothing else changes."""
@@ -218,8 +247,23 @@ class Dispatcher:
         return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
 
+def _noted(error: BaseException, entry: _Entry) -> BaseException:
+    note = f"In trigger {entry.trigger_id!r}, {entry.trigger!r}."
+    if note not in getattr(error, "__notes__", ()):  # a consumer may raise the same one again
+        error.add_note(note)
+    return error
+
+
 def _look(trigger: Trigger, state: Ledger) -> Message | None:
-    return None if trigger._fired_at == state.changes else trigger.ready(state)
+    if trigger._fired_at == state.changes:
+        return None
+    message = trigger.ready(state)
+    if message is not None and not isinstance(message, Mapping):
+        raise ConfigError(
+            f"{type(trigger).__name__}.ready returned {message!r}; expected the message, a mapping such as "
+            '{"steps": state.env_steps}, or None while it is not ready.'
+        )
+    return message
 
 
 def _settle(trigger: Trigger, changes: int, state: Ledger) -> None:

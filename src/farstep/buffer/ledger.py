@@ -14,7 +14,7 @@ from collections.abc import Collection, Hashable, Iterable, Sequence
 from farstep.errors import ConfigError, unknown_name
 
 Actor = Hashable
-"""What tells actors apart, e.g. `(worker, incarnation)`; a message to another process needs one of plain data."""
+"""What tells actors apart, e.g. a worker's number; a message to another process needs one of plain data."""
 Span = tuple[int, int]
 """The oldest and the newest version of some steps."""
 
@@ -43,6 +43,12 @@ class _Track:
             self._arrivals[old] = self._arrivals[:1]
             self._ends[old] = self._ends[_HISTORY - 1 : _HISTORY]
 
+    def cut(self, end: int) -> None:
+        """Forget arrivals beyond `end`."""
+        kept = slice(bisect_right(self._ends, end), None)
+        for each in (self._ends, self._arrivals, self._oldest, self._newest):
+            del each[kept]
+
     def arrival_of(self, steps: int) -> int:
         """When the first `steps` steps were there."""
         return self._arrivals[bisect_left(self._ends, steps)]
@@ -70,24 +76,18 @@ class Ledger:
         self.versions: dict[str, int] = {}
         """The newest version of every published object."""
         self._tracks: dict[Actor, dict[str, _Track]] = {}  # by key; under "" alone while all keys are alike
-        self._gone: set[Actor] = set()
 
     # What happens
 
     def wrote(
         self, actor: Actor, steps: int, version: int | Span, keys: Sequence[str] | None = None, envs: int = 1
     ) -> None:
-        """`actor` wrote its next `steps` steps, each of `envs` environments, of these keys (None: of all).
-
-        What one that has left still writes is ignored: its replacement needs an identity of its own.
-        """
+        """`actor` wrote its next `steps` steps, each of `envs` environments, of these keys (None: of all)."""
         if steps < 1 or envs < 1:
             raise ConfigError(f"{actor!r} wrote {steps} steps of {envs} environments; expected at least 1 of each.")
         if keys is not None and not self.keys:
             raise ConfigError(f"some keys were written, {list(keys)}; name all there are first: Ledger(keys=[...]).")
         self._known(keys)
-        if actor in self._gone:
-            return
         tracks = self._tracks.setdefault(actor, {"": _Track()})
         if keys is not None and "" in tracks:
             tracks = self._tracks[actor] = {name: copy.deepcopy(tracks[""]) for name in self.keys}
@@ -97,12 +97,12 @@ class Ledger:
             track.add(steps, self.changes, version if isinstance(version, tuple) else (version, version))
         self.env_steps += (self.written(actor) - before) * envs
 
-    def left(self, actor: Actor) -> None:
-        """`actor` is gone: what nobody consumed yet is discarded, and it never counts again."""
-        if actor not in self._gone:
-            self._tracks.pop(actor, None)
-            self._gone.add(actor)
-            self.changes += 1
+    def took_back(self, actor: Actor) -> None:
+        """What `actor` wrote on some keys and not on all was lost; it goes on where all are."""
+        end = self.written(actor)
+        for track in self._tracks.get(actor, {}).values():
+            track.cut(end)
+        self.changes += 1
 
     def published(self, name: str, version: int) -> None:
         """A named object has a new version; one that is not newer changes nothing."""
@@ -125,7 +125,7 @@ class Ledger:
 
     @property
     def actors(self) -> Collection[Actor]:
-        """Those that have written and not left, in the order of their first write."""
+        """Those that have written, in the order of their first write."""
         return self._tracks.keys()
 
     def written(self, actor: Actor, keys: Sequence[str] | None = None) -> int:

@@ -37,8 +37,19 @@ class RateLimiter:
     samples: int = 0
     deletes: int = 0
 
+    _is_taken = False  # no field: a checkpoint does not know of it
+
     def __post_init__(self) -> None:
         self.check()
+
+    def take(self) -> None:
+        """It is a buffer's, and nobody else's: it counts that one's rows."""
+        if self._is_taken:
+            raise ConfigError(
+                f"this limiter ({self}) counts the rows of another buffer already, and would let each wait for the "
+                "other's; make one for each buffer."
+            )
+        self._is_taken = True
 
     def check(self) -> None:
         """Refuse options with which nobody could ever go on."""
@@ -118,11 +129,15 @@ class RateLimiter:
         return self.inserts - self.deletes
 
     def can_insert(self, n: int = 1) -> bool:
-        if self.size + n <= self.min_size:
+        if n.__class__ is not int or n < 0:
+            n = check_count("n", n, minimum=0)
+        if self.inserts - self.deletes + n <= self.min_size:
             return True
         return (self.inserts + n) * self.samples_per_insert - self.samples <= self.max_diff
 
     def can_sample(self, n: int = 1) -> bool:
+        if n.__class__ is not int or n < 0:
+            n = check_count("n", n, minimum=0)
         return self.size >= self.min_size and self.diff - n >= self.min_diff
 
     def room(self, n: int) -> int:
@@ -147,13 +162,13 @@ class RateLimiter:
     # ---- what was done ----
 
     def insert(self, n: int = 1) -> None:
-        self.inserts += n
+        self.inserts += n if n.__class__ is int and n >= 0 else check_count("n", n, minimum=0)
 
     def sample(self, n: int = 1) -> None:
-        self.samples += n
+        self.samples += n if n.__class__ is int and n >= 0 else check_count("n", n, minimum=0)
 
     def delete(self, n: int = 1) -> None:
-        self.deletes += n
+        self.deletes += n if n.__class__ is int and n >= 0 else check_count("n", n, minimum=0)
 
     def __str__(self) -> str:
         return (
@@ -202,6 +217,14 @@ def Queue(size: int) -> RateLimiter:  # noqa: N802
 def Stack(size: int) -> RateLimiter:  # noqa: N802
     """As `Queue`; for `LIFO`."""
     return Queue(size)
+
+
+def check_limiter(value: object) -> RateLimiter:
+    """Refuse what is none."""
+    if not isinstance(value, RateLimiter):
+        hint = "; make one, e.g. MinSize(1000)" if callable(value) else ""
+        raise ConfigError(f"limiter is {value!r}; expected a limiter such as farstep.buffer.MinSize(1000){hint}.")
+    return value
 
 
 def _is_real(value: object) -> bool:

@@ -19,7 +19,7 @@ import numpy as np
 from farstep.buffer.blocks import Layout
 from farstep.buffer.cyclic import fence
 from farstep.core import Array, Nested
-from farstep.errors import BufferTimeout, ConfigError
+from farstep.errors import AgentError, BufferTimeout, ClosedError, ConfigError
 from farstep.spec import ArraySpec, Schema, Structure, differences, nest, structure_of, value_structure
 from farstep.wire.memory import SharedMemory
 
@@ -42,6 +42,7 @@ class SharedObject:
         self._words = np.frombuffer(memory.map, np.int64, _WORDS + 2)
         self._copies = Layout(2, 0, 1, schema).views(memoryview(memory.map)[_PAGE:])
         self._publishing = threading.Lock()
+        self._pid = os.getpid()
 
     @classmethod
     def create(cls, value: Nested) -> SharedObject:
@@ -90,6 +91,10 @@ class SharedObject:
 
     def publish(self, value: Nested) -> int:
         """A new version, all of it or none."""
+        if os.getpid() != self._pid:
+            raise ClosedError(
+                f"this object belongs to process {self._pid}; its fork {os.getpid()} can read it, and publish others."
+            )
         schema, structure, arrays = _taken_apart(value)
         if found := differences(self._schema, schema) or structure != self._structure:
             raise ConfigError(f"this object holds other arrays: {found}. Publish it under another name.")
@@ -129,24 +134,29 @@ class ModelBlock:
 
     def __init__(self) -> None:
         self._objects: dict[str, SharedObject] = {}
+        self._making = threading.Lock()
 
     def publish(self, name: str, value: Nested) -> int:
         """A new version of an object: a number, an array, or mappings and tuples of these."""
-        if name not in self._objects:
-            self._objects[name] = SharedObject.create(value)
+        with self._making:
+            if name not in self._objects:
+                self._objects[name] = SharedObject.create(value)
         return self._objects[name].publish(value)
 
     def read(self, name: str) -> tuple[int, Nested]:
         """The newest version of an object, and a copy of it."""
+        return self._find(name).read()
+
+    def path(self, name: str) -> str:
+        """Where another process finds an object: `SharedObject.attach(path)`."""
+        return self._find(name).path
+
+    def _find(self, name: str) -> SharedObject:
         if name not in self._objects:
             raise ConfigError(
                 f"there is no object {name!r}; published are: {', '.join(sorted(self._objects)) or 'none'}."
             )
-        return self._objects[name].read()
-
-    def path(self, name: str) -> str:
-        """Where another process finds an object: `SharedObject.attach(path)`."""
-        return self._objects[name].path
+        return self._objects[name]
 
     def close(self) -> None:
         for each in self._objects.values():
@@ -156,5 +166,11 @@ class ModelBlock:
 
 def _taken_apart(value: Nested) -> tuple[Schema, Structure, dict[str, Array]]:
     arrays: dict[str, Array] = {}
-    structure = value_structure(value, "object", arrays)
+    try:
+        structure = value_structure(value, "object", arrays)
+    except AgentError:
+        raise ConfigError(
+            f"{value!r} cannot be published; expected a number, an array of numbers, or mappings (with names without a "
+            "dot) and tuples of these."
+        ) from None
     return {name: ArraySpec(array.shape, array.dtype.str) for name, array in arrays.items()}, structure, arrays

@@ -55,6 +55,8 @@ class LocalQueue:
         self._waiting: deque[Message] = deque()
         self._working = 0
         self._finished: list[str] = []
+        self.failed: set[str] = set()
+        """Of those that are done, which were not handled."""
         self._errors: deque[BaseException] = deque()
         self._closed = False
         self._changed = threading.Condition()
@@ -93,6 +95,7 @@ class LocalQueue:
             self._working -= 1
             self._finished.append(_id_of(message))
             if error is not None:
+                self.failed.add(_id_of(message))
                 self._errors.append(error)
             self._changed.notify_all()
 
@@ -141,14 +144,19 @@ class ZmqPasser:
     Listens at `endpoint`: `ipc://...`, `tcp://127.0.0.1:*` (any free port) or None (a socket without a file). The
     invitation holds a key and nobody is admitted without it: hand it over in private, not on a command line. One
     thread uses a passer. A receiver may take as long as it needs, but it must be there within `connect_s` when a
-    message is passed, and stay until the message is done: else `DeliveryError`.
+    message is passed, and stay until the message is done: else `finished` raises `DeliveryError`.
     """
 
     def __init__(self, endpoint: str | None = None, *, connect_s: float = 30.0) -> None:
         self.connect_s = connect_s
         self._session, self._ended = "", False
+        self._unsent: deque[tuple[float, str, bytes]] = deque()
+        """Messages that no receiver was there for, each with the time until when one must be."""
         self._outstanding: list[str] = []
+        """Messages that are not done, those included."""
         self._finished: list[str] = []
+        self.failed: set[str] = set()
+        """Of those that are done, which were not handled."""
         self._pinged = 0.0
         try:
             self._hub = Hub(_checked(endpoint))
@@ -166,23 +174,39 @@ class ZmqPasser:
         }
 
     def __call__(self, message: Message) -> bool:
-        payload, trigger_id = pack(message), message.get("trigger_id", "")
-        deadline = time.monotonic() + self.connect_s
+        self._check_open()
+        payload = pack(message)
         self._serve(0)
-        while not (self._session and self._sent([_MESSAGE, payload])):
-            left = deadline - time.monotonic()
-            if left <= 0:
-                found = "the receiver is gone" if self._ended else "no receiver has connected"
-                raise DeliveryError(
-                    f"a message of trigger {trigger_id!r} cannot be passed at {self._hub.address}: {found}, none came "
-                    f"within {self.connect_s:g} s. Start one there: ZmqReceiver(invitation)."
-                )
-            self._serve(min(left, _PING_S))
+        self._unsent.append((time.monotonic() + self.connect_s, _id_of(message), payload))
         self._outstanding.append(_id_of(message))
+        self._send_waiting()
         return False
+
+    def _send_waiting(self) -> None:
+        """Send what waits for a receiver, if there is one."""
+        while self._unsent and self._session and self._sent([_MESSAGE, self._unsent[0][2]]):
+            self._unsent.popleft()
+
+    def _check_waiting(self) -> None:
+        """Nothing waits for longer than it may."""
+        if self._unsent and time.monotonic() >= self._unsent[0][0]:
+            _, name, _ = self._unsent.popleft()
+            self._outstanding.remove(name)
+            self._finished.append(name)
+            self.failed.add(name)
+            found = "the receiver is gone" if self._ended else "no receiver has connected"
+            raise DeliveryError(
+                f"a message of trigger {_trigger_of(name)!r} cannot be passed at {self._hub.address}: {found}, none "
+                f"came within {self.connect_s:g} s. Start one there: ZmqReceiver(invitation)."
+            )
+
+    def _check_open(self) -> None:
+        if self._hub.is_closed:
+            raise ClosedError("this passer is closed; make a new one, and a receiver with its invitation.")
 
     def finished(self, timeout_s: float = 0.0) -> list[str]:
         """The triggers whose messages are done, waiting for one if any is not; raises what went wrong there."""
+        self._check_open()
         deadline = time.monotonic() + timeout_s
         self._serve(0)
         while self._outstanding and not self._finished:
@@ -190,7 +214,7 @@ class ZmqPasser:
             left = deadline - time.monotonic()
             if left <= 0:
                 break
-            self._serve(min(left, _PING_S))
+            self._serve(min([left, _PING_S, *(until - time.monotonic() for until, _, _ in self._unsent)]))
         done, self._finished = self._finished, []
         return done
 
@@ -199,6 +223,8 @@ class ZmqPasser:
         if not self._drain() and timeout_s > 0:
             self._poll.poll(timeout_s * 1000)
             self._drain()
+        self._send_waiting()
+        self._check_waiting()
 
     def _drain(self) -> bool:
         said = False
@@ -222,10 +248,16 @@ class ZmqPasser:
             self._outstanding.remove(report.trigger_id)
             self._finished.append(report.trigger_id)
             if report.error:
-                raise DeliveryError(f"a message of trigger {report.trigger_id!r} failed there:\n\n{report.error}")
+                self.failed.add(report.trigger_id)
+                raise DeliveryError(
+                    f"a message of trigger {_trigger_of(report.trigger_id)!r} failed there:\n\n{report.error}"
+                )
 
     def _check_alive(self) -> None:
         now = time.monotonic()
+        if not self._session:
+            self._lose("has ended")
+            return
         if now - self._pinged < _PING_S:
             return
         self._pinged = now
@@ -241,11 +273,14 @@ class ZmqPasser:
         return False
 
     def _lose(self, how: str) -> None:
-        if self._outstanding:
-            lost, self._outstanding = self._outstanding, []
+        unsent = {name for _, name, _ in self._unsent}
+        if lost := [name for name in self._outstanding if name not in unsent]:
+            self._outstanding = [name for name in self._outstanding if name in unsent]
             self._finished += lost  # nobody waits for them any more
+            self.failed.update(lost)
             raise DeliveryError(
-                f"the receiver at {self._hub.address} {how} before it was done with messages of {', '.join(lost)}; "
+                f"the receiver at {self._hub.address} {how} before it was done with messages of "
+                f"{', '.join(map(_trigger_of, lost))}; "
                 "look at its own output for the reason, and pass them again to a new one if they matter."
             )
 
@@ -259,15 +294,25 @@ class ZmqReceiver:
     """The consumer's end of a `ZmqPasser`, in another process."""
 
     def __init__(self, invitation: Mapping[str, str]) -> None:
+        known = ("address", "server_key", "public", "secret")
+        if not isinstance(invitation, Mapping) or not all(isinstance(invitation.get(key), str) for key in known):
+            what = sorted(map(str, invitation)) if isinstance(invitation, Mapping) else invitation
+            raise ConfigError(
+                f"ZmqReceiver got {what}; expected a passer's invitation, with {', '.join(known)}: hand over "
+                "passer.invitation as it is, e.g. as JSON on the process's standard input."
+            )
         pair = KeyPair(invitation["public"].encode(), invitation["secret"].encode())
         self._session, self._closed, self._address = os.urandom(8).hex(), False, invitation["address"]
-        self._link = DealerLink(invitation["address"], invitation["server_key"].encode(), pair, MAIN, _SEND_S)
+        server_key = invitation["server_key"].encode()
+        self._link: DealerLink | None = DealerLink(self._address, server_key, pair, MAIN, _SEND_S)
         self._say("hello")
 
     def take(self, timeout_s: float) -> Message | None:
         """The next message, or None after `timeout_s`; `ClosedError` once the passer was closed."""
+        self._check_open()
         deadline = time.monotonic() + timeout_s
         while not self._closed:
+            assert self._link is not None
             received = self._link.receive(max(0.0, deadline - time.monotonic()))
             if received is None:
                 return None
@@ -279,10 +324,12 @@ class ZmqReceiver:
 
     def done(self, message: Message, error: BaseException | None = None) -> None:
         """A message was handled, or handling it raised `error`."""
+        self._check_open()
         text = "" if error is None else "".join(traceback.format_exception(error))
         self._say("done", _id_of(message), text)
 
     def _say(self, kind: Literal["hello", "done", "bye"], trigger_id: str = "", error: str = "") -> None:
+        assert self._link is not None
         try:
             self._link.send([msgspec.msgpack.encode(_Report(self._session, kind, trigger_id, error))])
         except zmq.Again:
@@ -290,16 +337,28 @@ class ZmqReceiver:
                 f"the passer at {self._address} takes no reports: it does not admit this invitation, or it is stuck."
             ) from None
 
+    def _check_open(self) -> None:
+        if self._link is None:
+            raise ClosedError("this receiver is closed; make another one of the passer's invitation.")
+
     def close(self) -> None:
+        if self._link is None:
+            return
         if not self._closed:
             with contextlib.suppress(zmq.ZMQError, DeliveryError):
                 self._say("bye")
         self._link.close()
+        self._link = None
 
 
 def _id_of(message: Message) -> str:
     """What a message is reported as when it is done: itself, where its trigger may have several under way."""
     return str(message.get("message_id") or message.get("trigger_id", ""))
+
+
+def _trigger_of(name: str) -> str:
+    """The trigger of a message that goes by this name."""
+    return name.rpartition("/")[0] or name
 
 
 def _checked(endpoint: str | None) -> str:

@@ -6,6 +6,7 @@ import contextlib
 import os
 import threading
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Self
@@ -17,9 +18,9 @@ from farstep.batch import Batch
 from farstep.buffer.choosing import Chooser, SampleInfo
 from farstep.buffer.contents import Contents, fitting_capacity
 from farstep.buffer.gate import Gate, check_timeout
-from farstep.buffer.limiter import MinSize, RateLimiter
-from farstep.buffer.rows import arrays_of, as_arrays, as_keys, as_priorities, as_spec, count_plain, nested, schema_of
-from farstep.buffer.samplers import FIFO, Sampler, check_remover, check_sampler
+from farstep.buffer.limiter import MinSize, RateLimiter, check_limiter
+from farstep.buffer.rows import arrays_of, as_arrays, as_keys, as_priorities, as_schema, count_plain, nested, schema_of
+from farstep.buffer.samplers import FIFO, Sampler, check_remover, check_sampler, with_beta
 from farstep.buffer.store import Store
 from farstep.config import check_count
 from farstep.core import Array, Nested
@@ -50,27 +51,30 @@ class Buffer:
     ) -> None:
         self.capacity = check_count("capacity", capacity)
         self.sampler, self.remover = check_sampler("sampler", sampler), check_sampler("remover", remover or FIFO())
-        self.limiter = limiter if limiter is not None else MinSize(1)
+        self.limiter = check_limiter(limiter) if limiter is not None else MinSize(1)
         self.max_bytes = None if max_bytes is None else check_count("max_bytes", max_bytes)
         limit = int(sampler.once) if max_times_sampled is None else max_times_sampled
         self.max_times_sampled = check_count("max_times_sampled", limit, minimum=0)
         self._cyclic = type(self.remover) is FIFO
         check_remover(self.remover, self.sampler, self._cyclic)
         self.limiter.check_reachable(self.capacity)
+        self.sampler.check_room(self.capacity)
         self._rng = np.random.default_rng(seed)
         self._structures: dict[str, Structure] = {}
         self._contents: Contents | None = None
         self._chooser = Chooser(self.sampler, self.max_times_sampled)
         self._gate = Gate()
-        self._changed = self._gate.changed
+        self._lock = self._gate.lock
         self.waited_s = self._gate.waited_s
         self.filled_by: int | None = None
         """The one thread that inserts, where that is known: it must not wait for itself."""
         self.told: Callable[[], None] | None = None
         """Called when another thread than that took samples or changed the limiter: there may be room again."""
+        self._told_unused = False
         self.removed: dict[str, int] = {"evicted": 0, "sampled": 0, "deleted": 0}
         if spec is not None:
-            self.bind({str(name): as_spec(name, value) for name, value in spec.items()})
+            self.bind(as_schema(spec))
+        self.limiter.take()
 
     # ---- what it holds ----
 
@@ -88,6 +92,7 @@ class Buffer:
             raise ConfigError(f"with remover={self.remover!r} rows of all environments share one column.")
         capacity = fitting_capacity(schema, self.capacity, columns, self._cyclic, self.max_bytes)
         self.limiter.check_reachable(capacity)
+        self.sampler.check_room(capacity // columns)
         self.capacity, self._structures = capacity, dict(structures or {})
         remover = None if self._cyclic else self.remover
         self._contents = Contents(schema, capacity, columns, self._structures, self.sampler, remover, self._rng)
@@ -143,7 +148,7 @@ class Buffer:
         if (contents := self._contents) is not None and contents.is_plain:
             store = contents.store
             count = count_plain(rows, store.kinds)
-            with self._changed:
+            with self._lock:
                 if 0 < count <= store.rows and self.limiter.can_insert(count) and not self._gate.is_closed:
                     keys, evicted = contents.put_rows(rows, count)  # type: ignore[arg-type]  # count_plain has looked
                     self._inserted(count, evicted)
@@ -157,14 +162,11 @@ class Buffer:
         done = 0
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
 
-        def how_far() -> str:
-            return f"{done} of {total} rows are inserted"
-
         while done < total:
-            with self._changed:
+            with self._lock:
                 if not (count := self.limiter.room(total - done)):
                     left = None if deadline is None else deadline - time.monotonic()
-                    self._wait("insert", self.limiter.can_insert, left, how_far)
+                    self._wait("insert", self.limiter.can_insert, left, f"{done} of {total} rows are inserted")
                     continue
                 contents = self.contents
                 count = min(count, contents.store.rows)
@@ -175,7 +177,7 @@ class Buffer:
     def _checked(self, rows: Mapping[str, ArrayLike]) -> dict[str, Array]:
         """Rows as arrays of the right kind, or an error and nothing changed."""
         values = as_arrays(rows)
-        with self._changed:
+        with self._lock:
             if self._contents is None and not self._gate.is_closed:
                 self.bind(schema_of(values))
         self.contents.check(values)
@@ -194,7 +196,7 @@ class Buffer:
         return keys
 
     def _insert_batch(self, batch: Batch, timeout_s: float | None) -> Array:
-        with self._changed:
+        with self._lock:
             if self._contents is None and not self._gate.is_closed:
                 # Where rows have no neighbours, each has its next observation itself.
                 schema = schema_of(arrays_of(batch, with_next=not self._cyclic), leading=2)
@@ -207,8 +209,8 @@ class Buffer:
         if self.limiter.never_inserts(steps * width):
             raise ConfigError(f"a batch of {steps * width} rows never fits this limiter ({self.limiter}); widen it.")
         contents.warn_if_shared(batch)
-        with self._changed:
-            self._wait("insert", lambda: self.limiter.can_insert(steps * width), timeout_s, lambda: "none inserted")
+        with self._lock:
+            self._wait("insert", lambda: self.limiter.can_insert(steps * width), timeout_s, "none inserted")
             keys, inserted, evicted = contents.put_batch(batch, values)
             self._inserted(inserted, evicted)
             return keys.reshape(-1)
@@ -217,7 +219,7 @@ class Buffer:
         self.limiter.insert(inserted)
         if evicted:
             self._removed("evicted", evicted)
-        self._changed.notify_all()
+        self._gate.notify()
 
     # ---- sampling ----
 
@@ -233,8 +235,8 @@ class Buffer:
             chosen = self._choose(count)
             return chosen is not None
 
-        with self._changed:
-            self._wait("sample", ready, timeout_s, lambda: f"{count} items for {self.sampler!r} are asked for")
+        with self._lock:
+            self._gate.wait("sample", ready, timeout_s, lambda alone: self._missing(count, alone), self.filled_by)
             contents = self.contents
             assert chosen is not None
             cells, probabilities = chosen
@@ -258,19 +260,56 @@ class Buffer:
             )
         return None if contents is None else self._chooser.choose(contents, count, self.limiter.can_sample)
 
+    def _missing(self, count: int, alone: bool) -> str:
+        """Why nothing is sampled, and what to do; `alone`: who asks is also who inserts."""
+        contents, limiter = self._contents, self.limiter
+        asked = f"{count} items for {self.sampler!r} are asked for"
+        if contents is None or not contents.size or not limiter.can_sample(count):
+            if not alone:
+                return (
+                    f"{asked}, it holds {len(self)} items ({limiter}). Who inserts must go on, or widen the limiter "
+                    "with buffer.limit(...)."
+                )
+            return (
+                f"{asked}, and the buffer does not give them ({len(self)} items; {limiter}). Who asks is also who "
+                "inserts, so waiting would be for ever: let the consumer be called when the limiter gives as many "
+                f"(flow.on(..., samples={count})), ask for fewer, let the trigger fire later (its size), widen the "
+                "limiter, or sample in a thread of its own (flow.on(..., thread=True))."
+            )
+        usable = len(self._chooser.usable_items(contents))
+        often = f" at most {self.max_times_sampled} times each" if self.max_times_sampled else ""
+        said = f"{asked}; of the {contents.size} that it holds {usable} can be handed out{often}"
+        if self.sampler.needs_order and usable < contents.size:
+            said += ": at the others nothing so long can begin, or what follows them is not there yet"
+        ends = "waiting would be for ever, since who asks is also who inserts: sample later" if alone else "insert more"
+        return f"{said}. The limiter would give them ({limiter}), so {ends}, or ask for fewer or shorter ones."
+
     # ---- items ----
 
     def update_priorities(self, keys: Array, priorities: Array) -> int:
         """Give items new priorities; those that are gone are passed over. How many were there."""
         keys = as_keys(keys)
         priorities = as_priorities(priorities, keys)
-        with self._changed:
+        with self._lock:
+            if not (self._told_unused or self.sampler.uses_priorities or self.remover.uses_priorities):
+                self._told_unused = True
+                warnings.warn(
+                    f"neither {self.sampler!r} nor remover={self.remover!r} looks at priorities, so update_priorities "
+                    "changes nothing; sample by Prioritized(), MinHeap(), MaxHeap() or DPER(), or leave it out.",
+                    stacklevel=2,
+                )
             return self.contents.update(keys, priorities)
+
+    def set_beta(self, beta: float) -> None:
+        """Change the exponent of importance weights while it is in use, e.g. towards 1; for samples from now on."""
+        with self._lock:
+            self.sampler = with_beta(self.sampler, beta)
+            self._chooser = Chooser(self.sampler, self.max_times_sampled)
 
     def delete(self, keys: Array) -> int:
         """Remove items; those that are gone are passed over. How many were there."""
         keys = as_keys(keys)
-        with self._changed:
+        with self._lock:
             contents = self.contents
             cells = np.unique(contents.store.table.find(keys))
             contents.remove(cells)
@@ -287,12 +326,18 @@ class Buffer:
     def limit(self, **changes: float) -> None:
         """Change options of the limiter while it is in use, e.g. `limit(max_diff=math.inf)`; whoever waits looks
         again."""
-        with self._changed:
+        with self._lock:
             self.limiter.change(changes, self.capacity)
             self._notify()
 
-    def _wait(self, what: str, ready: Callable[[], bool], timeout_s: float | None, how_far: Callable[[], str]) -> None:
-        self._gate.wait(what, ready, timeout_s, how_far, lambda: (len(self), self.limiter), self.filled_by)
+    def _wait(self, what: str, ready: Callable[[], bool], timeout_s: float | None, how_far: str) -> None:
+        def explain(alone: bool) -> str:
+            return (
+                f"{how_far}, it holds {len(self)} items ({self.limiter}). Who samples must go on, or widen the limiter "
+                "with buffer.limit(...)."
+            )
+
+        self._gate.wait(what, ready, timeout_s, explain, self.filled_by)
 
     def halted(self) -> contextlib.AbstractContextManager[None]:
         """Meanwhile nobody waits here: who would has a ClosedError."""
@@ -300,10 +345,10 @@ class Buffer:
 
     def locked(self) -> contextlib.AbstractContextManager[object]:
         """Nobody inserts or samples for a moment."""
-        return self._changed
+        return self._lock
 
     def _notify(self) -> None:
-        self._changed.notify_all()
+        self._gate.notify()
         if self.told is not None and self.filled_by != threading.get_ident():
             self.told()
 
@@ -313,7 +358,7 @@ class Buffer:
         """Save everything into a new numbered folder under `path`, atomically; the two newest are kept."""
         from farstep.buffer.saving import save_buffer
 
-        with self._changed:
+        with self._lock:
             return save_buffer(self, path)
 
     @classmethod
@@ -330,12 +375,12 @@ class Buffer:
 
     def close(self) -> None:
         """Free the memory; whoever waits gets a ClosedError. Idempotent."""
-        with self._changed:
+        with self._lock:
             self._gate.is_closed = True
             if self._contents is not None:
                 self._contents.store.close()
                 self._contents = None  # the memory goes with the last array over it
-            self._changed.notify_all()
+            self._gate.notify()
 
     def __enter__(self) -> Self:
         return self

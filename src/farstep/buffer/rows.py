@@ -3,7 +3,7 @@ rows as they go out."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,10 +28,26 @@ def as_spec(name: object, value: object) -> ArraySpec:
         raise ConfigError(f"spec[{name!r}] is {value!r}; expected (shape, dtype) or an example row: {error}.") from None
 
 
+def as_schema(spec: object) -> Schema:
+    """What arrays a `spec` names."""
+    if not isinstance(spec, Mapping):
+        raise ConfigError(
+            f"spec is {spec!r}; expected a mapping of names to (shape, dtype) or example rows, e.g. "
+            '{"obs": ((4,), "float32"), "reward": ((), "float32")}.'
+        )
+    return {str(name): as_spec(name, value) for name, value in spec.items()}
+
+
 def as_arrays(rows: object) -> dict[str, Array]:
     """Rows as arrays of one length."""
     if not isinstance(rows, Mapping) or not rows:
         raise ConfigError(f"insert got {type(rows).__name__}; expected a mapping of arrays [n, ...], or a Batch.")
+    for name, value in rows.items():
+        if isinstance(value, Mapping):
+            named = ", ".join(f"{name}.{key}" for key in value) or "none"
+            raise ConfigError(
+                f"insert got {name!r} as a mapping; expected an array for each of its parts, named by path: {named}."
+            )
     try:
         values = {str(name): np.asarray(value) for name, value in rows.items()}
     except ValueError as error:  # lists of different lengths
@@ -42,18 +58,19 @@ def as_arrays(rows: object) -> dict[str, Array]:
     return values
 
 
-def count_plain(rows: object, kinds: Mapping[str, tuple[np.dtype[Any], tuple[int, ...]]]) -> int:
+def count_plain(rows: object, kinds: Sequence[tuple[str, np.dtype[Any], tuple[int, ...]]]) -> int:
     """How many rows, if they are arrays of exactly these dtypes and shapes; else -1, and somebody looks closer."""
     if type(rows) is not dict or len(rows) != len(kinds):
         return -1
     count = -1
-    for name, (dtype, shape) in kinds.items():
+    for name, dtype, shape in kinds:
         value = rows.get(name)
-        if type(value) is not np.ndarray or value.dtype != dtype or value.shape[1:] != shape or not value.ndim:
+        if type(value) is not np.ndarray or (value.dtype is not dtype and value.dtype != dtype):
             return -1
-        if count != len(value) and count >= 0:
+        got = value.shape
+        if not got or got[1:] != shape or (got[0] != count and count >= 0):
             return -1
-        count = len(value)
+        count = got[0]
     return count
 
 
@@ -118,7 +135,7 @@ def as_priorities(priorities: object, keys: Array) -> Array:
         raise ConfigError(f"priorities are {priorities!r}; expected numbers.") from None
     if keys.shape != values.shape:
         raise ConfigError(f"{keys.shape} keys and {values.shape} priorities; one priority per key is expected.")
-    if not np.isfinite(values).all() or (values < 0).any():
+    if values.size and not (values.min() >= 0 and values.max() < np.inf):  # nor is NaN
         bad = int(np.flatnonzero(~np.isfinite(values) | (values < 0))[0])
         raise ConfigError(f"priority {values[bad]} of key {keys[bad]}; priorities are finite and at least 0.")
     return values

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 import numbers
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from farstep.buffer.selectors import HeapSelector, OrderSelector, PrioritySelector, Selector, UniformSelector
+from farstep.buffer.selectors import Cells, HeapSelector, OrderSelector, PrioritySelector, Selector, UniformSelector
 from farstep.buffer.store import ENDINGS, Store
 from farstep.buffer.table import Table
 from farstep.config import check_count
@@ -31,8 +31,12 @@ class Sampler:
     """A row is gone when it was sampled, unless `max_times_sampled` says otherwise."""
     needs_order = False
     """Rows must stay in the order of their episodes, so only the oldest may be removed."""
+    uses_priorities = False
+    """What `update_priorities` says counts."""
     beta: float = 0.0
     """Exponent of importance weights."""
+    reach: int = 1
+    """How many rows `usable` looks at for each."""
 
     def selector(self, table: Table) -> Selector:
         raise NotImplementedError
@@ -40,9 +44,16 @@ class Sampler:
     def check(self, schema: Schema) -> None:
         """Refuse rows without something that is needed."""
 
+    def check_room(self, rows: int) -> None:
+        """Refuse a buffer with so few rows for an environment that nothing could ever be sampled."""
+
     def usable(self, store: Store, cells: Array) -> Array | None:
         """Which of these rows can be sampled; None: all of them."""
         return None
+
+    def all_usable(self, store: Store) -> Array | None:
+        """As `usable`, of all cells, for a sampler that knows a quicker way than to look at each."""
+        return self.usable(store, np.arange(store.table.cells))
 
     def rows(self, store: Store, cells: Array) -> dict[str, Array]:
         """The batch that begins at these cells."""
@@ -60,10 +71,21 @@ def check_sampler(what: str, value: object) -> Sampler:
     return value
 
 
+def with_beta(sampler: Sampler, beta: float) -> Sampler:
+    """The same with another exponent of importance weights."""
+    if isinstance(sampler, _Composed):
+        return replace(sampler, by=with_beta(sampler.by, beta))
+    if not isinstance(sampler, (Prioritized, DPER)):
+        raise ConfigError(f"{sampler!r} has no beta; only weights of Prioritized(...) and DPER(...) do.")
+    return replace(sampler, beta=beta)
+
+
 def check_remover(remover: Sampler, sampler: Sampler, is_cyclic: bool) -> None:
     """Refuse one that takes single rows out of what the sampler needs in order, or that cannot take single rows."""
     if sampler.needs_order and not is_cyclic:
         raise ConfigError(f"{sampler!r} needs rows in order, so only the oldest can be removed: leave remover out.")
+    if isinstance(remover, FullBatch):
+        raise ConfigError("remover=FullBatch(); single rows are removed. Leave remover out for the oldest first.")
     if remover.needs_order:
         raise ConfigError(f"remover={remover!r}; single rows are removed, so it must be a sampler of these.")
 
@@ -111,6 +133,8 @@ class Prioritized(Sampler):
     alpha: float = 0.6
     beta: float = 0.4
 
+    uses_priorities = True
+
     def __post_init__(self) -> None:
         _check_number("alpha", self.alpha)
         _check_number("beta", self.beta)
@@ -123,6 +147,8 @@ class Prioritized(Sampler):
 class MinHeap(Sampler):
     """The rows of lowest priority, in order; new rows have priority 1."""
 
+    uses_priorities = True
+
     def selector(self, table: Table) -> Selector:
         return HeapSelector(table, highest=False)
 
@@ -130,6 +156,8 @@ class MinHeap(Sampler):
 @dataclass(frozen=True)
 class MaxHeap(Sampler):
     """The rows of highest priority, in order; new rows have priority 1."""
+
+    uses_priorities = True
 
     def selector(self, table: Table) -> Selector:
         return HeapSelector(table, highest=True)
@@ -156,6 +184,10 @@ class _Composed(Sampler):
         return self.by.beta
 
     @property
+    def uses_priorities(self) -> bool:  # type: ignore[override]
+        return self.by.uses_priorities
+
+    @property
     def once(self) -> bool:  # type: ignore[override]
         return self.by.once
 
@@ -165,7 +197,10 @@ class NStep(_Composed):
     """Transitions over `n` steps: `reward` is the discounted sum, `next_obs` what was observed after the last step and
     `discount` what its value is to be multiplied with (0 where the episode terminated).
 
-    Fewer steps, in `steps`, where an episode ends earlier or newer rows are not there yet; never across an end.
+    Never across an end: `steps` says how many steps a transition has, fewer than `n` where its episode ends earlier;
+    `terminated` and `truncated` are those of the last. What was observed after it comes with a `Batch` or in an array
+    `next_obs`; then there are also transitions of fewer steps up to the newest row. Else it is in the row that follows,
+    and nothing begins so near to the newest row, or to a truncated one, that it is not known.
     """
 
     n: int = 3
@@ -179,6 +214,10 @@ class NStep(_Composed):
     def check(self, schema: Schema) -> None:
         if "reward" not in schema:
             raise ConfigError("NStep adds up rewards, and the rows have no array 'reward'.")
+
+    @property
+    def reach(self) -> int:  # type: ignore[override]
+        return self.n
 
     def _last(self, store: Store, cells: Array) -> tuple[Array, Array]:
         """The last row of each transition, and how many it takes."""
@@ -195,6 +234,16 @@ class NStep(_Composed):
         last, _ = self._last(store, cells)  # what was observed after it must be in the row that follows, or not matter
         known = ~store.flat_cut.take(last)
         return known if (over := _terminal(store)) is None else known | store.take(over, last).astype(bool)
+
+    def all_usable(self, store: Store) -> Array | None:
+        if store.tails is not None or _stored_next(store):
+            return None
+        after = store.rows_after()
+        usable = after >= self.n
+        if (over := _terminal(store)) is not None:
+            last = np.arange(len(after)) + np.minimum(after, self.n - 1) * store.columns
+            usable |= store.take(over, last % len(after)).astype(bool)
+        return np.asarray(usable)
 
     def rows(self, store: Store, cells: Array) -> dict[str, Array]:
         batch = {name: store.take(name, cells) for name in store.schema}
@@ -230,8 +279,22 @@ class Sequence(_Composed):
         super().__post_init__()
         check_count("length", self.length)
 
+    @property
+    def reach(self) -> int:  # type: ignore[override]
+        return self.length
+
+    def check_room(self, rows: int) -> None:
+        if rows < self.length and not self.pad:
+            raise ConfigError(
+                f"{self!r} needs {self.length} rows that follow each other, and there is room for {rows} of an "
+                "environment, so nothing could ever be sampled. Raise capacity, lower length, or pad=True."
+            )
+
     def usable(self, store: Store, cells: Array) -> Array | None:
         return None if self.pad else np.asarray(self._path(store, cells)[1].all(axis=1))
+
+    def all_usable(self, store: Store) -> Array | None:
+        return None if self.pad else np.asarray(store.rows_after() >= self.length - 1)
 
     def _path(self, store: Store, cells: Array) -> tuple[Array, Array]:
         return path(store, cells, self.length)
@@ -251,7 +314,7 @@ class DPER(Sampler):
     alpha: float = 0.5
     beta: float = 0.0
 
-    needs_order = True
+    needs_order = uses_priorities = True
 
     def __post_init__(self) -> None:
         _check_number("alpha", self.alpha)
@@ -275,8 +338,8 @@ class DPER(Sampler):
 class EpisodeSelector(PrioritySelector):
     """As by priority, but an item counts only once it is known to begin a whole episode."""
 
-    def inserted(self, cells: Array, keys: Array) -> None:
-        self.removed(cells)
+    def inserted(self, cells: Cells, keys: Array) -> None:
+        self._tree.set(cells, 0.0)
 
     def completed(self, cells: Array) -> None:
         """Episodes that begin here are complete."""

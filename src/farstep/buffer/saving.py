@@ -71,8 +71,10 @@ def _described(sampler: Sampler) -> dict[str, Any]:
 
 
 def _sampler(said: Mapping[str, Any], loaded: Loaded) -> Sampler:
-    known = {
-        name: kind for name, kind in vars(samplers).items() if isinstance(kind, type) and issubclass(kind, Sampler)
+    known: dict[str, type[Sampler]] = {
+        name: kind
+        for name, kind in vars(samplers).items()
+        if isinstance(kind, type) and issubclass(kind, Sampler) and dataclasses.is_dataclass(kind) and name[0] != "_"
     }
     options = {name: _sampler(value, loaded) if isinstance(value, dict) else value for name, value in said.items()}
     kind = known.get(str(options.pop("kind")))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import numpy as np
 
@@ -18,6 +18,9 @@ from farstep.core import Array
 _LOOK = 256  # entries of a log that are looked at together
 _MOST = 1e290  # weights are at most this, so that no sum of them is infinite
 
+Cells: TypeAlias = Array | slice
+"""Some cells, or all from a start to a stop."""
+
 
 class Selector(Protocol):
     """Chooses among the items of one table."""
@@ -27,7 +30,7 @@ class Selector(Protocol):
     listens: bool
     """It must be told of new items."""
 
-    def inserted(self, cells: Array, keys: Array) -> None: ...
+    def inserted(self, cells: Cells, keys: Array) -> None: ...
 
     def removed(self, cells: Array) -> None: ...
 
@@ -44,7 +47,7 @@ class Selector(Protocol):
     def restore(self, state: Mapping[str, Array]) -> None: ...
 
     def among(self, cells: Array, n: int, rng: np.random.Generator) -> tuple[Array, Array]:
-        """As `select`, of these items only."""
+        """As `select`, of these items only, but the probabilities are those in a draw of all: they can be compared."""
         ...
 
 
@@ -54,7 +57,7 @@ class Idle:
     distinct = False
     listens = True
 
-    def inserted(self, cells: Array, keys: Array) -> None:
+    def inserted(self, cells: Cells, keys: Array) -> None:
         pass
 
     def removed(self, cells: Array) -> None:
@@ -70,7 +73,7 @@ class Idle:
         pass
 
     def among(self, cells: Array, n: int, rng: np.random.Generator) -> tuple[Array, Array]:
-        return cells[rng.integers(len(cells), size=n)], np.full(n, 1 / len(cells))
+        raise NotImplementedError
 
 
 class UniformSelector(Idle):
@@ -84,6 +87,9 @@ class UniformSelector(Idle):
     def select(self, n: int, rng: np.random.Generator) -> tuple[Array, Array]:
         return self._table.draw(n, rng), np.full(n, 1 / max(1, self._table.size))
 
+    def among(self, cells: Array, n: int, rng: np.random.Generator) -> tuple[Array, Array]:
+        return cells[rng.integers(len(cells), size=n)], np.full(n, 1 / self._table.size)
+
 
 class OrderSelector(Idle):
     """The oldest items first, or the newest, in order of insertion; priorities do not count."""
@@ -96,7 +102,7 @@ class OrderSelector(Idle):
         """Keys in order of insertion, from `_first` to `_stop`; some of items that are gone."""
         self._first = self._stop = 0
 
-    def inserted(self, cells: Array, keys: Array) -> None:
+    def inserted(self, cells: Cells, keys: Array) -> None:
         if self._stop + len(keys) > len(self._log):
             kept = self._log[self._first : self._stop]
             kept = kept[self._table.keys[kept % self._table.cells] == kept]
@@ -146,7 +152,7 @@ class PrioritySelector(Idle):
         """A new item gets the highest priority so far, so that each is seen at least once, soon."""
         self._highest, self._new = highest, self._weights(np.float64(highest))
 
-    def inserted(self, cells: Array, keys: Array) -> None:
+    def inserted(self, cells: Cells, keys: Array) -> None:
         self._tree.set(cells, self._new)
 
     def removed(self, cells: Array) -> None:
@@ -166,16 +172,17 @@ class PrioritySelector(Idle):
         total = self._tree.total
         if not total > 0:
             return self._table.draw(n, rng), np.full(n, 1 / max(1, self._table.size))
-        cells, weights = self._tree.draw(n, rng)
-        return cells, weights / total
+        cells, probabilities = self._tree.draw(n, rng)
+        probabilities /= total
+        return cells, probabilities
 
     def among(self, cells: Array, n: int, rng: np.random.Generator) -> tuple[Array, Array]:
         weights = self._tree.weights[cells]
         sums = np.cumsum(weights)
-        if not sums[-1] > 0:
-            return super().among(cells, n, rng)
+        if not sums[-1] > 0:  # none would ever be drawn, nor anything else
+            return cells[rng.integers(len(cells), size=n)], np.full(n, 1 / self._table.size)
         chosen = np.minimum(np.searchsorted(sums, rng.random(n) * sums[-1], side="right"), len(cells) - 1)
-        return cells[chosen], weights[chosen] / sums[-1]
+        return cells[chosen], weights[chosen] / self._tree.total
 
     @property
     def weights(self) -> Array:
@@ -186,7 +193,7 @@ class PrioritySelector(Idle):
         return {"weights": self.weights[: self._table.cells], "highest": np.array(self._highest)}
 
     def restore(self, state: Mapping[str, Array]) -> None:
-        self._tree.set(np.arange(self._table.cells), state["weights"])
+        self._tree.set(slice(0, self._table.cells), state["weights"])
         self._raise(float(state["highest"]))
 
 
@@ -203,8 +210,8 @@ class HeapSelector(Idle):
         self._count = 0
         self.priorities: Array = np.ones(table.cells)
 
-    def inserted(self, cells: Array, keys: Array) -> None:
-        self._push(cells, np.ones(len(cells)))
+    def inserted(self, cells: Cells, keys: Array) -> None:
+        self._push(keys % self._table.cells, np.ones(len(keys)))
 
     def removed(self, cells: Array) -> None:
         self._stamp[cells] = -1

@@ -16,6 +16,9 @@ from farstep.buffer.table import Table
 from farstep.core import Array
 from farstep.spec import Schema
 
+CONSUMERS = 16
+"""Readers whose cursors have a place in the header of the blocks."""
+
 ENDINGS = ("terminated", "truncated", "done")
 """Arrays that say that an episode ended with the row."""
 
@@ -81,7 +84,7 @@ class Store:
 
     def __init__(self, schema: Schema, rows: int, columns: int, tails: Sequence[str] = ()) -> None:
         self.schema, self.rows, self.columns = schema, rows, columns
-        self.blocks = CyclicBlocks.create(schema, rows, columns)
+        self.blocks = CyclicBlocks.create(schema, rows, columns, CONSUMERS)
         self.table = Table(rows, columns)
         self.flat: dict[str, Array] = {
             name: block.reshape(self.table.cells, *block.shape[2:]) for name, block in self.blocks.arrays.items()
@@ -93,7 +96,7 @@ class Store:
         self._newest: Array = np.full(columns, -1, np.int64)
         """Per column, the cell of its newest row."""
         self._writers: dict[tuple[int, int], Writer] = {}
-        self.kinds = {name: (np.dtype(spec.dtype), spec.shape) for name, spec in schema.items()}
+        self.kinds = [(name, np.dtype(spec.dtype), spec.shape) for name, spec in schema.items()]
         """What a row's arrays are exactly."""
         self._endings = [name for name in ENDINGS if name in schema]
         self.tails = Tails({name: schema[name] for name in tails}, self.table.cells) if tails else None
@@ -129,27 +132,35 @@ class Store:
         """As `append`, of rows `[n, ...]` for the only column: what somebody who inserts them singly waits for."""
         writer = self._writer(0, 1)
         ((_, start),) = writer.claim(count)
-        keys, gone = np.empty(count, np.int64), 0
-        cut = self.flat_cut
-        for rows, times in spans(start % self.rows, count, self.rows):
-            for name, flat in self.flat.items():
-                flat[rows] = values[name][times]
-            keys[times], evicted = self.table.put_rows(rows)
-            gone += evicted
-            cut[rows] = values[self._endings[0]][times] if self._endings else False
-            for name in self._endings[1:]:
-                cut[rows] |= values[name][times].astype(bool, copy=False)
+        place, cut = start % self.rows, self.flat_cut
+        if place + count <= self.rows:
+            keys, gone = self._put_rows(values, slice(place, place + count))
+        else:
+            keys, gone = np.empty(count, np.int64), 0
+            for rows, times in spans(place, count, self.rows):
+                part = {name: values[name][times] for name in self.flat}
+                keys[times], evicted = self._put_rows(part, rows)
+                gone += evicted
         begins = values.get("episode_start")
         if begins is not None:
             cut[(start + np.flatnonzero(begins[1:])) % self.rows] = True
         if count < self.rows and self._open[0] and (begins is None or not begins[0]):
-            cut[(start - 1) % self.rows] = False
+            cut[place - 1] = False
         newest = (start + count - 1) % self.rows
         self._open[0] = not cut[newest]
         cut[newest] = True
         self._newest[0] = newest
         writer.commit(count)
         return keys, gone
+
+    def _put_rows(self, values: Mapping[str, Array], rows: slice) -> tuple[Array, int]:
+        """Write neighbouring rows of the only column, new items."""
+        for name, flat in self.flat.items():
+            flat[rows] = values[name]
+        self.flat_cut[rows] = values[self._endings[0]] if self._endings else False
+        for name in self._endings[1:]:
+            self.flat_cut[rows] |= values[name].astype(bool, copy=False)
+        return self.table.put_rows(rows)
 
     def _ended(self, rows: slice, columns: slice) -> Array | bool:
         ended: Array | bool = False
@@ -193,15 +204,11 @@ class Store:
         self.tails.put(cells, values)
 
     def _writer(self, first: int, width: int) -> Writer:
-        if (first, width) not in self._writers:
+        writer = self._writers.get((first, width))
+        if writer is None:
             self._release(first, width)  # the same columns can come in other ranges
-            self._writers[first, width] = self.blocks.join(first, width)
-        return self._writers[first, width]
-
-    def leave(self, first: int, width: int) -> None:
-        """These columns have no writer any more; what they hold stays."""
-        self._release(first, width)
-        self._open[first : first + width] = False
+            writer = self._writers[first, width] = self.blocks.join(first, width)
+        return writer
 
     def _release(self, first: int, width: int) -> None:
         for start, count in list(self._writers):
@@ -219,6 +226,14 @@ class Store:
         """The cell after each, in its column."""
         after = cells + self.columns
         return np.where(after < self.table.cells, after, after - self.table.cells)
+
+    def rows_after(self) -> Array:
+        """For each cell, how many rows follow it in its column before one that is cut, that one included."""
+        at = np.arange(self.rows, dtype=np.int32)[:, None]
+        cuts = np.where(self.cut, at, np.int32(2 * self.rows))
+        first = cuts.min(axis=0) + np.int32(self.rows)  # from the last row on, around the end
+        after: Array = np.minimum(np.minimum.accumulate(cuts[::-1])[::-1], first) - at
+        return after.reshape(-1)
 
     def take(self, name: str, cells: Array) -> Array:
         """Copies of rows of one array."""

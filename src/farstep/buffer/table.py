@@ -21,17 +21,18 @@ class Table:
         self.rows, self.columns, self.cells = rows, columns, rows * columns
         # A cell without an item remembers its last key, turned negative by `~`.
         self.keys: Array = ~np.arange(self.cells, dtype=np.int64)
-        self.times: Array = np.zeros(self.cells, np.int32)
-        """How often the present item of each cell was sampled."""
-        self._mark: Array = np.zeros(self.cells, np.int32)
+        self.times, self._mark = np.zeros((2, self.cells), np.int32)  # together they are given large pages earlier
         self.size = 0
         self.used: Array = np.zeros(columns, np.int64)
         """Per column, how many of its rows ever held an item."""
         self._full = False
         self._keys, self._times = self.keys.reshape(rows, columns), self.times.reshape(rows, columns)
+        self._lap, self._next = 0, -1
+        """The highest multiple in any key, and the first row, of one column, whose key is still of a lower one."""
 
     def put(self, rows: slice, columns: slice) -> tuple[Array, int]:
         """New items in a rectangle of cells; their keys `[rows, columns]`, and how many items made room for them."""
+        self._lap, self._next = self._lap + 1, -1
         keys, gone = self._keys[rows, columns], 0
         if self.size:
             present = keys >= 0
@@ -51,13 +52,19 @@ class Table:
 
     def put_rows(self, rows: slice) -> tuple[Array, int]:
         """As `put`, for a table of one column."""
-        if self.size == self.cells:
-            keys = self.keys[rows]
-            keys += self.cells
-            self.times[rows] = 0
-            return keys, len(keys)
-        keys, gone = self.put(rows, slice(0, 1))
-        return keys.reshape(-1), gone
+        if rows.start != self._next:
+            self._lap += 1
+        self._next = rows.stop
+        count, first = rows.stop - rows.start, self._lap * self.cells + rows.start
+        keys, gone = np.arange(first, first + count), count
+        if self.size < self.cells:
+            gone = int(np.count_nonzero(self.keys[rows] >= 0))
+            self.size += count - gone
+            self.used[0] = max(int(self.used[0]), rows.stop)
+            self._full = bool(self.used[0] == self.rows)
+        self.keys[rows] = keys
+        self.times[rows] = 0
+        return keys, gone
 
     def remove(self, cells: Array) -> None:
         """These items, each named once, are gone."""
@@ -69,25 +76,24 @@ class Table:
         times: Array = self.times.take(cells)
         times += 1
         self.times[cells] = times
-        before, after = cells[:-1], cells[1:]
-        if (after < before).any():  # not in order: see who finds the mark of somebody else
+        if not np.logical_and.reduce(cells[1:] > cells[:-1]):  # else each is named once
             places = np.arange(len(cells), dtype=np.int32)
             self._mark[cells] = places
-            again = self._mark.take(cells) != places
-        else:
-            again = np.append(after == before, False)
-        if again.any():
-            np.add.at(self.times, cells[again], 1)
-            times = self.times.take(cells)
+            again = self._mark.take(cells) != places  # who finds the mark of somebody else
+            if again.any():
+                np.add.at(self.times, cells[again], 1)
+                times = self.times.take(cells)
         return times
 
     def state(self) -> dict[str, Array]:
         """All of it, for a checkpoint."""
-        return {"keys": self.keys, "times": self.times, "used": self.used}
+        laps = np.array([self._lap, self._next])
+        return {"keys": self.keys, "times": self.times, "used": self.used, "laps": laps}
 
     def restore(self, state: Mapping[str, Array]) -> None:
         self.keys[:], self.times[:], self.used[:] = state["keys"], state["times"], state["used"]
         self.size = int(np.count_nonzero(self.keys >= 0))
+        self._lap, self._next = map(int, state["laps"])
 
     def find(self, keys: Array) -> Array:
         """The cell of each key that is still there; others are left out."""

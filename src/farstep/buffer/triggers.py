@@ -46,7 +46,7 @@ class DataKeyTrigger(Trigger):
     step is one of an actor, whatever number of environments the actor steps at a time.
 
     `keys=((...), (...))` are stages of a fragment: it fires for each stage, in order, as soon as that is there, with
-    `stage` and the `fragment`'s number. Actors that left meanwhile are missing from later stages.
+    `stage` and the `fragment`'s number. If steps are lost between two stages, all come again.
 
     `consume=False, min_new=k` is for replay: once `n` actors have written `size` steps each it fires, from then on
     for every `k` new steps of all actors together. `start` is then where each actor's newest `size` steps begin.
@@ -91,10 +91,9 @@ class DataKeyTrigger(Trigger):
         if self.min_new is not None:
             return self._ready_for_replay(state, self.min_new)
         for fragment in self._open:
-            here = {actor: start for actor, start in fragment.starts.items() if actor in state.actors}
             keys = self.stages[fragment.stage]
-            if all(state.written(actor, keys) >= start + self.size for actor, start in here.items()):
-                return self._message(state, here, fragment.stage, fragment.number)
+            if all(state.written(actor, keys) >= start + self.size for actor, start in fragment.starts.items()):
+                return self._message(state, fragment.starts, fragment.stage, fragment.number)
         starts = {actor: self._taken_to.get(actor, 0) for actor in state.actors}
         arrivals = {
             actor: arrival
@@ -117,6 +116,15 @@ class DataKeyTrigger(Trigger):
         """The first step of an actor that a message to come may name."""
         staged = (each.starts[actor] for each in self._open if actor in each.starts)
         return min([self._taken_to.get(actor, 0), *staged])
+
+    def took_back(self, state: Ledger, actor: Actor) -> None:
+        """Steps of an actor that were there on some keys are lost: what fired for them fires again, for others."""
+        whole = state.written(actor)
+        lost = [each for each in self._open if each.starts.get(actor, whole - self.size) + self.size > whole]
+        for fragment in lost:
+            fragment.stage = 0
+        if self.min_new is None and self._taken_to.get(actor, 0) > whole:
+            self._taken_to[actor] = max([whole, *(each.starts[actor] + self.size for each in lost)])
 
     def discard(self, state: Ledger) -> None:
         """What is there and was not taken is not wanted any more (unless it is for replay)."""
@@ -144,9 +152,8 @@ class DataKeyTrigger(Trigger):
                 taken = self._taken_to.get(actor, 0)
                 self._taken_to[actor] = taken + int(min(left, state.written(actor, self.stages[0]) - taken))
                 left -= self._taken_to[actor] - taken
-        elif message.get("stage", 0):
-            fragment = next(each for each in self._open if each.number == message["fragment"])
-            fragment.stage += 1
+        elif again := [each for each in self._open if each.number == message.get("fragment")]:
+            again[0].stage += 1
             self._open = [each for each in self._open if each.stage < len(self.stages)]
         else:
             starts = dict(zip(message["actor_ids"], message["start"], strict=True))
@@ -179,7 +186,8 @@ class ObjectKeyTrigger(Trigger):
 
 @dataclass(eq=False)
 class TimeTrigger(Trigger):
-    """Fires when a period has passed since it last fired (at first: since the ledger began); missed ones coalesce."""
+    """Fires when a period has passed since it last fired (at first: since its first run began); missed ones coalesce.
+    Seconds between runs do not count."""
 
     period: float
     unit: Unit = "seconds"
@@ -202,6 +210,12 @@ class TimeTrigger(Trigger):
 
     def deadline(self, state: Ledger) -> float | None:
         return self._since(state) + self.period if self.unit == "seconds" else None
+
+    def resume(self, state: Ledger, paused_s: float) -> None:
+        if self._last is None:
+            self._last = self._at(state)
+        elif self.unit == "seconds":
+            self._last += paused_s
 
     def _at(self, state: Ledger) -> float:
         return {"seconds": state.now, "env_steps": state.env_steps, "learner_steps": state.learner_steps}[self.unit]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from farstep.batch import EPISODE_KEYS, Batch, FinalObs
+from farstep.batch import EPISODE_KEYS, Batch, FinalObs, joined
 from farstep.buffer.replay import Buffer
 from farstep.core import Array, Nested
 from farstep.errors import FarstepError
@@ -65,6 +65,8 @@ class Windows:
         self._buffer = buffer
         self._columns: dict[int, slice] = {}
         self._chunks: dict[int, deque[_Chunk]] = {}
+        self._offsets: dict[int, int] = {}
+        """Per actor, from its rows to those of the blocks, where others may have written before."""
 
     def add(self, actor: int, start: int, batch: Batch) -> None:
         """An actor's next chunk was inserted, its first row at `start`."""
@@ -76,7 +78,7 @@ class Windows:
         with self._buffer.locked():
             place = int(self._buffer.store.blocks.committed(slice(first, first + 1))[0]) - steps
             chunk = _Chunk(start, start + steps, place, ended, episodes, batch.continues, last, state)
-            self._columns[actor] = slice(first, first + width)
+            self._columns[actor], self._offsets[actor] = slice(first, first + width), place - start
             self._chunks.setdefault(actor, deque()).append(chunk)
 
     def forget(self, actor: int, upto: int) -> int:
@@ -86,6 +88,15 @@ class Windows:
             while chunks and chunks[0].stop <= upto:
                 chunks.popleft()
             return before - len(chunks)
+
+    def read(self, consumer: int, upto: dict[int, int]) -> None:
+        """A consumer is done with the rows of these actors before those; who maps the blocks can see it."""
+        if not self._chunks:
+            return
+        with self._buffer.locked():
+            cursors = self._buffer.store.blocks.cursors
+            for actor in upto.keys() & self._offsets.keys() if consumer < len(cursors) else ():
+                cursors[consumer, self._columns[actor]] = upto[actor] + self._offsets[actor]
 
     def where(self, actor: int, start: int, size: int) -> tuple[tuple[int, int], int]:
         """The environment slots of an actor, first and last + 1, and the row of the blocks that a window begins at."""
@@ -163,13 +174,4 @@ def _states(windows: Sequence[_Window]) -> Nested:
     found = [w.chunks[0].state for w in windows]
     if any(state is None or w.chunks[0].start != w.start for state, w in zip(found, windows, strict=True)):
         return None
-    return _joined(found)
-
-
-def _joined(values: Sequence[Nested]) -> Nested:
-    first = values[0]
-    if isinstance(first, dict):
-        return {key: _joined([value[key] for value in values]) for key in first}
-    if isinstance(first, tuple):
-        return tuple(_joined([value[i] for value in values]) for i in range(len(first)))
-    return np.concatenate(values)
+    return joined(found)

@@ -35,7 +35,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _command(arguments[0])(arguments[1:])
     except FarstepError as error:
-        sys.stderr.write(f"farstep: {error}\n")
+        text = str(error)
+        if "farstep.errors.ConfigError" in text:  # of a worker: the sentence says it, and no traceback helps
+            text = text.split("\n\nOn the worker:")[0]
+        sys.stderr.write(f"farstep: {text}\n")
         return 1
     except KeyboardInterrupt:
         return 130

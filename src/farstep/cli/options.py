@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import difflib
 import io
 import re
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 import tyro
 
@@ -18,7 +19,7 @@ T = TypeVar("T")
 
 def parse(kind: type[T], arguments: Sequence[str], command: str, default: T | None = None) -> T:
     """The dataclass that the arguments describe; `--help` prints and exits."""
-    known = _known(kind, command, default)
+    known = ["--help", *_options(kind)]
     for argument in arguments:
         name = argument.split("=")[0].replace("_", "-")
         if name.startswith("--") and name not in known:
@@ -36,15 +37,23 @@ def parse(kind: type[T], arguments: Sequence[str], command: str, default: T | No
     return found  # type: ignore[no-any-return]
 
 
-def _known(kind: type[T], command: str, default: T | None) -> list[str]:
-    """All options, as tyro itself names them."""
-    parser = tyro.extras.get_parser(kind, prog=command, default=default)
-    return [option for action in parser._actions for option in action.option_strings if option.startswith("--")]
+def _options(kind: Any) -> list[str]:
+    """All options of a dataclass and those inside it, as tyro names them without prefixes."""
+    found: list[str] = []
+    base = get_origin(kind) or kind
+    chosen = dict(zip(getattr(base, "__parameters__", ()), get_args(kind), strict=True))
+    for name, hint in get_type_hints(base).items():
+        hint = chosen.get(hint, hint)
+        if dataclasses.is_dataclass(hint):
+            found += _options(hint)
+        else:
+            option = name.replace("_", "-")
+            found += [f"--{option}", *([f"--no-{option}"] if hint is bool else [])]
+    return found
 
 
 def _sentence(text: str) -> str:
     """What tyro says in its box, as one line."""
-    lines = [re.sub(r"[│╭╮╰╯─]+", " ", line).strip() for line in text.splitlines()]
-    kept = [line for line in lines if line and not line.startswith(("usage", "For full helptext", "Parsing error"))]
-    said = re.sub(r"\s+", " ", " ".join(kept)).strip().rstrip(".")
-    return f"{said}."
+    lines = [line.strip("│ ") for line in text.splitlines() if not line.startswith(("╭", "╰", "usage"))]
+    said = re.split(r"─{4,}|Argument helptext|For full helptext", " ".join(lines))[0]
+    return re.sub(r"\s+", " ", said).strip().rstrip(".") + "."

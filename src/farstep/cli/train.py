@@ -72,16 +72,18 @@ def main(arguments: Sequence[str]) -> int:
     if name not in ALGORITHMS:
         raise ConfigError(unknown_name("learner", name, list(ALGORITHMS)))
     options = _options(name, rest)
-    folder = _folder(name, options)
-    console = sys.stdout
-    console.write(f"run: {folder.path}\n")
-    console.flush()
-    try:
-        progress = train(name, options.run, options.learner, folder, options.resume is not None)
-    except Stopped as stopped:
-        console.write(f"stopped by {stopped}; go on with: farstep train {name} --resume {folder.path}\n")
-        return _SIGNALLED[str(stopped)]
-    console.write(_summary(progress, folder))
+    run = options.run
+    _set_up(run, ALGORITHMS[name])
+    with ClusterEnv(run.env_config(), run.launch_config()) as env:
+        folder = _folder(name, options)  # when environments are there: a misspelt one leaves nothing behind
+        sys.stdout.write(f"run: {folder.path}\n")
+        sys.stdout.flush()
+        try:
+            progress = train(name, run, options.learner, env, folder, options.resume is not None)
+        except Stopped as stopped:
+            sys.stdout.write(f"stopped by {stopped}; go on with: farstep train {name} --resume {folder.path}\n")
+            return _SIGNALLED[str(stopped)]
+    sys.stdout.write(_summary(progress, folder))
     return 0
 
 
@@ -139,13 +141,13 @@ def _folder(name: str, options: Options[Any]) -> RunFolder:
     return RunFolder.create(run.folder, run.name or run_name(run.env, name, run.seed), config)
 
 
-def train(name: str, run: RunConfig, config: Config, folder: RunFolder, resume: bool = False) -> Progress:
+def train(
+    name: str, run: RunConfig, config: Config, env: ClusterEnv, folder: RunFolder, resume: bool = False
+) -> Progress:
     """Train until the run is done; raises `Stopped` after a signal, when a checkpoint is written."""
     algorithm = ALGORITHMS[name]
-    _set_up(run, algorithm)
     with ExitStack() as stack:
         stack.enter_context(folder.lock())
-        env = stack.enter_context(ClusterEnv(run.env_config(), run.launch_config()))
         torch.manual_seed(run.seed)
         agent = make_agent(*env.launch(), config.net, config.gamma)
         learner = algorithm.learner(agent, config, run.seed, run.device)

@@ -15,6 +15,7 @@ from farstep.cli.options import parse
 from farstep.cli.recording import load_agent, record
 from farstep.cli.train import load_config
 from farstep.config import check_count
+from farstep.errors import ConfigError
 from farstep.learners.saving import put_together
 from farstep.observe.run_folder import RunFolder
 
@@ -41,6 +42,8 @@ class Options:
 
 def main(arguments: Sequence[str]) -> int:
     """Load, act, render."""
+    if not arguments:
+        raise ConfigError("'farstep watch' needs the folder of a run, e.g. farstep watch runs/NAME.")
     options = parse(Options, arguments, "farstep watch")
     check_count("episodes", options.episodes)
     folder = RunFolder.open(options.run)

@@ -4,14 +4,28 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from farstep.batch import ENDS, is_final
+from farstep.batch import ENDS, Part, is_final
 from farstep.core import Array, Buffer
 from farstep.errors import WireError
 from farstep.head.seats import Seat
+from farstep.head.tickets import Order
 from farstep.worker.rows import Rows
+
+
+@dataclass(frozen=True)
+class Early:
+    """Stages of a chunk that are complete."""
+
+    order: Order
+    key: int
+    """Consecutive for chunks of one worker process that follow each other without a gap."""
+    version: int
+    """What the chunk counts as, for its age."""
+    part: Part
 
 
 class Arrival:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import deque
@@ -19,8 +18,10 @@ from farstep.batch import Batch, Part
 from farstep.buffer.blocks import Layout
 from farstep.config import EnvConfig, LaunchConfig
 from farstep.core import Agent, Array, Buffer, Received
-from farstep.errors import AgentError, ClosedError, HandshakeError, WorkerError
+from farstep.errors import AgentError, ClosedError, HandshakeError, WireError, WorkerError
+from farstep.head.arrivals import Early
 from farstep.head.calls import Calls
+from farstep.head.notes import Notes
 from farstep.head.parameters import ParameterStore
 from farstep.head.probes import Prober, Question
 from farstep.head.rollouts import Piece, Rollouts, agent_structures, base_rows, key_of
@@ -31,18 +32,15 @@ from farstep.head.tickets import Arrived, FeedPlan, Order
 from farstep.head.turns import Turns
 from farstep.spec import Schema, Structure, differences, space_schema
 from farstep.sync import AAPS, Always
-from farstep.sync.rules import probes_of, rows_of, threshold_of
+from farstep.sync.rules import probes_of, rows_of
 from farstep.wire import messages as m
 from farstep.worker.program import Program
 from farstep.worker.sources import Source
 
 Space = gymnasium.spaces.Space[Any]
-OnPart = Callable[[Part], None]
+OnPart = Callable[[Early], None]
 """Told of each complete stage of each worker's chunk, in whichever thread reads: it must neither wait nor raise."""
 T = TypeVar("T")
-log = logging.getLogger("farstep")
-_STARVED_S = 5.0
-"""A stream that drops what arrives and hands out nothing for so long says so."""
 
 
 @dataclass(frozen=True)
@@ -69,13 +67,19 @@ class Collector:
         self._transfer = env_config.transfer
         self._turns = Turns(self._transfer.in_turn)
         program = Program(
-            Source.of(env_config), self._rule, env_config.inference, env_config.weights, self._transfer, seed=seed
+            Source.of(env_config),
+            self._rule,
+            env_config.inference,
+            env_config.weights,
+            self._transfer,
+            seed=seed,
+            stagger=env_config.stagger,
+            num_slots=config.nodes * env_config.envs_per_node,
         )
         self.server = Server(config, program, env_config.envs_per_node, seed, config.restart_budget, self)
         self._num_workers = len(self.server.seats)
         self.counters = Counters(self._num_workers)
-        self.inference = self._unmeasured = ""
-        self._told_left = False
+        self._notes = Notes(self._rule, self._weights)
         self._adopting = threading.Lock()
         """Of several threads with an agent, one after the other."""
         self._agent: Agent | None = None
@@ -91,8 +95,8 @@ class Collector:
         self._calls = Calls(self.server)
         self._first_version = 0
         """What versions are counted from: a run that is resumed goes on counting."""
-        self._starved: Request | None = None
-        """The latest stream that was told to be starving."""
+        self.told: Callable[[], None] | None = None
+        """Called when a version was published, in whichever thread did it."""
 
     def start(self) -> tuple[Space, Space]:
         """Start the workers; the spaces of one environment."""
@@ -119,6 +123,11 @@ class Collector:
         with self.server.locked():
             return self.counters.snapshot(self.server, self.version(), self.inference)
 
+    @property
+    def inference(self) -> str:
+        """How workers call the agent."""
+        return self._notes.inference
+
     # ---- the agent ----
 
     def version(self) -> int:
@@ -133,7 +142,10 @@ class Collector:
                 self._publish(agent)
             else:
                 self._adopt(agent)
-            return self.version()
+            version = self.version()
+        if (told := self.told) is not None:
+            told()
+        return version
 
     def _publish(self, agent: Agent) -> None:
         probes = self._ask(agent)
@@ -199,7 +211,7 @@ class Collector:
         with self.server.locked():
             self._store, self._agent_id, self._answers = store, self._agent_id + 1, {}
             self.counters.divergence.clear()
-            self._unmeasured, self._told_left = "", False
+            self._notes.forget()
             self.server.tell(m.Ship(self._agent_id), [payload])
             self.server.tell(store.message(), fds=[store.memory.fd])
             self._announce()
@@ -244,34 +256,7 @@ class Collector:
             comparison = Comparison(Policy(agent), self._rollouts.structures["obs"], structures["action"], state)
             comparison.expected = first.description
             self._prober = Prober(comparison, self.server.seats, rows_of(self._rule))
-        self._note_inference(first.inference)
-
-    def _note_inference(self, note: str) -> None:
-        if note.startswith("eager:") and note != self.inference:
-            log.warning("workers call the agent as it is, not on the fast path, since %s", note[7:])
-        self.inference = note
-
-    def _note_unmeasured(self, note: str) -> None:
-        if note != self._unmeasured:
-            log.warning("%s; that counts as too far, so workers pull every such version, as without kl_threshold", note)
-        self._unmeasured = note
-
-    def _note_left(self, left: float) -> None:
-        """A worker has just pulled, and this is how far it is from the learner still."""
-        threshold = threshold_of(self._rule)
-        if self._told_left or self._unmeasured or threshold is None or left <= threshold:
-            return
-        self._told_left = True
-        causes = ["weights.half rounds"] if self._weights.half else []
-        causes += ["weights.only leaves out"] if self._weights.only is not None else []
-        log.warning(
-            "the divergence is still %.3g > %g right after a pull, so workers pull every version, as without "
-            "kl_threshold: %s what distribution() or log_prob() uses. Let that travel as it is, or choose a threshold "
-            "above what is left",
-            left,
-            threshold,
-            " and ".join(causes) or "get_parameters() leaves out",
-        )
+        self._notes.note_inference(first.inference)
 
     def _announce(self) -> None:
         """Workers without shared memory hear of a version by message."""
@@ -291,7 +276,7 @@ class Collector:
     def parts(self, steps: int) -> Generator[Part, None, Batch]:
         """As `one_batch`, with what is complete of each worker's chunk ahead of it."""
         found: deque[Part] = deque()
-        request = self._open(Request(steps, on_part=found.append), None, 1)
+        request = self._open(Request(steps, on_part=lambda early: found.append(early.part)), None, 1)
         try:
             left = self._num_workers
             while left:
@@ -302,11 +287,9 @@ class Collector:
         finally:
             self._end(request)
 
-    def stream(
-        self, steps: int, max_staleness: int, num_chunks: int | None, on_part: OnPart | None = None
-    ) -> Iterator[Batch]:
+    def stream(self, steps: int, max_staleness: int, num_chunks: int | None) -> Iterator[Batch]:
         """Batches without end; closing the iterator cancels what is under way."""
-        request = self._open(Request(steps, num_chunks, on_part=on_part), max_staleness, None)
+        request = self._open(Request(steps, num_chunks), max_staleness, None)
         try:
             while True:
                 yield self._next_batch(request)
@@ -316,9 +299,10 @@ class Collector:
         finally:
             self._end(request)
 
-    def open_feed(self, steps: int, feed: FeedPlan) -> Request:
+    def open_feed(self, steps: int, feed: FeedPlan, on_part: OnPart | None) -> Request:
         """Begin to give tickets for chunks that `take_chunk` takes one by one."""
-        return self._open(Request(steps, feed.actors * feed.chunks, feed=feed), feed.max_staleness, None)
+        request = Request(steps, feed.actors * feed.chunks, on_part=on_part, feed=feed)
+        return self._open(request, feed.max_staleness, None)
 
     def take_chunk(self, request: Request, wanted: Callable[[int], bool]) -> tuple[Arrived, Batch] | None:
         """The first chunk that arrived of a worker that is wanted, if there is one: views of its lane."""
@@ -328,6 +312,7 @@ class Collector:
         self.server.grant()
         arrived = self.server.tickets.take_one(wanted, self.version())
         if arrived is None:
+            self.server.grant()  # what was too old is to be rolled again
             return None
         batch = self._rollouts.chunk(arrived, request.steps, self._follow(arrived, request.steps))
         self.counters.batch(batch, [arrived], self.version())
@@ -364,16 +349,11 @@ class Collector:
         with self.server.locked():
             self.server.raise_failure()
             self._end()
-            wanted = max_staleness, request.num_chunks
-            lanes = tickets.lanes_needed(*wanted) if request.feed is None else tickets.feed_lanes
-            self._lay(max(request.steps, 1), lanes)
+            self._lay(max(request.steps, 1), tickets.lanes_needed(max_staleness, request.num_chunks, request.feed))
             if request.reset is not None:
                 self._note_reset(request.reset)
             self._request = replace(request, incarnations=tuple(seat.incarnation for seat in self.server.seats))
-            if request.feed is not None:
-                tickets.open_feed(request.feed)
-            else:
-                tickets.open(max_staleness, request.num_chunks, batches)
+            tickets.open(max_staleness, request.num_chunks, batches, request.feed)
             return self._request
 
     def row_schema(self) -> tuple[Schema, dict[str, Structure]]:
@@ -395,6 +375,7 @@ class Collector:
         chosen = np.ones(len(self._followed), bool) if reset.mask is None else reset.mask
         self._followed[chosen] = -1
         for seat in self.server.seats:
+            seat.clock = seat.clock if reset.mask is not None else 0
             for i, root in enumerate(reset.part(seat).seeds or ()):
                 if root is not None and chosen[seat.first + i]:
                     seat.roots[i], seat.resume[i] = root, 0
@@ -421,7 +402,7 @@ class Collector:
 
         def look() -> list[Arrived] | None:
             if (batch := server.tickets.take(self.version())) is None:
-                self._note_starving(request, time.monotonic() - began, server.tickets.dropped["stale"] - dropped)
+                self._notes.note_starving(request, time.monotonic() - began, server.tickets.dropped["stale"] - dropped)
             return batch
 
         with server.locked():  # until it is copied: a ticket given meanwhile could write into its lanes
@@ -431,16 +412,6 @@ class Collector:
             batch = assemble(arrived, request.steps, continues)
             self.counters.batch(batch, arrived, self.version())
         return batch
-
-    def _note_starving(self, request: Request, waited_s: float, dropped: int) -> None:
-        if dropped and waited_s >= _STARVED_S and request is not self._starved:
-            self._starved = request
-            log.warning(
-                "a stream has handed out nothing for %.0f s; chunks that it dropped as too old meanwhile: %d. Versions "
-                "are published faster than chunks are rolled: raise max_staleness or publish less often",
-                waited_s,
-                dropped,
-            )
 
     def _wait(self, request: Request, look: Callable[[], T | None]) -> T:
         """What `look` finds, as soon as it does; meanwhile tickets are given."""
@@ -526,14 +497,14 @@ class Collector:
             self._serve_turns()
         self.counters.reported(seat.worker, chunk)
         if chunk.inference:
-            self._note_inference(chunk.inference)
+            self._notes.note_inference(chunk.inference)
         if chunk.unmeasured:
-            self._note_unmeasured(chunk.unmeasured)
+            self._notes.note_unmeasured(chunk.unmeasured)
         order = tickets.order(chunk.ticket)
         if order is None or order.worker != seat.worker:
             return  # cancelled, or its worker was given up: counted then
         if chunk.syncs and chunk.divergence is not None:
-            self._note_left(chunk.divergence)
+            self._notes.note_left(chunk.divergence)
         assert self._rollouts is not None
         began = time.monotonic()
         piece = self._rollouts.take(seat, order, request.steps, chunk, received, self.version())
@@ -543,8 +514,8 @@ class Collector:
         tickets.accept(seat.worker, chunk.ticket, chunk.passed, piece)
         if self._prober is not None and request.steps:
             self._prober.remember(seat, chunk, self._rollouts.rows(seat, order.lane), request.steps)
-        seat.resume[:] = piece.resume
-        self._tell(order, piece.stage, None, piece.ends, piece.key)
+        seat.resume[:], seat.clock = piece.resume, chunk.clock
+        self._tell(order, piece.stage, None, piece.ends, piece.key, chunk.passed)
         if request.num_chunks is not None:
             self.server.grant()  # whoever is quick goes on while the learner is busy
 
@@ -552,6 +523,8 @@ class Collector:
         order = self.server.tickets.order(part.ticket)
         if order is None or order.worker != seat.worker:
             return
+        if part.passed > self.version():
+            raise WireError("a part whose header cannot be true.")
         assert self._rollouts is not None
         began = time.monotonic()
         ends = self._rollouts.take_part(seat, order, self._request.steps, part, received)
@@ -559,11 +532,12 @@ class Collector:
         if ends is None:
             self.server.send(seat, m.Taken(part.order))
         else:
-            self._tell(order, part.stage, part.stage + 1, ends, key_of(seat, part.order))
+            self._tell(order, part.stage, part.stage + 1, ends, key_of(seat, part.order), part.passed)
 
-    def _tell(self, order: Order, stage: int, stop: int | None, ends: Array, key: int) -> None:
+    def _tell(self, order: Order, stage: int, stop: int | None, ends: Array, key: int, version: int) -> None:
         """Stages of a chunk are complete: say so to whoever wants to know it before the batch is."""
         if self._request.on_part is not None:
             assert self._rollouts is not None
             continues = self._followed[self.server.seats[order.worker].columns] == key - 1
-            self._request.on_part(self._rollouts.part(order, self._request.steps, stage, stop, ends, continues))
+            part = self._rollouts.part(order, self._request.steps, stage, stop, ends, continues)
+            self._request.on_part(Early(order, key, version, part))

@@ -31,8 +31,8 @@ class Watcher(Protocol):
         """A worker said something."""
         ...
 
-    def is_busy(self, seat: Seat) -> bool:
-        """Whether something is expected of this worker."""
+    def expected(self, seat: Seat) -> str:
+        """What this worker is waited for if it does nothing (see `seats.expected`)."""
         ...
 
     def lost(self, seat: Seat) -> None:
@@ -61,7 +61,8 @@ class Crew:
         self._timeouts, self._switchboard, self._watcher = timeouts, switchboard, watcher
         # Where progress is reported by message, what we know is up to a heartbeat old (and a message may be late).
         slack_s = 0.0 if launcher.shares_memory else 3 * BEAT_S
-        limits = {phase.label: getattr(timeouts, f"{phase.label}_s") + slack_s for phase in Phase}
+        phases = [*(phase.label for phase in Phase), "transfer"]
+        limits = {phase: getattr(timeouts, f"{phase}_s") + slack_s for phase in phases}
         self.membership = life.Membership(len(seats), limits, restart_budget)
         self.run = f"{time.time_ns():x}"
         for fd in launcher.filenos():
@@ -169,9 +170,10 @@ class Crew:
                 seat.silent_since = math.inf
                 self.act_on(life.Gone(seat.worker))
             phase = seat.phase
-            if phase == "idle" and not self._watcher.is_busy(seat):
-                phase = ""
-            self.act_on(life.Observed(seat.worker, phase, (int(seat.words[COUNT]), int(seat.words[SLOT]))))
+            if phase == "idle":
+                phase = self._watcher.expected(seat)
+            count = (int(seat.words[COUNT]), int(seat.words[SLOT]), seat.heard)
+            self.act_on(life.Observed(seat.worker, phase, count))
             if seat.link is not None:
                 seat.link.flush()
         self._perform(self.membership.tick(time.monotonic()))

@@ -6,9 +6,13 @@ import contextlib
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import replace
 
 from farstep.batch import Batch
+from farstep.head.arrivals import Early
 from farstep.head.collector import Collector
 from farstep.head.seats import Seat
 from farstep.head.tickets import Arrived, FeedPlan
@@ -17,15 +21,18 @@ from farstep.head.tickets import Arrived, FeedPlan
 class Feed:
     """Tickets are given while it is open; `take` sleeps until there is a chunk, a deadline, or somebody wakes it."""
 
-    def __init__(self, collector: Collector, steps: int, plan: FeedPlan) -> None:
+    def __init__(self, collector: Collector, steps: int, plan: FeedPlan, early: bool = False) -> None:
+        """With `early`, it also hands out what arrives ahead of the chunk it belongs to."""
         self._collector, self._server = collector, collector.server
         self._woken = False
+        self._early: deque[Early] = deque()
         self._waking = threading.Lock()
         """Whoever wakes it does not write to a descriptor that is closed meanwhile, and perhaps another one's."""
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         try:
             self._server.watch(self._wake_fd, self._note)
-            self._request = collector.open_feed(steps, plan)
+            self._request = collector.open_feed(steps, plan, self._note_early if early else None)
+            collector.told = self.wake  # env.publish, of whichever thread, is something to look at
         except BaseException:
             self._stop_watching()
             raise
@@ -35,34 +42,52 @@ class Feed:
             os.eventfd_read(self._wake_fd)
         self._woken = True
 
+    def _note_early(self, early: Early) -> None:
+        if not early.part.complete:
+            # Copied now: what is lost meanwhile is written over.
+            self._early.append(replace(early, part=replace(early.part, so_far=early.part.so_far.copy())))
+            self._woken = True
+
     def take(
         self,
         wanted: Callable[[int], bool],
         deadline: float,
         check: Callable[[], None],
         store: Callable[[Arrived, Batch], None],
+        store_early: Callable[[Early], None],
+        room: AbstractContextManager[object],
     ) -> None:
-        """Wait for the next chunk of a worker that is wanted and `store` it; return without one when woken, or too
-        late. Whenever there is none, `check` may say why none can come."""
+        """Wait for the next chunk of a worker that is wanted and `store` it, both within `room`: nobody takes the room
+        between. Return without one when woken, when some of one came ahead, or too late. Whenever there is none,
+        `check` may say why none can come."""
+        began = time.monotonic()
+        waited = 0.0
 
-        def look() -> tuple[Arrived, Batch] | bool | None:
+        def look() -> bool | None:
+            nonlocal waited
+            waited = time.monotonic() - began
             if self._woken:
                 return False
-            found = self._collector.take_chunk(self._request, wanted)
-            if found is None:
-                check()
-            return found
+            with room:
+                found = self._collector.take_chunk(self._request, wanted)
+                if found is not None:
+                    store(*found)
+                    self._server.tickets.stored(found[0])
+                    self._server.grant()
+                    return True
+            check()
+            return None
 
         with self._server.locked():  # until it is stored: a Ctrl-C between would lose a chunk that counts as delivered
-            began = time.monotonic()
-            found = self._server.wait_until(look, deadline)
-            self._collector.counters.wait["learner"] += time.monotonic() - began
+            self._server.wait_until(look, deadline)
+            self._collector.counters.wait["learner"] += waited
             self._woken = False
-            if isinstance(found, tuple):
-                arrived, batch = found
-                store(arrived, batch)
-                self._server.tickets.stored(arrived)
-                self._server.grant()
+            while self._early:
+                store_early(self._early.popleft())
+
+    def is_live(self, ticket: int) -> bool:
+        """Whether a chunk is still to come, or to be taken."""
+        return self._server.tickets.is_live(ticket)
 
     def seat(self, worker: int) -> Seat:
         return self._server.seats[worker]
@@ -100,15 +125,16 @@ class Feed:
 
     def close(self) -> None:
         """Cancel what is under way."""
+        self._collector.told = None
         try:
             self._collector.end_feed(self._request)
         finally:
             self._stop_watching()
 
     def _stop_watching(self) -> None:
-        with self._waking:
-            fd, self._wake_fd = self._wake_fd, -1
         try:
-            self._server.unwatch(fd)
+            self._server.unwatch(self._wake_fd)
         finally:
+            with self._waking:
+                fd, self._wake_fd = self._wake_fd, -1
             os.close(fd)

@@ -14,7 +14,7 @@ import numpy as np
 from farstep.core import Array, Ended, HeadLink, WorkerHandle
 from farstep.errors import Where, WorkerDied, WorkerError, WorkerStuck
 from farstep.wire.messages import Reset
-from farstep.worker.progress import EPISODES, PHASE, SLOT, Phase, private_words
+from farstep.worker.progress import EPISODES, PHASE, ROLLED, SLOT, Phase, private_words
 from farstep.worker.seeds import episode_seed
 
 _ENV_PHASES = ("step", "reset", "construct")
@@ -32,6 +32,8 @@ class Seat:
     resume: Array
     """Per environment, the episode to go on with if the worker is replaced."""
     words: memoryview
+    clock: int = 0
+    """Rows since environments were staggered, modulo the horizon: where a worker that replaces it finds its place."""
     incarnation: int = 0
     handle: WorkerHandle | None = None
     link: HeadLink | None = None
@@ -43,6 +45,8 @@ class Seat:
     """What it last failed of."""
     asked: bool = False
     """It was sent an agent or a call and has not answered yet."""
+    heard: int = 0
+    """How many messages of it have arrived, heartbeats apart."""
     silent_since: float = math.inf
     """When its connection closed, if its process was still there."""
     _suspect: tuple[int, int] | None = None
@@ -129,6 +133,14 @@ class ResetOrder:
         """A worker's share."""
         seeds = None if self.seeds is None else list(self.seeds[seat.columns])
         return Reset(seeds, None if self.mask is None else self.mask[seat.columns].tobytes(), self.options)
+
+
+def expected(seat: Seat, ticket: int | None) -> str:
+    """What a worker that does nothing is waited for, `ticket` being its oldest open one: to begin (`idle`), or for the
+    rest of what it rolled (`transfer`); empty: for nothing."""
+    if ticket is not None and seat.words[ROLLED] >= ticket:
+        return "transfer"
+    return "idle" if seat.asked or ticket is not None else ""
 
 
 def _wait_for_output(handle: WorkerHandle, timeout_s: float = 0.5) -> None:

@@ -30,7 +30,7 @@ from farstep.errors import (
 )
 from farstep.head import membership as life
 from farstep.head.crew import Crew
-from farstep.head.seats import Seat, split
+from farstep.head.seats import Seat, expected, split
 from farstep.head.switchboard import Switchboard
 from farstep.head.tickets import Order, Tickets
 from farstep.launch import launcher_for
@@ -245,8 +245,8 @@ class Server:
 
     # ---- what the crew tells (see `crew.Watcher`) ----
 
-    def is_busy(self, seat: Seat) -> bool:
-        return seat.asked or self.tickets.busy(seat.worker) > 0
+    def expected(self, seat: Seat) -> str:
+        return expected(seat, self.tickets.oldest_of(seat.worker))
 
     def lost(self, seat: Seat) -> None:
         self.tickets.lost(seat.worker)
@@ -274,6 +274,7 @@ class Server:
             case _ if seat.ready:  # else it was given up, and what it died of stays
                 seat.asked = seat.asked and not isinstance(message, (m.AgentReady, m.Reply))
                 seat.error = None
+                seat.heard += 1
                 self._client.on_message(seat, message, received)
 
     # ---- messages ----
@@ -319,7 +320,7 @@ class Server:
         if not seat.incarnation:
             self.start_s["connect"] = time.monotonic() - self._started_at
         preload = [name for name in _PRELOADED if name in sys.modules]
-        welcome = m.Welcome(seat.first, seat.roots, seat.resume.tolist(), import_path(), preload)
+        welcome = m.Welcome(seat.first, seat.roots, seat.resume.tolist(), import_path(), preload, seat.clock)
         self.send(seat, welcome, [self._program])
 
     def _note(self, seat: Seat, phase: Phase) -> None:

@@ -24,7 +24,7 @@ class Counters:
     """What happened so far; `snapshot` is plain data."""
 
     def __init__(self, num_workers: int) -> None:
-        self.steps = self.chunks = self.episodes = 0
+        self.steps = self.chunks = self.episodes = self.stagger_steps = 0
         self.weights_sent = self.probes_sent = self.rollouts_received = 0
         self.syncs = [0] * num_workers
         self.divergence: dict[int, float] = {}
@@ -48,6 +48,7 @@ class Counters:
         self.weights_sent += chunk.synced_bytes
         self.wait["tickets"] += chunk.tickets_s
         self.wait["weights"] += chunk.weights_s
+        self.stagger_steps += chunk.stagger_steps
 
     def batch(self, batch: Batch, arrived: Sequence[Arrived], version: int) -> None:
         """A batch was handed to the learner."""
@@ -78,6 +79,7 @@ class Counters:
         later_steps = sum(steps for _, steps in list(self._recent)[1:])
         return {
             "steps": self.steps,
+            "stagger_steps": self.stagger_steps,
             "chunks": self.chunks,
             "rolled": tickets.issued,
             "delivered": tickets.delivered,

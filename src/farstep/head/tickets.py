@@ -70,12 +70,11 @@ class Session:
     """Per worker, batch and lane of tickets to give again."""
     taken: int = 0
     released: int = 0
-    held_chunks: int = 0
     lanes: dict[int, list[int]] = field(default_factory=dict)
     """Per worker, free lanes (first-come sessions only)."""
     feed: FeedPlan | None = None
     held: Counter[int] = field(default_factory=Counter)
-    """Per worker, chunks of a feed that were taken and not consumed."""
+    """Per worker, chunks that the learner has and is not done with (rounds count batches instead)."""
     invited: dict[int, int] | None = None
     """Per worker, how many tickets it was asked to take; None: it takes what it may have."""
 
@@ -96,35 +95,35 @@ class Tickets:
         self.issued = self.delivered = 0
         self.dropped: Counter[str] = Counter()
 
-    def lanes_needed(self, max_staleness: int | None, num_chunks: int | None) -> int:
+    def lanes_needed(self, max_staleness: int | None, num_chunks: int | None, feed: FeedPlan | None = None) -> int:
         """How many lanes a session writes into."""
+        if feed is not None:
+            return _FEED_LANES
         depth = (max_staleness or 0) + 1
         if num_chunks is None:
             return depth
         # With fewer than a batch's share per worker, a batch of many chunks could never be complete.
         return max(depth, _QUEUED_PER_WORKER, -(-depth * num_chunks // self._workers))
 
-    def open(self, max_staleness: int | None, num_chunks: int | None = None, batches: int | None = None) -> None:
-        """Begin a session; whatever an earlier one left open is cancelled first."""
+    def open(
+        self,
+        max_staleness: int | None,
+        num_chunks: int | None = None,
+        batches: int | None = None,
+        feed: FeedPlan | None = None,
+    ) -> None:
+        """Begin a session; whatever an earlier one left open is cancelled first. The chunks of a feed are taken one by
+        one."""
         assert self._session is None, "cancel the session before opening another"
-        session = Session(max_staleness, num_chunks, batches)
-        lanes = self.lanes_needed(max_staleness, num_chunks)
+        session = Session(max_staleness, num_chunks, batches, feed=feed)
+        lanes = self.lanes_needed(max_staleness, num_chunks, feed)
         for worker in range(self._workers):
             session.issued[worker] = 0
             session.redo[worker] = deque()
             session.lanes[worker] = list(range(lanes))
+        if feed is not None and feed.invited is not None:
+            session.invited = {worker: feed.invited.get(worker, 0) for worker in range(self._workers)}
         self._session = session
-
-    def open_feed(self, feed: FeedPlan) -> None:
-        """Begin a session whose chunks are taken one by one."""
-        self.open(feed.max_staleness, feed.actors * feed.chunks)
-        assert self._session is not None
-        self._session.feed = feed
-        self._session.lanes = {worker: list(range(_FEED_LANES)) for worker in range(self._workers)}
-        if feed.invited is not None:
-            self._session.invited = {worker: feed.invited.get(worker, 0) for worker in range(self._workers)}
-
-    feed_lanes = _FEED_LANES
 
     def invite(self, chunks: int = 1) -> None:
         """Every worker may roll so many more chunks."""
@@ -144,9 +143,17 @@ class Tickets:
     def buffered(self) -> int:
         return len(self._arrived)
 
+    def is_live(self, seq: int) -> bool:
+        """Whether the chunk of that ticket is still to come, or to be taken."""
+        return seq in self._outstanding or any(arrived.order.seq == seq for arrived in self._arrived)
+
     def arrived_of(self) -> list[int]:
         """The workers of chunks that nobody took yet, in order."""
         return [arrived.order.worker for arrived in self._arrived]
+
+    def oldest_of(self, worker: int) -> int | None:
+        """The open ticket that a worker got first: it does them in order."""
+        return min((seq for seq, order in self._outstanding.items() if order.worker == worker), default=None)
 
     def busy(self, worker: int) -> int:
         """How many tickets a worker holds."""
@@ -181,8 +188,7 @@ class Tickets:
     def _first_come(self, session: Session, wanted: int, available: list[int], version: int) -> list[Order]:
         orders: list[Order] = []
         while True:
-            held = session.held.total() if session.feed is not None else session.held_chunks
-            ahead = len(self._outstanding) + len(self._arrived) + held
+            ahead = len(self._outstanding) + len(self._arrived) + session.held.total()
             free = [w for w in available if session.lanes[w] and self.busy(w) < _QUEUED_PER_WORKER]
             if session.invited is not None:
                 free = [w for w in free if session.invited[w]]
@@ -315,7 +321,7 @@ class Tickets:
             if len(self._arrived) < session.num_chunks:
                 return None
             batch = [self._arrived[i] for i in range(session.num_chunks)]
-            session.held_chunks = len(batch)
+            session.held = Counter(arrived.order.worker for arrived in batch)
             for arrived in batch:  # copied together by the caller before anybody gets the next ticket
                 session.lanes[arrived.order.worker].append(arrived.order.lane)
         taken = {arrived.order.seq for arrived in batch}
@@ -335,7 +341,8 @@ class Tickets:
         """The learner is done with the batch it held."""
         session = self._session
         if session is not None:
-            session.released, session.held_chunks = session.taken, 0
+            session.released = session.taken
+            session.held.clear()
 
     def cancel(self) -> int:
         """End the session; open tickets and unread chunks are dropped. Returns the last ticket's number."""

@@ -39,8 +39,10 @@ class AsyncPPOConfig:
     """proximal log-probabilities by one forward over the batch; otherwise interpolated by the age of a row"""
     behave_weight_threshold: float | None = 2.0
     """rows that the proximal policy likes this much more than the one that acted are left out, or truncated"""
+    behave_weight_lower: float | None = None
+    """rows that it likes this much less, likewise; None: none are"""
     behave_weight_mode: Literal["mask", "truncate"] = "mask"
-    """what happens to rows above the threshold"""
+    """what happens to rows beyond these bounds"""
     denominator: Literal["valid", "kept"] = "valid"
     """what a mean is taken over: all rows, or those that were not left out (the published rule)"""
     clip_ratio_low: float = 0.2
@@ -132,7 +134,7 @@ class AsyncPPO:
         return metrics
 
     def _loss(self, part: Minibatch) -> tuple[Tensor, Mapping[str, Tensor]]:
-        config, valid, advantages = self.config, part["valid"], part["advantages"]
+        config, valid, advantages = self.config, part.valid, part["advantages"]
         now = part.evaluate(self.agent)
         if config.normalize_advantages == "minibatch":
             advantages = losses.normalize(advantages, valid)
@@ -150,6 +152,7 @@ class AsyncPPO:
             clip_ratio_c=config.clip_ratio_c,
             behave_weight_threshold=config.behave_weight_threshold,
             behave_weight_mode=config.behave_weight_mode,
+            behave_weight_lower=config.behave_weight_lower,
             denominator=config.denominator,
             versions=part["version"],
             current_version=self._version + 1,

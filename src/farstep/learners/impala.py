@@ -87,7 +87,7 @@ class Impala:
             targets, advantages, measured = self._targets(rollout)
             if config.normalize_advantages:
                 advantages = losses.normalize(advantages, rollout.valid)
-        columns = {"targets": targets, "advantages": advantages, "valid": rollout.valid}
+        columns = {"targets": targets, "advantages": advantages, **rollout.mask()}
         schedule = Schedule(epochs=1, batch_size=advantages.numel())
         with timer("train"), lean(self.agent):
             metrics = self._optimizer.learn(rollout, columns, self._loss, schedule)
@@ -117,7 +117,7 @@ class Impala:
         return targets, advantages, _measured(log_rhos[valid], config.rho_bar)
 
     def _loss(self, part: Minibatch) -> tuple[Tensor, Mapping[str, Tensor]]:
-        config, valid = self.config, part["valid"]
+        config, valid = self.config, part.valid
         now = part.evaluate(self.agent)
         policy_loss = losses.masked_mean(-part["advantages"] * now.logprob, valid)
         value_loss, critic = losses.value_loss(now.value, now.value.detach(), part["targets"], valid, value_clip=None)

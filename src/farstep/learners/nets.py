@@ -34,6 +34,8 @@ class NetConfig:
 
     hidden: tuple[int, ...] = (64, 64)
     """widths of the layers of actor and critic"""
+    activation: Literal["tanh", "relu", "silu"] = "tanh"
+    """between layers; relu is the quickest"""
     recurrent: Recurrence = "none"
     """a core with memory between encoder and heads"""
     core: int = 128
@@ -72,8 +74,8 @@ class ActorCritic(nn.Module):
         hidden = () if self.sees_images else config.hidden
         self.core = _core(config, width)
         width = width if self.core is None else config.core
-        self.actor, actor_width = _layers(width, hidden)
-        critic, critic_width = _layers(width, hidden)
+        self.actor, actor_width = _layers(width, hidden, config.activation)
+        critic, critic_width = _layers(width, hidden, config.activation)
         self.critic = nn.Sequential(critic, initialised(nn.Linear(critic_width, 1), 1.0))
         acted = leaf_spaces(action_space, "action")
         self.heads = nn.ModuleDict({_key(n): head_for(s, actor_width) for n, s in acted.items()})
@@ -227,10 +229,11 @@ def _core(config: NetConfig, width: int) -> nn.Module | None:
     return core
 
 
-def _layers(width: int, hidden: tuple[int, ...]) -> tuple[nn.Sequential, int]:
+def _layers(width: int, hidden: tuple[int, ...], activation: str) -> tuple[nn.Sequential, int]:
     layers: list[nn.Module] = []
+    between = {"tanh": nn.Tanh, "relu": nn.ReLU, "silu": nn.SiLU}[activation]
     for size in hidden:
-        layers += [initialised(nn.Linear(width, size)), nn.Tanh()]
+        layers += [initialised(nn.Linear(width, size)), between()]
         width = size
     return nn.Sequential(*layers), width
 

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -67,11 +68,10 @@ class Optimizer:
             value, metrics = loss(part)
             torch.autograd.backward(value)
             return metrics
-        measured, total = Means(), part["valid"].sum().clamp_min(1)
+        measured, total = Means(), part.num_valid
         for micro in part.split(micro_batch_size):
             value, metrics = loss(micro)
-            share = micro["valid"].sum() / total
-            torch.autograd.backward(value * share)
+            torch.autograd.backward(value * (micro.num_valid / total))
             measured.add(metrics, len(micro))
         return measured.result()
 
@@ -128,14 +128,16 @@ class Means:
     """Weighted means, kept as tensors until they are asked for: `.item()` would wait for a GPU each time."""
 
     def __init__(self) -> None:
-        self._sums: dict[str, Tensor] = {}
-        self._weights: dict[str, float] = {}
+        self._seen: list[tuple[Mapping[str, Tensor | float], float]] = []
 
     def add(self, metrics: Mapping[str, Tensor | float], weight: float) -> None:
-        for name, value in metrics.items():
-            weighted = torch.as_tensor(value).detach().double() * weight
-            self._sums[name] = self._sums[name] + weighted if name in self._sums else weighted
-            self._weights[name] = self._weights.get(name, 0.0) + weight
+        self._seen.append((metrics, weight))
 
     def result(self) -> dict[str, float]:
-        return {name: float(total) / self._weights[name] for name, total in self._sums.items()}
+        values: dict[str, list[Tensor]] = {}
+        weights: dict[str, list[float]] = {}
+        for metrics, weight in self._seen:
+            for name, value in metrics.items():
+                values.setdefault(name, []).append(torch.as_tensor(value).detach())
+                weights.setdefault(name, []).append(weight)
+        return {n: float(np.average(torch.stack(v).numpy(force=True), weights=weights[n])) for n, v in values.items()}

@@ -95,7 +95,7 @@ class PPO:
         return metrics
 
     def _loss(self, part: Minibatch) -> tuple[Tensor, Mapping[str, Tensor]]:
-        config, valid, advantages = self.config, part["valid"], part["advantages"]
+        config, valid, advantages = self.config, part.valid, part["advantages"]
         now = part.evaluate(self.agent)
         if config.normalize_advantages == "minibatch":
             advantages = losses.normalize(advantages, valid)

@@ -48,7 +48,11 @@ class Rollout:
     def columns(self) -> dict[str, Tensor]:
         """What minibatches take along, by name."""
         value = torch.from_numpy(self.value).to(self.valid.device)
-        return {"logprob": self.logprob, "proximal": self.proximal, "value": value, "valid": self.valid}
+        return {"logprob": self.logprob, "proximal": self.proximal, "value": value, **self.mask()}
+
+    def mask(self) -> dict[str, Tensor]:
+        """The column that says which rows count, unless all do."""
+        return {} if bool(self.valid.all()) else {"valid": self.valid}
 
     def advantages(self, gamma: float, gae_lambda: float) -> tuple[Tensor, Tensor]:
         """Advantages and returns by GAE."""
@@ -153,6 +157,15 @@ class Minibatch:
     def __getitem__(self, name: str) -> Tensor:
         """A column, flat."""
         return self._columns[name].flatten()
+
+    @property
+    def valid(self) -> Tensor | None:
+        """Which rows count; None: all of them."""
+        return self["valid"] if "valid" in self._columns else None
+
+    @property
+    def num_valid(self) -> Tensor | int:
+        return len(self) if self.valid is None else self.valid.sum().clamp_min(1)
 
     def flat(self) -> Minibatch:
         """Sequences as single rows, of an agent without memory."""

@@ -106,6 +106,8 @@ class Training:
         """Only a synchronous run can go on exactly where it was."""
         self.progress = Progress()
         self._timer = Timer()
+        self._staggered = 0
+        self._reported_s = 0.0
         self._stop: signal.Signals | None = None
         self._collecting = False
 
@@ -114,6 +116,7 @@ class Training:
     def run(self) -> Progress:
         """Train; returns how far it came. A signal ends it after a checkpoint, and is raised as `Stopped`."""
         began, before = time.monotonic(), self.progress.seconds
+        self._reported_s = before
         with self._signals():
             try:
                 for batch in self._batches():
@@ -151,13 +154,19 @@ class Training:
             self._env.publish(self._learner.agent)
         if self._journal is not None:
             self._journal.add(batch)
-        progress.steps += int(batch["valid"].sum())
+        progress.steps += int(batch["valid"].sum()) + self._discarded()
         progress.updates += 1
         progress.seconds = time.monotonic() - began
         progress.episodes += len(batch.episodes["return"])
         progress.returns.extend(batch.episodes["return"].tolist())
         progress.lengths.extend(batch.episodes["length"].tolist())
         self._report(metrics, lag)
+
+    def _discarded(self) -> int:
+        """Steps since the last update that brought staggered environments to their places: learned from by nobody, paid
+        for all the same."""
+        before, self._staggered = self._staggered, int(self._env.stats()["stagger_steps"])
+        return self._staggered - before
 
     def _report(self, metrics: Mapping[str, float], lag: np.ndarray) -> None:
         progress, stats = self.progress, self._env.stats()
@@ -180,7 +189,8 @@ class Training:
         found |= {f"dropped/{cause}": count for cause, count in stats["dropped"].items() if count}
         found |= {f"train/{name}": value for name, value in metrics.items()}
         found |= self._evaluation()
-        found |= self._timer.take()
+        found |= self._timer.take() | {"time/step": progress.seconds - self._reported_s}
+        self._reported_s = progress.seconds
         if self.sink is not None:
             self.sink.log(progress.steps, found)
 

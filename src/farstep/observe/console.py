@@ -120,9 +120,9 @@ class LiveDisplay:
 
     def _refresh(self, live: Live) -> None:
         now = time.monotonic()
-        while self._updates:
+        # What is there now and no more: whoever prints without end must not keep us from drawing.
+        for _ in range(len(self._updates)):
             self._standing.update(*self._updates.popleft())
-        # The lines of now: whoever prints without end must not keep us from drawing.
         if lines := [self._lines.popleft() for _ in range(len(self._lines))]:
             self._console.print(Text.from_ansi("\n".join(lines)), soft_wrap=True)
         picture = panel(self._standing, self._title, now - self._started_s, now, self._console.width)

@@ -26,8 +26,9 @@ from farstep.errors import WireError
 from farstep.spec import Schema
 from farstep.wire.codec import Limits
 
-PROTOCOL = 5
+PROTOCOL = 6
 Word = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
 class Hello(msgspec.Struct, tag="hello"):
@@ -89,6 +90,10 @@ class Chunk(msgspec.Struct, tag="chunk"):
     """The arrays in the frames, in order; empty with shared memory."""
     first: int = 0
     """The row that those with a row per step begin with: rows before it came as `Part`s."""
+    clock: Count = 0
+    """Rows since environments were staggered, modulo the horizon."""
+    stagger_steps: Count = 0
+    """Steps that brought environments to their places, and that no chunk has reported yet."""
 
 
 class Part(msgspec.Struct, tag="part"):
@@ -101,6 +106,8 @@ class Part(msgspec.Struct, tag="part"):
     """The stage (see `TransferTrigger`) that is complete with this; -1: some rows only, while the chunk is rolled."""
     first: int
     keys: list[str]
+    passed: int = -1
+    """As the chunk's, once it is rolled."""
 
 
 class Reply(msgspec.Struct, tag="reply"):
@@ -160,6 +167,8 @@ class Welcome(msgspec.Struct, tag="welcome"):
     episodes: list[int]
     path: list[str]
     preload: list[str]
+    clock: Count = 0
+    """Of the worker that it replaces (see `Chunk.clock`)."""
 
 
 class Refuse(msgspec.Struct, tag="refuse"):

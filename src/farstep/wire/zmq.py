@@ -111,6 +111,10 @@ class Hub:
         status = [b"200", b"OK", key, b""] if known else [b"400", b"unknown key", b"", b""]
         self._zap.send_multipart([version, request_id, *status])
 
+    @property
+    def is_closed(self) -> bool:
+        return bool(self._context.closed)
+
     def close(self, linger_ms: int = 0) -> None:
         self._context.destroy(linger=linger_ms)
 

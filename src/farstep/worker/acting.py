@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import contextlib
+import copy
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import cloudpickle
@@ -128,6 +130,21 @@ class Actor:
                 )
             row[...] = leaf
 
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Act, and be afterwards as if one had not."""
+        # Of the fast path, state lies in buffers that are overwritten.
+        state = map_leaves(np.array, self._state) if self._is_recurrent_torch else copy.deepcopy(self._state)
+        rng = copy.deepcopy(self._rng)
+        try:
+            yield
+        finally:
+            self._state, self._rng = state, rng
+
+    @property
+    def _is_recurrent_torch(self) -> bool:
+        return self.policy.recurrent and self.policy.is_torch
+
     def _explain(self, error: Exception, obs: Iterable[Array]) -> None:
         """Raise instead of what `act` raised if it is the environment that is to blame."""
         if found := with_nan(obs):
@@ -167,7 +184,7 @@ class Actor:
     def loaded(self, version: int) -> None:
         """New weights are in: make sure that the fast path still agrees."""
         self.version = version
-        if self.policy.recurrent and self.policy.is_torch:  # in buffers of the fast path, which the check overwrites
+        if self._is_recurrent_torch:  # in buffers of the fast path, which the check overwrites
             self._state = map_leaves(np.array, self._state)
         with same_randomness():
             self.policy.check_after_load()

@@ -32,11 +32,13 @@ from farstep.worker.acting import Actor
 from farstep.worker.hosting import Host, HostedEnvs
 from farstep.worker.probing import Probing
 from farstep.worker.program import Program
-from farstep.worker.progress import CANCEL, COUNT, PHASE, SLOT, Phase
+from farstep.worker.progress import CANCEL, COUNT, PHASE, ROLLED, SLOT, Phase
 from farstep.worker.rolling import AnyHost, NotWanted, Roller
 from farstep.worker.rows import Slots
 from farstep.worker.saving import Saving
 from farstep.worker.shipping import Shipping
+from farstep.worker.stagger import Places
+from farstep.worker.staggered_hosting import StaggeredEnvs, StaggeredVector
 from farstep.worker.strict_hosting import StrictEnvs
 from farstep.worker.vector_hosting import HostedVector
 from farstep.worker.weights import RemoteWeights, SharedWeights, Weights, check_digest
@@ -184,6 +186,9 @@ class Worker:
         if self._program.autoreset_mode:
             mode = AutoresetMode(self._program.autoreset_mode)
             self._host = StrictEnvs(source, slots, self._words, mode)
+        elif (stagger := self._program.stagger) is not None:
+            kind = StaggeredVector if source.is_vector else StaggeredEnvs
+            self._host = kind(source, slots, self._words, Places(stagger, self._program.num_slots, message.clock))
         else:
             self._host = (HostedVector if source.is_vector else HostedEnvs)(source, slots, self._words)
         self._obs, self._obs_schema = space_schema(self._host.observation_space, "obs")
@@ -322,7 +327,7 @@ class Worker:
         self._order += ticket.steps > 0
         try:
             self._sync(ticket)
-            chunk, arrays = self._roller.roll(ticket, frames, self._actor, self._order)
+            chunk, arrays = self._roller.roll(ticket, frames, self._actor, self._order, self._passed)
         except NotWanted:
             return
         except self._theirs as error:
@@ -334,8 +339,7 @@ class Worker:
         finally:
             self._words[PHASE] = Phase.IDLE
             self._idle_since = time.monotonic()
-        chunk.order, chunk.tickets_s = self._order, waited_s
-        chunk.passed, chunk.divergence = max(chunk.version, self._passed), self._divergence
+        chunk.order, chunk.tickets_s, chunk.divergence = self._order, waited_s, self._divergence
         if self._probing is not None and ticket.steps:
             chunk.unmeasured = self._probing.take_note()
             self._probing.remember(self._order, chunk.version, self._roller.rows, ticket.steps)
@@ -347,6 +351,7 @@ class Worker:
                 self._wait_for_turn(ticket)
             except NotWanted:
                 return
+        self._words[ROLLED] = ticket.seq  # from now on it travels
         self._send(chunk, *arrays)
 
     def _sync(self, ticket: m.Ticket) -> None:

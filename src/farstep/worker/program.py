@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import cloudpickle
 
-from farstep.config import ALL_AT_ONCE, ALL_WEIGHTS, TransferTrigger, WeightsConfig
+from farstep.config import ALL_AT_ONCE, ALL_WEIGHTS, Stagger, TransferTrigger, WeightsConfig
 from farstep.core import SyncRule
 from farstep.errors import ConfigError
 from farstep.sync.rules import name_of
@@ -26,6 +26,9 @@ class Program:
     autoreset_mode: str = ""
     """Set for `make_vec`, whose workers follow Gymnasium's semantics and do not act."""
     seed: int = 0
+    stagger: Stagger | None = None
+    num_slots: int = 0
+    """Environments of all workers together; known where they are staggered."""
 
     def pickled(self) -> bytes:
         if (script := sys.modules.get("__mp_main__")) is not None:

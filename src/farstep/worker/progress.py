@@ -8,7 +8,7 @@ from enum import IntEnum
 
 from farstep.wire.memory import SharedMemory
 
-PHASE, COUNT, SLOT, CANCEL = range(4)
+PHASE, COUNT, SLOT, CANCEL, ROLLED = range(5)
 EPISODES = 8
 """From here on a word per environment: its episode plus one, or zero where nobody knows."""
 BEAT_S = 1.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from farstep.worker.hosting import Host, HostedEnvs
 from farstep.worker.progress import ACT, CANCEL, COUNT, PHASE
 from farstep.worker.rows import Rows
 from farstep.worker.shipping import Shipping
+from farstep.worker.staggered_hosting import Staggered
 from farstep.worker.strict_hosting import StrictEnvs
 from farstep.worker.vector_hosting import HostedVector
 
@@ -40,6 +42,7 @@ class Roller:
     def __init__(self, host: AnyHost, words: memoryview, look: Callable[[], None], shipping: Shipping) -> None:
         self._host, self._words, self._look, self._shipping = host, words, look, shipping
         _, self._action_schema = space_schema(host.action_space, "action")
+        self._next_look = 0.0
 
     def lay(self, message: m.Lay, fds: Sequence[int]) -> None:
         """From now on, write there."""
@@ -57,9 +60,10 @@ class Roller:
         self._layout, self._shared = layout, bool(fds)
 
     def roll(
-        self, ticket: m.Ticket, frames: Sequence[Any], actor: Actor | None, order: int
+        self, ticket: m.Ticket, frames: Sequence[Any], actor: Actor | None, order: int, passed: int
     ) -> tuple[m.Chunk, list[Any]]:
-        """Do the ticket; the chunk's header and the frames that go with it. `order` counts chunks that were begun."""
+        """Do the ticket; the chunk's header and the frames that go with it. `order` counts chunks that were begun; the
+        weights passed the probe of version `passed`."""
         host, words, steps = self._host, self._words, ticket.steps
         acting = actor if isinstance(host, Host) else None
         self.rows = rows = Rows(self._layout, self._blocks, ticket.lane if self._shared else 0, *self._columns)
@@ -72,6 +76,8 @@ class Roller:
         host.begin(rows, steps)
         if acting is not None and steps:
             acting.begin(rows)
+            if isinstance(host, Staggered):
+                host.place(steps, acting, partial(self._check_wanted, ticket))
             rows.row["version"][:steps] = acting.version
         due = -1 if self._shared else self._shipping.begin(ticket, order, rows)
         next_look = time.monotonic() + _LOOK_S
@@ -92,12 +98,23 @@ class Roller:
                 acting.act(t)
             host.step(t)
         ends = host.finish(steps)
-        chunk = m.Chunk(ticket.seq, actor.version if actor else 0, host.slots.resume.tobytes())
+        version = actor.version if actor else 0
+        chunk = m.Chunk(ticket.seq, version, host.slots.resume.tobytes(), passed=max(version, passed))
+        if isinstance(host, Staggered):
+            chunk.clock, chunk.stagger_steps = host.report()
         arrays: list[Any] = [ends] if self._shared else self._shipping.finish(chunk, ends)
         if ticket.infos and host.infos:
             chunk.infos = True
             arrays.append(pack(host.infos, opaque=True))
         return chunk, arrays
+
+    def _check_wanted(self, ticket: m.Ticket) -> None:
+        """While no rows are rolled yet: raise if the ticket was taken back."""
+        if not self._shared and time.monotonic() > self._next_look:
+            self._look()
+            self._next_look = time.monotonic() + _LOOK_S
+        if self._words[CANCEL] >= ticket.seq:
+            raise NotWanted
 
     def _reset(self, order: m.Reset) -> None:
         mask = None if order.mask is None else np.frombuffer(order.mask, bool)

@@ -30,3 +30,13 @@ def episode_generator(root: int, slot: int, episode: int) -> np.random.Generator
 def fresh_root() -> int:
     """A root seed from the system's entropy."""
     return int(np.random.SeedSequence().generate_state(1, np.uint64)[0] >> np.uint64(1))
+
+
+def advance_seed(root: int, slot: int, episode: int) -> int:
+    """The seed of the random actions that bring an episode of a slot to its place in a staggered schedule."""
+    return int(np.random.SeedSequence(root, spawn_key=(slot, episode, 3)).generate_state(1)[0] >> 1)
+
+
+def offset_generator(root: int, slot: int) -> np.random.Generator:
+    """The generator that a slot's random place in a staggered schedule is drawn from."""
+    return np.random.Generator(np.random.PCG64(np.random.SeedSequence(root, spawn_key=(slot, 0, 4))))

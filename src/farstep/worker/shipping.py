@@ -62,7 +62,7 @@ class Shipping:
         """The chunk is rolled: send all stages but the last one; the frames of that go with the chunk itself."""
         *stages, last = self._now.split(list(left := self._left(len(ends) // ENDS.itemsize)))
         for stage, names in enumerate(stages):
-            self._part(stage, {name: left[name] for name in names}, b"" if stage else ends)
+            self._part(stage, {name: left[name] for name in names}, b"" if stage else ends, chunk.passed)
         chunk.first, chunk.keys = self._first, last
         return [b"" if stages else ends, *(left[name].tobytes() for name in last)]
 
@@ -76,6 +76,6 @@ class Shipping:
                 tables[name] = table[self._first :]
         return tables
 
-    def _part(self, stage: int, arrays: dict[str, Array], ends: bytes = b"") -> None:
-        part = m.Part(self._ticket.seq, self._order, stage, self._first, list(arrays))
+    def _part(self, stage: int, arrays: dict[str, Array], ends: bytes = b"", passed: int = -1) -> None:
+        part = m.Part(self._ticket.seq, self._order, stage, self._first, list(arrays), passed)
         self._send(part, ends, *(array.tobytes() for array in arrays.values()))

@@ -1,0 +1,90 @@
+"""What came ahead of its chunk: which steps the ledger knows of, and what is left of chunks that are lost."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from farstep.batch import EPISODE_KEYS, Batch, FinalObs, side_by_side
+from farstep.buffer.ahead import Ahead
+from farstep.buffer.triggers import DataKeyTrigger, Ledger
+
+KEYS = ("reward", "value", "obs")
+
+
+def rows(*names: str, value: float = 0.0, slots: tuple[int, ...] = (0, 1), continues: bool = False) -> Batch:
+    """Four rows of some arrays."""
+    nothing = np.zeros(0, np.int64)
+    return Batch(
+        {name: np.full((4, len(slots)), value) for name in names},
+        {name: name for name in names},
+        None,
+        FinalObs(nothing, nothing, None),
+        dict.fromkeys(EPISODE_KEYS, nothing),
+        np.array(slots),
+        np.full(len(slots), continues),
+    )
+
+
+@pytest.fixture
+def ledger() -> Ledger:
+    return Ledger(KEYS)
+
+
+@pytest.fixture
+def ahead(ledger: Ledger) -> Ahead:
+    return Ahead(ledger, [DataKeyTrigger(n=1, size=4, keys=(("reward",), ("obs",)))])
+
+
+def written(ledger: Ledger, actor: int = 0) -> list[int]:
+    return [ledger.written(actor, [name]) for name in KEYS]
+
+
+def test_keys_are_told_as_they_come_and_the_last_with_the_chunk(ledger: Ledger, ahead: Ahead) -> None:
+    ahead.add(0, 7, 70, 3, rows("reward"))
+    assert written(ledger) == [4, 0, 0]
+    ahead.add(0, 7, 70, 3, rows("reward", "value"))
+    assert written(ledger) == [4, 4, 0]
+    assert set(ahead.batch(0, 0)) == {"reward", "value"}
+    ahead.add(0, 8, 71, 3, rows("reward"))  # the next one, while the chunk before waits for room
+    assert written(ledger) == [8, 4, 0]
+    assert ahead.stored(0, 7) == ["obs"]
+    ledger.wrote(0, 4, 3, ["obs"])
+    assert written(ledger) == [8, 4, 4]
+    assert ahead.batch(0, 4).continues.all(), "it follows what was here and not handed out then"
+    assert ahead.stored(0, 8) == ["value", "obs"]
+    assert ahead.stored(0, 9) is None
+
+
+def test_steps_are_not_told_as_whole_ahead_of_their_chunk(ledger: Ledger, ahead: Ahead) -> None:
+    ahead.add(0, 7, 70, 3, rows(*KEYS))
+    assert written(ledger) == [0, 0, 0]
+    assert ahead.stored(0, 7) == list(KEYS)
+
+
+def test_a_ticket_that_is_done_once_more_begins_anew(ledger: Ledger, ahead: Ahead) -> None:
+    ahead.add(0, 7, 70, 3, rows("reward", "value", value=1.0))
+    ahead.add(0, 7, 72, 4, rows("reward", value=2.0))
+    assert written(ledger) == [4, 0, 0]
+    assert ahead.batch(0, 0)["reward"].max() == 2.0
+    assert ledger.span(0, 0, 4, ["reward"]) == (4, 4)
+
+
+def test_what_is_left_moves_up_when_a_chunk_before_it_is_lost(ledger: Ledger, ahead: Ahead) -> None:
+    ahead.add(0, 7, 70, 3, rows("reward", "value", value=1.0))
+    ahead.add(1, 8, 10, 3, rows("reward"))
+    ahead.add(0, 9, 71, 5, rows("reward", value=2.0))
+    ahead.keep(lambda ticket: ticket != 7)
+    assert (written(ledger), written(ledger, 1)) == ([4, 0, 0], [4, 0, 0])
+    assert ahead.batch(0, 0)["reward"].max() == 2.0
+    assert ledger.span(0, 0, 4, ["reward"]) == (5, 5)
+    ahead.keep(lambda ticket: False)
+    assert (written(ledger), written(ledger, 1)) == ([0, 0, 0], [0, 0, 0])
+
+
+def test_batches_side_by_side_have_what_all_of_them_have() -> None:
+    late, early = rows("reward", "obs", value=2.0, slots=(2, 3, 4)), rows("reward", value=1.0, continues=True)
+    both = side_by_side([late, early])
+    assert set(both) == {"reward"} == set(both.structures)
+    assert both["reward"][0].tolist() == [1, 1, 2, 2, 2]
+    assert (both.slots.tolist(), both.continues.tolist()) == ([0, 1, 2, 3, 4], [True] * 2 + [False] * 3)

@@ -1,0 +1,76 @@
+"""The command line's words: help that teaches, and mistakes that end in one sentence."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from farstep.cli import main
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    try:
+        status = main(arguments)
+    except SystemExit as end:
+        status = int(end.code or 0)
+    output = capsys.readouterr()
+    return status, output.out, output.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["tran"], ["command", "'tran'", "train"]),
+        (["train", "pppo"], ["learner", "'pppo'", "ppo"]),
+        (["train", "ppo"], ["--env"]),
+        (["train", "ppo", "--env", "CartPole-v1", "--num-env", "4"], ["no option --num-env", "--num-envs"]),
+        (["train", "ppo", "--env", "CartPole-v1", "--num-envs", "x"], ["--num-envs", "'x'"]),
+        (["train", "ppo", "--env", "CartPole-v1", "--num-envs", "0"], ["num_envs", "0", "at least 1"]),
+        (["train", "ppo", "--env", "CartPole-v1", "--recurrent", "lsmt"], ["'lsmt'", "lstm"]),
+        (["train", "ppo", "--env", "CartPole-v1", "--env-kwargs", "{a"], ["env_kwargs", "not JSON"]),
+        (["train", "ppo", "--env", "CartPole-v1", "--capture-video"], ["eval_every"]),
+        (["train", "ppo", "--env", "CartPole-v1", "--device", "tpu"], ["device", "tpu"]),
+        (["train", "async-ppo", "--env", "CartPole-v1", "--staleness-threshold", "-1"], ["staleness_threshold"]),
+        (["train", "ppo", "--resume", "nowhere"], ["nowhere", "does not exist"]),
+        (["train", "ppo", "--resume"], ["--resume", "folder"]),
+        (["train", "ppo", "--env", "CartPol-v1"], ["CartPol"]),
+        (["watch"], ["folder of a run", "farstep watch runs/NAME"]),
+        (["watch", "nowhere"], ["nowhere", "does not exist"]),
+        (["plot"], ["at least one run"]),
+        (["plot", "nowhere"], ["nowhere"]),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_a_mistake_ends_in_one_sentence(
+    arguments: list[str],
+    words: list[str],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    status, _, error = said(capsys, *arguments)
+    assert status == 1
+    assert "Traceback" not in error and error.startswith("farstep: ")
+    for word in words:
+        assert word in error, error
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["help"], ["train", "--help"], ["train"]])
+def test_help_names_the_commands(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    status, output, _ = said(capsys, *arguments)
+    assert status == 0 and "farstep train ppo" in output
+
+
+@pytest.mark.parametrize("learner", ["ppo", "async-ppo", "impala"])
+def test_every_option_is_explained(learner: str, capsys: pytest.CaptureFixture[str]) -> None:
+    status, output, _ = said(capsys, "train", learner, "--help")
+    assert status == 0 and "--total-steps" in output and "--learning-rate" in output
+
+
+def test_a_run_of_another_learner_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"algorithm": "impala", "run": {}, "learner": {}}))
+    status, _, error = said(capsys, "train", "ppo", "--resume", str(tmp_path))
+    assert status == 1 and f"farstep train impala --resume {tmp_path}" in error

@@ -1,0 +1,166 @@
+"""The schedule of staggered resets, without environments: spec 2.2's groups, offsets and gates; and its options."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import farstep
+from farstep.config import Stagger
+from farstep.worker.rows import Slots
+from farstep.worker.stagger import Places, num_groups, offsets_of
+
+
+def slots(first: int, count: int, root: int = 5) -> Slots:
+    return Slots(first, [root] * count, [0] * count)
+
+
+def offsets(stagger: Stagger, num_slots: int, steps: int = 5, parts: int = 1) -> list[int]:
+    """Of all slots, as `parts` workers of about equal size find them."""
+    borders = np.linspace(0, num_slots, parts + 1).astype(int)
+    found = [offsets_of(stagger, slots(int(a), int(b - a)), num_slots, steps) for a, b in pairwise(borders)]
+    return [int(o) for part in found for o in part]
+
+
+# ---- options ----
+
+
+def of(**options: Any) -> Stagger | None:
+    return farstep.EnvConfig(env_name="CartPole-v1", stagger={"horizon": 200, **options}).stagger
+
+
+def test_options_have_defaults_and_may_be_a_mapping() -> None:
+    expected = Stagger(horizon=200, groups="auto", init="advance", offsets="even", early="partial")
+    assert of() == expected
+    assert farstep.EnvConfig(env_name="CartPole-v1").stagger is None
+    assert farstep.EnvConfig(env_name="CartPole-v1", stagger=expected).stagger is expected
+    assert of(groups=np.int64(4)) == Stagger(horizon=200, groups=4)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"horizon": None}, "horizon is missing.*e.g."),
+        ({"horizon": 0}, "horizon is 0; it must be an integer of at least 1"),
+        ({"horizon": 2.5}, "horizon is 2.5; it must be an integer"),
+        ({"groups": 0}, "groups is 0; it must be an integer of at least 1"),
+        ({"groups": True}, "groups is True; it must be an integer"),
+        ({"groups": 2.0}, "groups is 2.0; it must be an integer"),
+        ({"groups": "many"}, "groups is 'many'; expected 'auto' or a number"),
+        ({"groups": 201}, "groups is 201 with horizon=200.*no more groups than steps"),
+        ({"groups": 4, "offsets": "random"}, "groups=4 and offsets='random'.*leave out one"),
+        ({"init": "advanced"}, "init of Stagger 'advanced'.*advance"),
+        ({"offsets": "evenly"}, "offsets of Stagger 'evenly'.*even"),
+        ({"early": "gated"}, "early of Stagger 'gated'.*gate"),
+        ({"horizn": 3}, "option of Stagger 'horizn'.*horizon"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(farstep.ConfigError, match=message):
+        of(**options)
+
+
+@pytest.mark.parametrize("value", [200, "auto", True])
+def test_what_is_no_mapping_is_refused(value: Any) -> None:
+    with pytest.raises(farstep.ConfigError, match="expected a Stagger or a mapping"):
+        farstep.EnvConfig(env_name="CartPole-v1", stagger=value)
+
+
+@pytest.mark.parametrize("options", [{}, {"init": "policy"}, {"init": "clock", "early": "gate"}])
+@pytest.mark.parametrize("kind", ["vector", "envpool"])
+def test_vectors_are_staggered_by_the_clock_only(options: dict[str, Any], kind: Any) -> None:
+    with pytest.raises(farstep.ConfigError, match=r"one of a vector.*init='clock' and early='partial'"):
+        farstep.EnvConfig(type=kind, env_name="CartPole-v1", stagger={"horizon": 9, **options})
+    farstep.EnvConfig(type=kind, env_name="CartPole-v1", stagger={"horizon": 9, "init": "clock"})
+
+
+# ---- groups and offsets ----
+
+
+@pytest.mark.parametrize(
+    ("groups", "num_slots", "steps", "expected"),
+    [("auto", 64, 5, 40), ("auto", 16, 5, 16), ("auto", 64, 200, 1), ("auto", 64, 500, 1), (7, 64, 5, 7), (7, 3, 5, 3)],
+)
+def test_as_many_groups_as_rollouts_in_a_horizon(groups: Any, num_slots: int, steps: int, expected: int) -> None:
+    assert num_groups(Stagger(horizon=200, groups=groups), num_slots, steps) == expected
+
+
+def test_offsets_by_hand() -> None:
+    assert offsets(Stagger(horizon=20, groups=3), 7) == [0, 0, 0, 6, 6, 12, 12]
+    assert offsets(Stagger(horizon=20, groups=1), 4) == [0, 0, 0, 0]
+    assert offsets(Stagger(horizon=8), 4, steps=2) == [0, 2, 4, 6]
+
+
+@given(st.data())
+def test_groups_are_even_and_the_same_for_any_number_of_workers(data: st.DataObject) -> None:
+    horizon = data.draw(st.integers(1, 300))
+    groups = data.draw(st.integers(1, horizon) | st.just("auto"))
+    num_slots, steps = data.draw(st.integers(1, 70)), data.draw(st.integers(1, 400))
+    stagger = Stagger(horizon=horizon, groups=groups)
+    found = offsets(stagger, num_slots, steps)
+    count = num_groups(stagger, num_slots, steps)
+    assert sorted(found) == found
+    assert sorted(set(found)) == [g * (horizon // count) for g in range(count)]
+    sizes = [found.count(o) for o in set(found)]
+    assert max(sizes) - min(sizes) <= 1
+    assert max(sizes) <= -(-num_slots // count)  # invariant (c): so many resets at a time
+    parts = data.draw(st.integers(1, num_slots))
+    assert offsets(stagger, num_slots, steps, parts) == found
+
+
+def test_random_offsets_depend_on_seed_and_slot_only() -> None:
+    stagger = Stagger(horizon=100, offsets="random")
+    found = offsets(stagger, 50)
+    assert offsets(stagger, 50, parts=4) == found == offsets(stagger, 50, steps=9)
+    assert min(found) >= 0 and max(found) < 100 and len(set(found)) > 25
+    assert offsets_of(stagger, slots(0, 50, root=6), 50, 5).tolist() != found
+
+
+# ---- places over time ----
+
+
+def test_phases_stay_the_same_multiset_modulo_the_horizon() -> None:
+    """Invariant (a): as seen from group 0, nothing changes."""
+    places = Places(Stagger(horizon=20, groups=4), 8)
+    places.settle(slots(0, 8), 5)
+    at_first = [places.phase(i, 0) for i in range(8)]
+    assert at_first == [0, 0, 5, 5, 10, 10, 15, 15]
+    for row in range(0, 200, 5):
+        assert sorted((places.phase(i, row) - row) % 20 for i in range(8)) == at_first
+        # With groups as far apart as rollouts are long, they are so even as they stand.
+        assert sorted(places.phase(i, row) for i in range(8)) == at_first
+
+
+def test_gates_open_where_the_specification_says() -> None:
+    """(s + g * S) mod H == 0."""
+    places, size = Places(Stagger(horizon=10, groups=3), 3), 3
+    places.settle(slots(0, 3), 5)
+    for i in range(3):
+        gates = [row for row in range(40) if places.phase(i, row) == 0]
+        assert gates == [s for s in range(40) if (s + i * size) % 10 == 0]
+
+
+def test_a_replaced_worker_finds_its_place() -> None:
+    old, new = Places(Stagger(horizon=10, groups=3), 3), None
+    old.settle(slots(0, 3), 4)
+    new = Places(Stagger(horizon=10, groups=3), 3, clock=old.clock(17))
+    new.settle(slots(0, 3), 4)
+    for later in range(25):
+        assert [new.phase(i, later) for i in range(3)] == [old.phase(i, 17 + later) for i in range(3)]
+        assert new.clock(later) == old.clock(17 + later)
+
+
+def test_all_begin_anew() -> None:
+    places = Places(Stagger(horizon=12), 4)
+    places.settle(slots(0, 4), 3)
+    places.settle(slots(0, 4), 6)  # a later rollout of another length changes nothing ...
+    assert [places.phase(i, 12) for i in range(4)] == [0, 3, 6, 9]
+    places.anew(14)
+    places.settle(slots(0, 4), 6)  # ... unless they begin anew
+    assert [places.phase(i, 14) for i in range(4)] == [0, 0, 6, 6]
+    assert places.clock(14) == 0
