@@ -189,6 +189,7 @@ def run(setting: Setting, seed: int, args: Args) -> dict[str, Any]:
     return {
         "setting": setting.name,
         "seed": seed,
+        "overlaps": bool(setting.staleness_threshold),
         "collect_only_s": collect_s,
         "learn_only_s": learn_s,
         "rows_per_update": rows,

@@ -23,7 +23,8 @@ def summary(document: dict[str, Any]) -> str:
     parts = [
         f"{settings['workers']} workers with an environment each, steps of {settings['mean_ms']:g} ms on average "
         f"(log-normal, sigma {settings['sigma']:g}), {settings['num_steps']} of them per rollout. Seconds per "
-        f"{rows:,} rows, means over seeds; ideal: the longer of collecting and learning alone:"
+        f"{rows:,} rows, means over seeds; ideal: the longer of collecting and "
+        "learning alone, or their sum where nothing goes on at the same time:"
     ]
     parts.append(_times(found, rows))
     if BASELINE in found:
@@ -45,9 +46,10 @@ def _times(found: dict[str, list[Row]], rows: int) -> str:
     lines = []
     for name, runs in found.items():
         collect, learn, update = (_mean(runs, key, rows) for key in ("collect_only_s", "learn_only_s", _UPDATE))
-        ideal = collect + learn if name == BASELINE else max(collect, learn)
+        overlaps = runs[0]["overlaps"]
+        ideal = max(collect, learn) if overlaps else collect + learn
         saved = "-" if name == BASELINE or not sync else f"{1 - update / sync:.0%}"
-        overlap = "-" if name == BASELINE or not sync or sync <= ideal else f"{(sync - update) / (sync - ideal):.2f}"
+        overlap = "-" if not overlaps or not sync or sync <= ideal else f"{(sync - update) / (sync - ideal):.2f}"
         times = [f"{seconds:.3f}" for seconds in (collect, learn, ideal, update)]
         lines.append([name, *times, saved, overlap, f"{ideal / update:.2f}"])
     header = ["", "collect alone", "learn alone", "ideal", "achieved", "less than sync", "of the ideal saving"]
