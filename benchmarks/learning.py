@@ -52,8 +52,8 @@ OWN_CHOICE = {
         "--gae-lambda 0.8 --ent-coef 0 --value-clip None"
     ),
     "LunarLander-v3": (
-        "--num-envs 64 --num-steps 128 --learning-rate 1e-3 --no-anneal-lr --update-epochs 6 --num-minibatches 16 "
-        "--gamma 0.998 --gae-lambda 0.97 --ent-coef 0.003 --value-clip None --normalize-reward"
+        "--num-envs 32 --num-steps 256 --learning-rate 1e-3 --no-anneal-lr --update-epochs 8 --num-minibatches 16 "
+        "--gamma 0.999 --gae-lambda 0.98 --ent-coef 0 --value-clip None --normalize-reward --normalize-obs"
     ),
 }
 """What farstep learns these tasks with when it may choose, on two cores."""
