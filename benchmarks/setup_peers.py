@@ -75,6 +75,8 @@ PEERS = (
     Peer(name="sample-factory", requirements=("sample-factory==2.1.1", *OLD_ENVS)),
     Peer(name="torchrl", requirements=("torchrl==0.14.1", "tensordict==0.14.3", *ENVS), extensions=("torchrl",)),
     Peer(name="rllib", requirements=("ray[rllib]==2.60.0", "gymnasium==1.2.2", *ENVS[1:])),
+    # Scripts, not a package: what they import, with the Gymnasium that they are written for. The script comes with git.
+    Peer(name="cleanrl", requirements=("gymnasium==0.29.1", "numpy==1.26.4", "tyro==1.0.16", "pygame-ce==2.5.8")),
     # Wheels for x86-64 and Python up to 3.11 only, and no source on PyPI.
     Peer(name="reverb", requirements=("dm-reverb[tensorflow]==0.14.0",), bare=True),
 )

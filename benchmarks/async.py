@@ -1,0 +1,272 @@
+"""What asynchronous PPO saves where environments take their time, and unevenly, beside synchronous PPO.
+
+    python benchmarks/async.py --markdown benchmarks/README.md
+    python benchmarks/async.py --show benchmarks/results/async.json      # tables and plots once more
+
+Eight workers with an environment each, whose steps take times drawn from a log-normal distribution (sigma 1.5), asleep,
+so that processors are not what they wait for. Learning and collecting are also measured alone, in the same processes:
+a synchronous update takes the sum of both, an ideal asynchronous one the longer of the two.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import logging
+import multiprocessing
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import tyro
+from async_tables import draw, summary
+from cpu_meter import CpuMeter
+from document import header, write_document, write_markdown
+from runner import turns
+from versions import versions_of
+
+import farstep
+from farstep.learners.async_ppo import AsyncPPO, AsyncPPOConfig
+from farstep.learners.nets import NetConfig, make_agent
+from farstep.learners.ppo import PPO, PPOConfig
+from farstep.learners.timing import Timer
+from farstep.learners.training import Learner, Limits, Training
+
+HERE = Path(__file__).resolve().parent
+WARM_UP = 3
+"""Updates that times leave out."""
+README_MARKS = ("<!-- async: begin -->", "<!-- async: end -->")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """A way to train."""
+
+    name: str
+    staleness_threshold: int | None = None
+    """None: synchronous PPO."""
+    num_chunks: int | None = None
+
+
+SETTINGS = (
+    Setting(name="sync"),
+    Setting(name="async-0", staleness_threshold=0),
+    Setting(name="async-1", staleness_threshold=1),
+    Setting(name="async-2", staleness_threshold=2),
+    Setting(name="async-1-first-4", staleness_threshold=1, num_chunks=4),
+    Setting(name="async-3-first-4", staleness_threshold=3, num_chunks=4),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Args:
+    """Train with several settings and seeds; compare times, returns and staleness."""
+
+    only: tuple[str, ...] = tuple(setting.name for setting in SETTINGS)
+    """settings"""
+    seeds: int = 3
+    """runs of each setting"""
+    total_steps: int = 100_000
+    """environment steps of a run"""
+    threshold: float = 450.0
+    """the return, a mean of the last 100 episodes, that seconds are counted to"""
+    mean_ms: float = 3.0
+    """mean time of an environment's step; 3 makes learning about 30 % of a synchronous update on two cores"""
+    sigma: float = 1.5
+    """of the logarithm of that time"""
+    workers: int = 8
+    num_steps: int = 128
+    """of each environment per rollout"""
+    hidden: tuple[int, ...] = (128, 128)
+    """layers of actor and critic"""
+    learning_rate: float = 1e-3
+    update_epochs: int = 8
+    minibatch: int = 256
+    """rows"""
+    threads: int = 1
+    """of the learner, in all settings; `farstep train` gives a synchronous one all cores"""
+    alone: int = 30
+    """updates that collecting, and learning, are measured over alone"""
+    out: Path = HERE / "results" / "async.json"
+    images: Path = HERE.parent / "docs" / "images"
+    """where plots go"""
+    markdown: Path | None = None
+    """write tables there, between its marks"""
+    show: tuple[Path, ...] = ()
+    """only tables and plots, of these results"""
+
+    @property
+    def rows(self) -> int:
+        """Of a rollout of all workers."""
+        return self.workers * self.num_steps
+
+
+def learner_of(setting: Setting, args: Args, agent: Any, seed: int) -> Learner:
+    """Both with the same hyper-parameters."""
+    net = NetConfig(hidden=args.hidden)
+    common: dict[str, Any] = {
+        "learning_rate": args.learning_rate,
+        "anneal_lr": False,
+        "num_steps": args.num_steps,
+        "gamma": 0.98,
+        "gae_lambda": 0.8,
+        "update_epochs": args.update_epochs,
+        "value_clip": None,
+        "net": net,
+    }
+    if setting.staleness_threshold is None:
+        return PPO(agent, PPOConfig(**common, num_minibatches=-(-args.rows // args.minibatch), ent_coef=0.0), seed)
+    config = AsyncPPOConfig(
+        **common,
+        staleness_threshold=setting.staleness_threshold,
+        num_chunks=setting.num_chunks,
+        global_batch_size=args.minibatch,
+        entropy_bonus=0.0,
+    )
+    return AsyncPPO(agent, config, seed)
+
+
+@contextmanager
+def world(setting: Setting, args: Args, seed: int) -> Iterator[tuple[farstep.ClusterEnv, Learner]]:
+    """Workers and a learner, ready to go."""
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(seed)
+    env_config = farstep.EnvConfig(
+        type="factory",
+        env_name="sleepy:cartpole",
+        env_kwargs={"mean_ms": args.mean_ms, "sigma": args.sigma},
+        envs_per_node=args.workers,
+        seed=seed,
+    )
+    with farstep.ClusterEnv(env_config, farstep.LocalConfig(workers_per_node=args.workers)) as env:
+        agent = make_agent(*env.launch(), NetConfig(hidden=args.hidden), 0.98)
+        yield env, learner_of(setting, args, agent, seed)
+
+
+KEPT = {
+    "seconds": "seconds",
+    "return": "env/return_mean",
+    "lag": "lag/versions_mean",
+    "lag_max": "lag/versions_max",
+    "behave_k3": "train/actor/behave_k3",
+    "filtered": "train/actor/behav_clip_fraction",
+    "collect_s": "time/collect",
+    "train_s": "time/train",
+}
+"""What a run keeps of each update, and its name among the metrics."""
+
+
+class Record:
+    """The metrics of every update that are worth keeping."""
+
+    def __init__(self) -> None:
+        self.columns: dict[str, list[float]] = {"step": [], **{name: [] for name in KEPT}}
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.columns["step"].append(step)
+        for name, key in KEPT.items():
+            self.columns[name].append(round(float(metrics.get(key, 0.0)), 5))
+
+
+def run(setting: Setting, seed: int, args: Args) -> dict[str, Any]:
+    """One run, after collecting and learning have been measured alone."""
+    logging.getLogger("farstep").setLevel(logging.WARNING)
+    with world(setting, args, seed) as (env, learner):
+        collect_s, rows, learn_s = alone(env, learner, args.alone)
+    with world(setting, args, seed) as (env, learner):
+        record = Record()
+        training = Training(learner, env, Limits(total_steps=args.total_steps), sink=record, exact=False)
+        progress = training.run()
+    columns = record.columns
+    seconds, reached = np.array(columns["seconds"]), np.array(columns["return"]) >= args.threshold
+    first = int(np.argmax(reached)) if reached.any() else None
+    return {
+        "setting": setting.name,
+        "seed": seed,
+        "overlaps": bool(setting.staleness_threshold),
+        "collect_only_s": collect_s,
+        "learn_only_s": learn_s,
+        "rows_per_update": rows,
+        "seconds_per_update": float(np.diff(seconds[WARM_UP:]).mean()),
+        "seconds_to_threshold": None if first is None else float(seconds[first]),
+        "steps_to_threshold": None if first is None else int(columns["step"][first]),
+        "final_return": float(np.mean(progress.returns)),
+        "curve": columns,
+    }
+
+
+def alone(env: farstep.ClusterEnv, learner: Learner, updates: int) -> tuple[float, int, float]:
+    """Seconds to collect a batch when nobody learns, its rows, and seconds to learn from it when nobody collects."""
+    batches = learner.batches(env)
+    for _ in range(WARM_UP):
+        batch = next(batches)
+        env.publish(learner.agent)
+    began = time.monotonic()
+    for _ in range(updates):
+        batch = next(batches)
+        env.publish(learner.agent)
+    collect_s = (time.monotonic() - began) / updates
+    batch = next(batches)  # workers may go on, but not further than the bound allows: they soon have nothing to do
+    timer, times = Timer(), []
+    for _ in range(WARM_UP + updates):
+        began = time.monotonic()
+        learner.update(batch, env.version, 0.0, timer)
+        times.append(time.monotonic() - began)
+    return collect_s, int(batch["valid"].sum()), float(np.median(times[WARM_UP:]))
+
+
+def main(args: Args) -> None:
+    if args.show:
+        documents = [json.loads(path.read_text()) for path in args.show]
+        finish({**documents[0], "runs": [run for document in documents for run in document["runs"]]}, args)
+        return
+    known = {setting.name: setting for setting in SETTINGS}
+    chosen = [known[name] for name in args.only]
+    # Workers import sleepy.
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(HERE), os.environ.get("PYTHONPATH"))))
+    document: dict[str, Any] = {
+        **header("async.py"),
+        "versions": versions_of("farstep", "torch", "numpy", "gymnasium"),
+        "settings": {name: value for name, value in asdict(args).items() if not isinstance(value, Path)},
+        "runs": [],
+    }
+    document["settings"].pop("show")
+    spawn = multiprocessing.get_context("spawn")
+    order = list(turns(chosen, args.seeds))
+    for index, (seed, setting) in enumerate(order, start=1):
+        began = time.monotonic()
+        with CpuMeter() as meter, concurrent.futures.ProcessPoolExecutor(1, spawn) as pool:
+            done = pool.submit(run, setting, seed, args).result()
+        done |= {"wall_s": round(time.monotonic() - began, 2), "others_cpu_s": round(meter.others_s, 2)}
+        document["runs"].append(done)
+        write_document(args.out, document)
+        print(
+            f"[{index}/{len(order)}] {setting.name}, seed {seed}: {done['seconds_per_update']:.3f} s an update "
+            f"(collect alone {done['collect_only_s']:.3f}, learn alone {done['learn_only_s']:.3f}), return "
+            f"{done['final_return']:.0f}, {done['seconds_to_threshold']} s to {args.threshold:g}; others took "
+            f"{done['others_cpu_s'] / done['wall_s']:.2f} cores",
+            flush=True,
+        )
+    finish(document, args)
+    print(f"written: {args.out}")
+
+
+def finish(document: dict[str, Any], args: Args) -> None:
+    """Tables and plots."""
+    text = summary(document)
+    print(f"\n{text}")
+    for path in draw(document, args.images):
+        print(f"written: {path}")
+    if args.markdown:
+        write_markdown(args.markdown, text, README_MARKS)
+        print(f"written: {args.markdown}")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))

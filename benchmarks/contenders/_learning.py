@@ -1,0 +1,87 @@
+"""What the contenders of learning.py share, in every virtual environment: arguments, the curve, the report."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+
+from versions import versions_of
+
+LAST_EPISODES = 100
+CURVE_POINTS = 200
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What to learn, and when that is done."""
+
+    env: str
+    seed: int
+    threshold: float
+    """Mean return of the last 100 training episodes."""
+    max_steps: int
+
+
+def parse_arguments(parser: argparse.ArgumentParser | None = None) -> tuple[Task, argparse.Namespace]:
+    """The task, and what `parser` knows besides."""
+    parser = parser or argparse.ArgumentParser()
+    parser.add_argument("--env", required=True)
+    parser.add_argument("--seed", type=int, required=True)
+    parser.add_argument("--threshold", type=float, required=True)
+    parser.add_argument("--max-steps", type=int, required=True)
+    options = parser.parse_args()
+    task = Task(env=options.env, seed=options.seed, threshold=options.threshold, max_steps=options.max_steps)
+    return task, options
+
+
+@dataclass
+class Curve:
+    """Mean return of the last 100 episodes over seconds of training and steps of environments."""
+
+    threshold: float
+    points: list[tuple[float, int, float]] = field(default_factory=list)
+    reached: bool = False
+    _began: float = field(default_factory=time.monotonic)
+    _returns: deque[float] = field(default_factory=lambda: deque(maxlen=LAST_EPISODES))
+
+    def begin(self) -> None:
+        """Training begins now, not when this was made."""
+        self._began = time.monotonic()
+
+    def episode(self, steps: int, value: float) -> bool:
+        """Take note of an episode that ended; whether the threshold is reached."""
+        self._returns.append(value)
+        return self.mean(steps, fmean(self._returns), len(self._returns))
+
+    def mean(self, steps: int, mean: float, episodes: int, seconds: float | None = None) -> bool:
+        """The same where a library computes the mean itself, over `episodes` episodes."""
+        self.points.append((time.monotonic() - self._began if seconds is None else seconds, steps, mean))
+        self.reached = self.reached or (episodes >= LAST_EPISODES and mean >= self.threshold)
+        return self.reached
+
+
+def report(
+    name: str, task: Task, curve: Curve, settings: dict[str, object] | str, packages: Sequence[str], notes: str = ""
+) -> None:
+    """Print what learning.py reads."""
+    seconds, steps, mean = curve.points[-1]
+    every = max(1, len(curve.points) // CURVE_POINTS)
+    kept = [*curve.points[:-1:every], curve.points[-1]]
+    found = {
+        "contender": name,
+        "env": task.env,
+        "reached": curve.reached,
+        "seconds": round(seconds, 2),
+        "steps": steps,
+        "last_mean": round(mean, 2),
+        "settings": settings,
+        "notes": notes,
+        "versions": versions_of(*packages),
+        "curve": [[round(second, 2), step, round(value, 2)] for second, step, value in kept],
+    }
+    print(f"\n{json.dumps(found)}", flush=True)

@@ -1,0 +1,213 @@
+"""Seconds and environment steps until PPO has learned a task: farstep beside CleanRL and RLlib.
+
+    python benchmarks/setup_peers.py cleanrl rllib
+    git clone https://github.com/vwxyzjn/cleanrl /tmp/cleanrl && git -C /tmp/cleanrl checkout fe8d8a0
+    python benchmarks/learning.py --cleanrl /tmp/cleanrl/cleanrl/ppo.py --markdown benchmarks/README.md
+    python benchmarks/learning.py --show benchmarks/results/learning.json    # tables and plots once more
+
+A task is learned when the mean return of the last 100 training episodes reaches its threshold. All contenders take
+turns, seed by seed, each in a process and virtual environment of its own. Seconds are those of training: processes and
+environments exist when they begin; the whole process, from its start to its end, is in a column of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from document import header, write_document, write_markdown
+from learning_tables import draw, summary
+from roster import BENCHMARKS, OWN, Contender, choose
+from runner import Run, adopt_orphans, execute, turns
+
+README_MARKS = ("<!-- learning: begin -->", "<!-- learning: end -->")
+IMAGES = BENCHMARKS.parent / "docs" / "images"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What is learned."""
+
+    env: str
+    threshold: float
+    max_steps: int
+    """Where a run ends that does not get there; learning rates that are annealed are zero then."""
+
+
+TASKS = {
+    "CartPole-v1": Task(env="CartPole-v1", threshold=475.0, max_steps=500_000),
+    "LunarLander-v3": Task(env="LunarLander-v3", threshold=200.0, max_steps=2_000_000),
+}
+
+CLEANRLS = "--num-envs 4"
+"""CleanRL's hyper-parameters are the defaults of `farstep train ppo`, but for the number of environments."""
+
+OWN_CHOICE = {
+    "CartPole-v1": (
+        "--num-envs 16 --num-steps 64 --learning-rate 2e-3 --no-anneal-lr --update-epochs 8 --gamma 0.98 "
+        "--gae-lambda 0.8 --ent-coef 0 --value-clip None"
+    ),
+    "LunarLander-v3": (
+        "--num-envs 32 --num-steps 256 --learning-rate 1e-3 --no-anneal-lr --update-epochs 8 --num-minibatches 16 "
+        "--gamma 0.999 --gae-lambda 0.98 --ent-coef 0 --value-clip None --normalize-reward --normalize-obs"
+    ),
+}
+"""What farstep learns these tasks with when it may choose, on two cores."""
+
+
+LEARNERS = (
+    Contender(name="cleanrl", script="learning_cleanrl.py", venv="cleanrl"),
+    Contender(name="rllib", script="learning_rllib.py", venv="rllib"),
+    Contender(name="farstep-cleanrls", script="learning_farstep.py", venv=OWN),
+    Contender(name="farstep", script="learning_farstep.py", venv=OWN),
+)
+SCRIPT = BENCHMARKS / ".venvs" / "cleanrl" / "ppo.py"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A task, and the seed that it is learned with."""
+
+    env: str
+    seed: int
+
+    def __str__(self) -> str:
+        return f"{self.env} seed {self.seed}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Who learns what, with which seeds."""
+
+    tasks: list[Task]
+    seeds: int
+    contenders: list[Contender]
+    cleanrl: Path
+    timeout_s: float
+
+    @property
+    def num_runs(self) -> int:
+        return len(self.tasks) * self.seeds * len(self.contenders)
+
+    def __iter__(self) -> Iterator[tuple[Case, int, Contender]]:
+        for task in self.tasks:
+            for seed, contender in turns(self.contenders, self.seeds):
+                yield Case(task.env, seed), 1, self._prepared(contender, task)
+
+    def _prepared(self, contender: Contender, task: Task) -> Contender:
+        """With the options that depend on the task."""
+        if contender.name == "cleanrl":
+            return replace(contender, options=("--script", str(self.cleanrl)))
+        if contender.venv == OWN:
+            chosen = OWN_CHOICE[task.env] if contender.name == "farstep" else CLEANRLS
+            return replace(contender, options=("--contender", contender.name, f"--options={chosen}"))
+        return contender
+
+    def arguments(self, case: Case) -> list[str]:
+        task = next(task for task in self.tasks if task.env == case.env)
+        return [
+            *("--env", task.env),
+            *("--seed", str(case.seed)),
+            *("--threshold", str(task.threshold)),
+            *("--max-steps", str(task.max_steps)),
+        ]
+
+
+Results = dict[Case, dict[str, list[Run]]]
+
+
+def main() -> int:
+    options = parse_options()
+    if options.show:
+        documents = [json.loads(path.read_text()) for path in options.show]
+        finish({**documents[0], "runs": [run for document in documents for run in document["runs"]]}, options)
+        return 0
+    plan = Plan(
+        tasks=[replace(TASKS[env], max_steps=options.max_steps or TASKS[env].max_steps) for env in options.env],
+        seeds=options.seeds,
+        contenders=options.contenders,
+        cleanrl=options.cleanrl.resolve(),
+        timeout_s=options.timeout,
+    )
+    print(f"{plan.num_runs} runs of {', '.join(contender.name for contender in plan.contenders)}")
+    adopt_orphans()
+    cases = [Case(task.env, seed) for task in plan.tasks for seed in range(1, plan.seeds + 1)]
+    results: Results = {case: {contender.name: [] for contender in plan.contenders} for case in cases}
+    head = header("learning.py")
+
+    def outcome(case: Case, done: Run) -> str:
+        write_document(options.out, document_of(head, plan, results))  # after every run: all of them take hours
+        return in_words(done)
+
+    try:
+        execute(plan, results, outcome)
+    except KeyboardInterrupt:
+        print("\ninterrupted; what was measured so far:")
+    finish(document_of(head, plan, results), options)
+    print(f"written: {options.out}")
+    return 0
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--env", nargs="+", choices=list(TASKS), default=list(TASKS))
+    parser.add_argument("--seeds", type=int, default=3, help="runs of each contender in each task")
+    parser.add_argument("--max-steps", type=int, help="another cap than each task's, to try something")
+    parser.add_argument("--cleanrl", type=Path, default=SCRIPT, help="its ppo.py, in a checkout of its repository")
+    parser.add_argument("--timeout", type=float, default=1800.0, help="seconds after which a run is ended")
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="contenders, as shell patterns")
+    parser.add_argument("--skip", nargs="+", default=[], metavar="NAME", help="likewise, to leave out")
+    parser.add_argument("--out", type=Path, default=BENCHMARKS / "results" / "learning.json")
+    parser.add_argument("--images", type=Path, default=IMAGES, help="where plots go")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write tables there, between its marks")
+    parser.add_argument("--show", nargs="+", type=Path, metavar="FILE", help="only tables and plots, of these results")
+    options = parser.parse_args()
+    try:
+        options.contenders = choose(LEARNERS, options.only, options.skip)
+    except ValueError as error:
+        parser.error(str(error))
+    if not options.show and any(c.name == "cleanrl" for c in options.contenders) and not options.cleanrl.exists():
+        parser.error(
+            f"CleanRL's script is not at {options.cleanrl}; --cleanrl says where, and the top of this file how"
+        )
+    return options
+
+
+def in_words(done: Run) -> str:
+    report = done.report
+    if report is None:
+        return f"{done.status}: {done.reason}"
+    came = "reached" if report["reached"] else f"NOT reached ({report['last_mean']:.0f})"
+    return (
+        f"{came} after {report['seconds']:.1f} s, {report['steps']:,} steps; others took {done.others_cores:.2f} cores"
+    )
+
+
+def document_of(head: dict[str, object], plan: Plan, results: Results) -> dict[str, Any]:
+    """The machine, the command and every single run."""
+    runs = [
+        {"env": case.env, "seed": case.seed, **asdict(done)}
+        for case, found in results.items()
+        for done_runs in found.values()
+        for done in done_runs
+    ]
+    return {**head, "tasks": [asdict(task) for task in plan.tasks], "runs": runs}
+
+
+def finish(document: dict[str, Any], options: argparse.Namespace) -> None:
+    """Tables and plots."""
+    text = summary(document)
+    print(f"\n{text}")
+    for path in draw(document, options.images):
+        print(f"written: {path}")
+    if options.markdown:
+        write_markdown(options.markdown, text, README_MARKS)
+        print(f"written: {options.markdown}")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,150 @@
+"""The results of learning.py as tables and plots."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+from runner import DISTURBED_CORES
+from tables import table
+
+Row = dict[str, Any]
+"""One run, as in the file of results."""
+
+BASELINE = "cleanrl"
+LABELS = {
+    "cleanrl": "CleanRL",
+    "rllib": "RLlib",
+    "farstep-cleanrls": "farstep, CleanRL's hyper-parameters",
+    "farstep": "farstep, its own choice",
+}
+
+
+def summary(document: dict[str, Any]) -> str:
+    """A table per task, a row per contender; then what they ran with."""
+    parts = []
+    for task in document["tasks"]:
+        runs = [run for run in document["runs"] if run["env"] == task["env"]]
+        if runs:
+            goal = f"{task['env']}, mean return {task['threshold']:.0f} over the last 100 episodes"
+            parts += [f"{goal}, at most {task['max_steps']:,} steps; medians (from the best to the worst seed):"]
+            parts += [_table_of(runs)]
+    done = [run for run in document["runs"] if run["report"]]
+    notes = sorted({f"{_label(run)} {run['report']['notes']}" for run in done if run["report"]["notes"]})
+    if notes:
+        parts.append(f"{'; '.join(notes)}.")
+    if done:
+        others = [run["others_cpu_s"] / max(run["wall_s"], 1e-9) for run in done]
+        parts.append(
+            f"Others kept {median(others):.2f} cores busy (median; at most {max(others):.2f}); runs in which they kept "
+            f"more than {DISTURBED_CORES} busy are left out where three others of the contender remain."
+        )
+    parts.append(_versions(done))
+    return "\n\n".join(parts)
+
+
+def _table_of(runs: Sequence[Row]) -> str:
+    names = list(dict.fromkeys(run["contender"] for run in runs))
+    calm = {name: _calm([run for run in runs if run["contender"] == name and run["report"]]) for name in names}
+    rows = []
+    for name in names:
+        found = calm[name]
+        if not found:
+            failed = next(run for run in runs if run["contender"] == name)
+            rows.append([_label(failed), failed["status"], *("-" for _ in range(6))])
+            continue
+        reports = [run["report"] for run in found]
+        rows.append(
+            [
+                _label(found[0]),
+                f"{sum(report['reached'] for report in reports)} of {len(reports)}",
+                _spread([report["seconds"] for report in reports], reports, "{:,.1f}"),
+                _spread([run["wall_s"] for run in found], reports, "{:,.1f}"),
+                _spread([report["steps"] for report in reports], reports, "{:,.0f}"),
+                f"{median(report['steps'] / max(report['seconds'], 1e-9) for report in reports):,.0f}",
+                _share(calm, name, "seconds"),
+                _share(calm, name, "steps"),
+            ]
+        )
+    header = ["", "reached", "seconds", "whole process, s", "steps", "steps/s", "of CleanRL's s", "of its steps"]
+    return table(header, rows)
+
+
+def _calm(runs: list[Row]) -> list[Row]:
+    """Those that others left alone; where they left none alone, all."""
+    calm = [run for run in runs if run["others_cpu_s"] <= DISTURBED_CORES * run["wall_s"]]
+    return calm if len(calm) >= min(3, len(runs)) else runs
+
+
+def _spread(values: Sequence[float], reports: Sequence[Row], form: str) -> str:
+    """Median and extremes; a run that did not get there counts as long as it took, which is a lower bound."""
+    more = "" if all(report["reached"] for report in reports) else "> "
+    return f"{more}{form.format(median(values))} ({form.format(min(values))} - {form.format(max(values))})"
+
+
+def _share(runs: dict[str, list[Row]], name: str, key: str) -> str:
+    if not runs.get(BASELINE) or name == BASELINE:
+        return "1" if name == BASELINE else "-"
+    own, other = (median(run["report"][key] for run in runs[who]) for who in (name, BASELINE))
+    return f"{own / other:.2f}"
+
+
+def _versions(done: Sequence[Row]) -> str:
+    said = []
+    for name in LABELS:
+        found = next((run["report"]["versions"] for run in done if run["contender"] == name), None)
+        if found and name != "farstep-cleanrls":
+            listed = ", ".join(f"{package} {version}" for package, version in found.items())
+            said.append(f"{name}: {listed}")
+    return f"Versions: {'; '.join(said)}."
+
+
+def _label(run: Row) -> str:
+    return LABELS.get(run["contender"], run["contender"])
+
+
+def draw(document: dict[str, Any], folder: Path) -> list[Path]:
+    """One picture per task: return over seconds and over steps, a line per contender, a band from seed to seed."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    written = []
+    for task in document["tasks"]:
+        runs = [run for run in document["runs"] if run["env"] == task["env"] and run["report"]]
+        if not runs:
+            continue
+        figure, axes = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained", sharey=True)
+        for column, (axis, what) in enumerate(zip(axes, ("seconds of training", "environment steps"), strict=True)):
+            for number, name in enumerate(LABELS):
+                curves = [np.array(run["report"]["curve"]) for run in runs if run["contender"] == name]
+                if curves:
+                    _line(axis, curves, column, f"C{number}", LABELS[name])
+            axis.axhline(task["threshold"], color="grey", linestyle=":", linewidth=1)
+            shortest = min(run["report"]["curve"][-1][column] for run in runs)
+            axis.set(xlabel=what, xscale="log", xlim=(shortest / 20, None))
+            axis.grid(alpha=0.3)
+        axes[0].set_ylabel("mean return of the last 100 episodes")
+        handles, labels = axes[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=8)
+        figure.suptitle(f"{task['env']}: every run ends at the threshold (dotted line); bands from seed to seed")
+        folder.mkdir(parents=True, exist_ok=True)
+        written.append(folder / f"learning-{task['env'].lower()}.png")
+        figure.savefig(written[-1], dpi=110)
+        plt.close(figure)
+    return written
+
+
+def _line(axis: Any, curves: list[np.ndarray], column: int, color: str, label: str) -> None:
+    """The mean and the extremes while all seeds are under way; each seed's own end as a dot."""
+    first, last = max(curve[0, column] for curve in curves), max(curve[-1, column] for curve in curves)
+    grid = np.geomspace(max(first, 1e-2), max(last, first * 1.01, 2e-2), 200)
+    # A run that has reached the threshold stays where it ended.
+    values = np.stack([np.interp(grid, curve[:, column], curve[:, 2]) for curve in curves])
+    axis.plot(grid, values.mean(axis=0), color=color, label=label)
+    axis.fill_between(grid, values.min(axis=0), values.max(axis=0), color=color, alpha=0.15, linewidth=0)
+    axis.plot([c[-1, column] for c in curves], [c[-1, 2] for c in curves], "o", color=color, markersize=4)
