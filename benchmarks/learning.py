@@ -43,7 +43,7 @@ TASKS = {
     "LunarLander-v3": Task(env="LunarLander-v3", threshold=200.0, max_steps=2_000_000),
 }
 
-CLEANRLS = "--num-envs 4"
+CLEANRLS = "--num-envs 4 --learning-rate 2.5e-4 --num-minibatches 4 --value-clip 0.2"
 """CleanRL's hyper-parameters are the defaults of `farstep train ppo`, but for the number of environments."""
 
 OWN_CHOICE = {

@@ -29,8 +29,11 @@ def test_cart_pole_is_solved(learner: str) -> None:
     assert mean >= 475
 
 
-@pytest.mark.parametrize("learner", CONFIGS)
-@pytest.mark.parametrize("kind", ["discrete", "multi-discrete", "binary", "continuous", "dict"])
+@pytest.mark.parametrize(
+    ("learner", "kind"),
+    [(learner, "discrete") for learner in CONFIGS]
+    + [("ppo", kind) for kind in ("multi-discrete", "binary", "continuous", "dict")],
+)
 def test_identity_is_learned(learner: str, kind: str) -> None:
     """A random policy gets 2.5 to 5 of 10."""
     mean, _ = trained(partial(Identity, kind), CONFIGS[learner], 120_000, target=8.0, launcher="inprocess")

@@ -73,7 +73,7 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError(unknown_name("learner", name, list(ALGORITHMS)))
     options = _options(name, rest)
     run = options.run
-    _set_up(run, ALGORITHMS[name])
+    _set_up(run)
     with ClusterEnv(run.env_config(), run.launch_config()) as env:
         folder = _folder(name, options)  # when environments are there: a misspelt one leaves nothing behind
         sys.stdout.write(f"run: {folder.path}\n")
@@ -150,6 +150,8 @@ def train(
         stack.enter_context(folder.lock())
         torch.manual_seed(run.seed)
         agent = make_agent(*env.launch(), config.net, config.gamma)
+        # Small matrices gain nothing from more threads, and lose much where others want the cores.
+        torch.set_num_threads(run.threads or (usable_cpus() if agent.sees_images and algorithm.synchronous else 1))
         learner = algorithm.learner(agent, config, run.seed, run.device)
         evaluator = None
         if run.eval_every is not None:
@@ -171,10 +173,9 @@ def train(
         return training.run()
 
 
-def _set_up(run: RunConfig, algorithm: Algorithm) -> None:
+def _set_up(run: RunConfig) -> None:
     if run.device != "cpu" and not (run.device.split(":")[0] == "cuda" and torch.cuda.is_available()):
         raise ConfigError(f"device is {run.device!r}, which torch does not find here; use cpu.")
-    torch.set_num_threads(run.threads or (usable_cpus() if algorithm.synchronous else 1))
     logging.getLogger("farstep").setLevel(logging.WARNING)
 
 

@@ -23,9 +23,9 @@ from farstep.learners.timing import Timer
 
 @dataclass(frozen=True, kw_only=True)
 class PPOConfig:
-    """Synchronous PPO; names and defaults are CleanRL's."""
+    """Synchronous PPO; names are CleanRL's, defaults are made for 16 environments and more."""
 
-    learning_rate: float = 2.5e-4
+    learning_rate: float = 1e-3
     """of Adam"""
     anneal_lr: bool = True
     """let the learning rate fall to zero over total_steps"""
@@ -35,7 +35,7 @@ class PPOConfig:
     """discount"""
     gae_lambda: float = 0.95
     """of generalised advantage estimation"""
-    num_minibatches: int = 4
+    num_minibatches: int = 8
     """portions that a rollout is learned in"""
     update_epochs: int = 4
     """times that a rollout is learned"""
@@ -43,7 +43,7 @@ class PPOConfig:
     """over what advantages get mean 0 and deviation 1"""
     clip_coef: float = 0.2
     """how far the ratio of probabilities may go from 1 before it no longer pays"""
-    value_clip: float | None = 0.2
+    value_clip: float | None = None
     """how far a value may go from the recorded one before it no longer pays; None: as far as it likes"""
     ent_coef: float = 0.01
     """weight of the entropy"""

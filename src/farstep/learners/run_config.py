@@ -44,7 +44,7 @@ class RunConfig:
     device: str = "cpu"
     """where the learner learns: cpu, cuda, cuda:1"""
     threads: int | None = None
-    """threads of the learner; none given: all cores while workers wait for it, else one"""
+    """threads of the learner; none given: one, or all cores for images while workers wait for it"""
     folder: Path = Path("runs")
     """where runs are kept"""
     name: str | None = None
