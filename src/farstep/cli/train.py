@@ -31,6 +31,7 @@ from farstep.observe.console import console_logger
 from farstep.observe.loggers import JsonlLogger, Loggers, TensorBoardLogger, WandbLogger
 from farstep.observe.run_folder import RunFolder, run_name
 
+_FIXED = ("env", "env_type", "env_kwargs", "wrappers", "seed", "name", "folder")
 _SIGNALLED = {"SIGINT": 130, "SIGTERM": 143}
 Config = PPOConfig | AsyncPPOConfig | ImpalaConfig
 C = TypeVar("C", PPOConfig, AsyncPPOConfig, ImpalaConfig)
@@ -92,7 +93,20 @@ def _options(name: str, arguments: Sequence[str]) -> Options[Any]:
     resumed = _resumed(arguments)
     default = None if resumed is None else _saved_options(name, resumed)
     options: Options[Any] = parse(kind, arguments, f"farstep train {name}", default)
+    if default is not None:
+        _check_same(default, options)
     return options
+
+
+def _check_same(saved: Options[Any], now: Options[Any]) -> None:
+    """Refuse options with which a run would not be the same run any more."""
+    pairs = [(field, getattr(saved.run, field), getattr(now.run, field)) for field in _FIXED]
+    for field, before, after in [*pairs, ("net", saved.learner.net, now.learner.net)]:
+        if before != after:
+            raise ConfigError(
+                f"the run in {now.resume} was begun with {field}={before}, and cannot go on with {after}; leave that "
+                "out, or start another run without --resume."
+            )
 
 
 def _resumed(arguments: Sequence[str]) -> Path | None:
@@ -135,9 +149,7 @@ def _folder(name: str, options: Options[Any]) -> RunFolder:
     run = options.run
     config = {"algorithm": name, "run": run, "learner": options.learner}
     if options.resume is not None:
-        folder = RunFolder.open(options.resume)
-        folder.write_config(config)
-        return folder
+        return RunFolder.open(options.resume)
     return RunFolder.create(run.folder, run.name or run_name(run.env, name, run.seed), config)
 
 
@@ -163,10 +175,11 @@ def train(
             checkpoint_every=run.checkpoint_every,
             eval_every=run.eval_every,
         )
-        exact = algorithm.synchronous and run.stagger is None
+        exact = algorithm.synchronous and run.stagger is None and run.kl_threshold is None
         training = Training(learner, env, limits, checkpoints=folder.checkpoints, evaluator=evaluator, exact=exact)
         if resume:
             training.resume()
+            folder.write_config({"algorithm": name, "run": run, "learner": config})
         sink = _loggers(name, run, config, folder, training.progress.steps if resume else None)
         stack.callback(sink.close)
         training.sink = sink

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import inf
 from typing import Literal
 
 import torch
@@ -17,9 +18,9 @@ from torch import Tensor
 
 from farstep.batch import Batch
 from farstep.cluster_env import ClusterEnv
-from farstep.config import check_count
 from farstep.errors import ConfigError
 from farstep.learners import losses
+from farstep.learners.checks import TINY, check_choice, check_counts, check_numbers
 from farstep.learners.nets import DEFAULT_NET, ActorCritic, NetConfig
 from farstep.learners.optimizing import Optimizer, Schedule, lean, named
 from farstep.learners.rollout import Minibatch, prepare
@@ -84,14 +85,23 @@ class AsyncPPOConfig:
     net: NetConfig = DEFAULT_NET
 
     def __post_init__(self) -> None:
-        check_count("staleness_threshold", self.staleness_threshold, minimum=0)
-        for name in ("num_steps", "update_epochs", "num_chunks", "global_batch_size", "micro_batch_size"):
-            if getattr(self, name) is not None:
-                check_count(name, getattr(self, name))
+        check_counts(self, "staleness_threshold", minimum=0)
+        check_counts(self, "num_steps", "update_epochs", "num_chunks", "global_batch_size", "micro_batch_size")
+        check_choice(self, "normalize_advantages", ("minibatch", "batch", "no"))
+        check_choice(self, "behave_weight_mode", ("mask", "truncate"))
+        check_choice(self, "denominator", ("valid", "kept"))
+        check_numbers(self, gamma=(0, 1), gae_lambda=(0, 1), clip_ratio_low=(0, 1), clip_ratio_high=(0, inf))
+        check_numbers(self, learning_rate=(0, inf), entropy_bonus=(0, inf), value_coef=(0, inf), clip_ratio_c=(1, inf))
+        check_numbers(self, max_grad_norm=(TINY, inf), target_kl=(TINY, inf), value_clip=(TINY, inf))
         if self.micro_batch_size and self.global_batch_size and self.micro_batch_size > self.global_batch_size:
             raise ConfigError(
                 f"micro_batch_size {self.micro_batch_size} is more than global_batch_size {self.global_batch_size}; it "
                 "is the part of a step's rows that goes through the network at a time."
+            )
+        if self.micro_batch_size and self.denominator == "kept":
+            raise ConfigError(
+                "denominator='kept' counts the rows that are kept of a whole step, and micro_batch_size shows some "
+                "of them at a time; use denominator='valid', or leave micro_batch_size out."
             )
 
 
@@ -126,6 +136,7 @@ class AsyncPPO:
             epochs=config.update_epochs,
             batch_size=config.global_batch_size or -(-advantages.numel() // 4),
             micro_batch_size=config.micro_batch_size,
+            normalize=config.normalize_advantages == "minibatch",
             target_kl=config.target_kl,
         )
         with timer("train"), lean(self.agent):
@@ -134,10 +145,8 @@ class AsyncPPO:
         return metrics
 
     def _loss(self, part: Minibatch) -> tuple[Tensor, Mapping[str, Tensor]]:
-        config, valid, advantages = self.config, part.valid, part["advantages"]
+        config, valid = self.config, part.valid
         now = part.evaluate(self.agent)
-        if config.normalize_advantages == "minibatch":
-            advantages = losses.normalize(advantages, valid)
         acted, proximal = part["logprob"], part["proximal"]
         if not config.recompute_logprobs:
             proximal = losses.interpolate_proximal(now.logprob, acted, part["version"], self._version + 1)
@@ -145,7 +154,7 @@ class AsyncPPO:
             now.logprob,
             acted,
             proximal,
-            advantages,
+            part["advantages"],
             valid,
             clip_ratio_low=config.clip_ratio_low,
             clip_ratio_high=config.clip_ratio_high,

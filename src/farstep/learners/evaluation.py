@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,6 +17,9 @@ from farstep.learners.nets import ActorCritic
 EVALUATION_SLOTS = 8
 """Environments of an evaluation, where it has as many episodes."""
 _STEPS = 64
+_MOST_STEPS = 50_000
+"""Of each environment in an evaluation: one whose episodes do not end must not hold up the end of a run."""
+log = logging.getLogger("farstep")
 
 
 @dataclass(frozen=True)
@@ -29,7 +33,9 @@ class Evaluated:
     lengths: np.ndarray
 
     def metrics(self) -> dict[str, float]:
-        """As they are logged."""
+        """As they are logged; nothing if no episode ended."""
+        if not len(self.returns):
+            return {}
         return {
             "eval/return_mean": float(self.returns.mean()),
             "eval/return_std": float(self.returns.std()),
@@ -74,18 +80,18 @@ class Evaluator:
         self._thread.start()
 
     def take(self) -> Evaluated | None:
-        """The result of an evaluation that has ended since the last call; raises what it raised."""
+        """The result of an evaluation that has ended since the last call; one that failed is told of and has none."""
         if self.busy:
             return None
         self._thread = None
         error, self._error = self._error, None
         if error is not None:
-            raise error
+            log.warning("an evaluation failed and is left out: %s: %s", type(error).__name__, error)
         result, self._result = self._result, None
         return result
 
     def wait(self) -> None:
-        """Until the evaluation under way is over; its environments' own deadlines bound that."""
+        """Until the evaluation under way is over; the number of its steps, and a deadline for each, bound that."""
         if self._thread is not None:
             self._thread.join()
 
@@ -103,11 +109,15 @@ class Evaluator:
         share = [self._episodes // self._slots + (i < self._episodes % self._slots) for i in range(self._slots)]
         returns: list[list[float]] = [[] for _ in share]
         lengths: list[list[int]] = [[] for _ in share]
-        while any(len(found) < wanted for found, wanted in zip(returns, share, strict=True)):
+        for _ in range(0, _MOST_STEPS, _STEPS):
+            if all(len(found) >= wanted for found, wanted in zip(returns, share, strict=True)):
+                break
             ended = self._env.collect(agent, _STEPS).episodes
             for slot, value, length in zip(ended["slot"], ended["return"], ended["length"], strict=True):
                 returns[slot].append(float(value))
                 lengths[slot].append(int(length))
+        else:
+            log.warning("an evaluation was cut off: episodes have not ended after %d steps", _MOST_STEPS)
         chosen = [
             (r, n)
             for rs, ns, k in zip(returns, lengths, share, strict=True)

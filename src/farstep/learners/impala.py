@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import inf
 
 import numpy as np
 import torch
@@ -11,9 +12,9 @@ from torch import Tensor
 
 from farstep.batch import Batch
 from farstep.cluster_env import ClusterEnv
-from farstep.config import check_count
 from farstep.core import Array
 from farstep.learners import losses
+from farstep.learners.checks import TINY, check_counts, check_numbers
 from farstep.learners.nets import DEFAULT_NET, ActorCritic, NetConfig
 from farstep.learners.optimizing import Optimizer, Schedule, lean, named
 from farstep.learners.returns import fold_ends, vtrace
@@ -57,9 +58,11 @@ class ImpalaConfig:
     net: NetConfig = DEFAULT_NET
 
     def __post_init__(self) -> None:
-        for name in ("num_steps", "num_chunks"):
-            check_count(name, getattr(self, name))
-        check_count("max_staleness", self.max_staleness, minimum=0)
+        check_counts(self, "num_steps", "num_chunks")
+        check_counts(self, "max_staleness", minimum=0)
+        check_numbers(self, gamma=(0, 1), vtrace_lambda=(0, 1), learning_rate=(0, inf), max_grad_norm=(TINY, inf))
+        check_numbers(self, rho_bar=(0, inf), c_bar=(0, inf), pg_rho_bar=(0, inf), value_coef=(0, inf))
+        check_numbers(self, entropy_bonus=(0, inf))
 
 
 class Impala:

@@ -31,7 +31,7 @@ class Journal:
             first = int(ends[-1]) + 1 if len(ends) else 0
             if first or batch["episode_start"][0, column]:
                 self._pieces[slot].clear()
-            if first < rows:
+            if first < rows and sum(map(_length, self._pieces[slot])) <= _MOST_STEPS:
                 self._pieces[slot].append({name: batch.arrays[name][first:, column].copy() for name in names})
 
     def actions(self) -> list[dict[str, Array]]:

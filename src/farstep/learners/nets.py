@@ -17,7 +17,9 @@ import torch
 from gymnasium import spaces
 from torch import Tensor, nn
 
-from farstep.core import Nested
+from farstep.config import check_count
+from farstep.core import Array, Nested
+from farstep.learners.checks import check_choice, check_counts
 from farstep.learners.encoders import encoder_for, initialised, is_image
 from farstep.learners.heads import GaussianHead, head_for
 from farstep.learners.normalizers import RewardScale
@@ -45,6 +47,13 @@ class NetConfig:
     normalize_reward: bool = False
     """rewards in units of the discounted return's running standard deviation"""
 
+    def __post_init__(self) -> None:
+        check_choice(self, "activation", ("tanh", "relu", "silu"))
+        check_choice(self, "recurrent", ("none", "gru", "lstm"))
+        check_counts(self, "core")
+        for width in self.hidden:
+            check_count("hidden", width)
+
 
 DEFAULT_NET = NetConfig()
 
@@ -63,6 +72,7 @@ class ActorCritic(nn.Module):
 
     def __init__(self, observation_space: Space, action_space: Space, config: NetConfig, gamma: float = 0.99) -> None:
         super().__init__()
+        self._made_of = (observation_space, action_space, config, gamma)
         self._obs, _ = space_schema(observation_space, "obs")
         self._action, _ = space_schema(action_space, "action")
         seen = leaf_spaces(observation_space, "obs")
@@ -84,6 +94,11 @@ class ActorCritic(nn.Module):
         self.normalizes_obs = config.normalize_obs
         self.greedy = False
         """Take the most likely action, as in an evaluation."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Not by its tensors: an optimizer may have made them views of one vector, which each would bring along.
+        state = {name: tensor.numpy(force=True).copy() for name, tensor in self.state_dict().items()}
+        return _made_again, (type(self), self._made_of, state, self.greedy)
 
     # ---- on a worker ----
 
@@ -200,6 +215,17 @@ class RecurrentActorCritic(ActorCritic):
         """Values of observations `[n, ...]` that follow rows which left this state."""
         starts = torch.zeros(len(state[0]), dtype=torch.bool, device=state[0].device)
         return self._value(self.step_core(self._encode(obs), state, starts)[0])
+
+
+def _made_again(
+    kind: type[ActorCritic], made_of: tuple[Any, ...], state: Mapping[str, Array], greedy: bool
+) -> ActorCritic:
+    """An agent like the one that was pickled or copied, on the CPU."""
+    with torch.random.fork_rng(devices=[]):  # its first weights are drawn, and thrown away
+        agent = kind(*made_of)
+    agent.load_state_dict({name: torch.from_numpy(array) for name, array in state.items()})
+    agent.greedy = greedy
+    return agent
 
 
 def make_agent(observation_space: Space, action_space: Space, config: NetConfig, gamma: float) -> ActorCritic:

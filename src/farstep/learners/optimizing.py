@@ -27,6 +27,8 @@ class Schedule:
     """Rows per optimizer step; the last of an epoch may have fewer."""
     micro_batch_size: int | None = None
     """Rows per forward and backward, to save memory; None: all of a step's."""
+    normalize: bool = False
+    """Give advantages mean 0 and deviation 1 over the rows of each step, before these are portioned."""
     target_kl: float | None = None
     """No further epoch once the mean divergence from the policy that the update began with exceeds this over one."""
 
@@ -54,6 +56,8 @@ class Optimizer:
         for _ in range(schedule.epochs):
             moved = Means()
             for part in minibatches(rollout, columns, schedule.batch_size, self.generator):
+                if schedule.normalize:
+                    part = part.normalized()
                 metrics = self._accumulate(part, loss, schedule.micro_batch_size)
                 measured.add({**metrics, **self._step()}, len(part))
                 moved.add({_KL: metrics.get(_KL, 0.0)}, len(part))
@@ -90,9 +94,10 @@ class Optimizer:
         return {"adam": self.adam.state_dict(), "generator": self.generator.get_state()}
 
     def load(self, state: Mapping[str, object]) -> None:
-        """Go on with what was saved; the agent's parameters are loaded apart."""
+        """Go on with what was saved, at the learning rate of now; the agent's parameters are loaded apart."""
         self.adam.load_state_dict(state["adam"])  # type: ignore[arg-type]
         self.generator.set_state(state["generator"])  # type: ignore[arg-type]
+        self.anneal(1.0)
 
 
 def _as_one(parameters: list[nn.Parameter]) -> nn.Parameter:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import inf
 from typing import Literal
 
 import torch
@@ -11,9 +12,8 @@ from torch import Tensor
 
 from farstep.batch import Batch
 from farstep.cluster_env import ClusterEnv
-from farstep.config import check_count
-from farstep.errors import ConfigError
 from farstep.learners import losses
+from farstep.learners.checks import TINY, check_choice, check_counts, check_numbers
 from farstep.learners.nets import DEFAULT_NET, ActorCritic, NetConfig
 from farstep.learners.optimizing import Optimizer, Schedule, lean, named
 from farstep.learners.rollout import Minibatch, prepare
@@ -56,10 +56,11 @@ class PPOConfig:
     net: NetConfig = DEFAULT_NET
 
     def __post_init__(self) -> None:
-        for name in ("num_steps", "num_minibatches", "update_epochs"):
-            check_count(name, getattr(self, name))
-        if self.target_kl is not None and self.target_kl <= 0:
-            raise ConfigError(f"target_kl is {self.target_kl}; expected a divergence above 0, or none at all.")
+        check_counts(self, "num_steps", "num_minibatches", "update_epochs")
+        check_choice(self, "normalize_advantages", ("minibatch", "batch", "no"))
+        check_numbers(self, gamma=(0, 1), gae_lambda=(0, 1), clip_coef=(0, 1))
+        check_numbers(self, learning_rate=(0, inf), ent_coef=(0, inf), vf_coef=(0, inf))
+        check_numbers(self, max_grad_norm=(TINY, inf), target_kl=(TINY, inf), value_clip=(TINY, inf))
 
 
 class PPO:
@@ -88,20 +89,23 @@ class PPO:
                 advantages = losses.normalize(advantages, rollout.valid)
         columns = rollout.columns() | {"advantages": advantages, "returns": returns}
         size = -(-advantages.numel() // config.num_minibatches)
-        schedule = Schedule(epochs=config.update_epochs, batch_size=size, target_kl=config.target_kl)
+        schedule = Schedule(
+            epochs=config.update_epochs,
+            batch_size=size,
+            normalize=config.normalize_advantages == "minibatch",
+            target_kl=config.target_kl,
+        )
         with timer("train"), lean(self.agent):
             metrics = self._optimizer.learn(rollout, columns, self._loss, schedule)
             self._statistics.observe(batch)
         return metrics
 
     def _loss(self, part: Minibatch) -> tuple[Tensor, Mapping[str, Tensor]]:
-        config, valid, advantages = self.config, part.valid, part["advantages"]
+        config, valid = self.config, part.valid
         now = part.evaluate(self.agent)
-        if config.normalize_advantages == "minibatch":
-            advantages = losses.normalize(advantages, valid)
         clip = config.clip_coef
         policy_loss, actor = losses.clipped_ppo(
-            now.logprob, part["logprob"], advantages, valid, clip_ratio_low=clip, clip_ratio_high=clip
+            now.logprob, part["logprob"], part["advantages"], valid, clip_ratio_low=clip, clip_ratio_high=clip
         )
         value_loss, critic = losses.value_loss(
             now.value, part["value"], part["returns"], valid, value_clip=config.value_clip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from farstep.batch import Batch
 from farstep.core import Array, Nested
+from farstep.learners.losses import normalize
 from farstep.learners.nets import ActorCritic, Evaluation, RecurrentActorCritic, State
 from farstep.learners.returns import gae, usable
 from farstep.spec import map_leaves
@@ -153,6 +154,12 @@ class Minibatch:
             some(self.episode_start),
             {name: some(column) for name, column in self._columns.items()},
         )
+
+    def normalized(self) -> Minibatch:
+        """With advantages of mean 0 and deviation 1."""
+        advantages = self._columns["advantages"]
+        found = normalize(advantages, self._columns.get("valid"))
+        return replace(self, _columns={**self._columns, "advantages": found})
 
     def __getitem__(self, name: str) -> Tensor:
         """A column, flat."""

@@ -20,6 +20,7 @@ import torch
 from farstep.batch import Batch
 from farstep.buffer import checkpoint
 from farstep.cluster_env import ClusterEnv
+from farstep.errors import ConfigError
 from farstep.learners.evaluation import Evaluated, Evaluator
 from farstep.learners.journal import Journal
 from farstep.learners.nets import ActorCritic
@@ -82,8 +83,8 @@ class Limits:
     eval_every: int | None = None
 
 
-class Stopped(Exception):
-    """A signal asked the run to end."""
+class Stopped(BaseException):
+    """A signal asked the run to end; like KeyboardInterrupt, nobody on the way takes it for an error of theirs."""
 
 
 class Training:
@@ -128,16 +129,18 @@ class Training:
             try:
                 for batch in self._batches():
                     self._one_update(batch, began - before)
-                    if self._done():
-                        break
                     if self._stop is not None:
                         raise Stopped(self._stop.name)
+                    if self._done():
+                        break
                     if self.progress.updates % self._limits.checkpoint_every == 0:
                         self.save()
             except Stopped:
                 self.save()
                 raise
-        self.save()  # before the evaluation, which may take long and be interrupted
+            self.save()  # before the evaluation, which may take long and be interrupted
+            if self._stop is not None:
+                raise Stopped(self._stop.name)
         self._finish_evaluation()
         return self.progress
 
@@ -147,6 +150,8 @@ class Training:
             with self._timer("collect"):
                 self._collecting = True
                 try:
+                    if self._stop is not None and self._journal is None:  # told while a checkpoint was written
+                        raise Stopped(self._stop.name)
                     batch = next(batches)
                 finally:
                     self._collecting = False
@@ -268,8 +273,14 @@ class Training:
         loaded = checkpoint.load(self._checkpoints)
         state = put_together(loaded.arrays, loaded.meta["state"])
         agent = self._learner.agent
-        agent.load_state_dict(state["agent"])
-        self._learner.load(state["learner"])
+        try:
+            agent.load_state_dict(state["agent"])
+            self._learner.load(state["learner"])
+        except (RuntimeError, KeyError, ValueError) as error:
+            raise ConfigError(
+                f"the checkpoint {loaded.folder} is of another network or learner than this one: {error}. Resume with "
+                "the options that the run was begun with."
+            ) from error
         self.progress.load(state["progress"])
         if self._journal is not None and "env" in state:
             self._journal.load(state["journal"])

@@ -1,0 +1,35 @@
+"""What options of learners must be, said when they are given and not in the middle of a run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from farstep.config import check_count, is_number
+from farstep.errors import ConfigError, unknown_name
+
+TINY = 1e-12
+"""Stands for "above 0" where bounds include their ends."""
+
+
+def check_numbers(config: object, **bounds: tuple[float, float]) -> None:
+    """Each named option lies within its bounds, ends included; None is for options that can be left out."""
+    for name, (low, high) in bounds.items():
+        value = getattr(config, name)
+        if value is not None and not (is_number(value) and low <= value <= high):
+            expected = f"at least {low:g}" if math.isinf(high) else f"from {low:g} to {high:g}"
+            raise ConfigError(f"{name} is {value!r}; expected a number {expected}.")
+
+
+def check_counts(config: object, *names: str, minimum: int = 1) -> None:
+    """Each named option is a number of something, or None."""
+    for name in names:
+        if getattr(config, name) is not None:
+            check_count(name, getattr(config, name), minimum)
+
+
+def check_choice(config: object, name: str, known: Sequence[str]) -> None:
+    """The option is one of these words."""
+    value = getattr(config, name)
+    if value not in known:
+        raise ConfigError(unknown_name(name, str(value), list(known)))

@@ -1,0 +1,148 @@
+"""Options of learners are checked when they are given, and kept when a run is resumed."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from tasks import make_env, make_training
+
+from farstep.cli import main
+from farstep.errors import ConfigError
+from farstep.learners.async_ppo import AsyncPPOConfig
+from farstep.learners.evaluation import Evaluator
+from farstep.learners.impala import ImpalaConfig
+from farstep.learners.nets import NetConfig, make_agent
+from farstep.learners.optimizing import Optimizer
+from farstep.learners.ppo import PPOConfig
+
+
+@pytest.mark.parametrize(
+    ("config", "option"),
+    [
+        (PPOConfig, {"learning_rate": -1.0}),
+        (PPOConfig, {"gamma": 3.0}),
+        (PPOConfig, {"max_grad_norm": -1.0}),
+        (PPOConfig, {"value_clip": -1.0}),
+        (PPOConfig, {"clip_coef": 5.0}),
+        (PPOConfig, {"target_kl": 0.0}),
+        (PPOConfig, {"normalize_advantages": "Batch"}),
+        (AsyncPPOConfig, {"clip_ratio_c": 0.5}),
+        (AsyncPPOConfig, {"micro_batch_size": 64, "global_batch_size": 32}),
+        (AsyncPPOConfig, {"micro_batch_size": 64, "denominator": "kept"}),
+        (ImpalaConfig, {"vtrace_lambda": 2.0}),
+        (NetConfig, {"hidden": (0,)}),
+        (NetConfig, {"recurrent": "rnn"}),
+        (NetConfig, {"activation": "gelu"}),
+    ],
+    ids=str,
+)
+def test_an_impossible_option_is_named(config: Any, option: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(option))):
+        config(**option)
+
+
+def small_agent() -> Any:
+    spaces = gymnasium.spaces.Box(-1, 1, (4,), np.float32), gymnasium.spaces.Discrete(2)
+    return make_agent(*spaces, NetConfig(hidden=(64, 64), normalize_obs=True), 0.99)
+
+
+def test_an_agent_travels_without_its_optimizer() -> None:
+    """Whose one long vector of all parameters each of them is a view of."""
+    agent = small_agent()
+    before = len(pickle.dumps(agent))
+    Optimizer(agent, 1e-3, 0.5, seed=0)
+    assert len(pickle.dumps(agent)) < 1.1 * before
+    agent.greedy = True
+    drawn = torch.get_rng_state()
+    for other in (pickle.loads(pickle.dumps(agent)), copy.deepcopy(agent)):
+        assert other.greedy
+        for name, tensor in agent.state_dict().items():
+            assert torch.equal(tensor, other.state_dict()[name])
+            assert not tensor.numel() or tensor.data_ptr() != other.state_dict()[name].data_ptr()
+    assert torch.equal(drawn, torch.get_rng_state())
+
+
+def test_micro_batches_change_no_parameter() -> None:
+    found = []
+    for micro in (None, 16):
+        with make_env("CartPole-v1", 4, launcher="inprocess") as env:
+            config = AsyncPPOConfig(num_steps=32, micro_batch_size=micro, staleness_threshold=0)
+            training, agent = make_training(env, config, 3 * 128)
+            training.run()
+        found.append(torch.cat([parameter.detach().flatten() for parameter in agent.parameters()]))
+    torch.testing.assert_close(found[0], found[1], atol=1e-4, rtol=1e-3)
+
+
+class Rates:
+    """Keeps the learning rates that were logged."""
+
+    def __init__(self, rates: list[float]) -> None:
+        self._rates = rates
+
+    def log(self, step: int, metrics: Any) -> None:
+        self._rates.append(metrics["train/actor/lr"])
+
+
+def test_a_resumed_run_learns_at_the_rate_it_is_given(tmp_path: Path) -> None:
+    rates: list[float] = []
+    for learning_rate, total, resume in ((1e-3, 128, False), (5e-3, 256, True)):
+        with make_env("CartPole-v1", 4, launcher="inprocess") as env:
+            config = PPOConfig(num_steps=32, learning_rate=learning_rate, anneal_lr=False)
+            training, _ = make_training(env, config, total, checkpoints=tmp_path)
+            training.sink = type(
+                "Sink", (), {"log": lambda self, step, metrics: rates.append(metrics["train/actor/lr"])}
+            )()
+            if resume:
+                training.resume()
+            training.run()
+    assert rates == [1e-3, 5e-3]
+
+
+def test_a_run_cannot_go_on_as_another_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train = ["train", "ppo", "--env", "CartPole-v1", "--launcher", "inprocess", "--num-envs", "4", "--num-steps", "16"]
+    assert main([*train, "--total-steps", "64", "--folder", str(tmp_path), "--name", "run"]) == 0
+    for more in (["--env", "Acrobot-v1"], ["--hidden", "32"], ["--seed", "2"]):
+        capsys.readouterr()
+        assert main(["train", "ppo", "--resume", str(tmp_path / "run"), "--total-steps", "128", *more]) == 1
+        assert "cannot go on with" in capsys.readouterr().err
+    assert main(["train", "ppo", "--resume", str(tmp_path / "run"), "--total-steps", "128"]) == 0
+    saved = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert saved["run"]["total_steps"] == 128 and saved["run"]["env"] == "CartPole-v1"
+
+
+class Endless(gymnasium.Env[Any, Any]):
+    """Has no end."""
+
+    observation_space = gymnasium.spaces.Box(-1, 1, (2,), np.float32)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        return np.zeros(2, np.float32), 0.0, False, False, {}
+
+
+def test_an_evaluation_whose_episodes_do_not_end_is_cut_off(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("farstep.learners.evaluation._MOST_STEPS", 128)
+    with make_env(Endless, 2, launcher="inprocess") as env:
+        agent = make_agent(*env.launch(), NetConfig(), 0.99)
+        evaluator = Evaluator(env.env_config, 2, seed=0)
+        try:
+            evaluator.start(agent, 0, 0)
+            evaluator.wait()
+            found = evaluator.take()
+        finally:
+            evaluator.close()
+    assert found is not None and found.metrics() == {}
+    assert "cut off" in caplog.text
