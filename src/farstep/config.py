@@ -15,7 +15,7 @@ import os
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Never, Self, TypeVar
+from typing import Any, ClassVar, Literal, Self, TypeVar
 
 from farstep.core import SyncRule
 from farstep.errors import AgentError, ConfigError, unknown_name
@@ -105,6 +105,8 @@ class TransferTrigger(_Config):
     in_turn: int | None = None
     """How many workers may send their last stage at a time, so that some chunks are complete while others wait; None:
     all of them, and on a slow connection all are complete at the end."""
+    also: Sequence[TransferTrigger] = ()
+    """Others that must say so, too, before rows are sent (`first & second`)."""
 
     def __post_init__(self) -> None:
         for name in ("size", "max_bytes", "in_turn"):
@@ -134,10 +136,38 @@ class TransferTrigger(_Config):
         "flow.on(DataKeyTrigger(n=..., size=...), consumer)."
     )
 
-    def __and__(self, other: object) -> Never:
-        raise ConfigError(self.NO_TRIGGER)
+    def __or__(self, other: object) -> Self:
+        """Rows are sent when either says so."""
+        either = self._joined(other)
+        for name in ("size", "max_bytes", "seconds"):
+            given = [each for each in (getattr(self, name), getattr(other, name)) if each is not None]
+            object.__setattr__(either, name, min(given, default=None))
+        object.__setattr__(either, "episode_end", self.episode_end or other.episode_end)  # type: ignore[attr-defined]
+        return either
 
-    __or__ = __rand__ = __ror__ = __and__
+    def __and__(self, other: object) -> Self:
+        """Rows are sent when both say so."""
+        both = self._joined(other)
+        object.__setattr__(both, "also", (*self.also, other))
+        return both
+
+    __rand__ = __ror__ = __and__
+
+    def _joined(self, other: object) -> Self:
+        """A copy with the stages and turns of both, of which one says something."""
+        if not isinstance(other, TransferTrigger):
+            raise ConfigError(self.NO_TRIGGER)
+        if self.also or other.also:
+            raise ConfigError("transfer triggers that were joined by & cannot be joined further; join by | first.")
+        found = dataclasses.replace(self)
+        for name in ("keys", "in_turn"):
+            mine, theirs = getattr(self, name), getattr(other, name)
+            if mine and theirs and mine != theirs:
+                raise ConfigError(
+                    f"two joined TransferTriggers have {name} of their own, {mine} and {theirs}; give one."
+                )
+            object.__setattr__(found, name, mine or theirs)
+        return found
 
     @classmethod
     def dual(cls, size: int | None = None, in_turn: int | None = None) -> Self:
@@ -149,13 +179,21 @@ class TransferTrigger(_Config):
         """Whether rows may travel before their chunk is done."""
         return self.episode_end or not (self.size is None and self.max_bytes is None and self.seconds is None)
 
+    @property
+    def watches_ends(self) -> bool:
+        """Whether ends of episodes matter."""
+        return self.episode_end or any(each.watches_ends for each in self.also)
+
     def due(self, rows: int, nbytes: int, seconds: float, ended: bool) -> bool:
         """Whether to send now: so many rows and bytes wait, the first for so long, and an episode `ended` in them."""
-        return rows > 0 and (
-            (self.size is not None and rows >= self.size)
-            or (self.max_bytes is not None and nbytes >= self.max_bytes)
-            or (self.seconds is not None and seconds >= self.seconds)
-            or (self.episode_end and ended)
+        return all(each.due(rows, nbytes, seconds, ended) for each in self.also) and (
+            rows > 0
+            and (
+                (self.size is not None and rows >= self.size)
+                or (self.max_bytes is not None and nbytes >= self.max_bytes)
+                or (self.seconds is not None and seconds >= self.seconds)
+                or (self.episode_end and ended)
+            )
         )
 
     def split(self, names: Sequence[str]) -> list[list[str]]:

@@ -35,6 +35,7 @@ TRANSFERS = {
     "rows": TransferTrigger(size=2),
     "dual": TransferTrigger.dual(),
     "dual-rows": TransferTrigger.dual(size=3),
+    "rows-of-ended": TransferTrigger(size=2) & TransferTrigger(episode_end=True),
     "three": TransferTrigger(keys=(("reward", "obs.pose"), ("obs", "last_obs"), ("action",)), size=1),
 }
 Message = tuple[m.Part | m.Chunk, list[Any]]

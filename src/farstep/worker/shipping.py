@@ -36,7 +36,7 @@ class Shipping:
     def _next(self, t: int) -> int:
         """When to look again after row `t`: where only a number of rows counts, not before they can be there."""
         now = self._now
-        other = now.episode_end or now.max_bytes is not None or now.seconds is not None
+        other = now.also or now.episode_end or now.max_bytes is not None or now.seconds is not None
         return t + (1 if other or now.size is None else now.size)
 
     def heard(self, taken: m.Taken) -> None:
@@ -47,7 +47,7 @@ class Shipping:
     def ship(self, t: int) -> int:
         """Rows before `t` are written: send those that were not sent, if it is time; returns when to be called next."""
         waiting = slice(self._first, t)
-        ended = self._now.episode_end and any(self._rows.row[k][waiting].any() for k in ("terminated", "truncated"))
+        ended = self._now.watches_ends and any(self._rows.row[k][waiting].any() for k in ("terminated", "truncated"))
         rows = t - self._first
         if not self._now.due(rows, rows * self._row_bytes, time.monotonic() - self._since, ended):
             return t + 1
