@@ -127,6 +127,8 @@ class TransferTrigger(_Config):
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ConfigError(f"TransferTrigger.keys names {', '.join(twice)} twice; an array travels once.")
         object.__setattr__(self, "keys", tuple(tuple(stage) for stage in self.keys))
+        if not isinstance(self.also, tuple) or not all(isinstance(each, TransferTrigger) for each in self.also):
+            raise ConfigError(f"TransferTrigger.also is {self.also!r}; join triggers by &: first & second.")
 
     _EXPECTED = "expected groups of array names, e.g. (('reward', 'value', 'last_obs'), ('obs', 'action'))."
 
@@ -138,36 +140,35 @@ class TransferTrigger(_Config):
 
     def __or__(self, other: object) -> Self:
         """Rows are sent when either says so."""
-        either = self._joined(other)
+        other, shared = self._joined(other)
+        first: dict[str, Any] = {}
         for name in ("size", "max_bytes", "seconds"):
             given = [each for each in (getattr(self, name), getattr(other, name)) if each is not None]
-            object.__setattr__(either, name, min(given, default=None))
-        object.__setattr__(either, "episode_end", self.episode_end or other.episode_end)  # type: ignore[attr-defined]
-        return either
+            first[name] = min(given, default=None)
+        return dataclasses.replace(self, **shared, **first, episode_end=self.episode_end or other.episode_end)
 
     def __and__(self, other: object) -> Self:
         """Rows are sent when both say so."""
-        both = self._joined(other)
-        object.__setattr__(both, "also", (*self.also, other))
-        return both
+        other, shared = self._joined(other)
+        return dataclasses.replace(self, **shared, also=(other,))
 
     __rand__ = __ror__ = __and__
 
-    def _joined(self, other: object) -> Self:
-        """A copy with the stages and turns of both, of which one says something."""
+    def _joined(self, other: object) -> tuple[TransferTrigger, dict[str, Any]]:
+        """The other one, and stages and turns, of which only one of the two may say something."""
         if not isinstance(other, TransferTrigger):
             raise ConfigError(self.NO_TRIGGER)
         if self.also or other.also:
             raise ConfigError("transfer triggers that were joined by & cannot be joined further; join by | first.")
-        found = dataclasses.replace(self)
+        shared: dict[str, Any] = {}
         for name in ("keys", "in_turn"):
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine and theirs and mine != theirs:
                 raise ConfigError(
                     f"two joined TransferTriggers have {name} of their own, {mine} and {theirs}; give one."
                 )
-            object.__setattr__(found, name, mine or theirs)
-        return found
+            shared[name] = mine or theirs
+        return other, shared
 
     @classmethod
     def dual(cls, size: int | None = None, in_turn: int | None = None) -> Self:
@@ -186,15 +187,13 @@ class TransferTrigger(_Config):
 
     def due(self, rows: int, nbytes: int, seconds: float, ended: bool) -> bool:
         """Whether to send now: so many rows and bytes wait, the first for so long, and an episode `ended` in them."""
-        return all(each.due(rows, nbytes, seconds, ended) for each in self.also) and (
-            rows > 0
-            and (
-                (self.size is not None and rows >= self.size)
-                or (self.max_bytes is not None and nbytes >= self.max_bytes)
-                or (self.seconds is not None and seconds >= self.seconds)
-                or (self.episode_end and ended)
-            )
+        due = (
+            (self.size is not None and rows >= self.size)
+            or (self.max_bytes is not None and nbytes >= self.max_bytes)
+            or (self.seconds is not None and seconds >= self.seconds)
+            or (self.episode_end and ended)
         )
+        return rows > 0 and due and all(each.due(rows, nbytes, seconds, ended) for each in self.also)
 
     def split(self, names: Sequence[str]) -> list[list[str]]:
         """These arrays, stage by stage; always at least one stage, and a stage may be empty."""

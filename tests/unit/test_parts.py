@@ -11,6 +11,7 @@ import pytest
 
 from farstep.batch import ENDS
 from farstep.buffer.blocks import Layout
+from farstep.buffer.triggers import TimeTrigger
 from farstep.config import EnvConfig, TransferTrigger
 from farstep.core import Received
 from farstep.errors import ConfigError, WireError
@@ -340,3 +341,21 @@ def test_a_name_that_no_array_has_is_refused_with_the_nearest() -> None:
         TransferTrigger(keys=(("valu",),)).check(names)
     with pytest.raises(ConfigError, match=r"obs\.cam"):
         TransferTrigger(keys=(("obs.cam",),)).check(names)
+
+
+def test_transfer_triggers_are_joined() -> None:
+    either = TransferTrigger(size=8) | TransferTrigger(seconds=2.0, episode_end=True) | TransferTrigger(size=5)
+    assert either == TransferTrigger(size=5, seconds=2.0, episode_end=True)
+    both = TransferTrigger.dual(size=4) & TransferTrigger(episode_end=True)
+    assert both.keys == TransferTrigger.dual().keys and both.watches_ends and both.sends_early
+    states = [(rows, ended) for rows in (3, 4) for ended in (False, True)]
+    assert [both.due(rows, 0, 0.0, ended) for rows, ended in states] == [False, False, False, True]
+    assert [either.due(rows, 0, 0.0, ended) for rows, ended in states] == [False, True, False, True]
+    with pytest.raises(ConfigError, match="keys of their own"):
+        TransferTrigger(keys=(("obs",),)) | TransferTrigger(keys=(("reward",),))
+    with pytest.raises(ConfigError, match="cannot be joined further"):
+        both | either
+    with pytest.raises(ConfigError, match="calls nobody"):
+        either & TimeTrigger(1.0)
+    with pytest.raises(ConfigError, match="also is 3"):
+        TransferTrigger.of({"also": 3})
