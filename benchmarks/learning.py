@@ -84,19 +84,19 @@ class Plan:
     """Who learns what, with which seeds."""
 
     tasks: list[Task]
-    seeds: int
+    seeds: range
     contenders: list[Contender]
     cleanrl: Path
     timeout_s: float
 
     @property
     def num_runs(self) -> int:
-        return len(self.tasks) * self.seeds * len(self.contenders)
+        return len(self.tasks) * len(self.seeds) * len(self.contenders)
 
     def __iter__(self) -> Iterator[tuple[Case, int, Contender]]:
         for task in self.tasks:
-            for seed, contender in turns(self.contenders, self.seeds):
-                yield Case(task.env, seed), 1, self._prepared(contender, task)
+            for number, contender in turns(self.contenders, len(self.seeds)):
+                yield Case(task.env, self.seeds[number - 1]), 1, self._prepared(contender, task)
 
     def _prepared(self, contender: Contender, task: Task) -> Contender:
         """With the options that depend on the task."""
@@ -128,14 +128,14 @@ def main() -> int:
         return 0
     plan = Plan(
         tasks=[replace(TASKS[env], max_steps=options.max_steps or TASKS[env].max_steps) for env in options.env],
-        seeds=options.seeds,
+        seeds=range(options.first_seed, options.first_seed + options.seeds),
         contenders=options.contenders,
         cleanrl=options.cleanrl.resolve(),
         timeout_s=options.timeout,
     )
     print(f"{plan.num_runs} runs of {', '.join(contender.name for contender in plan.contenders)}")
     adopt_orphans()
-    cases = [Case(task.env, seed) for task in plan.tasks for seed in range(1, plan.seeds + 1)]
+    cases = [Case(task.env, seed) for task in plan.tasks for seed in plan.seeds]
     results: Results = {case: {contender.name: [] for contender in plan.contenders} for case in cases}
     head = header("learning.py")
 
@@ -156,6 +156,9 @@ def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--env", nargs="+", choices=list(TASKS), default=list(TASKS))
     parser.add_argument("--seeds", type=int, default=3, help="runs of each contender in each task")
+    parser.add_argument(
+        "--first-seed", type=int, default=11, help="the next ones follow; 1 to 10 are for choosing hyper-parameters"
+    )
     parser.add_argument("--max-steps", type=int, help="another cap than each task's, to try something")
     parser.add_argument("--cleanrl", type=Path, default=SCRIPT, help="its ppo.py, in a checkout of its repository")
     parser.add_argument("--timeout", type=float, default=1800.0, help="seconds after which a run is ended")
