@@ -44,7 +44,8 @@ class ClusterEnv:
     ) -> None:
         self.env_config = EnvConfig.of(env_config)
         self.config = config if isinstance(config, LaunchConfig) else LocalConfig.of(config)
-        self.num_envs = self.config.nodes * self.env_config.envs_per_node
+        self.num_envs = self.config.most_nodes * self.env_config.envs_per_node
+        """With nodes that may be missing, of all of them; `batch.slots` says whose rows a batch has."""
         self.num_workers = self.config.num_workers(self.env_config.envs_per_node)
         self.seed = fresh_root() if self.env_config.seed is None else self.env_config.seed
         self._collector: Collector | None = None
@@ -191,6 +192,18 @@ class ClusterEnv:
         collector = self._launched()
         collector.adopt(agent)
         return collector
+
+    def scale(self, nodes: int) -> None:
+        """Have so many nodes from now on, between `min_nodes` and `max_nodes` of the launch configuration.
+
+        Nodes that are given up hand over what they are doing; new ones are part of batches as soon as they are there.
+        """
+        low, high = self.config.fewest_nodes, self.config.most_nodes
+        if not low <= check_count("nodes", nodes) <= high:
+            raise ConfigError(
+                f"scale got {nodes} nodes; {type(self.config).__name__} allows {low} to {high} (min_nodes, max_nodes)."
+            )
+        self._launched().server.scale(nodes)
 
     # ---- what outlives this process ----
 

@@ -438,7 +438,17 @@ class LaunchConfig(_Config):
     def num_workers(self, envs_per_node: int) -> int:
         """Workers in all: never more than environments, since an idle worker is a wasted process."""
         per_node = self.workers_per_node or max(1, self._cores_per_node() // self.cpus_per_worker)
-        return self.nodes * min(per_node, envs_per_node)
+        return self.most_nodes * min(per_node, envs_per_node)
+
+    @property
+    def most_nodes(self) -> int:
+        """How many nodes there may ever be."""
+        return self.nodes
+
+    @property
+    def fewest_nodes(self) -> int:
+        """How many must be there for batches to go on."""
+        return self.nodes
 
     def _cores_per_node(self) -> int:
         return usable_cpus()

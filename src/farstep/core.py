@@ -122,12 +122,30 @@ class Launcher(Protocol):
         """Hand over what has arrived on such connections, for a while; True if anything did."""
         ...
 
+    def tick(self) -> None:
+        """Called often: do what time alone brings about. Raises `LaunchError` if the run cannot go on."""
+        return
+
+    def waiting(self) -> str:
+        """What workers that are queued wait for, in words; empty if none is."""
+        return ""
+
+    def nodes(self) -> list[dict[str, object]]:
+        """The nodes that are there: host, process id of the agent, what the engine calls it, numbers of workers."""
+        return []
+
+    def scale(self, nodes: int) -> None:
+        """Have so many nodes from now on; one that cannot is only asked for as many as it has."""
+        return
+
     def close(self) -> None: ...
 
 
 class WorkerHandle(Protocol):
     """One started worker process."""
 
+    leaving: bool
+    """Its node is taken away: it is to end when it has handed over what it is doing."""
     exit_fd: int
     """Readable once it has ended; -1 if there is no such descriptor."""
     output_fd: int
@@ -180,6 +198,8 @@ class Ended:
     """Exit status, or minus the signal that killed it."""
     note: str = ""
     """What the launcher knows beyond the status, e.g. that memory ran out."""
+    blameless: bool = False
+    """Its node went, not the worker itself: no restart of the budget is spent."""
 
     def __str__(self) -> str:
         note = f"; {self.note}" if self.note else ""

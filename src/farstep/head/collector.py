@@ -74,7 +74,7 @@ class Collector:
             self._transfer,
             seed=seed,
             stagger=env_config.stagger,
-            num_slots=config.nodes * env_config.envs_per_node,
+            num_slots=config.most_nodes * env_config.envs_per_node,
         )
         self.server = Server(config, program, env_config.envs_per_node, seed, config.restart_budget, self)
         self._num_workers = len(self.server.seats)
@@ -216,7 +216,7 @@ class Collector:
             self.server.tell(store.message(), fds=[store.memory.fd])
             self._announce()
         try:
-            self.server.wait(lambda: True if len(self._answers) == self._num_workers else None)
+            self.server.wait(lambda: True if self._all_answered() else None)
             self._agree(agent)
         except BaseException:
             self._forget_agent()
@@ -231,21 +231,23 @@ class Collector:
             if self._store is not None:
                 self._store.close()
 
+    def _all_answered(self) -> bool:
+        return all(seat.worker in self._answers for seat in self.server.present())
+
     def _agree(self, agent: Agent) -> None:
         """All workers' copies of the agent must be usable and return the same arrays."""
-        answers: list[m.AgentReady] = []
-        for worker in range(self._num_workers):
-            answer = self._answers[worker]
+        answers: dict[int, m.AgentReady] = {}
+        for worker, answer in sorted(self._answers.items()):
             if isinstance(answer, WorkerError):
                 raise answer
-            answers.append(answer)
-        first = answers[0]
-        for worker, answer in enumerate(answers):
+            answers[worker] = answer
+        first = next(iter(answers.values()))
+        for worker, answer in answers.items():
             found = differences(first.schema, answer.schema) + differences(first.state, answer.state)
             found += differences(first.description, answer.description)
             if found:
                 raise HandshakeError(
-                    f"the agent returns other arrays on worker {worker} than on worker 0: {'; '.join(found)}."
+                    f"the agent returns other arrays on worker {worker} than on another: {'; '.join(found)}."
                 )
         assert self._rollouts is not None
         self._transfer.check(Layout(1, 1, 1, {**base_rows(self._obs_schema), **first.schema}, first.state).names())
@@ -408,8 +410,8 @@ class Collector:
         with server.locked():  # until it is copied: a ticket given meanwhile could write into its lanes
             arrived = self._wait(request, look)
             continues = np.concatenate([self._follow(a, request.steps) for a in arrived])
-            assemble = rollouts.batch if request.num_chunks is None else rollouts.copied
-            batch = assemble(arrived, request.steps, continues)
+            whole = request.num_chunks is None and len(arrived) == self._num_workers
+            batch = (rollouts.batch if whole else rollouts.copied)(arrived, request.steps, continues)
             self.counters.batch(batch, arrived, self.version())
         return batch
 

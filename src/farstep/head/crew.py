@@ -11,10 +11,11 @@ from typing import Protocol
 
 from farstep.config import Timeouts
 from farstep.core import Launcher, Received
-from farstep.errors import FarstepError, WireError, WorkerError
+from farstep.errors import FarstepError, LaunchError, WireError, WorkerError
 from farstep.head import membership as life
 from farstep.head.seats import Seat
 from farstep.head.switchboard import Switchboard
+from farstep.wire.messages import Stop, encode
 from farstep.worker.progress import BEAT_S, COUNT, SLOT, Phase
 
 log = logging.getLogger("farstep")
@@ -39,6 +40,10 @@ class Watcher(Protocol):
         """What it was doing will not be done."""
         ...
 
+    def absent(self, seat: Seat) -> None:
+        """There is no node for it; it comes when there is one."""
+        ...
+
     def fail(self, error: FarstepError) -> None:
         """The run cannot go on."""
         ...
@@ -61,7 +66,7 @@ class Crew:
         self._timeouts, self._switchboard, self._watcher = timeouts, switchboard, watcher
         # Where progress is reported by message, what we know is up to a heartbeat old (and a message may be late).
         slack_s = 0.0 if launcher.shares_memory else 3 * BEAT_S
-        phases = [*(phase.label for phase in Phase), "transfer"]
+        phases = [*(phase.label for phase in Phase if phase is not Phase.QUEUED), "transfer"]
         limits = {phase: getattr(timeouts, f"{phase}_s") + slack_s for phase in phases}
         self.membership = life.Membership(len(seats), limits, restart_budget)
         self.run = f"{time.time_ns():x}"
@@ -90,8 +95,10 @@ class Crew:
 
     def whereabouts(self) -> str:
         """What each worker that keeps somebody waiting is doing."""
-        parts = []
+        parts = [waiting] if (waiting := self.launcher.waiting()) else []
         for seat, member in zip(self.seats, self.membership.members, strict=True):
+            if seat.phase == "queued":
+                continue
             if member.state is not life.State.ALIVE:
                 parts.append(f"worker {seat.worker} is {member.state.value} (restart {member.incarnation})")
             elif seat.phase != "idle":
@@ -176,7 +183,19 @@ class Crew:
             self.act_on(life.Observed(seat.worker, phase, count))
             if seat.link is not None:
                 seat.link.flush()
+            if seat.handle.leaving and not self._watcher.expected(seat):
+                self._send_off(seat)
+        try:
+            self.launcher.tick()
+        except LaunchError as error:
+            self._watcher.fail(error)
         self._perform(self.membership.tick(time.monotonic()))
+
+    def _send_off(self, seat: Seat) -> None:
+        """Its node is taken away, and it owes nothing any more."""
+        if seat.ready and seat.link is not None:
+            seat.ready = False  # no ticket finds it
+            seat.link.send([encode(Stop())])
 
     def act_on(self, event: life.Event) -> None:
         self._perform(self.membership.handle(event, time.monotonic()))
@@ -218,6 +237,9 @@ class Crew:
         except OSError as error:
             self._watcher.fail(WorkerError(f"a worker could not be started: {error}", seat.where("start")))
             return
+        except LaunchError as error:
+            self._watcher.fail(error)
+            return
         seat.handle, seat.link = started.handle, started.link
         seat.words, seat.host, seat.pid = started.words, started.host, started.handle.pid
         readers: list[tuple[int, Callable[[Seat], None]]] = [
@@ -227,6 +249,8 @@ class Crew:
         ]
         for fd, reader in readers:
             self._switchboard.register(fd, lambda reader=reader: reader(seat))  # type: ignore[misc]
+        if seat.phase == "queued":
+            self._watcher.absent(seat)
 
     def _process_ended(self, seat: Seat) -> None:
         ended = seat.handle.poll() if seat.handle is not None else None
@@ -235,12 +259,12 @@ class Crew:
         self.launcher.drain(self._watcher.receive)  # what it said before it ended still counts
         if seat.link is not None and seat.link.fileno() >= 0:
             self._read(seat, limit=None)
-        if seat.error is None and not self.membership.stopping:
+        if seat.error is None and not self.membership.stopping and not ended.blameless:
             seat.blame(seat.phase)
             seat.error = seat.died(ended)
             log.warning("%s", str(seat.error).splitlines()[0])
         self._switchboard.unregister(seat.handle.exit_fd)
-        self.act_on(life.Ended(seat.worker))
+        self.act_on(life.Ended(seat.worker, ended.blameless))
 
     def _drop_process(self, seat: Seat) -> None:
         if seat.link is not None:

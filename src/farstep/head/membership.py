@@ -54,6 +54,8 @@ class Ended:
     """Its process is certainly over."""
 
     worker: int
+    blameless: bool = False
+    """It went with its node: nothing is spent."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +159,7 @@ class Membership:
                 return [Lost(event.worker), Kill(event.worker)]
             case Ended() if member.state not in (State.WAITING, State.STOPPED):
                 lost = [] if member.state is State.DYING else [Lost(event.worker)]
-                return [*lost, *self._ended(event.worker, now)]
+                return [*lost, *self._ended(event, now)]
             case Failed():
                 return self._spend(event.worker, now)
             case Observed():
@@ -174,7 +176,9 @@ class Membership:
             if member.state is State.DYING and now - member.since > DEATH_S and not self.stopping:
                 self.stopping = True
                 actions.append(GiveUp(worker))
-            phase = "connect" if member.state is State.STARTING else member.seen[0]
+            phase = member.seen[0]
+            if member.state is State.STARTING and phase != "queued":
+                phase = "connect"
             limit = self._limits_s.get(phase)
             running = member.state in (State.STARTING, State.CONSTRUCTING, State.ALIVE)
             if running and limit is not None and now - member.since > limit:
@@ -197,15 +201,18 @@ class Membership:
         self._enter(member, State.STARTING, now)
         return Start(worker, member.incarnation)
 
-    def _ended(self, worker: int, now: float) -> Sequence[Action]:
-        member = self.members[worker]
+    def _ended(self, event: Ended, now: float) -> Sequence[Action]:
+        member = self.members[event.worker]
         if self.stopping:
             self._enter(member, State.STOPPED, now)
             return []
         self._enter(member, State.WAITING, now)
+        if event.blameless:
+            member.restart_at = now
+            return []
         member.restart_at = now + _BACKOFF_S[min(member.failures, len(_BACKOFF_S) - 1)]
         member.failures += 1
-        return self._spend(worker, now)
+        return self._spend(event.worker, now)
 
     def _spend(self, worker: int, now: float) -> Sequence[Action]:
         """One restart of the budget; the budget is what may fail within a window, so rare faults never add up."""

@@ -86,8 +86,10 @@ class Server:
         self._close_s = config.timeouts.close_s
         self._client = client
         workers = config.num_workers(envs_per_node)
-        self.seats = split(config.nodes, envs_per_node, workers, root)
-        self.tickets = Tickets(workers)
+        self.seats = split(config.most_nodes, envs_per_node, workers, root)
+        per_node = workers // config.most_nodes
+        self._fewest = config.fewest_nodes * per_node
+        self.tickets = Tickets(workers, self._fewest)
         self.spaces: tuple[Any, Any] | None = None
         self.stage: list[tuple[m.FromHead, Sequence[Any], Sequence[int]]] = []
         """What a worker must be told before its first ticket: agent, parameters, layout."""
@@ -117,9 +119,23 @@ class Server:
             self.crew.start()
         if not self._driven:
             self._switchboard.start_thread(self._pump_alone, self._tick_s)
-        self.wait(lambda: True if all(seat.ready for seat in self.seats) else None)
+        self.wait(lambda: True if self._all_there() else None)
         assert self.spaces is not None
         return self.spaces
+
+    def _all_there(self) -> bool:
+        """Whoever has a node is ready, and enough have one."""
+        present = self.present()
+        return len(present) >= self._fewest and all(seat.ready for seat in present)
+
+    def scale(self, nodes: int) -> None:
+        with self.locked():
+            self.raise_failure()
+            self.crew.launcher.scale(nodes)
+
+    def present(self) -> list[Seat]:
+        """All workers but those that no node has a place for."""
+        return [seat for seat in self.seats if seat.worker not in self.tickets.absent]
 
     def close(self) -> None:
         """Stop workers, kill the ones that do not stop in time, and free everything. Idempotent."""
@@ -172,7 +188,7 @@ class Server:
                 if answer is not None or (left := deadline - time.monotonic()) <= 0:
                     return answer
                 self._pump(min(left, self._tick_s))
-                if (now := time.monotonic()) > next_note and self.tickets.in_flight:
+                if (now := time.monotonic()) > next_note and (self.tickets.in_flight or self.crew.launcher.waiting()):
                     next_note = now + _NOTE_S
                     log.warning("waiting for %.0f s: %s", now - began, self.crew.whereabouts())
 
@@ -251,6 +267,9 @@ class Server:
     def lost(self, seat: Seat) -> None:
         self.tickets.lost(seat.worker)
         self._client.on_lost(seat)
+
+    def absent(self, seat: Seat) -> None:
+        self.tickets.leave(seat.worker)
 
     def receive(self, worker: int, received: Received) -> None:
         if self._failure is not None and not self._closed:
@@ -341,6 +360,7 @@ class Server:
             )
             return
         seat.ready = True
+        self.tickets.join(seat.worker)
         if not seat.incarnation:
             self.start_s["construct"] = time.monotonic() - self._started_at - self.start_s["connect"]
         self.crew.act_on(life.Ready(seat.worker))
@@ -387,7 +407,7 @@ class Server:
         """Give every ticket that may be given now."""
         if self._failure is not None:
             return
-        available = [seat.worker for seat in self.seats if seat.ready]
+        available = [seat.worker for seat in self.seats if seat.ready and seat.handle and not seat.handle.leaving]
         for order in self.tickets.grant(available, self._client.version()):
             ticket, frames = self._client.make_ticket(order)
             self.send(self.seats[order.worker], ticket, frames)

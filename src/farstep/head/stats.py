@@ -89,11 +89,13 @@ class Counters:
             "steps_per_second": later_steps / span if span > 0 else 0.0,
             "workers": {
                 "alive": members.count(State.ALIVE),
-                "starting": members.count(State.STARTING, State.CONSTRUCTING, State.WAITING),
+                "starting": members.count(State.STARTING, State.CONSTRUCTING, State.WAITING) - len(tickets.absent),
+                "queued": len(tickets.absent),
                 "parked": 0,
                 "lost": members.count(State.DYING),
                 "restarts": members.restarts,
             },
+            "nodes": server.crew.launcher.nodes(),
             "weight_syncs": {"total": sum(self.syncs), "per_worker": list(self.syncs)},
             "bytes": {
                 "weights_sent": self.weights_sent,

@@ -73,6 +73,8 @@ class Session:
     lanes: dict[int, list[int]] = field(default_factory=dict)
     """Per worker, free lanes (first-come sessions only)."""
     feed: FeedPlan | None = None
+    since: dict[int, int] = field(default_factory=dict)
+    """Per worker, the first batch that it is part of, if it came later than the session."""
     held: Counter[int] = field(default_factory=Counter)
     """Per worker, chunks that the learner has and is not done with (rounds count batches instead)."""
     invited: dict[int, int] | None = None
@@ -86,8 +88,11 @@ class Session:
 class Tickets:
     """Gives tickets to workers and takes chunks from them."""
 
-    def __init__(self, num_workers: int) -> None:
+    def __init__(self, num_workers: int, fewest: int | None = None) -> None:
         self._workers = num_workers
+        self._fewest = num_workers if fewest is None else fewest
+        """Batches go on without workers that are absent, as long as so many are there."""
+        self.absent: set[int] = set()
         self._seq = 0
         self._outstanding: dict[int, Order] = {}
         self._arrived: deque[Arrived] = deque()
@@ -103,7 +108,7 @@ class Tickets:
         if num_chunks is None:
             return depth
         # With fewer than a batch's share per worker, a batch of many chunks could never be complete.
-        return max(depth, _QUEUED_PER_WORKER, -(-depth * num_chunks // self._workers))
+        return max(depth, _QUEUED_PER_WORKER, -(-depth * num_chunks // self._fewest))
 
     def open(
         self,
@@ -266,6 +271,29 @@ class Tickets:
             del self._outstanding[order.seq]
             self._drop(order, "worker lost")
 
+    def leave(self, worker: int) -> None:
+        """The worker has no place to be, and nobody knows for how long: batches go on without it."""
+        self.absent.add(worker)
+        if self._session is not None:
+            self._session.redo[worker].clear()
+
+    def join(self, worker: int) -> None:
+        """The worker is there: it is part of the batches that nobody has begun."""
+        if worker in self.absent:
+            self.absent.discard(worker)
+            if (session := self._session) is not None:
+                others = self._present(session) - {worker}
+                first = max((session.issued[other] for other in others), default=session.taken)
+                session.since[worker] = session.issued[worker] = max(first, session.taken)
+
+    def _present(self, session: Session) -> set[int]:
+        """Whose chunks the next batch needs."""
+        return {
+            worker
+            for worker in range(self._workers)
+            if worker not in self.absent and session.since.get(worker, 0) <= session.taken
+        }
+
     def _drop(self, order: Order, cause: str) -> None:
         self.dropped[cause] += 1
         session = self._session
@@ -315,7 +343,8 @@ class Tickets:
         self._drop_stale(session, version)
         if session.num_chunks is None:
             batch = [arrived for arrived in self._arrived if arrived.order.batch == session.taken]
-            if len(batch) < self._workers:
+            missing = self._present(session) - {arrived.order.worker for arrived in batch}
+            if missing or len(batch) < self._fewest:
                 return None
         else:
             if len(self._arrived) < session.num_chunks:

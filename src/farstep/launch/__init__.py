@@ -5,9 +5,13 @@ from __future__ import annotations
 from farstep.config import InProcessConfig, LaunchConfig, LocalConfig
 from farstep.core import Launcher
 from farstep.errors import ConfigError
+from farstep.launch.cluster import ClusterLauncher
+from farstep.launch.engine import Engine
 from farstep.launch.inprocess import InprocessLauncher
 from farstep.launch.local import LocalLauncher
 from farstep.launch.network import NetworkLauncher
+from farstep.launch.ssh import SSHEngine
+from farstep.launch_config import EngineConfig, SSHConfig
 
 
 def launcher_for(config: LaunchConfig, workers: int, envs: int) -> Launcher:
@@ -18,4 +22,13 @@ def launcher_for(config: LaunchConfig, workers: int, envs: int) -> Launcher:
         if config.transport == "shm":
             return LocalLauncher(workers, envs, config.cpus_per_worker)
         return NetworkLauncher(envs, config.cpus_per_worker, config.transport)
+    if isinstance(config, EngineConfig):
+        return ClusterLauncher(config, workers, envs, _engine_for(config))
     raise ConfigError(f"{type(config).__name__} is not a launch configuration that this version can start.")
+
+
+def _engine_for(config: EngineConfig) -> Engine:
+    match config:
+        case SSHConfig():
+            return SSHEngine(config)
+    raise ConfigError(f"{type(config).__name__} is not an engine that this version can start.")

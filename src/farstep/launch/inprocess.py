@@ -5,13 +5,13 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable, Sequence
 
-from farstep.core import Ended, Received, Started
+from farstep.core import Ended, Launcher, Received, Started
 from farstep.wire.inproc import InprocLink, inproc_pair
 from farstep.worker.loop import Worker
 from farstep.worker.progress import Board
 
 
-class InprocessLauncher:
+class InprocessLauncher(Launcher):
     """A worker per seat, all in the head's thread."""
 
     shares_memory = True
@@ -45,6 +45,7 @@ class InprocessWorker:
 
     output_fd = exit_fd = -1
     pid = 0
+    leaving = False
 
     def __init__(self, worker: Worker, head_link: InprocLink, link: InprocLink) -> None:
         self._worker, self._link = worker, link

@@ -5,13 +5,13 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable, Sequence
 
-from farstep.core import Received, Started
+from farstep.core import Launcher, Received, Started
 from farstep.launch.process import ProcessStarter
 from farstep.wire.local import local_pair
 from farstep.worker.progress import PHASE, Board, Phase
 
 
-class LocalLauncher:
+class LocalLauncher(Launcher):
     """A process per worker; a worker inherits its end of the link and the progress board."""
 
     shares_memory = True

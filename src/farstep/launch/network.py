@@ -6,13 +6,13 @@ import os
 import socket
 from collections.abc import Callable, Sequence
 
-from farstep.core import Buffer, Received, Started
+from farstep.core import Buffer, Launcher, Received, Started
 from farstep.launch.process import ProcessStarter
 from farstep.wire.zmq import Hub
 from farstep.worker.progress import PHASE, Phase, private_words
 
 
-class NetworkLauncher:
+class NetworkLauncher(Launcher):
     """Processes of this machine that talk as remote ones would."""
 
     shares_memory = False
@@ -45,7 +45,7 @@ class NetworkLauncher:
             "secret": pair.secret.decode(),
         }
         handle = self._starter.start(bootstrap)
-        return Started(handle, _HubLink(self._hub, worker), words, socket.gethostname())
+        return Started(handle, HubLink(self._hub, worker), words, socket.gethostname())
 
     def filenos(self) -> Sequence[int]:
         return self._hub.filenos()
@@ -62,7 +62,7 @@ class NetworkLauncher:
         self._hub.close()
 
 
-class _HubLink:
+class HubLink:
     """A worker's share of the hub, which is read for all of them together."""
 
     def __init__(self, hub: Hub, worker: int) -> None:

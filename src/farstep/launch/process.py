@@ -27,8 +27,10 @@ class ProcessStarter:
         self._death_read, self._death_write = os.pipe()
         _starters.add(self)
 
-    def start(self, bootstrap: Mapping[str, object], fds: Sequence[int] = ()) -> WorkerProcess:
-        contents = {**bootstrap, "threads": self._threads, "path": import_path()}
+    def start(
+        self, bootstrap: Mapping[str, object], fds: Sequence[int] = (), environment: Mapping[str, str] | None = None
+    ) -> WorkerProcess:
+        contents = {"threads": self._threads, **bootstrap, "path": import_path()}
         with contextlib.ExitStack() as opened, contextlib.ExitStack() as kept:
             # A death pipe per worker: the kernel's signal goes to one process group only.
             death = os.open(f"/proc/self/fd/{self._death_read}", os.O_RDONLY | os.O_NONBLOCK)
@@ -47,7 +49,7 @@ class ProcessStarter:
                 stdout=output_write,
                 stderr=output_write,
                 start_new_session=True,
-                env={**os.environ, "PYTHONUNBUFFERED": "1"},
+                env={**os.environ, "PYTHONUNBUFFERED": "1", **(environment or {})},
             )
             kept.callback(process.wait)
             kept.callback(process.kill)
@@ -79,6 +81,8 @@ os.register_at_fork(after_in_child=_forget_all)
 
 class WorkerProcess:
     """One worker process, with the tail of its output."""
+
+    leaving = False
 
     def __init__(self, process: subprocess.Popen[bytes], output_fd: int) -> None:
         self._process = process

@@ -62,11 +62,14 @@ def _threads() -> int:
     return int(os.environ.get("OMP_NUM_THREADS", "0"))
 
 
-def check_launcher(make_config: MakeConfig, *, processes: bool = True) -> None:
+def check_launcher(
+    make_config: MakeConfig, *, processes: bool = True, kill_node: Callable[[dict[str, Any]], None] | None = None
+) -> None:
     """Fails with an AssertionError where a launcher breaks the contract.
 
     `processes=False` is for one whose workers live in this process: nothing can be killed there. Workers are
-    looked at by process id where they run on this host.
+    looked at by process id where they run on this host. `kill_node` ends a node of `stats()["nodes"]` without a
+    warning; it is given for launchers that have some.
     """
     _check_start(make_config, processes)
     _check_exception(make_config)
@@ -75,6 +78,9 @@ def check_launcher(make_config: MakeConfig, *, processes: bool = True) -> None:
         _check_output(make_config)
         _check_cancel(make_config)
         _check_killed_head(make_config)
+    if kill_node is not None:
+        _check_lost_node(make_config, kill_node)
+        _check_scale(make_config)
 
 
 def _cluster(config: LaunchConfig, fault: str = "") -> ClusterEnv:
@@ -187,6 +193,43 @@ def _check_killed_head(make_config: MakeConfig) -> None:
         _assert_gone(info, _LEASE_S)
 
 
+def _check_lost_node(make_config: MakeConfig, kill_node: Callable[[dict[str, Any]], None]) -> None:
+    """Batches go on without a node that is lost, as long as there are enough, and with it once it is back."""
+    with _cluster(make_config(nodes=2, min_nodes=1, workers_per_node=1, restart_budget=5)) as env:
+        agent = TableAgent()
+        _collect_until(env, agent, 6)
+        kill_node(env.stats()["nodes"][1])
+        _collect_until(env, agent, 3)
+        _collect_until(env, agent, 6)
+        assert len(env.stats()["nodes"]) == 2
+
+
+def _check_scale(make_config: MakeConfig) -> None:
+    """Nodes come and go while batches go on."""
+    with _cluster(make_config(nodes=1, max_nodes=2, workers_per_node=1)) as env:
+        agent = TableAgent()
+        _collect_until(env, agent, 3)
+        env.scale(2)
+        _collect_until(env, agent, 6)
+        _, info = env.reset()
+        env.scale(1)
+        _collect_until(env, agent, 3)
+        last = {key: info[key][3:] for key in ("pid", "host")}
+        _assert_gone(last, _LEASE_S)
+        assert not env.stats()["dropped"], "a node that is given up hands over what it was doing"
+
+
+def _collect_until(env: ClusterEnv, agent: TableAgent, columns: int) -> None:
+    """Batches stay whole while their width changes."""
+    deadline = time.monotonic() + 2 * _DEADLINE_S
+    while True:
+        batch = env.collect(agent, steps=4)
+        _assert_whole(batch)
+        if batch["obs"].shape[1] == columns:
+            return
+        assert time.monotonic() < deadline, f"no batch of {columns} columns: {env.stats()['workers']}"
+
+
 def _stay(make_config: MakeConfig) -> None:
     """A head that says where its workers are and then does nothing."""
     env = _cluster(make_config(workers_per_node=2))
@@ -198,7 +241,7 @@ def _stay(make_config: MakeConfig) -> None:
 
 def _assert_whole(batch: Any) -> None:
     count = batch["obs"][..., 1]
-    assert count.shape[1] == 3
+    assert count.shape[1] == len(batch.slots) and count.shape[1] % 3 == 0
     assert (batch["episode_start"] == (count == 0)).all(), "a row that begins an episode must say so, and no other"
     goes_on = ~batch["episode_start"][1:]
     assert (np.diff(count, axis=0)[goes_on] == 1).all(), "rows of an episode must follow each other"

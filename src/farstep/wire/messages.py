@@ -294,15 +294,16 @@ def encode(message: FromWorker | FromHead) -> bytes:
 
 def decode_from_worker(frames: Sequence[Buffer]) -> FromWorker:
     """The message of a worker's header frame."""
-    return _decode(_from_worker, frames)
+    return decoded(_from_worker, frames)
 
 
 def decode_from_head(frames: Sequence[Buffer]) -> FromHead:
     """The message of the head's header frame."""
-    return _decode(_from_head, frames)
+    return decoded(_from_head, frames)
 
 
-def _decode(decoder: msgspec.msgpack.Decoder[M], frames: Sequence[Buffer]) -> M:
+def decoded(decoder: msgspec.msgpack.Decoder[M], frames: Sequence[Buffer]) -> M:
+    """The message of a header frame, if it is one."""
     if not frames:
         raise WireError("a message without frames.")
     if len(frames[0]) > Limits.HEADER_BYTES:

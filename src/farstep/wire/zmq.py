@@ -13,6 +13,7 @@ from typing import cast
 
 import zmq
 import zmq.utils.z85
+from zmq.utils.monitor import parse_monitor_message
 
 from farstep.core import Buffer, Received
 from farstep.errors import WireError
@@ -21,8 +22,12 @@ from farstep.wire.keys import KeyPair
 
 _ZAP = "inproc://zeromq.zap.01"
 _DOMAIN = b"farstep"
-MAIN, BEAT = b"main", b"beat"
-"""What the routing id of a worker's two connections ends in."""
+MAIN, BEAT, NODE = b"main", b"beat", b"node"
+"""What a routing id ends in: of a worker's two connections, and of a node's agent."""
+_LEASE_S = 10.0
+_PING, _SILENT = 0.1, 0.4
+"""Of a lease: how often a side is asked whether it is there, and how long it may take to answer. ZeroMQ's own threads
+ask and answer, so that a busy interpreter delays neither."""
 
 
 @dataclass
@@ -30,6 +35,7 @@ class Peer:
     """A worker the head issued a key to; `route` is known once it has spoken."""
 
     worker: int
+    """Below zero: not a worker, but the agents on nodes that were asked for together."""
     incarnation: int
     route: bytes = b""
 
@@ -37,17 +43,21 @@ class Peer:
 class Hub:
     """The head's side: listens, authenticates, and sorts messages by worker."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str | Sequence[str], lease_s: float = _LEASE_S) -> None:
         self.keys = KeyPair.fresh()
         self._peers: dict[bytes, Peer] = {}
         self._context = zmq.Context()
         try:
-            self.address = self._listen(address)
+            self.addresses = self._listen([address] if isinstance(address, str) else address, lease_s)
         except BaseException:
             self.close()  # a context with open sockets blocks whoever collects it
             raise
 
-    def _listen(self, address: str) -> str:
+    @property
+    def address(self) -> str:
+        return self.addresses[0]
+
+    def _listen(self, addresses: Sequence[str], lease_s: float) -> list[str]:
         self._zap = self._context.socket(zmq.REP)
         self._zap.bind(_ZAP)
         self._router = self._context.socket(zmq.ROUTER)
@@ -60,8 +70,14 @@ class Hub:
         self._router.handshake_ivl = 10_000
         self._router.sndhwm = 0
         self._router.router_mandatory = True
-        self._router.bind(address)
-        return bytes(cast(bytes, self._router.last_endpoint)).rstrip(b"\0").decode()
+        self._router.router_handover = True  # who comes back is let in, though its old connection seems to be there
+        _keep_asking(self._router, lease_s)
+        bound: list[str] = []
+        for address in addresses:  # all on one port: what a firewall lets through is easily said then
+            port = bound[0].rpartition(":")[2] if bound else "*"
+            self._router.bind(address.replace(":*", f":{port}"))
+            bound.append(bytes(cast(bytes, self._router.last_endpoint)).rstrip(b"\0").decode())
+        return bound
 
     def filenos(self) -> list[int]:
         return [int(self._router.fd), int(self._zap.fd)]
@@ -95,10 +111,14 @@ class Hub:
     def send(self, worker: int, frames: Sequence[Buffer]) -> bool:
         """Send, unless nobody is connected there: False. A worker's launcher or lease says that it has gone."""
         peer = next((p for p in self._peers.values() if p.worker == worker), None)
-        if peer is None or not peer.route:
+        return peer is not None and self.send_to(peer.route, frames)
+
+    def send_to(self, route: bytes, frames: Sequence[Buffer]) -> bool:
+        """The same by routing id."""
+        if not route:
             return False
         try:
-            self._router.send_multipart([peer.route, *frames], flags=zmq.DONTWAIT)
+            self._router.send_multipart([route, *frames], flags=zmq.DONTWAIT)
         except zmq.ZMQError:
             return False
         return True
@@ -119,21 +139,34 @@ class Hub:
         self._context.destroy(linger=linger_ms)
 
 
+def _keep_asking(socket: zmq.Socket[bytes], lease_s: float) -> None:
+    socket.heartbeat_ivl, socket.heartbeat_timeout = int(_PING * lease_s * 1000), int(_SILENT * lease_s * 1000)
+
+
 class DealerLink:
     """The worker's side of a `Hub`. Without room `send` waits, at most `send_s` if given (then `zmq.Again`)."""
 
     def __init__(
-        self, address: str, server_key: bytes, pair: KeyPair, role: bytes, send_s: float | None = None
+        self,
+        address: str,
+        server_key: bytes,
+        pair: KeyPair,
+        role: bytes,
+        send_s: float | None = None,
+        route: bytes | None = None,
+        lease_s: float = _LEASE_S,
     ) -> None:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
-        self._socket.routing_id = pair.public[:16] + role
+        self._socket.routing_id = route or pair.public[:16] + role
         self._socket.curve_serverkey = server_key
         self._socket.curve_publickey, self._socket.curve_secretkey = pair.public, pair.secret
         self._socket.maxmsgsize = Limits.MESSAGE_BYTES
         self._socket.linger = 2000
         self._socket.sndtimeo = -1 if send_s is None else int(send_s * 1000)
-        self._socket.heartbeat_ivl, self._socket.heartbeat_timeout = 2000, 10_000
+        _keep_asking(self._socket, lease_s)
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        self._connected, self._changed = False, time.monotonic()
         self._socket.connect(address)
 
     def fileno(self) -> int:
@@ -153,6 +186,26 @@ class DealerLink:
             if deadline is not None and time.monotonic() >= deadline:
                 return None
 
+    def wait(self, fds: Sequence[int], timeout_s: float) -> None:
+        """Until something arrived here or on one of these descriptors."""
+        poller = zmq.Poller()
+        for readable in (self._socket, *fds):
+            poller.register(readable, zmq.POLLIN)
+        poller.poll(int(timeout_s * 1000))
+
+    def is_connected(self) -> bool:
+        """Whether the head, and nobody else, is at the other end; known to ZeroMQ's threads, however busy we are."""
+        while self._monitor.poll(0):
+            self._connected = parse_monitor_message(self._monitor.recv_multipart())["event"] != zmq.EVENT_DISCONNECTED
+            self._changed = time.monotonic()
+        return self._connected
+
+    def silent_s(self) -> float:
+        """How long the head has not been there."""
+        return 0.0 if self.is_connected() else time.monotonic() - self._changed
+
     def close(self) -> None:
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
         self._socket.close()
         self._context.term()

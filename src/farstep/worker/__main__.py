@@ -9,14 +9,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fcntl
-import json
 import os
 import select
 import signal
-import stat
 import sys
 from pathlib import Path
 from typing import Any
+
+from farstep.worker.bootstrap import read_bootstrap
 
 _F_SETSIG = 10
 
@@ -29,23 +29,12 @@ def main() -> None:
     arguments = parser.parse_args()
     if os.getpgrp() != os.getpid():
         os.setpgid(0, 0)  # our group is what we kill at the end: nobody else may be in it
-    bootstrap = _read(arguments.bootstrap_fd, arguments.bootstrap)
+    bootstrap = read_bootstrap(arguments.bootstrap_fd, arguments.bootstrap)
     if "death_fd" in bootstrap:
         _die_with_the_head(bootstrap["death_fd"])
     _limit_threads(int(bootstrap["threads"]))
     sys.path[:] = list(dict.fromkeys(bootstrap.get("path", []) + sys.path))
     _run(bootstrap)
-
-
-def _read(fd: int | None, path: Path | None) -> dict[str, Any]:
-    if path is not None:
-        mode = stat.S_IMODE(path.stat().st_mode)
-        if mode & 0o077:
-            sys.exit(f"{path} holds keys but has mode {mode:o}; it must be 600.")
-        return dict(json.loads(path.read_bytes()))
-    assert fd is not None
-    with os.fdopen(fd, "rb") as file:
-        return dict(json.loads(file.read()))
 
 
 def _die_with_the_head(fd: int) -> None:
@@ -72,6 +61,8 @@ def _run(bootstrap: dict[str, Any]) -> None:
     import logging
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the head's to handle
+    if bootstrap.get("under_agent"):
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # an engine may tell all of a node's processes; its agent acts
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR2, all_threads=True, chain=False)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")

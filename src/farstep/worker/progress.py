@@ -16,7 +16,7 @@ BEAT_S = 1.0
 
 
 class Phase(IntEnum):
-    """What a worker is doing; each but IDLE has a limit in `Timeouts`."""
+    """What a worker is doing; each but QUEUED has a limit in `Timeouts`."""
 
     IDLE = 0
     CONNECT = 1
@@ -26,6 +26,8 @@ class Phase(IntEnum):
     ACT = 5
     LOAD = 6
     CLOSE = 7
+    QUEUED = 8
+    """There is no node for it yet; how long that may take is the launcher's to say."""
 
     @property
     def label(self) -> str:

@@ -1,0 +1,55 @@
+"""What an engine (SLURM, Ray, Kubernetes, ssh) does for farstep: start an agent on each of some nodes, and end it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True)
+class Standing:
+    """How it is with nodes that were asked for together."""
+
+    text: str
+    """In a few words, e.g. `SLURM job 12 is PENDING (Resources)`."""
+    nodes: int
+    """How many of them have an agent, or will have one without being asked for again."""
+
+
+class Group(Protocol):
+    """Nodes that were asked for together: a job, a deployment, some sessions."""
+
+    def standing(self) -> Standing:
+        """May take a while: asked in a thread of its own."""
+        ...
+
+    def logs(self) -> str:
+        """Where they are, and the end of each."""
+        ...
+
+    def cancel(self) -> None:
+        """Nothing of it is left, or will be soon; not an error if it is over."""
+        ...
+
+
+class Engine(Protocol):
+    """How agents get to nodes."""
+
+    grace_s: float
+    """How long a node that is taken back has to hand over what it has."""
+
+    def listen_on(self) -> Sequence[str]:
+        """The addresses of this machine that nodes may reach, best first."""
+        ...
+
+    def ask(self, nodes: int, bootstrap: bytes) -> Group:
+        """Ask for agents on so many nodes, each started with `bootstrap`; does not wait for them.
+
+        Raises `LaunchError` with one sentence that says what to install or start if the engine cannot be used.
+        """
+        ...
+
+    def close(self) -> None:
+        """Free what outlives the groups."""
+        ...

@@ -1,0 +1,228 @@
+"""`python -m farstep.launch.node_agent`: what every cluster engine starts, once on each node.
+
+It connects to the head, which is the only one that listens, and starts the workers that the head asks for. Workers end
+with their agent, through a pipe; an agent ends when it has not reached the head for a lease. No code of a user runs in
+it, so nothing keeps it from noticing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from farstep.config import usable_cpus
+from farstep.errors import FarstepError
+from farstep.launch.process import ProcessStarter, WorkerProcess
+from farstep.wire import node_messages as n
+from farstep.wire.keys import KeyPair
+from farstep.wire.versions import versions
+from farstep.wire.zmq import NODE, DealerLink
+from farstep.worker.bootstrap import read_bootstrap
+
+log = logging.getLogger("farstep.node")
+_OUTPUT_BYTES = 64 * 1024
+"""Of one worker's output, at most so much is sent at a time; what it prints beyond that, only its end."""
+
+
+class Unreachable(FarstepError):
+    """The head does not answer, or not any more."""
+
+
+@dataclass
+class _Child:
+    """A worker that runs here."""
+
+    process: WorkerProcess
+    printed: bytearray = field(default_factory=bytearray)
+
+    def read(self) -> None:
+        self.printed += self.process.read_output() or b""
+        del self.printed[:-_OUTPUT_BYTES]
+
+
+class NodeAgent:
+    """Starts and ends workers of one run on this node, as the head says."""
+
+    def __init__(self, bootstrap: Mapping[str, Any], place: str) -> None:
+        self._bootstrap, self._place = bootstrap, place
+        self._node = os.urandom(8).hex()
+        self._children: dict[tuple[int, int], _Child] = {}
+        self._starter = ProcessStarter(1)
+        self._begun: set[tuple[int, int]] = set()
+        """Workers that were ever started: an order may come twice."""
+        self._running, self._known = True, False
+        self._leave_at: float | None = None
+        self._told = ""
+        self._status = 0
+
+    def run(self) -> int:
+        """Until the head says so, or is gone; the status to exit with."""
+        hello = self._hello()
+        link, self._address = self._connect()
+        next_beat = 0.0
+        try:
+            while self._running:
+                link.wait([fd for child in self._children.values() for fd in _fds(child)], n.BEAT_S / 4)
+                while (received := link.receive(0.0)) is not None:
+                    self._handle(link, n.decode_to_node(received.frames))
+                self._look_after(link)
+                if self._told:
+                    link.send([n.encode(n.Leaving(self._node, self._told, self._grace_s))])
+                    self._told, self._leave_at = "", time.monotonic() + self._grace_s
+                if time.monotonic() >= next_beat:
+                    next_beat = time.monotonic() + n.BEAT_S
+                    link.send([n.encode(n.NodeBeat(self._node, list(self._children)) if self._known else hello)])
+                if self._leave_at is not None and time.monotonic() > self._leave_at:
+                    log.warning("the head did not let this node go within %g s", self._grace_s)
+                    break
+                if link.silent_s() > self._lease_s / 2:  # the other half may have passed before it was noticed
+                    raise Unreachable(f"the head at {self._address} is gone")
+        finally:
+            self._end_children(link)
+            link.close()
+            self._starter.close()
+        return self._status
+
+    @property
+    def _lease_s(self) -> float:
+        return float(self._bootstrap["lease_s"])
+
+    @property
+    def _grace_s(self) -> float:
+        return float(self._bootstrap["grace_s"])
+
+    def told_to_go(self, number: int, frame: FrameType | None) -> None:
+        """The engine wants the node back."""
+        self._told = self._told or signal.Signals(number).name
+
+    # ---- the head ----
+
+    def _connect(self) -> tuple[DealerLink, str]:
+        """The first of the head's addresses that answers, which only the real head can."""
+        bootstrap = self._bootstrap
+        pair = KeyPair(bootstrap["public"].encode(), bootstrap["secret"].encode())
+        with contextlib.ExitStack() as others:
+            links: dict[str, DealerLink] = {}
+            for address in bootstrap["addresses"]:
+                links[address] = DealerLink(
+                    address,
+                    bootstrap["server_key"].encode(),
+                    pair,
+                    NODE,
+                    route=self._node.encode() + NODE,
+                    lease_s=self._lease_s,
+                )
+                others.callback(links[address].close)
+            for address, link in self._knocked(links):
+                others.pop_all()
+                for other in links.values():
+                    if other is not link:
+                        other.close()
+                return link, address
+        tried = ", ".join(bootstrap["addresses"])
+        raise Unreachable(
+            f"the head answers at none of {tried} (tried from {socket.gethostname()}, {bootstrap['connect_s']:g} s). "
+            "Is it still running, may nodes connect there? `farstep doctor` looks; `head_address` sets another."
+        )
+
+    def _knocked(self, links: Mapping[str, DealerLink]) -> Iterator[tuple[str, DealerLink]]:
+        deadline = time.monotonic() + float(self._bootstrap["connect_s"])
+        while time.monotonic() < deadline and not self._told:
+            for address, link in links.items():
+                if link.is_connected():
+                    yield address, link
+            time.sleep(0.05)
+
+    def _hello(self) -> n.NodeHello:
+        who = (socket.gethostname(), os.getpid(), usable_cpus(), versions())
+        return n.NodeHello(self._node, self._bootstrap["run"], *who, self._place)
+
+    def _handle(self, link: DealerLink, message: n.ToNode) -> None:
+        self._known = True
+        match message:
+            case n.StartWorker():
+                self._start(link, message)
+            case n.KillWorker():
+                if (child := self._children.get((message.worker, message.incarnation))) is not None:
+                    child.process.kill()
+            case n.DumpStacks():
+                if (child := self._children.get((message.worker, message.incarnation))) is not None:
+                    child.process.dump_stacks()
+            case n.Leave():
+                log.info("leaving: %s", message.reason)
+                self._running = False
+            case n.NodeBeat():
+                pass
+
+    # ---- workers ----
+
+    def _start(self, link: DealerLink, order: n.StartWorker) -> None:
+        if (order.worker, order.incarnation) in self._begun:
+            return
+        self._begun.add((order.worker, order.incarnation))
+        contents = {**json.loads(order.bootstrap), "address": self._address, "under_agent": True}
+        try:
+            process = self._starter.start(contents, environment=contents.pop("environment", {}))
+        except OSError as error:
+            link.send([n.encode(n.WorkerEnded(self._node, order.worker, order.incarnation, 127, str(error)))])
+            return
+        self._children[order.worker, order.incarnation] = _Child(process)
+
+    def _look_after(self, link: DealerLink) -> None:
+        """Pass on what workers printed, and who ended."""
+        for (worker, incarnation), child in list(self._children.items()):
+            child.read()
+            ended = child.process.poll()
+            if ended is not None:
+                child.read()
+            if child.printed:
+                link.send([n.encode(n.Printed(self._node, worker, incarnation, bytes(child.printed)))])
+                child.printed.clear()
+            if ended is not None:
+                link.send([n.encode(n.WorkerEnded(self._node, worker, incarnation, ended.status, ended.note))])
+                child.process.close()
+                del self._children[worker, incarnation]
+
+    def _end_children(self, link: DealerLink) -> None:
+        for child in self._children.values():
+            child.process.kill()
+        deadline = time.monotonic() + 5.0
+        while self._children and time.monotonic() < deadline:
+            self._look_after(link)
+            time.sleep(0.01)
+
+
+def _fds(child: _Child) -> tuple[int, int]:
+    return child.process.exit_fd, child.process.output_fd
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m farstep.launch.node_agent", description=__doc__)
+    parser.add_argument("--bootstrap", type=Path, help="file of mode 0600 to read the bootstrap from; else from stdin")
+    parser.add_argument("--place", default="", help="what the engine calls this node, for messages")
+    arguments = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the head's to handle
+    bootstrap = read_bootstrap(None if arguments.bootstrap else sys.stdin.fileno(), arguments.bootstrap)
+    agent = NodeAgent(bootstrap, arguments.place)
+    signal.signal(signal.SIGTERM, agent.told_to_go)
+    try:
+        sys.exit(agent.run())
+    except Unreachable as error:
+        sys.exit(f"farstep: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""What the head and the agent on a node say to each other.
+
+    agent  NodeHello ───────────────►          head  StartWorker, KillWorker, DumpStacks, ... Leave
+           Printed, WorkerEnded, ... ►
+           NodeBeat, once a second ──►               NodeBeat, once a second
+
+An agent that is told to go by its engine (SIGTERM) says `Leaving` and goes when it is told `Leave`, or when its time
+is up. Every message of an agent has its name, which it made up itself: all agents of a job share a key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from farstep.core import Buffer
+from farstep.wire.messages import Count, decoded
+
+BEAT_S = 1.0
+
+
+class NodeHello(msgspec.Struct, tag="node-hello"):
+    """An agent is there and can start workers."""
+
+    node: str
+    run: str
+    host: str
+    pid: int
+    cpus: int
+    versions: dict[str, str]
+    place: str = ""
+    """What the engine calls it: a job and its task, a pod."""
+
+
+class NodeBeat(msgspec.Struct, tag="node-beat"):
+    """Still there, with these workers (number and incarnation): said again and again, as anything may get lost."""
+
+    node: str
+    workers: list[tuple[int, int]] = []
+
+
+class Leaving(msgspec.Struct, tag="leaving"):
+    """The engine takes the node back; what its workers have is to be fetched within `grace_s`."""
+
+    node: str
+    reason: str
+    grace_s: float
+
+
+class Printed(msgspec.Struct, tag="printed"):
+    """What a worker wrote to its output."""
+
+    node: str
+    worker: Count
+    incarnation: Count
+    data: bytes
+
+
+class WorkerEnded(msgspec.Struct, tag="worker-ended"):
+    """A worker's process is over."""
+
+    node: str
+    worker: Count
+    incarnation: Count
+    status: int
+    note: str
+
+
+class StartWorker(msgspec.Struct, tag="start-worker"):
+    """Start a process with this bootstrap, as JSON."""
+
+    worker: int
+    incarnation: int
+    bootstrap: bytes
+
+
+class KillWorker(msgspec.Struct, tag="kill-worker"):
+    worker: int
+    incarnation: int
+
+
+class DumpStacks(msgspec.Struct, tag="dump-stacks"):
+    worker: int
+    incarnation: int
+
+
+class Leave(msgspec.Struct, tag="leave"):
+    """End all workers and yourself."""
+
+    reason: str
+
+
+FromNode = NodeHello | NodeBeat | Leaving | Printed | WorkerEnded
+ToNode = StartWorker | KillWorker | DumpStacks | NodeBeat | Leave
+
+_from_node: msgspec.msgpack.Decoder[FromNode] = msgspec.msgpack.Decoder(FromNode)
+_to_node: msgspec.msgpack.Decoder[ToNode] = msgspec.msgpack.Decoder(ToNode)
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode(message: FromNode | ToNode) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode_from_node(frames: Sequence[Buffer]) -> FromNode:
+    return decoded(_from_node, frames)
+
+
+def decode_to_node(frames: Sequence[Buffer]) -> ToNode:
+    return decoded(_to_node, frames)
