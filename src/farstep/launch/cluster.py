@@ -74,7 +74,7 @@ class ClusterLauncher(Launcher):
         self._groups: dict[int, Watched] = {}
         self._ticked = self._enough_at = time.monotonic()
         self._next_beat = 0.0
-        self._hub = Hub([f"tcp://{address}:*" for address in engine.listen_on()], config.lease_s)
+        self._hub = Hub([f"tcp://{address}:*" for address in engine.listen_on()], config.lease_s, reliable=True)
 
     # ---- what the head calls ----
 
@@ -90,10 +90,12 @@ class ClusterLauncher(Launcher):
             "run": run,
             "envs": self._envs,
             "threads": self._config.cpus_per_worker,
+            "bulk_port": self._hub.bulk_port,
+            "encrypted": True,
             "server_key": self._hub.keys.public.decode(),
             "public": pair.public.decode(),
             "secret": pair.secret.decode(),
-            "environment": self._environment(worker % self._per_node),
+            "gpu": worker % self._per_node % self._config.gpus_per_node if self._config.gpus_per_node else None,
         }
         handle = RemoteWorker(self, worker, incarnation, json.dumps(bootstrap).encode(), words)
         node = self._blocks[worker // self._per_node]
@@ -103,11 +105,6 @@ class ClusterLauncher(Launcher):
         else:
             self._place(handle, node)
         return Started(handle, HubLink(self._hub, worker), words, node.host if node else "?")
-
-    def _environment(self, rank: int) -> dict[str, str]:
-        """Which of its node's GPUs a worker sees: set, before anything of CUDA starts, by the agent."""
-        gpus = self._config.gpus_per_node
-        return {"FARSTEP_GPU": str(rank % gpus)} if gpus else {}
 
     def filenos(self) -> Sequence[int]:
         return self._hub.filenos()
@@ -136,6 +133,7 @@ class ClusterLauncher(Launcher):
                 self._lose(node, f"is lost: {standing.text}")
         if now >= self._next_beat:
             self._next_beat = now + n.BEAT_S
+            self._hub.service()
             for node in self._nodes.values():
                 self._hub.send_to(node.route, [n.encode(n.NodeBeat(node.name))])
         self._look_at_groups()
@@ -200,7 +198,7 @@ class ClusterLauncher(Launcher):
     def _look_at_groups(self) -> None:
         """Nodes that are over are asked for again, unless none of their group ever came: then something is wrong."""
         there = sum(node is not None for node in self._blocks)
-        expected = sum(watched.standing.nodes for watched in self._groups.values())
+        expected = sum(max(0, watched.standing.nodes - watched.lost) for watched in self._groups.values())
         missing = self._wanted - max(expected, there)
         now = time.monotonic()
         if not self._groups or missing <= 0 or now < self._ask_at:
@@ -264,7 +262,7 @@ class ClusterLauncher(Launcher):
             return
         node = Node(hello.node, group, hello.host, hello.pid, hello.place, time.monotonic(), free)
         self._nodes[node.name] = self._blocks[free] = node
-        self._groups[group].served = True
+        self._groups[group].welcomed()
         self._hub.send_to(route, [n.encode(n.NodeBeat(node.name))])
         log.info("%s is there, with %d cores", node, hello.cpus)
         self._settle()
@@ -307,6 +305,8 @@ class ClusterLauncher(Launcher):
         log.warning("%s %s", node, why)
         del self._nodes[node.name]
         self._blocks[node.block] = None
+        if not self._engine.tells_lost:
+            self._groups[node.group].lost += 1
         for worker in node.workers.values():
             worker.end(Ended(1, f"its {node} {why}", blameless=True))
 
@@ -397,9 +397,15 @@ class Watched:
         self.standing = Standing("asked for", nodes)
         self.served = False
         """Whether an agent of it ever came."""
+        self.lost = 0
+        """Nodes of it that were lost, and have not come back."""
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True, name="farstep-engine")
         self._thread.start()
+
+    def welcomed(self) -> None:
+        """An agent of it came, perhaps again: SLURM starts a job that lost its nodes once more."""
+        self.served, self.lost = True, max(0, self.lost - 1)
 
     def _watch(self) -> None:
         while self.standing.nodes:

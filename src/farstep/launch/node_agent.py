@@ -174,7 +174,7 @@ class NodeAgent:
         self._begun.add((order.worker, order.incarnation))
         contents = {**json.loads(order.bootstrap), "address": self._address, "under_agent": True}
         try:
-            process = self._starter.start(contents, environment=contents.pop("environment", {}))
+            process = self._starter.start(contents, environment=_with_gpu(contents.get("gpu")))
         except OSError as error:
             link.send([n.encode(n.WorkerEnded(self._node, order.worker, order.incarnation, 127, str(error)))])
             return
@@ -204,6 +204,14 @@ class NodeAgent:
             time.sleep(0.01)
 
 
+def _with_gpu(rank: int | None) -> dict[str, str]:
+    """The one GPU that a worker is to see, by the name that it has here."""
+    if rank is None:
+        return {}
+    names = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    return {"CUDA_VISIBLE_DEVICES": names[rank % len(names)] if names else str(rank)}
+
+
 def _fds(child: _Child) -> tuple[int, int]:
     return child.process.exit_fd, child.process.output_fd
 
@@ -211,12 +219,12 @@ def _fds(child: _Child) -> tuple[int, int]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m farstep.launch.node_agent", description=__doc__)
     parser.add_argument("--bootstrap", type=Path, help="file of mode 0600 to read the bootstrap from; else from stdin")
-    parser.add_argument("--place", default="", help="what the engine calls this node, for messages")
+    parser.add_argument("--place", default="", help="what the engine calls this node ($VARIABLES are expanded)")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the head's to handle
     bootstrap = read_bootstrap(None if arguments.bootstrap else sys.stdin.fileno(), arguments.bootstrap)
-    agent = NodeAgent(bootstrap, arguments.place)
+    agent = NodeAgent(bootstrap, os.path.expandvars(arguments.place))
     signal.signal(signal.SIGTERM, agent.told_to_go)
     try:
         sys.exit(agent.run())
