@@ -93,11 +93,13 @@ class Engine:
         return process
 
 
-def require(package: str, *programs: str) -> None:
-    """Raises if a program is not there, and says which Debian package has it."""
-    for program in programs:
-        if shutil.which(program, path=system_path()["PATH"]) is None:
+def require(package: str, *programs: str) -> list[str]:
+    """Paths of programs; raises if one is not there, and says which Debian package has it."""
+    paths = [shutil.which(program, path=system_path()["PATH"]) for program in programs]
+    for program, path in zip(programs, paths, strict=True):
+        if path is None:
             raise EngineError(f"{program} is missing: apt-get install --no-install-recommends {package}")
+    return [path for path in paths if path is not None]
 
 
 def system_path() -> dict[str, str]:
