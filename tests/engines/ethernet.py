@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-from guarded import EngineError, Guarded, system_path
+from guarded import EngineError, Guarded, expect_line, system_path
 
 _TAP_SWITCH = Path(__file__).with_name("tap_switch.py")
 
@@ -40,7 +40,8 @@ class Bridge:
         self._cut: set[int] = set()
         self._pairs: set[tuple[int, int]] = set()
         self._losses: dict[int | None, float] = {}
-        self._here = new_namespaces("true", ["net"])[0]
+        self._here, uts = new_namespaces()
+        os.close(uts)
         mine = f"/proc/{os.getpid()}/fd"
         lines = ["link add bridge0 type bridge forward_delay 0 mcast_snooping 0", "link set bridge0 up"]
         for port, network in enumerate(networks):
@@ -60,8 +61,8 @@ class Bridge:
 
     def limit(self, port: int, mbit: float | None) -> None:
         for network, device in ((self._here, f"port{port}"), (self._networks[port], "eth0")):
-            verb = f"replace dev {device} root tbf rate {mbit}mbit burst 128kb latency 100ms"
-            in_network(network, ["tc", "-batch", "-"], [f"qdisc {verb if mbit else f'delete dev {device} root'}"])
+            bucket = f"tbf rate {mbit}mbit burst 128kb latency 100ms" if mbit else "noqueue"
+            in_network(network, ["tc", "-batch", "-"], [f"qdisc replace dev {device} root {bucket}"])
 
     def lose(self, port: int | None, fraction: float) -> None:
         self._losses[port] = fraction
@@ -92,7 +93,7 @@ class TapSwitch:
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         self._process = Guarded(command, pass_fds=networks, text=True, bufsize=1, **pipes)
         try:
-            self._answers("up")
+            expect_line(self._process, "up", "the switch")
         except BaseException:
             self.close()
             raise
@@ -114,23 +115,16 @@ class TapSwitch:
 
     def _tell(self, *words: object) -> None:
         self._process.stdin.write(" ".join(map(str, words)) + "\n")
-        self._answers("ok")
-
-    def _answers(self, answer: str) -> None:
-        if (line := self._process.stdout.readline().strip()) != answer:
-            self._process.terminate()
-            raise EngineError(f"the switch said {line!r} instead of {answer!r}: {self._process.stderr.read()}")
+        expect_line(self._process, "ok", "the switch")
 
 
-def new_namespaces(setup: str, kinds: Sequence[str]) -> list[int]:
-    """Descriptors of new namespaces, in which `setup`, a line of shell, was run; closing them ends the namespaces."""
-    words = {"net": "--net", "uts": "--uts", "mnt": "--mount"}
-    command = ["unshare", *(words[kind] for kind in kinds), "sh", "-ec", f"{setup}; echo made; read end"]
+def new_namespaces(host: str = "switch") -> list[int]:
+    """Descriptors of a new network and a new host name; closing them ends the namespaces."""
+    command = ["unshare", "--net", "--uts", "sh", "-ec", f"hostname {host}; echo made; read end"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(command, text=True, env=system_path(), **pipes) as maker:
-        if maker.stdout.readline() != "made\n":
-            raise EngineError(f"no namespaces: {maker.stderr.read()}")
-        found = [os.open(f"/proc/{maker.pid}/ns/{kind}", os.O_RDONLY) for kind in kinds]
+        expect_line(maker, "made", "unshare")
+        found = [os.open(f"/proc/{maker.pid}/ns/{kind}", os.O_RDONLY) for kind in ("net", "uts")]
         maker.stdin.write("\n")
     return found
 

@@ -1,9 +1,10 @@
 """Runs one program and lets nothing of it outlive it: `python guard.py CONTROL NAMESPACES COMMAND...`.
 
 CONTROL is the reading end of a pipe. A byte in it is a signal for the program (SIGKILL, SIGSTOP and SIGCONT: for all
-that it started, daemons too); its end, when whoever holds the other end dies, is SIGKILL. NAMESPACES is "-", or the
-descriptors of a host's network, host name and mount namespaces, joined by commas: the program then has process
-numbers of its own. The guard ends as the program did. Needs nothing but Python, so that `python -I -S` starts it fast.
+that it started, daemons too); its end, when whoever holds the other end dies, is SIGKILL. NAMESPACES is "-", or
+descriptors joined by commas: of a network and a host name for the first program of a host, which gets mounts and
+process numbers of its own and with which all others end; of network, host name, mounts and process numbers for the
+others. The guard ends as the program did. It needs nothing but Python, so that `python -I -S` starts it fast.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import sys
 from pathlib import Path
 
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWPID, CLONE_NEWNET = 0x20000, 0x4000000, 0x20000000, 0x40000000
+KINDS = (CLONE_NEWNET, CLONE_NEWUTS, CLONE_NEWNS, CLONE_NEWPID)
 MS_REC, MS_PRIVATE = 0x4000, 0x40000
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 1, 4, 36
 FOR_ALL = {signal.SIGKILL, signal.SIGSTOP, signal.SIGCONT}
@@ -34,38 +36,49 @@ def main(control: int, namespaces: str, command: list[str]) -> None:
         signal.signal(number, signal.SIG_IGN)
     os.set_inheritable(control, False)
     if namespaces == "-":
-        call("prctl", PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         end_like(guard(control, command))
     here = Path.cwd()
-    for descriptor, kind in zip(namespaces.split(","), (CLONE_NEWNET, CLONE_NEWUTS, CLONE_NEWNS), strict=True):
-        call("setns", int(descriptor), kind)
-        os.close(int(descriptor))
-    os.chdir(here)
-    call("unshare", CLONE_NEWPID | CLONE_NEWNS)
+    descriptors = [int(word) for word in namespaces.split(",")]
+    for descriptor, kind in zip(descriptors, KINDS, strict=False):
+        call("setns", descriptor, kind)
+        os.close(descriptor)
+    os.chdir(here)  # new mounts begin at /
+    is_first = len(descriptors) < len(KINDS)
+    if is_first:
+        call("unshare", CLONE_NEWPID | CLONE_NEWNS)
     reading, writing = os.pipe()
-    first = os.fork()
-    if first:
+    try:
+        child = os.fork()  # process numbers are new for children only
+    except OSError:
+        end_like(signal.SIGKILL)  # the host crashed meanwhile
+    if child:
         os.close(writing)
         os.close(control)
-        os.waitpid(first, 0)
+        os.waitpid(child, 0)
         end_like(int(os.read(reading, 16) or signal.SIGKILL))
     call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     os.close(reading)
-    call("mount", b"none", b"/", None, MS_REC | MS_PRIVATE, None)
-    call("mount", b"proc", b"/proc", b"proc", 0, None)
+    if is_first:
+        call("mount", b"none", b"/", None, MS_REC | MS_PRIVATE, None)
+        call("mount", b"proc", b"/proc", b"proc", 0, None)
     os.write(writing, str(guard(control, command)).encode())
     os._exit(0)
 
 
 def guard(control: int, command: list[str]) -> int:
     """Runs `command` to its end, and ends all that it left; returns its status as `waitpid` does."""
+    call("prctl", PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    begun, runs = os.pipe()  # closed when the program has begun: until then a signal would be lost
     program = os.fork()
     if not program:
         run(command)
+    os.close(runs)
+    os.read(begun, 1)
+    os.close(begun)
     poller = select.poll()
     poller.register(control, select.POLLIN)
     poller.register(woken, select.POLLIN)

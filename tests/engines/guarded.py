@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import select
 import shutil
 import socket
 import subprocess
@@ -123,6 +124,16 @@ def wait_until(
             why = f"a process ended with {ended[0]}" if ended else f"not after {timeout_s:g} s"
             raise EngineError(f"waited for {what}: {why}{''.join(map(tail, logs))}")
         time.sleep(pause_s)
+
+
+def expect_line(process: subprocess.Popen[str], wanted: str, what: str, timeout_s: float = 20.0) -> None:
+    """Waits for a process to write a line; raises if it is another one, or takes too long."""
+    assert process.stdout is not None and process.stderr is not None
+    ready, _, _ = select.select([process.stdout], [], [], timeout_s)
+    line = process.stdout.readline().strip() if ready else ""
+    if line != wanted:
+        process.kill()
+        raise EngineError(f"{what} said {line!r} instead of {wanted!r}: {process.stderr.read()}")
 
 
 def tail(log: Path) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ethernet import Bridge, Switch, TapSwitch, in_network, new_namespaces
-from guarded import Engine, EngineError, Guarded, require
+from guarded import Engine, EngineError, Guarded, expect_line, require
 
 
 class Network(Engine):
@@ -38,8 +38,10 @@ class Network(Engine):
             raise ValueError(f"hosts need between 1 and 200 different names, got {list(hosts)}")
         self.hosts = list(hosts)
         self._delay_ms, self._loss, self._rate_mbit, self._debian_hosts = delay_ms, loss, rate_mbit, debian_hosts
-        self._namespaces: dict[str, list[int]] = {}
-        self._processes: dict[str, list[Guarded]] = {host: [] for host in hosts}
+        self._links: dict[str, list[int]] = {}
+        """Descriptors of a host's network and host name, which outlive a crash."""
+        self._machines: dict[str, Guarded] = {}
+        """The first program of each host, with which all others end."""
 
     def _start(self) -> None:
         require("iproute2", "ip", "tc")
@@ -48,8 +50,10 @@ class Network(Engine):
         if os.geteuid() != 0:
             raise EngineError("network namespaces are made by root only")
         for host in self.hosts:
-            self._namespaces[host] = self._make_host(host)
-        networks = [self._namespaces[host][0] for host in self.hosts]
+            self._links[host] = new_namespaces(host)
+            for descriptor in self._links[host]:
+                self._stack.callback(os.close, descriptor)
+        networks = [self._links[host][0] for host in self.hosts]
         self._switch: Switch = TapSwitch(networks, self._delay_ms) if self._delay_ms else Bridge(networks)
         self._stack.callback(self._switch.close)
         for host, network in zip(self.hosts, networks, strict=True):
@@ -57,33 +61,25 @@ class Network(Engine):
             in_network(network, ["ip", "-batch", "-"], lines)
             if self._rate_mbit:
                 self.limit(host, self._rate_mbit)
+            self._boot(host)
         if self._loss:
             self._switch.lose(None, self._loss)
-
-    def _make_host(self, host: str) -> list[int]:
-        """Its network, host name and mounts."""
-        lines = ["127.0.0.1 localhost", "::1 localhost"]
-        for other in self.hosts:
-            address = "127.0.1.1" if other == host and self._debian_hosts else self.address(other)
-            lines.append(f"{address} {other}")
-        names = self.folder / f"{host}.hosts"
-        names.write_text("\n".join(lines) + "\n")
-        setup = f"hostname {host}; mount --bind {names} /etc/hosts; mount -t tmpfs -o mode=1777 tmpfs /dev/shm"
-        namespaces = new_namespaces(setup, ["net", "uts", "mnt"])
-        for namespace in namespaces:
-            self._stack.callback(os.close, namespace)
-        return namespaces
 
     def address(self, host: str) -> str:
         """The host's only address but for loopback."""
         return f"10.77.0.{self._port(host) + 1}"
 
     def popen(self, host: str, command: Sequence[str | Path], **options: Any) -> Guarded:
-        """Starts a program on a host, with process numbers of its own; killing it kills all that it started there."""
+        """Starts a program on a host; killing it kills all that it started. It ends with the network."""
         self._port(host)  # or it is unknown
-        process = self._guarded(Guarded(command, self._namespaces[host], **options))
-        self._processes[host].append(process)
-        return process
+        machine = self._machines[host].pid
+        paths = [f"/proc/{machine}/ns/{kind}" for kind in ("mnt", "pid_for_children")]
+        inside = [os.open(path, os.O_RDONLY) for path in paths]
+        try:
+            return self._guarded(Guarded(command, [*self._links[host], *inside], **options))
+        finally:
+            for descriptor in inside:
+                os.close(descriptor)
 
     def run(self, host: str, command: Sequence[str | Path], timeout_s: float = 30.0, **options: Any) -> str:
         """What a program on a host writes to stdout, when it has ended well."""
@@ -97,9 +93,9 @@ class Network(Engine):
         return str(output)
 
     def crash(self, host: str) -> None:
-        """Kills all that runs on a host."""
-        while self._processes[host]:
-            self._processes[host].pop().end()
+        """As if its power failed for a moment: all that runs on a host is gone, and so is its shared memory."""
+        self._machines.pop(host).end()
+        self._boot(host)
 
     def cut(self, host: str) -> None:
         """From now on nothing gets to a host or away from it, and nobody is told."""
@@ -127,3 +123,15 @@ class Network(Engine):
         if host not in self.hosts:
             raise EngineError(f"no host {host!r} in this network; there are {', '.join(self.hosts)}")
         return self.hosts.index(host)
+
+    def _boot(self, host: str) -> None:
+        """Starts the first program of a host."""
+        names = self.folder / f"{host}.hosts"
+        mine = {host: "127.0.1.1"} if self._debian_hosts else {}
+        lines = ["127.0.0.1 localhost", "::1 localhost"]
+        lines += [f"{mine.get(other) or self.address(other)} {other}" for other in self.hosts]
+        names.write_text("\n".join(lines) + "\n")
+        setup = f"mount --bind {names} /etc/hosts; mount -t tmpfs -o mode=1777 tmpfs /dev/shm; echo up; exec sleep inf"
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        self._machines[host] = self._guarded(Guarded(["sh", "-ec", setup], self._links[host], **pipes))
+        expect_line(self._machines[host], "up", host)

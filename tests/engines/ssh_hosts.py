@@ -59,7 +59,7 @@ class SshServer(Engine):
             "MaxStartups 100\n"
             "UseDNS no\n"
         )
-        with log.open("ab") as output:
+        with log.open("wb") as output:
             command, options = [self._sshd, "-D", "-e", "-f", settings], {"stdout": output, "stderr": output}
             if self._network is None:
                 server = Guarded(command, **options)
