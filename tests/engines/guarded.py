@@ -24,6 +24,10 @@ class EngineError(RuntimeError):
     """An engine did not do what a test needs of it."""
 
 
+class EngineMissing(EngineError):
+    """This machine cannot run an engine, as it is."""
+
+
 class Guarded(subprocess.Popen[Any]):
     """A program that dies with this process and takes all that it started with it, daemons too.
 
@@ -99,8 +103,13 @@ def require(package: str, *programs: str) -> list[str]:
     paths = [shutil.which(program, path=system_path()["PATH"]) for program in programs]
     for program, path in zip(programs, paths, strict=True):
         if path is None:
-            raise EngineError(f"{program} is missing: apt-get install --no-install-recommends {package}")
+            raise EngineMissing(f"{program} is missing: apt-get install --no-install-recommends {package}")
     return [path for path in paths if path is not None]
+
+
+def require_root(what: str) -> None:
+    if os.geteuid() != 0:
+        raise EngineMissing(f"{what} need root")
 
 
 def system_path() -> dict[str, str]:

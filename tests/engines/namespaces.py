@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ethernet import Bridge, Switch, TapSwitch, in_network, new_namespaces
-from guarded import Engine, EngineError, Guarded, expect_line, require
+from guarded import Engine, EngineError, Guarded, expect_line, require, require_root
 
 
 class Network(Engine):
@@ -47,8 +47,7 @@ class Network(Engine):
         require("iproute2", "ip", "tc")
         require("nftables", "nft")
         require("util-linux", "unshare", "nsenter", "mount")
-        if os.geteuid() != 0:
-            raise EngineError("network namespaces are made by root only")
+        require_root("network namespaces")
         for host in self.hosts:
             self._links[host] = new_namespaces(host)
             for descriptor in self._links[host]:

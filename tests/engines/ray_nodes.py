@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from guarded import Engine, EngineError, Guarded, free_ports, wait_until
+from guarded import Engine, EngineMissing, Guarded, free_ports, wait_until
 from namespaces import Network
 
 _ENVIRONMENT = {
@@ -47,7 +47,7 @@ class RayCluster(Engine):
     def _start(self) -> None:
         has_ray = "import importlib.util, sys; sys.exit(importlib.util.find_spec('ray') is None)"
         if subprocess.run([self._python, "-c", has_ray]).returncode != 0:
-            raise EngineError(f"{self._python} has no Ray: {self._python} -m pip install 'ray[default]'")
+            raise EngineMissing(f"{self._python} has no Ray: {self._python} -m pip install 'ray[default]'")
         self._port = free_ports(1)[0]
         self.address = f"{self._ip(0)}:{self._port}"
         """For `ray.init`."""
@@ -80,7 +80,7 @@ class RayCluster(Engine):
             else:
                 process = self._network.popen(self._network.hosts[number], command, **options)
         self._running[number] = self._guarded(process)
-        wait_until(lambda: "Ray runtime started" in log.read_text(), f"Ray's node {number}", 60, [log], [process])
+        wait_until(lambda: "Ray runtime started" in log.read_text(), f"Ray's node {number}", 90, [log], [process])
 
     def kill_node(self, number: int) -> None:
         """As if its power failed: Ray's daemons of a node and all actors there are gone."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import secrets
+import stat
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from guarded import Engine, EngineError, Guarded, free_ports, require, system_path, tail, wait_until
+from guarded import Engine, EngineError, Guarded, free_ports, require, require_root, system_path, tail, wait_until
 from namespaces import Network
 
 _CONFIGURATION = """
@@ -27,7 +28,6 @@ SlurmdPidFile={folder}/run/slurmd.%n.pid
 SlurmdSpoolDir={folder}/spool/%n
 SlurmctldLogFile={folder}/log/slurmctld.log
 SlurmdLogFile={folder}/log/slurmd.%n.log
-SlurmctldDebug=debug
 # Nodes have the CPUs and the memory that are written here, not those of the machine.
 SlurmdParameters=config_overrides
 MailProg=/bin/true
@@ -72,9 +72,14 @@ class SlurmCluster(Engine):
     """One controller, and nodes of four CPUs and 2000 MB each, in a partition `main`; needs root.
 
     Nodes are n1, n2, ... on this machine. With `network` its first host is the controller and all others are nodes;
-    programs that talk to SLURM have to run on one of its hosts then. With `preemption` there is a
-    partition `urgent`, whose jobs take nodes away from jobs in `main`: those get SIGTERM, `grace_s` to end, and are
-    queued again. `settings` are further lines of slurm.conf, of which the last one of a name counts.
+    programs that talk to SLURM have to run on one of its hosts then. With `preemption` there is a partition `urgent`,
+    whose jobs take nodes away from jobs in `main`: the steps (srun) of those get SIGTERM at once, their scripts only
+    after `grace_s`, and what has not ended by then is queued again. Each node has as many `gpus`, which are none: jobs
+    just get their numbers. `settings` are further lines of slurm.conf.
+
+    A node that dies or is cut off is down, and its jobs are queued again, about five seconds after `node_timeout_s`;
+    they start six seconds later. One that is reached again is back after up to half a minute, one that
+    `start_node` started at once.
     """
 
     def __init__(
@@ -83,26 +88,30 @@ class SlurmCluster(Engine):
         *,
         preemption: bool = False,
         grace_s: int = 5,
+        gpus: int = 0,
         node_timeout_s: int = 3,
         network: Network | None = None,
         settings: Sequence[str] = (),
     ) -> None:
         self.nodes = [f"n{i + 1}" for i in range(nodes)] if network is None else network.hosts[1:]
         self.controller = "localhost" if network is None else network.hosts[0]
-        self._preemption, self._grace_s = preemption, grace_s
+        self._preemption, self._grace_s, self._gpus = preemption, grace_s, gpus
         self._node_timeout_s, self._network, self._settings = node_timeout_s, network, settings
         self._running: dict[str, Guarded] = {}
 
     def _start(self) -> None:
         require("munge", "munged")
         require("slurm-wlm", "slurmctld", "slurmd", "sbatch", "squeue", "scontrol", "sinfo")
-        if os.geteuid() != 0:
-            raise EngineError("SLURM's daemons need root here, to run jobs")
+        require_root("SLURM's daemons")
         self.folder.chmod(0o755)
         for name in ("munge", "state", "run", "log", *(f"spool/{node}" for node in self.nodes)):
             (self.folder / name).mkdir(parents=True, mode=0o755)
         (self.folder / "slurm.conf").write_text(self._configuration())
         (self.folder / "cgroup.conf").write_text(_CGROUPS)
+        gpus = [self.folder / f"gpu{number}" for number in range(self._gpus)]
+        for gpu in gpus:
+            os.mknod(gpu, stat.S_IFCHR | 0o666, os.makedev(1, 3))  # SLURM wants a device: /dev/null's will do
+        (self.folder / "gres.conf").write_text("".join(f"Name=gpu File={gpu}\n" for gpu in gpus))
         self.environment = {"SLURM_CONF": str(self.folder / "slurm.conf")}
         """What programs need in their environment to talk to this cluster."""
         self._start_munge()
@@ -164,12 +173,13 @@ class SlurmCluster(Engine):
                 controller_port=controller_port,
                 node_timeout_s=self._node_timeout_s,
             ),
+            "GresTypes=gpu",
             *self._settings,
         ]
         for node, port in zip(self.nodes, ports, strict=True):
             host = "localhost" if self._network is None else node
             place = f"NodeHostname={host} NodeAddr={self._address(node)} Port={port}"
-            lines.append(f"NodeName={node} {place} CPUs=4 RealMemory=2000 State=UNKNOWN")
+            lines.append(f"NodeName={node} {place} CPUs=4 RealMemory=2000 Gres=gpu:{self._gpus} State=UNKNOWN")
         partition = "Nodes=ALL MaxTime=INFINITE State=UP DefMemPerCPU=100"
         main = f"PartitionName=main {partition} Default=YES"
         if self._preemption:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from guarded import EngineError, Guarded, expect_line, require, wait_until
+from guarded import EngineError, EngineMissing, Guarded, expect_line, require, wait_until
 from namespaces import Network
 from ray_nodes import RayCluster
 from slurm_cluster import SlurmCluster
@@ -99,7 +99,7 @@ def test_daemons_do_not_outlive_the_program(tag, tmp_path, end):
 
 
 def test_a_missing_program_names_its_package():
-    with pytest.raises(EngineError, match="apt-get install --no-install-recommends good-package"):
+    with pytest.raises(EngineMissing, match="apt-get install --no-install-recommends good-package"):
         require("good-package", "sh", "no-such-program")
 
 
@@ -205,6 +205,14 @@ def test_slurm_runs_jobs_and_queues_them_again_when_a_node_dies(tmp_path):
         assert cluster.states()["n1"] == "down"
         cluster.resume("n1")
         wait_until(lambda: cluster.states()["n1"] == "idle", "the node's return")
+
+
+def test_jobs_get_the_numbers_of_gpus(tmp_path):
+    with SlurmCluster(nodes=1, gpus=2) as cluster:
+        out = tmp_path / "out"
+        submit(cluster, out, "--gpus-per-node=2", command="srun sh -c 'echo has $CUDA_VISIBLE_DEVICES.'")
+        wait_until(lambda: count(out, "has") == 1, "the job", logs=[out])
+        assert count(out, "has 0,1.") == 1
 
 
 def test_urgent_jobs_take_nodes_away_after_a_grace(tmp_path):
