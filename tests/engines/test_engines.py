@@ -84,6 +84,20 @@ def test_signals_are_for_the_program():
     process.end()
 
 
+def test_a_stopped_program_stops_with_all_that_it_started(tag):
+    def states() -> set[str]:
+        sleeping = [pid for pid, command in tagged(tag).items() if command.startswith("sleep")]
+        return {Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()[0] for pid in sleeping}
+
+    process = Guarded(["sh", "-c", "sleep 1000 & setsid sleep 1000"])
+    wait_until(lambda: len(tagged(tag)) == 4 and states() == {"S"}, "a guard, a shell and two that sleep")
+    process.send_signal(signal.SIGSTOP)
+    wait_until(lambda: states() == {"T"}, "both to stop")
+    process.send_signal(signal.SIGCONT)
+    wait_until(lambda: states() == {"S"}, "both to go on")
+    process.end()
+
+
 @pytest.mark.parametrize("end", ["kill", "end", "exit"])
 def test_daemons_do_not_outlive_the_program(tag, tmp_path, end):
     daemon = f"setsid sh -c 'sleep 1000 & touch {tmp_path}/there; wait' &"
@@ -205,6 +219,14 @@ def test_slurm_runs_jobs_and_queues_them_again_when_a_node_dies(tmp_path):
         assert cluster.states()["n1"] == "down"
         cluster.resume("n1")
         wait_until(lambda: cluster.states()["n1"] == "idle", "the node's return")
+
+
+def test_slurm_clusters_at_once_do_not_meet(tmp_path):
+    with SlurmCluster(nodes=1) as one, SlurmCluster(nodes=1) as other:
+        for name, cluster in ("one", one), ("other", other):
+            submit(cluster, tmp_path / name, command="srun sh -c 'echo of $SLURM_CONF'")
+            wait_until(lambda: count(tmp_path / name, f"of {cluster.folder}") == 1, "the job", logs=[tmp_path / name])
+            assert len(cluster.jobs()) == 1
 
 
 def test_jobs_get_the_numbers_of_gpus(tmp_path):
