@@ -35,15 +35,22 @@ def tagged(tag: str) -> dict[int, str]:
     return found
 
 
-def of_machine() -> dict[str, list[str]]:
-    """What engines must not change, besides what the leak check looks at."""
-    mounts = sorted(line.split()[1] for line in Path("/proc/self/mounts").read_text().splitlines())
-    named = sorted(path.name for path in Path("/run/netns").glob("*"))
-    return {
-        "interfaces": sorted(path.name for path in Path("/sys/class/net").iterdir()),
-        "mounts": mounts,
-        "namespaces": named,
-    }
+def left_on_machine() -> list[str]:
+    """Mounts and interfaces as engines make them, outside of their own hosts."""
+    mounts = [line for line in Path("/proc/self/mounts").read_text().splitlines() if "farstep-" in line]
+    names = [path.name for path in Path("/sys/class/net").iterdir()]
+    return mounts + [name for name in names if name.startswith(("bridge0", "port"))]
+
+
+def networks_in_use() -> set[str]:
+    """The network namespaces of all processes."""
+    found = set()
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            found.add(str((entry / "ns" / "net").readlink()))
+        except OSError:
+            continue  # it ended meanwhile
+    return found
 
 
 @pytest.fixture(autouse=True)
@@ -51,10 +58,9 @@ def tag(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """In the environment of all that a test starts, of which nothing may be left."""
     name = uuid.uuid4().hex
     monkeypatch.setenv(TAG, name)
-    before = of_machine()
     yield name
     assert tagged(name) == {}
-    assert of_machine() == before
+    assert left_on_machine() == []
 
 
 def probe(network: Network, host: str, what: str, target: str) -> str:
@@ -129,6 +135,17 @@ def test_hosts_have_a_name_an_address_and_shared_memory_of_their_own():
             network.cut("h3")
     with Network(["h1", "h2"], debian_hosts=True) as network:
         assert network.run("h1", look_up).split() == [network.address("h2"), "127.0.1.1"]
+
+
+@pytest.mark.parametrize("delay_ms", [0, 1], ids=["bridge", "switch"])
+def test_networks_end_with_their_block(delay_ms):
+    with pytest.raises(RuntimeError, match="deliberate"), Network(["h1", "h2"], delay_ms=delay_ms) as network:
+        named = {network.run(host, ["readlink", "/proc/self/ns/net"]).strip() for host in network.hosts}
+        network.popen("h1", ["sleep", "1000"])
+        assert named <= networks_in_use()
+        raise RuntimeError("deliberate")
+    assert not named & networks_in_use()
+    assert not any(str(path.readlink()) in named for path in Path("/proc/self/fd").iterdir() if path.is_symlink())
 
 
 def test_a_crash_takes_all_that_runs_on_a_host():
