@@ -36,6 +36,10 @@ _OUTPUT_BYTES = 64 * 1024
 """Of one worker's output, at most so much is sent at a time; what it prints beyond that, only its end."""
 
 
+TAKEN_BACK = 75
+"""The status of an agent that left because its engine said so (`EX_TEMPFAIL`: it would come again)."""
+
+
 class Unreachable(FarstepError):
     """The head does not answer, or not any more."""
 
@@ -78,9 +82,9 @@ class NodeAgent:
                 while (received := link.receive(0.0)) is not None:
                     self._handle(link, n.decode_to_node(received.frames))
                 self._look_after(link)
-                if self._told:
+                if self._told and self._leave_at is None:
                     link.send([n.encode(n.Leaving(self._node, self._told, self._grace_s))])
-                    self._told, self._leave_at = "", time.monotonic() + self._grace_s
+                    self._leave_at, self._status = time.monotonic() + self._grace_s, TAKEN_BACK
                 if time.monotonic() >= next_beat:
                     next_beat = time.monotonic() + n.BEAT_S
                     link.send([n.encode(n.NodeBeat(self._node, list(self._children)) if self._known else hello)])

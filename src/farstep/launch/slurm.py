@@ -20,13 +20,15 @@ from farstep.errors import LaunchError
 from farstep.launch.addresses import own_addresses
 from farstep.launch.engine import Standing
 from farstep.launch.guardian import Guardian
+from farstep.launch.node_agent import TAKEN_BACK
 from farstep.launch.sessions import Session, Sessions
 from farstep.launch_config import SlurmConfig
 
 _COMMAND_S = 60.0
-_ENDED = {"COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "BOOT_FAIL", "DEADLINE", "OUT_OF_MEMORY", ""}
+_ENDED = {"COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "BOOT_FAIL", "DEADLINE", "OUT_OF_MEMORY", "over"}
 _TAIL_LINES = 15
 _END_OF_INPUT = "FARSTEP-END"
+_STAY_S = 600
 REDACTED = "(keys of the run, made when it starts)"
 
 
@@ -41,11 +43,12 @@ class SlurmEngine:
         self._inside = "SLURM_JOB_ID" in os.environ
         self._guardian = Guardian()
         self._steps: list[Session] = []
+        self._asked = False
 
     def listen_on(self) -> Sequence[str]:
         return self._config.head_address or own_addresses()
 
-    def ask(self, nodes: int, bootstrap: bytes) -> Job | Sessions:
+    def ask(self, nodes: int, bootstrap: bytes) -> Jobs | Sessions:
         program = "srun" if self._inside else "sbatch"
         if shutil.which(program) is None:
             raise LaunchError(
@@ -56,17 +59,22 @@ class SlurmEngine:
             step = Session(step_command(self._config, self._per_node, nodes), f"{nodes} nodes", bootstrap, nodes)
             self._steps.append(step)
             return Sessions("srun", [step])
-        self._folder.mkdir(parents=True, exist_ok=True)
-        script = batch_script(self._config, self._per_node, nodes, bootstrap.decode())
-        answer = _run(["sbatch", "--parsable"], script)
-        if not (found := re.match(r"\s*(\d+)", answer)):
-            raise LaunchError(f"sbatch answered {answer.strip()!r} instead of the number of a job.")
-        self._guardian.promise(found[1], ["scancel", found[1]])
-        return Job(found[1], nodes, self._folder, self._guardian)
+        folder = Path(self._config.log_folder).absolute()
+        folder.mkdir(parents=True, exist_ok=True)
+        jobs = Jobs(folder, self._guardian)
+        try:
+            for size in self._sizes(nodes):
+                jobs.submit(batch_script(self._config, self._per_node, size, bootstrap.decode()), size)
+        except BaseException:
+            jobs.cancel()
+            raise
+        return jobs
 
-    @property
-    def _folder(self) -> Path:
-        return Path(self._config.log_folder).absolute()
+    def _sizes(self, nodes: int) -> list[int]:
+        """SLURM starts a job when all of its nodes are free: those that must be there together are one job, and others
+        a job each, which may come later and go earlier."""
+        first, self._asked = 0 if self._asked else self._config.fewest_nodes, True
+        return [*([first] if first else []), *[1] * (nodes - first)]
 
     def close(self) -> None:
         for step in self._steps:
@@ -94,9 +102,10 @@ def batch_script(config: SlurmConfig, workers_per_node: int, nodes: int, bootstr
     lines += ["#SBATCH --requeue", "#SBATCH --no-kill"]  # other nodes go on when one fails
     lines += [f"#SBATCH {extra}" for extra in config.slurm_extra]
     agent = " ".join(["srun", "--no-kill", "--kill-on-bad-exit=0", "--wait=0", "--label", *_agent(config)])
-    return "\n".join(
-        ["#!/bin/bash", *lines, "", *config.setup, f"{agent} <<'{_END_OF_INPUT}'", bootstrap, _END_OF_INPUT, ""]
-    )
+    # A job that ends by itself while it is preempted counts as completed and is not queued again.
+    stay = f"[ $? -ne {TAKEN_BACK} ] || sleep {_STAY_S}"
+    told = [f"{agent} <<'{_END_OF_INPUT}'", bootstrap, _END_OF_INPUT, stay, ""]
+    return "\n".join(["#!/bin/bash", *lines, "", *config.setup, *told])
 
 
 def step_command(config: SlurmConfig, workers_per_node: int, nodes: int) -> list[str]:
@@ -116,31 +125,46 @@ def _agent(config: SlurmConfig) -> list[str]:
     return [python, "-m", "farstep.launch.node_agent", "--place", "'SLURM job $SLURM_JOB_ID, node $SLURMD_NODENAME'"]
 
 
-class Job:
-    """A job that was submitted (see `engine.Group`)."""
+class Jobs:
+    """Jobs that were submitted together (see `engine.Group`)."""
 
-    def __init__(self, number: str, nodes: int, folder: Path, guardian: Guardian) -> None:
-        self._number, self._nodes, self._folder, self._guardian = number, nodes, folder, guardian
+    def __init__(self, folder: Path, guardian: Guardian) -> None:
+        self._folder, self._guardian = folder, guardian
+        self._sizes: dict[str, int] = {}
+
+    def submit(self, script: str, nodes: int) -> None:
+        answer = _run(["sbatch", "--parsable"], script)
+        if not (found := re.match(r"\s*(\d+)", answer)):
+            raise LaunchError(f"sbatch answered {answer.strip()!r} instead of the number of a job.")
+        self._sizes[found[1]] = nodes
+        self._guardian.promise(found[1], ["scancel", found[1]])
 
     def standing(self) -> Standing:
-        line = _run(["squeue", "--noheader", "--states=all", f"--jobs={self._number}", "--format=%T|%r|%D"], missing="")
-        state, reason, nodes = (line.strip().splitlines()[0] if line.strip() else "||").split("|")
-        if state in _ENDED:
-            how = f"is {state} ({reason})" if state else "is over"
-            return Standing(f"SLURM job {self._number} {how}", 0)
-        why = f" ({reason})" if reason not in ("", "None") else ""
-        return Standing(f"SLURM job {self._number} is {state}{why}", int(nodes or self._nodes))
+        asked = ["squeue", "--noheader", "--states=all", f"--jobs={','.join(self._sizes)}", "--format=%A|%T|%r"]
+        lines = [line.split("|") for line in _run(asked, missing="").splitlines() if line.count("|") == 2]
+        states = {number.strip(): (state, reason) for number, state, reason in lines}
+        parts, nodes = [], 0
+        for number, size in self._sizes.items():
+            state, reason = states.get(number, ("over", ""))
+            parts.append(f"SLURM job {number} is {state}{'' if reason in ('', 'None') else f' ({reason})'}")
+            nodes += 0 if state in _ENDED else size
+        return Standing("; ".join(parts), nodes)
 
     def logs(self) -> str:
-        path = self._folder / f"{self._number}.log"
+        return "\n".join(map(self._log, self._sizes))
+
+    def _log(self, number: str) -> str:
+        path = self._folder / f"{number}.log"
         if not path.exists():
             return f"{path} is not there (yet, or not on this machine: log_folder must be on a file system of both)."
         lines = path.read_text(errors="replace").splitlines()
         return "\n".join([f"The end of {path}:", *lines[-_TAIL_LINES:]])
 
     def cancel(self) -> None:
-        _run(["scancel", self._number], missing="")
-        self._guardian.release(self._number)
+        if self._sizes:
+            _run(["scancel", *self._sizes], missing="")
+        for number in self._sizes:
+            self._guardian.release(number)
 
 
 def _run(command: Sequence[str], text: str = "", missing: str | None = None) -> str:
