@@ -148,6 +148,7 @@ def test_statistics_are_those_of_all_rows_seen() -> None:
         statistics = Statistics(agent)
         for _ in range(5):
             batch = env.collect(agent, 90).copy()
+            statistics.observe_rewards(batch)
             statistics.observe(batch)
             seen.append(batch["obs"].reshape(-1, 3))
             rewards.append(batch)
