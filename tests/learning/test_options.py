@@ -107,6 +107,29 @@ def test_a_run_cannot_go_on_as_another_one(tmp_path: Path, capsys: pytest.Captur
     assert saved["run"]["total_steps"] == 128 and saved["run"]["env"] == "CartPole-v1"
 
 
+def test_a_run_in_one_process_is_evaluated_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> Any:
+        raise AssertionError("a process was started")
+
+    monkeypatch.setattr("farstep.launch.LocalLauncher", refuse)
+    train = ["train", "ppo", "--env", "CartPole-v1", "--launcher", "inprocess", "--num-envs", "4", "--num-steps", "16"]
+    evaluate = ["--eval-every", "64", "--eval-episodes", "4"]
+    assert main([*train, *evaluate, "--total-steps", "192", "--folder", str(tmp_path), "--name", "run"]) == 0
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
+    assert [row["eval/step"] for row in rows if "eval/step" in row] == [64, 128, 192]
+
+
+def test_what_is_watched_is_sampled_alike_with_one_seed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train = ["train", "ppo", "--env", "CartPole-v1", "--launcher", "inprocess", "--num-envs", "4", "--num-steps", "16"]
+    assert main([*train, "--total-steps", "64", "--folder", str(tmp_path), "--name", "run"]) == 0
+    found = []
+    for seed in (3, 3, 4):
+        capsys.readouterr()
+        assert main(["watch", str(tmp_path / "run"), "--sample", "--episodes", "3", "--seed", str(seed)]) == 0
+        found.append(capsys.readouterr().out)
+    assert found[0] == found[1] != found[2]
+
+
 class Endless(gymnasium.Env[Any, Any]):
     """Has no end."""
 

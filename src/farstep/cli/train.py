@@ -16,7 +16,7 @@ import torch
 import tyro
 
 from farstep.cli.options import parse
-from farstep.cli.recording import record
+from farstep.cli.recording import check_recording, record
 from farstep.cluster_env import ClusterEnv
 from farstep.config import usable_cpus
 from farstep.errors import ConfigError, unknown_name
@@ -196,9 +196,16 @@ def train(
 
 
 def _set_up(run: RunConfig) -> None:
-    if run.device != "cpu" and not (run.device.split(":")[0] == "cuda" and torch.cuda.is_available()):
-        raise ConfigError(f"device is {run.device!r}, which torch does not find here; use cpu.")
+    if run.device not in (known := _devices()):
+        raise ConfigError(f"device is {run.device!r}, which torch does not find here; use {' or '.join(known)}.")
+    if run.capture_video:
+        check_recording(run)
     logging.getLogger("farstep").setLevel(logging.WARNING)
+
+
+def _devices() -> list[str]:
+    count = torch.cuda.device_count()
+    return ["cpu", *["cuda"] * bool(count), *(f"cuda:{i}" for i in range(count))]
 
 
 def _evaluator(run: RunConfig, folder: RunFolder) -> Evaluator:
@@ -208,7 +215,8 @@ def _evaluator(run: RunConfig, folder: RunFolder) -> Evaluator:
     def video(agent: ActorCritic, step: int) -> None:
         record(agent, run, folder.videos / f"step-{step:09d}.mp4", seed=run.seed)
 
-    return Evaluator(env_config, run.eval_episodes, run.seed + 1, video if run.capture_video else None)
+    after = video if run.capture_video else None
+    return Evaluator(env_config, run.eval_episodes, run.seed + 1, after, run.launch_config(workers=1))
 
 
 def _loggers(name: str, run: RunConfig, config: Config, folder: RunFolder, resume_step: int | None) -> Loggers:
