@@ -37,10 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _command(arguments[0])(arguments[1:])
     except FarstepError as error:
         said: object = error
-        if isinstance(error, WorkerError) and isinstance(
-            error, ConfigError
-        ):  # the sentence says it, no traceback helps
-            said = f"{error.message} [{error.where}]"
+        if isinstance(error, WorkerError) and isinstance(error, ConfigError):
+            said = f"{error.message} [{error.where}]"  # a sentence says it, and no traceback helps
         sys.stderr.write(f"farstep: {said}\n")
         return 1
     except KeyboardInterrupt:
