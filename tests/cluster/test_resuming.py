@@ -105,13 +105,16 @@ def test_episodes_go_on_where_they_were(launcher: Any, caplog: pytest.LogCapture
 
 
 def test_a_worker_that_was_lost_before_begins_anew_alone(caplog: pytest.LogCaptureFixture) -> None:
-    with Run(partial(CountingEnv, 50)) as run:
+    with Run(partial(Telling, 50)) as run:
+        last = run.last_worker()
+        run.env.reset()
         first = run.roll(3)[0]
-        saved, actions = run.save()
+        os.kill(last, signal.SIGKILL)
+        saved = run.save()
         (then,) = run.roll()
-    saved["workers"][1] = None  # as `save` has it of a worker that is being replaced
-    with Run(partial(CountingEnv, 50)) as other:
-        (now,) = other.resume(saved, actions).roll()
+    assert saved[0]["workers"][1] is None
+    with Run(partial(Telling, 50)) as other:
+        (now,) = other.resume(*saved).roll()
     np.testing.assert_array_equal(then["obs"][:, :3], now["obs"][:, :3])
     np.testing.assert_array_equal(now.continues, [True] * 3 + [False] * 3)
     assert now["episode_start"][0].tolist() == [False] * 3 + [True] * 3

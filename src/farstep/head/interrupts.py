@@ -7,6 +7,7 @@ let in while we sleep, which is nearly always.
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]
 import contextlib
 import signal
 import threading
@@ -14,6 +15,9 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
+# `signal` makes enums of what `_signal` says, which takes longer than all else that is done to lock something.
+_get_handler: Callable[[int], Any] = _signal.getsignal
+_set_handler: Callable[[int, Any], Any] = _signal.signal
 _HELD = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
 """What handlers of a run that is to end raise from."""
 
@@ -36,9 +40,9 @@ class Interrupts:
             yield
             return
         if not self._depth:
-            self._before = {number: handler for number in _HELD if callable(handler := signal.getsignal(number))}
+            self._before = {number: handler for number in _HELD if callable(handler := _get_handler(number))}
             for number in self._before:
-                signal.signal(number, self._handle)
+                _set_handler(number, self._handle)
         self._depth += 1
         try:
             yield
@@ -46,7 +50,7 @@ class Interrupts:
             self._depth -= 1
             if not self._depth:
                 for number, handler in self._before.items():
-                    signal.signal(number, handler)
+                    _set_handler(number, handler)
                 self._deliver()
 
     @contextlib.contextmanager
