@@ -11,6 +11,7 @@ for long: a slow connection must not be given everything twice.
 
 from __future__ import annotations
 
+import math
 import struct
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -29,6 +30,7 @@ REPORT_S = 0.2
 ASK_S, STILL_S = 1.0, 15.0
 """How often to ask about a message that is not confirmed, and after how long without any progress to send it again."""
 _MOST_SPARE = 64
+_RATES = 8
 MAX_AHEAD = 4096
 """Messages that may wait for one before them."""
 _ENVELOPE = struct.Struct("<BQQI")
@@ -63,6 +65,7 @@ class _Sent:
     bodies: list[list[Buffer]]
     """Per packet, the frames after its envelope."""
     bulk: bool
+    began: float
     again: bool = False
     """It was sent more than once: a copy may still be on its way when it is confirmed."""
 
@@ -99,6 +102,7 @@ class Session:
         """What the other side has: messages, and segments of the next; and since when."""
         self._came_back = False
         self._spare: list[bytearray] = []
+        self._rates: deque[float] = deque(maxlen=_RATES)
         self.owes_report = False
         """The other side should hear what has arrived, soon."""
 
@@ -109,7 +113,7 @@ class Session:
         views = [memoryview(frame).cast("B") if not isinstance(frame, bytes) else memoryview(frame) for frame in frames]
         seq, self._next = self._next, self._next + 1
         large = self._bulk and sum(view.nbytes for view in views) > SMALL_BYTES
-        sent = _Sent(seq, [], large)
+        sent = _Sent(seq, [], large, now)
         self._unconfirmed.append(sent)
         self._last_sent = now
         if not large:
@@ -167,6 +171,12 @@ class Session:
             self._asked_at = now
             return [Packet(False, [self._envelope(Kind.ASK)])]
         return ()
+
+    @property
+    def rate(self) -> float:
+        """Bytes per second of large messages, from the first byte until confirmed; the best of the last few, since a
+        confirmation may wait to be read. Infinite before there was one."""
+        return max(self._rates, default=math.inf)
 
     @property
     def unconfirmed(self) -> int:
@@ -260,7 +270,10 @@ class Session:
         if have >= self._next:
             raise WireError(f"message {have} was confirmed, and never sent.")
         while self._unconfirmed and self._unconfirmed[0].seq <= have:
-            self._recycle(self._unconfirmed.popleft())
+            sent = self._unconfirmed.popleft()
+            if sent.bulk and now > sent.began:
+                self._rates.append(sum(len(body[-1]) for body in sent.bodies) / (now - sent.began))
+            self._recycle(sent)
         if (have, segments) != self._others or not self._unconfirmed:
             self._others, self._moved_at = (have, segments), now
         if not lost and now - max(self._moved_at, self._last_sent) < STILL_S:

@@ -323,6 +323,10 @@ class DealerLink:
     def fileno(self) -> int:
         return int(self._socket.fd)
 
+    def rate(self) -> float:
+        """Bytes per second that the connection has carried, as far as that was seen; infinite before."""
+        return self._session.rate if self._session is not None else math.inf
+
     def send(self, frames: Sequence[Buffer], fds: Sequence[int] = ()) -> None:
         if fds:
             raise WireError("descriptors do not travel over ZeroMQ.")

@@ -26,6 +26,7 @@ from farstep.spec import Schema, space_schema
 from farstep.sync.rules import divergence_of, name_of, probes_of, rows_of, threshold_of
 from farstep.wire import messages as m
 from farstep.wire.codec import pack
+from farstep.wire.compression import Compressor
 from farstep.wire.versions import versions
 from farstep.worker.acting import Actor
 from farstep.worker.hosting import Host, HostedEnvs
@@ -192,7 +193,9 @@ class Worker:
             self._host = (HostedVector if source.is_vector else HostedEnvs)(source, slots, self._words)
         self._obs, self._obs_schema = space_schema(self._host.observation_space, "obs")
         _, self._action_schema = space_schema(self._host.action_space, "action")
-        self._shipping = Shipping(self._program.transfer, self._send, self._look)
+        rate = getattr(self._link, "rate", lambda: math.inf)
+        compressor = Compressor(self._program.compression, self._program.codecs, rate)
+        self._shipping = Shipping(self._program.transfer, self._send, self._look, compressor)
         self._roller = Roller(self._host, self._words, self._look, self._shipping)
         spaces = (pack(self._host.observation_space), pack(self._host.action_space))
         self._send(m.Ready(*spaces))
