@@ -10,6 +10,7 @@ import json
 import logging
 import math
 import os
+import resource
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -29,6 +30,7 @@ log = logging.getLogger("farstep")
 _TAIL_BYTES = 16 * 1024
 _UNSAID_S = 3.0
 """A worker that its node's agent does not mention for so long after it was asked for is asked for again, or over."""
+_FILES_PER_WORKER, _OTHER_FILES = 8, 1024
 _LOOK_S = 2.0
 _MOST_PAUSE_S = 60.0
 """Between asking for nodes and asking again for those that did not come."""
@@ -74,6 +76,7 @@ class ClusterLauncher(Launcher):
         self._groups: dict[int, Watched] = {}
         self._ticked = self._enough_at = time.monotonic()
         self._next_beat = 0.0
+        _allow_files(_FILES_PER_WORKER * workers)
         self._hub = Hub([f"tcp://{address}:*" for address in engine.listen_on()], config.lease_s, reliable=True)
 
     # ---- what the head calls ----
@@ -327,6 +330,18 @@ class ClusterLauncher(Launcher):
 
     def tell(self, node: Node, message: n.ToNode) -> None:
         self._hub.send_to(node.route, [n.encode(message)])
+
+
+def _allow_files(count: int) -> None:
+    """Connections and descriptors of many workers are more than most systems allow at first; up to a limit, one may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = count + _OTHER_FILES
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        resource.setrlimit(
+            resource.RLIMIT_NOFILE, (needed if hard == resource.RLIM_INFINITY else min(needed, hard), hard)
+        )
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        log.warning("this process may open %d files; %d may be needed: raise the limit (ulimit -n)", hard, needed)
 
 
 class RemoteWorker:

@@ -87,7 +87,7 @@ class NodeAgent:
                     self._leave_at, self._status = time.monotonic() + self._grace_s, TAKEN_BACK
                 if time.monotonic() >= next_beat:
                     next_beat = time.monotonic() + n.BEAT_S
-                    link.send([n.encode(n.NodeBeat(self._node, list(self._children)) if self._known else hello)])
+                    link.send([n.encode(n.NodeBeat(self._node, self.running()) if self._known else hello)])
                 if self._leave_at is not None and time.monotonic() > self._leave_at:
                     log.warning("the head did not let this node go within %g s", self._grace_s)
                     break
@@ -98,6 +98,10 @@ class NodeAgent:
             link.close()
             self._starter.close()
         return self._status
+
+    def running(self) -> list[tuple[int, int]]:
+        """The workers that are here, each with its incarnation."""
+        return list(self._children)
 
     @property
     def _lease_s(self) -> float:

@@ -299,8 +299,10 @@ class DealerLink:
         lease_s: float = _LEASE_S,
         bulk: str | None = None,
         encrypted: bool = True,
+        context: zmq.Context[zmq.Socket[bytes]] | None = None,
     ) -> None:
-        self._context = zmq.Context()
+        self._shares_context = context is not None
+        self._context = context or zmq.Context()
         self._main = _Connection(self._context, route or pair.public[:16] + role, lease_s)
         socket = self._socket = self._main.socket
         socket.curve_serverkey = server_key
@@ -378,10 +380,14 @@ class DealerLink:
     def wait(self, fds: Sequence[int], timeout_s: float) -> None:
         """Until something arrived here or on one of these descriptors."""
         poller = zmq.Poller()
-        bulk = () if self._bulk is None else (self._bulk.socket,)
-        for readable in (self._socket, *bulk, *fds):
+        for readable in (*self.sockets, *fds):
             poller.register(readable, zmq.POLLIN)
         poller.poll(math.ceil(timeout_s * 1000))
+
+    @property
+    def sockets(self) -> list[zmq.Socket[bytes]]:
+        """For whoever waits for many links at once."""
+        return [self._socket] if self._bulk is None else [self._socket, self._bulk.socket]
 
     def is_connected(self) -> bool:
         """Whether the head, and nobody else, is at the other end."""
@@ -396,4 +402,5 @@ class DealerLink:
         self._main.close()
         if self._bulk is not None:
             self._bulk.close()
-        self._context.term()
+        if not self._shares_context:
+            self._context.term()
