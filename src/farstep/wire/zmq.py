@@ -35,6 +35,7 @@ _DOMAIN = b"farstep"
 MAIN, BULK, BEAT, NODE = b"main", b"bulk", b"beat", b"node"
 """What a routing id ends in: of a worker's connections, and of a node's agent."""
 _AT_ONCE = 64
+_WORTH_A_REPORT = 1 << 18
 _UNSENT = 64
 """Segments that wait in a worker, and that wait at the head for being read, before a sender has to."""
 _LEASE_S = 10.0
@@ -178,7 +179,7 @@ class Hub:
             self._put(peer, answer)
         for frames in peer.session.messages():
             yield peer, Received(frames)
-            if packet.bulk:  # it is large, and kept until we have it
+            if sum(map(len, frames)) > _WORTH_A_REPORT:  # what waits for one is kept by the worker
                 self._put(peer, peer.session.report())
 
     def service(self) -> None:
