@@ -19,7 +19,7 @@ from farstep.errors import WireError
 from farstep.wire.codec import Limits, frame_lengths
 from farstep.wire.keys import KeyPair
 from farstep.wire.local import LocalLink, local_pair
-from farstep.wire.zmq import MAIN, Hub
+from farstep.wire.zmq import MAIN, DealerLink, Hub
 
 # ---- local links ----
 
@@ -240,3 +240,34 @@ def test_a_worker_cannot_speak_or_listen_for_another(hub: Hub) -> None:
 def test_a_secret_is_not_printed() -> None:
     pair = KeyPair.fresh()
     assert pair.secret.decode() not in repr(pair)
+
+
+def test_the_name_of_a_connection_is_not_for_others_to_know(hub: Hub) -> None:
+    """Whoever connects by a name gets what is sent to it, so it is not made of what can be overheard."""
+    victim, liar = hub.admit(1, 0), hub.admit(2, 0)
+    with contextlib.closing(DealerLink(hub.address, hub.keys.public, victim, MAIN)) as link:
+        link.send([b"here"])
+        deadline = time.monotonic() + 30
+        while not [peer for peer, _ in hub.drain()]:
+            assert time.monotonic() < deadline
+        with contextlib.closing(Client(hub, liar, hub.keys.public, route=victim.public[:16] + MAIN)) as client:
+            assert client.outcome(hub) == ("admitted", [(2, b"let me in")])
+            hub.send(1, [b"for worker 1"])
+            received = link.receive(30.0)
+            assert received is not None and bytes(received.frames[0]) == b"for worker 1"
+            assert not client.socket.poll(0)
+    assert victim.secret not in victim.route and victim.public[:16] not in victim.route
+
+
+def test_reading_ends_however_much_is_sent(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("farstep.wire.zmq._DRAIN_S", 0.0)
+    with contextlib.closing(DealerLink(hub.address, hub.keys.public, hub.admit(0, 0), MAIN)) as link:
+        for _ in range(100):
+            link.send([b"again"])
+        deadline = time.monotonic() + 30
+        read, stopped = 0, False
+        while read < 100:
+            read += len(list(hub.drain()))
+            stopped = stopped or hub.has_more
+            assert time.monotonic() < deadline
+        assert stopped

@@ -17,6 +17,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
+import numpy as np
+
 from farstep.core import Buffer
 from farstep.errors import WireError
 from farstep.wire.sealing import SEGMENTS, TAG_BYTES, Seal
@@ -31,6 +33,9 @@ ASK_S, STILL_S = 1.0, 15.0
 _MOST_SPARE = 64
 MAX_AHEAD = 4096
 """Messages that may wait for one before them."""
+MAX_FRAMES = 4096
+_FRAME_COST = 256
+"""What a frame takes besides its bytes, about: many empty ones are not free."""
 _ENVELOPE = struct.Struct("<BQQI")
 _SEGMENT = struct.Struct("<IIIQ")
 _LENGTH = struct.Struct("<Q")
@@ -73,7 +78,7 @@ class _Arriving:
 
     lengths: list[int]
     count: int
-    frames: list[bytearray] = field(default_factory=list)
+    frames: list[memoryview] = field(default_factory=list)
     indices: set[int] = field(default_factory=set)
     prefix: int = 0
     """Segments from the first on without a gap."""
@@ -82,6 +87,11 @@ class _Arriving:
         self.indices.add(index)
         while self.prefix in self.indices:
             self.prefix += 1
+
+
+def _room_for(length: int) -> memoryview:
+    """Memory that the kernel gives when it is written to: what is only promised costs nothing."""
+    return np.empty(length, np.uint8).data
 
 
 class Session:
@@ -94,6 +104,8 @@ class Session:
         self._delivered = 0
         self._ready: dict[int, Sequence[Buffer]] = {}
         self._arriving: dict[int, _Arriving] = {}
+        self._held: dict[int, int] = {}
+        """Per message that is here, whole or not, and was not handed out: the memory that it takes."""
         self._asked_at = self._last_sent = 0.0
         self._others, self._moved_at = (0, 0), 0.0
         """What the other side has: messages, and segments of the next; and since when."""
@@ -107,6 +119,8 @@ class Session:
     def send(self, frames: Sequence[Buffer], now: float) -> Iterator[Packet]:
         """What to put on the wire for a message; the frames may be changed once all of it was taken."""
         views = [memoryview(frame).cast("B") if not isinstance(frame, bytes) else memoryview(frame) for frame in frames]
+        if len(views) > MAX_FRAMES:
+            raise WireError(f"a message of {len(views)} frames; at most {MAX_FRAMES} are possible.")
         seq, self._next = self._next, self._next + 1
         large = self._bulk and sum(view.nbytes for view in views) > SMALL_BYTES
         sent = _Sent(seq, [], large)
@@ -193,6 +207,7 @@ class Session:
         match kind:
             case Kind.WHOLE:
                 if self._is_new(seq):
+                    self._hold(seq, [len(frame) for frame in frames[1:]])
                     self._ready[seq] = frames[1:]
             case Kind.ASK | Kind.BACK:
                 again.append(self.report())
@@ -206,7 +221,18 @@ class Session:
         """Those whose turn it is."""
         while (frames := self._ready.pop(self._delivered + 1, None)) is not None:
             self._delivered += 1
+            self._held.pop(self._delivered, None)
+            self._arriving.pop(self._delivered, None)  # who sends it in two ways has us keep neither
             yield frames
+
+    def _hold(self, seq: int, lengths: Sequence[int]) -> None:
+        """Take in a message of that size, unless the other side has us keep too much already."""
+        if len(lengths) > MAX_FRAMES:
+            raise WireError(f"a message of {len(lengths)} frames; at most {MAX_FRAMES} are accepted.")
+        size = sum(lengths) + _FRAME_COST * len(lengths)
+        if sum(lengths) > self._most_bytes or (self._held and sum(self._held.values()) + size > self._most_bytes):
+            raise WireError(f"a message of {sum(lengths)} bytes; at most {self._most_bytes} are accepted.")
+        self._held[seq] = size
 
     def _is_new(self, seq: int) -> bool:
         if seq > self._delivered + MAX_AHEAD:
@@ -220,13 +246,16 @@ class Session:
         if not self._is_new(seq):
             return
         place, table, sealed = bytes(frames[0]), bytes(frames[1]), frames[2]
+        if len(table) > MAX_FRAMES * _LENGTH.size:
+            raise WireError(f"a message of more than {MAX_FRAMES} frames.")
         index, count, frame, start = _SEGMENT.unpack(place)
         lengths = [length for (length,) in _LENGTH.iter_unpack(table)] if len(table) % _LENGTH.size == 0 else []
-        whole = sum(-(-max(length, 1) // SEGMENT_BYTES) for length in lengths)
-        if count != whole or index >= count or frame >= len(lengths) or start > lengths[frame] or start % SEGMENT_BYTES:
+        counts = [-(-max(length, 1) // SEGMENT_BYTES) for length in lengths]
+        # One place for each index: what cannot be opened may be written before that is noticed, and must not be where
+        # another segment is already.
+        fits = count == sum(counts) and frame < len(lengths) and start in range(counts[frame] * SEGMENT_BYTES)
+        if not fits or start % SEGMENT_BYTES or index != sum(counts[:frame]) + start // SEGMENT_BYTES:
             raise WireError("a segment that has no place in its message.")
-        if sum(lengths) > self._most_bytes:
-            raise WireError(f"a message of {sum(lengths)} bytes; at most {self._most_bytes} are accepted.")
         size = min(SEGMENT_BYTES, lengths[frame] - start)
         if len(sealed) != size + (TAG_BYTES if self._seal else 0):
             raise WireError("a segment of a wrong length.")
@@ -236,13 +265,14 @@ class Session:
         if arriving is None:
             # Nobody but the other side may ask for room: the first segment is opened before any is made.
             self._open(seq, index, place + table, sealed, memoryview(bytearray(size)))
-            arriving = self._arriving[seq] = _Arriving(lengths, count, [bytearray(length) for length in lengths])
-        into = memoryview(arriving.frames[frame])[start : start + size]
+            self._hold(seq, lengths)
+            arriving = self._arriving[seq] = _Arriving(lengths, count, [_room_for(length) for length in lengths])
+        into = arriving.frames[frame][start : start + size]
         self._open(seq, index, place + table, sealed, into)
         arriving.add(index)
         if len(arriving.indices) == count:
             del self._arriving[seq]
-            self._ready[seq] = [memoryview(frame) for frame in arriving.frames]
+            self._ready[seq] = list(arriving.frames)
 
     def _recycle(self, sent: _Sent) -> None:
         if sent.bulk and not sent.again:

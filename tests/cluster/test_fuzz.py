@@ -1,0 +1,234 @@
+"""Whatever is thrown at the sockets of a head: no crash, no hang, flat memory, and training goes on.
+
+First what reads messages, without sockets; then a head with its sockets, attacked by another process (`attacker.py`)
+while it collects.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+from checks import cluster
+from mutations import mutated
+
+from farstep.core import Received
+from farstep.errors import WireError
+from farstep.head.tickets import Order
+from farstep.spec import ArraySpec
+from farstep.testing import CountingEnv, TableAgent
+from farstep.wire import messages as m
+from farstep.wire import node_messages as n
+from farstep.wire import session as sessions
+from farstep.wire.codec import pack, unpack
+from farstep.wire.sealing import Seal, Side, fresh_key
+from farstep.wire.session import MAX_AHEAD, Kind, Packet, Session
+from farstep.wire.versions import versions
+
+CASES = 30_000
+NODE = "0123456789abcdef"
+SCHEMA = {"action": ArraySpec((2,), "<f4")}
+FROM_WORKER: list[m.FromWorker] = [
+    m.Hello(0, 0, "run", "host", 1, versions()),
+    m.Ready(pack(gymnasium.spaces.Box(-1, 1, (3,))), pack(gymnasium.spaces.Discrete(4))),
+    m.AgentReady(1, SCHEMA, pack({"action": "action"}), SCHEMA, pack("state"), "eager", SCHEMA),
+    m.Chunk(1, 0, b"\0" * 16, 1, True, "tape", 0, 0.5, "why", 1, 100, 0.5, 0.5, ["obs", "reward"], 3, 4, 5),
+    m.Part(1, 1, -1, 0, ["obs"], 0),
+    m.Reply(1),
+    m.Failure("message", "traceback", "step", "ValueError", 1, 2, 3, 4, 5, True, 6, 7),
+    m.Asking(1, 1),
+    m.WeightRequest(1, 0),
+    m.Progress([1, 2, 3, 2**62, -1]),
+]
+FROM_NODE: list[n.FromNode] = [
+    n.NodeHello(NODE, "run", "host", 1, 4, versions(), "SLURM job 1"),
+    n.NodeBeat(NODE, [(0, 0), (1, 5)]),
+    n.Leaving(NODE, "SIGTERM", 20.0),
+    n.Printed(NODE, 0, 0, b"Hello\n"),
+    n.WorkerEnded(NODE, 0, 0, -9, "why"),
+]
+VALUES = [
+    {"a": [1, 2.5, None, True, "text", b"bytes", 2**70], "b": (1, (2,))},
+    np.arange(12, dtype=np.float32).reshape(3, 4),
+    np.array([1, "two", None], dtype=object),
+    np.float64(0.5),
+    gymnasium.spaces.Dict(
+        {"box": gymnasium.spaces.Box(0, 255, (4, 4), np.uint8), "n": gymnasium.spaces.Discrete(3, start=-1)}
+    ),
+    gymnasium.spaces.Tuple((gymnasium.spaces.MultiBinary(3), gymnasium.spaces.MultiDiscrete([2, 3]))),
+]
+
+
+def survives(read: Callable[[bytes], Any], valid: Sequence[bytes], seed: int) -> None:
+    """`read` either takes what it is given, or says with a `WireError` that it does not."""
+    chance = random.Random(seed)
+    refused = 0
+    for _ in range(CASES):
+        text = mutated(chance, chance.choice(valid), valid)
+        try:
+            read(text)
+        except WireError:
+            refused += 1
+        except Exception as error:
+            raise AssertionError(f"{text!r}") from error
+    assert 0.3 * CASES < refused < CASES  # neither takes everything nor nothing: the mutations are worth something
+
+
+def test_messages_of_workers() -> None:
+    survives(lambda text: m.decode_from_worker([text]), [m.encode(message) for message in FROM_WORKER], 1)
+
+
+def test_messages_of_nodes() -> None:
+    survives(lambda text: n.decode_from_node([text]), [n.encode(message) for message in FROM_NODE], 2)
+
+
+@pytest.mark.filterwarnings("ignore")  # NumPy's, of dtypes that are gone
+def test_plain_values() -> None:
+    survives(unpack, [pack(value) for value in VALUES], 3)
+
+
+# ---- sessions ----
+
+
+@pytest.fixture
+def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions, "SMALL_BYTES", 8)
+    monkeypatch.setattr(sessions, "SEGMENT_BYTES", 64)
+
+
+def conversation(key: bytes, messages: Sequence[bytes]) -> list[Packet]:
+    worker = Session(Seal(key, Side.WORKER))
+    packets = [packet for message in messages for packet in worker.send([message], 0.0)]
+    return [*packets, worker.report(), worker.back(), *worker.due(100.0)]
+
+
+def test_what_is_written_to_the_bulk_connection_by_others(small_segments: None) -> None:
+    """Segments that were overheard, changed, mixed up and sent again: what comes out is what the worker sent."""
+    key, chance = fresh_key(), random.Random(4)
+    sent = [bytes([i]) * (9 + 37 * i) for i in range(40)]
+    packets = [packet for packet in conversation(key, sent) if packet.bulk]
+    known = [[bytes(frame) for frame in packet.frames] for packet in packets]
+    head = Session(Seal(key, Side.HEAD), 1 << 20)
+    refused = 0
+    for case in range(CASES):
+        frames = list(chance.choice(known))
+        frame = chance.randrange(4)
+        frames[frame] = mutated(chance, frames[frame], [other[frame] for other in known])
+        if chance.random() < 0.05:
+            frames = frames[: chance.randrange(4)]
+        if case % 1000 == 999 and packets:  # the worker's own, and some of them twice
+            frames = list(packets.pop(0).frames)
+        try:
+            assert head.receive(Packet(True, frames), 0.0) == []
+        except WireError:
+            refused += 1
+    for packet in packets:
+        head.receive(packet, 0.0)
+    assert [bytes(frames[0]) for frames in head.messages()] == sent
+    assert refused > CASES / 2
+    assert not head._arriving and not head._held
+
+
+def test_packets_of_a_worker_that_has_gone_mad(small_segments: None) -> None:
+    """It has the key: it can only say nonsense, and have the head keep so much of it."""
+    key, chance = fresh_key(), random.Random(5)
+    most = 100_000
+    for _ in range(10):
+        head = Session(Seal(key, Side.HEAD), most)
+        packets = conversation(key, [chance.randbytes(chance.randrange(200)) for _ in range(50)])
+        known = [[bytes(frame) for frame in packet.frames] for packet in packets]
+        for _ in range(CASES // 10):
+            if chance.random() < 0.01:
+                list(head.send([chance.randbytes(20)], 0.0))  # something that could be confirmed
+            frames = list(chance.choice(known))
+            place = chance.randrange(len(frames))
+            frames[place] = mutated(chance, frames[place], [other[0] for other in known])
+            try:
+                answers = head.receive(Packet(chance.random() < 0.5, frames), 0.0)
+            except WireError:
+                continue
+            assert len(answers) <= head.unconfirmed + 1
+            list(head.messages())
+            assert sum(head._held.values()) <= most
+            assert len(head._ready) + len(head._arriving) <= MAX_AHEAD
+
+
+def envelope(kind: Kind, seq: int) -> bytes:
+    return sessions._ENVELOPE.pack(kind, seq, 0, 0)
+
+
+def test_a_worker_cannot_have_the_head_keep_what_it_never_hands_out() -> None:
+    head = Session(None, most := 1 << 20)
+    refused = 0
+    for seq in range(2, MAX_AHEAD):  # the first never comes
+        try:
+            head.receive(Packet(False, [envelope(Kind.WHOLE, seq), bytes(1000), b"", b""]), 0.0)
+        except WireError:
+            refused += 1
+    assert refused and sum(len(frame) for frames in head._ready.values() for frame in frames) <= most
+    with pytest.raises(WireError, match="frames"):
+        Session(None).receive(Packet(False, [envelope(Kind.WHOLE, 1), *[b""] * 5000]), 0.0)
+
+
+def test_a_promise_of_gigabytes_takes_no_memory() -> None:
+    before = resident_bytes()
+    key = fresh_key()
+    head = Session(Seal(key, Side.HEAD), 1 << 34)
+    size, place = 8 << 30, sessions._SEGMENT.pack(0, (8 << 30) // sessions.SEGMENT_BYTES, 0, 0)
+    table, sealed = sessions._LENGTH.pack(size), bytearray(sessions.SEGMENT_BYTES + 16)
+    Seal(key, Side.WORKER).seal(1, 0, place + table, bytes(sessions.SEGMENT_BYTES), memoryview(sealed))
+    head.receive(Packet(True, [envelope(Kind.SEGMENT, 1), place, table, sealed]), 0.0)
+    assert head._arriving
+    assert resident_bytes() - before < 64 << 20
+
+
+def resident_bytes() -> int:
+    """Of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+# ---- what a head makes of its workers' messages ----
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_messages_of_an_admitted_worker_raise_nothing_but_wire_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every message of a run, and many like it, into a head that goes on; what they say is not judged here."""
+    with cluster(CountingEnv, workers=2, transport="tcp") as env:
+        env.launch()
+        server, chance = env._collector.server, random.Random(6)
+        heard: list[list[bytes]] = []
+        receive = server.receive
+
+        def listen(worker: int, received: Received) -> None:
+            heard.append([bytes(frame) for frame in received.frames])
+            receive(worker, received)
+
+        monkeypatch.setattr(server.crew._watcher, "receive", listen)
+        for _ in range(5):
+            env.collect(TableAgent(), steps=4)
+            env.step(TableAgent())  # with infos
+        heard += [[m.encode(message)] for message in FROM_WORKER]
+        for name in ("fail", "send", "grant"):
+            monkeypatch.setattr(server, name, lambda *_: 0)
+        monkeypatch.setattr(server.crew, "act_on", lambda event: None)
+        monkeypatch.setattr(server.crew, "distrust", lambda seat, error: None)
+        with server.locked():
+            for case in range(CASES):
+                frames = list(chance.choice(heard))
+                place = chance.randrange(len(frames))
+                frames[place] = mutated(chance, frames[place], [other[0] for other in heard])
+                if case % 100 == 0:  # tickets to be answered
+                    server.tickets._outstanding |= {seq: Order(seq, seq % 2, 0, 0, 0) for seq in range(50)}
+                try:
+                    receive(chance.randrange(2), Received(frames))
+                except Exception as error:
+                    raise AssertionError(f"{frames!r}") from error
+            server.tickets._outstanding.clear()
+            server.tickets._arrived.clear()
+        monkeypatch.undo()
