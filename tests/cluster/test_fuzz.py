@@ -6,32 +6,46 @@ while it collects.
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import random
+import subprocess
+import sys
+import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import attacker
 import gymnasium
 import numpy as np
 import pytest
-from checks import cluster
+import zmq
+from checks import assert_balanced, cluster
+from far_head import WideAgent, WideEnv
 from mutations import mutated
 
+import farstep
+from farstep.buffer.passers import ZmqPasser, ZmqReceiver
 from farstep.core import Received
 from farstep.errors import WireError
 from farstep.head.tickets import Order
+from farstep.launch_config import SSHConfig
 from farstep.spec import ArraySpec
 from farstep.testing import CountingEnv, TableAgent
 from farstep.wire import messages as m
 from farstep.wire import node_messages as n
 from farstep.wire import session as sessions
 from farstep.wire.codec import pack, unpack
+from farstep.wire.keys import KeyPair
 from farstep.wire.sealing import Seal, Side, fresh_key
 from farstep.wire.session import MAX_AHEAD, Kind, Packet, Session
 from farstep.wire.versions import versions
+from farstep.wire.zmq import Hub, bulk_address
 
-CASES = 30_000
+CASES = 25_000
 NODE = "0123456789abcdef"
 SCHEMA = {"action": ArraySpec((2,), "<f4")}
 FROM_WORKER: list[m.FromWorker] = [
@@ -232,3 +246,208 @@ def test_messages_of_an_admitted_worker_raise_nothing_but_wire_errors(monkeypatc
             server.tickets._outstanding.clear()
             server.tickets._arrived.clear()
         monkeypatch.undo()
+
+
+# ---- sockets, while a run goes on ----
+
+
+class Attack:
+    """Another process, which says what it sent when it is done."""
+
+    def __init__(self, known: dict[str, Any]) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, str(Path(attacker.__file__))], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        assert self._process.stdin is not None
+        with self._process.stdin as stdin:
+            stdin.write(attacker.told(known))
+
+    @property
+    def is_over(self) -> bool:
+        return self._process.poll() is not None
+
+    def sent(self) -> Counter[str]:
+        assert self._process.stdout is not None
+        with self._process.stdout as stdout:
+            return Counter(json.loads(stdout.read()))
+
+    def __enter__(self) -> Attack:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.wait()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+
+
+SHELL = """#!/bin/sh
+shift
+exec sh -c "$*"
+"""
+
+
+def node_config(folder: Path, nodes: int, **options: Any) -> SSHConfig:
+    """Agents that a shell starts in the place of ssh."""
+    shell = folder / "shell"
+    shell.write_text(SHELL)
+    shell.chmod(0o755)
+    return SSHConfig(hosts=[f"host{i}" for i in range(nodes)], ssh=(str(shell),), nodes=nodes, **options)
+
+
+class Run:
+    """Collects, and looks whether each row follows the one before."""
+
+    def __init__(self, env: farstep.ClusterEnv) -> None:
+        self._env, self._last = env, {}  # type: ignore[var-annotated]
+        self.batches = 0
+
+    def collect(self) -> None:
+        batch = self._env.collect(WideAgent(), steps=16)
+        count = batch.arrays["obs.count"][..., 1]
+        assert (np.diff(count, axis=0) == 1).all()
+        for column, slot in enumerate(batch.slots.tolist()):
+            if self.batches:
+                assert count[0, column] == self._last[slot] + 1 and batch.continues[column]
+            self._last[slot] = float(count[-1, column])
+        self.batches += 1
+
+
+def wide(config: Any) -> farstep.ClusterEnv:
+    """Rollouts of 20 KB a row: they take the bulk connection."""
+    return cluster(WideEnv, env_kwargs={"size": 20_000}, config=config)
+
+
+def hub_of(env: farstep.ClusterEnv) -> Hub:
+    hub = env._collector.server.crew.launcher._hub  # type: ignore[union-attr]
+    assert isinstance(hub, Hub)
+    return hub
+
+
+def overhear(hub: Hub, run: Run) -> list[tuple[bytes, bytes, list[Sequence[Any]]]]:
+    """Of each worker what can be read on the bulk connection: its name, its token, sealed segments."""
+    heard: dict[bytes, list[Sequence[Any]]] = {key: [] for key, peer in hub._peers.items() if peer.session}
+    peers, receive = {id(peer.session): key for key, peer in hub._peers.items()}, Session.receive
+    with pytest.MonkeyPatch.context() as patch:
+
+        def listening(self: Session, packet: Packet, now: float) -> list[Packet]:
+            if packet.bulk:
+                heard[peers[id(self)]].append([bytes(frame) for frame in packet.frames])
+            return receive(self, packet, now)
+
+        patch.setattr(Session, "receive", listening)
+        while not all(heard.values()):
+            run.collect()
+    return [(key, hub._peers[key].token, packets[:5]) for key, packets in heard.items()]
+
+
+def withstand(env: farstep.ClusterEnv, known: dict[str, Any]) -> Counter[str]:
+    """Go on collecting under attack, and a while after; memory stays as it is and nobody is replaced."""
+    run, hub = Run(env), hub_of(env)
+    for _ in range(20):
+        run.collect()
+    known |= {"control": hub.address, "bulk": bulk_address(hub.address, hub.bulk_port), "server_key": hub.keys.public}
+    known["overheard"] = overhear(hub, run)
+    before, refused = resident_bytes(), hub.refused
+    with Attack(known) as attack:
+        first = run.batches
+        while not attack.is_over:
+            run.collect()
+        under_attack = run.batches - first
+        sent = attack.sent()
+    for _ in range(10):
+        run.collect()
+    stats = env.stats()
+    assert under_attack > 10
+    assert resident_bytes() - before < 64 << 20
+    assert stats["workers"]["restarts"] == 0 and stats["workers"]["alive"] == 2
+    assert not stats["dropped"]
+    assert_balanced(stats)
+    assert hub.refused - refused > sent["forged segment"] / 4  # others repeat what was there, and are not looked at
+    return sent
+
+
+@pytest.mark.timeout(120)
+def test_a_run_goes_on_whatever_strangers_and_eavesdroppers_send() -> None:
+    with wide(farstep.LocalConfig(workers_per_node=2, transport="tcp")) as env:
+        env.launch()
+        sent = withstand(env, {"scale": 25_000})
+    assert sent.total() > 50_000, sent
+
+
+@pytest.mark.timeout(120)
+def test_a_run_on_nodes_goes_on_whatever_strangers_and_a_mad_agent_send(tmp_path: Path, caplog: Any) -> None:
+    config = node_config(tmp_path, nodes=2, workers_per_node=1, head_address="127.0.0.1")
+    with wide(config) as env:
+        env.launch()
+        launcher = env._collector.server.crew.launcher  # type: ignore[union-attr]
+        mad = launcher._hub.admit(-1 - 7, 0)  # as an agent of another job of the run would have
+        names = list(launcher._nodes)
+        messages: list[n.FromNode] = [*FROM_NODE, n.NodeHello(NODE, launcher._run, "host", 1, 4, {"farstep": "0.0"})]
+        for name in names:
+            messages += [n.Leaving(name, "so I say", 0.0), n.NodeBeat(name), n.Printed(name, 0, 0, b"forged")]
+            messages += [n.WorkerEnded(name, worker, 0, 0, "") for worker in (0, 1)]
+            messages += [n.NodeHello(name, launcher._run, "liar", 1, 4, versions())]
+        node = {"node": [mad.public, mad.secret], "node_messages": [n.encode(message) for message in messages]}
+        sent = withstand(env, {"scale": 20_000, **node})
+        assert list(launcher._nodes) == names
+        assert not any(node.leaving for node in launcher._nodes.values())
+    assert sent["node message"] == 20_000 and sent.total() > 60_000, sent
+    assert len([record for record in caplog.records if "cannot be accepted" in record.message]) < 20
+
+
+@pytest.mark.timeout(120)
+def test_a_worker_that_goes_mad_is_replaced_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its key lets it say what it likes, for itself only, and only once."""
+    issued: dict[tuple[int, int], KeyPair] = {}
+    admit = Hub.admit
+
+    def noting(self: Hub, worker: int, incarnation: int) -> KeyPair:
+        issued[worker, incarnation] = admit(self, worker, incarnation)
+        return issued[worker, incarnation]
+
+    monkeypatch.setattr(Hub, "admit", noting)
+    chance = random.Random(7)
+    with wide(farstep.LocalConfig(workers_per_node=2, transport="tcp")) as env:
+        env.launch()
+        env.collect(WideAgent(), steps=16)
+        hub = hub_of(env)
+        before = resident_bytes()
+        options = {"curve_serverkey": hub.keys.public, "routing_id": b"not its ownmain"}
+        pair = issued[0, 0]
+        keys = {"curve_publickey": pair.public, "curve_secretkey": pair.secret}
+        with attacker.dealer(hub.address, **options, **keys) as mad:
+            for _ in range(5000):
+                packet = [envelope(chance.choice(list(Kind)), chance.randrange(5000)), chance.randbytes(500)]
+                with contextlib.suppress(zmq.Again):
+                    mad.send_multipart([mutated(chance, frame) for frame in packet], zmq.DONTWAIT)
+        deadline = time.monotonic() + 60
+        while env.stats()["workers"]["restarts"] == 0 or env.stats()["workers"]["alive"] < 2:
+            env.collect(WideAgent(), steps=16)
+            assert time.monotonic() < deadline
+        env.collect(WideAgent(), steps=16)
+        stats = env.stats()
+        assert stats["workers"]["restarts"] == 1
+        assert (1, 1) not in issued  # the other one never noticed
+        assert resident_bytes() - before < 64 << 20
+        assert_balanced(stats)
+
+
+@pytest.mark.timeout(120)
+def test_a_passer_goes_on_whatever_strangers_send() -> None:
+    passer = ZmqPasser("tcp://127.0.0.1:*")
+    with contextlib.closing(passer), contextlib.closing(ZmqReceiver(passer.invitation)) as receiver:
+        known = {"control": passer.invitation["address"], "server_key": passer.invitation["server_key"].encode()}
+        before, passed = resident_bytes(), 0
+        with Attack({**known, "scale": 20_000}) as attack:
+            while not attack.is_over or passed < 20:
+                passer({"trigger_id": "a", "number": passed})
+                deadline = time.monotonic() + 30
+                while (message := receiver.take(0.01)) is None:
+                    assert passer.finished() == [] and time.monotonic() < deadline
+                assert message["number"] == passed
+                receiver.done(message)
+                assert passer.finished(30.0) == ["a"]
+                passed += 1
+            assert attack.sent().total() > 1000
+        assert resident_bytes() - before < 32 << 20

@@ -259,7 +259,7 @@ class ClusterLauncher(Launcher):
         """Said the first time, and then less and less often: whoever sends nonsense does not fill the log."""
         self._nonsense[group] += 1
         if self._nonsense[group].bit_count() == 1:
-            log.warning("the agent of a node sent what cannot be accepted (%d): %s", self._nonsense[group], error)
+            log.warning("the agent of a node sent what cannot be accepted (%d): %s", self._nonsense[group], str(error))
 
     def _worker(self, node: Node, message: n.Printed | n.WorkerEnded) -> RemoteWorker | None:
         worker = node.workers.get(message.worker)
