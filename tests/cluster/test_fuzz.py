@@ -451,3 +451,28 @@ def test_a_passer_goes_on_whatever_strangers_send() -> None:
                 passed += 1
             assert attack.sent().total() > 1000
         assert resident_bytes() - before < 32 << 20
+
+
+def test_who_somebody_is_is_not_for_him_to_say() -> None:
+    """On the bulk connection, which anybody can write to who has overheard a token, metadata is a client's own."""
+    hub = Hub("tcp://127.0.0.1:*", reliable=True)
+    victim, liar = hub.admit(1, 0), hub.admit(2, 0)
+    taken: list[int] = []
+    hub._taken = lambda peer, packet: taken.append(peer.worker) or iter(())  # type: ignore[assignment, func-returns-value]
+    with contextlib.closing(hub), attacker.dial(f"tcp://127.0.0.1:{hub.bulk_port}") as raw:
+        claims = [(b"Socket-Type", b"DEALER"), (b"User-Id", victim.public), (b"Identity", victim.public[:16] + b"bulk")]
+        raw.sendall(attacker.greeting(b"PLAIN") + attacker.plain_hello(liar.public, liar.token))
+        deadline = time.monotonic() + 30
+        answer = b""
+        raw.settimeout(0.02)
+        while b"WELCOME" not in answer:
+            list(hub.drain())
+            with contextlib.suppress(TimeoutError):
+                answer += raw.recv(1000)
+            assert time.monotonic() < deadline
+        metadata = b"".join(attacker.property_of(*claim) for claim in claims)
+        raw.sendall(attacker.command(b"INITIATE", metadata) + b"\x00\x05hello")
+        while not taken:
+            list(hub.drain())
+            assert time.monotonic() < deadline
+    assert taken == [2]

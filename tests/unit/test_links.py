@@ -16,9 +16,11 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from farstep.errors import WireError
+from farstep.wire import node_messages as n
 from farstep.wire.codec import Limits, frame_lengths
 from farstep.wire.keys import KeyPair
 from farstep.wire.local import LocalLink, local_pair
+from farstep.wire.messages import Hello, decode_from_worker, encode
 from farstep.wire.zmq import MAIN, DealerLink, Hub
 
 # ---- local links ----
@@ -271,3 +273,21 @@ def test_reading_ends_however_much_is_sent(hub: Hub, monkeypatch: pytest.MonkeyP
             stopped = stopped or hub.has_more
             assert time.monotonic() < deadline
         assert stopped
+
+
+@pytest.mark.parametrize("text", ["two\nlines", "\x1b[2J", "\r", "\x9b", "\u2028", "a" * 2000])
+def test_what_goes_into_a_line_of_the_log_is_one(text: str) -> None:
+    hello = Hello(0, 0, "run", text, 1, {})
+    with pytest.raises(WireError):
+        decode_from_worker([encode(hello)])
+    with pytest.raises(WireError):
+        decode_from_worker([encode(Hello(0, 0, "run", "host", 1, {text: "1"}))])
+    for message in (
+        n.NodeHello("0" * 16, "run", text, 1, 1, {}),
+        n.NodeHello("0" * 16, "run", "host", 1, 1, {}, text),
+        n.NodeHello(text, "run", "host", 1, 1, {}),
+        n.Leaving("0" * 16, text, 0.0),
+        n.WorkerEnded("0" * 16, 0, 0, 0, text),
+    ):
+        with pytest.raises(WireError):
+            n.decode_from_node([n.encode(message)])
