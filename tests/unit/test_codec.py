@@ -129,6 +129,11 @@ def test_a_few_bytes_cannot_ask_for_all_memory() -> None:
     box = ["box", 0.0, 1.0, [2**20, 2**20], "<f8"]
     with pytest.raises(WireError, match="Box of shape"):
         unpack(msgspec.msgpack.encode(msgspec.msgpack.Ext(4, msgspec.msgpack.encode(box))))
+    box[3] = [2**21]  # fits alone
+    one = msgspec.msgpack.Ext(4, msgspec.msgpack.encode(box))
+    assert unpack(msgspec.msgpack.encode(one)).shape == (2**21,)
+    with pytest.raises(WireError, match="Box of shape"):
+        unpack(msgspec.msgpack.encode(msgspec.msgpack.Ext(4, msgspec.msgpack.encode(["tuple", [one] * 1000]))))
 
 
 MESSAGES: list[Any] = [

@@ -16,10 +16,12 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from farstep.errors import WireError
+from farstep.wire import node_messages as n
 from farstep.wire.codec import Limits, frame_lengths
 from farstep.wire.keys import KeyPair
 from farstep.wire.local import LocalLink, local_pair
-from farstep.wire.zmq import MAIN, Hub
+from farstep.wire.messages import Hello, decode_from_worker, encode
+from farstep.wire.zmq import MAIN, DealerLink, Hub
 
 # ---- local links ----
 
@@ -240,3 +242,52 @@ def test_a_worker_cannot_speak_or_listen_for_another(hub: Hub) -> None:
 def test_a_secret_is_not_printed() -> None:
     pair = KeyPair.fresh()
     assert pair.secret.decode() not in repr(pair)
+
+
+def test_the_name_of_a_connection_is_not_for_others_to_know(hub: Hub) -> None:
+    """Whoever connects by a name gets what is sent to it, so it is not made of what can be overheard."""
+    victim, liar = hub.admit(1, 0), hub.admit(2, 0)
+    with contextlib.closing(DealerLink(hub.address, hub.keys.public, victim, MAIN)) as link:
+        link.send([b"here"])
+        deadline = time.monotonic() + 30
+        while not [peer for peer, _ in hub.drain()]:
+            assert time.monotonic() < deadline
+        with contextlib.closing(Client(hub, liar, hub.keys.public, route=victim.public[:16] + MAIN)) as client:
+            assert client.outcome(hub) == ("admitted", [(2, b"let me in")])
+            hub.send(1, [b"for worker 1"])
+            received = link.receive(30.0)
+            assert received is not None and bytes(received.frames[0]) == b"for worker 1"
+            assert not client.socket.poll(0)
+    assert victim.secret not in victim.route and victim.public[:16] not in victim.route
+
+
+def test_reading_ends_however_much_is_sent(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("farstep.wire.zmq._DRAIN_S", 0.0)
+    with contextlib.closing(DealerLink(hub.address, hub.keys.public, hub.admit(0, 0), MAIN)) as link:
+        for _ in range(100):
+            link.send([b"again"])
+        deadline = time.monotonic() + 30
+        read, stopped = 0, False
+        while read < 100:
+            read += len(list(hub.drain()))
+            stopped = stopped or hub.has_more
+            assert time.monotonic() < deadline
+        assert stopped
+
+
+@pytest.mark.parametrize("text", ["two\nlines", "\x1b[2J", "\r", "\x9b", "\u2028", "a" * 2000])
+def test_what_goes_into_a_line_of_the_log_is_one(text: str) -> None:
+    hello = Hello(0, 0, "run", text, 1, {})
+    with pytest.raises(WireError):
+        decode_from_worker([encode(hello)])
+    with pytest.raises(WireError):
+        decode_from_worker([encode(Hello(0, 0, "run", "host", 1, {text: "1"}))])
+    for message in (
+        n.NodeHello("0" * 16, "run", text, 1, 1, {}),
+        n.NodeHello("0" * 16, "run", "host", 1, 1, {}, text),
+        n.NodeHello(text, "run", "host", 1, 1, {}),
+        n.Leaving("0" * 16, text, 0.0),
+        n.WorkerEnded("0" * 16, 0, 0, 0, text),
+    ):
+        with pytest.raises(WireError):
+            n.decode_from_node([n.encode(message)])

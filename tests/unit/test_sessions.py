@@ -246,3 +246,17 @@ def test_the_bulk_connection_takes_only_segments(kind: Kind) -> None:
 def test_what_is_no_packet_is_refused(frames: list[bytes], bulk: bool) -> None:
     with pytest.raises(WireError):
         Session(Seal(fresh_key(), Side.HEAD)).receive(Packet(bulk, frames), 0.0)
+
+
+def test_a_forged_segment_does_not_overwrite_what_is_there() -> None:
+    """A segment that cannot be opened is noticed only after it was written: it has no place but its own."""
+    key = fresh_key()
+    head, worker = Session(Seal(key, Side.HEAD)), Session(Seal(key, Side.WORKER))
+    text = os.urandom(2 * SEGMENT_BYTES)
+    first, second = worker.send([text], 0.0)
+    head.receive(first, 0.0)
+    about = module._PLACE.pack(1, 2) + bytes(first.frames[1])[module._PLACE.size :]
+    with pytest.raises(WireError):
+        head.receive(Packet(True, [first.frames[0], about, first.frames[2]]), 0.0)
+    head.receive(second, 0.0)
+    assert [[bytes(frame) for frame in frames] for frames in head.messages()] == [[text]]

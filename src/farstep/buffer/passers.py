@@ -22,8 +22,9 @@ import zmq
 
 from farstep.buffer.dispatch import Message
 from farstep.errors import ClosedError, ConfigError, DeliveryError, WireError
-from farstep.wire.codec import pack, unpack
+from farstep.wire.codec import Limits, pack, unpack
 from farstep.wire.keys import KeyPair
+from farstep.wire.messages import decoded
 from farstep.wire.zmq import MAIN, DealerLink, Hub
 
 _PING_S = 0.5  # a receiver that has died is noticed when something is sent to it
@@ -138,6 +139,9 @@ class _Report(msgspec.Struct, array_like=True):
     error: str = ""
 
 
+_report: msgspec.msgpack.Decoder[_Report] = msgspec.msgpack.Decoder(_Report)
+
+
 class ZmqPasser:
     """Hands messages to one other process, which makes a `ZmqReceiver` of `invitation`.
 
@@ -159,7 +163,7 @@ class ZmqPasser:
         """Of those that are done, which were not handled."""
         self._pinged = 0.0
         try:
-            self._hub = Hub(_checked(endpoint))
+            self._hub = Hub(_checked(endpoint), most_bytes=Limits.HEADER_BYTES)
         except zmq.ZMQError as error:
             raise ConfigError(f"cannot listen at {endpoint}: {error}. Is it in use? endpoint=None is free.") from error
         pair = self._hub.admit(0, 0)
@@ -231,9 +235,9 @@ class ZmqPasser:
         for _, received in self._hub.drain():
             said = True
             try:
-                report = msgspec.msgpack.decode(received.frames[0], type=_Report)
-            except msgspec.MsgspecError as error:
-                raise WireError(f"the receiver at {self._hub.address} sent what is no report: {error}.") from error
+                report = decoded(_report, received.frames)
+            except WireError as error:
+                raise WireError(f"the receiver at {self._hub.address} sent what is no report: {error}") from error
             self._note(report)
         return said
 

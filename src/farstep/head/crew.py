@@ -154,7 +154,8 @@ class Crew:
 
     def distrust(self, seat: Seat, error: WireError) -> None:
         """A worker said what cannot be read, or cannot be true: it is replaced."""
-        log.warning("worker %d sent what cannot be accepted: %s", seat.worker, error)
+        if self.membership.members[seat.worker].state is not life.State.DYING:
+            log.warning("worker %d sent what cannot be accepted: %s", seat.worker, error)
         self.act_on(life.Gone(seat.worker))
 
     def _read_output(self, seat: Seat) -> None:

@@ -13,6 +13,7 @@ import os
 import resource
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -28,6 +29,8 @@ from farstep.worker.progress import PHASE, Phase, private_words
 
 log = logging.getLogger("farstep")
 _TAIL_BYTES = 16 * 1024
+_UNREAD_BYTES = 1 << 20
+"""Of a worker's output, at most so much waits for being logged."""
 _UNSAID_S = 3.0
 """A worker that its node's agent does not mention for so long after it was asked for is asked for again, or over."""
 _FILES_PER_WORKER, _OTHER_FILES = 8, 1024
@@ -77,6 +80,9 @@ class ClusterLauncher(Launcher):
         self._ticked = self._enough_at = time.monotonic()
         self._next_beat = 0.0
         _allow_files(_FILES_PER_WORKER * workers)
+        self._nonsense: Counter[int] = Counter()
+        self._misfit: LaunchError | None = None
+        """Of a node that cannot be used."""
         self._hub = Hub([f"tcp://{address}:*" for address in engine.listen_on()], config.lease_s, reliable=True)
 
     # ---- what the head calls ----
@@ -122,8 +128,8 @@ class ClusterLauncher(Launcher):
             try:
                 self._hear(-1 - peer.worker, n.decode_from_node(received.frames))
             except WireError as error:
-                log.warning("the agent of a node sent what cannot be accepted: %s", error)
-        return arrived
+                self._misheard(-1 - peer.worker, error)
+        return arrived or self._hub.has_more
 
     def tick(self) -> None:
         now = time.monotonic()
@@ -142,7 +148,9 @@ class ClusterLauncher(Launcher):
         self._look_at_groups()
         there, fewest = sum(node is not None for node in self._blocks), self._config.fewest_nodes
         if there >= fewest:
-            self._enough_at = now
+            self._enough_at, self._misfit = now, None
+        elif self._misfit is not None:  # with enough nodes, a run goes on without it
+            raise self._misfit
         elif now - self._enough_at > self._config.queue_s:
             raise LaunchError(
                 f"{there} of at least {fewest} nodes came within queue_s={self._config.queue_s:g} s: {self.waiting()}."
@@ -229,7 +237,10 @@ class ClusterLauncher(Launcher):
             if node is None:
                 self._welcome(group, message)
             return
-        if node is None or node.group != group:
+        if node is not None and node.group != group:
+            self._misheard(group, WireError("it speaks for a node of others."))
+            return
+        if node is None:
             # Given up, or never let in: whatever it runs is fenced off by its keys, and it is told to end it.
             self._hub.send_to(message.node.encode() + NODE, [n.encode(n.Leave("this node was given up"))])
             return
@@ -247,18 +258,27 @@ class ClusterLauncher(Launcher):
                 log.warning("%s is taken back (%s): its workers hand over what they have", node, message.reason)
                 self._drain_node(node)
 
+    def _misheard(self, group: int, error: WireError) -> None:
+        """Said the first time, and then less and less often: whoever sends nonsense does not fill the log."""
+        self._nonsense[group] += 1
+        if self._nonsense[group].bit_count() == 1:
+            log.warning("the agent of a node sent what cannot be accepted (%d): %s", self._nonsense[group], str(error))
+
     def _worker(self, node: Node, message: n.Printed | n.WorkerEnded) -> RemoteWorker | None:
         worker = node.workers.get(message.worker)
         return worker if worker is not None and worker.incarnation == message.incarnation else None
 
     def _welcome(self, group: int, hello: n.NodeHello) -> None:
+        if hello.run != self._run:
+            raise WireError("it belongs to another run.")
         route = hello.node.encode() + NODE
-        different = mismatches(hello.versions) if hello.run == self._run else ["it belongs to another run"]
-        if different:
+        if different := mismatches(hello.versions):
             self._hub.send_to(route, [n.encode(n.Leave(f"does not fit: {'; '.join(different)}"))])
-            raise LaunchError(
+            self._misfit = LaunchError(
                 f"the node {hello.host} does not fit: {'; '.join(different)}. Install the same versions on all nodes."
             )
+            self._misheard(group, WireError(str(self._misfit)))
+            return
         free = next((i for i, held in enumerate(self._blocks[: self._wanted]) if held is None), None)
         if free is None:
             self._hub.send_to(route, [n.encode(n.Leave("all nodes are there already"))])
@@ -382,7 +402,7 @@ class RemoteWorker:
             self._launcher.tell(self.node, n.DumpStacks(self.worker, self.incarnation))
 
     def printed(self, data: bytes) -> None:
-        self._new += data
+        self._new = (self._new + data)[-_UNREAD_BYTES:]
         os.eventfd_write(self.output_fd, 1)
 
     def read_output(self) -> bytes | None:

@@ -58,7 +58,7 @@ class NetworkLauncher(Launcher):
         for peer, received in self._hub.drain():
             arrived = True
             receive(peer.worker, received)
-        return arrived
+        return arrived or self._hub.has_more
 
     def tick(self) -> None:
         self._hub.service()

@@ -32,10 +32,6 @@ from farstep.wire.zmq import NODE, DealerLink
 from farstep.worker.bootstrap import read_bootstrap
 
 log = logging.getLogger("farstep.node")
-_OUTPUT_BYTES = 64 * 1024
-"""Of one worker's output, at most so much is sent at a time; what it prints beyond that, only its end."""
-
-
 TAKEN_BACK = 75
 """The status of an agent that left because its engine said so (`EX_TEMPFAIL`: it would come again)."""
 
@@ -53,7 +49,7 @@ class _Child:
 
     def read(self) -> None:
         self.printed += self.process.read_output() or b""
-        del self.printed[:-_OUTPUT_BYTES]
+        del self.printed[: -n.OUTPUT_BYTES]  # of what it prints beyond that, only the end is sent
 
 
 class NodeAgent:
@@ -184,7 +180,7 @@ class NodeAgent:
         try:
             process = self._starter.start(contents)
         except OSError as error:
-            link.send([n.encode(n.WorkerEnded(self._node, order.worker, order.incarnation, 127, str(error)))])
+            link.send([n.encode(n.WorkerEnded(self._node, order.worker, order.incarnation, 127, repr(error)[:1000]))])
             return
         self._children[order.worker, order.incarnation] = _Child(process)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -19,7 +19,7 @@ from farstep.errors import WireError
 
 _ARRAY, _SCALAR, _TUPLE, _SPACE, _BIGINT = 1, 2, 3, 4, 5
 _MAX_DEPTH = 32
-_MAX_BOX_BYTES = 2**28  # its bounds travel as two numbers, so a few bytes could ask for all memory
+_MAX_BOX_BYTES = 2**28  # of all in a value: bounds travel as two numbers, so a few bytes could ask for all memory
 
 
 def pack(value: object, *, opaque: bool = False) -> bytes:
@@ -30,7 +30,7 @@ def pack(value: object, *, opaque: bool = False) -> bytes:
 def unpack(payload: bytes | bytearray | memoryview) -> Any:
     """Decode what `pack` made; anything else is a `WireError`."""
     try:
-        return _value(msgspec.msgpack.decode(payload))
+        return _value(msgspec.msgpack.decode(payload), _Room())
     except WireError:
         raise
     except Exception as error:  # a peer's bytes can be wrong in every way; all of them mean the same
@@ -91,33 +91,45 @@ def _ext(code: int, data: object) -> msgspec.msgpack.Ext:
     return msgspec.msgpack.Ext(code, msgspec.msgpack.encode(data))
 
 
-def _value(data: object) -> Any:
+class _Room:
+    """What the boxes of a value may still take."""
+
+    def __init__(self) -> None:
+        self._left = _MAX_BOX_BYTES
+
+    def take(self, shape: Sequence[int], itemsize: int) -> None:
+        self._left -= max(1, math.prod(shape)) * max(1, itemsize)
+        if min(shape, default=0) < 0 or self._left < 0:
+            raise WireError(f"a Box of shape {shape}; an observation may have {_MAX_BOX_BYTES} bytes.")
+
+
+def _value(data: object, room: _Room) -> Any:
     if isinstance(data, dict):
-        return {key: _value(sub) for key, sub in data.items()}
+        return {key: _value(sub, room) for key, sub in data.items()}
     if isinstance(data, list):
-        return [_value(sub) for sub in data]
+        return [_value(sub, room) for sub in data]
     if isinstance(data, msgspec.msgpack.Ext):
-        return _decode_ext(data.code, bytes(data.data))
+        return _decode_ext(data.code, bytes(data.data), room)
     return data
 
 
-def _decode_ext(code: int, payload: bytes) -> Any:
+def _decode_ext(code: int, payload: bytes, room: _Room) -> Any:
     if code == _BIGINT:
         return int(payload)
     body = msgspec.msgpack.decode(payload)
     if code == _TUPLE:
-        return tuple(_value(sub) for sub in body)
+        return tuple(_value(sub, room) for sub in body)
     if code == _SCALAR:
         real = _dtype(body[0])
         return np.frombuffer(body[1], dtype=real)[0] if real.itemsize else real.type()  # an empty string has no bytes
     if code == _SPACE:
-        return _space(body)
+        return _space(body, room)
     if code != _ARRAY:
         raise WireError(f"unknown extension type {code}.")
     kind, shape, content = body
     if kind == "O":
         array = np.empty(len(content), dtype=object)
-        array[:] = [_value(sub) for sub in content]
+        array[:] = [_value(sub, room) for sub in content]
         return array.reshape(shape)
     return np.frombuffer(content, dtype=_dtype(kind)).reshape(shape).copy()
 
@@ -156,14 +168,13 @@ def _shrunk(bound: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return first.reshape(()) if bound.size and bool(np.all(bound == first)) else bound
 
 
-def _space(body: list[Any]) -> object:
+def _space(body: list[Any], room: _Room) -> object:
     kind, *rest = body
-    fields: list[Any] = [_value(entry) for entry in rest]
+    fields: list[Any] = [_value(entry, room) for entry in rest]
     if kind == "box":
         low, high, shape, dtype = fields
         real = _dtype(dtype)
-        if max(1, math.prod(shape)) * real.itemsize > _MAX_BOX_BYTES:
-            raise WireError(f"a Box of shape {shape}; one observation may have {_MAX_BOX_BYTES} bytes.")
+        room.take(shape, real.itemsize)
         bounds = [np.broadcast_to(np.asarray(b, real), tuple(shape)).copy() for b in (low, high)]
         return spaces.Box(bounds[0], bounds[1], tuple(shape), real.type)
     if kind == "discrete":
@@ -173,9 +184,9 @@ def _space(body: list[Any]) -> object:
     if kind == "multibinary":
         return spaces.MultiBinary(tuple(fields[0]) if isinstance(fields[0], tuple) else fields[0])
     if kind == "dict":
-        return spaces.Dict([(key, _value(sub)) for key, sub in rest[0]])  # pairs: a dict would be sorted
+        return spaces.Dict([(key, sub) for key, sub in fields[0]])  # pairs: a dict would be sorted
     if kind == "tuple":
-        return spaces.Tuple([_value(sub) for sub in rest[0]])
+        return spaces.Tuple(fields[0])
     raise WireError(f"a space of kind {fields[0]!r} cannot be rebuilt here.")
 
 

@@ -28,5 +28,11 @@ class KeyPair:
         """To be shown where what is shown may be overheard."""
         return self.derived(b"token").hex().encode()
 
+    @property
+    def route(self) -> bytes:
+        """What a worker's connections are called. Nobody else knows it: whoever connects by a name gets what is sent to
+        it."""
+        return self.derived(b"route").hex()[:32].encode()
+
     def __repr__(self) -> str:
         return f"KeyPair(public={self.public.decode()})"

@@ -28,6 +28,9 @@ from farstep.wire.codec import Limits
 
 PROTOCOL = 7
 Word = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+Line = Annotated[str, msgspec.Meta(max_length=1024, pattern=r"\A[^\x00-\x1f\x7f-\x9f\u2028\u2029]*\Z")]
+"""What ends up in a log as part of a line: nothing in it can begin another one, or move a terminal's cursor."""
+Lines = Annotated[dict[Line, Line], msgspec.Meta(max_length=64)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
@@ -36,10 +39,10 @@ class Hello(msgspec.Struct, tag="hello"):
 
     worker: int
     incarnation: int
-    run: str
-    host: str
+    run: Line
+    host: Line
     pid: int
-    versions: dict[str, str]
+    versions: Lines
 
 
 class Ready(msgspec.Struct, tag="ready"):

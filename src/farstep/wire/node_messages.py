@@ -11,60 +11,65 @@ is up. Every message of an agent has its name, which it made up itself: all agen
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Annotated
 
 import msgspec
 
 from farstep.core import Buffer
-from farstep.wire.messages import Count, decoded
+from farstep.wire.messages import Count, Line, Lines, decoded
 
 BEAT_S = 1.0
+OUTPUT_BYTES = 64 * 1024
+"""Of one worker's output, at most so much is sent at a time."""
+Name = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{16}\Z")]
+"""Of a node: drawn by its agent, and known to that and to the head alone."""
 
 
 class NodeHello(msgspec.Struct, tag="node-hello"):
     """An agent is there and can start workers."""
 
-    node: str
-    run: str
-    host: str
+    node: Name
+    run: Line
+    host: Line
     pid: int
     cpus: int
-    versions: dict[str, str]
-    place: str = ""
+    versions: Lines
+    place: Line = ""
     """What the engine calls it: a job and its task, a pod."""
 
 
 class NodeBeat(msgspec.Struct, tag="node-beat"):
     """Still there, with these workers (number and incarnation): said again and again, as anything may get lost."""
 
-    node: str
+    node: Name
     workers: list[tuple[int, int]] = []
 
 
 class Leaving(msgspec.Struct, tag="leaving"):
     """The engine takes the node back; what its workers have is to be fetched within `grace_s`."""
 
-    node: str
-    reason: str
+    node: Name
+    reason: Line
     grace_s: float
 
 
 class Printed(msgspec.Struct, tag="printed"):
     """What a worker wrote to its output."""
 
-    node: str
+    node: Name
     worker: Count
     incarnation: Count
-    data: bytes
+    data: Annotated[bytes, msgspec.Meta(max_length=OUTPUT_BYTES)]
 
 
 class WorkerEnded(msgspec.Struct, tag="worker-ended"):
     """A worker's process is over."""
 
-    node: str
+    node: Name
     worker: Count
     incarnation: Count
     status: int
-    note: str
+    note: Line
 
 
 class StartWorker(msgspec.Struct, tag="start-worker"):

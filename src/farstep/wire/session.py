@@ -19,6 +19,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
+import numpy as np
+
 from farstep.core import Buffer
 from farstep.errors import WireError
 from farstep.wire.sealing import SEGMENTS, TAG_BYTES, Seal
@@ -34,6 +36,9 @@ _MOST_SPARE = 64
 _RATES = 8
 MAX_AHEAD = 4096
 """Messages that may wait for one before them."""
+MAX_FRAMES = 4096
+_FRAME_COST = 256
+"""What a frame takes besides its bytes, about: many empty ones are not free."""
 _ENVELOPE = struct.Struct("<BQQI")
 _PLACE = struct.Struct("<II")
 _LENGTH = struct.Struct("<Q")
@@ -78,7 +83,7 @@ class _Arriving:
     """A large message, as far as it is here."""
 
     lengths: list[int]
-    text: bytearray
+    text: memoryview
     """All frames, one after the other."""
     indices: set[int] = field(default_factory=set)
     prefix: int = 0
@@ -88,6 +93,11 @@ class _Arriving:
         self.indices.add(index)
         while self.prefix in self.indices:
             self.prefix += 1
+
+
+def _room_for(length: int) -> memoryview:
+    """Memory that the kernel gives when it is written to: what is only promised costs nothing."""
+    return np.empty(length, np.uint8).data
 
 
 class Session:
@@ -101,6 +111,8 @@ class Session:
         self._delivered = 0
         self._ready: dict[int, Sequence[Buffer]] = {}
         self._arriving: dict[int, _Arriving] = {}
+        self._held: dict[int, int] = {}
+        """Per message that is here, whole or not, and was not handed out: the memory that it takes."""
         self._asked_at = self._last_sent = 0.0
         self._others, self._moved_at = (0, 0), 0.0
         """What the other side has: messages, and segments of the next; and since when."""
@@ -115,6 +127,8 @@ class Session:
     def send(self, frames: Sequence[Buffer], now: float) -> Iterator[Packet]:
         """What to put on the wire for a message; the frames may be changed once all of it was taken."""
         views = [memoryview(frame).cast("B") if not isinstance(frame, bytes) else memoryview(frame) for frame in frames]
+        if len(views) > MAX_FRAMES:
+            raise WireError(f"a message of {len(views)} frames; at most {MAX_FRAMES} are possible.")
         seq, self._next = self._next, self._next + 1
         large = self._bulk and sum(view.nbytes for view in views) > SMALL_BYTES
         sent = _Sent(seq, [], large, now)
@@ -207,6 +221,7 @@ class Session:
         match kind:
             case Kind.WHOLE:
                 if self._is_new(seq):
+                    self._hold(seq, [len(frame) for frame in frames[1:]])
                     self._ready[seq] = frames[1:]
             case Kind.ASK | Kind.BACK:
                 again.append(self.report())
@@ -220,7 +235,18 @@ class Session:
         """Those whose turn it is."""
         while (frames := self._ready.pop(self._delivered + 1, None)) is not None:
             self._delivered += 1
+            self._held.pop(self._delivered, None)
+            self._arriving.pop(self._delivered, None)  # who sends it in two ways has us keep neither
             yield frames
+
+    def _hold(self, seq: int, lengths: Sequence[int]) -> None:
+        """Take in a message of that size, unless the other side has us keep too much already."""
+        if len(lengths) > MAX_FRAMES:
+            raise WireError(f"a message of {len(lengths)} frames; at most {MAX_FRAMES} are accepted.")
+        size = sum(lengths) + _FRAME_COST * len(lengths)
+        if sum(lengths) > self._most_bytes or (self._held and sum(self._held.values()) + size > self._most_bytes):
+            raise WireError(f"a message of {sum(lengths)} bytes; at most {self._most_bytes} are accepted.")
+        self._held[seq] = size
 
     def _is_new(self, seq: int) -> bool:
         if seq > self._delivered + MAX_AHEAD:
@@ -235,11 +261,11 @@ class Session:
         if not self._is_new(seq):
             return
         about, sealed = bytes(frames[0]), frames[1]
+        if len(about) > _PLACE.size + MAX_FRAMES * _LENGTH.size:
+            raise WireError(f"a message of more than {MAX_FRAMES} frames.")
         index, count = _PLACE.unpack_from(about)
         lengths = [length for (length,) in _LENGTH.iter_unpack(about[_PLACE.size :])]
         starts, total = _starts(lengths)
-        if total > self._most_bytes:
-            raise WireError(f"a message of {total} bytes; at most {self._most_bytes} are accepted.")
         size = min(SEGMENT_BYTES, total - index * SEGMENT_BYTES)
         if count != -(-total // SEGMENT_BYTES) or index >= count or len(sealed) != size + self._tag_bytes:
             raise WireError("a segment that has no place in its message.")
@@ -247,17 +273,18 @@ class Session:
         if arriving is not None and (arriving.lengths != lengths or index in arriving.indices):
             return  # had it already
         if arriving is None:
-            if count > 1:  # nobody but the other side may ask for room: one segment is opened before any is made
-                self._open(seq, index, about, sealed, memoryview(bytearray(size)))
-            arriving = _Arriving(lengths, bytearray(total))
+            # Nobody but the other side may ask for room: the first segment is opened before any is made.
+            text = memoryview(bytearray(size))
+            self._open(seq, index, about, sealed, text)
+            self._hold(seq, lengths)
+            arriving = self._arriving[seq] = _Arriving(lengths, _room_for(total) if count > 1 else text)
         first = index * SEGMENT_BYTES
-        self._open(seq, index, about, sealed, memoryview(arriving.text)[first : first + size])
-        self._arriving[seq] = arriving
+        if count > 1:
+            self._open(seq, index, about, sealed, arriving.text[first : first + size])
         arriving.add(index)
         if len(arriving.indices) == count:
             del self._arriving[seq]
-            text_view = memoryview(arriving.text)
-            self._ready[seq] = [text_view[s : s + length] for s, length in zip(starts, lengths, strict=True)]
+            self._ready[seq] = [arriving.text[s : s + length] for s, length in zip(starts, lengths, strict=True)]
 
     def _recycle(self, sent: _Sent) -> None:
         if sent.bulk and not sent.again:

@@ -38,6 +38,10 @@ _AT_ONCE = 64
 _WORTH_A_REPORT = 1 << 18
 _UNSENT = 64
 """Segments that wait in a worker, and that wait at the head for being read, before a sender has to."""
+CONTROL_BYTES = SEGMENT_BYTES
+"""The largest frame on the control connection of a reliable hub: also of those who have not said who they are yet."""
+_DRAIN_S = 0.5
+"""For reading without a pause: whoever sends faster than that does not keep the head from its other work."""
 _LEASE_S = 10.0
 _PING, _SILENT = 0.1, 0.4
 """Of a lease: how often a side is asked whether it is there, and how long it may take to answer. ZeroMQ's own threads
@@ -68,9 +72,13 @@ class Hub:
         *,
         reliable: bool = False,
         encrypted: bool = True,
+        most_bytes: int = Limits.MESSAGE_BYTES,
     ) -> None:
         self.keys = KeyPair.fresh()
         self._reliable, self._encrypted = reliable, encrypted
+        self._most_bytes = CONTROL_BYTES if reliable else most_bytes
+        self.has_more = False
+        """Whether the last `drain` stopped before all was read."""
         self.refused = 0
         """Packets on the bulk connection that nobody who was admitted can have sent."""
         self._peers: dict[bytes, Peer] = {}
@@ -89,7 +97,7 @@ class Hub:
     def _listen(self, addresses: Sequence[str], lease_s: float) -> None:
         self._zap = self._context.socket(zmq.REP)
         self._zap.bind(_ZAP)
-        self._router = self._socket(Limits.MESSAGE_BYTES, lease_s)
+        self._router = self._socket(self._most_bytes, lease_s)
         self._router.curve_server = True
         self._router.curve_secretkey = self.keys.secret
         self._router.curve_publickey = self.keys.public
@@ -137,12 +145,14 @@ class Hub:
         self._peers.pop(self._keys.pop(worker, b""), None)
 
     def drain(self) -> Iterator[tuple[Peer, Received]]:
-        """Answer handshakes and yield every message that has arrived."""
+        """Answer handshakes and yield every message that has arrived, but not for ever (see `has_more`)."""
+        until, self.has_more = time.monotonic() + _DRAIN_S, False
         arrived = True
         while arrived:
-            for request in _waiting(self._zap):
-                self._answer([frame.bytes for frame in request])
             arrived = False
+            for request in islice(_waiting(self._zap), _AT_ONCE):
+                arrived = True
+                self._answer([frame.bytes for frame in request])
             for router, frames in self._next():
                 arrived = True
                 peer = self._peers.get(str(frames[-1].get("User-Id")).encode())
@@ -156,6 +166,9 @@ class Hub:
                     yield peer, Received(rest)
                     continue
                 yield from self._taken(peer, Packet(router is self._bulk, rest))
+            if time.monotonic() > until:
+                self.has_more = True
+                return
 
     def _next(self) -> Iterator[tuple[zmq.Socket[bytes], list[zmq.Frame]]]:
         """Some of what waits, in turn."""
@@ -270,10 +283,10 @@ class _Connection:
     """A DEALER that knows whether the head, and nobody else, is at the other end: ZeroMQ's threads know, however busy
     the interpreter is."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], route: bytes, lease_s: float) -> None:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], route: bytes, lease_s: float, most_bytes: int) -> None:
         self.socket = context.socket(zmq.DEALER)
         self.socket.routing_id = route
-        self.socket.maxmsgsize = Limits.MESSAGE_BYTES
+        self.socket.maxmsgsize = most_bytes
         self.socket.linger = 2000
         _keep_asking(self.socket, lease_s)
         self._monitor = self.socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
@@ -316,7 +329,9 @@ class DealerLink:
     ) -> None:
         self._shares_context = context is not None
         self._context = context or zmq.Context()
-        self._main = _Connection(self._context, route or pair.public[:16] + role, lease_s)
+        small = bulk is not None or role in (BEAT, NODE)
+        most_bytes = CONTROL_BYTES if small else Limits.MESSAGE_BYTES
+        self._main = _Connection(self._context, route or pair.route + role, lease_s, most_bytes)
         socket = self._socket = self._main.socket
         socket.curve_serverkey = server_key
         socket.curve_publickey, socket.curve_secretkey = pair.public, pair.secret
@@ -327,7 +342,7 @@ class DealerLink:
         self._messages: deque[Received] = deque()
         self._reported_at = 0.0
         if bulk is not None:
-            self._bulk = _Connection(self._context, pair.public[:16] + BULK, lease_s)
+            self._bulk = _Connection(self._context, pair.public[:16] + BULK, lease_s, SEGMENT_BYTES + TAG_BYTES)
             self._bulk.socket.plain_username = pair.public
             self._bulk.socket.plain_password = pair.token
             self._bulk.socket.sndhwm = self._bulk.socket.rcvhwm = _UNSENT

@@ -1,0 +1,478 @@
+"""Whatever is thrown at the sockets of a head: no crash, no hang, flat memory, and training goes on.
+
+First what reads messages, without sockets; then a head with its sockets, attacked by another process (`attacker.py`)
+while it collects.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import attacker
+import gymnasium
+import numpy as np
+import pytest
+import zmq
+from checks import assert_balanced, cluster
+from far_head import WideAgent, WideEnv
+from mutations import mutated
+
+import farstep
+from farstep.buffer.passers import ZmqPasser, ZmqReceiver
+from farstep.core import Received
+from farstep.errors import WireError
+from farstep.head.tickets import Order
+from farstep.launch_config import SSHConfig
+from farstep.spec import ArraySpec
+from farstep.testing import CountingEnv, TableAgent
+from farstep.wire import messages as m
+from farstep.wire import node_messages as n
+from farstep.wire import session as sessions
+from farstep.wire.codec import pack, unpack
+from farstep.wire.keys import KeyPair
+from farstep.wire.sealing import Seal, Side, fresh_key
+from farstep.wire.session import MAX_AHEAD, Kind, Packet, Session
+from farstep.wire.versions import versions
+from farstep.wire.zmq import Hub, bulk_address
+
+CASES = 25_000
+NODE = "0123456789abcdef"
+SCHEMA = {"action": ArraySpec((2,), "<f4")}
+FROM_WORKER: list[m.FromWorker] = [
+    m.Hello(0, 0, "run", "host", 1, versions()),
+    m.Ready(pack(gymnasium.spaces.Box(-1, 1, (3,))), pack(gymnasium.spaces.Discrete(4))),
+    m.AgentReady(1, SCHEMA, pack({"action": "action"}), SCHEMA, pack("state"), "eager", SCHEMA),
+    m.Chunk(1, 0, b"\0" * 16, 1, True, "tape", 0, 0.5, "why", 1, 100, 0.5, 0.5, ["obs", "reward"], 3, 4, 5),
+    m.Part(1, 1, -1, 0, ["obs"], 0),
+    m.Reply(1),
+    m.Failure("message", "traceback", "step", "ValueError", 1, 2, 3, 4, 5, True, 6, 7),
+    m.Asking(1, 1),
+    m.WeightRequest(1, 0),
+    m.Progress([1, 2, 3, 2**62, -1]),
+]
+FROM_NODE: list[n.FromNode] = [
+    n.NodeHello(NODE, "run", "host", 1, 4, versions(), "SLURM job 1"),
+    n.NodeBeat(NODE, [(0, 0), (1, 5)]),
+    n.Leaving(NODE, "SIGTERM", 20.0),
+    n.Printed(NODE, 0, 0, b"Hello\n"),
+    n.WorkerEnded(NODE, 0, 0, -9, "why"),
+]
+VALUES = [
+    {"a": [1, 2.5, None, True, "text", b"bytes", 2**70], "b": (1, (2,))},
+    np.arange(12, dtype=np.float32).reshape(3, 4),
+    np.array([1, "two", None], dtype=object),
+    np.float64(0.5),
+    gymnasium.spaces.Dict(
+        {"box": gymnasium.spaces.Box(0, 255, (4, 4), np.uint8), "n": gymnasium.spaces.Discrete(3, start=-1)}
+    ),
+    gymnasium.spaces.Tuple((gymnasium.spaces.MultiBinary(3), gymnasium.spaces.MultiDiscrete([2, 3]))),
+]
+
+
+def survives(read: Callable[[bytes], Any], valid: Sequence[bytes], seed: int) -> None:
+    """`read` either takes what it is given, or says with a `WireError` that it does not."""
+    chance = random.Random(seed)
+    refused = 0
+    for _ in range(CASES):
+        text = mutated(chance, chance.choice(valid), valid)
+        try:
+            read(text)
+        except WireError:
+            refused += 1
+        except Exception as error:
+            raise AssertionError(f"{text!r}") from error
+    assert 0.3 * CASES < refused < CASES  # neither takes everything nor nothing: the mutations are worth something
+
+
+def test_messages_of_workers() -> None:
+    survives(lambda text: m.decode_from_worker([text]), [m.encode(message) for message in FROM_WORKER], 1)
+
+
+def test_messages_of_nodes() -> None:
+    survives(lambda text: n.decode_from_node([text]), [n.encode(message) for message in FROM_NODE], 2)
+
+
+@pytest.mark.filterwarnings("ignore")  # NumPy's, of dtypes that are gone
+def test_plain_values() -> None:
+    survives(unpack, [pack(value) for value in VALUES], 3)
+
+
+# ---- sessions ----
+
+
+@pytest.fixture
+def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions, "SMALL_BYTES", 8)
+    monkeypatch.setattr(sessions, "SEGMENT_BYTES", 64)
+
+
+def conversation(key: bytes, messages: Sequence[bytes]) -> list[Packet]:
+    worker = Session(Seal(key, Side.WORKER))
+    packets = [packet for message in messages for packet in worker.send([message], 0.0)]
+    return [*packets, worker.report(), worker.back(), *worker.due(100.0)]
+
+
+def test_what_is_written_to_the_bulk_connection_by_others(small_segments: None) -> None:
+    """Segments that were overheard, changed, mixed up and sent again: what comes out is what the worker sent."""
+    key, chance = fresh_key(), random.Random(4)
+    sent = [bytes([i]) * (9 + 37 * i) for i in range(40)]
+    packets = [packet for packet in conversation(key, sent) if packet.bulk]
+    known = [[bytes(frame) for frame in packet.frames] for packet in packets]
+    head = Session(Seal(key, Side.HEAD), 1 << 20)
+    refused = 0
+    for case in range(CASES):
+        frames = list(chance.choice(known))
+        frame = chance.randrange(3)
+        frames[frame] = mutated(chance, frames[frame], [other[frame] for other in known])
+        if chance.random() < 0.05:
+            frames = frames[: chance.randrange(4)]
+        if case % 1000 == 999 and packets:  # the worker's own, and some of them twice
+            frames = list(packets.pop(0).frames)
+        try:
+            assert head.receive(Packet(True, frames), 0.0) == []
+        except WireError:
+            refused += 1
+    for packet in packets:
+        head.receive(packet, 0.0)
+    assert [bytes(frames[0]) for frames in head.messages()] == sent
+    assert refused > CASES / 2
+    assert not head._arriving and not head._held
+
+
+def test_packets_of_a_worker_that_has_gone_mad(small_segments: None) -> None:
+    """It has the key: it can only say nonsense, and have the head keep so much of it."""
+    key, chance = fresh_key(), random.Random(5)
+    most = 100_000
+    for _ in range(10):
+        head = Session(Seal(key, Side.HEAD), most)
+        packets = conversation(key, [chance.randbytes(chance.randrange(200)) for _ in range(50)])
+        known = [[bytes(frame) for frame in packet.frames] for packet in packets]
+        for _ in range(CASES // 10):
+            if chance.random() < 0.01:
+                list(head.send([chance.randbytes(20)], 0.0))  # something that could be confirmed
+            frames = list(chance.choice(known))
+            place = chance.randrange(len(frames))
+            frames[place] = mutated(chance, frames[place], [other[0] for other in known])
+            try:
+                answers = head.receive(Packet(chance.random() < 0.5, frames), 0.0)
+            except WireError:
+                continue
+            assert len(answers) <= head.unconfirmed + 1
+            list(head.messages())
+            assert sum(head._held.values()) <= most
+            assert len(head._ready) + len(head._arriving) <= MAX_AHEAD
+
+
+def envelope(kind: Kind, seq: int) -> bytes:
+    return sessions._ENVELOPE.pack(kind, seq, 0, 0)
+
+
+def test_a_worker_cannot_have_the_head_keep_what_it_never_hands_out() -> None:
+    head = Session(None, most := 1 << 20)
+    refused = 0
+    for seq in range(2, MAX_AHEAD):  # the first never comes
+        try:
+            head.receive(Packet(False, [envelope(Kind.WHOLE, seq), bytes(1000), b"", b""]), 0.0)
+        except WireError:
+            refused += 1
+    assert refused and sum(len(frame) for frames in head._ready.values() for frame in frames) <= most
+    with pytest.raises(WireError, match="frames"):
+        Session(None).receive(Packet(False, [envelope(Kind.WHOLE, 1), *[b""] * 5000]), 0.0)
+
+
+def test_a_promise_of_gigabytes_takes_no_memory() -> None:
+    before = resident_bytes()
+    key = fresh_key()
+    head = Session(Seal(key, Side.HEAD), 1 << 34)
+    size, sealed = 8 << 30, bytearray(sessions.SEGMENT_BYTES + 16)
+    about = sessions._PLACE.pack(0, size // sessions.SEGMENT_BYTES) + sessions._LENGTH.pack(size)
+    Seal(key, Side.WORKER).seal(1, 0, about, bytes(sessions.SEGMENT_BYTES), memoryview(sealed))
+    head.receive(Packet(True, [envelope(Kind.SEGMENT, 1), about, sealed]), 0.0)
+    assert head._arriving
+    assert resident_bytes() - before < 64 << 20
+
+
+def resident_bytes() -> int:
+    """Of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+# ---- what a head makes of its workers' messages ----
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_messages_of_an_admitted_worker_raise_nothing_but_wire_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every message of a run, and many like it, into a head that goes on; what they say is not judged here."""
+    with cluster(CountingEnv, workers=2, transport="tcp") as env:
+        env.launch()
+        server, chance = env._collector.server, random.Random(6)
+        heard: list[list[bytes]] = []
+        receive = server.receive
+
+        def listen(worker: int, received: Received) -> None:
+            heard.append([bytes(frame) for frame in received.frames])
+            receive(worker, received)
+
+        monkeypatch.setattr(server.crew._watcher, "receive", listen)
+        for _ in range(5):
+            env.collect(TableAgent(), steps=4)
+            env.step(TableAgent())  # with infos
+        heard += [[m.encode(message)] for message in FROM_WORKER]
+        for name in ("fail", "send", "grant"):
+            monkeypatch.setattr(server, name, lambda *_: 0)
+        monkeypatch.setattr(server.crew, "act_on", lambda event: None)
+        monkeypatch.setattr(server.crew, "distrust", lambda seat, error: None)
+        with server.locked():
+            for case in range(CASES):
+                frames = list(chance.choice(heard))
+                place = chance.randrange(len(frames))
+                frames[place] = mutated(chance, frames[place], [other[0] for other in heard])
+                if case % 100 == 0:  # tickets to be answered
+                    server.tickets._outstanding |= {seq: Order(seq, seq % 2, 0, 0, 0) for seq in range(50)}
+                try:
+                    receive(chance.randrange(2), Received(frames))
+                except Exception as error:
+                    raise AssertionError(f"{frames!r}") from error
+            server.tickets._outstanding.clear()
+            server.tickets._arrived.clear()
+        monkeypatch.undo()
+
+
+# ---- sockets, while a run goes on ----
+
+
+class Attack:
+    """Another process, which says what it sent when it is done."""
+
+    def __init__(self, known: dict[str, Any]) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, str(Path(attacker.__file__))], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        assert self._process.stdin is not None
+        with self._process.stdin as stdin:
+            stdin.write(attacker.told(known))
+
+    @property
+    def is_over(self) -> bool:
+        return self._process.poll() is not None
+
+    def sent(self) -> Counter[str]:
+        assert self._process.stdout is not None
+        with self._process.stdout as stdout:
+            return Counter(json.loads(stdout.read()))
+
+    def __enter__(self) -> Attack:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.wait()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+
+
+SHELL = """#!/bin/sh
+shift
+exec sh -c "$*"
+"""
+
+
+def node_config(folder: Path, nodes: int, **options: Any) -> SSHConfig:
+    """Agents that a shell starts in the place of ssh."""
+    shell = folder / "shell"
+    shell.write_text(SHELL)
+    shell.chmod(0o755)
+    return SSHConfig(hosts=[f"host{i}" for i in range(nodes)], ssh=(str(shell),), nodes=nodes, **options)
+
+
+class Run:
+    """Collects, and looks whether each row follows the one before."""
+
+    def __init__(self, env: farstep.ClusterEnv) -> None:
+        self._env, self._last = env, {}  # type: ignore[var-annotated]
+        self.batches = 0
+
+    def collect(self) -> None:
+        batch = self._env.collect(WideAgent(), steps=16)
+        count = batch.arrays["obs.count"][..., 1]
+        assert (np.diff(count, axis=0) == 1).all()
+        for column, slot in enumerate(batch.slots.tolist()):
+            if self.batches:
+                assert count[0, column] == self._last[slot] + 1 and batch.continues[column]
+            self._last[slot] = float(count[-1, column])
+        self.batches += 1
+
+
+def wide(config: Any) -> farstep.ClusterEnv:
+    """Rollouts of 20 KB a row: they take the bulk connection."""
+    return cluster(WideEnv, env_kwargs={"size": 20_000}, config=config)
+
+
+def hub_of(env: farstep.ClusterEnv) -> Hub:
+    hub = env._collector.server.crew.launcher._hub  # type: ignore[union-attr]
+    assert isinstance(hub, Hub)
+    return hub
+
+
+def overhear(hub: Hub, run: Run) -> list[tuple[bytes, bytes, list[Sequence[Any]]]]:
+    """Of each worker what can be read on the bulk connection: its name, its token, sealed segments."""
+    heard: dict[bytes, list[Sequence[Any]]] = {key: [] for key, peer in hub._peers.items() if peer.session}
+    peers, receive = {id(peer.session): key for key, peer in hub._peers.items()}, Session.receive
+    with pytest.MonkeyPatch.context() as patch:
+
+        def listening(self: Session, packet: Packet, now: float) -> list[Packet]:
+            if packet.bulk:
+                heard[peers[id(self)]].append([bytes(frame) for frame in packet.frames])
+            return receive(self, packet, now)
+
+        patch.setattr(Session, "receive", listening)
+        while not all(heard.values()):
+            run.collect()
+    return [(key, hub._peers[key].token, packets[:5]) for key, packets in heard.items()]
+
+
+def withstand(env: farstep.ClusterEnv, known: dict[str, Any]) -> Counter[str]:
+    """Go on collecting under attack, and a while after; memory stays as it is and nobody is replaced."""
+    run, hub = Run(env), hub_of(env)
+    for _ in range(20):
+        run.collect()
+    known |= {"control": hub.address, "bulk": bulk_address(hub.address, hub.bulk_port), "server_key": hub.keys.public}
+    known["overheard"] = overhear(hub, run)
+    before, refused = resident_bytes(), hub.refused
+    with Attack(known) as attack:
+        first = run.batches
+        while not attack.is_over:
+            run.collect()
+        under_attack = run.batches - first
+        sent = attack.sent()
+    for _ in range(10):
+        run.collect()
+    stats = env.stats()
+    assert under_attack > 10
+    assert resident_bytes() - before < 64 << 20
+    assert stats["workers"]["restarts"] == 0 and stats["workers"]["alive"] == 2
+    assert not stats["dropped"]
+    assert_balanced(stats)
+    assert hub.refused - refused > sent["forged segment"] / 4  # others repeat what was there, and are not looked at
+    return sent
+
+
+@pytest.mark.timeout(120)
+def test_a_run_goes_on_whatever_strangers_and_eavesdroppers_send() -> None:
+    with wide(farstep.LocalConfig(workers_per_node=2, transport="tcp")) as env:
+        env.launch()
+        sent = withstand(env, {"scale": 25_000})
+    assert sent.total() > 50_000, sent
+
+
+@pytest.mark.timeout(120)
+def test_a_run_on_nodes_goes_on_whatever_strangers_and_a_mad_agent_send(tmp_path: Path, caplog: Any) -> None:
+    config = node_config(tmp_path, nodes=2, workers_per_node=1, head_address="127.0.0.1")
+    with wide(config) as env:
+        env.launch()
+        launcher = env._collector.server.crew.launcher  # type: ignore[union-attr]
+        mad = launcher._hub.admit(-1 - 7, 0)  # as an agent of another job of the run would have
+        names = list(launcher._nodes)
+        messages: list[n.FromNode] = [*FROM_NODE, n.NodeHello(NODE, launcher._run, "host", 1, 4, {"farstep": "0.0"})]
+        for name in names:
+            messages += [n.Leaving(name, "so I say", 0.0), n.NodeBeat(name), n.Printed(name, 0, 0, b"forged")]
+            messages += [n.WorkerEnded(name, worker, 0, 0, "") for worker in (0, 1)]
+            messages += [n.NodeHello(name, launcher._run, "liar", 1, 4, versions())]
+        node = {"node": [mad.public, mad.secret], "node_messages": [n.encode(message) for message in messages]}
+        sent = withstand(env, {"scale": 20_000, **node})
+        assert list(launcher._nodes) == names
+        assert not any(node.leaving for node in launcher._nodes.values())
+    assert sent["node message"] == 20_000 and sent.total() > 60_000, sent
+    assert len([record for record in caplog.records if "cannot be accepted" in record.message]) < 20
+
+
+@pytest.mark.timeout(120)
+def test_a_worker_that_goes_mad_is_replaced_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its key lets it say what it likes, for itself only, and only once."""
+    issued: dict[tuple[int, int], KeyPair] = {}
+    admit = Hub.admit
+
+    def noting(self: Hub, worker: int, incarnation: int) -> KeyPair:
+        issued[worker, incarnation] = admit(self, worker, incarnation)
+        return issued[worker, incarnation]
+
+    monkeypatch.setattr(Hub, "admit", noting)
+    chance = random.Random(7)
+    with wide(farstep.LocalConfig(workers_per_node=2, transport="tcp")) as env:
+        env.launch()
+        env.collect(WideAgent(), steps=16)
+        hub = hub_of(env)
+        before = resident_bytes()
+        options = {"curve_serverkey": hub.keys.public, "routing_id": b"not its ownmain"}
+        pair = issued[0, 0]
+        keys = {"curve_publickey": pair.public, "curve_secretkey": pair.secret}
+        with attacker.dealer(hub.address, **options, **keys) as mad:
+            for _ in range(5000):
+                packet = [envelope(chance.choice(list(Kind)), chance.randrange(5000)), chance.randbytes(500)]
+                with contextlib.suppress(zmq.Again):
+                    mad.send_multipart([mutated(chance, frame) for frame in packet], zmq.DONTWAIT)
+        deadline = time.monotonic() + 60
+        while env.stats()["workers"]["restarts"] == 0 or env.stats()["workers"]["alive"] < 2:
+            env.collect(WideAgent(), steps=16)
+            assert time.monotonic() < deadline
+        env.collect(WideAgent(), steps=16)
+        stats = env.stats()
+        assert stats["workers"]["restarts"] == 1
+        assert (1, 1) not in issued  # the other one never noticed
+        assert resident_bytes() - before < 64 << 20
+        assert_balanced(stats)
+
+
+@pytest.mark.timeout(120)
+def test_a_passer_goes_on_whatever_strangers_send() -> None:
+    passer = ZmqPasser("tcp://127.0.0.1:*")
+    with contextlib.closing(passer), contextlib.closing(ZmqReceiver(passer.invitation)) as receiver:
+        known = {"control": passer.invitation["address"], "server_key": passer.invitation["server_key"].encode()}
+        before, passed = resident_bytes(), 0
+        with Attack({**known, "scale": 20_000}) as attack:
+            while not attack.is_over or passed < 20:
+                passer({"trigger_id": "a", "number": passed})
+                deadline = time.monotonic() + 30
+                while (message := receiver.take(0.01)) is None:
+                    assert passer.finished() == [] and time.monotonic() < deadline
+                assert message["number"] == passed
+                receiver.done(message)
+                assert passer.finished(30.0) == ["a"]
+                passed += 1
+            assert attack.sent().total() > 1000
+        assert resident_bytes() - before < 32 << 20
+
+
+def test_who_somebody_is_is_not_for_him_to_say() -> None:
+    """On the bulk connection, which anybody can write to who has overheard a token, metadata is a client's own."""
+    hub = Hub("tcp://127.0.0.1:*", reliable=True)
+    victim, liar = hub.admit(1, 0), hub.admit(2, 0)
+    taken: list[int] = []
+    hub._taken = lambda peer, packet: taken.append(peer.worker) or iter(())  # type: ignore[assignment, func-returns-value]
+    with contextlib.closing(hub), attacker.dial(f"tcp://127.0.0.1:{hub.bulk_port}") as raw:
+        claims = [(b"Socket-Type", b"DEALER"), (b"User-Id", victim.public), (b"Identity", victim.public[:16] + b"bulk")]
+        raw.sendall(attacker.greeting(b"PLAIN") + attacker.plain_hello(liar.public, liar.token))
+        deadline = time.monotonic() + 30
+        answer = b""
+        raw.settimeout(0.02)
+        while b"WELCOME" not in answer:
+            list(hub.drain())
+            with contextlib.suppress(TimeoutError):
+                answer += raw.recv(1000)
+            assert time.monotonic() < deadline
+        metadata = b"".join(attacker.property_of(*claim) for claim in claims)
+        raw.sendall(attacker.command(b"INITIATE", metadata) + b"\x00\x05hello")
+        while not taken:
+            list(hub.drain())
+            assert time.monotonic() < deadline
+    assert taken == [2]
