@@ -10,8 +10,9 @@ from farstep.launch.engine import Engine
 from farstep.launch.inprocess import InprocessLauncher
 from farstep.launch.local import LocalLauncher
 from farstep.launch.network import NetworkLauncher
+from farstep.launch.ray import RayEngine
 from farstep.launch.ssh import SSHEngine
-from farstep.launch_config import EngineConfig, SSHConfig
+from farstep.launch_config import EngineConfig, RayConfig, SSHConfig
 
 
 def launcher_for(config: LaunchConfig, workers: int, envs: int) -> Launcher:
@@ -23,12 +24,14 @@ def launcher_for(config: LaunchConfig, workers: int, envs: int) -> Launcher:
             return LocalLauncher(workers, envs, config.cpus_per_worker)
         return NetworkLauncher(envs, config.cpus_per_worker, config.transport)
     if isinstance(config, EngineConfig):
-        return ClusterLauncher(config, workers, envs, _engine_for(config))
+        return ClusterLauncher(config, workers, envs, _engine_for(config, workers // config.most_nodes))
     raise ConfigError(f"{type(config).__name__} is not a launch configuration that this version can start.")
 
 
-def _engine_for(config: EngineConfig) -> Engine:
+def _engine_for(config: EngineConfig, workers_per_node: int) -> Engine:
     match config:
         case SSHConfig():
             return SSHEngine(config)
+        case RayConfig():
+            return RayEngine(config, workers_per_node)
     raise ConfigError(f"{type(config).__name__} is not an engine that this version can start.")

@@ -1,0 +1,204 @@
+"""Nodes of a Ray cluster: an actor on each runs the agent. Rollouts and weights travel over farstep's own connections,
+never through Ray's object store."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from farstep.errors import LaunchError
+from farstep.launch.addresses import own_addresses
+from farstep.launch.engine import Standing
+from farstep.launch.process import import_path
+from farstep.launch_config import RayConfig
+
+_TAIL_BYTES = 4096
+_CONNECT_S, _ANSWER_S, _CLOSE_S = 120.0, 30.0, 10.0
+
+
+class RayEngine:
+    """Actors, each with the resources of one node, preferably on different machines."""
+
+    grace_s = 20.0
+
+    def __init__(self, config: RayConfig, workers_per_node: int) -> None:
+        self._config = config
+        self._needs = {"CPU": float(workers_per_node * config.cpus_per_worker), **config.resources_per_node}
+        if config.gpus_per_node:
+            self._needs["GPU"] = float(config.gpus_per_node)
+        self._driver: Driver | None = None
+
+    def listen_on(self) -> Sequence[str]:
+        if self._config.head_address:
+            return self._config.head_address
+        driver = self._connected()
+        if driver.local:
+            return ["127.0.0.1"]
+        return sorted(own_addresses(), key=lambda address: address != driver.address)
+
+    def ask(self, nodes: int, bootstrap: bytes) -> Actors:
+        driver = self._connected()
+        number = driver.call("ask", nodes=nodes, needs=self._needs, bootstrap=bootstrap.decode())
+        return Actors(driver, int(number))
+
+    def _connected(self) -> Driver:
+        """Anew if Ray has gone meanwhile, and perhaps come back."""
+        if self._driver is not None and self._driver.ended:
+            self._driver.close()
+            self._driver = None
+        if self._driver is None:
+            room = {name: amount * self._config.most_nodes for name, amount in self._needs.items()}
+            self._driver = Driver(self._config, room)
+        return self._driver
+
+    def close(self) -> None:
+        if self._driver is not None:
+            self._driver.close()
+
+
+class Driver:
+    """The process that talks to Ray (see `ray_driver.py`)."""
+
+    def __init__(self, config: RayConfig, room: dict[str, float]) -> None:
+        if importlib.util.find_spec("ray") is None:
+            raise LaunchError("Ray is not installed here; install it with `pip install farstep[ray]`.")
+        self._lock, self._orders, self._unread = threading.Lock(), 0, b""
+        self._log = tempfile.TemporaryFile(prefix="farstep-ray-")  # noqa: SIM115 - closed by `close`
+        self._process = subprocess.Popen(
+            # Not with -m: Ray would have all its workers look for modules beside the file, where `ray` is another one.
+            [sys.executable, "-c", "from farstep.launch.ray_driver import main; main()", str(os.getpid())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            start_new_session=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(import_path())},
+        )
+        self.address = self._folder = ""
+        joined = {"address": config.address, "namespace": config.namespace, **_joined_by_user(config)}
+        try:
+            said = self.call("connect", _CONNECT_S, **joined, room=room)
+        except BaseException:
+            self.close()
+            raise
+        self.address, self._folder = str(said["address"]), str(said["folder"])
+
+    @property
+    def local(self) -> bool:
+        """Whether it started a cluster of its own, on this machine."""
+        return bool(self._folder)
+
+    @property
+    def ended(self) -> bool:
+        return self._process.poll() is not None
+
+    def call(self, order: str, timeout_s: float = _ANSWER_S, **details: Any) -> Any:
+        """What it answers to an order; raises `LaunchError` if that is an error, or nothing in time."""
+        with self._lock:
+            self._orders += 1
+            line = json.dumps({"number": self._orders, "order": order, **details}).encode() + b"\n"
+            try:
+                assert self._process.stdin is not None
+                self._process.stdin.write(line)
+                self._process.stdin.flush()
+            except (OSError, ValueError):  # it has ended, or was closed
+                raise LaunchError(f"the connection to Ray has ended. {self.tail()}".strip()) from None
+            answer = self._answer(time.monotonic() + timeout_s)
+        if "error" in answer:
+            raise LaunchError(answer["error"])
+        return answer["said"]
+
+    def _answer(self, deadline: float) -> dict[str, Any]:
+        """To the last order: answers to earlier ones, for which nobody waited long enough, are left out."""
+        assert self._process.stdout is not None
+        fd = self._process.stdout.fileno()
+        ready = select.poll()
+        ready.register(fd, select.POLLIN)
+        while True:
+            line, newline, rest = self._unread.partition(b"\n")
+            if newline:
+                self._unread = rest
+                answer = dict(json.loads(line))
+                if answer["number"] == self._orders:
+                    return answer
+                continue
+            if not ready.poll(max(0.0, deadline - time.monotonic()) * 1000):
+                raise LaunchError(f"Ray did not answer in time. {self.tail()}".strip())
+            if not (part := os.read(fd, 65536)):
+                raise LaunchError(f"the connection to Ray has ended. {self.tail()}".strip())
+            self._unread += part
+
+    def tail(self) -> str:
+        """The end of what Ray had to say in that process."""
+        if self._log.closed:
+            return ""
+        size = os.fstat(self._log.fileno()).st_size
+        return os.pread(self._log.fileno(), _TAIL_BYTES, max(0, size - _TAIL_BYTES)).decode(errors="replace").strip()
+
+    def close(self) -> None:
+        """Ray ends the actors of a driver that has gone."""
+        if self._log.closed:
+            return
+        with self._lock:
+            assert self._process.stdin is not None and self._process.stdout is not None
+            with contextlib.suppress(OSError):
+                self._process.stdin.close()
+            try:
+                self._process.wait(_CLOSE_S)
+            except subprocess.TimeoutExpired:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(self._process.pid, signal.SIGKILL)
+                self._process.wait()
+            self._process.stdout.close()
+            self._log.close()
+            if self.local:
+                shutil.rmtree(self._folder, ignore_errors=True)
+
+
+class Actors:
+    """Actors that were asked for together (see `engine.Group`)."""
+
+    def __init__(self, driver: Driver, number: int) -> None:
+        self._driver, self._number = driver, number
+
+    def standing(self) -> Standing:
+        try:
+            said = self._driver.call("standing", group=self._number)
+        except LaunchError as error:
+            if self._driver.ended:
+                return Standing(str(error), 0)
+            raise
+        return Standing(str(said["text"]), int(said["nodes"]))
+
+    def logs(self) -> str:
+        with contextlib.suppress(LaunchError):
+            return str(self._driver.call("logs", group=self._number))
+        return self._driver.tail()
+
+    def cancel(self) -> None:
+        with contextlib.suppress(LaunchError):  # if nobody answers, they end with the driver
+            self._driver.call("cancel", group=self._number)
+
+
+def _joined_by_user(config: RayConfig) -> dict[str, Any]:
+    """The cluster that the user's program has joined itself, with the files and packages that it brought there."""
+    ray = sys.modules.get("ray")
+    if config.address is not None or ray is None or not ray.is_initialized():
+        return {}
+    context = ray.get_runtime_context()
+    return {
+        "address": context.gcs_address,
+        "namespace": config.namespace or context.namespace,
+        "runtime_env": dict(context.runtime_env),
+    }
