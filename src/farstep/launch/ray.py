@@ -25,7 +25,7 @@ from farstep.launch.process import import_path
 from farstep.launch_config import RayConfig
 
 _TAIL_BYTES = 4096
-_CONNECT_S, _ANSWER_S, _CLOSE_S = 120.0, 30.0, 10.0
+_CONNECT_S, _ANSWER_S, _ENDING_S, _CLOSE_S = 120.0, 30.0, 5.0, 10.0
 
 
 class RayEngine:
@@ -50,8 +50,8 @@ class RayEngine:
 
     def ask(self, nodes: int, bootstrap: bytes) -> Actors:
         driver = self._connected()
-        number = driver.call("ask", nodes=nodes, needs=self._needs, bootstrap=bootstrap.decode())
-        return Actors(driver, int(number))
+        number = driver.post("ask", nodes=nodes, needs=self._needs, bootstrap=bootstrap.decode())
+        return Actors(driver, number)
 
     def _connected(self) -> Driver:
         """Anew if Ray has gone meanwhile, and perhaps come back."""
@@ -74,7 +74,8 @@ class Driver:
     def __init__(self, config: RayConfig, room: dict[str, float]) -> None:
         if importlib.util.find_spec("ray") is None:
             raise LaunchError("Ray is not installed here; install it with `pip install farstep[ray]`.")
-        self._lock, self._orders, self._unread = threading.Lock(), 0, b""
+        self._writing, self._calling = threading.Lock(), threading.Lock()
+        self._orders, self._unread = 0, b""
         self._log = tempfile.TemporaryFile(prefix="farstep-ray-")  # noqa: SIM115 - closed by `close`
         self._process = subprocess.Popen(
             # Not with -m: Ray would have all its workers look for modules beside the file, where `ray` is another one.
@@ -89,8 +90,10 @@ class Driver:
         joined = {"address": config.address, "namespace": config.namespace, **_joined_by_user(config)}
         try:
             said = self.call("connect", _CONNECT_S, **joined, room=room)
-        except BaseException:
+        except BaseException as error:
             self.close()
+            if isinstance(error, LaunchError):
+                raise LaunchError(_cannot(joined["address"], str(error))) from None
             raise
         self.address, self._folder = str(said["address"]), str(said["folder"])
 
@@ -103,9 +106,9 @@ class Driver:
     def ended(self) -> bool:
         return self._process.poll() is not None
 
-    def call(self, order: str, timeout_s: float = _ANSWER_S, **details: Any) -> Any:
-        """What it answers to an order; raises `LaunchError` if that is an error, or nothing in time."""
-        with self._lock:
+    def post(self, order: str, **details: Any) -> int:
+        """Give an order, without waiting for an answer; its number."""
+        with self._writing:
             self._orders += 1
             line = json.dumps({"number": self._orders, "order": order, **details}).encode() + b"\n"
             try:
@@ -113,14 +116,20 @@ class Driver:
                 self._process.stdin.write(line)
                 self._process.stdin.flush()
             except (OSError, ValueError):  # it has ended, or was closed
-                raise LaunchError(f"the connection to Ray has ended. {self.tail()}".strip()) from None
-            answer = self._answer(time.monotonic() + timeout_s)
+                raise LaunchError(self._ending()) from None
+            return self._orders
+
+    def call(self, order: str, timeout_s: float = _ANSWER_S, **details: Any) -> Any:
+        """What it answers to an order; raises `LaunchError` if that is an error, or nothing in time."""
+        with self._calling:
+            number = self.post(order, **details)
+            answer = self._answer(number, time.monotonic() + timeout_s)
         if "error" in answer:
             raise LaunchError(answer["error"])
         return answer["said"]
 
-    def _answer(self, deadline: float) -> dict[str, Any]:
-        """To the last order: answers to earlier ones, for which nobody waited long enough, are left out."""
+    def _answer(self, number: int, deadline: float) -> dict[str, Any]:
+        """To that order; for other ones nobody waits, or not any more."""
         assert self._process.stdout is not None
         fd = self._process.stdout.fileno()
         ready = select.poll()
@@ -130,14 +139,19 @@ class Driver:
             if newline:
                 self._unread = rest
                 answer = dict(json.loads(line))
-                if answer["number"] == self._orders:
+                if answer["number"] == number:
                     return answer
                 continue
             if not ready.poll(max(0.0, deadline - time.monotonic()) * 1000):
                 raise LaunchError(f"Ray did not answer in time. {self.tail()}".strip())
             if not (part := os.read(fd, 65536)):
-                raise LaunchError(f"the connection to Ray has ended. {self.tail()}".strip())
+                raise LaunchError(self._ending())
             self._unread += part
+
+    def _ending(self) -> str:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_ENDING_S)
+        return f"the connection to Ray has ended. {self.tail()}".strip()
 
     def tail(self) -> str:
         """The end of what Ray had to say in that process."""
@@ -148,22 +162,20 @@ class Driver:
 
     def close(self) -> None:
         """Ray ends the actors of a driver that has gone."""
-        if self._log.closed:
-            return
-        with self._lock:
-            assert self._process.stdin is not None and self._process.stdout is not None
-            with contextlib.suppress(OSError):
-                self._process.stdin.close()
-            try:
-                self._process.wait(_CLOSE_S)
-            except subprocess.TimeoutExpired:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(self._process.pid, signal.SIGKILL)
-                self._process.wait()
+        assert self._process.stdin is not None and self._process.stdout is not None
+        with self._writing, contextlib.suppress(OSError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(_CLOSE_S)
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+        with self._calling:  # whoever waits for an answer has read the end by now
             self._process.stdout.close()
             self._log.close()
-            if self.local:
-                shutil.rmtree(self._folder, ignore_errors=True)
+        if self.local:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
 
 class Actors:
@@ -175,9 +187,9 @@ class Actors:
     def standing(self) -> Standing:
         try:
             said = self._driver.call("standing", group=self._number)
-        except LaunchError as error:
+        except LaunchError:
             if self._driver.ended:
-                return Standing(str(error), 0)
+                return Standing("the connection to Ray has ended", 0)
             raise
         return Standing(str(said["text"]), int(said["nodes"]))
 
@@ -187,8 +199,8 @@ class Actors:
         return self._driver.tail()
 
     def cancel(self) -> None:
-        with contextlib.suppress(LaunchError):  # if nobody answers, they end with the driver
-            self._driver.call("cancel", group=self._number)
+        with contextlib.suppress(LaunchError):  # they end with the driver
+            self._driver.post("cancel", group=self._number)
 
 
 def _joined_by_user(config: RayConfig) -> dict[str, Any]:
@@ -202,3 +214,13 @@ def _joined_by_user(config: RayConfig) -> dict[str, Any]:
         "namespace": config.namespace or context.namespace,
         "runtime_env": dict(context.runtime_env),
     }
+
+
+def _cannot(address: str | None, why: str) -> str:
+    address = os.environ.get("RAY_ADDRESS", address) if address in (None, "auto") else address
+    if address in (None, "local"):
+        return f"Ray cannot be started on this machine: {why}"
+    return (
+        f"Ray at {address!r} cannot be joined: {why} Start one with `ray start --head`, or let farstep start one "
+        "on this machine with RayConfig(address='local')."
+    )

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import queue
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -33,6 +35,9 @@ _LEAVE_S = 2.0
 """Agents that were told to leave have so long before their actors are killed."""
 _END_S = 8.0
 """Within the lease, this process and all that it started are gone."""
+_KNOCK_S = 5.0
+_OF_RAY = ("CPU", "GPU", "memory")
+"""Resources that are not custom ones."""
 Needs = dict[str, float]
 
 
@@ -68,6 +73,8 @@ class Group:
 
     needs: Needs
     actors: list[Actor]
+    refused: str = ""
+    """Why Ray did not take the order."""
 
     def look(self) -> tuple[list[Actor], list[Actor], list[Actor]]:
         """Those that wait, run and are over."""
@@ -85,7 +92,7 @@ class RayDriver:
     """One method per order."""
 
     def __init__(self) -> None:
-        self._groups: list[Group] = []
+        self._groups: dict[int, Group] = {}
         self._folder = ""
         self._logs = ""
 
@@ -95,24 +102,20 @@ class RayDriver:
         """Join a cluster, or start one on this machine that has at least so much room."""
         shared: dict[str, Any] = {"namespace": namespace, "runtime_env": runtime_env}
         shared |= {"log_to_driver": False, "logging_level": logging.ERROR}
-        joined = None
+        if address is None:
+            address = "auto" if os.environ.get("RAY_ADDRESS") or _answers(_latest()) else "local"
         if address != "local":
-            try:
-                joined = ray.init(address=address or "auto", **shared)
-            except Exception as error:
-                if address is not None or os.environ.get("RAY_ADDRESS"):
-                    where = address or os.environ["RAY_ADDRESS"]
-                    raise RuntimeError(
-                        f"Ray at {where!r} cannot be joined: {_in_short(error)} Start one with `ray start --head` "
-                        "there, or one on this machine with RayConfig(address='local')."
-                    ) from error
-        if joined is None:
+            found = os.environ.get("RAY_ADDRESS") or _latest() if address == "auto" else address
+            if found and not _answers(found):
+                raise ConnectionError(f"nobody answers at {found}.")  # Ray itself would try for minutes
+            joined = ray.init(address=address, **shared)
+        else:
             # Not in TMPDIR: the path of a socket in it has at most 107 bytes.
             self._folder = tempfile.mkdtemp(prefix="farstep-ray-", dir="/tmp")
             joined = ray.init(
                 address="local",
-                num_cpus=max(os.cpu_count() or 1, int(room["CPU"])),
-                resources={name: amount for name, amount in room.items() if name not in ("CPU", "GPU")},
+                num_cpus=max(os.cpu_count() or 1, math.ceil(room["CPU"])),
+                resources={name: amount for name, amount in room.items() if name not in _OF_RAY},
                 include_dashboard=False,
                 object_store_memory=_STORE_BYTES,
                 _temp_dir=self._folder,
@@ -121,27 +124,28 @@ class RayDriver:
         self._logs = str(Path(joined.address_info["session_dir"], "logs"))
         return {"address": ray.util.get_node_ip_address(), "folder": self._folder}
 
-    def ask(self, nodes: int, needs: Needs, bootstrap: str) -> int:
-        """The number of a new group."""
-        own = {name: amount for name, amount in needs.items() if name not in ("CPU", "GPU")}
-        agent: Any = ray.remote(
-            num_cpus=needs["CPU"],
-            num_gpus=needs.get("GPU", 0),
-            resources=own,
-            scheduling_strategy="SPREAD",
-            max_concurrency=2,  # one thread is the agent's, the other answers
-            max_restarts=0,  # the head asks again, within its budget
-        )(Agent)
-        group = Group(needs, [])
-        for _ in range(nodes):
-            handle = agent.options(name=f"farstep-{os.urandom(8).hex()}").remote()
-            group.actors.append(Actor(handle, handle.where.remote(), handle.run.remote(bootstrap)))
-        self._groups.append(group)
-        return len(self._groups) - 1
+    def ask(self, number: int, nodes: int, needs: Needs, bootstrap: str) -> None:
+        """A new group; whether that works says its standing."""
+        group = self._groups[number] = Group(needs, [])
+        try:
+            agent: Any = ray.remote(
+                num_cpus=needs["CPU"],
+                num_gpus=needs.get("GPU", 0),
+                memory=needs.get("memory"),
+                resources={name: amount for name, amount in needs.items() if name not in _OF_RAY},
+                scheduling_strategy="SPREAD",
+                max_concurrency=2,  # one thread is the agent's, the other answers
+                max_restarts=0,  # the head asks again, within its budget
+            )(Agent)
+            for _ in range(nodes):
+                handle = agent.options(name=f"farstep-{os.urandom(8).hex()}").remote()
+                group.actors.append(Actor(handle, handle.where.remote(), handle.run.remote(bootstrap)))
+        except Exception as error:
+            group.refused = f"Ray does not take actors: {_in_short(error)}"
 
     def standing(self, group: int) -> dict[str, Any]:
         waiting, running, over = self._groups[group].look()
-        parts = []
+        parts = [refused] if (refused := self._groups[group].refused) else []
         if running:
             parts.append(f"Ray runs agents on {', '.join(sorted(actor.host for actor in running))}")
         if waiting:
@@ -171,6 +175,24 @@ class RayDriver:
         ray.shutdown()
         if self._folder:
             shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _latest() -> str:
+    """The cluster that was started last on this machine, as Ray itself finds it."""
+    note = Path(os.environ.get("RAY_TMPDIR") or "/tmp", "ray", "ray_current_cluster")
+    return note.read_text().strip() if note.exists() else ""
+
+
+def _answers(address: str) -> bool:
+    """Whether somebody listens there."""
+    host, _, port = address.rpartition("://")[2].rpartition(":")
+    if not port.isdigit():
+        return False
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _KNOCK_S).close()
+    except OSError:
+        return False
+    return True
 
 
 def _agents(count: int) -> str:
@@ -231,9 +253,13 @@ def main() -> None:
         threading.Thread(target=_listen, args=(orders, int(sys.argv[1])), daemon=True).start()
         driver = RayDriver()
         while (order := orders.get()) is not None:
-            answer: dict[str, Any] = {"number": order.pop("number")}
+            answer: dict[str, Any] = {"number": (number := order.pop("number"))}
             try:
-                answer["said"] = getattr(driver, order.pop("order"))(**order)
+                match order.pop("order"):
+                    case "ask":
+                        driver.ask(number, **order)  # a group has the number of the order that asked for it
+                    case other:
+                        answer["said"] = getattr(driver, other)(**order)
             except Exception as error:
                 answer["error"] = _in_short(error)
             try:

@@ -1,0 +1,98 @@
+"""A real Ray cluster: each node is `ray start --block` with all that it starts."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from guarded import Engine, EngineMissing, Guarded, free_ports, wait_until
+from namespaces import Network
+
+_ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_AUTH_MODE": "disabled",  # by default a head wants a token that other nodes do not have
+    "RAY_health_check_initial_delay_ms": "1000",
+    "RAY_health_check_period_ms": "500",
+    "RAY_health_check_timeout_ms": "1000",
+    "RAY_health_check_failure_threshold": "3",
+}
+_STORE_BYTES = 80 * 2**20
+
+
+class RayCluster(Engine):
+    """A head, which has number 0, and `nodes` more, numbered from 1.
+
+    `python` is the interpreter that Ray is installed for. Node I has `cpus` CPUs and as much of a resource `nodeI`; the
+    head has `head_cpus`. With `network` each node is on a host of its own, in order, and drivers are to run there, too.
+    """
+
+    def __init__(
+        self,
+        nodes: int = 2,
+        *,
+        python: str | Path = sys.executable,
+        cpus: int = 2,
+        head_cpus: int = 0,
+        network: Network | None = None,
+    ) -> None:
+        if network is not None and len(network.hosts) <= nodes:
+            raise ValueError(f"a head and {nodes} nodes need {nodes + 1} hosts, got {network.hosts}")
+        self._nodes, self._cpus, self._head_cpus = nodes, cpus, head_cpus
+        self._python, self._network = Path(python), network
+        self._running: dict[int, Guarded] = {}
+
+    def _start(self) -> None:
+        has_ray = "import importlib.util, sys; sys.exit(importlib.util.find_spec('ray') is None)"
+        if subprocess.run([self._python, "-c", has_ray]).returncode != 0:
+            raise EngineMissing(f"{self._python} has no Ray: {self._python} -m pip install 'ray[default]'")
+        self._port = free_ports(1)[0]
+        self.address = f"{self._ip(0)}:{self._port}"
+        """For `ray.init`."""
+        self.environment = {**_ENVIRONMENT, "RAY_ADDRESS": self.address, "RAY_TMPDIR": str(self.folder)}
+        """What drivers need in their environment; `address="auto"` is this cluster then."""
+        for number in range(self._nodes + 1):  # one after another: nodes that start at once get into each other's way
+            self.start_node(number)
+
+    def start_node(self, number: int) -> None:
+        """Starts a node, one that was killed or a further one, and waits until it is there."""
+        words = ["--block", "--node-ip-address", self._ip(number), "--disable-usage-stats"]
+        words += ["--log-color=false", "--include-log-monitor=false"]
+        words += ["--object-store-memory", str(_STORE_BYTES), f'--resources={{"node{number}": {self._cpus}}}']
+        words += ["--min-worker-port=0", "--max-worker-port=0"]  # any, or nodes of one machine want the same
+        if number == 0:
+            words += ["--head", "--port", str(self._port), "--include-dashboard=false"]
+            words += ["--num-cpus", str(self._head_cpus), "--ray-client-server-port", str(free_ports(1)[0])]
+        else:
+            words += ["--address", self.address, "--num-cpus", str(self._cpus)]
+        # As a module, for the program `ray` is found only where a virtual environment is on the path.
+        command = [str(self._python), "-c", "from ray.scripts.scripts import main; main()", "start", *words]
+        log = self.folder / f"node{number}.log"
+        # RAY_ADDRESS would make a head join itself.
+        environment = {**os.environ, **self.environment, "PYTHONUNBUFFERED": "1"}
+        del environment["RAY_ADDRESS"]
+        with log.open("wb") as output:
+            options = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output, "env": environment}
+            if self._network is None:
+                process = Guarded(command, **options)
+            else:
+                process = self._network.popen(self._network.hosts[number], command, **options)
+        self._running[number] = self._guarded(process)
+        wait_until(lambda: "Ray runtime started" in log.read_text(), f"Ray's node {number}", 90, [log], [process])
+
+    def kill_node(self, number: int) -> None:
+        """As if its power failed: Ray's daemons of a node and all actors there are gone."""
+        self._running.pop(number).end()
+
+    def _ip(self, number: int) -> str:
+        if self._network is not None:
+            return self._network.address(self._network.hosts[number])
+        # Ray replaces loopback addresses by this one, and then does not find itself.
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            try:
+                probe.connect(("192.0.2.1", 9))  # sends nothing
+            except OSError:
+                return "127.0.0.1"  # it is the only one
+            return str(probe.getsockname()[0])
