@@ -101,6 +101,11 @@ class RayConfig(EngineConfig):
             value = getattr(self, name)
             if value is not None and not (isinstance(value, str) and value):
                 raise ConfigError(f"RayConfig.{name} is {value!r}; expected text, e.g. 'auto', or None.")
+        if self.address is not None and self.address.startswith("ray://"):
+            raise ConfigError(
+                f"RayConfig.address is {self.address!r}, of a Ray Client server; give the cluster's own address "
+                "(host:6379), and run on a machine that its nodes can reach."
+            )
         resources = self.resources_per_node
         if not isinstance(resources, Mapping) or not all(
             isinstance(name, str) and name and is_number(amount) and 0 < amount < math.inf

@@ -148,7 +148,7 @@ def test_a_lost_cluster_is_an_error_and_not_the_end_of_the_learner(monkeypatch: 
                 while True:
                     assert_sound(env.collect(agent, steps=4))
 
-            with pytest.raises(farstep.LaunchError, match="the connection to Ray has ended|cannot be joined"):
+            with pytest.raises(farstep.LaunchError, match=r"the connection to Ray has ended|cannot be joined"):
                 within(collect, 180)
 
 

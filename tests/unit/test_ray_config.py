@@ -31,6 +31,7 @@ def test_the_launcher_does_not_import_ray() -> None:
         ({"adress": "auto"}, "address"),
         ({"address": ""}, "expected text"),
         ({"address": 6379}, "expected text"),
+        ({"address": "ray://host:10001"}, "Ray Client"),
         ({"namespace": 1}, "expected text"),
         ({"resources_per_node": {"camera": 0}}, "amounts by name"),
         ({"resources_per_node": {"camera": float("inf")}}, "amounts by name"),

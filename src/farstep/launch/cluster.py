@@ -74,7 +74,11 @@ class ClusterLauncher(Launcher):
         self._groups: dict[int, Watched] = {}
         self._ticked = self._enough_at = time.monotonic()
         self._next_beat = 0.0
-        self._hub = Hub([f"tcp://{address}:*" for address in engine.listen_on()], config.lease_s)
+        try:
+            self._hub = Hub([f"tcp://{address}:*" for address in engine.listen_on()], config.lease_s)
+        except BaseException:
+            engine.close()
+            raise
 
     # ---- what the head calls ----
 

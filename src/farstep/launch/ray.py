@@ -10,12 +10,14 @@ import os
 import select
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from farstep.errors import LaunchError
@@ -25,7 +27,7 @@ from farstep.launch.process import import_path
 from farstep.launch_config import RayConfig
 
 _TAIL_BYTES = 4096
-_CONNECT_S, _ANSWER_S, _ENDING_S, _CLOSE_S = 120.0, 30.0, 5.0, 10.0
+_KNOCK_S, _CONNECT_S, _ANSWER_S, _ENDING_S, _CLOSE_S = 5.0, 120.0, 30.0, 5.0, 10.0
 
 
 class RayEngine:
@@ -74,8 +76,13 @@ class Driver:
     def __init__(self, config: RayConfig, room: dict[str, float]) -> None:
         if importlib.util.find_spec("ray") is None:
             raise LaunchError("Ray is not installed here; install it with `pip install farstep[ray]`.")
+        joined = {"address": config.address, "namespace": config.namespace, **_joined_by_user(config)}
+        address = _found(joined.pop("address"))
         self._writing, self._calling = threading.Lock(), threading.Lock()
         self._orders, self._unread = 0, b""
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(import_path())}
+        if address == "local":  # a cluster of one's own, into which nobody else is let
+            environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": os.urandom(32).hex()}
         self._log = tempfile.TemporaryFile(prefix="farstep-ray-")  # noqa: SIM115 - closed by `close`
         self._process = subprocess.Popen(
             # Not with -m: Ray would have all its workers look for modules beside the file, where `ray` is another one.
@@ -84,16 +91,15 @@ class Driver:
             stdout=subprocess.PIPE,
             stderr=self._log,
             start_new_session=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(import_path())},
+            env=environment,
         )
         self.address = self._folder = ""
-        joined = {"address": config.address, "namespace": config.namespace, **_joined_by_user(config)}
         try:
-            said = self.call("connect", _CONNECT_S, **joined, room=room)
+            said = self.call("connect", _CONNECT_S, address=address, room=room, **joined)
         except BaseException as error:
             self.close()
             if isinstance(error, LaunchError):
-                raise LaunchError(_cannot(joined["address"], str(error))) from None
+                raise LaunchError(_cannot(address, str(error))) from None
             raise
         self.address, self._folder = str(said["address"]), str(said["folder"])
 
@@ -216,9 +222,38 @@ def _joined_by_user(config: RayConfig) -> dict[str, Any]:
     }
 
 
-def _cannot(address: str | None, why: str) -> str:
-    address = os.environ.get("RAY_ADDRESS", address) if address in (None, "auto") else address
-    if address in (None, "local"):
+def _found(address: str | None) -> str:
+    """The address to give to Ray; raises if nobody answers there, where Ray itself would try for minutes."""
+    named = os.environ.get("RAY_ADDRESS") if address in (None, "auto") else address
+    if named in (None, "", "auto"):
+        named = _latest()
+        if address is None and not _answers(named):
+            return "local"
+    if named and named != "local" and not _answers(named):
+        raise LaunchError(_cannot(named, "nobody answers there."))
+    return named if named == "local" else address or "auto"
+
+
+def _latest() -> str:
+    """Of the cluster that was started last on this machine, as Ray itself finds it."""
+    note = Path(os.environ.get("RAY_TMPDIR") or "/tmp", "ray", "ray_current_cluster")
+    return note.read_text().strip() if note.exists() else ""
+
+
+def _answers(address: str) -> bool:
+    """Whether somebody listens there, as far as one can tell."""
+    host, _, port = address.rpartition("://")[2].rpartition(":")
+    if not port.isdigit():
+        return bool(address)
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _KNOCK_S).close()
+    except OSError:
+        return False
+    return True
+
+
+def _cannot(address: str, why: str) -> str:
+    if address == "local":
         return f"Ray cannot be started on this machine: {why}"
     return (
         f"Ray at {address!r} cannot be joined: {why} Start one with `ray start --head`, or let farstep start one "

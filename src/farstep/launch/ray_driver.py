@@ -14,7 +14,6 @@ import os
 import queue
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import threading
@@ -35,7 +34,6 @@ _LEAVE_S = 2.0
 """Agents that were told to leave have so long before their actors are killed."""
 _END_S = 8.0
 """Within the lease, this process and all that it started are gone."""
-_KNOCK_S = 5.0
 _OF_RAY = ("CPU", "GPU", "memory")
 """Resources that are not custom ones."""
 Needs = dict[str, float]
@@ -93,35 +91,22 @@ class RayDriver:
 
     def __init__(self) -> None:
         self._groups: dict[int, Group] = {}
-        self._folder = ""
-        self._logs = ""
+        self._folder = self._session = ""
 
-    def connect(
-        self, address: str | None, namespace: str | None, room: Needs, runtime_env: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
+    def connect(self, address: str, room: Needs, **shared: Any) -> dict[str, Any]:
         """Join a cluster, or start one on this machine that has at least so much room."""
-        shared: dict[str, Any] = {"namespace": namespace, "runtime_env": runtime_env}
         shared |= {"log_to_driver": False, "logging_level": logging.ERROR}
-        if address is None:
-            address = "auto" if os.environ.get("RAY_ADDRESS") or _answers(_latest()) else "local"
-        if address != "local":
-            found = os.environ.get("RAY_ADDRESS") or _latest() if address == "auto" else address
-            if found and not _answers(found):
-                raise ConnectionError(f"nobody answers at {found}.")  # Ray itself would try for minutes
-            joined = ray.init(address=address, **shared)
-        else:
+        if address == "local":
             # Not in TMPDIR: the path of a socket in it has at most 107 bytes.
             self._folder = tempfile.mkdtemp(prefix="farstep-ray-", dir="/tmp")
-            joined = ray.init(
-                address="local",
-                num_cpus=max(os.cpu_count() or 1, math.ceil(room["CPU"])),
-                resources={name: amount for name, amount in room.items() if name not in _OF_RAY},
-                include_dashboard=False,
-                object_store_memory=_STORE_BYTES,
-                _temp_dir=self._folder,
-                **shared,
-            )
-        self._logs = str(Path(joined.address_info["session_dir"], "logs"))
+            shared |= {
+                "num_cpus": max(os.cpu_count() or 1, math.ceil(room["CPU"])),
+                "resources": {name: amount for name, amount in room.items() if name not in _OF_RAY},
+                "include_dashboard": False,
+                "object_store_memory": _STORE_BYTES,
+                "_temp_dir": self._folder,
+            }
+        self._session = ray.init(address=address, **shared).address_info["session_dir"]
         return {"address": ray.util.get_node_ip_address(), "folder": self._folder}
 
     def ask(self, number: int, nodes: int, needs: Needs, bootstrap: str) -> None:
@@ -162,7 +147,7 @@ class RayDriver:
                 parts.append(f"{actor.host}:\n{ray.get(actor.handle.tail.remote(), timeout=2.0)}")
             except (ray.exceptions.RayError, TimeoutError) as error:
                 parts.append(f"{actor.host} says nothing: {_in_short(error)}")
-        return "\n".join([*parts, f"Ray's own logs are in {self._logs} of each node."])
+        return "\n".join([*parts, f"Ray's own logs are in {Path(self._session, 'logs')} of each node."])
 
     def cancel(self, group: int) -> None:
         _, running, _ = self._groups[group].look()
@@ -175,24 +160,6 @@ class RayDriver:
         ray.shutdown()
         if self._folder:
             shutil.rmtree(self._folder, ignore_errors=True)
-
-
-def _latest() -> str:
-    """The cluster that was started last on this machine, as Ray itself finds it."""
-    note = Path(os.environ.get("RAY_TMPDIR") or "/tmp", "ray", "ray_current_cluster")
-    return note.read_text().strip() if note.exists() else ""
-
-
-def _answers(address: str) -> bool:
-    """Whether somebody listens there."""
-    host, _, port = address.rpartition("://")[2].rpartition(":")
-    if not port.isdigit():
-        return False
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), _KNOCK_S).close()
-    except OSError:
-        return False
-    return True
 
 
 def _agents(count: int) -> str:
