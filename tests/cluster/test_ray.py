@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -190,6 +191,32 @@ def test_a_program_that_has_joined_ray_itself_stays_joined(ray_cluster: RayClust
         [sys.executable, "-c", JOINED, ray_cluster.address], capture_output=True, text=True, timeout=200
     )
     assert done.stdout == "still mine\n", done.stderr
+
+
+@pytest.mark.timeout(240)
+def test_nobody_else_is_let_into_a_cluster_of_its_own() -> None:
+    with cluster(config=farstep.RayConfig(address="local", workers_per_node=1)) as env:
+        env.launch()
+        commands = [entry.read_text() for entry in Path("/proc").glob("[0-9]*/cmdline") if entry.exists()]
+        (address,) = {
+            found[1] for line in commands if (found := re.search(r"farstep-ray-.*gcs-address=([\d.:]+)", line))
+        }
+        stranger = cluster(config=farstep.RayConfig(address=address, workers_per_node=1))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("RAY_AUTH_MODE", "token")
+            patch.setenv("RAY_AUTH_TOKEN", "0" * 64)
+            with pytest.raises(farstep.LaunchError, match="cannot be joined"):
+                within(stranger.launch, 120)
+
+
+@pytest.mark.timeout(240)
+def test_a_learner_of_farstep_trains_on_ray(ray_cluster: RayCluster, tmp_path: Path) -> None:
+    options = "--env CartPole-v1 --launcher ray --workers 2 --num-envs 4 --num-steps 32 --total-steps 512 --name first"
+    command = [sys.executable, "-m", "farstep", "train", "ppo", *options.split(), "--folder", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    metrics = (tmp_path / "first" / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(metrics[-1])["step"] == 512
 
 
 @pytest.mark.timeout(120)

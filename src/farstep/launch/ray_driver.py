@@ -12,6 +12,7 @@ import logging
 import math
 import os
 import queue
+import re
 import shutil
 import signal
 import sys
@@ -34,6 +35,7 @@ _LEAVE_S = 2.0
 """Agents that were told to leave have so long before their actors are killed."""
 _END_S = 8.0
 """Within the lease, this process and all that it started are gone."""
+_SHORT = 600
 _OF_RAY = ("CPU", "GPU", "memory")
 """Resources that are not custom ones."""
 Needs = dict[str, float]
@@ -183,9 +185,10 @@ def _amounts(of: Mapping[str, float]) -> str:
 
 
 def _in_short(error: BaseException) -> str:
-    """Ray's errors go on for a page."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return " ".join(lines)[:1000] or type(error).__name__
+    """Ray's errors go on for a page, hide their cause, or have the traceback of another process in them."""
+    text, _, traceback = f"{error}\n{error.__cause__ or ''}".partition("Traceback (most recent call last):")
+    raised = re.findall(r"^\s*[\w.]+(?:Error|Exception): .*", traceback, re.M)
+    return " ".join([*text.split(), *(raised[-1].split() if raised else ())])[:_SHORT] or type(error).__name__
 
 
 def _listen(orders: queue.SimpleQueue[dict[str, Any] | None], head: int) -> None:
