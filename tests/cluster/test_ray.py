@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -14,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from checks import assert_balanced, assert_sound, cluster, eventually, within
 
@@ -84,6 +86,19 @@ def join(patch: pytest.MonkeyPatch, started: RayCluster) -> None:
         patch.setenv(name, value)
 
 
+class Continuity:
+    """Whether batches go on, slot by slot, where the ones before left off, or say that they do not."""
+
+    def __init__(self) -> None:
+        self._last: dict[int, Any] = {}
+
+    def __call__(self, batch: farstep.Batch) -> None:
+        for i, slot in enumerate(batch.slots):
+            if not batch["episode_start"][0, i] and batch.continues[i]:
+                np.testing.assert_array_equal(batch["obs"][0, i], self._last[slot])
+            self._last[slot] = batch.last_obs[i].copy()
+
+
 def kill(node: dict[str, Any]) -> None:
     os.kill(node["pid"], signal.SIGKILL)
 
@@ -104,6 +119,16 @@ def tagged(tag: str) -> list[str]:
     return found
 
 
+def commands() -> dict[int, str]:
+    """Command lines of all processes."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                found[int(entry.name)] = (entry / "cmdline").read_text().replace("\0", " ")
+    return found
+
+
 @pytest.mark.timeout(600)
 def test_the_contract(ray_cluster: RayCluster) -> None:
     check_launcher(functools.partial(farstep.RayConfig, address=ray_cluster.address), kill_node=kill)
@@ -115,11 +140,12 @@ def test_a_lost_node_costs_only_what_it_was_doing(monkeypatch: pytest.MonkeyPatc
         join(monkeypatch, started)
         config = farstep.RayConfig(nodes=2, min_nodes=1, workers_per_node=2, lease_s=5.0)
         with cluster(envs=4, config=config) as env:
-            agent = TableAgent()
+            agent, follows = TableAgent(), Continuity()
 
             def batches_of(columns: int) -> None:
                 for batch in env.stream(agent, steps=16, max_staleness=1):
                     assert_sound(batch)
+                    follows(batch)
                     env.publish(agent)
                     if batch["obs"].shape[1] == columns:
                         return
@@ -151,6 +177,25 @@ def test_a_lost_cluster_is_an_error_and_not_the_end_of_the_learner(monkeypatch: 
 
             with pytest.raises(farstep.LaunchError, match=r"the connection to Ray has ended|cannot be joined"):
                 within(collect, 180)
+
+
+@pytest.mark.timeout(240)
+def test_the_process_that_talks_to_ray_is_replaced(ray_cluster: RayCluster) -> None:
+    with cluster(config=farstep.RayConfig(workers_per_node=1)) as env:
+        agent = TableAgent()
+        env.collect(agent, steps=4)
+        (before,) = env.stats()["nodes"]
+        (driver,) = [pid for pid, line in commands().items() if f"ray_driver import main; main() {os.getpid()}" in line]
+        os.kill(driver, signal.SIGKILL)
+
+        def until_replaced() -> None:
+            while [node["pid"] for node in env.stats()["nodes"]] in ([], [before["pid"]]):
+                assert_sound(env.collect(agent, steps=4))
+
+        within(until_replaced, 120)
+        assert_sound(env.collect(agent, steps=4))
+        assert not living([before["pid"]])
+        assert_balanced(env.stats())
 
 
 @pytest.mark.timeout(240)
@@ -197,15 +242,14 @@ def test_a_program_that_has_joined_ray_itself_stays_joined(ray_cluster: RayClust
 def test_nobody_else_is_let_into_a_cluster_of_its_own() -> None:
     with cluster(config=farstep.RayConfig(address="local", workers_per_node=1)) as env:
         env.launch()
-        commands = [entry.read_text() for entry in Path("/proc").glob("[0-9]*/cmdline") if entry.exists()]
-        (address,) = {
-            found[1] for line in commands if (found := re.search(r"farstep-ray-.*gcs-address=([\d.:]+)", line))
-        }
+        found = re.search(r"farstep-ray-.*gcs-address=([\d.:]+)", "\n".join(commands().values()))
+        assert found
+        address = found[1]
         stranger = cluster(config=farstep.RayConfig(address=address, workers_per_node=1))
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("RAY_AUTH_MODE", "token")
             patch.setenv("RAY_AUTH_TOKEN", "0" * 64)
-            with pytest.raises(farstep.LaunchError, match="cannot be joined"):
+            with pytest.raises(farstep.LaunchError, match=r"cannot be joined.*InvalidAuthToken"):
                 within(stranger.launch, 120)
 
 

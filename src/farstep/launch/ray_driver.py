@@ -185,10 +185,11 @@ def _amounts(of: Mapping[str, float]) -> str:
 
 
 def _in_short(error: BaseException) -> str:
-    """Ray's errors go on for a page, hide their cause, or have the traceback of another process in them."""
-    text, _, traceback = f"{error}\n{error.__cause__ or ''}".partition("Traceback (most recent call last):")
-    raised = re.findall(r"^\s*[\w.]+(?:Error|Exception): .*", traceback, re.M)
-    return " ".join([*text.split(), *(raised[-1].split() if raised else ())])[:_SHORT] or type(error).__name__
+    """Ray's errors go on for a page, with tracebacks of other processes in them; what was raised there comes last."""
+    text = re.sub(r"\x1b\[[\d;]*m", "", f"{error}\n{error.__cause__ or ''}")
+    raised = re.findall(r"^\s*[\w.]+(?:Error|Exception): .*", text, re.M)
+    short = " ".join((raised[-1] if raised else text).split())[:_SHORT] or type(error).__name__
+    return f"{short} on its nodes; install it there, too" if short.endswith("No module named 'farstep'") else short
 
 
 def _listen(orders: queue.SimpleQueue[dict[str, Any] | None], head: int) -> None:
