@@ -181,7 +181,7 @@ def run(setting: Setting, seed: int, args: Args) -> dict[str, Any]:
         collect_s, rows, learn_s = alone(env, learner, args.alone)
     with world(setting, args, seed) as (env, learner):
         record = Record()
-        training = Training(learner, env, Limits(total_steps=args.total_steps), sink=record, exact=False)
+        training = Training(learner, env, Limits(total_steps=args.total_steps), sink=record)
         progress = training.run()
     columns = record.columns
     seconds, reached = np.array(columns["seconds"]), np.array(columns["return"]) >= args.threshold

@@ -1,8 +1,11 @@
 """What all tests share; the leak check comes from `farstep.testing.leaks`."""
 
+import os
 import signal
+from collections.abc import Generator
 
 import pytest
+from guarded import EngineMissing
 
 # A shell's `&` and nohup have Ctrl-C ignored, here and in all that tests start; some of them are about Ctrl-C.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -12,3 +15,14 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 def no_preloading(monkeypatch):
     """Workers import torch only for an agent that needs it, not because an earlier test imported it here."""
     monkeypatch.setattr("farstep.head.server._PRELOADED", ())
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Generator[None, object, object]:
+    """Tests of SLURM and other engines are skipped where those are not installed, but for FARSTEP_ENGINES=required."""
+    try:
+        return (yield)
+    except EngineMissing as error:
+        if os.environ.get("FARSTEP_ENGINES") == "required":
+            raise
+        return pytest.skip(str(error))

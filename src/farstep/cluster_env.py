@@ -7,7 +7,7 @@ import threading
 import weakref
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from operator import itemgetter
-from types import TracebackType
+from types import NoneType, TracebackType
 from typing import Any, Self
 
 import cloudpickle
@@ -22,7 +22,8 @@ from farstep.errors import ClosedError, ConfigError
 from farstep.head.collector import Collector
 from farstep.head.seats import ResetOrder
 from farstep.spec import map_leaves
-from farstep.worker.seeds import fresh_root
+from farstep.sync import Always
+from farstep.worker.seeds import fresh_root, resumed_root
 
 Space = gymnasium.spaces.Space[Any]
 _MAX_STALENESS = 1000
@@ -209,27 +210,34 @@ class ClusterEnv:
 
     def save(self) -> dict[str, Any]:
         """What workers must know to go on in another process, as plain data and arrays; between batches."""
-        return {"version": self.version, "workers": self._launched().save()}
+        return {"version": self.version, "workers": [] if self.cannot_replay else self._launched().save()}
+
+    @property
+    def cannot_replay(self) -> str:
+        """Why another process could not lead these environments back to where they are; "" if it could."""
+        config = self.env_config
+        if config.type in ("vector", "envpool"):
+            return f"environments of type {config.type!r} cannot be stepped one by one"
+        if not config.seed_episodes:
+            return "with seed_episodes=False, only an environment itself knows its random numbers"
+        if config.stagger is not None:
+            return "staggered environments are brought to new places"
+        if config.kl_threshold is not None or not isinstance(config.sync, (Always, NoneType)):
+            return "workers may have acted with older weights, which are not kept"
+        return ""
 
     def resume(self, agent: Agent, saved: Mapping[str, Any], actions: Sequence[Mapping[str, Array]]) -> None:
         """Go on with an agent where another process saved: versions, random numbers, recurrent states and episodes.
 
         `actions` are those that each slot's episode in progress was given, by the names they have in a batch: its
-        environment is reset with the same seed and takes them again. With another number of workers than then, and
-        for vector sources, episodes begin anew.
+        environment is reset with the same seed and takes them again. Where that cannot be (other workers than then, a
+        worker that was being replaced, `cannot_replay`), episodes begin anew, with seeds not used before.
         """
-        workers = saved["workers"]
-        parts: list[Any] = [None] * self.num_workers
-        counts = [0 if worker is None else len(worker["episodes"]) for worker in workers]
-        if len(workers) == self.num_workers and sum(counts) == self.num_envs == len(actions):
-            stops = np.cumsum(counts)
-            parts = [
-                worker and {**worker, "actions": list(actions[stop - count : stop])}
-                for worker, count, stop in zip(workers, counts, stops, strict=True)
-            ]
-        elif workers:
-            log.warning("episodes begin anew: there were other workers or environments when this run was saved")
-        self._launched().resume(agent, int(saved["version"]), parts)
+        version, workers = int(saved["version"]), saved["workers"]
+        if reason := self.cannot_replay:
+            log.warning("episodes begin anew: %s", reason)
+            workers = []
+        self._launched().resume(agent, version, resumed_root(self.seed, version), workers, actions)
 
     # ---- the policy ----
 

@@ -23,6 +23,7 @@ from farstep.options import Options as _Config
 
 EnvType = Literal["gymnasium", "factory", "vector", "envpool"]
 Inference = Literal["auto", "eager"]
+Compression = Literal["auto", "none", "lz4", "zstd"]
 LocalTransport = Literal["shm", "ipc", "tcp"]
 StaggerInit = Literal["advance", "clock", "policy"]
 StaggerOffsets = Literal["even", "random"]
@@ -290,6 +291,9 @@ class EnvConfig(_Config):
     """Which parameters travel, and in what form; a mapping is accepted: `{"only": "actor.*", "half": True}`."""
     transfer: TransferTrigger = ALL_AT_ONCE
     """What of a chunk travels when, from workers without shared memory; a mapping is accepted: `{"size": 64}`."""
+    compression: Compression = "auto"
+    """Of chunks from workers without shared memory: `auto` measures, array by array, what the connection carries and
+    what each of LZ4 and Zstandard (`farstep[compression]`) would cost; `lz4`, `zstd`: only that one; or `none`."""
     inference: Inference = "auto"
     """`auto` uses the fast path where it agrees with the agent's own `act`; `eager` never does."""
     stagger: Stagger | None = None
@@ -298,6 +302,7 @@ class EnvConfig(_Config):
     def __post_init__(self) -> None:
         self._one_of("type", EnvType)
         self._one_of("inference", Inference)
+        self._one_of("compression", Compression)
         self._at_least("envs_per_node", 1)
         object.__setattr__(self, "weights", WeightsConfig.of(self.weights))
         object.__setattr__(self, "transfer", TransferTrigger.of(self.transfer))

@@ -83,6 +83,38 @@ class SSHConfig(EngineConfig):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class SlurmConfig(EngineConfig):
+    """Workers on nodes that SLURM gives; inside an allocation, on the nodes of that."""
+
+    job_name: str = "farstep"
+    partition: str | None = None
+    """The paper's word for `slurm_partition`."""
+    slurm_partition: str | None = None
+    slurm_account: str | None = None
+    slurm_qos: str | None = None
+    slurm_constraint: str | None = None
+    slurm_extra: Sequence[str] = ()
+    """Further options of sbatch, e.g. `--exclusive`, `--mem=16G`."""
+    log_folder: str = "slurm-logs"
+    """Where jobs write what their nodes say; on a file system that this machine and the nodes share."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        extra = (self.slurm_extra,) if isinstance(self.slurm_extra, str) else tuple(self.slurm_extra)
+        if not all(isinstance(option, str) and option.startswith("-") and "\n" not in option for option in extra):
+            raise ConfigError(
+                f"SlurmConfig.slurm_extra is {self.slurm_extra!r}; expected options such as '--exclusive'."
+            )
+        object.__setattr__(self, "slurm_extra", extra)
+        for name in ("job_name", "partition", "slurm_partition", "slurm_account", "slurm_qos", "slurm_constraint"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, str) or not value or "\n" in value):
+                raise ConfigError(f"SlurmConfig.{name} is {value!r}; expected a word.")
+        if self.partition and self.slurm_partition and self.partition != self.slurm_partition:
+            raise ConfigError("SlurmConfig has both partition and slurm_partition; they mean the same, give one.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class RayConfig(EngineConfig):
     """Workers on the nodes of a Ray cluster; each of `nodes` is an actor with the resources of its workers."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 import json
 import os
 import re
@@ -22,7 +23,8 @@ from checks import assert_balanced, assert_sound, cluster, eventually, within
 import farstep
 from farstep.testing import TableAgent, check_launcher
 
-pytest.importorskip("ray", reason="pip install farstep[ray]")
+if importlib.util.find_spec("ray") is None and os.environ.get("FARSTEP_ENGINES") != "required":
+    pytest.skip("pip install farstep[ray]", allow_module_level=True)
 
 from ray_nodes import RayCluster
 

@@ -46,7 +46,9 @@ class Network(Engine):
     def _start(self) -> None:
         require("iproute2", "ip", "tc")
         require("nftables", "nft")
-        require("util-linux", "unshare", "nsenter", "mount")
+        require("util-linux", "unshare", "nsenter")
+        require("mount", "mount")
+        require("hostname", "hostname")
         require_root("network namespaces")
         for host in self.hosts:
             self._links[host] = new_namespaces(host)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from typing import Any
 
 import gymnasium
@@ -81,11 +82,26 @@ class Recall(gymnasium.Env[Any, Any]):
         return self._obs(), reward, ended, False, {}
 
 
-def make_env(env: Any, num_envs: int, seed: int = 1, launcher: str = "local", **options: Any) -> farstep.ClusterEnv:
+class Rows:
+    """Keeps what is logged; sends this process a signal when there are so many rows."""
+
+    def __init__(self, stop_at: int | None = None) -> None:
+        self.rows: list[dict[str, float]] = []
+        self._stop_at = stop_at
+
+    def log(self, step: int, metrics: Any) -> None:
+        self.rows.append({"step": step, **metrics})
+        if len(self.rows) == self._stop_at:
+            signal.raise_signal(signal.SIGTERM)
+
+
+def make_env(
+    env: Any, num_envs: int, seed: int = 1, launcher: str = "local", workers: int = 2, **options: Any
+) -> farstep.ClusterEnv:
     kind = "gymnasium" if isinstance(env, str) else "factory"
     config = {"type": kind, "env_name": env, "envs_per_node": num_envs, "seed": seed, **options}
     launch = farstep.LocalConfig if launcher == "local" else farstep.InProcessConfig
-    return farstep.ClusterEnv(config, launch(workers_per_node=2))
+    return farstep.ClusterEnv(config, launch(workers_per_node=workers))
 
 
 def make_training(
@@ -101,7 +117,7 @@ def make_training(
         checkpoint_every=1000,
         eval_every=options.pop("eval_every", None),
     )
-    return Training(learner, env, limits, exact=isinstance(config, PPOConfig), **options), agent
+    return Training(learner, env, limits, **options), agent
 
 
 def trained(

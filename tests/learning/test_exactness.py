@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from tasks import make_env, make_training, trained
+from tasks import Rows, make_env, make_training, trained
 
 from farstep.buffer import checkpoint
 from farstep.learners.async_ppo import AsyncPPOConfig
 from farstep.learners.nets import NetConfig
 from farstep.learners.ppo import PPOConfig
+from farstep.learners.training import Stopped
 
 VARIANTS = [("plain", "local"), ("lstm", "local"), ("normalised", "inprocess"), ("gru", "inprocess")]
 NETS = {
@@ -73,24 +76,30 @@ def test_async_ppo_without_staleness_is_ppo(net: str, launcher: str) -> None:
     assert_equal(first, second)
 
 
-@pytest.mark.parametrize(("net", "launcher"), VARIANTS)
-def test_a_run_that_was_resumed_equals_one_that_was_not(net: str, launcher: str, tmp_path: Path) -> None:
-    config, rows = PPOConfig(num_steps=20, net=NETS[net]), 6 * 20
+SYNCHRONOUS = {"ppo": PPOConfig, "async": partial(AsyncPPOConfig, staleness_threshold=0)}
 
-    def run(total: int, folder: Path, resume: bool) -> torch.nn.Module:
+
+@pytest.mark.parametrize(
+    ("kind", "net", "launcher"), [("ppo", *variant) for variant in VARIANTS] + [("async", "normalised", "inprocess")]
+)
+def test_a_run_that_was_resumed_equals_one_that_was_not(kind: str, net: str, launcher: str, tmp_path: Path) -> None:
+    config, rows = SYNCHRONOUS[kind](num_steps=20, net=NETS[net]), 6 * 20
+
+    def run(folder: str, resume: bool = False, stop_at: int | None = None) -> torch.nn.Module:
         with make_env("CartPole-v1", 6, seed=3, launcher=launcher) as env:
             # The learning rate falls over the same number of steps, however many of them are done now.
-            training, agent = make_training(env, config, 8 * rows, checkpoints=folder)
-            training._done = lambda: training.progress.steps >= total  # type: ignore[method-assign]
+            options = {"checkpoints": tmp_path / folder, "sink": Rows(stop_at)}
+            training, agent = make_training(env, config, 8 * rows, **options)
             if resume:
                 training.resume()
-            training.run()
-            assert env.version == total // rows
+            with pytest.raises(Stopped) if stop_at else contextlib.nullcontext():
+                training.run()
+            assert env.version == (stop_at or 8)
         return agent
 
-    whole = run(8 * rows, tmp_path / "whole", resume=False)
-    run(5 * rows, tmp_path / "parts", resume=False)
-    assert_equal(whole, run(8 * rows, tmp_path / "parts", resume=True))
+    whole = run("whole")
+    run("parts", stop_at=5)
+    assert_equal(whole, run("parts", resume=True))
 
 
 def train_command(folder: Path, name: str) -> list[str]:

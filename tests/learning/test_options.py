@@ -12,7 +12,7 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
-from tasks import make_env, make_training
+from tasks import Rows, make_env, make_training
 
 from farstep.cli import main
 from farstep.errors import ConfigError
@@ -37,6 +37,8 @@ from farstep.learners.ppo import PPOConfig
         (AsyncPPOConfig, {"clip_ratio_c": 0.5}),
         (AsyncPPOConfig, {"micro_batch_size": 64, "global_batch_size": 32}),
         (AsyncPPOConfig, {"micro_batch_size": 64, "denominator": "kept"}),
+        (AsyncPPOConfig, {"micro_batch_size": 64, "num_steps": 128, "net": NetConfig(recurrent="gru")}),
+        (AsyncPPOConfig, {"global_batch_size": 64, "num_steps": 128, "net": NetConfig(recurrent="lstm")}),
         (ImpalaConfig, {"vtrace_lambda": 2.0}),
         (NetConfig, {"hidden": (0,)}),
         (NetConfig, {"recurrent": "rnn"}),
@@ -81,29 +83,16 @@ def test_micro_batches_change_no_parameter() -> None:
     torch.testing.assert_close(found[0], found[1], atol=1e-4, rtol=1e-3)
 
 
-class Rates:
-    """Keeps the learning rates that were logged."""
-
-    def __init__(self, rates: list[float]) -> None:
-        self._rates = rates
-
-    def log(self, step: int, metrics: Any) -> None:
-        self._rates.append(metrics["train/actor/lr"])
-
-
 def test_a_resumed_run_learns_at_the_rate_it_is_given(tmp_path: Path) -> None:
-    rates: list[float] = []
+    sink = Rows()
     for learning_rate, total, resume in ((1e-3, 128, False), (5e-3, 256, True)):
         with make_env("CartPole-v1", 4, launcher="inprocess") as env:
             config = PPOConfig(num_steps=32, learning_rate=learning_rate, anneal_lr=False)
-            training, _ = make_training(env, config, total, checkpoints=tmp_path)
-            training.sink = type(
-                "Sink", (), {"log": lambda self, step, metrics: rates.append(metrics["train/actor/lr"])}
-            )()
+            training, _ = make_training(env, config, total, checkpoints=tmp_path, sink=sink)
             if resume:
                 training.resume()
             training.run()
-    assert rates == [1e-3, 5e-3]
+    assert [row["train/actor/lr"] for row in sink.rows] == [1e-3, 5e-3]
 
 
 def test_a_run_cannot_go_on_as_another_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -116,6 +105,29 @@ def test_a_run_cannot_go_on_as_another_one(tmp_path: Path, capsys: pytest.Captur
     assert main(["train", "ppo", "--resume", str(tmp_path / "run"), "--total-steps", "128"]) == 0
     saved = json.loads((tmp_path / "run" / "config.json").read_text())
     assert saved["run"]["total_steps"] == 128 and saved["run"]["env"] == "CartPole-v1"
+
+
+def test_a_run_in_one_process_is_evaluated_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> Any:
+        raise AssertionError("a process was started")
+
+    monkeypatch.setattr("farstep.launch.LocalLauncher", refuse)
+    train = ["train", "ppo", "--env", "CartPole-v1", "--launcher", "inprocess", "--num-envs", "4", "--num-steps", "16"]
+    evaluate = ["--eval-every", "64", "--eval-episodes", "4"]
+    assert main([*train, *evaluate, "--total-steps", "192", "--folder", str(tmp_path), "--name", "run"]) == 0
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
+    assert [row["eval/step"] for row in rows if "eval/step" in row] == [64, 128, 192]
+
+
+def test_what_is_watched_is_sampled_alike_with_one_seed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train = ["train", "ppo", "--env", "CartPole-v1", "--launcher", "inprocess", "--num-envs", "4", "--num-steps", "16"]
+    assert main([*train, "--total-steps", "64", "--folder", str(tmp_path), "--name", "run"]) == 0
+    found = []
+    for seed in (3, 3, 4):
+        capsys.readouterr()
+        assert main(["watch", str(tmp_path / "run"), "--sample", "--episodes", "3", "--seed", str(seed)]) == 0
+        found.append(capsys.readouterr().out)
+    assert found[0] == found[1] != found[2]
 
 
 class Endless(gymnasium.Env[Any, Any]):

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from gymnasium import spaces
 from tasks import Identity, make_env
 
+from farstep.batch import Batch
+from farstep.learners.encoders import encoder_for
 from farstep.learners.nets import ActorCritic, NetConfig, make_agent
 from farstep.learners.optimizing import Optimizer, Schedule
+from farstep.learners.ppo import PPO, PPOConfig
 from farstep.learners.rollout import Minibatch, Rollout, minibatches, prepare
 from farstep.learners.statistics import Statistics
 
@@ -83,6 +88,36 @@ def test_ends_are_worth_what_the_critic_says_of_them(net: str) -> None:
             np.testing.assert_allclose(agent.value(obs), rollout.final_value[final.row, final.slot], atol=1e-6)
 
 
+@pytest.mark.parametrize("net", NETS)
+def test_a_final_observation_is_worth_what_it_would_be_in_a_longer_episode(net: str) -> None:
+    """Observations do not depend on actions, so memory is the same, too."""
+    found = []
+    for length in (9, 10):
+        with make_env(partial(Identity, length=length), 6, launcher="inprocess") as env:
+            torch.manual_seed(0)
+            agent = make_agent(*env.launch(), NETS[net], 0.99)
+            batch = env.collect(agent, 12).copy()
+        found.append((batch, prepare(agent, batch, 0, CPU)))
+    (short, rollout), (long, _) = found
+    assert short["truncated"][8].all() and not long["truncated"][8].any()
+    np.testing.assert_allclose(rollout.final_value[8], long["value"][9], atol=1e-5)
+
+
+@pytest.mark.parametrize("net", NETS)
+def test_rows_after_the_last_are_worth_what_the_next_batch_says(net: str) -> None:
+    with make_env(partial(Identity, length=9), 6, launcher="inprocess") as env:
+        agent = make_agent(*env.launch(), NETS[net], 0.99)
+        batch = [env.collect(agent, 12).copy() for _ in "ab"][1]
+        rollout = prepare(agent, batch, env.version, CPU)
+        following = env.collect(agent, 1).copy()
+    assert not following["episode_start"].any()
+    np.testing.assert_allclose(rollout.last_value, following["value"][0], atol=1e-5)
+    advantages, returns = rollout.advantages(0.9, 0.5)
+    expected = batch["reward"][-1] + 0.9 * following["value"][0]
+    np.testing.assert_allclose(returns[-1], expected, atol=1e-5)
+    np.testing.assert_allclose(advantages[-1], expected - batch["value"][-1], atol=1e-5)
+
+
 def test_sequences_stay_whole_and_all_rows_come_once() -> None:
     _, _, rollout = collected("CartPole-v1", NETS["lstm"], steps=10)
     numbers = torch.arange(60).reshape(10, 6)
@@ -141,6 +176,68 @@ def test_a_step_without_numbers_is_left_out() -> None:
     assert all(torch.equal(before[name], tensor) for name, tensor in agent.state_dict().items())
 
 
+def reward_scale(batches: list[Batch]) -> tuple[float, float]:
+    """What discounted returns of these batches deviate by, and how many there are."""
+    agent = make_agent(spaces.Box(-1, 1, (3,)), spaces.Discrete(2), NetConfig(normalize_reward=True), 0.9)
+    statistics = Statistics(agent)
+    for batch in batches:
+        statistics.observe_rewards(batch)
+    assert agent.reward_scale is not None
+    return float(agent.reward_scale.moments.std), float(agent.reward_scale.moments.count)
+
+
+def two_batches() -> tuple[Batch, Batch]:
+    with make_env("CartPole-v1", 4, launcher="inprocess") as env:
+        agent = make_agent(*env.launch(), NetConfig(), 0.9)
+        first, second = (env.collect(agent, 15).copy() for _ in "ab")
+    return first, second
+
+
+def test_two_chunks_of_a_slot_in_one_batch_follow_each_other() -> None:
+    first, second = two_batches()
+    arrays = {name: np.concatenate([first.arrays[name], second.arrays[name]], 1) for name in first}
+    both = replace(
+        first,
+        arrays=arrays,
+        slots=np.concatenate([first.slots, second.slots]),
+        continues=np.concatenate([first.continues, second.continues]),
+    )
+    assert second.continues.all()
+    np.testing.assert_allclose(reward_scale([both]), reward_scale([first, second]), rtol=1e-5)
+
+
+def test_filler_rows_are_no_rewards() -> None:
+    batch, _ = two_batches()
+    where = 6  # a row that nobody acted goes in between
+    filled = {name: np.insert(array, where, array[where], axis=0) for name, array in batch.arrays.items()}
+    filled["valid"][where], filled["reward"][where] = False, 0
+    for name in ("terminated", "truncated"):
+        filled[name][where] = False
+    np.testing.assert_allclose(reward_scale([replace(batch, arrays=filled)]), reward_scale([batch]), rtol=1e-6)
+
+
+def test_even_the_first_batch_is_learned_from_in_units_of_its_returns() -> None:
+    with make_env("Pendulum-v1", 4, launcher="inprocess") as env:
+        config = PPOConfig(net=NetConfig(normalize_reward=True))
+        learner = PPO(make_agent(*env.launch(), config.net, config.gamma), config, seed=0)
+        batch = env.collect(learner.agent, 50).copy()
+        rollout = learner.prepare(batch, env.version, 0.0)
+    assert learner.agent.reward_scale is not None
+    std = float(learner.agent.reward_scale.moments.std)
+    assert std > 2
+    np.testing.assert_allclose(rollout.reward, batch["reward"] / std, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("high", "scale"), [(255, 255), (1, 1), (16, 16)])
+def test_bytes_that_are_no_image_are_divided_by_their_bound(high: int, scale: int) -> None:
+    encoder = encoder_for(spaces.Box(0, high, (128,), np.uint8), normalize=False)
+    obs = torch.full((2, 128), high, dtype=torch.uint8)
+    assert (encoder(obs) == high / scale).all()
+    normalised = encoder_for(spaces.Box(0, high, (128,), np.uint8), normalize=True)
+    normalised.update(torch.randint(0, high + 1, (1000, 128), dtype=torch.uint8))
+    assert normalised(torch.randint(0, high + 1, (1000, 128), dtype=torch.uint8)).std() == pytest.approx(1, abs=0.1)
+
+
 def test_statistics_are_those_of_all_rows_seen() -> None:
     seen, rewards = [], []
     with make_env("Pendulum-v1", 4, launcher="inprocess") as env:
@@ -148,6 +245,7 @@ def test_statistics_are_those_of_all_rows_seen() -> None:
         statistics = Statistics(agent)
         for _ in range(5):
             batch = env.collect(agent, 90).copy()
+            statistics.observe_rewards(batch)
             statistics.observe(batch)
             seen.append(batch["obs"].reshape(-1, 3))
             rewards.append(batch)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tasks import make_env, make_training
+from tasks import Rows, make_env, make_training
 
 from farstep.learners.evaluation import Evaluated
 from farstep.learners.ppo import PPOConfig
@@ -42,14 +42,6 @@ class FakeEvaluator:
         if not self._waited:
             return None
         return Evaluated(self.steps[-1], 0, np.ones(1), np.ones(1))
-
-
-class Rows:
-    def __init__(self) -> None:
-        self.rows: list[dict[str, float]] = []
-
-    def log(self, step: int, metrics: Any) -> None:
-        self.rows.append({"step": step, **metrics})
 
 
 @pytest.mark.parametrize(("every", "evaluated"), [(ROWS, [ROWS, 3 * ROWS]), (3 * ROWS, [ROWS, 3 * ROWS])])

@@ -6,9 +6,31 @@ import json
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from gymnasium import spaces
 
 from farstep.cli import main
+from farstep.testing import CountingEnv
+
+VIDEO = ["--capture-video", "--eval-every", "1000"]
+INSIDE = ["--env-type", "factory", "--launcher", "inprocess"]
+
+
+class OddActions(CountingEnv):
+    """Has actions that farstep's learners cannot choose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.action_space = spaces.Box(0, 9, (2,), np.int64)
+
+
+class NoSpace(CountingEnv):
+    """Has observations without a layout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.observation_space = spaces.Text(8)  # type: ignore[assignment]
 
 
 def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -33,12 +55,20 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str,
         (["train", "ppo", "--env", "CartPole-v1", "--env-kwargs", "{a"], ["env_kwargs", "not JSON"]),
         (["train", "ppo", "--env", "CartPole-v1", "--capture-video"], ["eval_every"]),
         (["train", "ppo", "--env", "CartPole-v1", "--device", "tpu"], ["device", "tpu"]),
+        (["train", "ppo", "--env", "CartPole-v1", "--device", "cuda:99"], ["device", "cuda:99", "use cpu"]),
+        (["train", "ppo", "--env", "CartPole-v1", "--device", "cuda:x"], ["device", "cuda:x"]),
+        (["train", "ppo", "--env", "m:f", "--env-type", "vector", *VIDEO], ["vector", "rendered"]),
+        (["train", "ppo", "--env", "Pong-v5", "--env-type", "envpool", *VIDEO], ["envpool", "rendered"]),
+        (["train", "ppo", "--env", "test_cli:OddActions", *INSIDE], ["no policy for the action space"]),
         (["train", "async-ppo", "--env", "CartPole-v1", "--staleness-threshold", "-1"], ["staleness_threshold"]),
         (["train", "ppo", "--resume", "nowhere"], ["nowhere", "does not exist"]),
         (["train", "ppo", "--resume"], ["--resume", "folder"]),
         (["train", "ppo", "--env", "CartPol-v1"], ["CartPol"]),
         (["watch"], ["folder of a run", "farstep watch runs/NAME"]),
         (["watch", "nowhere"], ["nowhere", "does not exist"]),
+        (["watch", "nowhere", "--fps", "0"], ["fps=0", "30"]),
+        (["watch", "nowhere", "--max-steps", "0"], ["max_steps"]),
+        (["watch", "nowhere", "--seed", "-1"], ["seed", "-1"]),
         (["plot"], ["at least one run"]),
         (["plot", "nowhere"], ["nowhere"]),
     ],
@@ -57,6 +87,23 @@ def test_a_mistake_ends_in_one_sentence(
     assert "Traceback" not in error and error.startswith("farstep: ")
     for word in words:
         assert word in error, error
+    assert not list(tmp_path.iterdir()), "something was written"
+
+
+def test_a_video_without_its_encoder_is_refused_first(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "imageio_ffmpeg", None)
+    monkeypatch.chdir(tmp_path)
+    status, _, error = said(capsys, "train", "ppo", "--env", "CartPole-v1", *VIDEO)
+    assert status == 1 and "pip install imageio-ffmpeg" in error
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_wrong_with_options_on_a_worker_needs_no_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    status, _, error = said(capsys, "train", "ppo", "--env", "test_cli:NoSpace", *INSIDE)
+    assert status == 1 and "Traceback" not in error and "On the worker" not in error
+    assert "worker 0" in error
 
 
 @pytest.mark.parametrize("arguments", [[], ["--help"], ["help"], ["train", "--help"], ["train"]])

@@ -1,4 +1,4 @@
-"""Checkpoints of a replay buffer: a folder of numbered ones, each of them intact or not used.
+"""Checkpoints of a training run or a replay buffer: a folder of numbered ones, each of them intact or not used.
 
     path/000012/obs.npy ...      the arrays, for np.load, too
                 meta.json        plain data

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 
-from farstep.errors import FarstepError, unknown_name
+from farstep.errors import ConfigError, FarstepError, WorkerError, unknown_name
 from farstep.observe.extras import require
 
 _HELP = """\
@@ -36,10 +36,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _command(arguments[0])(arguments[1:])
     except FarstepError as error:
-        text = str(error)
-        if "farstep.errors.ConfigError" in text:  # of a worker: the sentence says it, and no traceback helps
-            text = text.split("\n\nOn the worker:")[0]
-        sys.stderr.write(f"farstep: {text}\n")
+        said: object = error
+        if isinstance(error, WorkerError) and isinstance(error, ConfigError):
+            said = f"{error.message} [{error.where}]"  # a sentence says it, and no traceback helps
+        sys.stderr.write(f"farstep: {said}\n")
         return 1
     except KeyboardInterrupt:
         return 130

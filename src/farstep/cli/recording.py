@@ -15,7 +15,7 @@ from farstep.core import Array
 from farstep.errors import ConfigError
 from farstep.learners.nets import ActorCritic, NetConfig, make_agent
 from farstep.learners.run_config import RunConfig
-from farstep.observe.video import write_video
+from farstep.observe.video import require_encoder, write_video
 from farstep.spec import leaves, map_leaves, nest, space_schema
 from farstep.worker.sources import Source
 
@@ -55,9 +55,14 @@ def record(
     return returns
 
 
-def _environment(run: RunConfig) -> Env:
+def check_recording(run: RunConfig) -> None:
+    """Refuse what no video can be made of, before anything is started."""
     if run.env_type in ("envpool", "vector"):
         raise ConfigError(f"environments of type {run.env_type} cannot be rendered one by one; use a gymnasium one.")
+    require_encoder()
+
+
+def _environment(run: RunConfig) -> Env:
     config = run.env_config(envs_per_node=1, stagger=None)
     kwargs = {**config.env_kwargs, "render_mode": "rgb_array"}
     return Source.of(run.env_config(envs_per_node=1, stagger=None, env_kwargs=kwargs)).build()

@@ -16,7 +16,7 @@ import torch
 import tyro
 
 from farstep.cli.options import parse
-from farstep.cli.recording import record
+from farstep.cli.recording import check_recording, record
 from farstep.cluster_env import ClusterEnv
 from farstep.config import usable_cpus
 from farstep.errors import ConfigError, unknown_name
@@ -53,11 +53,10 @@ class Algorithm:
 
     config: type[Any]
     learner: Callable[..., Learner]
-    synchronous: bool = False
 
 
 ALGORITHMS = {
-    "ppo": Algorithm(PPOConfig, PPO, synchronous=True),
+    "ppo": Algorithm(PPOConfig, PPO),
     "async-ppo": Algorithm(AsyncPPOConfig, AsyncPPO),
     "impala": Algorithm(ImpalaConfig, Impala),
 }
@@ -76,11 +75,12 @@ def main(arguments: Sequence[str]) -> int:
     run = options.run
     _set_up(run)
     with ClusterEnv(run.env_config(), run.launch_config()) as env:
-        folder = _folder(name, options)  # when environments are there: a misspelt one leaves nothing behind
+        learner = make_learner(name, run, options.learner, env)
+        folder = _folder(name, options)  # when all else is there: a misspelt environment leaves nothing behind
         sys.stdout.write(f"run: {folder.path}\n")
         sys.stdout.flush()
         try:
-            progress = train(name, run, options.learner, env, folder, options.resume is not None)
+            progress = train(learner, name, run, options.learner, env, folder, options.resume is not None)
         except Stopped as stopped:
             sys.stdout.write(f"stopped by {stopped}; go on with: farstep train {name} --resume {folder.path}\n")
             return _SIGNALLED[str(stopped)]
@@ -153,18 +153,28 @@ def _folder(name: str, options: Options[Any]) -> RunFolder:
     return RunFolder.create(run.folder, run.name or run_name(run.env, name, run.seed), config)
 
 
+def make_learner(name: str, run: RunConfig, config: Config, env: ClusterEnv) -> Learner:
+    """The learner of a run, with its agent."""
+    torch.manual_seed(run.seed)
+    agent = make_agent(*env.launch(), config.net, config.gamma)
+    learner = ALGORITHMS[name].learner(agent, config, run.seed, run.device)
+    # Small matrices gain nothing from more threads, and lose much where others want the cores.
+    torch.set_num_threads(run.threads or (usable_cpus() if agent.sees_images and learner.synchronous else 1))
+    return learner
+
+
 def train(
-    name: str, run: RunConfig, config: Config, env: ClusterEnv, folder: RunFolder, resume: bool = False
+    learner: Learner,
+    name: str,
+    run: RunConfig,
+    config: Config,
+    env: ClusterEnv,
+    folder: RunFolder,
+    resume: bool = False,
 ) -> Progress:
     """Train until the run is done; raises `Stopped` after a signal, when a checkpoint is written."""
-    algorithm = ALGORITHMS[name]
     with ExitStack() as stack:
         stack.enter_context(folder.lock())
-        torch.manual_seed(run.seed)
-        agent = make_agent(*env.launch(), config.net, config.gamma)
-        # Small matrices gain nothing from more threads, and lose much where others want the cores.
-        torch.set_num_threads(run.threads or (usable_cpus() if agent.sees_images and algorithm.synchronous else 1))
-        learner = algorithm.learner(agent, config, run.seed, run.device)
         evaluator = None
         if run.eval_every is not None:
             evaluator = _evaluator(run, folder)
@@ -175,8 +185,7 @@ def train(
             checkpoint_every=run.checkpoint_every,
             eval_every=run.eval_every,
         )
-        exact = algorithm.synchronous and run.stagger is None and run.kl_threshold is None
-        training = Training(learner, env, limits, checkpoints=folder.checkpoints, evaluator=evaluator, exact=exact)
+        training = Training(learner, env, limits, checkpoints=folder.checkpoints, evaluator=evaluator)
         if resume:
             training.resume()
             folder.write_config({"algorithm": name, "run": run, "learner": config})
@@ -187,9 +196,16 @@ def train(
 
 
 def _set_up(run: RunConfig) -> None:
-    if run.device != "cpu" and not (run.device.split(":")[0] == "cuda" and torch.cuda.is_available()):
-        raise ConfigError(f"device is {run.device!r}, which torch does not find here; use cpu.")
+    if run.device not in (known := _devices()):
+        raise ConfigError(f"device is {run.device!r}, which torch does not find here; use {' or '.join(known)}.")
+    if run.capture_video:
+        check_recording(run)
     logging.getLogger("farstep").setLevel(logging.WARNING)
+
+
+def _devices() -> list[str]:
+    count = torch.cuda.device_count()
+    return ["cpu", *["cuda"] * bool(count), *(f"cuda:{i}" for i in range(count))]
 
 
 def _evaluator(run: RunConfig, folder: RunFolder) -> Evaluator:
@@ -199,7 +215,8 @@ def _evaluator(run: RunConfig, folder: RunFolder) -> Evaluator:
     def video(agent: ActorCritic, step: int) -> None:
         record(agent, run, folder.videos / f"step-{step:09d}.mp4", seed=run.seed)
 
-    return Evaluator(env_config, run.eval_episodes, run.seed + 1, video if run.capture_video else None)
+    after = video if run.capture_video else None
+    return Evaluator(env_config, run.eval_episodes, run.seed + 1, after, run.launch_config(workers=1))
 
 
 def _loggers(name: str, run: RunConfig, config: Config, folder: RunFolder, resume_step: int | None) -> Loggers:

@@ -9,16 +9,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import tyro
 
 from farstep.buffer import checkpoint
 from farstep.cli.options import parse
-from farstep.cli.recording import load_agent, record
+from farstep.cli.recording import check_recording, load_agent, record
 from farstep.cli.train import load_config
-from farstep.config import check_count
+from farstep.config import check_count, check_seed
 from farstep.errors import ConfigError
 from farstep.learners.saving import put_together
 from farstep.observe.run_folder import RunFolder
+from farstep.observe.video import check_fps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +34,7 @@ class Options:
     out: Path | None = None
     """the video; none given: videos/ in the run's folder"""
     seed: int = 0
-    """of the first episode"""
+    """of the first episode, and of sampling"""
     sample: bool = False
     """sample actions, as in training, instead of the most likely ones"""
     max_steps: int = 2000
@@ -47,12 +49,18 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError("'farstep watch' needs the folder of a run, e.g. farstep watch runs/NAME.")
     options = parse(Options, arguments, "farstep watch")
     check_count("episodes", options.episodes)
+    check_count("max_steps", options.max_steps)
+    check_seed(options.seed)
+    if options.fps is not None:
+        check_fps(options.fps)
     folder = RunFolder.open(options.run)
     run, config = load_config(folder.read_config())
+    check_recording(run)
     loaded = checkpoint.load(folder.checkpoints)
     state = put_together(loaded.arrays, loaded.meta["state"])
     agent = load_agent(run, config, state["agent"])
     agent.greedy = not options.sample
+    torch.manual_seed(options.seed)
     os.environ.setdefault(
         "SDL_VIDEODRIVER", "dummy"
     )  # pictures need no screen, and pygame complains where there is none

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -24,6 +24,7 @@ from farstep.head.calls import Calls
 from farstep.head.notes import Notes
 from farstep.head.parameters import ParameterStore
 from farstep.head.probes import Prober, Question
+from farstep.head.resuming import Place, lead_back
 from farstep.head.rollouts import Piece, Rollouts, agent_structures, base_rows, key_of
 from farstep.head.seats import ResetOrder, Seat
 from farstep.head.server import Server
@@ -34,6 +35,7 @@ from farstep.spec import Schema, Structure, differences, space_schema
 from farstep.sync import AAPS, Always
 from farstep.sync.rules import probes_of, rows_of
 from farstep.wire import messages as m
+from farstep.wire.compression import available
 from farstep.worker.program import Program
 from farstep.worker.sources import Source
 
@@ -72,6 +74,8 @@ class Collector:
             env_config.inference,
             env_config.weights,
             self._transfer,
+            env_config.compression,
+            tuple(available()),
             seed=seed,
             stagger=env_config.stagger,
             num_slots=config.most_nodes * env_config.envs_per_node,
@@ -327,16 +331,17 @@ class Collector:
         self._end()
         return self._calls.call("save", ())
 
-    def resume(self, agent: Agent, version: int, parts: Sequence[Any]) -> None:
-        """Go on where `save` was called: `parts` are what workers are told, one for each."""
+    def resume(
+        self, agent: Agent, version: int, root: int, workers: Sequence[Any], actions: Sequence[Mapping[str, Array]]
+    ) -> None:
+        """Go on where `save` was called; slots that cannot be led back begin anew, from `root`."""
         self._first_version = version
         self.adopt(agent)
-        for seat, resume in zip(
-            self.server.seats, self._calls.call("resume", *[(part,) for part in parts]), strict=True
-        ):
-            if resume is not None:
-                seat.resume[:] = resume
-                self._followed[seat.columns] = key_of(seat, 0)  # its first chunk follows what was saved
+        places = lead_back(self.server.seats, self._calls, root, workers, actions)
+        for seat in self.server.seats:  # its first chunk follows what was saved
+            self._followed[seat.columns] = np.where(places[seat.columns] == Place.SAME, key_of(seat, 0), -1)
+        if (anew := places == Place.NONE).any():
+            self.one_batch(0, reset=ResetOrder([root] * len(anew), None if anew.all() else anew, None))
 
     def followed(self) -> Array:
         """Per slot, which chunk was handed out last; -1: what comes next follows none."""

@@ -278,13 +278,14 @@ class Tickets:
             self._session.redo[worker].clear()
 
     def join(self, worker: int) -> None:
-        """The worker is there: it is part of the batches that nobody has begun."""
+        """The worker is there: it is part of the batches that nobody has begun, or of all that cannot do without it."""
         if worker in self.absent:
             self.absent.discard(worker)
             if (session := self._session) is not None:
                 others = self._present(session) - {worker}
-                first = max((session.issued[other] for other in others), default=session.taken)
-                session.since[worker] = session.issued[worker] = max(first, session.taken)
+                begun = max((session.issued[other] for other in others), default=0)
+                first = session.taken if len(others) < self._fewest else max(begun, session.taken)
+                session.since[worker] = session.issued[worker] = first
 
     def _present(self, session: Session) -> set[int]:
         """Whose chunks the next batch needs."""

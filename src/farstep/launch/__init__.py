@@ -11,8 +11,9 @@ from farstep.launch.inprocess import InprocessLauncher
 from farstep.launch.local import LocalLauncher
 from farstep.launch.network import NetworkLauncher
 from farstep.launch.ray import RayEngine
+from farstep.launch.slurm import SlurmEngine
 from farstep.launch.ssh import SSHEngine
-from farstep.launch_config import EngineConfig, RayConfig, SSHConfig
+from farstep.launch_config import EngineConfig, RayConfig, SlurmConfig, SSHConfig
 
 
 def launcher_for(config: LaunchConfig, workers: int, envs: int) -> Launcher:
@@ -34,4 +35,6 @@ def _engine_for(config: EngineConfig, workers_per_node: int) -> Engine:
             return SSHEngine(config)
         case RayConfig():
             return RayEngine(config, workers_per_node)
+        case SlurmConfig():
+            return SlurmEngine(config, workers_per_node)
     raise ConfigError(f"{type(config).__name__} is not an engine that this version can start.")

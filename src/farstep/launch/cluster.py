@@ -10,6 +10,7 @@ import json
 import logging
 import math
 import os
+import resource
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -29,6 +30,7 @@ log = logging.getLogger("farstep")
 _TAIL_BYTES = 16 * 1024
 _UNSAID_S = 3.0
 """A worker that its node's agent does not mention for so long after it was asked for is asked for again, or over."""
+_FILES_PER_WORKER, _OTHER_FILES = 8, 1024
 _LOOK_S = 2.0
 _MOST_PAUSE_S = 60.0
 """Between asking for nodes and asking again for those that did not come."""
@@ -74,8 +76,9 @@ class ClusterLauncher(Launcher):
         self._groups: dict[int, Watched] = {}
         self._ticked = self._enough_at = time.monotonic()
         self._next_beat = 0.0
+        _allow_files(_FILES_PER_WORKER * workers)
         try:
-            self._hub = Hub([f"tcp://{address}:*" for address in engine.listen_on()], config.lease_s)
+            self._hub = Hub([f"tcp://{address}:*" for address in engine.listen_on()], config.lease_s, reliable=True)
         except BaseException:
             engine.close()
             raise
@@ -94,10 +97,12 @@ class ClusterLauncher(Launcher):
             "run": run,
             "envs": self._envs,
             "threads": self._config.cpus_per_worker,
+            "bulk_port": self._hub.bulk_port,
+            "encrypted": True,
             "server_key": self._hub.keys.public.decode(),
             "public": pair.public.decode(),
             "secret": pair.secret.decode(),
-            "environment": self._environment(worker % self._per_node),
+            "gpu": worker % self._per_node % self._config.gpus_per_node if self._config.gpus_per_node else None,
         }
         handle = RemoteWorker(self, worker, incarnation, json.dumps(bootstrap).encode(), words)
         node = self._blocks[worker // self._per_node]
@@ -107,11 +112,6 @@ class ClusterLauncher(Launcher):
         else:
             self._place(handle, node)
         return Started(handle, HubLink(self._hub, worker), words, node.host if node else "?")
-
-    def _environment(self, rank: int) -> dict[str, str]:
-        """Which of its node's GPUs a worker sees: set, before anything of CUDA starts, by the agent."""
-        gpus = self._config.gpus_per_node
-        return {"FARSTEP_GPU": str(rank % gpus)} if gpus else {}
 
     def filenos(self) -> Sequence[int]:
         return self._hub.filenos()
@@ -140,6 +140,7 @@ class ClusterLauncher(Launcher):
                 self._lose(node, f"is lost: {standing.text}")
         if now >= self._next_beat:
             self._next_beat = now + n.BEAT_S
+            self._hub.service()
             for node in self._nodes.values():
                 self._hub.send_to(node.route, [n.encode(n.NodeBeat(node.name))])
         self._look_at_groups()
@@ -204,7 +205,7 @@ class ClusterLauncher(Launcher):
     def _look_at_groups(self) -> None:
         """Nodes that are over are asked for again, unless none of their group ever came: then something is wrong."""
         there = sum(node is not None for node in self._blocks)
-        expected = sum(watched.standing.nodes for watched in self._groups.values())
+        expected = sum(max(0, watched.standing.nodes - watched.lost) for watched in self._groups.values())
         missing = self._wanted - max(expected, there)
         now = time.monotonic()
         if not self._groups or missing <= 0 or now < self._ask_at:
@@ -268,7 +269,7 @@ class ClusterLauncher(Launcher):
             return
         node = Node(hello.node, group, hello.host, hello.pid, hello.place, time.monotonic(), free)
         self._nodes[node.name] = self._blocks[free] = node
-        self._groups[group].served = True
+        self._groups[group].welcomed()
         self._hub.send_to(route, [n.encode(n.NodeBeat(node.name))])
         log.info("%s is there, with %d cores", node, hello.cpus)
         self._settle()
@@ -311,6 +312,8 @@ class ClusterLauncher(Launcher):
         log.warning("%s %s", node, why)
         del self._nodes[node.name]
         self._blocks[node.block] = None
+        if not self._engine.tells_lost:
+            self._groups[node.group].lost += 1
         for worker in node.workers.values():
             worker.end(Ended(1, f"its {node} {why}", blameless=True))
 
@@ -331,6 +334,18 @@ class ClusterLauncher(Launcher):
 
     def tell(self, node: Node, message: n.ToNode) -> None:
         self._hub.send_to(node.route, [n.encode(message)])
+
+
+def _allow_files(count: int) -> None:
+    """Connections and descriptors of many workers are more than most systems allow at first; up to a limit, one may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = count + _OTHER_FILES
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        resource.setrlimit(
+            resource.RLIMIT_NOFILE, (needed if hard == resource.RLIM_INFINITY else min(needed, hard), hard)
+        )
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        log.warning("this process may open %d files; %d may be needed: raise the limit (ulimit -n)", hard, needed)
 
 
 class RemoteWorker:
@@ -401,9 +416,15 @@ class Watched:
         self.standing = Standing("asked for", nodes)
         self.served = False
         """Whether an agent of it ever came."""
+        self.lost = 0
+        """Nodes of it that were lost, and have not come back."""
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True, name="farstep-engine")
         self._thread.start()
+
+    def welcomed(self) -> None:
+        """An agent of it came, perhaps again: SLURM starts a job that lost its nodes once more."""
+        self.served, self.lost = True, max(0, self.lost - 1)
 
     def _watch(self) -> None:
         while self.standing.nodes:

@@ -39,6 +39,9 @@ class Engine(Protocol):
     grace_s: float
     """How long a node that is taken back has to hand over what it has."""
 
+    tells_lost: bool
+    """Whether a group's standing counts nodes that were lost out by itself."""
+
     def listen_on(self) -> Sequence[str]:
         """The addresses of this machine that nodes may reach, best first."""
         ...

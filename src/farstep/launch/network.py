@@ -24,7 +24,7 @@ class NetworkLauncher(Launcher):
         self._transport, self._envs = transport, envs
         self._starter = ProcessStarter(threads)
         try:
-            self._hub = Hub(address)
+            self._hub = Hub(address, reliable=True)
         except BaseException:
             self._starter.close()
             raise
@@ -40,6 +40,8 @@ class NetworkLauncher(Launcher):
             "run": run,
             "envs": self._envs,
             "address": self._hub.address,
+            "bulk_port": self._hub.bulk_port,
+            "encrypted": True,
             "server_key": self._hub.keys.public.decode(),
             "public": pair.public.decode(),
             "secret": pair.secret.decode(),
@@ -56,6 +58,9 @@ class NetworkLauncher(Launcher):
             arrived = True
             receive(peer.worker, received)
         return arrived
+
+    def tick(self) -> None:
+        self._hub.service()
 
     def close(self) -> None:
         self._starter.close()

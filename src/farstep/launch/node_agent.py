@@ -36,6 +36,10 @@ _OUTPUT_BYTES = 64 * 1024
 """Of one worker's output, at most so much is sent at a time; what it prints beyond that, only its end."""
 
 
+TAKEN_BACK = 75
+"""The status of an agent that left because its engine said so (`EX_TEMPFAIL`: it would come again)."""
+
+
 class Unreachable(FarstepError):
     """The head does not answer, or not any more."""
 
@@ -78,12 +82,12 @@ class NodeAgent:
                 while (received := link.receive(0.0)) is not None:
                     self._handle(link, n.decode_to_node(received.frames))
                 self._look_after(link)
-                if self._told:
+                if self._told and self._leave_at is None:
                     link.send([n.encode(n.Leaving(self._node, self._told, self._grace_s))])
-                    self._told, self._leave_at = "", time.monotonic() + self._grace_s
+                    self._leave_at, self._status = time.monotonic() + self._grace_s, TAKEN_BACK
                 if time.monotonic() >= next_beat:
                     next_beat = time.monotonic() + n.BEAT_S
-                    link.send([n.encode(n.NodeBeat(self._node, list(self._children)) if self._known else hello)])
+                    link.send([n.encode(n.NodeBeat(self._node, self.running()) if self._known else hello)])
                 if self._leave_at is not None and time.monotonic() > self._leave_at:
                     log.warning("the head did not let this node go within %g s", self._grace_s)
                     break
@@ -94,6 +98,10 @@ class NodeAgent:
             link.close()
             self._starter.close()
         return self._status
+
+    def running(self) -> list[tuple[int, int]]:
+        """The workers that are here, each with its incarnation."""
+        return list(self._children)
 
     @property
     def _lease_s(self) -> float:
@@ -174,7 +182,7 @@ class NodeAgent:
         self._begun.add((order.worker, order.incarnation))
         contents = {**json.loads(order.bootstrap), "address": self._address, "under_agent": True}
         try:
-            process = self._starter.start(contents, environment=contents.pop("environment", {}))
+            process = self._starter.start(contents, environment=_with_gpu(contents.get("gpu")))
         except OSError as error:
             link.send([n.encode(n.WorkerEnded(self._node, order.worker, order.incarnation, 127, str(error)))])
             return
@@ -204,6 +212,14 @@ class NodeAgent:
             time.sleep(0.01)
 
 
+def _with_gpu(rank: int | None) -> dict[str, str]:
+    """The one GPU that a worker is to see, by the name that it has here."""
+    if rank is None:
+        return {}
+    names = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    return {"CUDA_VISIBLE_DEVICES": names[rank % len(names)] if names else str(rank)}
+
+
 def _fds(child: _Child) -> tuple[int, int]:
     return child.process.exit_fd, child.process.output_fd
 
@@ -211,12 +227,12 @@ def _fds(child: _Child) -> tuple[int, int]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m farstep.launch.node_agent", description=__doc__)
     parser.add_argument("--bootstrap", type=Path, help="file of mode 0600 to read the bootstrap from; else from stdin")
-    parser.add_argument("--place", default="", help="what the engine calls this node, for messages")
+    parser.add_argument("--place", default="", help="what the engine calls this node ($VARIABLES are expanded)")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the head's to handle
     bootstrap = read_bootstrap(None if arguments.bootstrap else sys.stdin.fileno(), arguments.bootstrap)
-    agent = NodeAgent(bootstrap, arguments.place)
+    agent = NodeAgent(bootstrap, os.path.expandvars(arguments.place))
     signal.signal(signal.SIGTERM, agent.told_to_go)
     try:
         sys.exit(agent.run())

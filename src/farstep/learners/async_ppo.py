@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from math import inf
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from farstep.batch import Batch
@@ -22,9 +21,9 @@ from farstep.errors import ConfigError
 from farstep.learners import losses
 from farstep.learners.checks import TINY, check_choice, check_counts, check_numbers
 from farstep.learners.nets import DEFAULT_NET, ActorCritic, NetConfig
-from farstep.learners.optimizing import Optimizer, Schedule, lean, named
-from farstep.learners.rollout import Minibatch, prepare
-from farstep.learners.statistics import Statistics
+from farstep.learners.on_policy import OnPolicy, rollouts
+from farstep.learners.optimizing import Schedule, named
+from farstep.learners.rollout import Minibatch
 from farstep.learners.timing import Timer
 
 
@@ -71,9 +70,9 @@ class AsyncPPOConfig:
     update_epochs: int = 4
     """times that a rollout is learned"""
     global_batch_size: int | None = None
-    """rows per optimizer step; None: a quarter of a rollout"""
+    """rows per optimizer step, of a recurrent agent num_steps at least; None: a quarter of a rollout"""
     micro_batch_size: int | None = None
-    """rows per forward and backward, to save memory; None: all of a step's"""
+    """rows per forward and backward, to save memory, of a recurrent agent num_steps at least; None: all of a step's"""
     learning_rate: float = 2.5e-4
     """of Adam"""
     anneal_lr: bool = True
@@ -93,6 +92,13 @@ class AsyncPPOConfig:
         check_numbers(self, gamma=(0, 1), gae_lambda=(0, 1), clip_ratio_low=(0, 1), clip_ratio_high=(0, inf))
         check_numbers(self, learning_rate=(0, inf), entropy_bonus=(0, inf), value_coef=(0, inf), clip_ratio_c=(1, inf))
         check_numbers(self, max_grad_norm=(TINY, inf), target_kl=(TINY, inf), value_clip=(TINY, inf))
+        for name in ("global_batch_size", "micro_batch_size"):
+            size = getattr(self, name)
+            if size is not None and size < self.num_steps and self.net.recurrent != "none":
+                raise ConfigError(
+                    f"{name} is {size} with recurrent={self.net.recurrent!r}, whose sequences of num_steps="
+                    f"{self.num_steps} rows are learned whole; give at least {self.num_steps}, or fewer num_steps."
+                )
         if self.micro_batch_size and self.global_batch_size and self.micro_batch_size > self.global_batch_size:
             raise ConfigError(
                 f"micro_batch_size {self.micro_batch_size} is more than global_batch_size {self.global_batch_size}; it "
@@ -105,28 +111,30 @@ class AsyncPPOConfig:
             )
 
 
-class AsyncPPO:
+class AsyncPPO(OnPolicy):
     """Learns from rollouts that go on meanwhile."""
 
     def __init__(self, agent: ActorCritic, config: AsyncPPOConfig, seed: int, device: str = "cpu") -> None:
-        self.config, self.device = config, torch.device(device)
-        self.agent = agent.to(self.device)
-        self._optimizer = Optimizer(agent, config.learning_rate, config.max_grad_norm, seed)
-        self._statistics = Statistics(agent)
+        super().__init__(agent, config, seed, device)
+        self.config = config
         self._version = 0
+
+    @property
+    def synchronous(self) -> bool:
+        return self.config.staleness_threshold == 0 and self.config.num_chunks is None
 
     def batches(self, env: ClusterEnv) -> Iterator[Batch]:
         """Rollouts of all workers, or the first to arrive, none older than the bound."""
         config = self.config
+        if self.synchronous:
+            return rollouts(env, self.agent, config.num_steps)
         return env.stream(self.agent, config.num_steps, config.staleness_threshold, config.num_chunks)
 
     def update(self, batch: Batch, version: int, progress: float, timer: Timer) -> dict[str, float]:
         """Learn from a batch; `version` is that of the agent's weights, `progress` goes from 0 to 1."""
         config, self._version = self.config, version
-        if config.anneal_lr:
-            self._optimizer.anneal(1 - progress)
         with timer("recompute_logprobs"):
-            rollout = prepare(self.agent, batch, version, self.device)
+            rollout = self.prepare(batch, version, progress)
         with timer("advantages"):
             advantages, returns = rollout.advantages(config.gamma, config.gae_lambda)
             if config.normalize_advantages == "batch":
@@ -139,10 +147,8 @@ class AsyncPPO:
             normalize=config.normalize_advantages == "minibatch",
             target_kl=config.target_kl,
         )
-        with timer("train"), lean(self.agent):
-            metrics = self._optimizer.learn(rollout, columns, self._loss, schedule)
-            self._statistics.observe(batch)
-        return metrics
+        with timer("train"):
+            return self.learn(batch, rollout, columns, self._loss, schedule)
 
     def _loss(self, part: Minibatch) -> tuple[Tensor, Mapping[str, Tensor]]:
         config, valid = self.config, part.valid
@@ -177,11 +183,3 @@ class AsyncPPO:
         entropy = losses.masked_mean(now.entropy, valid)
         loss = policy_loss + config.value_coef * value_loss - config.entropy_bonus * entropy
         return loss, named(actor, critic) | {"actor/entropy_loss": entropy, "actor/total_loss": loss}
-
-    def state(self) -> dict[str, object]:
-        """What a checkpoint needs beside the agent's parameters."""
-        return {"optimizer": self._optimizer.state(), "statistics": self._statistics.state()}
-
-    def load(self, state: Mapping[str, dict[str, object]]) -> None:
-        self._optimizer.load(state["optimizer"])
-        self._statistics.load(state["statistics"])

@@ -24,16 +24,17 @@ _IMAGE_SIDE = 8
 
 
 class VectorEncoder(nn.Module):
-    """A Box of numbers, flat, normalised by running moments if asked."""
+    """A Box of numbers, flat, normalised by running moments if asked; else bytes are divided by their upper bound."""
 
     def __init__(self, space: spaces.Box, normalize: bool) -> None:
         super().__init__()
         self.width = math.prod(space.shape)
+        self._scale = 1 / max(1.0, float(space.high.max())) if space.dtype == np.uint8 else 1.0
         self.moments = RunningMoments((self.width,)) if normalize else None
 
     def forward(self, obs: Tensor) -> Tensor:
         flat = obs.flatten(1).float()
-        return flat if self.moments is None else self.moments(flat)
+        return flat * self._scale if self.moments is None else self.moments(flat)
 
     def update(self, obs: Tensor) -> None:
         """Take observations `[n, ...]` into the moments."""
@@ -100,7 +101,7 @@ def encoder_for(space: Space, normalize: bool) -> Encoder:
         case spaces.Box() if is_image(space):
             return ImageEncoder(space)
         case spaces.Box():
-            return VectorEncoder(space, normalize and space.dtype != np.uint8)
+            return VectorEncoder(space, normalize)
         case spaces.Discrete():
             return OneHotEncoder([int(space.n)], space.start)
         case spaces.MultiDiscrete():

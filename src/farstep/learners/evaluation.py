@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from farstep.cluster_env import ClusterEnv
-from farstep.config import EnvConfig, LocalConfig
+from farstep.config import EnvConfig, InProcessConfig, LaunchConfig, LocalConfig
 from farstep.learners.nets import ActorCritic
 
 EVALUATION_SLOTS = 8
@@ -46,7 +46,8 @@ class Evaluated:
 
 
 class Evaluator:
-    """One evaluation at a time, in a thread, on a worker process of its own that starts with the first.
+    """One evaluation at a time, in a thread, on a worker process of its own that starts with the first; or, launched
+    inside this process, at once and in the caller's thread, where a debugger is.
 
     Every slot's first episodes count, however long they take, so that short ones are not preferred.
     """
@@ -57,14 +58,15 @@ class Evaluator:
         episodes: int,
         seed: int,
         after: Callable[[ActorCritic, int], None] | None = None,
+        launch: LaunchConfig | None = None,
     ) -> None:
         self._episodes, self._seed, self._after = episodes, seed, after
         self._slots = env_config.envs_per_node
-        self._env = ClusterEnv(env_config, LocalConfig(workers_per_node=1))
+        self._env = ClusterEnv(env_config, launch or LocalConfig(workers_per_node=1))
         self._agent: ActorCritic | None = None
         self._thread: threading.Thread | None = None
         self._result: Evaluated | None = None
-        self._error: BaseException | None = None
+        self._error: Exception | None = None
 
     @property
     def busy(self) -> bool:
@@ -76,6 +78,9 @@ class Evaluator:
             self._agent = copy.deepcopy(agent).cpu()
             self._agent.greedy = True
         self._agent.load_state_dict(agent.state_dict())
+        if isinstance(self._env.config, InProcessConfig):
+            self._run(version, step)
+            return
         self._thread = threading.Thread(target=self._run, args=(version, step), name="farstep-evaluation", daemon=True)
         self._thread.start()
 
@@ -101,7 +106,7 @@ class Evaluator:
             self._result = Evaluated(step, version, *self._episodes_of(self._agent))
             if self._after is not None:
                 self._after(self._agent, step)
-        except BaseException as error:
+        except Exception as error:
             self._error = error
 
     def _episodes_of(self, agent: ActorCritic) -> tuple[np.ndarray, np.ndarray]:

@@ -17,8 +17,11 @@ from torch.nn import functional
 
 from farstep.core import Array
 from farstep.errors import SpaceError
+from farstep.learners.encoders import initialised
 
 Space = gymnasium.spaces.Space[Any]
+_GAIN = 0.01
+"""Of last layers: a policy begins with all actions about alike."""
 
 
 class Head(nn.Module):
@@ -53,7 +56,7 @@ class CategoricalHead(Head):
     def __init__(self, width: int, counts: tuple[int, ...], shape: tuple[int, ...], start: Any) -> None:
         super().__init__()
         self._counts, self._shape = counts, shape
-        self.logits = _linear(width, sum(counts), 0.01)
+        self.logits = initialised(nn.Linear(width, sum(counts)), _GAIN)
         self.register_buffer("start", torch.as_tensor(np.asarray(start, np.int64).reshape(shape)), persistent=False)
 
     def _logprobs(self, features: Tensor) -> list[Tensor]:
@@ -91,7 +94,7 @@ class BernoulliHead(Head):
     def __init__(self, width: int, shape: tuple[int, ...]) -> None:
         super().__init__()
         self._shape = shape
-        self.logits = _linear(width, math.prod(shape), 0.01)
+        self.logits = initialised(nn.Linear(width, math.prod(shape)), _GAIN)
 
     def sample(self, features: Tensor) -> tuple[Tensor, Tensor]:
         logits = self.logits(features)
@@ -136,7 +139,7 @@ class GaussianHead(Head):
         for name, array in (("low", low), ("high", high), ("center", center), ("scale", scale)):
             self.register_buffer(name, torch.as_tensor(array), persistent=False)
         size = math.prod(self._shape)
-        self.mean = _linear(width, size, 0.01)
+        self.mean = initialised(nn.Linear(width, size), _GAIN)
         self.log_std = nn.Parameter(torch.zeros(size))
 
     def sample(self, features: Tensor) -> tuple[Tensor, Tensor]:
@@ -183,13 +186,6 @@ def head_for(space: Space, width: int) -> Head:
                 "MultiBinary, Box of floats, and Dict and Tuple of these. Wrap the environment, or bring an agent of "
                 "your own."
             )
-
-
-def _linear(inputs: int, outputs: int, gain: float) -> nn.Linear:
-    layer = nn.Linear(inputs, outputs)
-    nn.init.orthogonal_(layer.weight, gain)
-    nn.init.zeros_(layer.bias)
-    return layer
 
 
 def _bernoulli_logprob(logits: Tensor, drawn: Tensor) -> Tensor:

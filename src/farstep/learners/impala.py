@@ -16,10 +16,10 @@ from farstep.core import Array
 from farstep.learners import losses
 from farstep.learners.checks import TINY, check_counts, check_numbers
 from farstep.learners.nets import DEFAULT_NET, ActorCritic, NetConfig
-from farstep.learners.optimizing import Optimizer, Schedule, lean, named
-from farstep.learners.returns import fold_ends, vtrace
-from farstep.learners.rollout import Minibatch, Rollout, prepare
-from farstep.learners.statistics import Statistics
+from farstep.learners.on_policy import OnPolicy
+from farstep.learners.optimizing import Schedule, named
+from farstep.learners.returns import LOG_RATIO_LIMIT, fold_ends, vtrace
+from farstep.learners.rollout import Minibatch, Rollout
 from farstep.learners.timing import Timer
 
 
@@ -65,14 +65,14 @@ class ImpalaConfig:
         check_numbers(self, entropy_bonus=(0, inf))
 
 
-class Impala:
+class Impala(OnPolicy):
     """Learns from the first chunks to arrive."""
 
+    synchronous = False
+
     def __init__(self, agent: ActorCritic, config: ImpalaConfig, seed: int, device: str = "cpu") -> None:
-        self.config, self.device = config, torch.device(device)
-        self.agent = agent.to(self.device)
-        self._optimizer = Optimizer(agent, config.learning_rate, config.max_grad_norm, seed)
-        self._statistics = Statistics(agent)
+        super().__init__(agent, config, seed, device)
+        self.config = config
 
     def batches(self, env: ClusterEnv) -> Iterator[Batch]:
         """Chunks in order of arrival; nobody waits for the slowest worker."""
@@ -83,19 +83,15 @@ class Impala:
     def update(self, batch: Batch, version: int, progress: float, timer: Timer) -> dict[str, float]:
         """Learn from a batch; `version` is that of the agent's weights, `progress` goes from 0 to 1."""
         config = self.config
-        if config.anneal_lr:
-            self._optimizer.anneal(1 - progress)
         with timer("advantages"):
-            rollout = prepare(self.agent, batch, version, self.device)
+            rollout = self.prepare(batch, version, progress)
             targets, advantages, measured = self._targets(rollout)
             if config.normalize_advantages:
                 advantages = losses.normalize(advantages, rollout.valid)
         columns = {"targets": targets, "advantages": advantages, **rollout.mask()}
         schedule = Schedule(epochs=1, batch_size=advantages.numel())
-        with timer("train"), lean(self.agent):
-            metrics = self._optimizer.learn(rollout, columns, self._loss, schedule)
-            self._statistics.observe(batch)
-        return metrics | measured
+        with timer("train"):
+            return self.learn(batch, rollout, columns, self._loss, schedule) | measured
 
     def _targets(self, rollout: Rollout) -> tuple[Tensor, Tensor, dict[str, float]]:
         """V-trace targets and advantages, and how far off-policy the rows were."""
@@ -129,19 +125,11 @@ class Impala:
         actor = {"policy_loss": policy_loss, "entropy_loss": entropy, "total_loss": loss}
         return loss, named(actor, critic)
 
-    def state(self) -> dict[str, object]:
-        """What a checkpoint needs beside the agent's parameters."""
-        return {"optimizer": self._optimizer.state(), "statistics": self._statistics.state()}
-
-    def load(self, state: Mapping[str, dict[str, object]]) -> None:
-        self._optimizer.load(state["optimizer"])
-        self._statistics.load(state["statistics"])
-
 
 def _measured(log_rhos: Array, rho_bar: float) -> dict[str, float]:
     """How far off-policy the rows were: the ratios' mean, the share cut off, and what the rest is worth."""
     if not len(log_rhos):
         return {}
-    rhos = np.exp(np.clip(log_rhos.astype(np.float64), -20, 20))
+    rhos = np.exp(np.clip(log_rhos.astype(np.float64), -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
     share = rhos.sum() ** 2 / (len(rhos) * np.square(rhos).sum())
     return {"actor/rho_mean": rhos.mean(), "actor/rho_clip_fraction": (rhos > rho_bar).mean(), "actor/ess": share}

@@ -18,13 +18,11 @@ import torch
 from torch import Tensor
 
 from farstep.errors import ConfigError, unknown_name
+from farstep.learners.returns import LOG_RATIO_LIMIT
 
 WeightMode = Literal["mask", "truncate"]
 Denominator = Literal["valid", "kept"]
 Metrics = dict[str, Tensor]
-
-_LOG_RATIO_LIMIT = 20.0
-"""exp of it is 5e8, of which even the squares of a whole batch can be added up in float32."""
 
 _SAME = 1e-12
 """Numbers whose variance is less than this share of their mean square differ by rounding only."""
@@ -278,7 +276,7 @@ def _half_square(errors: Tensor, huber_delta: float | None) -> Tensor:
 
 
 def _bounded(log_ratio: Tensor) -> Tensor:
-    return log_ratio.clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT)
+    return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
 def _k3(log_ratio: Tensor) -> Tensor:

@@ -117,7 +117,16 @@ class ActorCritic(nn.Module):
 
     def evaluate(self, obs: Nested, sample: Nested) -> Evaluation:
         """Score samples `[n, ...]` that were taken on observations."""
-        return self._evaluate(self._encode(obs), sample)
+        return self.evaluate_features(self._encode(obs), sample)
+
+    def evaluate_features(self, features: Tensor, sample: Nested) -> Evaluation:
+        """As `evaluate`, of observations that went through encoders and memory."""
+        hidden = self.actor(features)
+        scores = [self.heads[_key(n)].evaluate(hidden, part) for n, part in leaves(self._action, sample)]  # type: ignore[operator]
+        logprob, entropy = scores[0]
+        for more_logprob, more_entropy in scores[1:]:
+            logprob, entropy = logprob + more_logprob, entropy + more_entropy
+        return Evaluation(logprob, entropy, self._value(features))
 
     def value(self, obs: Nested) -> Tensor:
         """Values `[n]`."""
@@ -153,14 +162,6 @@ class ActorCritic(nn.Module):
         hidden = self.actor(features)
         parts = {_key(name): head.describe(hidden) for name, head in self._named_heads()}
         return parts if len(parts) > 1 else next(iter(parts.values()))
-
-    def _evaluate(self, features: Tensor, sample: Nested) -> Evaluation:
-        hidden = self.actor(features)
-        scores = [self.heads[_key(n)].evaluate(hidden, part) for n, part in leaves(self._action, sample)]  # type: ignore[operator]
-        logprob, entropy = scores[0]
-        for more_logprob, more_entropy in scores[1:]:
-            logprob, entropy = logprob + more_logprob, entropy + more_entropy
-        return Evaluation(logprob, entropy, self._value(features))
 
     def _value(self, features: Tensor) -> Tensor:
         value: Tensor = self.critic(features)
@@ -209,7 +210,7 @@ class RecurrentActorCritic(ActorCritic):
     def evaluate_sequences(self, obs: Nested, sample: Nested, state: State, episode_start: Tensor) -> Evaluation:
         """Score samples of sequences `[T, n, ...]`; flat, as `evaluate` does."""
         features, _ = self.unroll(obs, state, episode_start)
-        return self._evaluate(features, _flat(sample))
+        return self.evaluate_features(features, _flat(sample))
 
     def value_after(self, obs: Nested, state: State) -> Tensor:
         """Values of observations `[n, ...]` that follow rows which left this state."""

@@ -1,6 +1,7 @@
 """Running statistics of observations and rewards, as buffers of the agent: they travel and are saved with its weights.
 
-Statistics change only after an update, so that a batch is learned from with those it was acted under.
+Those of observations change only after an update, so that a batch is learned from with those it was acted under; those
+of rewards before it, since no worker uses them and even the first batch is to be learned from in their units.
 """
 
 from __future__ import annotations
@@ -61,11 +62,11 @@ class RewardScale(nn.Module):
             return reward
         return np.clip(reward / np.float32(self.moments.std.item()), -_CLIP, _CLIP)
 
-    def update(self, reward: Array, ended: Array, running: Array) -> None:
-        """Take rows `[T, N]` into account; `running` `[N]` are the discounted sums so far, and are moved on."""
+    def update(self, reward: Array, ended: Array, valid: Array, running: Array) -> None:
+        """Take valid rows `[T, N]` into account; `running` `[N]` are the discounted sums so far, and are moved on."""
         seen = np.empty_like(reward)
         for t in range(len(reward)):
-            running[:] = running * self._gamma + reward[t]
+            running[:] = np.where(valid[t], running * self._gamma + reward[t], running)
             seen[t] = running
             running[ended[t]] = 0.0
-        self.moments.update(torch.from_numpy(seen.reshape(-1)))
+        self.moments.update(torch.from_numpy(seen[valid]))

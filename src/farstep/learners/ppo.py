@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from math import inf
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from farstep.batch import Batch
@@ -15,9 +14,9 @@ from farstep.cluster_env import ClusterEnv
 from farstep.learners import losses
 from farstep.learners.checks import TINY, check_choice, check_counts, check_numbers
 from farstep.learners.nets import DEFAULT_NET, ActorCritic, NetConfig
-from farstep.learners.optimizing import Optimizer, Schedule, lean, named
-from farstep.learners.rollout import Minibatch, prepare
-from farstep.learners.statistics import Statistics
+from farstep.learners.on_policy import OnPolicy, rollouts
+from farstep.learners.optimizing import Schedule, named
+from farstep.learners.rollout import Minibatch
 from farstep.learners.timing import Timer
 
 
@@ -36,7 +35,8 @@ class PPOConfig:
     gae_lambda: float = 0.95
     """of generalised advantage estimation"""
     num_minibatches: int = 8
-    """portions that a rollout is learned in"""
+    """portions that a rollout is learned in; of a recurrent agent, whose sequences stay whole, one per environment at
+    most"""
     update_epochs: int = 4
     """times that a rollout is learned"""
     normalize_advantages: Literal["minibatch", "batch", "no"] = "minibatch"
@@ -63,27 +63,23 @@ class PPOConfig:
         check_numbers(self, max_grad_norm=(TINY, inf), target_kl=(TINY, inf), value_clip=(TINY, inf))
 
 
-class PPO:
+class PPO(OnPolicy):
     """Learns from one rollout of all environments at a time."""
 
+    synchronous = True
+
     def __init__(self, agent: ActorCritic, config: PPOConfig, seed: int, device: str = "cpu") -> None:
-        self.config, self.device = config, torch.device(device)
-        self.agent = agent.to(self.device)
-        self._optimizer = Optimizer(agent, config.learning_rate, config.max_grad_norm, seed)
-        self._statistics = Statistics(agent)
+        super().__init__(agent, config, seed, device)
+        self.config = config
 
     def batches(self, env: ClusterEnv) -> Iterator[Batch]:
-        """One rollout after the other, each with the newest weights."""
-        while True:
-            yield env.collect(self.agent, self.config.num_steps)
+        return rollouts(env, self.agent, self.config.num_steps)
 
     def update(self, batch: Batch, version: int, progress: float, timer: Timer) -> dict[str, float]:
         """Learn from a batch; `version` is that of the agent's weights, `progress` goes from 0 to 1."""
         config = self.config
-        if config.anneal_lr:
-            self._optimizer.anneal(1 - progress)
         with timer("advantages"):
-            rollout = prepare(self.agent, batch, version, self.device)
+            rollout = self.prepare(batch, version, progress)
             advantages, returns = rollout.advantages(config.gamma, config.gae_lambda)
             if config.normalize_advantages == "batch":
                 advantages = losses.normalize(advantages, rollout.valid)
@@ -95,10 +91,8 @@ class PPO:
             normalize=config.normalize_advantages == "minibatch",
             target_kl=config.target_kl,
         )
-        with timer("train"), lean(self.agent):
-            metrics = self._optimizer.learn(rollout, columns, self._loss, schedule)
-            self._statistics.observe(batch)
-        return metrics
+        with timer("train"):
+            return self.learn(batch, rollout, columns, self._loss, schedule)
 
     def _loss(self, part: Minibatch) -> tuple[Tensor, Mapping[str, Tensor]]:
         config, valid = self.config, part.valid
@@ -113,11 +107,3 @@ class PPO:
         entropy = losses.masked_mean(now.entropy, valid)
         loss = policy_loss + config.vf_coef * value_loss - config.ent_coef * entropy
         return loss, named(actor, critic) | {"actor/entropy_loss": entropy, "actor/total_loss": loss}
-
-    def state(self) -> dict[str, object]:
-        """What a checkpoint needs beside the agent's parameters."""
-        return {"optimizer": self._optimizer.state(), "statistics": self._statistics.state()}
-
-    def load(self, state: Mapping[str, dict[str, object]]) -> None:
-        self._optimizer.load(state["optimizer"])
-        self._statistics.load(state["statistics"])

@@ -21,8 +21,8 @@ import numpy as np
 from farstep.core import Array
 from farstep.errors import ConfigError
 
-_LOG_RATIO_LIMIT = 20.0
-"""exp of it is 5e8: beyond what any clipping keeps, far within what float64 can add up."""
+LOG_RATIO_LIMIT = 20.0
+"""exp of it is 5e8: beyond what any clipping keeps, and the squares of a whole batch can be added up in float32."""
 
 
 def usable(valid: Array, episode_start: Array, terminated: Array, truncated: Array) -> Array:
@@ -245,7 +245,7 @@ def _off_policy(
         _check_shapes(shape, valid=valid)
         log_rhos, rewards, discounts = (np.where(valid, array, 0.0) for array in (log_rhos, rewards, discounts))
     log_rhos, rewards, discounts = (np.asarray(array, np.float64) for array in (log_rhos, rewards, discounts))
-    return np.exp(log_rhos.clip(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT)), rewards, discounts, valid
+    return np.exp(log_rhos.clip(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)), rewards, discounts, valid
 
 
 def _td_errors(

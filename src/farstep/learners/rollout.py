@@ -66,11 +66,11 @@ class Rollout:
 
 
 @torch.no_grad()
-def prepare(agent: ActorCritic, batch: Batch, version: int, device: torch.device, recompute: bool = True) -> Rollout:
+def prepare(agent: ActorCritic, batch: Batch, version: int, device: torch.device) -> Rollout:
     """What a batch says, and what the critic says of where it ends; `version` is that of the agent's present weights.
 
     Rows that older weights acted (asynchronous collection, AAPS) are evaluated once more: one forward gives their
-    values and, with `recompute`, their proximal log-probabilities.
+    values and proximal log-probabilities.
     """
 
     def tensor(array: Array) -> Tensor:
@@ -90,7 +90,7 @@ def prepare(agent: ActorCritic, batch: Batch, version: int, device: torch.device
         state = tuple(map_leaves(tensor, list(batch.initial_state)))
         features, states = agent.unroll(obs, state, episode_start)
         if stale.any():
-            evaluation = agent._evaluate(features, map_leaves(lambda leaf: leaf.flatten(0, 1), sample))
+            evaluation = agent.evaluate_features(features, map_leaves(lambda leaf: leaf.flatten(0, 1), sample))
         last_value = agent.value_after(last_obs, states[-1])
         rows, columns = torch.as_tensor(np.array(final.row)).long(), torch.as_tensor(np.array(final.slot)).long()
         at_ends = tuple(torch.stack([after[k] for after in states])[rows, columns] for k in range(len(state)))
@@ -102,8 +102,7 @@ def prepare(agent: ActorCritic, batch: Batch, version: int, device: torch.device
         finals = agent.value(final_obs) if len(final) else torch.zeros(0)
     if evaluation is not None:
         value = np.where(stale, evaluation.value.reshape(logprob.shape).numpy(force=True), value)
-        if recompute:
-            proximal = torch.where(tensor(stale), evaluation.logprob.reshape(logprob.shape), logprob)
+        proximal = torch.where(tensor(stale), evaluation.logprob.reshape(logprob.shape), logprob)
     final_value = np.zeros_like(value)
     final_value[final.row, final.slot] = finals.numpy(force=True)
     reward = np.array(batch["reward"])

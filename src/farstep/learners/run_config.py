@@ -92,9 +92,9 @@ class RunConfig:
             options["stagger"] = _json_object("stagger", self.stagger)
         return EnvConfig.of({name: value for name, value in (options | changes).items() if value is not None})
 
-    def launch_config(self) -> LaunchConfig:
-        """Where they run."""
-        return _LAUNCHERS[self.launcher](workers_per_node=self.workers)
+    def launch_config(self, workers: int | None = None) -> LaunchConfig:
+        """Where they run, on as many workers as the run has or, for others than its own, as are given."""
+        return _LAUNCHERS[self.launcher](workers_per_node=workers or self.workers)
 
 
 def _json_object(name: str, text: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Moves an agent's running statistics on, after each update, for the rollouts that come."""
+"""Moves an agent's running statistics on: of rewards before a batch is learned from, of observations afterwards."""
 
 from __future__ import annotations
 
@@ -19,26 +19,33 @@ class Statistics:
         self._returns: Array = np.zeros(0, np.float32)
 
     def observe(self, batch: Batch) -> None:
-        """Take a batch into account that has been learned from."""
+        """Take the observations of a batch into account that has been learned from."""
         valid = batch["valid"]
         if self._agent.normalizes_obs:
             device = next(self._agent.parameters()).device
             self._agent.update_moments(map_leaves(lambda leaf: torch.from_numpy(leaf[valid]).to(device), batch["obs"]))
-        if self._agent.reward_scale is not None:
-            running = self._running(batch)
-            ended = batch["terminated"] | batch["truncated"]
-            self._agent.reward_scale.update(np.where(valid, batch["reward"], 0), ended, running)
-            self._returns[batch.slots] = running
 
-    def _running(self, batch: Batch) -> Array:
-        """The discounted returns that the batch's columns go on with."""
-        missing = int(batch.slots.max()) + 1 - len(self._returns)
-        self._returns = np.pad(self._returns, (0, max(missing, 0)))
-        fresh = ~batch.continues | batch["episode_start"][0]
-        return np.where(fresh, 0, self._returns[batch.slots]).astype(np.float32)
+    def observe_rewards(self, batch: Batch) -> None:
+        """Take the rewards of a batch into account that is about to be learned from."""
+        scale, slots = self._agent.reward_scale, batch.slots
+        if scale is None:
+            return
+        self._returns = np.pad(self._returns, (0, max(int(slots.max()) + 1 - len(self._returns), 0)))
+        ended = batch["terminated"] | batch["truncated"]
+        for columns in _in_order(slots):
+            fresh = ~batch.continues[columns] | batch["episode_start"][0, columns]
+            running = np.where(fresh, 0, self._returns[slots[columns]]).astype(np.float32)
+            scale.update(batch["reward"][:, columns], ended[:, columns], batch["valid"][:, columns], running)
+            self._returns[slots[columns]] = running
 
     def state(self) -> dict[str, object]:
         return {"returns": self._returns}
 
     def load(self, state: dict[str, object]) -> None:
         self._returns = np.array(state["returns"], np.float32)
+
+
+def _in_order(slots: Array) -> list[Array]:
+    """Columns without a slot twice: of a slot that has several chunks in a batch, the first, then the second, ..."""
+    seen = np.array([np.count_nonzero(slots[:column] == slot) for column, slot in enumerate(slots)])
+    return [np.flatnonzero(seen == turn) for turn in range(seen.max(initial=-1) + 1)]

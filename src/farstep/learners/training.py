@@ -38,6 +38,11 @@ class Learner(Protocol):
 
     agent: ActorCritic
 
+    @property
+    def synchronous(self) -> bool:
+        """Nothing is rolled while it learns, so that a run can go on exactly where it was saved."""
+        ...
+
     def batches(self, env: ClusterEnv) -> Iterator[Batch]: ...
 
     def update(self, batch: Batch, version: int, progress: float, timer: Timer) -> dict[str, float]: ...
@@ -99,12 +104,11 @@ class Training:
         sink: Sink | None = None,
         checkpoints: Path | None = None,
         evaluator: Evaluator | None = None,
-        exact: bool = True,
     ) -> None:
         self._learner, self._env, self._limits = learner, env, limits
         self.sink, self._checkpoints, self._evaluator = sink, checkpoints, evaluator
-        self._journal = Journal() if exact else None
-        """Only a synchronous run can go on exactly where it was."""
+        self._journal = Journal() if checkpoints and learner.synchronous and not env.cannot_replay else None
+        """Only such a run can go on exactly where it was."""
         self.progress = Progress()
         self._timer = Timer()
         self._staggered = 0

@@ -10,7 +10,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 
@@ -30,9 +30,8 @@ def write_video(
     path = Path(path)
     if path.suffix != ".mp4":
         raise ConfigError(f"a video cannot be written to {path.name}; expected a name that ends in .mp4.")
-    if not 0 < fps < 1000:
-        raise ConfigError(f"got fps={fps}; expected frames per second between 0 and 1000, e.g. 30.")
-    ffmpeg = require("imageio_ffmpeg", "imageio-ffmpeg", "writing a video", "get_ffmpeg_exe").get_ffmpeg_exe()
+    check_fps(fps)
+    ffmpeg = require_encoder().get_ffmpeg_exe()
     arriving = _checked(frames)
     first = next(arriving, None)
     if first is None:
@@ -44,6 +43,17 @@ def write_video(
             encoder.write(frame)
         encoder.finish()
     return path
+
+
+def check_fps(fps: float) -> None:
+    """Refuse what is no rate of frames."""
+    if not 0 < fps < 1000:
+        raise ConfigError(f"got fps={fps}; expected frames per second between 0 and 1000, e.g. 30.")
+
+
+def require_encoder() -> Any:
+    """The package that brings ffmpeg; if it is missing, an error that says how to install it."""
+    return require("imageio_ffmpeg", "imageio-ffmpeg", "writing a video", "get_ffmpeg_exe")
 
 
 def _checked(frames: Iterable[Array]) -> Iterator[Array]:

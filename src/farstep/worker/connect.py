@@ -27,7 +27,9 @@ def connect(bootstrap: dict[str, Any]) -> Worker:
             from farstep.wire.zmq import MAIN, DealerLink
 
             words = private_words(int(bootstrap["envs"]))
-            link_to_head = DealerLink(*_address(bootstrap), MAIN)
+            link_to_head = DealerLink(
+                *_address(bootstrap), MAIN, bulk=bootstrap["bulk_port"], encrypted=bootstrap["encrypted"]
+            )
             threading.Thread(target=_beat, args=(bootstrap, words), daemon=True, name="farstep-beat").start()
             return Worker(link_to_head, *identity, words)
         case other:

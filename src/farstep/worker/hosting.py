@@ -6,9 +6,9 @@ the side, the environment is reset at once with the seed of its next episode, an
 
 from __future__ import annotations
 
-import logging
 import struct
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -25,7 +25,19 @@ from farstep.worker.sources import Source
 
 Space = gymnasium.spaces.Space[Any]
 Info = dict[str, Any]
-log = logging.getLogger("farstep")
+_UNSTEADY = "it does not depend on its seed and actions alone"
+
+
+@dataclass(frozen=True)
+class Past:
+    """Where a slot was when it was saved."""
+
+    steps: int | None
+    """Of its episode; None if that had not begun."""
+    actions: Mapping[str, Array]
+    """Those of the episode, `[steps, ...]` by name."""
+    obs: Mapping[str, Array]
+    """What it saw last."""
 
 
 class Host:
@@ -55,10 +67,6 @@ class Host:
 
     def _reseed(self, chosen: Array) -> None:
         """For environments that do not take a seed when they are reset."""
-
-    def replay(self, actions: Sequence[Mapping[str, Array]]) -> None:
-        """Bring every slot to where its episode was after these actions; where that cannot be, it begins anew."""
-        self._start(np.ones(self.num_envs, bool), None)
 
     def prepare(self, failures: tuple[type[BaseException], ...]) -> None:
         """Begin episodes where there are none, for the trial of an agent.
@@ -141,27 +149,39 @@ class HostedEnvs(Host):
         for i in np.flatnonzero(chosen).tolist():
             self._begin_episode(i, self.current, 0, options)
 
-    def replay(self, actions: Sequence[Mapping[str, Array]]) -> None:
-        super().replay(actions)
-        for i, taken in enumerate(actions):
-            steps = len(next(iter(taken.values()), ()))
-            for t in range(steps):
-                self._progress[PHASE], self._progress[SLOT] = STEP, i
-                self._progress[COUNT] += 1
-                obs, reward, terminated, truncated, _ = self._steps[i](self._envs.action(taken, t))
-                if terminated or truncated:
-                    log.warning(
-                        "environment slot %d is not where it was: its episode ended %d steps too early when its "
-                        "actions were taken again, so it begins the next one. It does not depend on its seed alone",
-                        self.slots.first + i,
-                        steps - 1 - t,
-                    )
-                    self.slots.episodes[i] += 1
-                    self._begin_episode(i, self.current, 0, None)
-                    break
-                self.slots.took(i, float(reward))
-                for name, leaf in leaves(self._obs, obs):
-                    self.current[name][i] = leaf
+    def replay(self, past: Sequence[Past], failures: tuple[type[BaseException], ...]) -> dict[int, str]:
+        """Lead every slot to where its episode was; of those that are elsewhere now, why."""
+        strayed = {}
+        for i, then in enumerate(past):
+            try:
+                why = self._lead_back(i, then)
+            except failures as error:
+                self._replace(i)
+                self.slots.skip(i)
+                why = f"it raised {type(error).__name__}: {error}; it is built anew and begins its next episode"
+            if why:
+                strayed[self.slots.first + i] = why
+        return strayed
+
+    def _lead_back(self, i: int, then: Past) -> str:
+        self._begin_episode(i, self.current, 0, None)
+        if then.steps is None:
+            return ""
+        if then.steps and len(next(iter(then.actions.values()), ())) != then.steps:
+            self.slots.skip(i)
+            return "the actions of its episode were not kept, so it begins the next one"  # too long (see `Journal`)
+        for t in range(then.steps):
+            self._progress[PHASE], self._progress[SLOT] = STEP, i
+            self._progress[COUNT] += 1
+            obs, reward, terminated, truncated, _ = self._steps[i](self._envs.action(then.actions, t))
+            if terminated or truncated:
+                self.slots.skip(i)
+                return f"its episode ended earlier than before, so it begins the next one; {_UNSTEADY}"
+            self.slots.took(i, float(reward))
+            for name, leaf in leaves(self._obs, obs):
+                self.current[name][i] = leaf
+        same = all(np.array_equal(self.current[name][i], leaf, equal_nan=True) for name, leaf in then.obs.items())
+        return "" if same else f"its observation is another one than before; {_UNSTEADY}"
 
     def step(self, t: int) -> None:
         """Step every environment with row `t`'s action; observations go to row `t + 1`."""
@@ -241,9 +261,12 @@ class HostedEnvs(Host):
         """After an exception: build the environment anew and go on with everybody's next episode."""
         self.slots.rewind(() if i is None else (i,))
         if i is not None:
-            self._envs.replace(i)
-            self._steps[i] = self._envs.envs[i].step
-            self._seeded[i] = False
+            self._replace(i)
+
+    def _replace(self, i: int) -> None:
+        self._envs.replace(i)
+        self._steps[i] = self._envs.envs[i].step
+        self._seeded[i] = False
 
     def seed_of(self, i: int) -> int | None:
         return self.slots.seed_of(i) if self._seed_episodes else None

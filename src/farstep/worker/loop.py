@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import cloudpickle
-import numpy as np
 from gymnasium.vector import AutoresetMode
 
 from farstep.agents.divergence import Comparison
@@ -27,6 +26,7 @@ from farstep.spec import Schema, space_schema
 from farstep.sync.rules import divergence_of, name_of, probes_of, rows_of, threshold_of
 from farstep.wire import messages as m
 from farstep.wire.codec import pack
+from farstep.wire.compression import Compressor
 from farstep.wire.versions import versions
 from farstep.worker.acting import Actor
 from farstep.worker.hosting import Host, HostedEnvs
@@ -35,7 +35,7 @@ from farstep.worker.program import Program
 from farstep.worker.progress import CANCEL, COUNT, PHASE, ROLLED, SLOT, Phase
 from farstep.worker.rolling import AnyHost, NotWanted, Roller
 from farstep.worker.rows import Slots
-from farstep.worker.saving import Saving
+from farstep.worker.saving import Saving, seed_generators
 from farstep.worker.shipping import Shipping
 from farstep.worker.stagger import Places
 from farstep.worker.staggered_hosting import StaggeredEnvs, StaggeredVector
@@ -193,7 +193,9 @@ class Worker:
             self._host = (HostedVector if source.is_vector else HostedEnvs)(source, slots, self._words)
         self._obs, self._obs_schema = space_schema(self._host.observation_space, "obs")
         _, self._action_schema = space_schema(self._host.action_space, "action")
-        self._shipping = Shipping(self._program.transfer, self._send, self._look)
+        rate = getattr(self._link, "rate", lambda: math.inf)
+        compressor = Compressor(self._program.compression, self._program.codecs, rate)
+        self._shipping = Shipping(self._program.transfer, self._send, self._look, compressor)
         self._roller = Roller(self._host, self._words, self._look, self._shipping)
         spaces = (pack(self._host.observation_space), pack(self._host.action_space))
         self._send(m.Ready(*spaces))
@@ -204,20 +206,9 @@ class Worker:
         self._words[PHASE] = Phase.IDLE
 
     def _seed_globals(self, root: int, slot: int) -> None:
-        """An agent that draws from a global generator draws differently on every worker, alike in every run.
-
-        Not in the caller's own process, whose generators are the caller's.
-        """
-        if not self._owns_process:
-            return
-        import random
-
-        incarnation = self._id[1]
-        seed = int(np.random.SeedSequence(root, spawn_key=(slot, incarnation, 2)).generate_state(1)[0])
-        random.seed(seed)
-        np.random.seed(seed)
-        if (torch := sys.modules.get("torch")) is not None:
-            torch.manual_seed(seed)
+        """Not in the caller's own process, whose generators are the caller's."""
+        if self._owns_process:
+            seed_generators(root, slot, self._id[1])
 
     def _adopt(self, message: m.Ship, payload: bytes) -> None:
         self._words[PHASE] = Phase.LOAD
@@ -456,7 +447,7 @@ class Worker:
 
     def _saving(self) -> Saving:
         assert isinstance(self._host, Host)
-        return Saving(self._host, self._actor, self._owns_process)
+        return Saving(self._host, self._actor, self._owns_process, self._theirs)
 
     def _call(self, message: m.Call, arguments: Buffer) -> None:
         self._words[PHASE] = Phase.STEP

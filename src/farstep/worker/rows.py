@@ -92,6 +92,16 @@ class Slots:
         self.start_row[i] = self.total_rows + next_row
         self.start_time[i] = time.monotonic()
 
+    def taken(self, i: int) -> int | None:
+        """Between chunks: the steps that slot `i` has done of its episode; None before it has begun one."""
+        return int(self.total_rows - self.start_row[i]) if self.started[i] else None
+
+    def skip(self, i: int) -> None:
+        """Give up slot `i`'s episode; its next one is begun with the next chunk."""
+        self.episodes[i] += 1
+        self.resume[i] = self.episodes[i]
+        self.started[i] = self.fresh[i] = False
+
     def took(self, i: int, reward: float) -> None:
         """Slot `i` did a step of its episode again that a process before this one had handed over."""
         self.fresh[i] = False

@@ -32,6 +32,11 @@ def fresh_root() -> int:
     return int(np.random.SeedSequence().generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
+def resumed_root(root: int, version: int) -> int:
+    """The root of environments that begin anew when a run goes on from a version: no seed comes a second time."""
+    return int(np.random.SeedSequence(root, spawn_key=(version, 0, 5)).generate_state(1, np.uint64)[0] >> np.uint64(1))
+
+
 def advance_seed(root: int, slot: int, episode: int) -> int:
     """The seed of the random actions that bring an episode of a slot to its place in a staggered schedule."""
     return int(np.random.SeedSequence(root, spawn_key=(slot, episode, 3)).generate_state(1)[0] >> 1)

@@ -1,0 +1,75 @@
+"""Agents that run as long as a process of this machine does: an ssh client, an `srun`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import tempfile
+from collections.abc import Sequence
+
+from farstep.launch.engine import Standing
+
+_TAIL_BYTES = 4096
+
+
+class Session:
+    """A process that runs agents on nodes, and to whose standard input they are told where to connect."""
+
+    def __init__(self, command: Sequence[str], where: str, bootstrap: bytes, nodes: int = 1) -> None:
+        self.where, self.nodes = where, nodes
+        self._log = tempfile.TemporaryFile(prefix="farstep-session-")  # noqa: SIM115 - closed by `end`
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=self._log, stderr=self._log, start_new_session=True
+        )
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError), self._process.stdin as stdin:
+            stdin.write(bootstrap)
+
+    @property
+    def ended(self) -> bool:
+        return self._process.poll() is not None
+
+    def tail(self) -> str:
+        if self._log.closed:
+            return self._last_words
+        size = os.fstat(self._log.fileno()).st_size
+        return os.pread(self._log.fileno(), _TAIL_BYTES, max(0, size - _TAIL_BYTES)).decode(errors="replace").rstrip()
+
+    def end(self) -> None:
+        """The agent was told to leave; whoever is still there is beyond hearing."""
+        if self._log.closed:
+            return
+        try:
+            self._process.wait(2.0)
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGTERM)
+            self._process.wait()
+        self._last_words = self.tail()
+        self._log.close()
+
+
+class Sessions:
+    """Sessions that were begun together (see `engine.Group`)."""
+
+    def __init__(self, program: str, sessions: Sequence[Session]) -> None:
+        self._program, self._sessions = program, sessions
+
+    def standing(self) -> Standing:
+        ended = [session for session in self._sessions if session.ended]
+        here = [session for session in self._sessions if not session.ended]
+        parts = [
+            f"{self._program} {what} {', '.join(session.where for session in some)}"
+            for what, some in (("runs on", here), ("ended on", ended))
+            if some
+        ]
+        return Standing("; ".join(parts) or f"no node is free for {self._program}", sum(s.nodes for s in here))
+
+    def logs(self) -> str:
+        return "\n".join(f"{session.where}:\n{session.tail()}" for session in self._sessions if session.tail())
+
+    def cancel(self) -> None:
+        for session in self._sessions:
+            session.end()

@@ -1,0 +1,182 @@
+"""Nodes from SLURM: an agent on each node of a job, told where to connect through its standard input.
+
+A job is asked for with `sbatch`; inside an allocation (`SLURM_JOB_ID` is set) agents are a step of it instead, by
+`srun`. The keys are in the script's standard input, never in arguments or the environment; SLURM shows a script to
+its owner and to administrators only.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from farstep.errors import LaunchError
+from farstep.launch.addresses import own_addresses
+from farstep.launch.engine import Standing
+from farstep.launch.guardian import Guardian
+from farstep.launch.node_agent import TAKEN_BACK
+from farstep.launch.sessions import Session, Sessions
+from farstep.launch_config import SlurmConfig
+
+_COMMAND_S = 60.0
+_ENDED = {"COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "BOOT_FAIL", "DEADLINE", "OUT_OF_MEMORY", "over"}
+_TAIL_LINES = 15
+_END_OF_INPUT = "FARSTEP-END"
+_STAY_S = 600
+REDACTED = "(keys of the run, made when it starts)"
+
+
+class SlurmEngine:
+    """Jobs, or steps of the job that the head runs in."""
+
+    grace_s = 20.0
+    tells_lost = False
+
+    def __init__(self, config: SlurmConfig, workers_per_node: int) -> None:
+        self._config, self._per_node = config, workers_per_node
+        self._inside = "SLURM_JOB_ID" in os.environ
+        self._guardian = Guardian()
+        self._steps: list[Session] = []
+        self._asked = False
+
+    def listen_on(self) -> Sequence[str]:
+        return self._config.head_address or own_addresses()
+
+    def ask(self, nodes: int, bootstrap: bytes) -> Jobs | Sessions:
+        program = "srun" if self._inside else "sbatch"
+        if shutil.which(program) is None:
+            raise LaunchError(
+                f"{program!r} is not on this machine; start farstep where jobs are submitted (Debian: slurm-client), "
+                "or use LocalConfig."
+            )
+        if self._inside:
+            step = Session(step_command(self._config, self._per_node, nodes), f"{nodes} nodes", bootstrap, nodes)
+            self._steps.append(step)
+            return Sessions("srun", [step])
+        folder = Path(self._config.log_folder).absolute()
+        folder.mkdir(parents=True, exist_ok=True)
+        jobs = Jobs(folder, self._guardian)
+        try:
+            for size in self._sizes(nodes):
+                jobs.submit(batch_script(self._config, self._per_node, size, bootstrap.decode()), size)
+        except BaseException:
+            jobs.cancel()
+            raise
+        return jobs
+
+    def _sizes(self, nodes: int) -> list[int]:
+        """SLURM starts a job when all of its nodes are free: those that must be there together are one job, and others
+        a job each, which may come later and go earlier."""
+        first, self._asked = 0 if self._asked else self._config.fewest_nodes, True
+        return [*([first] if first else []), *[1] * (nodes - first)]
+
+    def close(self) -> None:
+        for step in self._steps:
+            step.end()
+        self._guardian.close()
+
+
+def batch_script(config: SlurmConfig, workers_per_node: int, nodes: int, bootstrap: str = REDACTED) -> str:
+    """What `sbatch` is given, and `farstep slurm --print` shows."""
+    options = {
+        "job-name": config.job_name,
+        "nodes": nodes,
+        "ntasks-per-node": 1,
+        "cpus-per-task": workers_per_node * config.cpus_per_worker,
+        "gpus-per-node": config.gpus_per_node or None,
+        "partition": config.partition or config.slurm_partition,
+        "time": config.time_limit,
+        "account": config.slurm_account,
+        "qos": config.slurm_qos,
+        "constraint": config.slurm_constraint,
+        "output": f"{Path(config.log_folder).absolute()}/%j.log",
+        "open-mode": "append",
+    }
+    lines = [f"#SBATCH --{name}={value}" for name, value in options.items() if value is not None]
+    lines += ["#SBATCH --requeue", "#SBATCH --no-kill"]  # other nodes go on when one fails
+    lines += [f"#SBATCH {extra}" for extra in config.slurm_extra]
+    agent = " ".join(["srun", "--no-kill", "--kill-on-bad-exit=0", "--wait=0", "--label", *_agent(config)])
+    # A job that ends by itself while it is preempted counts as completed and is not queued again.
+    stay = f"[ $? -ne {TAKEN_BACK} ] || sleep {_STAY_S}"
+    told = [f"{agent} <<'{_END_OF_INPUT}'", bootstrap, _END_OF_INPUT, stay, ""]
+    return "\n".join(["#!/bin/bash", *lines, "", *config.setup, *told])
+
+
+def step_command(config: SlurmConfig, workers_per_node: int, nodes: int) -> list[str]:
+    """What runs agents inside the allocation that the head is in."""
+    options = [
+        *(f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--overlap", "--no-kill"),
+        *("--kill-on-bad-exit=0", "--wait=0", "--label"),
+        f"--cpus-per-task={workers_per_node * config.cpus_per_worker}",
+        *([f"--gpus-per-node={config.gpus_per_node}"] if config.gpus_per_node else []),
+    ]
+    setup = "\n".join([*config.setup, f"exec {' '.join(_agent(config))}"])
+    return ["srun", *options, "sh", "-c", setup]
+
+
+def _agent(config: SlurmConfig) -> list[str]:
+    python = shlex.quote(config.python or sys.executable)
+    return [python, "-m", "farstep.launch.node_agent", "--place", "'SLURM job $SLURM_JOB_ID, node $SLURMD_NODENAME'"]
+
+
+class Jobs:
+    """Jobs that were submitted together (see `engine.Group`)."""
+
+    def __init__(self, folder: Path, guardian: Guardian) -> None:
+        self._folder, self._guardian = folder, guardian
+        self._sizes: dict[str, int] = {}
+
+    def submit(self, script: str, nodes: int) -> None:
+        answer = _run(["sbatch", "--parsable"], script)
+        if not (found := re.match(r"\s*(\d+)", answer)):
+            raise LaunchError(f"sbatch answered {answer.strip()!r} instead of the number of a job.")
+        self._sizes[found[1]] = nodes
+        self._guardian.promise(found[1], ["scancel", found[1]])
+
+    def standing(self) -> Standing:
+        asked = ["squeue", "--noheader", "--states=all", f"--jobs={','.join(self._sizes)}", "--format=%A|%T|%r"]
+        lines = [line.split("|") for line in _run(asked, missing="").splitlines() if line.count("|") == 2]
+        states = {number.strip(): (state, reason) for number, state, reason in lines}
+        parts, nodes = [], 0
+        for number, size in self._sizes.items():
+            state, reason = states.get(number, ("over", ""))
+            parts.append(f"SLURM job {number} is {state}{'' if reason in ('', 'None') else f' ({reason})'}")
+            nodes += 0 if state in _ENDED else size
+        return Standing("; ".join(parts), nodes)
+
+    def logs(self) -> str:
+        return "\n".join(map(self._log, self._sizes))
+
+    def _log(self, number: str) -> str:
+        path = self._folder / f"{number}.log"
+        if not path.exists():
+            return f"{path} is not there (yet, or not on this machine: log_folder must be on a file system of both)."
+        lines = path.read_text(errors="replace").splitlines()
+        return "\n".join([f"The end of {path}:", *lines[-_TAIL_LINES:]])
+
+    def cancel(self) -> None:
+        if self._sizes:
+            _run(["scancel", *self._sizes], missing="")
+        for number in self._sizes:
+            self._guardian.release(number)
+
+
+def _run(command: Sequence[str], text: str = "", missing: str | None = None) -> str:
+    """A command's output; where it fails, `missing`, or an error that says what it said."""
+    try:
+        done = subprocess.run(
+            command, input=text, capture_output=True, text=True, timeout=_COMMAND_S, check=False, start_new_session=True
+        )
+    except subprocess.TimeoutExpired:
+        raise LaunchError(f"{command[0]} did not answer for {_COMMAND_S:g} s; is slurmctld running?") from None
+    if done.returncode == 0:
+        return done.stdout
+    if missing is not None and "Invalid job id" in done.stderr:
+        return missing
+    raise LaunchError(f"{command[0]} failed: {done.stderr.strip() or f'status {done.returncode}'}")

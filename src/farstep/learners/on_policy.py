@@ -1,0 +1,70 @@
+"""What farstep's learners have in common beside their losses: an agent, its optimizer and its running statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from farstep.batch import Batch
+from farstep.cluster_env import ClusterEnv
+from farstep.learners.nets import ActorCritic
+from farstep.learners.optimizing import Loss, Optimizer, Schedule, lean
+from farstep.learners.rollout import Rollout, prepare
+from farstep.learners.statistics import Statistics
+
+
+class Rates(Protocol):
+    """What of a learner's options the optimizer is told."""
+
+    @property
+    def learning_rate(self) -> float: ...
+
+    @property
+    def max_grad_norm(self) -> float: ...
+
+    @property
+    def anneal_lr(self) -> bool: ...
+
+
+class OnPolicy:
+    """How an agent is changed by a loss, and what is saved of that; no algorithm of its own."""
+
+    def __init__(self, agent: ActorCritic, config: Rates, seed: int, device: str) -> None:
+        self.device = torch.device(device)
+        self.agent = agent.to(self.device)
+        self._optimizer = Optimizer(agent, config.learning_rate, config.max_grad_norm, seed)
+        self._statistics = Statistics(agent)
+        self._anneal_lr = config.anneal_lr
+
+    def prepare(self, batch: Batch, version: int, progress: float) -> Rollout:
+        """Begin an update: the batch as it is learned from, and the learning rate for this part of the run."""
+        if self._anneal_lr:
+            self._optimizer.anneal(1 - progress)
+        self._statistics.observe_rewards(batch)
+        return prepare(self.agent, batch, version, self.device)
+
+    def learn(
+        self, batch: Batch, rollout: Rollout, columns: dict[str, Tensor], loss: Loss, schedule: Schedule
+    ) -> dict[str, float]:
+        """Go through the rollout; observations become part of the statistics once they were learned from."""
+        with lean(self.agent):
+            metrics = self._optimizer.learn(rollout, columns, loss, schedule)
+            self._statistics.observe(batch)
+        return metrics
+
+    def state(self) -> dict[str, object]:
+        """What a checkpoint needs beside the agent's parameters."""
+        return {"optimizer": self._optimizer.state(), "statistics": self._statistics.state()}
+
+    def load(self, state: Mapping[str, dict[str, object]]) -> None:
+        self._optimizer.load(state["optimizer"])
+        self._statistics.load(state["statistics"])
+
+
+def rollouts(env: ClusterEnv, agent: ActorCritic, steps: int) -> Iterator[Batch]:
+    """One rollout of all environments after the other, each with the newest weights."""
+    while True:
+        yield env.collect(agent, steps)

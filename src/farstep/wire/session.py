@@ -1,0 +1,285 @@
+"""Messages whole, in order and once, over connections that lose what was under way when they break. Without I/O.
+
+Every message has a number. The sender keeps it until the other side says that it has it; the receiver hands messages
+out in order and knows again what it has had. Small messages go whole over the control connection; large ones are cut
+into segments, sealed, for the bulk connection.
+
+Whoever connected, and sees that it had to again, says so (`BACK`): both sides then send again what the other does not
+have. Beyond that a sender whose message is not confirmed asks now and then, and sends again only if nothing has moved
+for long: a slow connection must not be given everything twice.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+from farstep.core import Buffer
+from farstep.errors import WireError
+from farstep.wire.sealing import SEGMENTS, TAG_BYTES, Seal
+
+SEGMENT_BYTES = 1 << 20
+SMALL_BYTES = 1 << 16
+"""Messages up to this size travel whole, over the control connection."""
+REPORT_S = 0.2
+"""How long a confirmation may wait for a message to go with."""
+ASK_S, STILL_S = 1.0, 15.0
+"""How often to ask about a message that is not confirmed, and after how long without any progress to send it again."""
+_MOST_SPARE = 64
+_RATES = 8
+MAX_AHEAD = 4096
+"""Messages that may wait for one before them."""
+_ENVELOPE = struct.Struct("<BQQI")
+_SEGMENT = struct.Struct("<IIIQ")
+_LENGTH = struct.Struct("<Q")
+
+
+class Kind(IntEnum):
+    WHOLE = 1
+    SEGMENT = 2
+    HAVE = 3
+    """Only says what has arrived."""
+    ASK = 4
+    """The same, and asks the other side to say it."""
+    BACK = 5
+    """The same, after a connection broke and was made again."""
+
+
+@dataclass(frozen=True)
+class Packet:
+    """Frames for one of the two connections."""
+
+    bulk: bool
+    frames: Sequence[Buffer]
+
+
+@dataclass
+class _Sent:
+    """A message that the other side has not confirmed."""
+
+    seq: int
+    bodies: list[list[Buffer]]
+    """Per packet, the frames after its envelope."""
+    bulk: bool
+    began: float
+    again: bool = False
+    """It was sent more than once: a copy may still be on its way when it is confirmed."""
+
+
+@dataclass
+class _Arriving:
+    """A large message, as far as it is here."""
+
+    lengths: list[int]
+    count: int
+    frames: list[bytearray] = field(default_factory=list)
+    indices: set[int] = field(default_factory=set)
+    prefix: int = 0
+    """Segments from the first on without a gap."""
+
+    def add(self, index: int) -> None:
+        self.indices.add(index)
+        while self.prefix in self.indices:
+            self.prefix += 1
+
+
+class Session:
+    """One side of a conversation."""
+
+    def __init__(self, seal: Seal | None = None, most_bytes: int = 1 << 33, bulk: bool = True) -> None:
+        self._seal, self._most_bytes, self._bulk = seal, most_bytes, bulk
+        self._next = 1
+        self._unconfirmed: deque[_Sent] = deque()
+        self._delivered = 0
+        self._ready: dict[int, Sequence[Buffer]] = {}
+        self._arriving: dict[int, _Arriving] = {}
+        self._asked_at = self._last_sent = 0.0
+        self._others, self._moved_at = (0, 0), 0.0
+        """What the other side has: messages, and segments of the next; and since when."""
+        self._came_back = False
+        self._spare: list[bytearray] = []
+        self._rates: deque[float] = deque(maxlen=_RATES)
+        self.owes_report = False
+        """The other side should hear what has arrived, soon."""
+
+    # ---- sending ----
+
+    def send(self, frames: Sequence[Buffer], now: float) -> Iterator[Packet]:
+        """What to put on the wire for a message; the frames may be changed once all of it was taken."""
+        views = [memoryview(frame).cast("B") if not isinstance(frame, bytes) else memoryview(frame) for frame in frames]
+        seq, self._next = self._next, self._next + 1
+        large = self._bulk and sum(view.nbytes for view in views) > SMALL_BYTES
+        sent = _Sent(seq, [], large, now)
+        self._unconfirmed.append(sent)
+        self._last_sent = now
+        if not large:
+            sent.bodies.append([bytes(view) for view in views])
+            yield self._packet(sent, 0)
+            return
+        for body in self._segments(seq, views):
+            sent.bodies.append(body)
+            yield self._packet(sent, len(sent.bodies) - 1)
+
+    def _segments(self, seq: int, views: Sequence[memoryview]) -> Iterator[list[Buffer]]:
+        places = [
+            (frame, start) for frame, view in enumerate(views) for start in range(0, max(view.nbytes, 1), SEGMENT_BYTES)
+        ]
+        if len(places) > SEGMENTS:
+            raise WireError(f"a message of {len(places)} segments; at most {SEGMENTS} are possible.")
+        lengths = b"".join(_LENGTH.pack(view.nbytes) for view in views)
+        for index, (frame, start) in enumerate(places):
+            place = _SEGMENT.pack(index, len(places), frame, start)
+            text = views[frame][start : start + SEGMENT_BYTES]
+            # The lengths of all frames come with every segment: any of them may be the first to arrive.
+            sealed = self._room(text.nbytes + (TAG_BYTES if self._seal else 0))
+            if self._seal:
+                self._seal.seal(seq, index, place + lengths, text, sealed)
+            else:
+                sealed[:] = text
+            yield [place, lengths, sealed]
+
+    def _room(self, size: int) -> memoryview:
+        """For a sealed segment: memory that was used before costs the kernel nothing."""
+        whole = self._spare.pop() if self._spare else bytearray(SEGMENT_BYTES + TAG_BYTES)
+        return memoryview(whole)[:size]
+
+    def _packet(self, sent: _Sent, index: int) -> Packet:
+        kind = Kind.SEGMENT if sent.bulk else Kind.WHOLE
+        return Packet(sent.bulk, [self._envelope(kind, sent.seq), *sent.bodies[index]])
+
+    def _envelope(self, kind: Kind, seq: int = 0) -> bytes:
+        self.owes_report = False
+        arriving = self._arriving.get(self._delivered + 1)
+        return _ENVELOPE.pack(kind, seq, self._delivered, arriving.prefix if arriving else 0)
+
+    def report(self) -> Packet:
+        """Says what has arrived."""
+        return Packet(False, [self._envelope(Kind.HAVE)])
+
+    def back(self) -> Packet:
+        """A connection broke and is there again: whatever was under way may be lost."""
+        self._came_back = True
+        return Packet(False, [self._envelope(Kind.BACK)])
+
+    def due(self, now: float) -> Iterable[Packet]:
+        """What time alone brings about: a question about messages that were not confirmed for a while."""
+        if self._unconfirmed and now - max(self._asked_at, self._last_sent) > ASK_S:
+            self._asked_at = now
+            return [Packet(False, [self._envelope(Kind.ASK)])]
+        return ()
+
+    @property
+    def rate(self) -> float:
+        """Bytes per second of large messages, from the first byte until confirmed; the best of the last few, since a
+        confirmation may wait to be read. Infinite before there was one."""
+        return max(self._rates, default=math.inf)
+
+    @property
+    def unconfirmed(self) -> int:
+        """Messages that are kept, since they may have to be sent again."""
+        return len(self._unconfirmed)
+
+    # ---- receiving ----
+
+    def receive(self, packet: Packet, now: float) -> list[Packet]:
+        """Take a packet; what must be answered, or sent again, because of it.
+
+        Anybody may write to the bulk connection: of what comes there, only sealed segments count.
+        """
+        frames = packet.frames
+        if not frames or len(frames[0]) != _ENVELOPE.size:
+            raise WireError("a packet without an envelope.")
+        kind, seq, have, segments = _ENVELOPE.unpack(frames[0])
+        if packet.bulk != (kind == Kind.SEGMENT):
+            raise WireError("a packet on the wrong connection.")
+        if packet.bulk:
+            self._take_segment(seq, frames[1:])
+            return []
+        again = list(self._heard(have, segments, now, kind == Kind.BACK or (kind == Kind.HAVE and self._came_back)))
+        match kind:
+            case Kind.WHOLE:
+                if self._is_new(seq):
+                    self._ready[seq] = frames[1:]
+            case Kind.ASK | Kind.BACK:
+                again.append(self.report())
+            case Kind.HAVE:
+                pass
+            case _:
+                raise WireError(f"a packet of unknown kind {kind}.")
+        return again
+
+    def messages(self) -> Iterator[Sequence[Buffer]]:
+        """Those whose turn it is."""
+        while (frames := self._ready.pop(self._delivered + 1, None)) is not None:
+            self._delivered += 1
+            yield frames
+
+    def _is_new(self, seq: int) -> bool:
+        if seq > self._delivered + MAX_AHEAD:
+            raise WireError(f"message {seq}, when {self._delivered + 1} is the next.")
+        self.owes_report = True
+        return seq > self._delivered and seq not in self._ready
+
+    def _take_segment(self, seq: int, frames: Sequence[Buffer]) -> None:
+        if len(frames) != 3 or len(frames[0]) != _SEGMENT.size:
+            raise WireError("a segment that does not say what it is.")
+        if not self._is_new(seq):
+            return
+        place, table, sealed = bytes(frames[0]), bytes(frames[1]), frames[2]
+        index, count, frame, start = _SEGMENT.unpack(place)
+        lengths = [length for (length,) in _LENGTH.iter_unpack(table)] if len(table) % _LENGTH.size == 0 else []
+        whole = sum(-(-max(length, 1) // SEGMENT_BYTES) for length in lengths)
+        if count != whole or index >= count or frame >= len(lengths) or start > lengths[frame] or start % SEGMENT_BYTES:
+            raise WireError("a segment that has no place in its message.")
+        if sum(lengths) > self._most_bytes:
+            raise WireError(f"a message of {sum(lengths)} bytes; at most {self._most_bytes} are accepted.")
+        size = min(SEGMENT_BYTES, lengths[frame] - start)
+        if len(sealed) != size + (TAG_BYTES if self._seal else 0):
+            raise WireError("a segment of a wrong length.")
+        arriving = self._arriving.get(seq)
+        if arriving is not None and (arriving.lengths != lengths or index in arriving.indices):
+            return  # had it already
+        if arriving is None:
+            # Nobody but the other side may ask for room: the first segment is opened before any is made.
+            self._open(seq, index, place + table, sealed, memoryview(bytearray(size)))
+            arriving = self._arriving[seq] = _Arriving(lengths, count, [bytearray(length) for length in lengths])
+        into = memoryview(arriving.frames[frame])[start : start + size]
+        self._open(seq, index, place + table, sealed, into)
+        arriving.add(index)
+        if len(arriving.indices) == count:
+            del self._arriving[seq]
+            self._ready[seq] = [memoryview(frame) for frame in arriving.frames]
+
+    def _recycle(self, sent: _Sent) -> None:
+        if sent.bulk and not sent.again:
+            used = [body[-1] for body in sent.bodies[: _MOST_SPARE - len(self._spare)]]
+            self._spare += [view.obj for view in used if isinstance(view, memoryview)]  # type: ignore[misc]
+
+    def _open(self, seq: int, index: int, about: bytes, sealed: Buffer, into: memoryview) -> None:
+        if self._seal:
+            self._seal.open(seq, index, about, sealed, into)
+        else:
+            into[:] = sealed
+
+    def _heard(self, have: int, segments: int, now: float, lost: bool) -> Iterator[Packet]:
+        """The other side says what it has: forget that, and send the rest again if it was lost."""
+        if have >= self._next:
+            raise WireError(f"message {have} was confirmed, and never sent.")
+        while self._unconfirmed and self._unconfirmed[0].seq <= have:
+            sent = self._unconfirmed.popleft()
+            if sent.bulk and now > sent.began:
+                self._rates.append(sum(len(body[-1]) for body in sent.bodies) / (now - sent.began))
+            self._recycle(sent)
+        if (have, segments) != self._others or not self._unconfirmed:
+            self._others, self._moved_at = (have, segments), now
+        if not lost and now - max(self._moved_at, self._last_sent) < STILL_S:
+            return
+        self._came_back, self._moved_at = False, now
+        for sent in list(self._unconfirmed):
+            sent.again = True
+            for index in range(segments if sent.seq == have + 1 else 0, len(sent.bodies)):
+                yield self._packet(sent, index)

@@ -1,0 +1,144 @@
+"""Head and workers on hosts of their own, with everything that happens to networks between them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checks import assert_balanced, eventually
+from namespaces import Network
+from ssh_hosts import SshServer
+
+pytestmark = pytest.mark.timeout(300)
+HERE = Path(__file__).parent
+
+
+class FarHead:
+    """A head on host h1 that collects from agents on the others."""
+
+    def __init__(
+        self, network: Network, server: SshServer, folder: Path, steps: int, size: int, **options: Any
+    ) -> None:
+        asked = {
+            "hosts": network.hosts[1:],
+            "ssh": ["ssh", "-T", *server.options],
+            "options": {"workers_per_node": 1, "head_address": network.address("h1"), **options},
+            "steps": steps,
+            "size": size,
+        }
+        self._log = folder / "head.log"
+        with self._log.open("wb") as log:
+            self.process = network.popen(
+                "h1",
+                [sys.executable, str(HERE / "far_head.py"), json.dumps(asked)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+            )
+        self.batches: list[dict[str, Any]] = []
+        self.stats: dict[str, Any] = {}
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            found = json.loads(line)
+            self.stats = found.get("stats", {})
+            if not self.stats:
+                self.batches.append(found)
+
+    def wait_for(self, batches: int, columns: int, seconds: float = 90.0) -> None:
+        """Until so many more batches came of that width; all rows follow each other."""
+        first = len(self.batches)
+        try:
+            eventually(lambda: sum(b["columns"] == columns for b in self.batches[first:]) >= batches, seconds)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.batches[-5:]}\n{self._log.read_text()[-3000:]}") from None
+        assert all(batch["follows"] for batch in self.batches), self.batches
+
+    def finish(self) -> dict[str, Any]:
+        assert self.process.stdin is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+        self._reader.join(60)
+        assert self.stats, self._log.read_text()[-3000:]
+        assert all(batch["follows"] for batch in self.batches)
+        assert_balanced(self.stats)
+        return self.stats
+
+
+@contextmanager
+def far_head(
+    folder: Path, hosts: int = 3, steps: int = 16, size: int = 0, network: Any = None, **options: Any
+) -> Iterator[Any]:
+    with Network([f"h{i + 1}" for i in range(hosts)], **(network or {})) as net, SshServer(network=net) as server:
+        head = FarHead(net, server, folder, steps, size, **options)
+        try:
+            yield net, head
+        finally:
+            head.process.end()
+
+
+def test_a_broken_link_that_comes_back_within_the_lease_loses_nothing(tmp_path: Path) -> None:
+    with far_head(tmp_path, size=100_000) as (net, head):
+        head.wait_for(5, columns=4)
+        for _ in range(3):
+            net.cut("h2")
+            time.sleep(2.0)
+            net.heal("h2")
+            head.wait_for(3, columns=4)
+        stats = head.finish()
+        assert stats["workers"]["restarts"] == 0
+        assert not stats["dropped"]
+
+
+def test_a_host_that_is_cut_off_for_longer_is_lost_and_comes_back(tmp_path: Path) -> None:
+    with far_head(tmp_path, min_nodes=1, lease_s=4) as (net, head):
+        head.wait_for(5, columns=4)
+        net.cut("h3")
+        head.wait_for(3, columns=2)  # the others go on
+        net.heal("h3")
+        head.wait_for(3, columns=4)
+        head.finish()
+
+
+def test_a_host_that_crashes_is_lost_and_training_goes_on(tmp_path: Path) -> None:
+    with far_head(tmp_path, min_nodes=1, lease_s=4) as (net, head):
+        head.wait_for(5, columns=4)
+        net.crash("h3")
+        head.wait_for(10, columns=2)
+        head.finish()
+
+
+def test_a_slow_lossy_line(tmp_path: Path) -> None:
+    slow = {"delay_ms": 25, "loss": 0.01, "rate_mbit": 100}
+    with far_head(tmp_path, size=20_000, network=slow) as (_, head):
+        head.wait_for(10, columns=4)
+        stats = head.finish()
+        assert stats["workers"]["restarts"] == 0
+        assert not stats["dropped"]
+
+
+def test_a_rate_of_a_hundred_megabits(tmp_path: Path) -> None:
+    with far_head(tmp_path, size=500_000) as (net, head):
+        net.limit("h2", 100)
+        head.wait_for(5, columns=4)
+        stats = head.finish()
+        assert stats["workers"]["restarts"] == 0
+
+
+def test_agents_and_workers_end_when_their_head_does(tmp_path: Path) -> None:
+    with far_head(tmp_path, lease_s=4) as (net, head):
+        head.wait_for(2, columns=4)
+        head.process.end()  # with SIGKILL
+        eventually(lambda: "node_agent" not in net.run("h2", ["ps", "-ef"]), 15)

@@ -1,0 +1,237 @@
+"""Environments go on where another process saved them; those that cannot be led back begin anew, with other seeds."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import farstep
+from farstep.learners.journal import Journal
+from farstep.testing import CountingEnv, TableAgent
+
+ENVS, STEPS = 6, 7
+
+
+class Changed(CountingEnv):
+    """Does something else once its file is there, as an environment that does not depend on its seed alone."""
+
+    def __init__(self, how: str, flag: Path) -> None:
+        super().__init__(length=1000)
+        self._how, self._flag, self._wrong = how, flag, False
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        self._wrong = False
+        return super().reset(seed=seed, options=options)
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        obs, reward, terminated, truncated, info = super().step(action)
+        changed = self.count == 3 and self._flag.exists() and self.episode % 2 == 0
+        if changed and self._how == "raise":
+            raise RuntimeError("no way back")
+        if changed and self._how == "kill":
+            with contextlib.suppress(FileNotFoundError):  # the other worker was first
+                self._flag.unlink()
+                os.kill(os.getpid(), signal.SIGKILL)
+        self._wrong |= changed
+        if self._wrong and self._how == "differ":
+            obs[2] += 100
+        return obs, reward, terminated, truncated or (changed and self._how == "end"), info
+
+
+class Telling(CountingEnv):
+    """Says in which process it is."""
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        *rest, _ = super().step(action)
+        return *rest, {"pid": os.getpid()}  # type: ignore[return-value]
+
+
+class Run:
+    """A run of a few rollouts, saved, and what another process makes of it."""
+
+    def __init__(self, env: Any, launcher: Any = farstep.LocalConfig, workers: int = 2, **options: Any) -> None:
+        config = {"type": "factory", "env_name": env, "envs_per_node": ENVS, "seed": 5, **options}
+        self.env = farstep.ClusterEnv(config, launcher(workers_per_node=workers))
+        self.agent, self.journal = TableAgent(), Journal()
+
+    def __enter__(self) -> Run:
+        self.env.launch()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.env.close()
+
+    def roll(self, batches: int = 1) -> list[Any]:
+        found = [self.env.collect(self.agent, STEPS).copy() for _ in range(batches)]
+        for batch in found:
+            self.journal.add(batch)
+        return found
+
+    def last_worker(self) -> int:
+        """Its process, found by a step."""
+        return int(self.env.step(self.agent)[4]["pid"][-1])
+
+    def save(self) -> tuple[Any, Any]:
+        return self.env.save(), self.journal.actions()
+
+    def resume(self, saved: Any, actions: Any) -> Run:
+        self.env.resume(self.agent, saved, actions)
+        return self
+
+
+def first_seen(run: Run) -> Any:
+    """What episodes of a run begin with."""
+    return run.roll()[0]["obs"][0, :, 0]
+
+
+@pytest.mark.parametrize("launcher", [farstep.LocalConfig, farstep.InProcessConfig])
+def test_episodes_go_on_where_they_were(launcher: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with Run(partial(CountingEnv, 50), launcher) as run:
+        run.roll(3)
+        saved = run.save()
+        (then,) = run.roll()
+    with Run(partial(CountingEnv, 50), launcher) as other:
+        (now,) = other.resume(*saved).roll()
+    np.testing.assert_array_equal(then["obs"], now["obs"])
+    assert now.continues.all() and not now["episode_start"].any()
+    assert "not where" not in caplog.text and "anew" not in caplog.text
+
+
+def test_a_worker_that_was_lost_before_begins_anew_alone(caplog: pytest.LogCaptureFixture) -> None:
+    with Run(partial(Telling, 50)) as run:
+        last = run.last_worker()
+        run.env.reset()
+        first = run.roll(3)[0]
+        os.kill(last, signal.SIGKILL)
+        saved = run.save()
+        (then,) = run.roll()
+    assert saved[0]["workers"][1] is None
+    with Run(partial(Telling, 50)) as other:
+        (now,) = other.resume(*saved).roll()
+    np.testing.assert_array_equal(then["obs"][:, :3], now["obs"][:, :3])
+    np.testing.assert_array_equal(now.continues, [True] * 3 + [False] * 3)
+    assert now["episode_start"][0].tolist() == [False] * 3 + [True] * 3
+    assert not set(now["obs"][0, 3:, 0]) & set(first["obs"][0, :, 0]), "the run's first seeds came again"
+    assert "worker 1 begin anew" in caplog.text
+
+
+def test_a_worker_that_was_replaced_before_goes_on_with_the_episodes_it_would_have_begun() -> None:
+    with Run(partial(Telling, 50)) as run:
+        last = run.last_worker()
+        run.env.reset()
+        run.roll(2)
+        os.kill(last, signal.SIGKILL)
+        run.env.reset(options={"reset_mask": np.zeros(ENVS, bool)})  # waits for the one that replaces it
+        saved = run.save()
+        (then,) = run.roll()
+    with Run(partial(Telling, 50)) as other:
+        (now,) = other.resume(*saved).roll()
+    np.testing.assert_array_equal(then["obs"], now["obs"])
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("raise", "RuntimeError: no way back"),
+        ("end", "ended earlier"),
+        ("differ", "its observation is another one"),
+    ],
+)
+def test_an_environment_that_cannot_be_led_back_is_named_and_goes_on(
+    how: str, words: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    flag = tmp_path / "flag"
+    make = partial(Changed, how, flag)
+    with Run(make) as run:
+        run.roll(2)
+        saved = run.save()
+        (then,) = run.roll()
+    strayed = then["obs"][0, :, 0] % 2 == 0
+    assert strayed.any() and not strayed.all()
+    flag.touch()
+    with Run(make) as other:
+        other.resume(*saved)
+        flag.unlink()
+        (now,) = other.roll()
+    np.testing.assert_array_equal(then["obs"][:, ~strayed], now["obs"][:, ~strayed])
+    np.testing.assert_array_equal(now.continues, ~strayed)
+    np.testing.assert_array_equal(now["episode_start"][0], strayed & (how != "differ"))
+    said = [record.message for record in caplog.records if "not where it was" in record.message]
+    assert len(said) == 1 and words in said[0]
+    assert f"slot {', '.join(map(str, np.flatnonzero(strayed)))}:" in said[0]
+
+
+def test_a_worker_that_dies_on_the_way_back_begins_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    flag = tmp_path / "flag"
+    make = partial(Changed, "kill", flag)
+    with Run(make) as run:
+        first = run.roll(2)[0]
+        saved = run.save()
+        (then,) = run.roll()
+    flag.touch()
+    with Run(make) as other:
+        (now,) = other.resume(*saved).roll()
+    lost = ~now.continues
+    assert lost[:3].all() != lost[3:].all(), "one worker was lost"
+    np.testing.assert_array_equal(then["obs"][:, ~lost], now["obs"][:, ~lost])
+    assert not set(now["obs"][0, lost, 0]) & set(first["obs"][0, :, 0])
+    assert "was lost while it took their actions again" in caplog.text
+
+
+def test_a_worker_that_is_replaced_after_a_resume_has_the_seeds_of_the_saved_run() -> None:
+    def episodes_after_a_loss(resume: Any) -> Any:
+        with Run(partial(Telling, 5)) as run:
+            if resume is None:
+                run.env.reset(seed=77)
+                run.roll(3)
+                saved = run.save()
+            else:
+                saved = run.resume(*resume).save()
+            os.kill(run.last_worker(), signal.SIGKILL)
+            return saved, run.roll()[0]["obs"]
+
+    saved, then = episodes_after_a_loss(None)
+    np.testing.assert_array_equal(then, episodes_after_a_loss(saved)[1])
+
+
+ANEW: dict[str, dict[str, Any]] = {
+    "seed_episodes=False": {"seed_episodes": False},
+    "staggered": {"stagger": {"horizon": 5}},
+    "older weights": {"sync": farstep.sync.EveryK(2)},
+}
+
+
+@pytest.mark.parametrize("reason", ANEW)
+def test_what_cannot_be_replayed_begins_anew_with_seeds_of_its_own(
+    reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Run(partial(CountingEnv, 50), **ANEW[reason]) as run:
+        first = first_seen(run)
+        saved, actions = run.save()
+    assert saved["workers"] == []
+    found = []
+    for _ in "ab":
+        with Run(partial(CountingEnv, 50), **ANEW[reason]) as other:
+            found.append(first_seen(other.resume(saved, actions)))
+    assert not set(found[0]) & set(first)
+    np.testing.assert_array_equal(*found)
+    assert reason in caplog.text and "episodes begin anew" in caplog.text
+
+
+def test_with_other_workers_than_before_all_begin_anew(caplog: pytest.LogCaptureFixture) -> None:
+    with Run(partial(CountingEnv, 50)) as run:
+        first = first_seen(run)
+        run.env.publish(run.agent)
+        saved = run.save()
+    with Run(partial(CountingEnv, 50), workers=3) as other:
+        now = first_seen(other.resume(*saved))
+        assert other.env.version == saved[0]["version"] == 1
+    assert not set(now) & set(first)
+    assert "other workers" in caplog.text

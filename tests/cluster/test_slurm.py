@@ -1,0 +1,214 @@
+"""Against a real SLURM of four nodes: the contract, and what SLURM does to jobs."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checks import assert_balanced, eventually, within
+from slurm_cluster import SlurmCluster
+
+import farstep
+from farstep.errors import LaunchError
+from farstep.launch.slurm import batch_script
+from farstep.launch_config import SlurmConfig
+from farstep.testing import CountingEnv, TableAgent, check_launcher
+
+pytestmark = pytest.mark.timeout(400)
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlurmCluster]:
+    with SlurmCluster(nodes=4) as cluster:
+        for name, value in cluster.environment.items():
+            monkeypatch.setenv(name, value)
+        yield cluster
+
+
+def config(folder: Path, **options: Any) -> SlurmConfig:
+    return SlurmConfig(log_folder=str(folder / "logs"), **options)
+
+
+def kill_agent(node: dict[str, Any]) -> None:
+    os.kill(node["pid"], signal.SIGKILL)
+
+
+def start(folder: Path, envs: int = 3, **options: Any) -> farstep.ClusterEnv:
+    source = {"type": "factory", "env_name": CountingEnv, "envs_per_node": envs, "seed": 1}
+    return farstep.ClusterEnv(source, config(folder, workers_per_node=1, **options))
+
+
+def live_jobs(cluster: SlurmCluster) -> list[int]:
+    return [job.id for job in cluster.jobs().values() if job.state in ("PENDING", "RUNNING", "CONFIGURING")]
+
+
+def test_the_contract(cluster: SlurmCluster, tmp_path: Path) -> None:
+    check_launcher(functools.partial(config, tmp_path), kill_node=kill_agent)
+    assert not live_jobs(cluster)
+
+
+def columns(env: farstep.ClusterEnv, agent: TableAgent) -> int:
+    """How many environments the next batch has; its rows must follow each other."""
+    batch = within(lambda: env.collect(agent, steps=4))
+    count = batch["obs"][..., 1]
+    goes_on = ~batch["episode_start"][1:]
+    assert ((count[1:] - count[:-1])[goes_on] == 1).all()
+    return int(batch["obs"].shape[1])
+
+
+def test_four_nodes_in_one_job(cluster: SlurmCluster, tmp_path: Path) -> None:
+    with start(tmp_path, nodes=4) as env:
+        assert columns(env, TableAgent()) == 12
+        assert len(live_jobs(cluster)) == 1
+        places = [node["place"] for node in env.stats()["nodes"]]
+        assert sorted(place.rpartition(" ")[2] for place in places) == ["n1", "n2", "n3", "n4"]
+    eventually(lambda: not live_jobs(cluster))
+
+
+def test_a_node_that_loses_its_power_is_replaced_while_the_others_go_on(cluster: SlurmCluster, tmp_path: Path) -> None:
+    with start(tmp_path, nodes=3, min_nodes=2, lease_s=3, slurm_extra=["--exclusive"]) as env:
+        agent = TableAgent()
+        eventually(lambda: columns(env, agent) == 9)
+        victim = env.stats()["nodes"][-1]["place"].rpartition(" ")[2]
+        cluster.kill_node(victim)
+        eventually(lambda: columns(env, agent) == 6, 60)
+        eventually(lambda: columns(env, agent) == 9, 120)  # on the fourth node
+        assert victim not in str(env.stats()["nodes"])
+        assert_balanced(env.stats())
+
+
+def test_a_job_that_is_queued_again_comes_back(cluster: SlurmCluster, tmp_path: Path) -> None:
+    with start(tmp_path, nodes=2, lease_s=3) as env:
+        agent = TableAgent()
+        assert columns(env, agent) == 6
+        (job,) = live_jobs(cluster)
+        cluster.command("scontrol", "requeue", str(job))
+        eventually(lambda: cluster.jobs()[job].restarts == 1)
+        eventually(lambda: not env.stats()["nodes"])
+        assert within(lambda: columns(env, agent), 120) == 6
+        assert live_jobs(cluster) == [job]
+        assert_balanced(env.stats())
+
+
+def test_a_job_that_somebody_cancels_is_asked_for_again(cluster: SlurmCluster, tmp_path: Path) -> None:
+    with start(tmp_path, nodes=1, lease_s=3) as env:
+        agent = TableAgent()
+        assert columns(env, agent) == 3
+        (job,) = live_jobs(cluster)
+        cluster.command("scancel", str(job))
+        eventually(lambda: live_jobs(cluster) not in ([job], []), 60)
+        assert within(lambda: columns(env, agent), 120) == 3
+        assert_balanced(env.stats())
+
+
+def test_a_node_that_is_preempted_hands_over_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with SlurmCluster(nodes=2, preemption=True, grace_s=5) as cluster:
+        for name, value in cluster.environment.items():
+            monkeypatch.setenv(name, value)
+        with start(tmp_path, nodes=1, partition="main", slurm_extra=["--exclusive"]) as env:
+            agent = TableAgent()
+            stream = env.stream(agent, steps=4, max_staleness=1)
+            next(stream)
+            (job,) = live_jobs(cluster)
+            cluster.command("sbatch", "--partition=urgent", "--nodes=2", "--exclusive", "--wrap=sleep 3")
+            # It is queued again, and comes back when the others are done.
+            eventually(lambda: within(lambda: next(stream)) and cluster.jobs()[job].restarts == 1, 60)
+            within(lambda: next(stream))
+            assert not env.stats()["dropped"]
+
+
+def test_two_runs_at_once_do_not_meet(cluster: SlurmCluster, tmp_path: Path) -> None:
+    with start(tmp_path, nodes=2) as one, start(tmp_path, nodes=2) as two:
+        agents = TableAgent(), TableAgent()
+        for _ in range(3):
+            assert [columns(env, agent) for env, agent in zip((one, two), agents, strict=True)] == [6, 6]
+        assert len(live_jobs(cluster)) == 2
+
+
+def test_a_job_that_still_waits_goes_with_a_head_that_is_killed(cluster: SlurmCluster, tmp_path: Path) -> None:
+    for node in cluster.nodes:
+        cluster.down(node)
+    head = os.fork()
+    if not head:
+        try:
+            start(tmp_path, nodes=1).launch()
+        finally:
+            os._exit(1)
+    eventually(lambda: live_jobs(cluster))
+    os.kill(head, signal.SIGKILL)
+    os.waitpid(head, 0)
+    eventually(lambda: not live_jobs(cluster))
+
+
+def test_nodes_that_come_late_join(cluster: SlurmCluster, tmp_path: Path) -> None:
+    for node in cluster.nodes[1:]:
+        cluster.down(node)
+    with start(tmp_path, nodes=2, min_nodes=1) as env:
+        agent = TableAgent()
+        assert columns(env, agent) == 3
+        assert env.stats()["workers"]["queued"] == 1
+        cluster.resume(cluster.nodes[1])
+        eventually(lambda: columns(env, agent) == 6, 60)
+
+
+def test_inside_an_allocation_agents_are_a_step(cluster: SlurmCluster, tmp_path: Path) -> None:
+    code = "import test_slurm; test_slurm.inside()"
+    here = Path(__file__).parent
+    folders = os.pathsep.join([str(here), str(here.parent / "engines")])
+    import sys
+
+    script = f"#!/bin/sh\nexport PYTHONPATH={folders}:$PYTHONPATH\nexec {sys.executable} -c '{code}'\n"
+    log = tmp_path / "inside.log"
+    path = tmp_path / "script"
+    path.write_text(script)
+    cluster.command("sbatch", "--nodes=2", "--cpus-per-task=2", f"--output={log}", f"--chdir={tmp_path}", str(path))
+    eventually(lambda: log.exists() and "six columns" in log.read_text(), 60)
+    eventually(lambda: not live_jobs(cluster))
+    assert len(cluster.jobs()) == 1, "no other job was submitted"
+
+
+def inside() -> None:
+    """What the job of the test above runs."""
+    with start(Path.cwd(), nodes=2) as env:
+        print({6: "six columns"}[columns(env, TableAgent())], flush=True)
+
+
+def test_what_sbatch_says_is_in_the_error(cluster: SlurmCluster, tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match=r"sbatch failed: .*[Ii]nvalid partition"):
+        start(tmp_path, partition="no-such-partition").launch()
+
+
+def test_what_a_node_says_is_in_the_error(cluster: SlurmCluster, tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match=r"(?s)SLURM job \d+ is .*The end of .*\.log:.*No such file") as caught:
+        within(start(tmp_path, python="/no/such/python").launch)
+    assert "secret" not in str(caught.value)
+    assert not live_jobs(cluster)
+
+
+def test_without_slurm_one_sentence_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(LaunchError, match=r"'sbatch' is not on this machine; .*slurm-client"):
+        start(tmp_path).launch()
+
+
+def test_the_script_says_what_was_asked_for(tmp_path: Path) -> None:
+    asked = config(
+        tmp_path,
+        job_name="mine",
+        partition="gpu",
+        gpus_per_node=2,
+        time_limit="1:00:00",
+        slurm_account="me",
+        slurm_extra=["--exclusive"],
+        setup=["module load cuda"],
+    )
+    lines = batch_script(asked, 4, 3).splitlines()
+    for option in ("job-name=mine", "partition=gpu", "gpus-per-node=2", "time=1:00:00", "account=me", "nodes=3"):
+        assert f"#SBATCH --{option}" in lines
+    assert "#SBATCH --exclusive" in lines and "#SBATCH --cpus-per-task=4" in lines
+    assert lines.index("module load cuda") < next(i for i, line in enumerate(lines) if line.startswith("srun"))

@@ -1,0 +1,124 @@
+"""Against real sshd: the contract, hosts that do not answer, keys that stay secret."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checks import eventually, within
+from ssh_hosts import SshServer
+
+import farstep
+from farstep.errors import ConfigError, LaunchError
+from farstep.launch_config import SSHConfig
+from farstep.testing import CountingEnv, TableAgent, check_launcher
+
+pytestmark = pytest.mark.timeout(400)
+HOSTS = ["one", "two", "three"]
+
+
+@pytest.fixture
+def server() -> Iterator[SshServer]:
+    with SshServer(HOSTS) as server:
+        yield server
+
+
+def config(server: list[str], nodes: int = 1, max_nodes: int | None = None, **options: Any) -> SSHConfig:
+    ssh = ("ssh", "-T", "-o", "BatchMode=yes", *server)
+    return SSHConfig(ssh=ssh, hosts=HOSTS[: max_nodes or nodes], nodes=nodes, max_nodes=max_nodes, **options)
+
+
+def start(config: SSHConfig) -> farstep.ClusterEnv:
+    source = {"type": "factory", "env_name": CountingEnv, "envs_per_node": 3, "seed": 1}
+    return farstep.ClusterEnv(source, config)
+
+
+def kill_agent(node: dict[str, Any]) -> None:
+    os.kill(node["pid"], signal.SIGKILL)
+
+
+def test_the_contract(server: SshServer) -> None:
+    check_launcher(functools.partial(config, server.options), kill_node=kill_agent)
+
+
+def test_a_host_that_is_not_there_is_named_with_what_ssh_said(server: SshServer) -> None:
+    env = start(SSHConfig(ssh=("ssh", "-T", *server.options), hosts=["one", "no-such-host"]))
+    with pytest.raises(LaunchError, match=r"(?s)ended on no-such-host.*no-such-host:.*resolve"):
+        within(env.launch)
+
+
+def test_training_goes_on_without_a_host_that_is_not_there(server: SshServer) -> None:
+    hosts = ["one", "no-such-host"]
+    asked = SSHConfig(ssh=("ssh", "-T", *server.options), hosts=hosts, min_nodes=1, workers_per_node=1)
+    with start(asked) as env:
+        batch = within(lambda: env.collect(TableAgent(), steps=4))
+        assert batch["obs"].shape[1] == 3
+        assert env.stats()["workers"]["queued"] == 1
+
+
+def test_setup_lines_come_first(server: SshServer, tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    with start(config(server.options, setup=[f"echo here > {mark}"], workers_per_node=1)) as env:
+        env.launch()
+    assert mark.read_text() == "here\n"
+
+
+def test_no_key_is_in_an_argument_or_an_environment(server: SshServer) -> None:
+    with start(config(server.options, nodes=2, workers_per_node=1)) as env:
+        env.launch()
+        hub = env._collector.server.crew.launcher._hub  # type: ignore[union-attr]
+        secrets = [peer.token for peer in hub._peers.values() if peer.token] + [hub.keys.secret]
+        seen = [
+            (path / name).read_bytes()
+            for path in Path("/proc").iterdir()
+            if path.name.isdigit()
+            for name in ("cmdline", "environ")
+            if os.access(path / name, os.R_OK) and _readable(path / name)
+        ]
+        assert any(b"node_agent" in text for text in seen)
+        assert not [secret for secret in secrets for text in seen if secret in text]
+    eventually(lambda: not _agents())
+
+
+def _readable(path: Path) -> bool:
+    try:
+        path.read_bytes()
+    except OSError:
+        return False
+    return True
+
+
+def _agents() -> list[Path]:
+    found = []
+    for path in Path("/proc").iterdir():
+        if path.name.isdigit() and _readable(path / "cmdline"):
+            words = (path / "cmdline").read_bytes().split(b"\0")
+            if b"farstep.launch.node_agent" in words and str(os.getpid()) in _ancestors(path):
+                found.append(path)
+    return found
+
+
+def _ancestors(path: Path) -> list[str]:
+    parents = []
+    while path.name != "0" and path.exists():
+        parent = (path / "stat").read_text().rpartition(")")[2].split()[1]
+        parents.append(parent)
+        path = path.parent / parent
+    return parents
+
+
+@pytest.mark.parametrize("hosts", [[], ["-oProxyCommand=bad"], [""], "", [3]])
+def test_hosts_that_cannot_be(hosts: Any) -> None:
+    with pytest.raises(ConfigError, match=r"SSHConfig\.hosts is"):
+        SSHConfig(hosts=hosts)
+
+
+def test_without_ssh_one_sentence_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(LaunchError, match="'ssh' is not on this machine; install an ssh client"):
+        start(SSHConfig(hosts=["somewhere"])).launch()

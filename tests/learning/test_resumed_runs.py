@@ -1,0 +1,49 @@
+"""Runs that cannot go on exactly go on nevertheless: counts, versions and statistics stay, environments begin anew."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tasks import Config, Rows, make_env, make_training
+
+from farstep.learners.async_ppo import AsyncPPOConfig
+from farstep.learners.impala import ImpalaConfig
+from farstep.learners.nets import NetConfig
+from farstep.learners.ppo import PPOConfig
+from farstep.testing import CountingEnv
+
+NET = NetConfig(normalize_obs=True, normalize_reward=True)
+CONFIGS: dict[str, tuple[Config, dict[str, Any]]] = {
+    "async-ppo": (AsyncPPOConfig(num_steps=10, net=NET), {}),
+    "impala": (ImpalaConfig(num_steps=10, net=NET), {}),
+    "ppo, staggered": (PPOConfig(num_steps=10, net=NET), {"stagger": {"horizon": 20}}),
+    "ppo, older weights": (PPOConfig(num_steps=10, net=NET), {"kl_threshold": 0.1}),
+    "ppo, seeded once": (PPOConfig(num_steps=10, net=NET), {"seed_episodes": False}),
+    "ppo, other workers": (PPOConfig(num_steps=10, net=NET), {}),
+}
+
+
+@pytest.mark.parametrize("which", CONFIGS)
+def test_a_run_goes_on_counting_in_other_episodes(which: str, tmp_path: Path) -> None:
+    config, options = CONFIGS[which]
+    first, second = Rows(), Rows()
+    with make_env(partial(CountingEnv, 50), 8, launcher="inprocess", **options) as env:
+        training, agent = make_training(env, config, 800, checkpoints=tmp_path, sink=first)
+        begun = set(env.collect(agent, 1)["obs"][0, :, 0].tolist())
+        training.run()
+    if which == "ppo, other workers":
+        options = {"workers": 4}
+    with make_env(partial(CountingEnv, 50), 8, launcher="inprocess", **options) as env:
+        training, agent = make_training(env, config, 1600, checkpoints=tmp_path, sink=second)
+        training.resume()
+        assert env.version == first.rows[-1]["version"]
+        assert not begun & set(env.collect(agent, 1)["obs"][0, :, 0].tolist()), "the run's first seeds came again"
+        training.run()
+    last, now = first.rows[-1], second.rows[0]
+    assert now["update"] == last["update"] + 1 and now["version"] == last["version"] + 1
+    assert now["step"] > last["step"] >= 800 and second.rows[-1]["step"] >= 1600
+    assert all(np.isfinite(list(row.values())).all() for row in second.rows)

@@ -1,0 +1,113 @@
+"""Batches without workers that have no node, as the tickets see it."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from farstep.head.tickets import Tickets
+
+
+def roll(tickets: Tickets, available: set[int]) -> None:
+    """Everybody who may does what it may, at once."""
+    for order in tickets.grant(sorted(available), 0):
+        assert tickets.accept(order.worker, order.seq, 0, None)
+
+
+def workers_of(tickets: Tickets) -> list[int] | None:
+    batch = tickets.take(0)
+    return None if batch is None else [arrived.order.worker for arrived in batch]
+
+
+def test_a_batch_goes_on_without_who_is_absent() -> None:
+    tickets = Tickets(3, fewest=1)
+    tickets.leave(2)
+    tickets.open(None, batches=1)
+    roll(tickets, {0, 1})
+    assert workers_of(tickets) == [0, 1]
+
+
+def test_who_leaves_in_the_middle_is_not_waited_for() -> None:
+    tickets = Tickets(2, fewest=1)
+    tickets.open(None, batches=1)
+    orders = tickets.grant([0, 1], 0)
+    tickets.accept(0, orders[0].seq, 0, None)
+    assert workers_of(tickets) is None
+    tickets.lost(1)
+    assert workers_of(tickets) is None, "it may be back in a moment"
+    tickets.leave(1)
+    assert workers_of(tickets) == [0]
+
+
+def test_who_comes_in_the_middle_is_part_of_the_next_batch() -> None:
+    tickets = Tickets(2, fewest=1)
+    tickets.leave(1)
+    tickets.open(1)
+    (*_, last) = tickets.grant([0], 0)
+    tickets.join(1)
+    assert [order.batch for order in tickets.grant([1], 0)] == []
+    for seq in (last.seq - 1, last.seq):
+        tickets.accept(0, seq, 0, None)
+    assert workers_of(tickets) == [0]
+    tickets.release()
+    roll(tickets, {0, 1})
+    assert workers_of(tickets) == [0]
+    tickets.release()
+    assert workers_of(tickets) == [0, 1]
+
+
+@pytest.mark.parametrize("fewest", [1, 2, 3])
+def test_too_few_are_waited_for_and_all_who_come_count(fewest: int) -> None:
+    tickets = Tickets(3, fewest)
+    for worker in range(3):
+        tickets.leave(worker)
+    tickets.open(None, batches=1)
+    there: set[int] = set()
+    for worker in range(fewest):
+        assert workers_of(tickets) is None
+        tickets.join(worker)
+        there.add(worker)
+        roll(tickets, there)
+    assert workers_of(tickets) == list(range(fewest))
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_whoever_comes_and_goes_batches_go_on(seed: int) -> None:
+    """Random arrivals, losses and chunks: while enough are there, a batch is complete after everybody did its work."""
+    chance = random.Random(seed)
+    tickets = Tickets(4, fewest=2)
+    tickets.open(chance.choice([None, 0, 1, 2]))
+    there = {0, 1, 2, 3}
+    taken = 0
+    for _ in range(400):
+        worker = chance.randrange(4)
+        match chance.randrange(6):
+            case 0 if worker in there:
+                there.discard(worker)
+                tickets.lost(worker)
+                tickets.leave(worker)
+            case 1 if worker not in there:
+                there.add(worker)
+                tickets.join(worker)
+            case 2:
+                orders = tickets.grant(sorted(there), 0)
+                for order in chance.sample(orders, len(orders)):
+                    if chance.random() < 0.8:
+                        tickets.accept(order.worker, order.seq, 0, None)
+                    else:
+                        tickets.give_back(order.worker, order.seq, "failed")
+            case _:
+                if workers_of(tickets) is not None:
+                    taken += 1
+                    tickets.release()
+    for worker in set(range(4)) - there:
+        tickets.join(worker)
+    for _ in range(12):
+        roll(tickets, {0, 1, 2, 3})
+        if workers_of(tickets) is not None:
+            taken += 1
+            tickets.release()
+    roll(tickets, {0, 1, 2, 3})
+    assert workers_of(tickets) == [0, 1, 2, 3]
+    assert tickets.issued == tickets.delivered + sum(tickets.dropped.values()) + tickets.buffered + tickets.in_flight

@@ -1,0 +1,57 @@
+"""Signals come when they do no harm."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from farstep.head.interrupts import Interrupts
+
+
+class Told(BaseException):
+    """What a handler raises."""
+
+
+@pytest.fixture(params=["SIGINT", "SIGTERM", "SIGALRM"])
+def number(request: pytest.FixtureRequest) -> Iterator[signal.Signals]:
+    """A signal whose handler raises."""
+    found = signal.Signals[request.param]
+
+    def told(number: int, frame: Any) -> None:
+        raise Told(number)
+
+    before = signal.signal(found, told)
+    yield found
+    signal.signal(found, before)
+
+
+def test_a_signal_waits_for_the_end(number: signal.Signals) -> None:
+    interrupts, done = Interrupts(), []
+    with pytest.raises(Told):
+        with interrupts.held(), interrupts.held():
+            signal.raise_signal(number)
+            done.append("all of it")
+        done.append("and no more")
+    assert done == ["all of it"]
+    with interrupts.held():
+        pass  # it came once
+
+
+def test_a_signal_is_let_in_while_somebody_sleeps(number: signal.Signals) -> None:
+    interrupts = Interrupts()
+    with interrupts.held():
+        with pytest.raises(Told), interrupts.let_in():
+            signal.raise_signal(number)
+        signal.raise_signal(number)
+        with pytest.raises(Told), interrupts.let_in():
+            pass
+
+
+def test_handlers_are_as_before() -> None:
+    before = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)}
+    with Interrupts().held():
+        assert signal.getsignal(signal.SIGTERM) == before[signal.SIGTERM]  # nothing of ours is raised from it
+    assert {n: signal.getsignal(n) for n in before} == before

@@ -1,0 +1,17 @@
+"""What tests of triggers share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from farstep.buffer.triggers import Message
+
+KEYS = ("obs", "reward")
+
+
+def later(message: Message) -> bool:
+    return False
+
+
+def short(messages: list[Message]) -> list[Any]:
+    return [" ".join(f"{a}@{s}" for a, s in zip(m["actor_ids"], m["start"], strict=True)) for m in messages]
