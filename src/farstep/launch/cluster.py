@@ -102,7 +102,7 @@ class ClusterLauncher(Launcher):
             "server_key": self._hub.keys.public.decode(),
             "public": pair.public.decode(),
             "secret": pair.secret.decode(),
-            "gpu": worker % self._per_node % self._config.gpus_per_node if self._config.gpus_per_node else None,
+            "gpu": self._config.gpu_of(worker % self._per_node),
         }
         handle = RemoteWorker(self, worker, incarnation, json.dumps(bootstrap).encode(), words)
         node = self._blocks[worker // self._per_node]

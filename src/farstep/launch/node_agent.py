@@ -182,7 +182,7 @@ class NodeAgent:
         self._begun.add((order.worker, order.incarnation))
         contents = {**json.loads(order.bootstrap), "address": self._address, "under_agent": True}
         try:
-            process = self._starter.start(contents, environment=_with_gpu(contents.get("gpu")))
+            process = self._starter.start(contents)
         except OSError as error:
             link.send([n.encode(n.WorkerEnded(self._node, order.worker, order.incarnation, 127, str(error)))])
             return
@@ -210,14 +210,6 @@ class NodeAgent:
         while self._children and time.monotonic() < deadline:
             self._look_after(link)
             time.sleep(0.01)
-
-
-def _with_gpu(rank: int | None) -> dict[str, str]:
-    """The one GPU that a worker is to see, by the name that it has here."""
-    if rank is None:
-        return {}
-    names = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-    return {"CUDA_VISIBLE_DEVICES": names[rank % len(names)] if names else str(rank)}
 
 
 def _fds(child: _Child) -> tuple[int, int]:

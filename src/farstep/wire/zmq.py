@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import cast
 
 import zmq
@@ -33,6 +34,7 @@ _ZAP = "inproc://zeromq.zap.01"
 _DOMAIN = b"farstep"
 MAIN, BULK, BEAT, NODE = b"main", b"bulk", b"beat", b"node"
 """What a routing id ends in: of a worker's connections, and of a node's agent."""
+_AT_ONCE = 64
 _UNSENT = 64
 """Segments that wait in a worker, and that wait at the head for being read, before a sender has to."""
 _LEASE_S = 10.0
@@ -71,6 +73,7 @@ class Hub:
         self.refused = 0
         """Packets on the bulk connection that nobody who was admitted can have sent."""
         self._peers: dict[bytes, Peer] = {}
+        self._keys: dict[int, bytes] = {}
         self._context = zmq.Context()
         try:
             self._listen([address] if isinstance(address, str) else address, lease_s)
@@ -122,6 +125,7 @@ class Hub:
         self.expel(worker)
         pair = KeyPair.fresh()
         peer = self._peers[pair.public] = Peer(worker, incarnation)
+        self._keys[worker] = pair.public
         if self._reliable and worker >= 0:
             peer.token, peer.bulk_route = pair.token, pair.public[:16] + BULK
             seal = Seal(pair.derived(b"bulk"), Side.HEAD) if self._encrypted else None
@@ -129,18 +133,17 @@ class Hub:
         return pair
 
     def expel(self, worker: int) -> None:
-        self._peers = {key: peer for key, peer in self._peers.items() if peer.worker != worker}
+        self._peers.pop(self._keys.pop(worker, b""), None)
 
     def drain(self) -> Iterator[tuple[Peer, Received]]:
         """Answer handshakes and yield every message that has arrived."""
-        while True:
-            while _readable(self._zap):
-                self._answer(self._zap.recv_multipart())
-            ready = [router for router in self._routers if _readable(router)]
-            if not ready:
-                return
-            for router in ready:
-                frames = router.recv_multipart(copy=False)
+        arrived = True
+        while arrived:
+            for request in _waiting(self._zap):
+                self._answer([frame.bytes for frame in request])
+            arrived = False
+            for router, frames in self._next():
+                arrived = True
                 peer = self._peers.get(str(frames[-1].get("User-Id")).encode())
                 if peer is None or len(frames) < 2:
                     continue  # a key that was taken back meanwhile
@@ -152,6 +155,12 @@ class Hub:
                     yield peer, Received(rest)
                     continue
                 yield from self._taken(peer, Packet(router is self._bulk, rest))
+
+    def _next(self) -> Iterator[tuple[zmq.Socket[bytes], list[zmq.Frame]]]:
+        """Some of what waits, in turn."""
+        for router in self._routers:
+            for frames in islice(_waiting(router), _AT_ONCE):
+                yield router, frames
 
     def _taken(self, peer: Peer, packet: Packet) -> Iterator[tuple[Peer, Received]]:
         if peer.session is None:
@@ -188,7 +197,7 @@ class Hub:
 
     def send(self, worker: int, frames: Sequence[Buffer]) -> bool:
         """Send, unless nobody is connected there: False. A worker's launcher or lease says that it has gone."""
-        peer = next((p for p in self._peers.values() if p.worker == worker), None)
+        peer = self._peers.get(self._keys.get(worker, b""))
         if peer is None:
             return False
         if peer.session is None:
@@ -244,8 +253,11 @@ def _keep_asking(socket: zmq.Socket[bytes], lease_s: float) -> None:
     socket.heartbeat_ivl, socket.heartbeat_timeout = int(_PING * lease_s * 1000), int(_SILENT * lease_s * 1000)
 
 
-def _readable(socket: zmq.Socket[bytes]) -> bool:
-    return bool(int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+def _waiting(socket: zmq.Socket[bytes]) -> Iterator[list[zmq.Frame]]:
+    """What has arrived; to try is cheaper than to ask."""
+    with contextlib.suppress(zmq.Again):
+        while True:
+            yield socket.recv_multipart(zmq.DONTWAIT, copy=False)
 
 
 def bulk_address(address: str, port: str) -> str:
@@ -352,8 +364,9 @@ class DealerLink:
                 self._service(self._session)
                 if self._messages:
                     return self._messages.popleft()
-            elif _readable(self._socket):
-                return Received([frame.buffer for frame in self._socket.recv_multipart(copy=False)])
+            else:
+                for frames in _waiting(self._socket):
+                    return Received([frame.buffer for frame in frames])
             if (left := deadline - time.monotonic()) <= 0:
                 return None
             self.wait((), min(left, 1.0))
@@ -365,12 +378,12 @@ class DealerLink:
         if any([self._main.look(), self._bulk.look()]):
             self._put(session.back())
         for connection in (self._main, self._bulk):
-            while _readable(connection.socket):
-                frames = [frame.buffer for frame in connection.socket.recv_multipart(copy=False)]
+            for message in _waiting(connection.socket):
+                frames = [frame.buffer for frame in message]
                 with contextlib.suppress(WireError):  # on the bulk connection anybody may try
                     for answer in session.receive(Packet(connection is self._bulk, frames), now):
                         self._put(answer)
-                self._messages.extend(Received(message) for message in session.messages())
+                self._messages.extend(map(Received, session.messages()))
         if session.owes_report and now - self._reported_at > REPORT_S:
             self._reported_at = now
             self._put(session.report())

@@ -51,8 +51,10 @@ _KNOWN_ERRORS = ("builtins", "farstep.errors")
 class Worker:
     """Hosts a range of environment slots and does what the head's tickets say."""
 
-    def __init__(self, link: Link, worker: int, incarnation: int, run: str, words: memoryview) -> None:
-        self._link, self._words = link, words
+    def __init__(
+        self, link: Link, worker: int, incarnation: int, run: str, words: memoryview, has_gpu: bool = False
+    ) -> None:
+        self._link, self._words, self._has_gpu = link, words, has_gpu
         self._id = (worker, incarnation, run)
         self._tickets: deque[tuple[m.Ticket, list[Any]]] = deque()
         self._unread: deque[Received] = deque()
@@ -217,7 +219,7 @@ class Worker:
         had_torch = "torch" in sys.modules
         assert isinstance(self._host, Host)
         slots = self._host.slots
-        actor = Actor(payload, self._program.inference, self._obs, slots, self._program.weights)
+        actor = Actor(payload, self._program.inference, self._obs, slots, self._program.weights, self._has_gpu)
         if "torch" in sys.modules and not had_torch:
             sys.modules["torch"].set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
             self._seed_globals(self._program.seed, slots.first)
