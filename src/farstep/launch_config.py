@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 
-from farstep.config import LaunchConfig
+from farstep.config import LaunchConfig, is_number
 from farstep.errors import ConfigError
 
 
@@ -111,3 +112,47 @@ class SlurmConfig(EngineConfig):
                 raise ConfigError(f"SlurmConfig.{name} is {value!r}; expected a word.")
         if self.partition and self.slurm_partition and self.partition != self.slurm_partition:
             raise ConfigError("SlurmConfig has both partition and slurm_partition; they mean the same, give one.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RayConfig(EngineConfig):
+    """Workers on the nodes of a Ray cluster; each of `nodes` is an actor with the resources of its workers."""
+
+    address: str | None = None
+    """Of the cluster: `auto` finds one that runs, `local` starts one on this machine. None: the one that this program
+    has joined, or `auto`, or else `local`."""
+    resources_per_node: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """What an actor takes beyond CPUs (`workers_per_node` times `cpus_per_worker`) and `gpus_per_node`: Ray's custom
+    resources, or `memory` in bytes."""
+    namespace: str | None = None
+    """Ray's namespace for the actors; None: one without a name."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("address", "namespace"):
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, str) and value):
+                raise ConfigError(f"RayConfig.{name} is {value!r}; expected text, e.g. 'auto', or None.")
+        if self.address is not None and self.address.startswith("ray://"):
+            raise ConfigError(
+                f"RayConfig.address is {self.address!r}, of a Ray Client server; give the cluster's own address "
+                "(host:6379), and run on a machine that its nodes can reach."
+            )
+        resources = self.resources_per_node
+        if not isinstance(resources, Mapping) or not all(
+            isinstance(name, str) and name and is_number(amount) and 0 < amount < math.inf
+            for name, amount in resources.items()
+        ):
+            raise ConfigError(
+                f"RayConfig.resources_per_node is {resources!r}; expected amounts by name, e.g. {{'camera': 1}}."
+            )
+        for name, word in (("CPU", "cpus_per_worker"), ("GPU", "gpus_per_node")):
+            if name in resources:
+                raise ConfigError(f"RayConfig.resources_per_node has {name}; give {word} instead.")
+        object.__setattr__(self, "resources_per_node", {name: float(amount) for name, amount in resources.items()})
+        for name in ("python", "setup"):
+            if getattr(self, name):
+                raise ConfigError(
+                    f"RayConfig.{name} is {getattr(self, name)!r}, but Ray itself starts Python on its nodes; call "
+                    "ray.init(runtime_env=...) first, which actors of farstep then use, too."
+                )

@@ -10,9 +10,10 @@ from farstep.launch.engine import Engine
 from farstep.launch.inprocess import InprocessLauncher
 from farstep.launch.local import LocalLauncher
 from farstep.launch.network import NetworkLauncher
+from farstep.launch.ray import RayEngine
 from farstep.launch.slurm import SlurmEngine
 from farstep.launch.ssh import SSHEngine
-from farstep.launch_config import EngineConfig, SlurmConfig, SSHConfig
+from farstep.launch_config import EngineConfig, RayConfig, SlurmConfig, SSHConfig
 
 
 def launcher_for(config: LaunchConfig, workers: int, envs: int) -> Launcher:
@@ -33,6 +34,8 @@ def _engine_for(config: EngineConfig, workers_per_node: int) -> Engine:
     match config:
         case SSHConfig():
             return SSHEngine(config)
+        case RayConfig():
+            return RayEngine(config, workers_per_node)
         case SlurmConfig():
             return SlurmEngine(config, workers_per_node)
     raise ConfigError(f"{type(config).__name__} is not an engine that this version can start.")

@@ -83,7 +83,11 @@ class ClusterLauncher(Launcher):
         self._nonsense: Counter[int] = Counter()
         self._misfit: LaunchError | None = None
         """Of a node that cannot be used."""
-        self._hub = Hub([f"tcp://{address}:*" for address in engine.listen_on()], config.lease_s, reliable=True)
+        try:
+            self._hub = Hub([f"tcp://{address}:*" for address in engine.listen_on()], config.lease_s, reliable=True)
+        except BaseException:
+            engine.close()
+            raise
 
     # ---- what the head calls ----
 

@@ -9,8 +9,10 @@ from typing import Any, Literal
 
 from farstep.config import EnvConfig, InProcessConfig, LaunchConfig, LocalConfig, check_count, check_seed
 from farstep.errors import ConfigError
+from farstep.launch_config import RayConfig
 
-LauncherName = Literal["local", "inprocess"]
+LauncherName = Literal["local", "inprocess", "ray"]
+_LAUNCHERS: dict[str, type[LaunchConfig]] = {"local": LocalConfig, "inprocess": InProcessConfig, "ray": RayConfig}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +32,7 @@ class RunConfig:
     workers: int | None = None
     """worker processes; none given: one per core"""
     launcher: LauncherName = "local"
-    """where workers run: processes of this machine, or inside this one (to debug)"""
+    """where workers run: processes of this machine, inside this one (to debug), or on a Ray cluster"""
     total_steps: int = 500_000
     """environment steps to train for"""
     target_return: float | None = None
@@ -92,8 +94,7 @@ class RunConfig:
 
     def launch_config(self, workers: int | None = None) -> LaunchConfig:
         """Where they run, on as many workers as the run has or, for others than its own, as are given."""
-        kind = LocalConfig if self.launcher == "local" else InProcessConfig
-        return kind(workers_per_node=workers or self.workers)
+        return _LAUNCHERS[self.launcher](workers_per_node=workers or self.workers)
 
 
 def _json_object(name: str, text: str) -> dict[str, Any]:

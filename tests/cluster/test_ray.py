@@ -1,0 +1,295 @@
+"""Workers on a real Ray cluster: the contract of launchers, lost nodes, a lost cluster, a killed head, no room."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from checks import assert_balanced, assert_sound, cluster, eventually, within
+
+import farstep
+from farstep.testing import TableAgent, check_launcher
+
+if importlib.util.find_spec("ray") is None and os.environ.get("FARSTEP_ENGINES") != "required":
+    pytest.skip("pip install farstep[ray]", allow_module_level=True)
+
+from ray_nodes import RayCluster
+
+LEASE_S = 20.0  # ten, and as much again for a busy machine
+TAG = "FARSTEP_TEST_TAG"
+HEAD = """
+import json, signal, sys
+import farstep
+from farstep.testing import CountingEnv, TableAgent
+
+config = farstep.RayConfig(address=sys.argv[1], nodes=2, workers_per_node=1)
+env = farstep.ClusterEnv({"type": "factory", "env_name": CountingEnv, "envs_per_node": 2, "seed": 5}, config)
+_, info = env.reset()
+env.collect(TableAgent(), steps=4)
+print(json.dumps(env.stats()["nodes"]), flush=True)
+signal.pause()
+"""
+JOINED = """
+import os, sys
+import ray
+import farstep
+from farstep.testing import CountingEnv, TableAgent
+
+ray.init(address=sys.argv[1], namespace="mine", runtime_env={"env_vars": {"OF_THE_USER": "yes"}}, log_to_driver=False)
+
+
+class TellingEnv(CountingEnv):
+    def reset(self, **options):
+        obs, info = super().reset(**options)
+        return obs, {**info, "told": os.environ.get("OF_THE_USER", "no")}
+
+
+config = farstep.RayConfig(workers_per_node=1)
+with farstep.ClusterEnv({"type": "factory", "env_name": TellingEnv, "seed": 5}, config) as env:
+    _, info = env.reset()
+    assert list(info["told"]) == ["yes"], info
+    assert any(actor["namespace"] == "mine" for actor in ray.util.list_named_actors(all_namespaces=True))
+assert ray.is_initialized()
+print(ray.get(ray.remote(num_cpus=0)(lambda: "still mine").remote()))
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def patient_ray() -> Iterator[None]:
+    """How soon Ray's processes give up when the cluster's first node is gone."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_gcs_rpc_server_reconnect_timeout_s", "5")
+        yield
+
+
+@pytest.fixture(scope="module")
+def ray_cluster() -> Iterator[RayCluster]:
+    with RayCluster(nodes=2, cpus=4) as started, pytest.MonkeyPatch.context() as patch:
+        for name, value in started.environment.items():
+            patch.setenv(name, value)
+        yield started
+
+
+def join(patch: pytest.MonkeyPatch, started: RayCluster) -> None:
+    for name, value in started.environment.items():
+        patch.setenv(name, value)
+
+
+class Continuity:
+    """Whether batches go on, slot by slot, where the ones before left off, or say that they do not."""
+
+    def __init__(self) -> None:
+        self._last: dict[int, Any] = {}
+
+    def __call__(self, batch: farstep.Batch) -> None:
+        for i, slot in enumerate(batch.slots):
+            if not batch["episode_start"][0, i] and batch.continues[i]:
+                np.testing.assert_array_equal(batch["obs"][0, i], self._last[slot])
+            self._last[slot] = batch.last_obs[i].copy()
+
+
+def kill(node: dict[str, Any]) -> None:
+    os.kill(node["pid"], signal.SIGKILL)
+
+
+def living(pids: list[int]) -> list[int]:
+    return [pid for pid in pids if Path(f"/proc/{pid}/cmdline").exists() and Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+def tagged(tag: str) -> list[str]:
+    """Living processes with the tag in their environment."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and f"{TAG}={tag}".encode() in (entry / "environ").read_bytes().split(b"\0"):
+                found.append((entry / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+        except OSError:
+            continue
+    return found
+
+
+def commands() -> dict[int, str]:
+    """Command lines of all processes."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                found[int(entry.name)] = (entry / "cmdline").read_text().replace("\0", " ")
+    return found
+
+
+@pytest.mark.timeout(600)
+def test_the_contract(ray_cluster: RayCluster) -> None:
+    check_launcher(functools.partial(farstep.RayConfig, address=ray_cluster.address), kill_node=kill)
+
+
+@pytest.mark.timeout(300)
+def test_a_lost_node_costs_only_what_it_was_doing(monkeypatch: pytest.MonkeyPatch) -> None:
+    with RayCluster(nodes=2, cpus=2) as started:
+        join(monkeypatch, started)
+        config = farstep.RayConfig(nodes=2, min_nodes=1, workers_per_node=2, lease_s=5.0)
+        with cluster(envs=4, config=config) as env:
+            agent, follows = TableAgent(), Continuity()
+
+            def batches_of(columns: int) -> None:
+                for batch in env.stream(agent, steps=16, max_staleness=1):
+                    assert_sound(batch)
+                    follows(batch)
+                    env.publish(agent)
+                    if batch["obs"].shape[1] == columns:
+                        return
+
+            within(lambda: batches_of(8), 120)
+            assert len({node["place"] for node in env.stats()["nodes"]}) == 2, "two agents, on two nodes"
+            started.kill_node(1)
+            within(lambda: batches_of(4), 60)
+            started.start_node(3)  # as an autoscaler would
+            within(lambda: batches_of(8), 120)
+            stats = env.stats()
+            assert_balanced(stats)
+            assert len(stats["nodes"]) == 2
+
+
+@pytest.mark.timeout(300)
+def test_a_lost_cluster_is_an_error_and_not_the_end_of_the_learner(monkeypatch: pytest.MonkeyPatch) -> None:
+    with RayCluster(nodes=1, cpus=2) as started:
+        join(monkeypatch, started)
+        with cluster(config=farstep.RayConfig(workers_per_node=1, restart_budget=2)) as env:
+            agent = TableAgent()
+            env.collect(agent, steps=4)
+            started.kill_node(0)
+            started.kill_node(1)
+
+            def collect() -> None:
+                while True:
+                    assert_sound(env.collect(agent, steps=4))
+
+            with pytest.raises(farstep.LaunchError, match=r"the connection to Ray has ended|cannot be joined"):
+                within(collect, 180)
+
+
+@pytest.mark.timeout(240)
+def test_the_process_that_talks_to_ray_is_replaced(ray_cluster: RayCluster) -> None:
+    with cluster(config=farstep.RayConfig(workers_per_node=1)) as env:
+        agent = TableAgent()
+        env.collect(agent, steps=4)
+        (before,) = env.stats()["nodes"]
+        (driver,) = [pid for pid, line in commands().items() if f"ray_driver import main; main() {os.getpid()}" in line]
+        os.kill(driver, signal.SIGKILL)
+
+        def until_replaced() -> None:
+            while [node["pid"] for node in env.stats()["nodes"]] in ([], [before["pid"]]):
+                assert_sound(env.collect(agent, steps=4))
+
+        within(until_replaced, 120)
+        assert_sound(env.collect(agent, steps=4))
+        assert not living([before["pid"]])
+        assert_balanced(env.stats())
+
+
+@pytest.mark.timeout(240)
+def test_a_killed_head_leaves_no_agent(ray_cluster: RayCluster) -> None:
+    agents, _ = killed_head(ray_cluster.address)
+    eventually(lambda: not living(agents), LEASE_S)
+
+
+@pytest.mark.timeout(240)
+def test_a_killed_head_leaves_nothing_of_a_cluster_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = set(Path("/tmp").glob("farstep-ray-*"))
+    agents, tag = killed_head("local")
+    eventually(lambda: not living(agents), LEASE_S)
+    eventually(lambda: not tagged(tag), LEASE_S)
+    assert set(Path("/tmp").glob("farstep-ray-*")) <= before
+
+
+def killed_head(address: str) -> tuple[list[int], str]:
+    """The processes of its agents, and the tag of all that it started itself."""
+    tag = uuid.uuid4().hex
+    environment = {**os.environ, TAG: tag}
+    with subprocess.Popen(
+        [sys.executable, "-c", HEAD, address], stdout=subprocess.PIPE, env=environment, text=True
+    ) as head:
+        assert head.stdout is not None
+        try:
+            nodes = json.loads(within(head.stdout.readline, 120))
+        finally:
+            head.kill()
+        agents = [int(node["pid"]) for node in nodes]
+        assert len(agents) == 2
+    return agents, tag
+
+
+@pytest.mark.timeout(240)
+def test_a_program_that_has_joined_ray_itself_stays_joined(ray_cluster: RayCluster) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", JOINED, ray_cluster.address], capture_output=True, text=True, timeout=200
+    )
+    assert done.stdout == "still mine\n", done.stderr
+
+
+@pytest.mark.timeout(240)
+def test_nobody_else_is_let_into_a_cluster_of_its_own() -> None:
+    with cluster(config=farstep.RayConfig(address="local", workers_per_node=1)) as env:
+        env.launch()
+        found = re.search(r"farstep-ray-.*gcs-address=([\d.:]+)", "\n".join(commands().values()))
+        assert found
+        address = found[1]
+        stranger = cluster(config=farstep.RayConfig(address=address, workers_per_node=1))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("RAY_AUTH_MODE", "token")
+            patch.setenv("RAY_AUTH_TOKEN", "0" * 64)
+            with pytest.raises(farstep.LaunchError, match=r"cannot be joined.*InvalidAuthToken"):
+                within(stranger.launch, 120)
+
+
+@pytest.mark.timeout(240)
+def test_a_learner_of_farstep_trains_on_ray(ray_cluster: RayCluster, tmp_path: Path) -> None:
+    options = "--env CartPole-v1 --launcher ray --workers 2 --num-envs 4 --num-steps 32 --total-steps 512 --name first"
+    command = [sys.executable, "-m", "farstep", "train", "ppo", *options.split(), "--folder", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    metrics = (tmp_path / "first" / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(metrics[-1])["step"] == 512
+
+
+@pytest.mark.timeout(120)
+def test_without_room_a_sentence_says_so(ray_cluster: RayCluster) -> None:
+    config = farstep.RayConfig(workers_per_node=8, nodes=2, resources_per_node={"camera": 1}, queue_s=4.0)
+    with pytest.raises(farstep.LaunchError) as caught, cluster(envs=8, config=config) as env:
+        within(env.launch, 60)
+    assert "2 agents wait for a place in Ray's cluster" in str(caught.value)
+    assert "8 CPU, 1 camera each; the cluster has 8 CPU, 0 camera on 3 nodes" in str(caught.value)
+    assert "no node is large enough" in str(caught.value)
+
+
+@pytest.mark.timeout(120)
+def test_keys_are_in_no_command_environment_or_log(ray_cluster: RayCluster) -> None:
+    with cluster(config=farstep.RayConfig(nodes=2, workers_per_node=1)) as env:
+        env.collect(TableAgent(), steps=4)
+        places = [
+            Path(f"/proc/{node['pid']}/{what}") for node in env.stats()["nodes"] for what in ("cmdline", "environ")
+        ]
+        places += [path for path in ray_cluster.folder.rglob("*") if path.is_file()]
+        assert len(places) > 10
+        for path in places:
+            assert b"server_key" not in path.read_bytes(), path
+
+
+@pytest.mark.timeout(150)
+def test_an_address_where_nobody_is_is_an_error() -> None:
+    env = cluster(config=farstep.RayConfig(address="127.0.0.1:9", workers_per_node=1))
+    with pytest.raises(farstep.LaunchError, match=r"Ray at '127.0.0.1:9' cannot be joined.*ray start --head"):
+        within(env.launch, 140)
