@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from farstep.errors import WorkerError as WorkerError
     from farstep.errors import WorkerStuck as WorkerStuck
     from farstep.head.stats import scalars as scalars
+    from farstep.launch_config import KubernetesConfig as KubernetesConfig
     from farstep.vector_env import make_vec as make_vec
     from farstep.workflow import Workflow as Workflow
 
@@ -48,6 +49,7 @@ _HOMES = {
     "EnvConfig": "config",
     "FullBatch": "buffer.samplers",
     "InProcessConfig": "config",
+    "KubernetesConfig": "launch_config",
     "LocalConfig": "config",
     "ObjectKeyTrigger": "buffer.triggers",
     "TimeTrigger": "buffer.triggers",

@@ -8,10 +8,11 @@ from farstep.errors import ConfigError
 from farstep.launch.cluster import ClusterLauncher
 from farstep.launch.engine import Engine
 from farstep.launch.inprocess import InprocessLauncher
+from farstep.launch.kubernetes import KubernetesEngine
 from farstep.launch.local import LocalLauncher
 from farstep.launch.network import NetworkLauncher
 from farstep.launch.ssh import SSHEngine
-from farstep.launch_config import EngineConfig, SSHConfig
+from farstep.launch_config import EngineConfig, KubernetesConfig, SSHConfig
 
 
 def launcher_for(config: LaunchConfig, workers: int, envs: int) -> Launcher:
@@ -31,4 +32,6 @@ def _engine_for(config: EngineConfig) -> Engine:
     match config:
         case SSHConfig():
             return SSHEngine(config)
+        case KubernetesConfig():
+            return KubernetesEngine(config)
     raise ConfigError(f"{type(config).__name__} is not an engine that this version can start.")
