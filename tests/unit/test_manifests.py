@@ -73,7 +73,10 @@ def test_keys_are_in_the_secret_alone_which_only_the_pods_user_can_read() -> Non
     secret, job, _ = asked()
     assert base64.b64decode(secret["data"]["bootstrap"]) == b'{"key": 1}'
     assert pod_of(job)["volumes"] == [
-        {"name": "farstep", "secret": {"secretName": secret["metadata"]["name"], "defaultMode": 0o400}}
+        {
+            "name": "farstep",
+            "secret": {"secretName": secret["metadata"]["name"], "defaultMode": 0o400, "optional": False},
+        }
     ]
     (container,) = pod_of(job)["containers"]
     assert container["volumeMounts"] == [{"name": "farstep", "mountPath": "/run/farstep", "readOnly": True}]

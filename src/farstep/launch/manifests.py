@@ -94,7 +94,9 @@ def pod_template(config: KubernetesConfig, secret_name: str, labels: Mapping[str
     """A pod with one agent, told where to connect through a file that only its user can read."""
     spec: Manifest = {
         "containers": [_container(config)],
-        "volumes": [{"name": "farstep", "secret": {"secretName": secret_name, "defaultMode": 0o400}}],
+        "volumes": [
+            {"name": "farstep", "secret": {"secretName": secret_name, "defaultMode": 0o400, "optional": False}}
+        ],
         "terminationGracePeriodSeconds": int(grace_s) + 5,
         "automountServiceAccountToken": config.service_account is not None,
         "enableServiceLinks": False,
