@@ -1,4 +1,4 @@
-"""farstep's pods for real: podman runs the manifests that Kubernetes would get (a real cluster: `make test-kubernetes`)."""
+"""Pods for real: podman runs the manifests that Kubernetes would get. A real cluster: `make test-kubernetes`."""
 
 from __future__ import annotations
 
