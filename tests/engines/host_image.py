@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
+import json
+import platform
 import sys
 import tarfile
 from pathlib import Path
@@ -26,9 +29,40 @@ def write_root(tar: Path) -> None:
             link = tarfile.TarInfo(name)
             link.type, link.linkname = tarfile.SYMTYPE, target
             files.addfile(link)
-        users = tarfile.TarInfo("etc/passwd")
-        users.size = len(_USERS)
-        files.addfile(users, io.BytesIO(_USERS.encode()))
+        _add(files, "etc/passwd", _USERS.encode())
+
+
+def write_archive(archive: Path, name: str, root: Path, command: str) -> None:
+    """An image of one layer, as `ctr images import` takes it."""
+    layer = root.read_bytes()
+    digest = hashlib.sha256(layer).hexdigest()
+    machine = {"x86_64": "amd64", "aarch64": "arm64"}[platform.machine()]
+    settings = {
+        "architecture": machine,
+        "os": "linux",
+        "config": {"Cmd": [command]},
+        "rootfs": {"type": "layers", "diff_ids": [f"sha256:{digest}"]},
+    }
+    listed = [{"Config": "config.json", "RepoTags": [name], "Layers": ["layer.tar"]}]
+    contents = {"config.json": settings, "manifest.json": listed}
+    with tarfile.open(archive, "w") as files:
+        for file, data in {
+            **{key: json.dumps(value).encode() for key, value in contents.items()},
+            "layer.tar": layer,
+        }.items():
+            _add(files, file, data)
+
+
+def write_program(tar: Path, program: Path) -> None:
+    """A root with one static program."""
+    with tarfile.open(tar, "w") as files:
+        _add(files, program.name, program.read_bytes(), 0o755)
+
+
+def _add(files: tarfile.TarFile, name: str, data: bytes, mode: int = 0o644) -> None:
+    info = tarfile.TarInfo(name)
+    info.size, info.mode = len(data), mode
+    files.addfile(info, io.BytesIO(data))
 
 
 def mounts() -> list[str]:
