@@ -133,14 +133,27 @@ class KubernetesCluster(Network):
         return listed.split()
 
     def _apply_rights(self) -> None:
-        """Those of the page, for the head's user."""
+        """Those of the page, and the same for the head's user."""
         self._kubectl("create", "namespace", NAMESPACE)
         (rights,) = re.findall(r"^ *```yaml\n(.*?)^ *```$", _PAGE.read_text(), re.S | re.M)
-        user = f"{{kind: User, name: {USER}, apiGroup: rbac.authorization.k8s.io}}"
-        rights = re.sub(r"\{kind: ServiceAccount, name: farstep, namespace: rl\}", user, rights)
-        self._kubectl("apply", text=re.sub(r"^   ", "", rights, flags=re.M))
+        user = f"   - {{kind: User, name: {USER}, apiGroup: rbac.authorization.k8s.io}}\n"
+        self._kubectl("apply", text=re.sub(r"^   ", "", rights + user, flags=re.M))
         account = ["get", "serviceaccount", "default", "-n", NAMESPACE]
         self._wait(lambda: bool(self._kubectl(*account, check=False)), "the namespace's account")
+
+    def start_pod(self, name: str, command: list[str]) -> None:
+        """A pod with the rights of the page, that finds the API server where it is: nobody routes services here."""
+        server = {"KUBERNETES_SERVICE_HOST": self.address("control"), "KUBERNETES_SERVICE_PORT": "6443"}
+        path = f"{Path(__file__).parents[2] / 'src'}:{Path(__file__).parent}"
+        spec = host_image.pod_template(**server, PYTHONPATH=path)["spec"]
+        (container,) = spec["containers"]
+        container |= {"name": name, "image": host_image.NAME, "imagePullPolicy": "Never", "command": command}
+        spec |= {"serviceAccountName": "farstep", "restartPolicy": "Never"}
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name, "namespace": NAMESPACE}, "spec": spec}
+        self._kubectl("apply", text=json.dumps(pod))
+
+    def kubectl(self, *arguments: str) -> str:
+        return self._kubectl("-n", NAMESPACE, *arguments)
 
     # ---- nodes ----
 
@@ -276,11 +289,32 @@ def check(cluster: KubernetesCluster, kind: str) -> None:
     wait_until(lambda: not cluster.objects(), "everything of farstep to be gone", 60.0, pause_s=0.5)
 
 
+def check_inside(cluster: KubernetesCluster) -> None:
+    """A head in a pod: what it asks for is its pod's, and goes with it."""
+    cluster.start_pod("head", [sys.executable, "-u", str(Path(__file__).with_name("kubernetes_head.py")), "inside"])
+
+    def is_training() -> bool:
+        with contextlib.suppress(EngineError):  # no log yet
+            said = cluster.kubectl("logs", "head")
+            if "Error" in said:
+                sys.exit(said)
+            return "training" in said
+        return False
+
+    wait_until(is_training, "a head in a pod to train", 120.0, pause_s=0.5)
+    owners = cluster.kubectl("get", "jobs", "-o", "jsonpath={.items[*].metadata.ownerReferences[*].name}")
+    assert owners == "head", owners
+    cluster.kubectl("delete", "pod", "head", "--grace-period=0", "--force")
+    wait_until(lambda: not cluster.objects(), "everything of farstep to be gone", 60.0, pause_s=0.5)
+
+
 def main() -> None:
     programs = kubernetes_build.build(kubernetes_build.cache())
     begun = time.monotonic()
     with KubernetesCluster(programs) as cluster:
         print(f"a cluster of {len(NODES)} nodes is up after {time.monotonic() - begun:.0f} s", flush=True)
+        check_inside(cluster)
+        print(f"a head in a pod trains, and what it asked for goes with it ({time.monotonic() - begun:.0f} s)")
         for kind in ("job", "deployment"):
             check(cluster, kind)
             print(f"{kind}: the contract is kept, and nothing is left ({time.monotonic() - begun:.0f} s)", flush=True)

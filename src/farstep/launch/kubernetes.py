@@ -14,7 +14,7 @@ from farstep.errors import FarstepError, LaunchError
 from farstep.launch.addresses import own_addresses
 from farstep.launch.engine import Standing
 from farstep.launch.guardian import Guardian
-from farstep.launch.kubernetes_api import Api, containers
+from farstep.launch.kubernetes_api import Api, RefusedError, containers
 from farstep.launch.manifests import GROUP_LABEL, RUN_LABEL, Manifest, manifests, owned, owner
 from farstep.launch.process import import_path
 from farstep.launch_config import KubernetesConfig
@@ -23,6 +23,7 @@ log = logging.getLogger("farstep")
 _MOST_LOGS = 8
 _MOST_RESTARTS = 5
 """A pod of a Deployment that ended so often without being told to is not waited for."""
+_COST = "controller.kubernetes.io/pod-deletion-cost"
 _CLEAN_UP = (
     "import sys; from farstep.launch.kubernetes import clean_up; clean_up(sys.argv[1], sys.argv[2], sys.argv[3:])"
 )
@@ -72,7 +73,8 @@ class Pods:
         self._name = self._secret["metadata"]["name"]
         labels = self._secret["metadata"]["labels"]
         self._selector = ",".join(f"{label}={labels[label]}" for label in (RUN_LABEL, GROUP_LABEL))
-        self._objects = [f"{each['kind']}/{each['metadata']['name']}" for each in (*self._workloads, self._secret)]
+        self._there: list[str] = []
+        """Objects that were created, or perhaps were."""
 
     @property
     def _deployed(self) -> bool:
@@ -81,13 +83,22 @@ class Pods:
     def create(self) -> None:
         """The Secret belongs to what needs it, and that to the head's pod, if the head is in one."""
         api = self._api
-        command = [sys.executable, "-c", _CLEAN_UP, api.namespace, api.context or "", *self._objects]
+        names = [_name(each) for each in (*self._workloads, self._secret)]
+        command = [sys.executable, "-c", _CLEAN_UP, api.namespace, api.context or "", *names]
         self._guardian.promise(self._name, command)
         head = api.own_pod()
         above = [] if head is None else [owner(head)]
-        api.create(self._secret)
-        created = [api.create(owned(each, above)) for each in self._workloads]
-        api.patch(self._objects[-1], {"metadata": {"ownerReferences": [owner(each) for each in created]}})
+        self._create(self._secret)
+        owners = [owner(self._create(owned(each, above))) for each in self._workloads]
+        api.patch(_name(self._secret), {"metadata": {"ownerReferences": owners}})
+
+    def _create(self, manifest: Manifest) -> Manifest:
+        self._there.append(_name(manifest))
+        try:
+            return self._api.create(manifest)
+        except RefusedError:
+            self._there.pop()
+            raise
 
     def standing(self) -> Standing:
         pods = self._api.pods(self._selector)
@@ -99,17 +110,17 @@ class Pods:
 
     def _shrink(self, pods: Sequence[Manifest]) -> int:
         """How many pods the Deployment will have; one less for each agent that the head let go."""
-        deployment = self._api.get(self._objects[0])
+        name = _name(self._workloads[0])
+        deployment = self._api.get(name)
         if deployment is None:
             return 0
         replicas = int(deployment["spec"]["replicas"])
         left = [pod for pod in pods if was_let_go(pod)]
         if left and replicas:
             replicas = max(0, replicas - len(left))
-            for pod in left:  # or it would be the scheduler's guess which of them to end
-                cost = {"controller.kubernetes.io/pod-deletion-cost": "-1000"}
-                self._api.patch(f"Pod/{pod['metadata']['name']}", {"metadata": {"annotations": cost}})
-            self._api.patch(self._objects[0], {"spec": {"replicas": replicas}})
+            for pod in left:  # or it would be Kubernetes' guess which of them to end
+                self._api.patch(f"Pod/{pod['metadata']['name']}", {"metadata": {"annotations": {_COST: "-1000"}}})
+            self._api.patch(name, {"spec": {"replicas": replicas}})
         return 0 if pods and all(map(is_hopeless, pods)) else replicas
 
     def logs(self) -> str:
@@ -121,11 +132,15 @@ class Pods:
 
     def cancel(self) -> None:
         try:
-            self._api.delete(self._objects)
+            self._api.delete(self._there)
         except LaunchError as error:
             log.warning("%s Kubernetes' objects of this run (%s) are deleted when it answers.", error, self._selector)
             return
         self._guardian.release(self._name)
+
+
+def _name(manifest: Manifest) -> str:
+    return f"{manifest['kind']}/{manifest['metadata']['name']}"
 
 
 def clean_up(namespace: str, context: str, objects: Sequence[str]) -> None:
@@ -148,8 +163,8 @@ def is_over(job: Manifest) -> bool:
 
 
 def was_let_go(pod: Manifest) -> bool:
-    """Whether its agent ended because the head said so: of a pod that is being deleted, nobody else wants to know."""
-    if pod["metadata"].get("deletionTimestamp"):
+    """Whether its agent ended because the head said so, and nobody has drawn the consequence yet."""
+    if pod["metadata"].get("deletionTimestamp") or _COST in pod["metadata"].get("annotations", {}):
         return False
     ends = [status.get(key, {}).get("terminated") for status in containers(pod) for key in ("state", "lastState")]
     return any(end is not None and end.get("exitCode") == 0 for end in ends)

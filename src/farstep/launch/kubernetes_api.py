@@ -135,7 +135,7 @@ class Api:
         except self._exception as error:
             raise self._refusal(what, error) from None
         except ValueError as error:  # newer clients look at what they send
-            raise LaunchError(
+            raise RefusedError(
                 f"Kubernetes' client refused to {what}: {' '.join(str(error).split())}. Is "
                 "KubernetesConfig.pod_template as Kubernetes writes it, and the package kubernetes new enough for it?"
             ) from None
@@ -152,19 +152,25 @@ class Api:
             said = str(json.loads(said)["message"])
         said = said.strip().rstrip(".")
         if error.status in (401, 403):
-            return LaunchError(
+            return RefusedError(
                 f"Kubernetes does not let this user {what} in the namespace {self.namespace!r}: {said}. "
                 "docs/kubernetes.md has the Role that farstep needs."
             )
         if error.status == 404 and "namespaces" in said:
-            return LaunchError(
+            return RefusedError(
                 f"the namespace {self.namespace!r} does not exist. Create it: kubectl create namespace {self.namespace}"
             )
+        if error.status >= 500:
+            return LaunchError(f"the Kubernetes API server failed to {what}: {said}.")
         refused = f"Kubernetes refused to {what} in the namespace {self.namespace!r}: {said}."
-        return _NotFoundError(refused) if error.status == 404 else LaunchError(refused)
+        return _NotFoundError(refused) if error.status == 404 else RefusedError(refused)
 
 
-class _NotFoundError(LaunchError):
+class RefusedError(LaunchError):
+    """The API server answered, and did not do it."""
+
+
+class _NotFoundError(RefusedError):
     """There is no such object."""
 
 
