@@ -19,7 +19,7 @@ from typing import Any
 
 import host_image
 import kubernetes_build
-from guarded import EngineError, Guarded, require, system_path, wait_until
+from guarded import EngineError, Guarded, require, system_path, tail, wait_until
 from namespaces import Network
 
 NODES = ("node1", "node2")
@@ -173,9 +173,11 @@ class KubernetesCluster(Network):
         # Of its own, as nodes do not share these; what kubelet mounts must be seen by containerd.
         hidden = " ".join(f"mount -t tmpfs tmpfs {path};" for path in ("/run", "/var/lib", "/var/log"))
         self.run(node, ["sh", "-ec", f"mount --make-rshared /; {hidden} mkdir -p /run/netns /var/lib/kubelet"])
-        number = self.address(node).rpartition(".")[2]
+        for other in NODES:
+            if other != node:
+                self.run(node, ["ip", "route", "replace", self._subnet(other), "via", self.address(other)])
         (folder / "cni").mkdir()
-        (folder / "cni" / "10.conflist").write_text(json.dumps(_network(number, folder)))
+        (folder / "cni" / "10.conflist").write_text(json.dumps(_network(self._subnet(node), folder)))
         (folder / "containerd.toml").write_text(_CONTAINERD.format(folder=folder, pause=_PAUSE))
         (folder / "kubelet.json").write_text(json.dumps({**_KUBELET, "address": self.address(node)}))
         socket = folder / "containerd.sock"
@@ -201,6 +203,10 @@ class KubernetesCluster(Network):
             lambda: self._kubectl("get", "node", node, "-o", condition, check=False) == "True", node, daemon, kubelet
         )
 
+    def _subnet(self, node: str) -> str:
+        """The addresses of its pods."""
+        return f"10.80.{self.address(node).rpartition('.')[2]}.0/24"
+
     def _serve(self, host: str, name: str, command: list[Any]) -> Guarded:
         with (self.folder / f"{name}.log").open("a") as log:
             return self.popen(host, command, stdout=log, stderr=log, env=system_path(), cwd=self.folder)
@@ -213,9 +219,9 @@ def _flags(options: Mapping[str, object]) -> list[str]:
     return [f"--{name}={value}" for name, value in options.items()]
 
 
-def _network(number: str, folder: Path) -> dict[str, Any]:
+def _network(subnet: str, folder: Path) -> dict[str, Any]:
     """Pods behind a bridge, seen by others as their node."""
-    addresses = {"ranges": [[{"subnet": f"10.80.{number}.0/24"}]], "routes": [{"dst": "0.0.0.0/0"}]}
+    addresses = {"ranges": [[{"subnet": subnet}]], "routes": [{"dst": "0.0.0.0/0"}]}
     ipam = {"type": "host-local", "dataDir": str(folder / "addresses"), **addresses}
     bridge = {"type": "bridge", "bridge": "cni0", "isGateway": True, "ipMasq": True, "ipam": ipam}
     return {"cniVersion": "0.4.0", "name": "pods", "plugins": [bridge]}
@@ -263,6 +269,15 @@ _KUBELET = {
 """Without cgroups of kubelet's own, which need more of them than machines in a container have."""
 
 
+def expect_nothing(cluster: KubernetesCluster) -> None:
+    """Pods have a while to end."""
+    try:
+        wait_until(lambda: not cluster.objects(), "everything of farstep to be gone", 60.0, pause_s=0.5)
+    except EngineError as error:
+        left = cluster.kubectl("get", *cluster.objects(), "-o", "wide")
+        raise EngineError(f"{error}; there is\n{left}") from None
+
+
 def check(cluster: KubernetesCluster, kind: str) -> None:
     """The contract with Jobs or a Deployment; the head says when a node is to crash."""
     head = cluster.popen(
@@ -283,10 +298,12 @@ def check(cluster: KubernetesCluster, kind: str) -> None:
             head.stdin.write("crashed\n")
             head.stdin.flush()
     if head.wait() != 0:
-        raise EngineError(f"the contract is not kept with kind={kind!r}")
+        happened = cluster.kubectl("get", "nodes") + cluster.kubectl("get", "events", "--sort-by=.lastTimestamp")
+        logs = "".join(map(tail, sorted(cluster.folder.glob("*.log"))))
+        raise EngineError(f"the contract is not kept with kind={kind!r}:\n{happened}{logs}")
     for node in crashed:
         cluster.start_node(node)
-    wait_until(lambda: not cluster.objects(), "everything of farstep to be gone", 60.0, pause_s=0.5)
+    expect_nothing(cluster)
 
 
 def check_inside(cluster: KubernetesCluster) -> None:
@@ -305,7 +322,7 @@ def check_inside(cluster: KubernetesCluster) -> None:
     owners = cluster.kubectl("get", "jobs", "-o", "jsonpath={.items[*].metadata.ownerReferences[*].name}")
     assert owners == "head", owners
     cluster.kubectl("delete", "pod", "head", "--grace-period=0", "--force")
-    wait_until(lambda: not cluster.objects(), "everything of farstep to be gone", 60.0, pause_s=0.5)
+    expect_nothing(cluster)
 
 
 def main() -> None:

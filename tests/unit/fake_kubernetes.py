@@ -65,16 +65,20 @@ class FakeKubernetes:
             _lay_over(held, body)
         if verb == "DELETE":
             del self.objects[kind][name]
-            self._collect()
+            self.collect()
         return 200, held
 
-    def _collect(self) -> None:
+    def collect(self) -> None:
+        """Until nothing is left that belongs to nothing."""
+        before = self.names()
         there = {each["metadata"].get("uid") for held in self.objects.values() for each in held.values()}
         for held in self.objects.values():
             for name, each in list(held.items()):
                 owners = each["metadata"].get("ownerReferences")
                 if owners and not any(owner["uid"] in there for owner in owners):
                     del held[name]
+        if self.names() != before:
+            self.collect()
 
 
 def _lay_over(held: dict[str, Any], change: dict[str, Any]) -> None:

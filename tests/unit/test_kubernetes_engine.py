@@ -227,15 +227,20 @@ def test_in_a_pod_everything_belongs_to_it(
         lambda client_configuration: setattr(client_configuration, "host", host),
     )
     cluster.objects["pods"]["head-0"] = {"metadata": {"name": "head-0", "uid": "u-1", "labels": {}}}
-    group = ask(engine(), 1)
+    head = engine()
+    group = ask(head, 1)
     (job,) = cluster.objects["jobs"].values()
     assert job["metadata"]["ownerReferences"] == [{"apiVersion": "v1", "kind": "Pod", "name": "head-0", "uid": "u-1"}]
     (secret,) = cluster.objects["secrets"].values()
     assert secret["metadata"]["ownerReferences"][0]["kind"] == "Job"
     cluster.answer("DELETE", "/api/v1/namespaces/rl/pods/head-0", None)
-    cluster._collect()
+    cluster.collect()
+    assert cluster.names() == []
+    late = ask(head, 1)  # it has not noticed yet
+    cluster.collect()
     assert cluster.names() == []
     group.cancel()
+    late.cancel()
 
 
 HEAD = """

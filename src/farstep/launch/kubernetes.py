@@ -37,6 +37,7 @@ class KubernetesEngine:
     def __init__(self, config: KubernetesConfig) -> None:
         self._config = config
         self._api: Api | None = None
+        self._owners: list[dict[str, str]] = []
         self._guardian = Guardian(environment={"PYTHONPATH": os.pathsep.join(import_path())})
         self._asked = 0
 
@@ -47,10 +48,13 @@ class KubernetesEngine:
     def ask(self, nodes: int, bootstrap: bytes) -> Pods:
         if self._api is None:
             self._api = Api(self._config.namespace, self._config.kube_context)
+            # Known from now on, also to a head that goes on for a moment after its pod was deleted.
+            head = self._api.own_pod()
+            self._owners = [] if head is None else [owner(head)]
         run, number = str(json.loads(bootstrap)["run"]), self._asked
         self._asked += 1
         wanted = manifests(self._config, run, number, nodes, bootstrap, self.grace_s)
-        group = Pods(self._api, wanted, self._guardian)
+        group = Pods(self._api, wanted, self._owners, self._guardian)
         try:
             group.create()
         except BaseException:
@@ -67,8 +71,10 @@ class KubernetesEngine:
 class Pods:
     """Pods that were asked for together (see `engine.Group`)."""
 
-    def __init__(self, api: Api, wanted: Sequence[Manifest], guardian: Guardian) -> None:
-        self._api, self._guardian = api, guardian
+    def __init__(
+        self, api: Api, wanted: Sequence[Manifest], owners: Sequence[dict[str, str]], guardian: Guardian
+    ) -> None:
+        self._api, self._owners, self._guardian = api, owners, guardian
         self._secret, *self._workloads = wanted
         self._name = self._secret["metadata"]["name"]
         labels = self._secret["metadata"]["labels"]
@@ -86,10 +92,8 @@ class Pods:
         names = [_name(each) for each in (*self._workloads, self._secret)]
         command = [sys.executable, "-c", _CLEAN_UP, api.namespace, api.context or "", *names]
         self._guardian.promise(self._name, command)
-        head = api.own_pod()
-        above = [] if head is None else [owner(head)]
         self._create(self._secret)
-        owners = [owner(self._create(owned(each, above))) for each in self._workloads]
+        owners = [owner(self._create(owned(each, self._owners))) for each in self._workloads]
         api.patch(_name(self._secret), {"metadata": {"ownerReferences": owners}})
 
     def _create(self, manifest: Manifest) -> Manifest:
