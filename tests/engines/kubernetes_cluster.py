@@ -94,7 +94,7 @@ class KubernetesCluster(Network):
             "service-account-private-key-file": folder / "account.key",
             "root-ca-file": certificate,
             "node-monitor-period": "1s",
-            "node-monitor-grace-period": "8s",
+            "node-monitor-grace-period": "16s",  # a busy machine's kubelets are late
         }
         for name, options in (("kube-controller-manager", manager), ("kube-scheduler", shared)):
             self._serve("control", name, [self._programs / name, *_flags(options)])

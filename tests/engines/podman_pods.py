@@ -146,7 +146,7 @@ class Played:
 
     def standing(self) -> Standing:
         pods = podman(self._url, "pod", "ps", "--filter", f"name={self._name}", "--format", "{{.Status}}").split()
-        return Standing(f"podman has pods {pods}", sum(pod != "Exited" for pod in pods))
+        return Standing(f"podman has pods {pods}", sum(pod not in ("Exited", "Degraded") for pod in pods))
 
     def logs(self) -> str:
         names = podman(self._url, "ps", "-a", "--filter", f"name={self._name}.*agent", "--format", "{{.Names}}").split()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
+import time
 from typing import Any
 
 import numpy as np
@@ -33,9 +35,28 @@ def train(make_config: Any) -> None:
         assert {node["place"] for node in env.stats()["nodes"]} == {"podman"}
 
 
+def drain(make_config: Any, url: str) -> None:
+    """A pod that is told to end hands over what it has, and is replaced."""
+    source = {"type": "factory", "env_name": CountingEnv, "envs_per_node": 3, "seed": 1}
+    with farstep.ClusterEnv(source, make_config(nodes=2, min_nodes=1, workers_per_node=1)) as env:
+        agent, deadline = TableAgent(), time.monotonic() + 120
+        stopping = None
+        for width in (6, 3, 6):
+            while env.collect(agent, steps=4)["obs"].shape[1] != width:
+                assert time.monotonic() < deadline, f"no batch of {width} columns"
+            if stopping is None:
+                # Not the pod: podman takes its network away at once, which Kubernetes does last.
+                stop = ("stop", "--time", "20", f"{env.stats()['nodes'][1]['host']}-agent")
+                stopping = threading.Thread(target=podman, args=(url, *stop))
+                stopping.start()
+        stopping.join()
+        assert not env.stats()["dropped"], env.stats()["dropped"]
+
+
 if __name__ == "__main__":
     url, folder = sys.argv[1:]
     config = functools.partial(PodmanConfig.make, url, folder)
     train(config)
+    drain(config, url)
     check_launcher(config, kill_node=functools.partial(kill_pod, url))
     print("kept")
