@@ -102,6 +102,8 @@ class KubernetesCluster(Network):
     def kubeconfig(self, token: str) -> Path:
         """A file for clients with this token."""
         path = self.folder / f"{token}.json"
+        if path.exists():  # written once: a daemon may be reading it
+            return path
         server = f"https://{self.address('control')}:6443"
         authority = str(self.folder / "certificates" / "apiserver.crt")
         contents = {
