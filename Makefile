@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 EXTRAS := torch,envs,envpool,tensorboard,ray,dev
 
-.PHONY: help setup demo test lint format bench bench-buffer scaling aaps stagger bench-peers clean
+.PHONY: help setup demo test test-kubernetes lint format bench bench-buffer scaling aaps stagger bench-peers clean
 help:            ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
 
@@ -25,6 +25,9 @@ demo: setup      ## train CartPole-v1 on two local workers until it is solved
 
 test: setup      ## all tests
 	@$(BIN)/python -m pytest
+
+test-kubernetes: setup  ## the launcher contract on a real Kubernetes cluster, built once from Debian's sources (needs root)
+	@$(BIN)/python tests/engines/kubernetes_cluster.py
 
 lint: setup      ## ruff, mypy --strict, import-linter
 	$(BIN)/ruff check .

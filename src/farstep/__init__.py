@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from farstep.errors import WorkerError as WorkerError
     from farstep.errors import WorkerStuck as WorkerStuck
     from farstep.head.stats import scalars as scalars
+    from farstep.launch_config import KubernetesConfig as KubernetesConfig
     from farstep.launch_config import RayConfig as RayConfig
     from farstep.launch_config import SSHConfig as SSHConfig
     from farstep.vector_env import make_vec as make_vec
@@ -50,6 +51,7 @@ _HOMES = {
     "EnvConfig": "config",
     "FullBatch": "buffer.samplers",
     "InProcessConfig": "config",
+    "KubernetesConfig": "launch_config",
     "LocalConfig": "config",
     "ObjectKeyTrigger": "buffer.triggers",
     "RayConfig": "launch_config",

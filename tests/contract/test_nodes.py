@@ -6,13 +6,17 @@ from __future__ import annotations
 import functools
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import farstep
+from farstep.errors import LaunchError
+from farstep.launch.ssh import SSHEngine
 from farstep.launch_config import SSHConfig
-from farstep.testing import check_launcher
+from farstep.testing import CountingEnv, TableAgent, check_launcher
 
 SHELL = """#!/bin/sh
 shift
@@ -35,3 +39,25 @@ def config(folder: Path, nodes: int = 1, max_nodes: int | None = None, **options
 @pytest.mark.timeout(300)
 def test_agents_in_place_of_nodes(tmp_path: Path) -> None:
     check_launcher(functools.partial(config, tmp_path), kill_node=kill_agent)
+
+
+@pytest.mark.timeout(300)
+def test_an_engine_that_fails_for_a_while_does_not_end_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def ask(engine: SSHEngine, nodes: int, bootstrap: bytes, really: Any = SSHEngine.ask) -> Any:
+        asked.append(nodes)
+        if len(asked) == 2:
+            raise LaunchError("the engine does not answer.")
+        return really(engine, nodes, bootstrap)
+
+    monkeypatch.setattr(SSHEngine, "ask", ask)
+    source = {"type": "factory", "env_name": CountingEnv, "envs_per_node": 1, "seed": 1}
+    with farstep.ClusterEnv(source, config(tmp_path, nodes=2, min_nodes=1, workers_per_node=1)) as env:
+        agent, deadline = TableAgent(), time.monotonic() + 120
+        for width in (2, 1, 2):
+            while env.collect(agent, steps=4)["obs"].shape[1] != width:
+                assert time.monotonic() < deadline, f"no batch of {width} columns"
+            if width == 2 and len(asked) == 1:
+                kill_agent(env.stats()["nodes"][1])
+    assert asked == [2, 1, 1]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 from gymnasium import spaces
 
 from farstep.cli import main
@@ -71,6 +72,12 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str,
         (["watch", "nowhere", "--seed", "-1"], ["seed", "-1"]),
         (["plot"], ["at least one run"]),
         (["plot", "nowhere"], ["nowhere"]),
+        (["k8s", "--image", "x"], ["--print"]),
+        (["k8s", "--print"], ["image", "docs/kubernetes.md"]),
+        (["k8s", "--print", "--image", "x", "--kind", "pod"], ["--kind", "'pod'", "deployment"]),
+        (["k8s", "--print", "--image", "x", "--pod-template", "{a"], ["--pod-template"]),
+        (["k8s", "--print", "--image", "x", "--tolerations", "{}"], ["tolerations", "list"]),
+        (["k8s", "--print", "--imag", "x"], ["no option --imag", "--image"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
@@ -132,3 +139,23 @@ def test_what_torch_is_needed_for_says_so(
     status, _, error = said(capsys, command, "runs/NAME")
     assert status == 1
     assert f"'farstep {command}' needs the package torch" in error and "pip install torch" in error
+
+
+def test_manifests_are_printed_without_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    options = [
+        "--image",
+        "x:1",
+        "--nodes",
+        "2",
+        "--setup",
+        "one",
+        "two",
+        "--pod-template",
+        '{"spec": {"hostNetwork": true}}',
+    ]
+    status, output, _ = said(capsys, "k8s", "--print", *options)
+    secret, first, second = yaml.safe_load_all(output)
+    assert status == 0 and "redacted" in secret["stringData"]["bootstrap"]
+    assert [first["kind"], second["kind"]] == ["Job", "Job"]
+    pod = first["spec"]["template"]["spec"]
+    assert pod["hostNetwork"] is True and pod["containers"][0]["command"][2].startswith("one\ntwo\nexec ")

@@ -1,4 +1,4 @@
-"""The `farstep` command: `train`, `watch`, `plot`."""
+"""The `farstep` command: `train`, `watch`, `plot`, `k8s`."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ farstep trains Gymnasium environments on workers, and shows what came of it.
   farstep train ppo --resume runs/NAME                go on where a run stopped
   farstep watch runs/NAME                             render episodes of what it learned to a video
   farstep plot runs/NAME runs/OTHER                   draw return, throughput and staleness to a PNG
+  farstep k8s --print --image NAME                    show what Kubernetes would be asked for
 
 'farstep train ppo --help' lists every option with what it does.
 """
@@ -55,6 +56,8 @@ def _command(name: str) -> Callable[[Sequence[str]], int]:
         from farstep.cli.watch import main as command
     elif name == "plot":
         from farstep.cli.plot import main as command
+    elif name == "k8s":
+        from farstep.cli.k8s import main as command
     else:
-        raise FarstepError(unknown_name("command", name, ["train", "watch", "plot"]))
+        raise FarstepError(unknown_name("command", name, ["train", "watch", "plot", "k8s"]))
     return command

@@ -17,8 +17,14 @@ from farstep.errors import ConfigError
 T = TypeVar("T")
 
 
-def parse(kind: type[T], arguments: Sequence[str], command: str, default: T | None = None) -> T:
-    """The dataclass that the arguments describe; `--help` prints and exits."""
+def parse(
+    kind: type[T],
+    arguments: Sequence[str],
+    command: str,
+    default: T | None = None,
+    registry: tyro.constructors.ConstructorRegistry | None = None,
+) -> T:
+    """The dataclass that the arguments describe; `--help` prints and exits. `registry` has types tyro does not know."""
     known = ["--help", *_options(kind)]
     for argument in arguments:
         name = argument.split("=")[0].replace("_", "-")
@@ -29,7 +35,7 @@ def parse(kind: type[T], arguments: Sequence[str], command: str, default: T | No
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
-            found: Any = tyro.cli(kind, args=list(arguments), prog=command, default=default)
+            found: Any = tyro.cli(kind, args=list(arguments), prog=command, default=default, registry=registry)
     except SystemExit as end:
         if not end.code:
             raise

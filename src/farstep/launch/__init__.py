@@ -8,12 +8,13 @@ from farstep.errors import ConfigError
 from farstep.launch.cluster import ClusterLauncher
 from farstep.launch.engine import Engine
 from farstep.launch.inprocess import InprocessLauncher
+from farstep.launch.kubernetes import KubernetesEngine
 from farstep.launch.local import LocalLauncher
 from farstep.launch.network import NetworkLauncher
 from farstep.launch.ray import RayEngine
 from farstep.launch.slurm import SlurmEngine
 from farstep.launch.ssh import SSHEngine
-from farstep.launch_config import EngineConfig, RayConfig, SlurmConfig, SSHConfig
+from farstep.launch_config import EngineConfig, KubernetesConfig, RayConfig, SlurmConfig, SSHConfig
 
 
 def launcher_for(config: LaunchConfig, workers: int, envs: int) -> Launcher:
@@ -38,4 +39,6 @@ def _engine_for(config: EngineConfig, workers_per_node: int) -> Engine:
             return RayEngine(config, workers_per_node)
         case SlurmConfig():
             return SlurmEngine(config, workers_per_node)
+        case KubernetesConfig():
+            return KubernetesEngine(config)
     raise ConfigError(f"{type(config).__name__} is not an engine that this version can start.")

@@ -231,7 +231,10 @@ class ClusterLauncher(Launcher):
             self._ask_at = math.inf
             return
         log.warning("%s; asking for %d nodes again", last.standing.text, missing)
-        self._ask(missing)
+        try:
+            self._ask(missing)
+        except LaunchError as error:  # an engine that was there may be there again soon
+            log.warning("%s Going on with %d nodes for now.", error, there)
 
     # ---- nodes ----
 

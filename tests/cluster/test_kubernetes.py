@@ -1,0 +1,32 @@
+"""Pods for real: podman runs the manifests that Kubernetes would get. A real cluster: `make test-kubernetes`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from guarded import EngineMissing
+from podman_pods import PodmanPods
+
+HEAD = Path(__file__).parents[1] / "engines" / "pods_head.py"
+
+
+@pytest.fixture
+def pods() -> Iterator[PodmanPods]:
+    try:
+        with PodmanPods() as running:
+            yield running
+    except EngineMissing as missing:
+        pytest.skip(str(missing))
+
+
+@pytest.mark.timeout(600)
+def test_agents_in_pods_keep_the_contract_of_launchers(pods: PodmanPods) -> None:
+    command = [sys.executable, HEAD, pods.url, pods.folder]
+    head = pods.popen("head", command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    said, _ = head.communicate(timeout=580)
+    assert head.returncode == 0 and said.splitlines()[-1] == "kept", said
+    assert pods.pods() == []

@@ -1,0 +1,55 @@
+"""The page of Kubernetes: its commands, its code and its YAML are what they say."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+import farstep
+from farstep.cli import main
+from farstep.launch_config import EngineConfig
+
+PAGE = (Path(__file__).parents[2] / "docs" / "kubernetes.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    found = re.findall(rf"^( *)```{language}\n(.*?)^ *```$", PAGE, re.S | re.M)
+    return [re.sub(rf"^{indent}", "", text, flags=re.M) for indent, text in found]
+
+
+def test_the_command_prints_manifests_that_kubernetes_accepts(capsys: pytest.CaptureFixture[str]) -> None:
+    (command,) = blocks("bash")
+    assert main(shlex.split(command)[1:]) == 0
+    secret, *jobs = yaml.safe_load_all(capsys.readouterr().out)
+    assert [job["metadata"]["namespace"] for job in jobs] == ["rl", "rl"]
+    for manifest in (secret, *jobs):
+        kubernetes_validate.validate(manifest, "1.34", strict=True)
+
+
+def test_the_code_runs() -> None:
+    for code in blocks("python"):
+        names: dict[str, Any] = {"farstep": farstep}
+        exec(code, names)
+        assert isinstance(names["config"], farstep.KubernetesConfig)
+
+
+def test_the_rights_are_what_kubernetes_calls_rights() -> None:
+    (text,) = blocks("yaml")
+    account, role, binding = yaml.safe_load_all(text)
+    for manifest in (account, role, binding):
+        kubernetes_validate.validate(manifest, "1.34", strict=True)
+    assert not any("secrets" in rule["resources"] and {"get", "list"} & set(rule["verbs"]) for rule in role["rules"])
+    assert binding["roleRef"]["name"] == role["metadata"]["name"]
+
+
+def test_every_option_is_there() -> None:
+    own = {field.name for field in fields(farstep.KubernetesConfig)} - {field.name for field in fields(EngineConfig)}
+    missing = {name for name in own if f"`{name}`" not in PAGE}
+    assert not missing

@@ -1,0 +1,34 @@
+"""The image's recipe names things that are there (no test builds it: base images come from a registry)."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+import tomllib
+from pathlib import Path
+
+from farstep.launch import manifests
+
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "Dockerfile").read_text()
+
+
+def test_what_is_copied_is_there_and_not_ignored() -> None:
+    kept = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
+    for sources in re.findall(r"^COPY (?!--from)(.*) \S+$", TEXT, re.M):
+        for source in sources.split():
+            assert (ROOT / source).exists(), source
+            assert any(fnmatch.fnmatch(source, pattern) for pattern in kept), source
+
+
+def test_extras_exist_and_python_is_new_enough() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (extras,) = re.findall(r"^ARG EXTRAS=(.*)$", TEXT, re.M)
+    assert set(extras.split(",")) <= project["optional-dependencies"].keys()
+    (python,) = re.findall(r"^ARG PYTHON=(.*)$", TEXT, re.M)
+    assert project["requires-python"] == f">={python}"
+
+
+def test_its_user_is_the_one_that_pods_run_as() -> None:
+    assert f"USER {manifests._USER}:{manifests._USER}" in TEXT
+    assert f"--uid {manifests._USER}" in TEXT

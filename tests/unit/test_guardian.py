@@ -1,0 +1,84 @@
+"""Promises are kept when the head is gone, and only then."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from farstep.launch.guardian import Guardian, guard
+
+HEAD = """
+import signal, sys
+from farstep.launch.guardian import Guardian
+guardian = Guardian()
+guardian.promise("kept", ["touch", sys.argv[1] + "/kept"])
+guardian.promise("released", ["touch", sys.argv[1] + "/released"])
+guardian.release("released")
+print(guardian.pid, flush=True)
+signal.pause()
+"""
+
+
+def wait_until_gone(pid: int) -> None:
+    deadline = time.monotonic() + 30
+    while Path(f"/proc/{pid}/stat").exists() and Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z":
+        assert time.monotonic() < deadline, f"the guardian {pid} does not end"
+        time.sleep(0.01)
+
+
+def test_a_killed_heads_promises_are_kept(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", HEAD, str(tmp_path)], stdout=subprocess.PIPE, text=True) as head:
+        assert head.stdout is not None
+        guardian = int(head.stdout.readline())
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            os.kill(guardian, number)
+        assert not list(tmp_path.iterdir())
+        head.kill()
+    wait_until_gone(guardian)
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"]
+
+
+def test_without_promises_it_ends_at_once_and_does_nothing(tmp_path: Path) -> None:
+    guardian = Guardian()
+    guardian.close()
+    guardian = Guardian()
+    guardian.promise("a", ["touch", str(tmp_path / "a")])
+    guardian.release("a")
+    guardian.release("b")
+    guardian.close()
+    guardian.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_fork_of_the_head_does_not_hold_it_back(tmp_path: Path) -> None:
+    guardian = Guardian()
+    guardian.promise("a", ["true"])
+    pid = guardian.pid
+    assert pid is not None
+    child = os.fork()
+    if child == 0:
+        signal.pause()
+    try:
+        guardian.close()
+        wait_until_gone(pid)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def test_a_command_that_fails_is_tried_until_the_deadline(tmp_path: Path) -> None:
+    script = tmp_path / "second_time"
+    script.write_text('#!/bin/sh\n[ -e "$0.once" ] && touch "$0.twice" || { touch "$0.once"; exit 1; }\n')
+    script.chmod(0o755)
+    guard([b'{"promise": "a", "command": ["%s"]}\n' % str(script).encode()], 60.0)
+    assert (tmp_path / "second_time.twice").exists()
+
+
+def test_what_cannot_be_kept_is_given_up() -> None:
+    lines = b'{"promise": "a", "command": ["/nowhere"]}\n{"promise": "b", "command": ["sleep", "60"]}\n{"promi'
+    guard(io.BytesIO(lines), 0.3)
