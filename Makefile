@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
-EXTRAS := torch,envs,envpool,tensorboard,ray,dev
+EXTRAS := torch,envs,envpool,tensorboard,ray,kubernetes,dev
 
 .PHONY: help setup demo test test-kubernetes lint format bench bench-buffer scaling aaps stagger bench-peers clean
 help:            ## this list

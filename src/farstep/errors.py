@@ -14,6 +14,7 @@ FarstepError
 ├── WireError            a message that is malformed, oversized or not from an admitted peer
 ├── DeliveryError        a trigger's message that its consumer did not take, or did not finish
 ├── CheckpointError      a checkpoint that cannot be written, or none that can be read (also an OSError)
+├── RewardError          rewards that nothing can be learned from (also a ValueError)
 ├── RunError             a run's folder that is not there, in use, or cannot be read or written (also an OSError)
 ├── EndedError           step() of an ended environment without autoreset (also an AssertionError)
 └── ClosedError          the cluster is closed, or failed earlier and cannot go on
@@ -138,6 +139,10 @@ class DeliveryError(FarstepError):
 
 class CheckpointError(FarstepError, OSError):
     """A checkpoint could not be saved, or none is there that is intact; the message names each and why."""
+
+
+class RewardError(FarstepError, ValueError):
+    """An environment returned a reward that is no finite number; the message names its slot."""
 
 
 class RunError(FarstepError, OSError):

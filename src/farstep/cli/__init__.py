@@ -26,6 +26,8 @@ farstep trains Gymnasium environments on workers, and shows what came of it.
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; its exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if argv is None:
+        sys.path.insert(0, "")  # a module of one's own is found where one is, as by `python -m`
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         sys.stdout.write(_HELP)
         return 0

@@ -60,6 +60,7 @@ def _options(kind: Any) -> list[str]:
 
 def _sentence(text: str) -> str:
     """What tyro says in its box, as one line."""
-    lines = [line.strip("│ ") for line in text.splitlines() if not line.startswith(("╭", "╰", "usage"))]
-    said = re.split(r"─{4,}|Argument helptext|For full helptext", " ".join(lines))[0]
+    lines = [line.strip("│| ") for line in text.splitlines() if not line.startswith(("╭", "╰", "+", "usage"))]
+    said = re.split(r"─{4,}|-{4,}|Argument helptext|For full helptext", " ".join(lines))[0]
+    said = re.sub(r"^(Value error|Parsing error)\s*|Error parsing [\w.]+: ", "", said)
     return re.sub(r"\s+", " ", said).strip().rstrip(".") + "."

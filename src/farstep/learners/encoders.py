@@ -19,6 +19,7 @@ from farstep.learners.normalizers import RunningMoments
 Space = gymnasium.spaces.Space[Any]
 _NATURE = ((32, 8, 4), (64, 4, 2), (64, 3, 1))
 _SMALL = ((16, 3, 1), (32, 3, 1))
+_MOST_NUMBERS = 20_000
 _IMAGE_SIDE = 8
 """A Box with three dimensions and sides of at least this is an image."""
 
@@ -33,13 +34,13 @@ class VectorEncoder(nn.Module):
         self.moments = RunningMoments((self.width,)) if normalize else None
 
     def forward(self, obs: Tensor) -> Tensor:
-        flat = obs.flatten(1).float()
+        flat = obs.reshape(len(obs), self.width).float()
         return flat * self._scale if self.moments is None else self.moments(flat)
 
     def update(self, obs: Tensor) -> None:
         """Take observations `[n, ...]` into the moments."""
         if self.moments is not None:
-            self.moments.update(obs.flatten(1))
+            self.moments.update(obs.reshape(len(obs), self.width))
 
 
 class ImageEncoder(nn.Module):
@@ -76,6 +77,11 @@ class OneHotEncoder(nn.Module):
         super().__init__()
         self._counts = tuple(counts)
         self.width = sum(counts)
+        if self.width > _MOST_NUMBERS:
+            raise SpaceError(
+                f"an observation with one of {self.width:,} numbers would need as many inputs; at most "
+                f"{_MOST_NUMBERS:,} are taken. Give the network something smaller by a wrapper, e.g. the digits."
+            )
         self.register_buffer("start", torch.as_tensor(np.asarray(start, np.int64).reshape(-1)), persistent=False)
 
     def forward(self, obs: Tensor) -> Tensor:

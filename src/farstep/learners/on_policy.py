@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from farstep.batch import Batch
 from farstep.cluster_env import ClusterEnv
+from farstep.errors import RewardError
 from farstep.learners.nets import ActorCritic
 from farstep.learners.optimizing import Loss, Optimizer, Schedule, lean
 from farstep.learners.rollout import Rollout, prepare
@@ -43,6 +45,7 @@ class OnPolicy:
         """Begin an update: the batch as it is learned from, and the learning rate for this part of the run."""
         if self._anneal_lr:
             self._optimizer.anneal(1 - progress)
+        _check_rewards(batch)
         self._statistics.observe_rewards(batch)
         return prepare(self.agent, batch, version, self.device)
 
@@ -62,6 +65,17 @@ class OnPolicy:
     def load(self, state: Mapping[str, dict[str, object]]) -> None:
         self._optimizer.load(state["optimizer"])
         self._statistics.load(state["statistics"])
+
+
+def _check_rewards(batch: Batch) -> None:
+    rewards = batch["reward"]
+    if np.isfinite(rewards).all():
+        return
+    row, column = np.argwhere(~np.isfinite(rewards) & batch["valid"])[0]
+    raise RewardError(
+        f"the environment in slot {batch.slots[column]} returned the reward {rewards[row, column]} (row {row} of a "
+        "rollout), from which nothing can be learned; see to the environment, or clip its rewards by a wrapper."
+    )
 
 
 def rollouts(env: ClusterEnv, agent: ActorCritic, steps: int) -> Iterator[Batch]:

@@ -166,6 +166,12 @@ class Training:
         version = self._env.version
         lag = version - batch["version"][batch["valid"]].astype(np.int64)
         metrics = self._learner.update(batch, version, progress.steps / self._limits.total_steps, timer)
+        if metrics.get("actor/skipped_steps") == 1.0:
+            log.warning(
+                "update %d changed nothing: no gradient in it was finite. Lower the learning rate, or scale rewards "
+                "(normalize_reward)",
+                progress.updates + 1,
+            )
         with timer("publish"):
             self._env.publish(self._learner.agent)
         if self._journal is not None:
