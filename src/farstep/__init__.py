@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from farstep.errors import WorkerError as WorkerError
     from farstep.errors import WorkerStuck as WorkerStuck
     from farstep.head.stats import scalars as scalars
+    from farstep.launch_config import SlurmConfig as SlurmConfig
+    from farstep.launch_config import SSHConfig as SSHConfig
     from farstep.vector_env import make_vec as make_vec
     from farstep.workflow import Workflow as Workflow
 
@@ -50,6 +52,8 @@ _HOMES = {
     "InProcessConfig": "config",
     "LocalConfig": "config",
     "ObjectKeyTrigger": "buffer.triggers",
+    "SSHConfig": "launch_config",
+    "SlurmConfig": "launch_config",
     "TimeTrigger": "buffer.triggers",
     "Timeouts": "config",
     "TransferTrigger": "config",

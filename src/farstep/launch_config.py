@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from collections.abc import Sequence
 
 from farstep.config import LaunchConfig
@@ -63,7 +64,7 @@ class SSHConfig(EngineConfig):
     hosts: Sequence[str] = ()
     """A node each, as ssh takes them (`name`, `user@name`, an alias of its configuration)."""
     ssh: Sequence[str] = ("ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
-    """The command that a host and a command line are appended to."""
+    """The command that a host and a command line are appended to, as words or as one line."""
     nodes: int = 0
     """Of `hosts`, so many are used at a time; 0: all."""
 
@@ -75,7 +76,10 @@ class SSHConfig(EngineConfig):
             )
         object.__setattr__(self, "hosts", hosts)
         object.__setattr__(self, "nodes", self.nodes or len(hosts))
-        object.__setattr__(self, "ssh", tuple(self.ssh))
+        line = self.ssh if isinstance(self.ssh, str) else self.ssh[0] if len(self.ssh) == 1 else None
+        object.__setattr__(self, "ssh", tuple(self.ssh if line is None else shlex.split(line)))
+        if not self.ssh or not all(isinstance(word, str) and word for word in self.ssh):
+            raise ConfigError(f"SSHConfig.ssh is {self.ssh!r}; expected a command, e.g. 'ssh -T -i key'.")
         super().__post_init__()
         if self.most_nodes > len(hosts):
             raise ConfigError(f"SSHConfig asks for {self.most_nodes} nodes and has {len(hosts)} hosts.")

@@ -45,6 +45,7 @@ class Node:
     place: str
     heard: float
     block: int
+    address: str = ""
     workers: dict[int, RemoteWorker] = field(default_factory=dict)
     leaving: bool = False
 
@@ -74,6 +75,8 @@ class ClusterLauncher(Launcher):
         self._groups: dict[int, Watched] = {}
         self._ticked = self._enough_at = time.monotonic()
         self._next_beat = 0.0
+        self.refused: dict[str, str] = {}
+        """Hosts that came and did not fit, with what differs."""
         self._hub = Hub([f"tcp://{address}:*" for address in engine.listen_on()], config.lease_s, reliable=True)
 
     # ---- what the head calls ----
@@ -165,10 +168,25 @@ class ClusterLauncher(Launcher):
 
     def nodes(self) -> list[dict[str, object]]:
         return [
-            {"host": node.host, "pid": node.pid, "place": node.place, "workers": sorted(node.workers)}
+            {
+                "host": node.host,
+                "pid": node.pid,
+                "place": node.place,
+                "address": node.address,
+                "workers": sorted(node.workers),
+            }
             for node in self._blocks
             if node is not None
         ]
+
+    def expected(self) -> int:
+        """Nodes that are there, or may come without being asked for again."""
+        there = sum(node is not None for node in self._blocks)
+        return max(there, sum(max(0, watched.standing.nodes - watched.lost) for watched in self._groups.values()))
+
+    def logs(self) -> str:
+        """Where what nodes said is written, and the end of it."""
+        return "\n".join(text for watched in self._groups.values() if (text := watched.group.logs()))
 
     def close(self) -> None:
         for node in self._nodes.values():
@@ -197,9 +215,8 @@ class ClusterLauncher(Launcher):
 
     def _look_at_groups(self) -> None:
         """Nodes that are over are asked for again, unless none of their group ever came: then something is wrong."""
-        there = sum(node is not None for node in self._blocks)
-        expected = sum(max(0, watched.standing.nodes - watched.lost) for watched in self._groups.values())
-        missing = self._wanted - max(expected, there)
+        expected = self.expected()
+        missing = self._wanted - expected
         now = time.monotonic()
         if not self._groups or missing <= 0 or now < self._ask_at:
             return
@@ -208,11 +225,11 @@ class ClusterLauncher(Launcher):
         self._ask_at = now + min(_MOST_PAUSE_S, 2.0**self._replacements)
         self._replacements += 1
         hopeless = not last.served or self._replacements > self._config.restart_budget
-        if hopeless and there < self._config.fewest_nodes:
+        if hopeless and expected < self._config.fewest_nodes:
             logs = last.group.logs()
             raise LaunchError(f"{last.standing.text}, and {missing} nodes are missing.\n{logs}".rstrip())
         if self._replacements > self._config.restart_budget:
-            log.warning("%s; going on with %d nodes", last.standing.text, there)
+            log.warning("%s; going on with %d nodes", last.standing.text, expected)
             self._ask_at = math.inf
             return
         log.warning("%s; asking for %d nodes again", last.standing.text, missing)
@@ -253,14 +270,20 @@ class ClusterLauncher(Launcher):
         different = mismatches(hello.versions) if hello.run == self._run else ["it belongs to another run"]
         if different:
             self._hub.send_to(route, [n.encode(n.Leave(f"does not fit: {'; '.join(different)}"))])
-            raise LaunchError(
+            said = (
                 f"the node {hello.host} does not fit: {'; '.join(different)}. Install the same versions on all nodes."
             )
+            if self._config.fewest_nodes == self._config.nodes:
+                raise LaunchError(said)
+            if hello.host not in self.refused:
+                log.warning("%s Going on without it.", said)
+            self.refused[hello.host] = "; ".join(different)
+            return
         free = next((i for i, held in enumerate(self._blocks[: self._wanted]) if held is None), None)
         if free is None:
             self._hub.send_to(route, [n.encode(n.Leave("all nodes are there already"))])
             return
-        node = Node(hello.node, group, hello.host, hello.pid, hello.place, time.monotonic(), free)
+        node = Node(hello.node, group, hello.host, hello.pid, hello.place, time.monotonic(), free, hello.address)
         self._nodes[node.name] = self._blocks[free] = node
         self._groups[group].welcomed()
         self._hub.send_to(route, [n.encode(n.NodeBeat(node.name))])

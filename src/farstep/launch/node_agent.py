@@ -73,8 +73,8 @@ class NodeAgent:
 
     def run(self) -> int:
         """Until the head says so, or is gone; the status to exit with."""
-        hello = self._hello()
         link, self._address = self._connect()
+        hello = self._hello()
         next_beat = 0.0
         try:
             while self._running:
@@ -151,7 +151,7 @@ class NodeAgent:
 
     def _hello(self) -> n.NodeHello:
         who = (socket.gethostname(), os.getpid(), usable_cpus(), versions())
-        return n.NodeHello(self._node, self._bootstrap["run"], *who, self._place)
+        return n.NodeHello(self._node, self._bootstrap["run"], *who, self._place, self._address)
 
     def _handle(self, link: DealerLink, message: n.ToNode) -> None:
         self._known = True

@@ -63,23 +63,24 @@ class SlurmEngine:
         folder.mkdir(parents=True, exist_ok=True)
         jobs = Jobs(folder, self._guardian)
         try:
-            for size in self._sizes(nodes):
+            first, self._asked = 0 if self._asked else self._config.fewest_nodes, True
+            for size in job_sizes(nodes, first):
                 jobs.submit(batch_script(self._config, self._per_node, size, bootstrap.decode()), size)
         except BaseException:
             jobs.cancel()
             raise
         return jobs
 
-    def _sizes(self, nodes: int) -> list[int]:
-        """SLURM starts a job when all of its nodes are free: those that must be there together are one job, and others
-        a job each, which may come later and go earlier."""
-        first, self._asked = 0 if self._asked else self._config.fewest_nodes, True
-        return [*([first] if first else []), *[1] * (nodes - first)]
-
     def close(self) -> None:
         for step in self._steps:
             step.end()
         self._guardian.close()
+
+
+def job_sizes(nodes: int, together: int) -> list[int]:
+    """SLURM starts a job when all of its nodes are free: those that must be there together are one job, and others
+    a job each, which may come later and go earlier."""
+    return [*([together] if together else []), *[1] * (nodes - together)]
 
 
 def batch_script(config: SlurmConfig, workers_per_node: int, nodes: int, bootstrap: str = REDACTED) -> str:
