@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 def parse(kind: type[T], arguments: Sequence[str], command: str, default: T | None = None) -> T:
     """The dataclass that the arguments describe; `--help` prints and exits."""
-    known = ["--help", *_options(kind)]
+    known = ["--help", *option_names(kind)]
     for argument in arguments:
         name = argument.split("=")[0].replace("_", "-")
         if name.startswith("--") and name not in known:
@@ -37,7 +37,7 @@ def parse(kind: type[T], arguments: Sequence[str], command: str, default: T | No
     return found  # type: ignore[no-any-return]
 
 
-def _options(kind: Any) -> list[str]:
+def option_names(kind: Any) -> list[str]:
     """All options of a dataclass and those inside it, as tyro names them without prefixes."""
     found: list[str] = []
     base = get_origin(kind) or kind
@@ -45,7 +45,7 @@ def _options(kind: Any) -> list[str]:
     for name, hint in get_type_hints(base).items():
         hint = chosen.get(hint, hint)
         if dataclasses.is_dataclass(hint):
-            found += _options(hint)
+            found += option_names(hint)
         else:
             option = name.replace("_", "-")
             found += [f"--{option}", *([f"--no-{option}"] if hint is bool else [])]
