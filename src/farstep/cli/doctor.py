@@ -63,17 +63,19 @@ def main(arguments: Sequence[str]) -> int:
     logging.getLogger("farstep").setLevel(logging.ERROR)  # what it warns of is said here, in order
     env = _environment(options)
     config, progress = options.config, Progress()
-    found = [
-        *_part("this machine", machine(config)),
-        *_part("the network", addresses(config)),
-        *_part(f"the engine ({launcher})", engine(config, progress.say)),
-    ]
-    if not any(finding.level == "problem" for finding in found) or launcher == "ssh":
-        # A host that does not answer says nothing about the others; without its program no engine gives a node.
+    found = [*_part("this machine", machine(config)), *_part("the network", addresses(config))]
+    fit = _is_fit(found)
+    found += (answers := _part(f"the engine ({launcher})", engine(config, progress.say)))
+    # A host that does not answer says nothing about the others; any other engine gives all nodes or none.
+    if fit and (_is_fit(answers) or (launcher == "ssh" and any(finding.level == "ok" for finding in answers))):
         found += _part("nodes", nodes(config, env, options.wait_s, progress.say))
     count = {level: sum(finding.level == level for finding in found) for level in ("problem", "warning")}
     sys.stdout.write(f"{_number(count['problem'], 'problem')}, {_number(count['warning'], 'warning')}\n")
     return 1 if count["problem"] else 0
+
+
+def _is_fit(findings: Sequence[Finding]) -> bool:
+    return not any(finding.level == "problem" for finding in findings)
 
 
 def _number(count: int, what: str) -> str:

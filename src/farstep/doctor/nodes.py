@@ -62,6 +62,7 @@ def nodes(config: LaunchConfig, env: Mapping[str, object] | None, wait_s: float,
                     f"{place}: {error.message}", "run farstep's own worker there by hand, or look at its log."
                 )
     except FarstepError as error:
+        yield from visit.refused()
         yield problem(str(error), "see what the engine said.")
     finally:
         say("ending")
@@ -179,9 +180,8 @@ class Visit:
         if not missing:
             yield ok(f"all nodes came: {len(self._server.seats)}")
             return
+        yield from self.refused()
         launcher = self._launcher
-        for host, different in (launcher.refused if launcher else {}).items():
-            yield problem(f"{host} does not fit: {different}", "install the same versions there.")
         with self._server.locked():
             waiting = self._server.crew.whereabouts()
             logs = launcher.logs() if launcher else ""
@@ -192,6 +192,10 @@ class Visit:
                 "if they need longer, --wait-s; if the head does not answer them, open its ports or say --head-address."
             )
         yield problem(f"{said}\n{logs}".rstrip(), fix)
+
+    def refused(self) -> Iterator[Finding]:
+        for host, different in (self._launcher.refused if self._launcher else {}).items():
+            yield problem(f"{host} does not fit: {different}", "install the same versions there.")
 
     def _complete(self) -> bool | None:
         ready = len(self.there())

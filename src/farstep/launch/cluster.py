@@ -15,8 +15,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import zmq
+
 from farstep.core import Ended, Launcher, Received, Started
 from farstep.errors import LaunchError, WireError
+from farstep.launch.addresses import own_addresses
 from farstep.launch.engine import Engine, Group, Standing
 from farstep.launch.network import HubLink
 from farstep.launch_config import EngineConfig
@@ -77,7 +80,17 @@ class ClusterLauncher(Launcher):
         self._next_beat = 0.0
         self.refused: dict[str, str] = {}
         """Hosts that came and did not fit, with what differs."""
-        self._hub = Hub([f"tcp://{address}:*" for address in engine.listen_on()], config.lease_s, reliable=True)
+        self._hub = self._listen(engine.listen_on())
+
+    def _listen(self, addresses: Sequence[str]) -> Hub:
+        try:
+            return Hub([f"tcp://{address}:*" for address in addresses], self._config.lease_s, reliable=True)
+        except zmq.ZMQError as error:
+            self._engine.close()
+            raise LaunchError(
+                f"the head cannot listen on {' and '.join(addresses)}: {error}. head_address must name addresses of "
+                f"this machine, such as {' or '.join(own_addresses())}."
+            ) from error
 
     # ---- what the head calls ----
 
@@ -218,14 +231,18 @@ class ClusterLauncher(Launcher):
         expected = self.expected()
         missing = self._wanted - expected
         now = time.monotonic()
-        if not self._groups or missing <= 0 or now < self._ask_at:
+        if not self._groups or missing <= 0:
+            return
+        fewest = self._config.fewest_nodes
+        given_up = math.isinf(self._ask_at)
+        if now < self._ask_at and not (given_up and expected < fewest):
             return
         over = [watched for watched in self._groups.values() if not watched.standing.nodes]
         last = (over or list(self._groups.values()))[-1]
         self._ask_at = now + min(_MOST_PAUSE_S, 2.0**self._replacements)
         self._replacements += 1
         hopeless = not last.served or self._replacements > self._config.restart_budget
-        if hopeless and expected < self._config.fewest_nodes:
+        if hopeless and expected < fewest:
             logs = last.group.logs()
             raise LaunchError(f"{last.standing.text}, and {missing} nodes are missing.\n{logs}".rstrip())
         if self._replacements > self._config.restart_budget:

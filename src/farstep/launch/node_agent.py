@@ -24,6 +24,7 @@ from typing import Any
 
 from farstep.config import usable_cpus
 from farstep.errors import FarstepError
+from farstep.launch.engine import TAKEN_BACK
 from farstep.launch.process import ProcessStarter, WorkerProcess
 from farstep.wire import node_messages as n
 from farstep.wire.keys import KeyPair
@@ -34,10 +35,6 @@ from farstep.worker.bootstrap import read_bootstrap
 log = logging.getLogger("farstep.node")
 _OUTPUT_BYTES = 64 * 1024
 """Of one worker's output, at most so much is sent at a time; what it prints beyond that, only its end."""
-
-
-TAKEN_BACK = 75
-"""The status of an agent that left because its engine said so (`EX_TEMPFAIL`: it would come again)."""
 
 
 class Unreachable(FarstepError):

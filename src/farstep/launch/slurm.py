@@ -18,9 +18,8 @@ from pathlib import Path
 
 from farstep.errors import LaunchError
 from farstep.launch.addresses import own_addresses
-from farstep.launch.engine import Standing
+from farstep.launch.engine import TAKEN_BACK, Standing
 from farstep.launch.guardian import Guardian
-from farstep.launch.node_agent import TAKEN_BACK
 from farstep.launch.sessions import Session, Sessions
 from farstep.launch_config import SlurmConfig
 
