@@ -76,10 +76,10 @@ class SSHConfig(EngineConfig):
             )
         object.__setattr__(self, "hosts", hosts)
         object.__setattr__(self, "nodes", self.nodes or len(hosts))
-        line = self.ssh if isinstance(self.ssh, str) else self.ssh[0] if len(self.ssh) == 1 else None
-        object.__setattr__(self, "ssh", tuple(self.ssh if line is None else shlex.split(line)))
-        if not self.ssh or not all(isinstance(word, str) and word for word in self.ssh):
+        words = (self.ssh,) if isinstance(self.ssh, str) else tuple(self.ssh)
+        if not words or not all(isinstance(word, str) and word for word in words):
             raise ConfigError(f"SSHConfig.ssh is {self.ssh!r}; expected a command, e.g. 'ssh -T -i key'.")
+        object.__setattr__(self, "ssh", tuple(shlex.split(words[0])) if len(words) == 1 else words)
         super().__post_init__()
         if self.most_nodes > len(hosts):
             raise ConfigError(f"SSHConfig asks for {self.most_nodes} nodes and has {len(hosts)} hosts.")
