@@ -7,6 +7,7 @@ its owner and to administrators only.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import shlex
@@ -23,6 +24,7 @@ from farstep.launch.guardian import Guardian
 from farstep.launch.sessions import Session, Sessions
 from farstep.launch_config import SlurmConfig
 
+log = logging.getLogger("farstep")
 _COMMAND_S = 60.0
 _ENDED = {"COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "BOOT_FAIL", "DEADLINE", "OUT_OF_MEMORY", "over"}
 _TAIL_LINES = 15
@@ -161,8 +163,12 @@ class Jobs:
         return "\n".join([f"The end of {path}:", *lines[-_TAIL_LINES:]])
 
     def cancel(self) -> None:
-        if self._sizes:
-            _run(["scancel", *self._sizes], missing="")
+        try:
+            if self._sizes:
+                _run(["scancel", *self._sizes], missing="")
+        except LaunchError as error:  # their agents leave anyhow, and the guardian goes on trying
+            log.warning("%s; jobs %s are cancelled when SLURM answers again", error, ", ".join(self._sizes))
+            return
         for number in self._sizes:
             self._guardian.release(number)
 
