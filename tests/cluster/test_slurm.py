@@ -158,7 +158,7 @@ def test_ctrl_c_cancels_the_job(cluster: SlurmCluster, tmp_path: Path) -> None:
         finally:
             os._exit(1)
     eventually((tmp_path / "ready").exists, 60)
-    (job,) = live_jobs(cluster)
+    assert len(live_jobs(cluster)) == 1
     os.kill(head, signal.SIGINT)
     os.waitpid(head, 0)
     eventually(lambda: not live_jobs(cluster))

@@ -53,16 +53,10 @@ class Options(Generic[C]):
 
 def main(arguments: Sequence[str]) -> int:
     """Look, say, count."""
-    command, launcher = "farstep doctor", chosen_launcher(arguments)
-    if launcher == "inprocess":
-        raise ConfigError("--launcher inprocess has nothing to look at: all happens in one process. Use local.")
-    generic: Any = Options
-    kind = generic[LAUNCHERS[launcher]]
-    check_options(kind, arguments, command, launcher)
-    options: Options[Any] = parse(kind, arguments, command)
+    options = parsed(arguments)
     logging.getLogger("farstep").setLevel(logging.ERROR)  # what it warns of is said here, in order
     env = _environment(options)
-    config, progress = options.config, Progress()
+    config, launcher, progress = options.config, options.launcher, Progress()
     found = [*_part("this machine", machine(config)), *_part("the network", addresses(config))]
     fit = _is_fit(found)
     found += (answers := _part(f"the engine ({launcher})", engine(config, progress.say)))
@@ -72,6 +66,18 @@ def main(arguments: Sequence[str]) -> int:
     count = {level: sum(finding.level == level for finding in found) for level in ("problem", "warning")}
     sys.stdout.write(f"{_number(count['problem'], 'problem')}, {_number(count['warning'], 'warning')}\n")
     return 1 if count["problem"] else 0
+
+
+def parsed(arguments: Sequence[str]) -> Options[Any]:
+    """What the arguments say, with the options of the launcher that they name."""
+    command, launcher = "farstep doctor", chosen_launcher(arguments)
+    if launcher == "inprocess":
+        raise ConfigError("--launcher inprocess has nothing to look at: all happens in one process. Use local.")
+    generic: Any = Options
+    kind = generic[LAUNCHERS[launcher]]
+    check_options(kind, arguments, command, launcher)
+    options: Options[Any] = parse(kind, arguments, command)
+    return options
 
 
 def _is_fit(findings: Sequence[Finding]) -> bool:
