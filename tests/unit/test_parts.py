@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -20,6 +21,7 @@ from farstep.head.seats import split
 from farstep.head.tickets import Arrived, Order
 from farstep.spec import ArraySpec
 from farstep.wire import messages as m
+from farstep.wire.compression import Compressor
 from farstep.worker.rows import Rows
 from farstep.worker.shipping import Shipping
 
@@ -74,7 +76,10 @@ class World:
 
     def _rolled(self, transfer: TransferTrigger, answers: bool) -> list[Message]:
         sent: list[Message] = []
-        shipping = Shipping(transfer, lambda message, *frames: sent.append((message, list(frames))), lambda: None)
+        plain = Compressor("none", (), lambda: math.inf)
+        shipping = Shipping(
+            transfer, lambda message, *frames: sent.append((message, list(frames))), lambda: None, plain
+        )
         due = shipping.begin(m.Ticket(4, 1, STEPS), 6, self.rows)
         for t in range(STEPS):
             if t == due:

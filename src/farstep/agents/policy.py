@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 class Policy:
     """Calls `act` with what its signature asks for, on the fast path where that agrees with eager."""
 
-    def __init__(self, agent: Any, inference: str = "eager") -> None:
+    def __init__(self, agent: Any, inference: str = "eager", has_gpu: bool = False) -> None:
         if not callable(getattr(agent, "act", None)):
             raise AgentError(f"{type(agent).__name__} has no act(obs); see farstep.core.Agent for what is needed.")
         self.agent = agent
@@ -48,6 +48,16 @@ class Policy:
             import torch
 
             self._torch = torch
+        self._device = self._moved() if has_gpu and self.is_torch else None
+        """The GPU that the module was brought to; None: it acts where it is."""
+
+    def _moved(self) -> str | None:
+        """A process that was given a GPU sees no other."""
+        if not self._torch.cuda.is_available():
+            log.warning("there is a GPU for this process, but torch sees none; the agent acts on the CPU")
+            return None
+        self._torch.nn.Module.to(self.agent, "cuda")
+        return "cuda"
 
     def initial_state(self, num_envs: int) -> Nested:
         """The recurrent state before the first step, or None."""
@@ -116,12 +126,16 @@ class Policy:
         return map_leaves(lambda leaf: leaf.astype(np.float32) if leaf.dtype == np.float64 else leaf, obs)
 
     def _tensors(self, value: Nested) -> Nested:
-        return map_leaves(self._torch.from_numpy, value)
+        tensors = map_leaves(self._torch.from_numpy, value)
+        return tensors if self._device is None else map_leaves(lambda t: t.to(self._device), tensors)
 
     # ---- the fast path: recorded once, compared with eager at the start and after every load of weights ----
 
     def accelerate(self, obs: Nested, state: Nested, episode_start: Any) -> None:
         """Record `act` as a straight program if it can be trusted to do the same; else say why not, once."""
+        if self._device is not None:
+            self.note = f"eager on {self._device}"
+            return
         if self._inference != "auto" or not self.is_torch:
             self.note = "eager" if self.is_torch else "the agent's own act"
             return

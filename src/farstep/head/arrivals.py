@@ -13,6 +13,7 @@ from farstep.core import Array, Buffer
 from farstep.errors import WireError
 from farstep.head.seats import Seat
 from farstep.head.tickets import Order
+from farstep.wire.compression import unpack
 from farstep.worker.rows import Rows
 
 
@@ -45,11 +46,12 @@ class Arrival:
         self._rows: Counter[str] = Counter()
         """Per array, how many are here."""
 
-    def add(self, keys: Sequence[str], frames: Sequence[Buffer], first: int = 0) -> None:
+    def add(self, keys: Sequence[str], frames: Sequence[Buffer], first: int = 0, codecs: Sequence[str] = ()) -> None:
         """Copy a message's arrays to where they belong; those with a row per step begin with row `first`."""
-        if len(frames) != len(keys):
+        codecs = codecs or [""] * len(keys)
+        if len(frames) != len(keys) or len(codecs) != len(keys):
             raise WireError("a chunk without all of its arrays.")
-        for name, frame in zip(keys, frames, strict=True):
+        for name, frame, codec in zip(keys, frames, codecs, strict=True):
             table = self._tables.get(name)
             if table is None:
                 raise WireError(f"a chunk with the unknown array {name!r}.")
@@ -60,6 +62,9 @@ class Arrival:
             start, here = first if name in self._per_step else 0, self._rows[name]
             if start != here:
                 raise WireError(f"a chunk whose {name!r} goes on with row {start} after {here} rows.")
+            self.nbytes += len(frame)
+            if codec:
+                frame = unpack(codec, frame, table.nbytes, table[0].nbytes)
             count, rest = divmod(len(frame), table[0].nbytes)
             if rest or start + count > len(table):
                 raise WireError(f"a chunk whose {name!r} has {len(frame)} bytes from row {start} on.")
@@ -67,7 +72,6 @@ class Arrival:
                 target = table[start : start + count]
                 target[...] = np.frombuffer(frame, table.dtype).reshape(target.shape)
             self._rows[name] += count
-            self.nbytes += len(frame)
 
     def complete(self, stages: Sequence[Iterable[str]]) -> None:
         """The worker says that these are here, the ones before it included; believed only where it is true."""

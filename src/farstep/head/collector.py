@@ -35,6 +35,7 @@ from farstep.spec import Schema, Structure, differences, space_schema
 from farstep.sync import AAPS, Always
 from farstep.sync.rules import probes_of, rows_of
 from farstep.wire import messages as m
+from farstep.wire.compression import available
 from farstep.worker.program import Program
 from farstep.worker.sources import Source
 
@@ -73,6 +74,8 @@ class Collector:
             env_config.inference,
             env_config.weights,
             self._transfer,
+            env_config.compression,
+            tuple(available()),
             seed=seed,
             stagger=env_config.stagger,
             num_slots=config.most_nodes * env_config.envs_per_node,

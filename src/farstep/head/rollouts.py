@@ -123,7 +123,7 @@ class Rollouts:
             arrival.ends = records_of(ends, seat, steps)
         elif len(ends):
             raise WireError("episode ends that do not come with the first stage.")
-        arrival.add(chunk.keys, frames, chunk.first)
+        arrival.add(chunk.keys, frames, chunk.first, chunk.codecs)
         arrival.complete(self._stages)
         del self._arrivals[seat.worker]
         assert arrival.ends is not None
@@ -140,7 +140,7 @@ class Rollouts:
             arrival.ends = records_of(ends, seat, steps)
         elif len(ends):
             raise WireError("episode ends that do not come with the first stage.")
-        arrival.add(part.keys, frames, part.first)
+        arrival.add(part.keys, frames, part.first, part.codecs)
         if part.stage < 0:
             return None
         arrival.complete(self._stages[: part.stage + 1])

@@ -95,6 +95,8 @@ class Tickets:
         self.absent: set[int] = set()
         self._seq = 0
         self._outstanding: dict[int, Order] = {}
+        self._open: list[list[int]] = [[] for _ in range(num_workers)]
+        """Per worker, the numbers of its open tickets, in order."""
         self._arrived: deque[Arrived] = deque()
         self._session: Session | None = None
         self.issued = self.delivered = 0
@@ -158,11 +160,11 @@ class Tickets:
 
     def oldest_of(self, worker: int) -> int | None:
         """The open ticket that a worker got first: it does them in order."""
-        return min((seq for seq, order in self._outstanding.items() if order.worker == worker), default=None)
+        return self._open[worker][0] if self._open[worker] else None
 
     def busy(self, worker: int) -> int:
         """How many tickets a worker holds."""
-        return sum(order.worker == worker for order in self._outstanding.values())
+        return len(self._open[worker])
 
     # ---- giving ----
 
@@ -230,6 +232,7 @@ class Tickets:
         bound = 0 if session.max_staleness is None else max(0, version_then - session.max_staleness)
         order = Order(self._seq, worker, batch, lane, bound)
         self._outstanding[order.seq] = order
+        self._open[worker].append(order.seq)
         return order
 
     # ---- taking ----
@@ -243,7 +246,7 @@ class Tickets:
         order = self._outstanding.get(seq)
         if order is None or order.worker != worker:
             return False
-        del self._outstanding[seq]
+        self._shut(order)
         self._arrived.append(Arrived(order, version, piece))
         return True
 
@@ -252,7 +255,7 @@ class Tickets:
         order = self._outstanding.get(seq)
         if order is None or order.worker != worker:
             return False
-        del self._outstanding[seq]
+        self._shut(order)
         self._drop(order, cause)
         return True
 
@@ -267,9 +270,14 @@ class Tickets:
 
     def lost(self, worker: int) -> None:
         """The worker is gone with its open tickets; what it handed over stays."""
-        for order in [order for order in self._outstanding.values() if order.worker == worker]:
-            del self._outstanding[order.seq]
+        for order in [self._outstanding[seq] for seq in self._open[worker]]:
+            self._shut(order)
             self._drop(order, "worker lost")
+
+    def _shut(self, order: Order) -> None:
+        """The ticket is not open any more."""
+        del self._outstanding[order.seq]
+        self._open[order.worker].remove(order.seq)
 
     def leave(self, worker: int) -> None:
         """The worker has no place to be, and nobody knows for how long: batches go on without it."""
@@ -343,6 +351,8 @@ class Tickets:
         assert session is not None
         self._drop_stale(session, version)
         if session.num_chunks is None:
+            if len(self._arrived) < self._workers - len(self.absent) - len(session.since):
+                return None  # as nearly always: not all of them are looked at for every one that arrives
             batch = [arrived for arrived in self._arrived if arrived.order.batch == session.taken]
             missing = self._present(session) - {arrived.order.worker for arrived in batch}
             if missing or len(batch) < self._fewest:
@@ -380,6 +390,8 @@ class Tickets:
         if not self.dropped["cancelled"]:
             del self.dropped["cancelled"]
         self._outstanding.clear()
+        for numbers in self._open:
+            numbers.clear()
         self._arrived.clear()
         self._session = None
         return self._seq

@@ -20,9 +20,10 @@ def launcher_for(config: LaunchConfig, workers: int, envs: int) -> Launcher:
     if isinstance(config, InProcessConfig):
         return InprocessLauncher(workers, envs)
     if isinstance(config, LocalConfig):
+        gpus = [config.gpu_of(worker) for worker in range(workers)]
         if config.transport == "shm":
-            return LocalLauncher(workers, envs, config.cpus_per_worker)
-        return NetworkLauncher(envs, config.cpus_per_worker, config.transport)
+            return LocalLauncher(workers, envs, config.cpus_per_worker, gpus)
+        return NetworkLauncher(envs, config.cpus_per_worker, config.transport, gpus)
     if isinstance(config, EngineConfig):
         return ClusterLauncher(config, workers, envs, _engine_for(config, workers // config.most_nodes))
     raise ConfigError(f"{type(config).__name__} is not a launch configuration that this version can start.")

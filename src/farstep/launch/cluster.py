@@ -10,6 +10,7 @@ import json
 import logging
 import math
 import os
+import resource
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -32,6 +33,7 @@ log = logging.getLogger("farstep")
 _TAIL_BYTES = 16 * 1024
 _UNSAID_S = 3.0
 """A worker that its node's agent does not mention for so long after it was asked for is asked for again, or over."""
+_FILES_PER_WORKER, _OTHER_FILES = 8, 1024
 _LOOK_S = 2.0
 _MOST_PAUSE_S = 60.0
 """Between asking for nodes and asking again for those that did not come."""
@@ -80,6 +82,7 @@ class ClusterLauncher(Launcher):
         self._next_beat = 0.0
         self.refused: dict[str, str] = {}
         """Hosts that came and did not fit, with what differs."""
+        _allow_files(_FILES_PER_WORKER * workers)
         self._hub = self._listen(engine.listen_on())
 
     def _listen(self, addresses: Sequence[str]) -> Hub:
@@ -111,7 +114,7 @@ class ClusterLauncher(Launcher):
             "server_key": self._hub.keys.public.decode(),
             "public": pair.public.decode(),
             "secret": pair.secret.decode(),
-            "gpu": worker % self._per_node % self._config.gpus_per_node if self._config.gpus_per_node else None,
+            "gpu": self._config.gpu_of(worker % self._per_node),
         }
         handle = RemoteWorker(self, worker, incarnation, json.dumps(bootstrap).encode(), words)
         node = self._blocks[worker // self._per_node]
@@ -367,6 +370,18 @@ class ClusterLauncher(Launcher):
 
     def tell(self, node: Node, message: n.ToNode) -> None:
         self._hub.send_to(node.route, [n.encode(message)])
+
+
+def _allow_files(count: int) -> None:
+    """Connections and descriptors of many workers are more than most systems allow at first; up to a limit, one may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = count + _OTHER_FILES
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        resource.setrlimit(
+            resource.RLIMIT_NOFILE, (needed if hard == resource.RLIM_INFINITY else min(needed, hard), hard)
+        )
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        log.warning("this process may open %d files; %d may be needed: raise the limit (ulimit -n)", hard, needed)
 
 
 class RemoteWorker:

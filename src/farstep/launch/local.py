@@ -17,8 +17,8 @@ class LocalLauncher(Launcher):
     shares_memory = True
     driven = False
 
-    def __init__(self, workers: int, envs: int, threads: int) -> None:
-        self._board = Board(workers, envs)
+    def __init__(self, workers: int, envs: int, threads: int, gpus: Sequence[int | None]) -> None:
+        self._board, self._gpus = Board(workers, envs), gpus
         self._starter = ProcessStarter(threads)
 
     def start(self, worker: int, incarnation: int, run: str) -> Started:
@@ -35,6 +35,7 @@ class LocalLauncher(Launcher):
             "board_fd": memory.fd,
             "board_bytes": memory.nbytes,
             "words": self._board.range(worker),
+            "gpu": self._gpus[worker],
         }
         try:
             with theirs:

@@ -18,10 +18,10 @@ class NetworkLauncher(Launcher):
     shares_memory = False
     driven = False
 
-    def __init__(self, envs: int, threads: int, transport: str) -> None:
+    def __init__(self, envs: int, threads: int, transport: str, gpus: Sequence[int | None]) -> None:
         # An abstract socket leaves no file behind; loopback only, and any free port.
         address = f"ipc://@farstep-{os.getpid()}-{os.urandom(8).hex()}" if transport == "ipc" else "tcp://127.0.0.1:*"
-        self._transport, self._envs = transport, envs
+        self._transport, self._envs, self._gpus = transport, envs, gpus
         self._starter = ProcessStarter(threads)
         try:
             self._hub = Hub(address, reliable=True)
@@ -42,6 +42,7 @@ class NetworkLauncher(Launcher):
             "address": self._hub.address,
             "bulk_port": self._hub.bulk_port,
             "encrypted": True,
+            "gpu": self._gpus[worker],
             "server_key": self._hub.keys.public.decode(),
             "public": pair.public.decode(),
             "secret": pair.secret.decode(),

@@ -84,7 +84,7 @@ class NodeAgent:
                     self._leave_at, self._status = time.monotonic() + self._grace_s, TAKEN_BACK
                 if time.monotonic() >= next_beat:
                     next_beat = time.monotonic() + n.BEAT_S
-                    link.send([n.encode(n.NodeBeat(self._node, list(self._children)) if self._known else hello)])
+                    link.send([n.encode(n.NodeBeat(self._node, self.running()) if self._known else hello)])
                 if self._leave_at is not None and time.monotonic() > self._leave_at:
                     log.warning("the head did not let this node go within %g s", self._grace_s)
                     break
@@ -95,6 +95,10 @@ class NodeAgent:
             link.close()
             self._starter.close()
         return self._status
+
+    def running(self) -> list[tuple[int, int]]:
+        """The workers that are here, each with its incarnation."""
+        return list(self._children)
 
     @property
     def _lease_s(self) -> float:
@@ -175,7 +179,7 @@ class NodeAgent:
         self._begun.add((order.worker, order.incarnation))
         contents = {**json.loads(order.bootstrap), "address": self._address, "under_agent": True}
         try:
-            process = self._starter.start(contents, environment=_with_gpu(contents.get("gpu")))
+            process = self._starter.start(contents)
         except OSError as error:
             link.send([n.encode(n.WorkerEnded(self._node, order.worker, order.incarnation, 127, str(error)))])
             return
@@ -203,14 +207,6 @@ class NodeAgent:
         while self._children and time.monotonic() < deadline:
             self._look_after(link)
             time.sleep(0.01)
-
-
-def _with_gpu(rank: int | None) -> dict[str, str]:
-    """The one GPU that a worker is to see, by the name that it has here."""
-    if rank is None:
-        return {}
-    names = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-    return {"CUDA_VISIBLE_DEVICES": names[rank % len(names)] if names else str(rank)}
 
 
 def _fds(child: _Child) -> tuple[int, int]:

@@ -27,9 +27,7 @@ class ProcessStarter:
         self._death_read, self._death_write = os.pipe()
         _starters.add(self)
 
-    def start(
-        self, bootstrap: Mapping[str, object], fds: Sequence[int] = (), environment: Mapping[str, str] | None = None
-    ) -> WorkerProcess:
+    def start(self, bootstrap: Mapping[str, object], fds: Sequence[int] = ()) -> WorkerProcess:
         contents = {"threads": self._threads, **bootstrap, "path": import_path()}
         with contextlib.ExitStack() as opened, contextlib.ExitStack() as kept:
             # A death pipe per worker: the kernel's signal goes to one process group only.
@@ -49,7 +47,7 @@ class ProcessStarter:
                 stdout=output_write,
                 stderr=output_write,
                 start_new_session=True,
-                env={**os.environ, "PYTHONUNBUFFERED": "1", **(environment or {})},
+                env={**os.environ, "PYTHONUNBUFFERED": "1", **_with_gpu(bootstrap.get("gpu"))},
             )
             kept.callback(process.wait)
             kept.callback(process.kill)
@@ -147,6 +145,14 @@ class WorkerProcess:
         """Forget the process; it has ended."""
         os.close(self.output_fd)
         os.close(self.exit_fd)
+
+
+def _with_gpu(rank: object) -> dict[str, str]:
+    """The one GPU that a worker is to see, by the name that it has here; said before anything of CUDA starts."""
+    if not isinstance(rank, int):
+        return {}
+    names = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    return {"CUDA_VISIBLE_DEVICES": names[rank % len(names)] if names else str(rank)}
 
 
 def import_path() -> list[str]:

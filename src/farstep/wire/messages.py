@@ -26,7 +26,7 @@ from farstep.errors import WireError
 from farstep.spec import Schema
 from farstep.wire.codec import Limits
 
-PROTOCOL = 6
+PROTOCOL = 7
 Word = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
@@ -88,6 +88,8 @@ class Chunk(msgspec.Struct, tag="chunk"):
     weights_s: float = 0.0
     keys: list[str] = []
     """The arrays in the frames, in order; empty with shared memory."""
+    codecs: list[str] = []
+    """What each of them is compressed with (see `compression.py`); empty: none is."""
     first: int = 0
     """The row that those with a row per step begin with: rows before it came as `Part`s."""
     clock: Count = 0
@@ -108,6 +110,7 @@ class Part(msgspec.Struct, tag="part"):
     keys: list[str]
     passed: int = -1
     """As the chunk's, once it is rolled."""
+    codecs: list[str] = []
 
 
 class Reply(msgspec.Struct, tag="reply"):

@@ -11,7 +11,9 @@ for long: a slow connection must not be given everything twice.
 
 from __future__ import annotations
 
+import math
 import struct
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -22,18 +24,21 @@ from farstep.errors import WireError
 from farstep.wire.sealing import SEGMENTS, TAG_BYTES, Seal
 
 SEGMENT_BYTES = 1 << 20
-SMALL_BYTES = 1 << 16
+SMALL_BYTES = 1 << 13
 """Messages up to this size travel whole, over the control connection."""
 REPORT_S = 0.2
 """How long a confirmation may wait for a message to go with."""
 ASK_S, STILL_S = 1.0, 15.0
 """How often to ask about a message that is not confirmed, and after how long without any progress to send it again."""
 _MOST_SPARE = 64
+_RATES = 8
 MAX_AHEAD = 4096
 """Messages that may wait for one before them."""
 _ENVELOPE = struct.Struct("<BQQI")
-_SEGMENT = struct.Struct("<IIIQ")
+_PLACE = struct.Struct("<II")
 _LENGTH = struct.Struct("<Q")
+_ALIGNMENT = 8
+"""Of frames in a message, so that arrays in it can be used as they are."""
 
 
 class Kind(IntEnum):
@@ -63,6 +68,7 @@ class _Sent:
     bodies: list[list[Buffer]]
     """Per packet, the frames after its envelope."""
     bulk: bool
+    began: float
     again: bool = False
     """It was sent more than once: a copy may still be on its way when it is confirmed."""
 
@@ -72,8 +78,8 @@ class _Arriving:
     """A large message, as far as it is here."""
 
     lengths: list[int]
-    count: int
-    frames: list[bytearray] = field(default_factory=list)
+    text: bytearray
+    """All frames, one after the other."""
     indices: set[int] = field(default_factory=set)
     prefix: int = 0
     """Segments from the first on without a gap."""
@@ -89,6 +95,7 @@ class Session:
 
     def __init__(self, seal: Seal | None = None, most_bytes: int = 1 << 33, bulk: bool = True) -> None:
         self._seal, self._most_bytes, self._bulk = seal, most_bytes, bulk
+        self._tag_bytes = TAG_BYTES if seal else 0
         self._next = 1
         self._unconfirmed: deque[_Sent] = deque()
         self._delivered = 0
@@ -99,6 +106,7 @@ class Session:
         """What the other side has: messages, and segments of the next; and since when."""
         self._came_back = False
         self._spare: list[bytearray] = []
+        self._rates: deque[float] = deque(maxlen=_RATES)
         self.owes_report = False
         """The other side should hear what has arrived, soon."""
 
@@ -109,7 +117,7 @@ class Session:
         views = [memoryview(frame).cast("B") if not isinstance(frame, bytes) else memoryview(frame) for frame in frames]
         seq, self._next = self._next, self._next + 1
         large = self._bulk and sum(view.nbytes for view in views) > SMALL_BYTES
-        sent = _Sent(seq, [], large)
+        sent = _Sent(seq, [], large, now)
         self._unconfirmed.append(sent)
         self._last_sent = now
         if not large:
@@ -121,22 +129,22 @@ class Session:
             yield self._packet(sent, len(sent.bodies) - 1)
 
     def _segments(self, seq: int, views: Sequence[memoryview]) -> Iterator[list[Buffer]]:
-        places = [
-            (frame, start) for frame, view in enumerate(views) for start in range(0, max(view.nbytes, 1), SEGMENT_BYTES)
-        ]
-        if len(places) > SEGMENTS:
-            raise WireError(f"a message of {len(places)} segments; at most {SEGMENTS} are possible.")
         lengths = b"".join(_LENGTH.pack(view.nbytes) for view in views)
-        for index, (frame, start) in enumerate(places):
-            place = _SEGMENT.pack(index, len(places), frame, start)
-            text = views[frame][start : start + SEGMENT_BYTES]
+        starts, total = _starts([view.nbytes for view in views])
+        count = -(-total // SEGMENT_BYTES)
+        if count > SEGMENTS:
+            raise WireError(f"a message of {count} segments; at most {SEGMENTS} are possible.")
+        for index in range(count):
+            first, stop = index * SEGMENT_BYTES, min((index + 1) * SEGMENT_BYTES, total)
+            text = _cut(views, starts, first, stop)
             # The lengths of all frames come with every segment: any of them may be the first to arrive.
-            sealed = self._room(text.nbytes + (TAG_BYTES if self._seal else 0))
+            about = _PLACE.pack(index, count) + lengths
+            sealed = self._room(stop - first + self._tag_bytes)
             if self._seal:
-                self._seal.seal(seq, index, place + lengths, text, sealed)
+                self._seal.seal(seq, index, about, text, sealed)
             else:
                 sealed[:] = text
-            yield [place, lengths, sealed]
+            yield [about, sealed]
 
     def _room(self, size: int) -> memoryview:
         """For a sealed segment: memory that was used before costs the kernel nothing."""
@@ -167,6 +175,12 @@ class Session:
             self._asked_at = now
             return [Packet(False, [self._envelope(Kind.ASK)])]
         return ()
+
+    @property
+    def rate(self) -> float:
+        """Bytes per second of large messages, from the first byte until confirmed; the best of the last few, since a
+        confirmation may wait to be read. Infinite before there was one."""
+        return max(self._rates, default=math.inf)
 
     @property
     def unconfirmed(self) -> int:
@@ -215,34 +229,35 @@ class Session:
         return seq > self._delivered and seq not in self._ready
 
     def _take_segment(self, seq: int, frames: Sequence[Buffer]) -> None:
-        if len(frames) != 3 or len(frames[0]) != _SEGMENT.size:
+        table_bytes = len(frames[0]) - _PLACE.size if len(frames) == 2 else -1
+        if table_bytes < 0 or table_bytes % _LENGTH.size:
             raise WireError("a segment that does not say what it is.")
         if not self._is_new(seq):
             return
-        place, table, sealed = bytes(frames[0]), bytes(frames[1]), frames[2]
-        index, count, frame, start = _SEGMENT.unpack(place)
-        lengths = [length for (length,) in _LENGTH.iter_unpack(table)] if len(table) % _LENGTH.size == 0 else []
-        whole = sum(-(-max(length, 1) // SEGMENT_BYTES) for length in lengths)
-        if count != whole or index >= count or frame >= len(lengths) or start > lengths[frame] or start % SEGMENT_BYTES:
+        about, sealed = bytes(frames[0]), frames[1]
+        index, count = _PLACE.unpack_from(about)
+        lengths = [length for (length,) in _LENGTH.iter_unpack(about[_PLACE.size :])]
+        starts, total = _starts(lengths)
+        if total > self._most_bytes:
+            raise WireError(f"a message of {total} bytes; at most {self._most_bytes} are accepted.")
+        size = min(SEGMENT_BYTES, total - index * SEGMENT_BYTES)
+        if count != -(-total // SEGMENT_BYTES) or index >= count or len(sealed) != size + self._tag_bytes:
             raise WireError("a segment that has no place in its message.")
-        if sum(lengths) > self._most_bytes:
-            raise WireError(f"a message of {sum(lengths)} bytes; at most {self._most_bytes} are accepted.")
-        size = min(SEGMENT_BYTES, lengths[frame] - start)
-        if len(sealed) != size + (TAG_BYTES if self._seal else 0):
-            raise WireError("a segment of a wrong length.")
         arriving = self._arriving.get(seq)
         if arriving is not None and (arriving.lengths != lengths or index in arriving.indices):
             return  # had it already
         if arriving is None:
-            # Nobody but the other side may ask for room: the first segment is opened before any is made.
-            self._open(seq, index, place + table, sealed, memoryview(bytearray(size)))
-            arriving = self._arriving[seq] = _Arriving(lengths, count, [bytearray(length) for length in lengths])
-        into = memoryview(arriving.frames[frame])[start : start + size]
-        self._open(seq, index, place + table, sealed, into)
+            if count > 1:  # nobody but the other side may ask for room: one segment is opened before any is made
+                self._open(seq, index, about, sealed, memoryview(bytearray(size)))
+            arriving = _Arriving(lengths, bytearray(total))
+        first = index * SEGMENT_BYTES
+        self._open(seq, index, about, sealed, memoryview(arriving.text)[first : first + size])
+        self._arriving[seq] = arriving
         arriving.add(index)
         if len(arriving.indices) == count:
             del self._arriving[seq]
-            self._ready[seq] = [memoryview(frame) for frame in arriving.frames]
+            text_view = memoryview(arriving.text)
+            self._ready[seq] = [text_view[s : s + length] for s, length in zip(starts, lengths, strict=True)]
 
     def _recycle(self, sent: _Sent) -> None:
         if sent.bulk and not sent.again:
@@ -260,7 +275,10 @@ class Session:
         if have >= self._next:
             raise WireError(f"message {have} was confirmed, and never sent.")
         while self._unconfirmed and self._unconfirmed[0].seq <= have:
-            self._recycle(self._unconfirmed.popleft())
+            sent = self._unconfirmed.popleft()
+            if sent.bulk and now > sent.began:
+                self._rates.append(sum(len(body[-1]) for body in sent.bodies) / (now - sent.began))
+            self._recycle(sent)
         if (have, segments) != self._others or not self._unconfirmed:
             self._others, self._moved_at = (have, segments), now
         if not lost and now - max(self._moved_at, self._last_sent) < STILL_S:
@@ -270,3 +288,27 @@ class Session:
             sent.again = True
             for index in range(segments if sent.seq == have + 1 else 0, len(sent.bodies)):
                 yield self._packet(sent, index)
+
+
+def _starts(lengths: Sequence[int]) -> tuple[list[int], int]:
+    """Where frames begin in a message, and how long it is."""
+    starts, total = [], 0
+    for length in lengths:
+        starts.append(total)
+        total += -(-length // _ALIGNMENT) * _ALIGNMENT
+    return starts, max(total, 1)
+
+
+def _cut(views: Sequence[memoryview], starts: Sequence[int], first: int, stop: int) -> Buffer:
+    """A stretch of a message: of one frame where it is as it is, else copied together."""
+    inside = bisect_right(starts, first) - 1
+    if stop <= starts[inside] + views[inside].nbytes:
+        return views[inside][first - starts[inside] : stop - starts[inside]]
+    text = bytearray(stop - first)
+    for view, start in zip(views[inside:], starts[inside:], strict=True):
+        if start >= stop:
+            break
+        low, high = max(first, start), min(stop, start + view.nbytes)
+        if low < high:
+            text[low - first : high - first] = view[low - start : high - start]
+    return text

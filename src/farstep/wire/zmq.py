@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import cast
 
 import zmq
@@ -33,6 +34,8 @@ _ZAP = "inproc://zeromq.zap.01"
 _DOMAIN = b"farstep"
 MAIN, BULK, BEAT, NODE = b"main", b"bulk", b"beat", b"node"
 """What a routing id ends in: of a worker's connections, and of a node's agent."""
+_AT_ONCE = 64
+_WORTH_A_REPORT = 1 << 18
 _UNSENT = 64
 """Segments that wait in a worker, and that wait at the head for being read, before a sender has to."""
 _LEASE_S = 10.0
@@ -71,6 +74,7 @@ class Hub:
         self.refused = 0
         """Packets on the bulk connection that nobody who was admitted can have sent."""
         self._peers: dict[bytes, Peer] = {}
+        self._keys: dict[int, bytes] = {}
         self._context = zmq.Context()
         try:
             self._listen([address] if isinstance(address, str) else address, lease_s)
@@ -122,6 +126,7 @@ class Hub:
         self.expel(worker)
         pair = KeyPair.fresh()
         peer = self._peers[pair.public] = Peer(worker, incarnation)
+        self._keys[worker] = pair.public
         if self._reliable and worker >= 0:
             peer.token, peer.bulk_route = pair.token, pair.public[:16] + BULK
             seal = Seal(pair.derived(b"bulk"), Side.HEAD) if self._encrypted else None
@@ -129,18 +134,17 @@ class Hub:
         return pair
 
     def expel(self, worker: int) -> None:
-        self._peers = {key: peer for key, peer in self._peers.items() if peer.worker != worker}
+        self._peers.pop(self._keys.pop(worker, b""), None)
 
     def drain(self) -> Iterator[tuple[Peer, Received]]:
         """Answer handshakes and yield every message that has arrived."""
-        while True:
-            while _readable(self._zap):
-                self._answer(self._zap.recv_multipart())
-            ready = [router for router in self._routers if _readable(router)]
-            if not ready:
-                return
-            for router in ready:
-                frames = router.recv_multipart(copy=False)
+        arrived = True
+        while arrived:
+            for request in _waiting(self._zap):
+                self._answer([frame.bytes for frame in request])
+            arrived = False
+            for router, frames in self._next():
+                arrived = True
                 peer = self._peers.get(str(frames[-1].get("User-Id")).encode())
                 if peer is None or len(frames) < 2:
                     continue  # a key that was taken back meanwhile
@@ -152,6 +156,12 @@ class Hub:
                     yield peer, Received(rest)
                     continue
                 yield from self._taken(peer, Packet(router is self._bulk, rest))
+
+    def _next(self) -> Iterator[tuple[zmq.Socket[bytes], list[zmq.Frame]]]:
+        """Some of what waits, in turn."""
+        for router in self._routers:
+            for frames in islice(_waiting(router), _AT_ONCE):
+                yield router, frames
 
     def _taken(self, peer: Peer, packet: Packet) -> Iterator[tuple[Peer, Received]]:
         if peer.session is None:
@@ -169,7 +179,7 @@ class Hub:
             self._put(peer, answer)
         for frames in peer.session.messages():
             yield peer, Received(frames)
-            if packet.bulk:  # it is large, and kept until we have it
+            if sum(map(len, frames)) > _WORTH_A_REPORT:  # what waits for one is kept by the worker
                 self._put(peer, peer.session.report())
 
     def service(self) -> None:
@@ -188,7 +198,7 @@ class Hub:
 
     def send(self, worker: int, frames: Sequence[Buffer]) -> bool:
         """Send, unless nobody is connected there: False. A worker's launcher or lease says that it has gone."""
-        peer = next((p for p in self._peers.values() if p.worker == worker), None)
+        peer = self._peers.get(self._keys.get(worker, b""))
         if peer is None:
             return False
         if peer.session is None:
@@ -244,8 +254,11 @@ def _keep_asking(socket: zmq.Socket[bytes], lease_s: float) -> None:
     socket.heartbeat_ivl, socket.heartbeat_timeout = int(_PING * lease_s * 1000), int(_SILENT * lease_s * 1000)
 
 
-def _readable(socket: zmq.Socket[bytes]) -> bool:
-    return bool(int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+def _waiting(socket: zmq.Socket[bytes]) -> Iterator[list[zmq.Frame]]:
+    """What has arrived; to try is cheaper than to ask."""
+    with contextlib.suppress(zmq.Again):
+        while True:
+            yield socket.recv_multipart(zmq.DONTWAIT, copy=False)
 
 
 def bulk_address(address: str, port: str) -> str:
@@ -299,8 +312,10 @@ class DealerLink:
         lease_s: float = _LEASE_S,
         bulk: str | None = None,
         encrypted: bool = True,
+        context: zmq.Context[zmq.Socket[bytes]] | None = None,
     ) -> None:
-        self._context = zmq.Context()
+        self._shares_context = context is not None
+        self._context = context or zmq.Context()
         self._main = _Connection(self._context, route or pair.public[:16] + role, lease_s)
         socket = self._socket = self._main.socket
         socket.curve_serverkey = server_key
@@ -322,6 +337,10 @@ class DealerLink:
 
     def fileno(self) -> int:
         return int(self._socket.fd)
+
+    def rate(self) -> float:
+        """Bytes per second that the connection has carried, as far as that was seen; infinite before."""
+        return self._session.rate if self._session is not None else math.inf
 
     def send(self, frames: Sequence[Buffer], fds: Sequence[int] = ()) -> None:
         if fds:
@@ -346,8 +365,9 @@ class DealerLink:
                 self._service(self._session)
                 if self._messages:
                     return self._messages.popleft()
-            elif _readable(self._socket):
-                return Received([frame.buffer for frame in self._socket.recv_multipart(copy=False)])
+            else:
+                for frames in _waiting(self._socket):
+                    return Received([frame.buffer for frame in frames])
             if (left := deadline - time.monotonic()) <= 0:
                 return None
             self.wait((), min(left, 1.0))
@@ -359,12 +379,12 @@ class DealerLink:
         if any([self._main.look(), self._bulk.look()]):
             self._put(session.back())
         for connection in (self._main, self._bulk):
-            while _readable(connection.socket):
-                frames = [frame.buffer for frame in connection.socket.recv_multipart(copy=False)]
+            for message in _waiting(connection.socket):
+                frames = [frame.buffer for frame in message]
                 with contextlib.suppress(WireError):  # on the bulk connection anybody may try
                     for answer in session.receive(Packet(connection is self._bulk, frames), now):
                         self._put(answer)
-                self._messages.extend(Received(message) for message in session.messages())
+                self._messages.extend(map(Received, session.messages()))
         if session.owes_report and now - self._reported_at > REPORT_S:
             self._reported_at = now
             self._put(session.report())
@@ -374,10 +394,14 @@ class DealerLink:
     def wait(self, fds: Sequence[int], timeout_s: float) -> None:
         """Until something arrived here or on one of these descriptors."""
         poller = zmq.Poller()
-        bulk = () if self._bulk is None else (self._bulk.socket,)
-        for readable in (self._socket, *bulk, *fds):
+        for readable in (*self.sockets, *fds):
             poller.register(readable, zmq.POLLIN)
         poller.poll(math.ceil(timeout_s * 1000))
+
+    @property
+    def sockets(self) -> list[zmq.Socket[bytes]]:
+        """For whoever waits for many links at once."""
+        return [self._socket] if self._bulk is None else [self._socket, self._bulk.socket]
 
     def is_connected(self) -> bool:
         """Whether the head, and nobody else, is at the other end."""
@@ -392,4 +416,5 @@ class DealerLink:
         self._main.close()
         if self._bulk is not None:
             self._bulk.close()
-        self._context.term()
+        if not self._shares_context:
+            self._context.term()

@@ -35,13 +35,19 @@ class Actor:
     """Writes a row of actions and whatever else `act` returns."""
 
     def __init__(
-        self, payload: bytes, inference: str, obs: Structure, slots: Slots, weights: WeightsConfig = ALL_WEIGHTS
+        self,
+        payload: bytes,
+        inference: str,
+        obs: Structure,
+        slots: Slots,
+        weights: WeightsConfig = ALL_WEIGHTS,
+        has_gpu: bool = False,
     ) -> None:
         self._slots, self._obs = slots, obs
         # Tried first on a copy, since an agent may count its calls. The copy is made first: unpickling a class of
         # the user's script again sets its attributes anew, and ours must be the ones that stay.
-        self._trial: Policy | None = Policy(_unpacked(payload), "eager")
-        self.policy = Policy(_unpacked(payload), inference)
+        self._trial: Policy | None = Policy(_unpacked(payload), "eager", has_gpu)
+        self.policy = Policy(_unpacked(payload), inference, has_gpu)
         self.loader = ParameterLoader(self.policy.agent, weights)
         self.version = -1
         self.structure: dict[str, Any] = {}

@@ -17,12 +17,13 @@ from farstep.worker.progress import BEAT_S, private_words
 def connect(bootstrap: dict[str, Any]) -> Worker:
     """The worker that the bootstrap describes, connected to its head."""
     identity = (int(bootstrap["worker"]), int(bootstrap["incarnation"]), str(bootstrap["run"]))
+    has_gpu = bootstrap.get("gpu") is not None
     match bootstrap["transport"]:
         case "shm":
             board = SharedMemory(bootstrap["board_fd"], bootstrap["board_bytes"])
             words = memoryview(board.map).cast("q")[slice(*bootstrap["words"])]
             link = LocalLink(socket.socket(fileno=bootstrap["link_fd"]))
-            return Worker(link, *identity, words)
+            return Worker(link, *identity, words, has_gpu)
         case "ipc" | "tcp":
             from farstep.wire.zmq import MAIN, DealerLink
 
@@ -31,7 +32,7 @@ def connect(bootstrap: dict[str, Any]) -> Worker:
                 *_address(bootstrap), MAIN, bulk=bootstrap["bulk_port"], encrypted=bootstrap["encrypted"]
             )
             threading.Thread(target=_beat, args=(bootstrap, words), daemon=True, name="farstep-beat").start()
-            return Worker(link_to_head, *identity, words)
+            return Worker(link_to_head, *identity, words, has_gpu)
         case other:
             raise LaunchError(f"bootstrap with unknown transport {other!r}.")
 

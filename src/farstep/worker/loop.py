@@ -26,6 +26,7 @@ from farstep.spec import Schema, space_schema
 from farstep.sync.rules import divergence_of, name_of, probes_of, rows_of, threshold_of
 from farstep.wire import messages as m
 from farstep.wire.codec import pack
+from farstep.wire.compression import Compressor
 from farstep.wire.versions import versions
 from farstep.worker.acting import Actor
 from farstep.worker.hosting import Host, HostedEnvs
@@ -50,8 +51,10 @@ _KNOWN_ERRORS = ("builtins", "farstep.errors")
 class Worker:
     """Hosts a range of environment slots and does what the head's tickets say."""
 
-    def __init__(self, link: Link, worker: int, incarnation: int, run: str, words: memoryview) -> None:
-        self._link, self._words = link, words
+    def __init__(
+        self, link: Link, worker: int, incarnation: int, run: str, words: memoryview, has_gpu: bool = False
+    ) -> None:
+        self._link, self._words, self._has_gpu = link, words, has_gpu
         self._id = (worker, incarnation, run)
         self._tickets: deque[tuple[m.Ticket, list[Any]]] = deque()
         self._unread: deque[Received] = deque()
@@ -192,7 +195,9 @@ class Worker:
             self._host = (HostedVector if source.is_vector else HostedEnvs)(source, slots, self._words)
         self._obs, self._obs_schema = space_schema(self._host.observation_space, "obs")
         _, self._action_schema = space_schema(self._host.action_space, "action")
-        self._shipping = Shipping(self._program.transfer, self._send, self._look)
+        rate = getattr(self._link, "rate", lambda: math.inf)
+        compressor = Compressor(self._program.compression, self._program.codecs, rate)
+        self._shipping = Shipping(self._program.transfer, self._send, self._look, compressor)
         self._roller = Roller(self._host, self._words, self._look, self._shipping)
         spaces = (pack(self._host.observation_space), pack(self._host.action_space))
         self._send(m.Ready(*spaces))
@@ -214,7 +219,7 @@ class Worker:
         had_torch = "torch" in sys.modules
         assert isinstance(self._host, Host)
         slots = self._host.slots
-        actor = Actor(payload, self._program.inference, self._obs, slots, self._program.weights)
+        actor = Actor(payload, self._program.inference, self._obs, slots, self._program.weights, self._has_gpu)
         if "torch" in sys.modules and not had_torch:
             sys.modules["torch"].set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
             self._seed_globals(self._program.seed, slots.first)

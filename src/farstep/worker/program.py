@@ -23,6 +23,9 @@ class Program:
     inference: str = "auto"
     weights: WeightsConfig = ALL_WEIGHTS
     transfer: TransferTrigger = ALL_AT_ONCE
+    compression: str = "none"
+    codecs: tuple[str, ...] = ()
+    """What the head can decompress."""
     autoreset_mode: str = ""
     """Set for `make_vec`, whose workers follow Gymnasium's semantics and do not act."""
     seed: int = 0

@@ -8,8 +8,9 @@ from typing import Any
 
 from farstep.batch import ENDS, is_final
 from farstep.config import ALL_AT_ONCE, TransferTrigger
-from farstep.core import Array
+from farstep.core import Array, Buffer
 from farstep.wire import messages as m
+from farstep.wire.compression import Compressor
 from farstep.worker.rows import Rows
 
 
@@ -21,8 +22,10 @@ class Shipping:
     slow connection does not take stays here, for the next part.
     """
 
-    def __init__(self, transfer: TransferTrigger, send: Callable[..., None], look: Callable[[], None]) -> None:
-        self._transfer, self._send, self._look = transfer, send, look
+    def __init__(
+        self, transfer: TransferTrigger, send: Callable[..., None], look: Callable[[], None], compressor: Compressor
+    ) -> None:
+        self._transfer, self._send, self._look, self._compressor = transfer, send, look, compressor
         self._under_way, self._order = False, -1
 
     def begin(self, ticket: m.Ticket, order: int, rows: Rows) -> int:
@@ -64,7 +67,8 @@ class Shipping:
         for stage, names in enumerate(stages):
             self._part(stage, {name: left[name] for name in names}, b"" if stage else ends, chunk.passed)
         chunk.first, chunk.keys = self._first, last
-        return [b"" if stages else ends, *(left[name].tobytes() for name in last)]
+        chunk.codecs, frames = self._packed({name: left[name] for name in last})
+        return [b"" if stages else ends, *frames]
 
     def _left(self, ends: int) -> dict[str, Array]:
         """The chunk's arrays, as far as they were written and not sent."""
@@ -77,5 +81,12 @@ class Shipping:
         return tables
 
     def _part(self, stage: int, arrays: dict[str, Array], ends: bytes = b"", passed: int = -1) -> None:
-        part = m.Part(self._ticket.seq, self._order, stage, self._first, list(arrays), passed)
-        self._send(part, ends, *(array.tobytes() for array in arrays.values()))
+        codecs, frames = self._packed(arrays)
+        part = m.Part(self._ticket.seq, self._order, stage, self._first, list(arrays), passed, codecs)
+        self._send(part, ends, *frames)
+
+    def _packed(self, arrays: dict[str, Array]) -> tuple[list[str], list[Buffer]]:
+        """Codecs, none if nothing is compressed, and frames."""
+        packed = [self._compressor.pack(name, array) for name, array in arrays.items()]
+        codecs = [codec for codec, _ in packed]
+        return codecs if any(codecs) else [], [frame for _, frame in packed]

@@ -1,0 +1,125 @@
+"""Workers that do nothing but talk: a node's agent that answers for as many as the head asks for, in one process.
+
+Each has the connections of a real worker and says what a real one says; instead of rolling, it sends the same rows
+again and again. `scale.py` starts it in place of ssh.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import zmq
+from gymnasium import spaces
+
+from farstep.buffer.blocks import Layout
+from farstep.launch.node_agent import NodeAgent
+from farstep.spec import ArraySpec
+from farstep.wire import messages as m
+from farstep.wire import node_messages as n
+from farstep.wire.codec import pack
+from farstep.wire.keys import KeyPair
+from farstep.wire.versions import versions
+from farstep.wire.zmq import BEAT, MAIN, DealerLink
+from farstep.worker.bootstrap import read_bootstrap
+from farstep.worker.progress import BEAT_S, private_words
+from farstep.worker.rows import Rows
+
+
+class Figure:
+    """One worker of the crowd."""
+
+    def __init__(self, bootstrap: dict[str, Any], context: Any) -> None:
+        pair = KeyPair(bootstrap["public"].encode(), bootstrap["secret"].encode())
+        where = (bootstrap["address"], bootstrap["server_key"].encode(), pair)
+        self.link = DealerLink(*where, MAIN, bulk=bootstrap["bulk_port"], context=context)
+        self._beat = DealerLink(*where, BEAT, context=context)
+        self._words = private_words(int(bootstrap["envs"])).tolist()
+        identity = (int(bootstrap["worker"]), int(bootstrap["incarnation"]), str(bootstrap["run"]))
+        self._say(m.Hello(*identity, socket.gethostname(), os.getpid(), versions()))
+        self._order = 0
+
+    def _say(self, message: m.FromWorker, *frames: Any) -> None:
+        self.link.send([m.encode(message), *frames])
+
+    def beat(self) -> None:
+        self._beat.send([m.encode(m.Progress(self._words))])
+
+    def hear(self) -> None:
+        """Answer whatever has arrived."""
+        while (received := self.link.receive(0.0)) is not None:
+            match m.decode_from_head(received.frames):
+                case m.Welcome(seeds=seeds):
+                    self._envs = len(seeds)
+                    obs = spaces.Box(-1.0, 1.0, (8,), np.float32)
+                    self._say(m.Ready(pack(obs), pack(spaces.Discrete(2))))
+                case m.Ship(agent=agent):
+                    schema = {"action": ArraySpec((), "<i8")}
+                    self._say(m.AgentReady(agent, schema, pack({"action": "action"}), {}, pack(None)))
+                case m.Lay() as lay:
+                    layout = Layout.of(lay)
+                    self._layout = Layout(1, layout.steps, self._envs, layout.rows, layout.chunks)
+                    self._blocks = self._layout.views(memoryview(bytearray(self._layout.nbytes)))
+                case m.Ticket() as ticket:
+                    self._answer(ticket)
+
+    def _answer(self, ticket: m.Ticket) -> None:
+        rows = Rows(self._layout, self._blocks, 0, 0, self._envs)
+        rows.row["valid"][:] = True
+        tables = rows.tables(ticket.steps)
+        frames = [b"" if name.startswith("final_") else table.tobytes() for name, table in tables.items()]
+        self._order += ticket.steps > 0
+        resume = np.ones(self._envs, np.int64).tobytes()
+        self._words[4] = ticket.seq
+        self._say(m.Chunk(ticket.seq, 0, resume, self._order, passed=0, keys=list(tables), infos=False), b"", *frames)
+
+
+class Crowd(NodeAgent):
+    """An agent whose workers are figures."""
+
+    def __init__(self, bootstrap: dict[str, Any]) -> None:
+        super().__init__(bootstrap, "crowd")
+        self._figures: dict[tuple[int, int], Figure] = {}
+        self._context = zmq.Context()
+        self._context.max_sockets = 20_000
+        self._orders: list[dict[str, Any]] = []
+        threading.Thread(target=self._act, daemon=True).start()
+
+    def _start(self, link: DealerLink, order: n.StartWorker) -> None:
+        key = (order.worker, order.incarnation)
+        if key not in self._begun:
+            self._begun.add(key)
+            self._orders.append({**json.loads(order.bootstrap), "address": self._address})
+
+    def running(self) -> list[tuple[int, int]]:
+        return list(self._begun)
+
+    def _act(self) -> None:
+        poller, figures, next_beat = zmq.Poller(), {}, 0.0
+        while True:
+            while self._orders:
+                figure = Figure(self._orders.pop(0), self._context)
+                for sock in figure.link.sockets:
+                    poller.register(sock, zmq.POLLIN)
+                    figures[sock] = figure
+            for sock, _ in poller.poll(20):
+                figures[sock].hear()
+            if time.monotonic() > next_beat:
+                next_beat = time.monotonic() + BEAT_S
+                for figure in dict.fromkeys(figures.values()):
+                    figure.beat()
+                    figure.hear()
+
+
+if __name__ == "__main__":
+    crowd = Crowd(read_bootstrap(sys.stdin.fileno(), None))
+    signal.signal(signal.SIGTERM, crowd.told_to_go)
+    crowd.run()
+    os._exit(0)

@@ -1,0 +1,159 @@
+"""One head and ever more workers: what it costs the head, and where it ends.
+
+    python benchmarks/scale.py [--workers 10 100 300 1000] [--seconds 10] [--out benchmarks/results/scale.json]
+
+Workers are simulated (see `crowd.py`): they have the connections of real ones and talk as real ones do, sealed and with
+heartbeats, but have no environments, so that the head is what is measured. They live in two processes of this machine.
+Each row: chunks per second, CPU seconds of the head per thousand chunks and per second of being idle, its memory, and
+how long a round takes from the first ticket to the last chunk.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import resource
+import stat
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+import numpy as np
+from document import header, write_document, write_markdown
+from roster import BENCHMARKS
+from tables import table
+
+import farstep
+from farstep.launch_config import SSHConfig
+
+MARKS = ("<!-- scale: begin -->", "<!-- scale: end -->")
+NODES = 2
+
+
+class Nobody:
+    """An agent that nobody calls."""
+
+    def act(self, obs: Any) -> Any:
+        return np.zeros(len(obs), np.int64)
+
+    def get_parameters(self) -> dict[str, Any]:
+        return {}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workers", type=int, nargs="+", default=[10, 100, 300, 1000])
+    parser.add_argument("--envs", type=int, default=8, help="environments of each worker")
+    parser.add_argument("--steps", type=int, default=128, help="rows of a chunk")
+    parser.add_argument("--seconds", type=float, default=10.0, help="of each measurement")
+    parser.add_argument("--out", type=Path, default=BENCHMARKS / "results" / "scale.json")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table there, between its marks")
+    options = parser.parse_args()
+    logging.basicConfig(level=logging.WARNING)
+    document: dict[str, Any] = {**header("scale.py"), "rows": []}
+    with tempfile.TemporaryDirectory() as folder:
+        shell = Path(folder, "crowd")
+        shell.write_text(f"#!/bin/sh\nexec {sys.executable} {BENCHMARKS / 'crowd.py'}\n")
+        shell.chmod(stat.S_IRWXU)
+        for workers in options.workers:
+            found = measure(str(shell), workers, options.envs, options.steps, options.seconds)
+            document["rows"].append(found)
+            print(found, flush=True)
+            write_document(options.out, document)
+    text = summary(document, options)
+    print(text)
+    if options.markdown:
+        write_markdown(options.markdown, text, MARKS)
+    return 0
+
+
+def measure(shell: str, workers: int, envs: int, steps: int, seconds: float) -> dict[str, Any]:
+    per_node = -(-workers // NODES)
+    config = SSHConfig(
+        hosts=[f"crowd{i}" for i in range(NODES)],
+        ssh=[shell],
+        workers_per_node=per_node,
+        head_address="127.0.0.1",
+        timeouts={"connect_s": 600.0, "construct_s": 600.0, "load_s": 600.0, "idle_s": 600.0},
+    )
+    began = time.monotonic()
+    agent = Nobody()
+    source = {"env_name": "CartPole-v1", "envs_per_node": envs * per_node, "seed": 1, "compression": "none"}
+    with farstep.ClusterEnv(source, config) as env:
+        env.launch()
+        launched = time.monotonic() - began
+        for _ in range(3):
+            env.collect(agent, steps=steps)
+        cpu, clock = _cpu_s(), time.monotonic()
+        time.sleep(min(5.0, seconds))
+        idle = (_cpu_s() - cpu) / (time.monotonic() - clock)
+        rounds = []
+        cpu, clock = _cpu_s(), time.monotonic()
+        while time.monotonic() - clock < seconds:
+            start = time.monotonic()
+            batch = env.collect(agent, steps=steps)
+            rounds.append(time.monotonic() - start)
+        elapsed, cpu = time.monotonic() - clock, _cpu_s() - cpu
+        stats = env.stats()
+        chunks = len(rounds) * per_node * NODES
+        row_bytes = sum(array[0, 0].nbytes for array in batch.arrays.values())
+        return {
+            "workers": per_node * NODES,
+            "launch_s": round(launched, 1),
+            "chunks_per_second": round(chunks / elapsed, 1),
+            "megabytes_per_second": round(chunks * steps * envs * row_bytes / elapsed / 1e6, 1),
+            "cpu_ms_per_chunk": round(cpu / chunks * 1e3, 3),
+            "head_cores": round(cpu / elapsed, 2),
+            "idle_cores": round(idle, 3),
+            "memory_mb": round(_rss_mb()),
+            "round_s": round(median(rounds), 3),
+            "round_p95_s": round(quantiles(rounds, n=20)[-1], 3) if len(rounds) > 1 else None,
+            "restarts": stats["workers"]["restarts"],
+            "lost": stats["dropped"],
+        }
+
+
+def _cpu_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def _rss_mb() -> float:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize() / 1e6
+
+
+def summary(document: dict[str, Any], options: argparse.Namespace) -> str:
+    rows = [
+        [
+            f"{row['workers']:,}",
+            f"{row['launch_s']:.1f}",
+            f"{row['chunks_per_second']:,.0f}",
+            f"{row['megabytes_per_second']:,.0f}",
+            f"{row['cpu_ms_per_chunk']:.2f}",
+            f"{row['head_cores']:.2f}",
+            f"{row['idle_cores']:.3f}",
+            f"{row['memory_mb']:,}",
+            f"{row['round_s']:.3f} ({row['round_p95_s'] or 0:.3f})",
+        ]
+        for row in document["rows"]
+    ]
+    names = [
+        "workers",
+        "launch, s",
+        "chunks/s",
+        "MB/s",
+        "CPU ms/chunk",
+        "cores",
+        "idle cores",
+        "memory, MB",
+        "round, s (p95)",
+    ]
+    return f"Chunks of {options.steps} rows of {options.envs} environments:\n\n{table(names, rows)}"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,138 @@
+"""Arrays made smaller for slow connections, each as it pays: chosen by measuring, per array.
+
+A row of frames often differs little from the one before: `delta` keeps only what changed, for bytes. Packages are
+optional (`pip install farstep[compression]`); both sides must have the one that is used.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from farstep.core import Array, Buffer
+from farstep.errors import WireError
+
+DELTA = "delta-"
+_SIZE = struct.Struct("<Q")
+_SAMPLE_BYTES = 256 * 1024
+_SMALL_BYTES = 1024
+_AGAIN = 64
+"""After so many uses a choice is looked at again."""
+_WORTH = 0.9
+"""Of what sending costs as it is; for less, nothing is compressed."""
+
+
+@dataclass(frozen=True)
+class Codec:
+    compress: Callable[[Buffer], bytes]
+    decompress: Callable[[Buffer, int], bytes]
+    """With the size that comes out, at most."""
+
+
+@cache
+def available() -> dict[str, Codec]:
+    """The codecs whose packages are installed."""
+    found: dict[str, Codec] = {}
+    try:
+        from lz4 import block
+    except ImportError:
+        pass
+    else:
+        found["lz4"] = Codec(
+            lambda data: bytes(block.compress(data, store_size=False)),
+            lambda data, size: bytes(block.decompress(data, uncompressed_size=size)),
+        )
+    try:
+        import zstandard
+    except ImportError:
+        pass
+    else:
+        found["zstd"] = Codec(zstandard.ZstdCompressor(level=1).compress, _unzstd)
+    return found
+
+
+def _unzstd(data: Buffer, size: int) -> bytes:
+    import zstandard
+
+    if zstandard.frame_content_size(data) != size:  # else it would make as much room as the sender likes
+        raise ValueError("another size than was said")
+    return zstandard.ZstdDecompressor().decompress(data)
+
+
+class Compressor:
+    """The sender's side: what to do with each array, given what the connection carries."""
+
+    def __init__(self, mode: str, accepted: Sequence[str], rate: Callable[[], float]) -> None:
+        codecs = {name: codec for name, codec in available().items() if name in accepted}
+        self._codecs = {name: codec for name, codec in codecs.items() if mode in ("auto", name)}
+        self._rate = rate
+        self._choices: dict[str, str] = {}
+        self._uses = 0
+
+    def pack(self, name: str, array: Array) -> tuple[str, Buffer]:
+        """The codec, empty for none, and the bytes of an array whose first axis is time."""
+        if not self._codecs or array.nbytes < _SMALL_BYTES or math.isinf(self._rate()):
+            return "", array.tobytes()
+        self._uses += 1
+        if name not in self._choices or self._uses % _AGAIN == 0:
+            self._choices[name] = self._best(array)
+        choice = self._choices[name]
+        return choice, self._packed(choice, array) if choice else array.tobytes()
+
+    def _packed(self, choice: str, array: Array) -> bytes:
+        codec = self._codecs[choice.removeprefix(DELTA)]
+        return _SIZE.pack(array.nbytes) + codec.compress(_delta(array) if choice.startswith(DELTA) else array.tobytes())
+
+    def _best(self, array: Array) -> str:
+        """Seconds per byte of each way, the other side's included, against those of sending it as it is."""
+        rows = max(2, _SAMPLE_BYTES // max(1, array[:1].nbytes))
+        sample = array[:rows]
+        as_it_is = 1.0 / self._rate()
+        costs = {"": _WORTH * as_it_is}
+        deltas = [f"{DELTA}{name}" for name in self._codecs] if array.dtype == np.uint8 and len(array) > 1 else []
+        for choice in [*self._codecs, *deltas]:
+            began = time.perf_counter()
+            packed = self._packed(choice, sample)
+            unpack(choice, packed, sample.nbytes, sample[:1].nbytes)
+            seconds = time.perf_counter() - began
+            costs[choice] = (seconds + len(packed) * as_it_is) / sample.nbytes
+        return min(costs, key=costs.__getitem__)
+
+
+def unpack(choice: str, frame: Buffer, most_bytes: int, row_bytes: int) -> Buffer:
+    """What was packed, if it is not larger than `most_bytes`."""
+    codec = available().get(choice.removeprefix(DELTA))
+    if codec is None or len(frame) < _SIZE.size:
+        raise WireError(f"an array that was compressed with {choice!r}, which is not known here.")
+    (size,) = _SIZE.unpack(frame[: _SIZE.size])
+    if size > most_bytes:
+        raise WireError(f"a compressed array of {size} bytes where {most_bytes} have room.")
+    try:
+        data = codec.decompress(frame[_SIZE.size :], size)
+    except Exception as error:  # each package has errors of its own
+        raise WireError(f"an array that cannot be decompressed: {error}") from error
+    if len(data) != size or (choice.startswith(DELTA) and size % max(1, row_bytes)):
+        raise WireError("a compressed array of another size than it says.")
+    return _undelta(data, row_bytes) if choice.startswith(DELTA) else data
+
+
+def _delta(array: Array) -> bytes:
+    flat = np.ascontiguousarray(array).reshape(len(array), -1)
+    changed = np.empty_like(flat)
+    changed[0] = flat[0]
+    np.subtract(flat[1:], flat[:-1], out=changed[1:])
+    return changed.tobytes()
+
+
+def _undelta(data: bytes, row_bytes: int) -> Any:
+    rows = np.frombuffer(data, np.uint8).reshape(-1, row_bytes).copy()
+    for t in range(1, len(rows)):  # faster than an accumulation over strided rows
+        rows[t] += rows[t - 1]
+    return rows.reshape(-1).data

@@ -1,0 +1,97 @@
+"""Arrays come back as they were, compressed where that pays; nobody can make the head take more than it expects."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from farstep.errors import WireError
+from farstep.wire.compression import DELTA, Compressor, available, unpack
+
+ALL = ("lz4", "zstd")
+SLOW, FAST = 1e6, 1e12
+
+
+def frames(rows: int = 32) -> Any:
+    """A picture in which little changes."""
+    still = np.random.default_rng(0).integers(0, 255, (84, 84), np.uint8)
+    movie = np.repeat(still[None], rows, axis=0)
+    for t in range(rows):
+        movie[t, t : t + 4, 10:20] = 255
+    return movie
+
+
+def test_both_packages_are_there() -> None:
+    assert sorted(available()) == ["lz4", "zstd"]
+
+
+@pytest.mark.parametrize("choice", [*ALL, *(DELTA + name for name in ALL)])
+@given(data=st.data())
+@settings(max_examples=25, deadline=None)
+def test_what_was_packed_comes_back(choice: str, data: st.DataObject) -> None:
+    shape = data.draw(st.tuples(st.integers(1, 20), st.integers(1, 5), st.integers(1, 9)))
+    array = np.random.default_rng(data.draw(st.integers(0, 99))).integers(0, 3, shape).astype(np.uint8)
+    packed = Compressor("auto", ALL, lambda: SLOW)._packed(choice, array)
+    assert bytes(unpack(choice, packed, array.nbytes, array[0].nbytes)) == array.tobytes()
+
+
+def test_a_slow_connection_gets_less_to_carry() -> None:
+    movie = frames()
+    codec, frame = Compressor("auto", ALL, lambda: SLOW).pack("obs", movie)
+    assert codec
+    assert len(frame) < movie.nbytes / 10
+    assert bytes(unpack(codec, frame, movie.nbytes, movie[0].nbytes)) == movie.tobytes()
+
+
+def test_a_fast_connection_gets_it_as_it_is() -> None:
+    movie = frames()
+    assert Compressor("auto", ALL, lambda: FAST).pack("obs", movie) == ("", movie.tobytes())
+
+
+def test_noise_is_left_alone() -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (32, 1000), np.uint8)
+    assert Compressor("auto", ALL, lambda: SLOW).pack("obs", noise)[0] == ""
+
+
+def test_before_the_connection_is_known_nothing_is_decided() -> None:
+    rate = [math.inf]
+    compressor = Compressor("auto", ALL, lambda: rate[0])
+    assert compressor.pack("obs", frames())[0] == ""
+    rate[0] = SLOW
+    assert compressor.pack("obs", frames())[0] != ""
+
+
+@pytest.mark.parametrize(("mode", "accepted"), [("none", ALL), ("auto", ()), ("lz4", ("zstd",))])
+def test_what_is_not_wanted_or_not_known_to_the_head_is_not_used(mode: str, accepted: tuple[str, ...]) -> None:
+    assert Compressor(mode, accepted, lambda: SLOW).pack("obs", frames())[0] == ""
+
+
+def test_a_choice_is_looked_at_again() -> None:
+    rate = [SLOW]
+    compressor = Compressor("auto", ALL, lambda: rate[0])
+    assert compressor.pack("obs", frames())[0] != ""
+    rate[0] = FAST
+    assert {compressor.pack("obs", frames())[0] for _ in range(70)} >= {""}
+
+
+@pytest.mark.parametrize("choice", [*ALL, *(DELTA + name for name in ALL)])
+def test_a_bomb_does_not_go_off(choice: str) -> None:
+    huge = np.zeros((1, 50_000_000), np.uint8)
+    packed = Compressor("auto", ALL, lambda: SLOW)._packed(choice, huge)
+    with pytest.raises(WireError, match="have room"):
+        unpack(choice, packed, 1000, 10)
+    lie = (1000).to_bytes(8, "little") + packed[8:]
+    with pytest.raises(WireError):
+        unpack(choice, lie, 1000, 10)
+
+
+@pytest.mark.parametrize("frame", [b"", b"x", b"\0" * 8, b"\1" + b"\0" * 7 + b"nonsense"])
+@pytest.mark.parametrize("choice", [*ALL, "delta-", "gzip", "delta-delta-lz4"])
+def test_what_is_no_compressed_array_is_refused(choice: str, frame: bytes) -> None:
+    with pytest.raises(WireError):
+        unpack(choice, frame, 1000, 10)
