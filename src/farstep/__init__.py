@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from farstep.head.stats import scalars as scalars
     from farstep.launch_config import KubernetesConfig as KubernetesConfig
     from farstep.launch_config import RayConfig as RayConfig
+    from farstep.launch_config import SlurmConfig as SlurmConfig
     from farstep.launch_config import SSHConfig as SSHConfig
     from farstep.vector_env import make_vec as make_vec
     from farstep.workflow import Workflow as Workflow
@@ -56,6 +57,7 @@ _HOMES = {
     "ObjectKeyTrigger": "buffer.triggers",
     "RayConfig": "launch_config",
     "SSHConfig": "launch_config",
+    "SlurmConfig": "launch_config",
     "TimeTrigger": "buffer.triggers",
     "Timeouts": "config",
     "TransferTrigger": "config",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
@@ -69,7 +70,7 @@ class SSHConfig(EngineConfig):
     hosts: Sequence[str] = ()
     """A node each, as ssh takes them (`name`, `user@name`, an alias of its configuration)."""
     ssh: Sequence[str] = ("ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
-    """The command that a host and a command line are appended to."""
+    """The command that a host and a command line are appended to, as words or as one line."""
     nodes: int = 0
     """Of `hosts`, so many are used at a time; 0: all."""
 
@@ -81,7 +82,10 @@ class SSHConfig(EngineConfig):
             )
         object.__setattr__(self, "hosts", hosts)
         object.__setattr__(self, "nodes", self.nodes or len(hosts))
-        object.__setattr__(self, "ssh", tuple(self.ssh))
+        words = (self.ssh,) if isinstance(self.ssh, str) else tuple(self.ssh)
+        if not words or not all(isinstance(word, str) and word for word in words):
+            raise ConfigError(f"SSHConfig.ssh is {self.ssh!r}; expected a command, e.g. 'ssh -T -i key'.")
+        object.__setattr__(self, "ssh", tuple(shlex.split(words[0])) if len(words) == 1 else words)
         super().__post_init__()
         if self.most_nodes > len(hosts):
             raise ConfigError(f"SSHConfig asks for {self.most_nodes} nodes and has {len(hosts)} hosts.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -143,6 +144,37 @@ def test_a_job_that_still_waits_goes_with_a_head_that_is_killed(cluster: SlurmCl
     os.kill(head, signal.SIGKILL)
     os.waitpid(head, 0)
     eventually(lambda: not live_jobs(cluster))
+
+
+def test_ctrl_c_cancels_the_job(cluster: SlurmCluster, tmp_path: Path) -> None:
+    head = os.fork()
+    if not head:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            with start(tmp_path, nodes=1) as env:
+                (tmp_path / "ready").touch()
+                while True:
+                    env.collect(TableAgent(), steps=4)
+        finally:
+            os._exit(1)
+    eventually((tmp_path / "ready").exists, 60)
+    assert len(live_jobs(cluster)) == 1
+    os.kill(head, signal.SIGINT)
+    os.waitpid(head, 0)
+    eventually(lambda: not live_jobs(cluster))
+
+
+def test_batches_go_on_while_the_controller_is_down(cluster: SlurmCluster, tmp_path: Path) -> None:
+    with start(tmp_path, nodes=2, lease_s=3) as env:
+        agent = TableAgent()
+        assert columns(env, agent) == 6
+        cluster.stop_controller()
+        deadline = time.monotonic() + 10
+        while time.monotonic() < deadline:
+            assert columns(env, agent) == 6
+        assert not env.stats()["dropped"] and env.stats()["workers"]["restarts"] == 0
+    cluster.start_controller()  # the run ended without it: its job is cancelled now
+    eventually(lambda: not live_jobs(cluster), 60)
 
 
 def test_nodes_that_come_late_join(cluster: SlurmCluster, tmp_path: Path) -> None:

@@ -155,6 +155,15 @@ class SlurmCluster(Engine):
         self._start_daemon(name, name, "slurmd", "-D", "-N", name)
         self._wait_for({name: "idle"})
 
+    def stop_controller(self) -> None:
+        """Nobody answers SLURM's programs any more; what runs on nodes goes on."""
+        self._running.pop("slurmctld").end()
+
+    def start_controller(self) -> None:
+        """Starts what `stop_controller` ended, with all that it knew."""
+        self._start_daemon("slurmctld", self.controller, "slurmctld", "-D")
+        self._wait_for({})  # it answers
+
     def down(self, name: str) -> None:
         """As an administrator takes a node out; jobs on it are killed and queued again."""
         self.command("scontrol", "update", f"nodename={name}", "state=down", "reason=test")

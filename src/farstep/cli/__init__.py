@@ -1,7 +1,8 @@
-"""The `farstep` command: `train`, `watch`, `plot`, `k8s`."""
+"""The `farstep` command: a module of this folder for each of its commands."""
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable, Sequence
 
@@ -17,10 +18,13 @@ farstep trains Gymnasium environments on workers, and shows what came of it.
   farstep train ppo --resume runs/NAME                go on where a run stopped
   farstep watch runs/NAME                             render episodes of what it learned to a video
   farstep plot runs/NAME runs/OTHER                   draw return, throughput and staleness to a PNG
+  farstep doctor --launcher slurm --nodes 4           look whether nodes, network and versions are fit for a run
+  farstep slurm --print --nodes 4 --partition gpu     show the job that SLURM would be given
   farstep k8s --print --image NAME                    show what Kubernetes would be asked for
 
 'farstep train ppo --help' lists every option with what it does.
 """
+_COMMANDS = ("train", "watch", "plot", "doctor", "slurm", "k8s")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,16 +54,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _command(name: str) -> Callable[[Sequence[str]], int]:
     """Imported when it is wanted: torch alone takes two seconds."""
+    if name not in _COMMANDS:
+        raise FarstepError(unknown_name("command", name, _COMMANDS))
     if name in ("train", "watch"):
         require("torch", "torch", f"'farstep {name}'", "nn")
-    if name == "train":
-        from farstep.cli.train import main as command
-    elif name == "watch":
-        from farstep.cli.watch import main as command
-    elif name == "plot":
-        from farstep.cli.plot import main as command
-    elif name == "k8s":
-        from farstep.cli.k8s import main as command
-    else:
-        raise FarstepError(unknown_name("command", name, ["train", "watch", "plot", "k8s"]))
+    command: Callable[[Sequence[str]], int] = importlib.import_module(f"farstep.cli.{name}").main
     return command

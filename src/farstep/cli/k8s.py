@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import tyro
-from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from farstep.cli.options import parse
 from farstep.errors import ConfigError
@@ -17,9 +15,6 @@ from farstep.launch.kubernetes import KubernetesEngine
 from farstep.launch.manifests import manifests, redacted
 from farstep.launch_config import KubernetesConfig
 from farstep.observe.extras import require
-
-_JSON = {Mapping[str, object]: Mapping, Sequence[Mapping[str, object]]: Sequence}
-"""Options that are given as JSON, with what it must describe."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +28,7 @@ class Options:
 
 def main(arguments: Sequence[str]) -> int:
     """Parse, show."""
-    options = parse(Options, arguments, "farstep k8s", registry=_registry())
+    options = parse(Options, arguments, "farstep k8s")
     if not options.print:
         raise ConfigError("'farstep k8s' shows manifests and does nothing else; say --print.")
     config = options.config
@@ -54,22 +49,3 @@ def _placed(manifest: dict[str, Any], namespace: str | None) -> dict[str, Any]:
 def _text(dumper: Any, text: str) -> Any:
     """Scripts of several lines as they are written."""
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
-
-
-def _registry() -> ConstructorRegistry:
-    registry = ConstructorRegistry()
-
-    @registry.primitive_rule
-    def from_json(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
-        if info.type not in _JSON:
-            return None
-        expected = _JSON[info.type]
-        return PrimitiveConstructorSpec(
-            nargs=1,
-            metavar="JSON",
-            instance_from_str=lambda words: json.loads(words[0]),
-            is_instance=lambda value: isinstance(value, expected),
-            str_from_instance=lambda value: [json.dumps(value)],
-        )
-
-    return registry

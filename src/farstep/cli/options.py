@@ -6,15 +6,19 @@ import contextlib
 import dataclasses
 import difflib
 import io
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 import tyro
+from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from farstep.errors import ConfigError
 
 T = TypeVar("T")
+_JSON = {Mapping[str, object]: Mapping, Mapping[str, float]: Mapping, Sequence[Mapping[str, object]]: Sequence}
+"""Options that are given as JSON, with what it must describe."""
 
 
 def parse(
@@ -22,10 +26,9 @@ def parse(
     arguments: Sequence[str],
     command: str,
     default: T | None = None,
-    registry: tyro.constructors.ConstructorRegistry | None = None,
 ) -> T:
-    """The dataclass that the arguments describe; `--help` prints and exits. `registry` has types tyro does not know."""
-    known = ["--help", *_options(kind)]
+    """The dataclass that the arguments describe; `--help` prints and exits."""
+    known = ["--help", *option_names(kind)]
     for argument in arguments:
         name = argument.split("=")[0].replace("_", "-")
         if name.startswith("--") and name not in known:
@@ -35,7 +38,7 @@ def parse(
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
-            found: Any = tyro.cli(kind, args=list(arguments), prog=command, default=default, registry=registry)
+            found: Any = tyro.cli(kind, args=list(arguments), prog=command, default=default, registry=_registry())
     except SystemExit as end:
         if not end.code:
             raise
@@ -43,7 +46,7 @@ def parse(
     return found  # type: ignore[no-any-return]
 
 
-def _options(kind: Any) -> list[str]:
+def option_names(kind: Any) -> list[str]:
     """All options of a dataclass and those inside it, as tyro names them without prefixes."""
     found: list[str] = []
     base = get_origin(kind) or kind
@@ -51,7 +54,7 @@ def _options(kind: Any) -> list[str]:
     for name, hint in get_type_hints(base).items():
         hint = chosen.get(hint, hint)
         if dataclasses.is_dataclass(hint):
-            found += _options(hint)
+            found += option_names(hint)
         else:
             option = name.replace("_", "-")
             found += [f"--{option}", *([f"--no-{option}"] if hint is bool else [])]
@@ -64,3 +67,22 @@ def _sentence(text: str) -> str:
     said = re.split(r"─{4,}|-{4,}|Argument helptext|For full helptext", " ".join(lines))[0]
     said = re.sub(r"^(Value error|Parsing error)\s*|Error parsing [\w.]+: ", "", said)
     return re.sub(r"\s+", " ", said).strip().rstrip(".") + "."
+
+
+def _registry() -> ConstructorRegistry:
+    registry = ConstructorRegistry()
+
+    @registry.primitive_rule
+    def from_json(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
+        if info.type not in _JSON:
+            return None
+        expected = _JSON[info.type]
+        return PrimitiveConstructorSpec(
+            nargs=1,
+            metavar="JSON",
+            instance_from_str=lambda words: json.loads(words[0]),
+            is_instance=lambda value: isinstance(value, expected),
+            str_from_instance=lambda value: [json.dumps(value)],
+        )
+
+    return registry

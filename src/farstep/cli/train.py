@@ -6,7 +6,7 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -15,11 +15,13 @@ import numpy as np
 import torch
 import tyro
 
+from farstep.cli.launchers import ENGINES, NoOptions, check_options, chosen_launcher
 from farstep.cli.options import parse
 from farstep.cli.recording import check_recording, record
 from farstep.cluster_env import ClusterEnv
 from farstep.config import usable_cpus
 from farstep.errors import ConfigError, unknown_name
+from farstep.launch_config import EngineConfig
 from farstep.learners.async_ppo import AsyncPPO, AsyncPPOConfig
 from farstep.learners.evaluation import EVALUATION_SLOTS, Evaluator
 from farstep.learners.impala import Impala, ImpalaConfig
@@ -35,14 +37,17 @@ _FIXED = ("env", "env_type", "env_kwargs", "wrappers", "seed", "name", "folder")
 _SIGNALLED = {"SIGINT": 130, "SIGTERM": 143}
 Config = PPOConfig | AsyncPPOConfig | ImpalaConfig
 C = TypeVar("C", PPOConfig, AsyncPPOConfig, ImpalaConfig)
+E = TypeVar("E", bound=EngineConfig | NoOptions)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(Generic[C]):
+class Options(Generic[C, E]):
     """All that can be said on the command line."""
 
     run: tyro.conf.OmitArgPrefixes[RunConfig]
     learner: tyro.conf.OmitArgPrefixes[C]
+    nodes: tyro.conf.OmitArgPrefixes[E]
+    """of a cluster, if --launcher names one"""
     resume: Path | None = None
     """go on with the run in this folder; its options stay, unless others are given"""
 
@@ -74,13 +79,13 @@ def main(arguments: Sequence[str]) -> int:
     options = _options(name, rest)
     run = options.run
     _set_up(run)
-    with ClusterEnv(run.env_config(), run.launch_config()) as env:
+    with _cluster(options) as env:
         learner = make_learner(name, run, options.learner, env)
         folder = _folder(name, options)  # when all else is there: a misspelt environment leaves nothing behind
         sys.stdout.write(f"run: {folder.path}\n")
         sys.stdout.flush()
         try:
-            progress = train(learner, name, run, options.learner, env, folder, options.resume is not None)
+            progress = train(learner, name, options, env, folder)
         except Stopped as stopped:
             sys.stdout.write(f"stopped by {stopped}; go on with: farstep train {name} --resume {folder.path}\n")
             return _SIGNALLED[str(stopped)]
@@ -88,17 +93,29 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _options(name: str, arguments: Sequence[str]) -> Options[Any]:
-    kind: Any = Options[ALGORITHMS[name].config]  # type: ignore[misc]
-    resumed = _resumed(arguments)
+def _options(name: str, arguments: Sequence[str]) -> Options[Any, Any]:
+    command, resumed = f"farstep train {name}", _resumed(arguments)
     default = None if resumed is None else _saved_options(name, resumed)
-    options: Options[Any] = parse(kind, arguments, f"farstep train {name}", default)
+    launcher = chosen_launcher(arguments, "local" if default is None else default.run.launcher)
+    nodes: Any = ENGINES.get(launcher, NoOptions)
+    if default is not None and type(default.nodes) is not nodes:  # it goes on elsewhere
+        default = replace(default, nodes=nodes())
+    kind: Any = Options[ALGORITHMS[name].config, nodes]  # type: ignore[misc]
+    check_options(kind, arguments, command, launcher)
+    options: Options[Any, Any] = parse(kind, arguments, command, default)
     if default is not None:
         _check_same(default, options)
     return options
 
 
-def _check_same(saved: Options[Any], now: Options[Any]) -> None:
+def _cluster(options: Options[Any, Any]) -> ClusterEnv:
+    run, nodes = options.run, options.nodes
+    if isinstance(nodes, EngineConfig):
+        return ClusterEnv(run.env_config(envs_per_node=run.envs_per_node(nodes.nodes)), nodes)
+    return ClusterEnv(run.env_config(), run.launch_config())
+
+
+def _check_same(saved: Options[Any, Any], now: Options[Any, Any]) -> None:
     """Refuse options with which a run would not be the same run any more."""
     pairs = [(field, getattr(saved.run, field), getattr(now.run, field)) for field in _FIXED]
     for field, before, after in [*pairs, ("net", saved.learner.net, now.learner.net)]:
@@ -120,7 +137,7 @@ def _resumed(arguments: Sequence[str]) -> Path | None:
     return None
 
 
-def _saved_options(name: str, path: Path) -> Options[Any]:
+def _saved_options(name: str, path: Path) -> Options[Any, Any]:
     saved = RunFolder.open(path).read_config()
     if saved.get("algorithm") != name:
         raise ConfigError(
@@ -128,7 +145,16 @@ def _saved_options(name: str, path: Path) -> Options[Any]:
             f"'farstep train {saved.get('algorithm')} --resume {path}'."
         )
     run, learner = load_config(saved)
-    return Options(run=run, learner=learner, resume=path)
+    return Options(run=run, learner=learner, nodes=_load_nodes(saved, run), resume=path)
+
+
+def _load_nodes(saved: dict[str, Any], run: RunConfig) -> EngineConfig | NoOptions:
+    if run.launcher not in ENGINES:
+        return NoOptions()
+    try:
+        return msgspec.convert(saved["nodes"], ENGINES[run.launcher])
+    except (KeyError, msgspec.ValidationError) as error:
+        raise ConfigError(f"config.json is not one of this version of farstep: {error}.") from error
 
 
 def load_config(saved: dict[str, Any]) -> tuple[RunConfig, Any]:
@@ -145,12 +171,18 @@ def _decoded(kind: type, value: Any) -> Any:
     return kind(value)
 
 
-def _folder(name: str, options: Options[Any]) -> RunFolder:
+def _folder(name: str, options: Options[Any, Any]) -> RunFolder:
     run = options.run
-    config = {"algorithm": name, "run": run, "learner": options.learner}
+    config = _config(name, options)
     if options.resume is not None:
         return RunFolder.open(options.resume)
     return RunFolder.create(run.folder, run.name or run_name(run.env, name, run.seed), config)
+
+
+def _config(name: str, options: Options[Any, Any]) -> dict[str, Any]:
+    """What config.json says of a run."""
+    config = {"algorithm": name, "run": options.run, "learner": options.learner}
+    return config | ({"nodes": options.nodes} if isinstance(options.nodes, EngineConfig) else {})
 
 
 def make_learner(name: str, run: RunConfig, config: Config, env: ClusterEnv) -> Learner:
@@ -163,16 +195,9 @@ def make_learner(name: str, run: RunConfig, config: Config, env: ClusterEnv) -> 
     return learner
 
 
-def train(
-    learner: Learner,
-    name: str,
-    run: RunConfig,
-    config: Config,
-    env: ClusterEnv,
-    folder: RunFolder,
-    resume: bool = False,
-) -> Progress:
+def train(learner: Learner, name: str, options: Options[Any, Any], env: ClusterEnv, folder: RunFolder) -> Progress:
     """Train until the run is done; raises `Stopped` after a signal, when a checkpoint is written."""
+    run, resume = options.run, options.resume is not None
     with ExitStack() as stack:
         stack.enter_context(folder.lock())
         evaluator = None
@@ -188,8 +213,8 @@ def train(
         training = Training(learner, env, limits, checkpoints=folder.checkpoints, evaluator=evaluator)
         if resume:
             training.resume()
-            folder.write_config({"algorithm": name, "run": run, "learner": config})
-        sink = _loggers(name, run, config, folder, training.progress.steps if resume else None)
+            folder.write_config(_config(name, options))
+        sink = _loggers(name, options, folder, training.progress.steps if resume else None)
         stack.callback(sink.close)
         training.sink = sink
         return training.run()
@@ -219,12 +244,13 @@ def _evaluator(run: RunConfig, folder: RunFolder) -> Evaluator:
     return Evaluator(env_config, run.eval_episodes, run.seed + 1, after, run.launch_config(workers=1))
 
 
-def _loggers(name: str, run: RunConfig, config: Config, folder: RunFolder, resume_step: int | None) -> Loggers:
+def _loggers(name: str, options: Options[Any, Any], folder: RunFolder, resume_step: int | None) -> Loggers:
+    run = options.run
     loggers: list[Any] = [JsonlLogger(folder.metrics_file, resume_step)]
     if run.tensorboard:
         loggers.append(TensorBoardLogger(folder.tensorboard, resume_step))
     if run.wandb is not None:
-        plain = {"algorithm": name, **msgspec.to_builtins({"run": run, "learner": config}, enc_hook=str)}
+        plain = msgspec.to_builtins(_config(name, options), enc_hook=str)
         loggers.append(WandbLogger(run.wandb, folder.path.name, folder.path, plain, folder.path.name))
     loggers.append(console_logger(run.total_steps, f"{name} on {run.env}"))
     return Loggers(*loggers)

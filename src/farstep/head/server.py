@@ -23,6 +23,7 @@ from farstep.errors import (
     ConfigError,
     FarstepError,
     HandshakeError,
+    LaunchError,
     WireError,
     WorkerError,
     is_own,
@@ -114,14 +115,18 @@ class Server:
 
     def start(self) -> tuple[Any, Any]:
         """Start all workers and wait until each has built its environments; the spaces of one of these."""
+        self.begin()
+        self.wait(lambda: True if self._all_there() else None)
+        assert self.spaces is not None
+        return self.spaces
+
+    def begin(self) -> None:
+        """Start all workers, without waiting for them."""
         self._started_at = time.monotonic()
         with self.locked():
             self.crew.start()
         if not self._driven:
             self._switchboard.start_thread(self._pump_alone, self._tick_s)
-        self.wait(lambda: True if self._all_there() else None)
-        assert self.spaces is not None
-        return self.spaces
 
     def _all_there(self) -> bool:
         """Whoever has a node is ready, and enough have one."""
@@ -243,6 +248,9 @@ class Server:
         """What the background thread does while nobody waits."""
         try:
             self._pump(0.0)
+        except LaunchError as error:  # of a node that came and does not fit
+            if not self._closed:
+                self.fail(error)
         except Exception as error:  # a bug of ours must reach the caller, not die in a thread
             if not self._closed:
                 self.fail(FarstepError(f"internal error in the head: {error!r}"))

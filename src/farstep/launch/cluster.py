@@ -17,8 +17,11 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import zmq
+
 from farstep.core import Ended, Launcher, Received, Started
 from farstep.errors import LaunchError, WireError
+from farstep.launch.addresses import own_addresses
 from farstep.launch.engine import Engine, Group, Standing
 from farstep.launch.network import HubLink
 from farstep.launch_config import EngineConfig
@@ -50,6 +53,7 @@ class Node:
     place: str
     heard: float
     block: int
+    address: str = ""
     workers: dict[int, RemoteWorker] = field(default_factory=dict)
     leaving: bool = False
 
@@ -79,15 +83,26 @@ class ClusterLauncher(Launcher):
         self._groups: dict[int, Watched] = {}
         self._ticked = self._enough_at = time.monotonic()
         self._next_beat = 0.0
+        self.refused: dict[str, str] = {}
+        """Hosts that came and did not fit, with what differs."""
         _allow_files(_FILES_PER_WORKER * workers)
         self._nonsense: Counter[int] = Counter()
         self._misfit: LaunchError | None = None
         """Of a node that cannot be used."""
         try:
-            self._hub = Hub([f"tcp://{address}:*" for address in engine.listen_on()], config.lease_s, reliable=True)
+            self._hub = self._listen(engine.listen_on())
         except BaseException:
             engine.close()
             raise
+
+    def _listen(self, addresses: Sequence[str]) -> Hub:
+        try:
+            return Hub([f"tcp://{address}:*" for address in addresses], self._config.lease_s, reliable=True)
+        except zmq.ZMQError as error:
+            raise LaunchError(
+                f"the head cannot listen on {' and '.join(addresses)}: {error}. head_address must name addresses of "
+                f"this machine, such as {' or '.join(own_addresses())}."
+            ) from error
 
     # ---- what the head calls ----
 
@@ -180,10 +195,25 @@ class ClusterLauncher(Launcher):
 
     def nodes(self) -> list[dict[str, object]]:
         return [
-            {"host": node.host, "pid": node.pid, "place": node.place, "workers": sorted(node.workers)}
+            {
+                "host": node.host,
+                "pid": node.pid,
+                "place": node.place,
+                "address": node.address,
+                "workers": sorted(node.workers),
+            }
             for node in self._blocks
             if node is not None
         ]
+
+    def expected(self) -> int:
+        """Nodes that are there, or may come without being asked for again."""
+        there = sum(node is not None for node in self._blocks)
+        return max(there, sum(max(0, watched.standing.nodes - watched.lost) for watched in self._groups.values()))
+
+    def logs(self) -> str:
+        """Where what nodes said is written, and the end of it."""
+        return "\n".join(text for watched in self._groups.values() if (text := watched.group.logs()))
 
     def close(self) -> None:
         for node in self._nodes.values():
@@ -212,29 +242,32 @@ class ClusterLauncher(Launcher):
 
     def _look_at_groups(self) -> None:
         """Nodes that are over are asked for again, unless none of their group ever came: then something is wrong."""
-        there = sum(node is not None for node in self._blocks)
-        expected = sum(max(0, watched.standing.nodes - watched.lost) for watched in self._groups.values())
-        missing = self._wanted - max(expected, there)
+        expected = self.expected()
+        missing = self._wanted - expected
         now = time.monotonic()
-        if not self._groups or missing <= 0 or now < self._ask_at:
+        if not self._groups or missing <= 0:
+            return
+        fewest = self._config.fewest_nodes
+        given_up = math.isinf(self._ask_at)
+        if now < self._ask_at and not (given_up and expected < fewest):
             return
         over = [watched for watched in self._groups.values() if not watched.standing.nodes]
         last = (over or list(self._groups.values()))[-1]
         self._ask_at = now + min(_MOST_PAUSE_S, 2.0**self._replacements)
         self._replacements += 1
         hopeless = not last.served or self._replacements > self._config.restart_budget
-        if hopeless and there < self._config.fewest_nodes:
+        if hopeless and expected < fewest:
             logs = last.group.logs()
             raise LaunchError(f"{last.standing.text}, and {missing} nodes are missing.\n{logs}".rstrip())
         if self._replacements > self._config.restart_budget:
-            log.warning("%s; going on with %d nodes", last.standing.text, there)
+            log.warning("%s; going on with %d nodes", last.standing.text, expected)
             self._ask_at = math.inf
             return
         log.warning("%s; asking for %d nodes again", last.standing.text, missing)
         try:
             self._ask(missing)
         except LaunchError as error:  # an engine that was there may be there again soon
-            log.warning("%s Going on with %d nodes for now.", error, there)
+            log.warning("%s Going on with %d nodes for now.", error, expected)
 
     # ---- nodes ----
 
@@ -281,16 +314,20 @@ class ClusterLauncher(Launcher):
         route = hello.node.encode() + NODE
         if different := mismatches(hello.versions):
             self._hub.send_to(route, [n.encode(n.Leave(f"does not fit: {'; '.join(different)}"))])
-            self._misfit = LaunchError(
+            said = (
                 f"the node {hello.host} does not fit: {'; '.join(different)}. Install the same versions on all nodes."
             )
-            self._misheard(group, WireError(str(self._misfit)))
+            if self._config.fewest_nodes == self._config.nodes:
+                self._misfit = LaunchError(said)
+            if hello.host not in self.refused:
+                log.warning("%s Going on without it.", said)
+            self.refused[hello.host] = "; ".join(different)
             return
         free = next((i for i, held in enumerate(self._blocks[: self._wanted]) if held is None), None)
         if free is None:
             self._hub.send_to(route, [n.encode(n.Leave("all nodes are there already"))])
             return
-        node = Node(hello.node, group, hello.host, hello.pid, hello.place, time.monotonic(), free)
+        node = Node(hello.node, group, hello.host, hello.pid, hello.place, time.monotonic(), free, hello.address)
         self._nodes[node.name] = self._blocks[free] = node
         self._groups[group].welcomed()
         self._hub.send_to(route, [n.encode(n.NodeBeat(node.name))])

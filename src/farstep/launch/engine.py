@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+TAKEN_BACK = 75
+"""The status of an agent that left because its engine said so (`EX_TEMPFAIL`: it would come again)."""
+
 
 @dataclass(frozen=True)
 class Standing:

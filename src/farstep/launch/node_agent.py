@@ -24,6 +24,7 @@ from typing import Any
 
 from farstep.config import usable_cpus
 from farstep.errors import FarstepError
+from farstep.launch.engine import TAKEN_BACK
 from farstep.launch.process import ProcessStarter, WorkerProcess
 from farstep.wire import node_messages as n
 from farstep.wire.keys import KeyPair
@@ -32,8 +33,6 @@ from farstep.wire.zmq import NODE, DealerLink
 from farstep.worker.bootstrap import read_bootstrap
 
 log = logging.getLogger("farstep.node")
-TAKEN_BACK = 75
-"""The status of an agent that left because its engine said so (`EX_TEMPFAIL`: it would come again)."""
 
 
 class Unreachable(FarstepError):
@@ -69,8 +68,8 @@ class NodeAgent:
 
     def run(self) -> int:
         """Until the head says so, or is gone; the status to exit with."""
-        hello = self._hello()
         link, self._address = self._connect()
+        hello = self._hello()
         next_beat = 0.0
         try:
             while self._running:
@@ -151,7 +150,7 @@ class NodeAgent:
 
     def _hello(self) -> n.NodeHello:
         who = (socket.gethostname(), os.getpid(), usable_cpus(), versions())
-        return n.NodeHello(self._node, self._bootstrap["run"], *who, self._place)
+        return n.NodeHello(self._node, self._bootstrap["run"], *who, self._place, self._address)
 
     def _handle(self, link: DealerLink, message: n.ToNode) -> None:
         self._known = True

@@ -7,6 +7,7 @@ its owner and to administrators only.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import shlex
@@ -18,12 +19,12 @@ from pathlib import Path
 
 from farstep.errors import LaunchError
 from farstep.launch.addresses import own_addresses
-from farstep.launch.engine import Standing
+from farstep.launch.engine import TAKEN_BACK, Standing
 from farstep.launch.guardian import Guardian
-from farstep.launch.node_agent import TAKEN_BACK
 from farstep.launch.sessions import Session, Sessions
 from farstep.launch_config import SlurmConfig
 
+log = logging.getLogger("farstep")
 _COMMAND_S = 60.0
 _ENDED = {"COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "BOOT_FAIL", "DEADLINE", "OUT_OF_MEMORY", "over"}
 _TAIL_LINES = 15
@@ -63,23 +64,24 @@ class SlurmEngine:
         folder.mkdir(parents=True, exist_ok=True)
         jobs = Jobs(folder, self._guardian)
         try:
-            for size in self._sizes(nodes):
+            first, self._asked = 0 if self._asked else self._config.fewest_nodes, True
+            for size in job_sizes(nodes, first):
                 jobs.submit(batch_script(self._config, self._per_node, size, bootstrap.decode()), size)
         except BaseException:
             jobs.cancel()
             raise
         return jobs
 
-    def _sizes(self, nodes: int) -> list[int]:
-        """SLURM starts a job when all of its nodes are free: those that must be there together are one job, and others
-        a job each, which may come later and go earlier."""
-        first, self._asked = 0 if self._asked else self._config.fewest_nodes, True
-        return [*([first] if first else []), *[1] * (nodes - first)]
-
     def close(self) -> None:
         for step in self._steps:
             step.end()
         self._guardian.close()
+
+
+def job_sizes(nodes: int, together: int) -> list[int]:
+    """SLURM starts a job when all of its nodes are free: those that must be there together are one job, and others
+    a job each, which may come later and go earlier."""
+    return [*([together] if together else []), *[1] * (nodes - together)]
 
 
 def batch_script(config: SlurmConfig, workers_per_node: int, nodes: int, bootstrap: str = REDACTED) -> str:
@@ -161,8 +163,12 @@ class Jobs:
         return "\n".join([f"The end of {path}:", *lines[-_TAIL_LINES:]])
 
     def cancel(self) -> None:
-        if self._sizes:
-            _run(["scancel", *self._sizes], missing="")
+        try:
+            if self._sizes:
+                _run(["scancel", *self._sizes], missing="")
+        except LaunchError as error:  # their agents leave anyhow, and the guardian goes on trying
+            log.warning("%s; jobs %s are cancelled when SLURM answers again", error, ", ".join(self._sizes))
+            return
         for number in self._sizes:
             self._guardian.release(number)
 

@@ -9,10 +9,8 @@ from typing import Any, Literal
 
 from farstep.config import EnvConfig, InProcessConfig, LaunchConfig, LocalConfig, check_count, check_seed
 from farstep.errors import ConfigError
-from farstep.launch_config import RayConfig
 
-LauncherName = Literal["local", "inprocess", "ray"]
-_LAUNCHERS: dict[str, type[LaunchConfig]] = {"local": LocalConfig, "inprocess": InProcessConfig, "ray": RayConfig}
+LauncherName = Literal["local", "inprocess", "slurm", "ssh", "ray", "kubernetes"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,11 +26,12 @@ class RunConfig:
     wrappers: tuple[str, ...] = ()
     """dotted paths of wrappers, applied in order"""
     num_envs: int = 16
-    """environments in all"""
+    """environments in all; with several nodes, as many on each"""
     workers: int | None = None
-    """worker processes; none given: one per core"""
+    """worker processes of this machine; none given: one per core. On a cluster: --workers-per-node"""
     launcher: LauncherName = "local"
-    """where workers run: processes of this machine, inside this one (to debug), or on a Ray cluster"""
+    """where workers run: processes of this machine, inside this one (to debug), or on a cluster: --launcher NAME --help
+    shows the options of its nodes, too"""
     total_steps: int = 500_000
     """environment steps to train for"""
     target_return: float | None = None
@@ -71,6 +70,11 @@ class RunConfig:
             if getattr(self, name) is not None:
                 check_count(name, getattr(self, name))
         check_seed(self.seed)
+        if self.workers is not None and self.launcher not in ("local", "inprocess"):
+            raise ConfigError(
+                f"workers={self.workers} counts processes of this machine; with --launcher {self.launcher} say "
+                "--workers-per-node instead."
+            )
         if self.capture_video and self.eval_every is None:
             raise ConfigError("capture_video renders an episode of each evaluation: give eval_every, too, e.g. 50000.")
         _json_object("env_kwargs", self.env_kwargs)
@@ -92,9 +96,19 @@ class RunConfig:
             options["stagger"] = _json_object("stagger", self.stagger)
         return EnvConfig.of({name: value for name, value in (options | changes).items() if value is not None})
 
+    def envs_per_node(self, nodes: int) -> int:
+        """How many of the environments each of several nodes has."""
+        if self.num_envs % nodes:
+            near = max(self.num_envs // nodes, 1) * nodes
+            raise ConfigError(
+                f"num_envs={self.num_envs} cannot be spread evenly over {nodes} nodes; use {near} or {near + nodes}."
+            )
+        return self.num_envs // nodes
+
     def launch_config(self, workers: int | None = None) -> LaunchConfig:
-        """Where they run, on as many workers as the run has or, for others than its own, as are given."""
-        return _LAUNCHERS[self.launcher](workers_per_node=workers or self.workers)
+        """Workers of this machine, as many as the run has or, for others than its own, as are given."""
+        kind = InProcessConfig if self.launcher == "inprocess" else LocalConfig
+        return kind(workers_per_node=workers or self.workers)
 
 
 def _json_object(name: str, text: str) -> dict[str, Any]:

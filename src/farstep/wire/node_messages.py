@@ -36,6 +36,8 @@ class NodeHello(msgspec.Struct, tag="node-hello"):
     versions: Lines
     place: Line = ""
     """What the engine calls it: a job and its task, a pod."""
+    address: str = ""
+    """Which of the head's addresses it reached."""
 
 
 class NodeBeat(msgspec.Struct, tag="node-beat"):

@@ -1,0 +1,55 @@
+"""The launchers that a command line can name, and the options that each has."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from farstep import launch_config
+from farstep.cli.options import option_names
+from farstep.config import InProcessConfig, LaunchConfig, LocalConfig
+from farstep.errors import ConfigError, unknown_name
+
+ENGINES: dict[str, type[launch_config.EngineConfig]] = {
+    name: getattr(launch_config, config)
+    for name, config in {
+        "slurm": "SlurmConfig",
+        "ssh": "SSHConfig",
+        "ray": "RayConfig",
+        "kubernetes": "KubernetesConfig",
+    }.items()
+    if hasattr(launch_config, config)
+}
+"""Those that put an agent on each of several nodes."""
+LAUNCHERS: dict[str, type[LaunchConfig]] = {"local": LocalConfig, "inprocess": InProcessConfig, **ENGINES}
+
+
+def chosen_launcher(arguments: Sequence[str], default: str = "local") -> str:
+    """What `--launcher` names: it decides which other options there are, so it is looked for first."""
+    name = default
+    for i, argument in enumerate(arguments):
+        flag, _, value = argument.partition("=")
+        if flag == "--launcher":
+            name = value or "".join(arguments[i + 1 : i + 2])
+    if name not in LAUNCHERS:
+        raise ConfigError(unknown_name("launcher", name, LAUNCHERS))
+    return name
+
+
+def check_options(kind: Any, arguments: Sequence[str], command: str, launcher: str) -> None:
+    """Refuse options that only other launchers have, and say which."""
+    mine = option_names(kind)
+    for argument in arguments:
+        name = argument.split("=")[0].replace("_", "-")
+        others = [other for other, config in LAUNCHERS.items() if name in option_names(config)]
+        if others and name not in mine:
+            raise ConfigError(
+                f"'{command}' has no option {name} with --launcher {launcher}; it belongs to --launcher "
+                f"{' or '.join(others)}."
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NoOptions:
+    """Of a launcher that is told all it needs by other options."""

@@ -1,0 +1,142 @@
+"""Whether the programs of an engine are here and answer, before anything is asked of them."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from farstep.config import LaunchConfig
+from farstep.doctor.findings import Finding, Say, ok, problem
+from farstep.errors import unknown_name
+from farstep.launch_config import SlurmConfig, SSHConfig
+from farstep.version import VERSION
+
+_ANSWER_S = 30.0
+_PACKAGES = {"RayConfig": ("ray", "ray"), "KubernetesConfig": ("kubernetes", "k8s")}
+_VERSION = "import farstep.version as v, platform; print(v.VERSION, platform.python_version())"
+_SSH_FIXES = {
+    "Permission denied": "let it in without a password: ssh-copy-id {host}, or an IdentityFile in ~/.ssh/config.",
+    "Host key verification failed": "log in once by hand (ssh {host}) and accept its key.",
+    "Could not resolve": "correct the name, or add 'Host {host}' with a HostName to ~/.ssh/config.",
+    "Connection refused": "start sshd there, or give its Port in ~/.ssh/config.",
+    "timed out": "is it switched on, and does a firewall let ssh through?",
+    "No module named": "install farstep {version} for {python} there, or say --setup 'source ENV/bin/activate'.",
+    "No such file": "say where Python is there: --python PATH.",
+    "not found": "say where Python is there: --python PATH.",
+}
+
+
+def engine(config: LaunchConfig, say: Say) -> Iterator[Finding]:
+    """What can be known before a node is asked for."""
+    if isinstance(config, SlurmConfig):
+        yield from _slurm(config)
+    elif isinstance(config, SSHConfig):
+        yield from _ssh(config, say)
+    elif (name := type(config).__name__) in _PACKAGES:
+        package, extra = _PACKAGES[name]
+        if importlib.util.find_spec(package) is None:
+            yield problem(f"the package {package} is not installed", f"pip install 'farstep[{extra}]'.")
+        else:
+            yield ok(f"the package {package} is installed")
+
+
+# ---- SLURM ----
+
+
+def _slurm(config: SlurmConfig) -> Iterator[Finding]:
+    inside = os.environ.get("SLURM_JOB_ID")
+    needed = ["srun"] if inside else ["sbatch", "squeue", "scancel", "sinfo"]
+    if missing := [program for program in needed if shutil.which(program) is None]:
+        yield problem(
+            f"{', '.join(missing)} not found on this machine",
+            "run farstep where jobs are submitted (a login node), or install SLURM's client (Debian: slurm-client).",
+        )
+        return
+    if inside:
+        yield ok(f"inside SLURM job {inside}: nodes are those of this allocation, by srun")
+        return
+    status, said = _answer(["sinfo", "--noheader", "--format=%R|%a|%D|%T"])
+    if status != 0:
+        yield problem(f"SLURM does not answer: {said}", "is slurmctld running, and is SLURM_CONF right?")
+        return
+    lines = [line.split("|") for line in said.splitlines() if line.count("|") == 3]
+    partitions = {name: availability for name, availability, _, _ in lines}
+    nodes = ", ".join(f"{count} {state} in {name}" for name, _, count, state in lines)
+    yield ok(f"SLURM answers; its nodes: {nodes}")
+    wanted = config.partition or config.slurm_partition
+    if wanted is not None and wanted not in partitions:
+        yield problem(unknown_name("partition", wanted, partitions), "choose one of them.")
+    elif wanted is not None and partitions[wanted] != "up":
+        yield problem(f"the partition {wanted} is {partitions[wanted]}", "choose another one, or wait.")
+    yield _log_folder(Path(config.log_folder).absolute())
+
+
+def _log_folder(folder: Path) -> Finding:
+    """Whether the folder can be written to, or made; it is not made yet."""
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        return problem(f"{folder} cannot be written to", "say --log-folder, on a file system that the nodes have, too.")
+    return ok(f"jobs write what they say to {folder}")
+
+
+# ---- ssh ----
+
+
+def _ssh(config: SSHConfig, say: Say) -> Iterator[Finding]:
+    if shutil.which(config.ssh[0]) is None:
+        yield problem(f"{config.ssh[0]!r} is not on this machine", "install an ssh client (Debian: openssh-client).")
+        return
+    python = config.python or sys.executable
+    line = "\n".join([*config.setup, f"{shlex.quote(python)} -c {shlex.quote(_VERSION)}"])
+    asked = {host: _begin([*config.ssh, host, line]) for host in config.hosts}
+    say(f"asking {len(asked)} hosts by ssh")
+    deadline = time.monotonic() + _ANSWER_S
+    for host, process in asked.items():
+        yield _host(host, python, *_end(process, deadline))
+
+
+def _host(host: str, python: str, status: int, said: str) -> Finding:
+    if status == 0 and len(words := said.split()[-2:]) == 2:
+        if words[0] == VERSION:
+            return ok(f"{host} answers to ssh, with farstep {words[0]} and Python {words[1]}")
+        return problem(f"{host} has farstep {words[0]}, this machine {VERSION}", f"install farstep {VERSION} there.")
+    fix = next((fix for words, fix in _SSH_FIXES.items() if words in said), f"try it by hand: ssh {host}")
+    last = "\n".join(said.splitlines()[-3:]) or f"status {status}"
+    return problem(f"{host}: {last}", fix.format(host=host, version=VERSION, python=python))
+
+
+# ---- programs ----
+
+
+def _answer(command: Sequence[str]) -> tuple[int, str]:
+    return _end(_begin(command), time.monotonic() + _ANSWER_S)
+
+
+def _begin(command: Sequence[str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+
+
+def _end(process: subprocess.Popen[str], deadline: float) -> tuple[int, str]:
+    """Its status and what it said; it is killed at the deadline."""
+    try:
+        said, _ = process.communicate(timeout=max(0.1, deadline - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        process.kill()
+        said, _ = process.communicate()
+        return 124, f"{said}\ntimed out after {_ANSWER_S:g} s".strip()
+    return process.returncode, said.strip()

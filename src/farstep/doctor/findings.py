@@ -1,0 +1,41 @@
+"""What was found, in plain words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+Level = Literal["ok", "warning", "problem"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at."""
+
+    level: Level
+    text: str
+    fix: str = ""
+    """What to do about it; empty if it is well."""
+
+    def __str__(self) -> str:
+        lines = [f"  {self.level:<8} {self.text}"]
+        if self.fix:
+            lines.append(f"-> {self.fix}")
+        return "\n".join(lines).replace("\n", "\n" + " " * 11)
+
+
+def ok(text: str) -> Finding:
+    return Finding("ok", text)
+
+
+def warning(text: str, fix: str) -> Finding:
+    return Finding("warning", text, fix)
+
+
+def problem(text: str, fix: str) -> Finding:
+    return Finding("problem", text, fix)
+
+
+Say = Callable[[str], None]
+"""Told what is being waited for."""

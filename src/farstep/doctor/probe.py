@@ -1,0 +1,94 @@
+"""What is asked on a node: an environment whose methods answer, called as any environment's are (see `Calls`)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+
+from farstep.config import available_memory, usable_cpus
+
+
+class Probe(gymnasium.Env[Any, Any]):
+    """Tells about the node that it is on."""
+
+    observation_space = gymnasium.spaces.Discrete(1)
+    action_space = gymnasium.spaces.Discrete(1)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed, options=options)
+        return np.int64(0), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        return np.int64(0), 0.0, False, False, {}
+
+    def about(self) -> dict[str, Any]:
+        """Plain facts."""
+        return {
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "python": platform.python_version(),
+            "executable": sys.executable,
+            "cpus": usable_cpus(),
+            "memory": float(available_memory()),
+            "gpus": _gpus(),
+        }
+
+    def clock(self) -> float:
+        return time.time()
+
+    def ping(self) -> bool:
+        return True
+
+    def take(self, data: bytes) -> int:
+        return len(data)
+
+    def give(self, count: int) -> bytes:
+        return bytes(count)
+
+    def make(self, asked: str, timeout_s: float) -> str:
+        """What goes wrong when the environment is built and reset here; empty if nothing does.
+
+        In a process of its own: one that crashes or hangs says so, too.
+        """
+        command = [sys.executable, "-m", "farstep.doctor.make_env", asked]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path)}
+        try:
+            done = subprocess.run(
+                command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=timeout_s,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            return f"it was not done after {timeout_s:g} s"
+        if done.returncode == 0:
+            return ""
+        said = done.stderr.strip().splitlines()
+        if done.returncode < 0:
+            said.append(f"ended by signal {-done.returncode}")
+        return "\n".join(said[-8:]) or f"it ended with status {done.returncode}"
+
+
+def _gpus() -> int:
+    """GPUs of the node: those that its agent was given (a worker sees one of them), or all of NVIDIA's devices."""
+    given = None
+    with contextlib.suppress(OSError):
+        words = Path(f"/proc/{os.getppid()}/environ").read_bytes().split(b"\0")
+        given = next((word.partition(b"=")[2] for word in words if word.startswith(b"CUDA_VISIBLE_DEVICES=")), None)
+    if given is not None:
+        return len([name for name in given.split(b",") if name])
+    return len([path for path in Path("/dev").glob("nvidia*") if path.name[6:].isdigit()])

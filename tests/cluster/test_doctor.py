@@ -1,0 +1,156 @@
+"""`farstep doctor` on this machine, by real ssh with a host that is missing, and on a real SLURM."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from slurm_cluster import SlurmCluster
+from ssh_hosts import SshServer
+
+import farstep
+from farstep.cli import main
+from farstep.wire.versions import versions
+
+pytestmark = pytest.mark.timeout(300)
+SOURCE = Path(farstep.__file__).parents[1]
+SETUP = ["--setup", f"export PYTHONPATH={SOURCE}"]
+"""Hosts are logged in to, so they do not have the path of this process."""
+
+
+def doctor(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, list[str]]:
+    """Its status, and what it found: lines that follow a finding belong to it."""
+    status = main(["doctor", *arguments])
+    output = capsys.readouterr().out
+    return status, re.split(r"\n(?=  (?:ok|warning|problem) |\w)", output)
+
+
+def one(found: list[str], level: str, *words: str) -> str:
+    """The only finding of that level with all these words."""
+    (match,) = [text for text in found if text.startswith(f"  {level}") and all(word in text for word in words)]
+    return match
+
+
+def test_this_machine_is_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    status, found = doctor(capsys, "--env", "CartPole-v1")
+    assert status == 0, found
+    one(found, "ok", "farstep", "Python", "gymnasium", "zmq")
+    one(found, "ok", "listen on 127.0.0.1", "two ports")
+    one(found, "ok", f"numpy {versions()['numpy']}", "as here")
+    one(found, "ok", "cores", "GiB of memory", "GPUs")
+    one(found, "ok", "its clock agrees")
+    one(found, "ok", "CartPole-v1 can be made and reset")
+    rate = re.search(r"([\d,]+) MB/s to it and ([\d,]+) MB/s from it", "".join(found))
+    assert rate and all(int(number.replace(",", "")) > 0 for number in rate.groups())
+    assert re.search(r"round trip takes \d+\.\d\d ms", "".join(found))
+    assert found[-1].startswith("no problems")
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        (["--env", "NoSuchEnv-v0"], ["NoSuchEnv-v0", "your_module:NoSuchEnv-v0"]),
+        (["--env", "no_such_module:Id-v0"], ["No module named 'no_such_module'"]),
+        (["--env", "os:abort", "--env-type", "factory"], ["ended by signal 6"]),
+    ],
+    ids=["unknown", "not installed", "crashes"],
+)
+def test_an_environment_that_cannot_be_made(
+    environment: list[str], words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, found = doctor(capsys, *environment)
+    assert status == 1
+    text = one(found, "problem", "cannot be made")
+    assert all(word in text for word in words), text
+    assert found[-1].startswith("1 problem")
+
+
+def test_an_address_that_is_not_ours(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["--launcher", "ssh", "--hosts", "here", "--ssh", "false", "--head-address", "203.0.113.7"]
+    status, found = doctor(capsys, *asked)
+    assert status == 1
+    one(found, "problem", "cannot listen on 203.0.113.7", "--head-address")
+
+
+def test_a_run_with_an_address_that_is_not_ours() -> None:
+    with pytest.raises(farstep.LaunchError, match=r"cannot listen on 203\.0\.113\.7.*head_address must name"):
+        farstep.ClusterEnv(
+            {"env_name": "CartPole-v1"}, farstep.SSHConfig(hosts="x", head_address="203.0.113.7")
+        ).launch()
+
+
+def test_without_the_engines_program(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    status, found = doctor(capsys, "--launcher", "slurm")
+    assert status == 1
+    one(found, "problem", "sbatch", "login node")
+    assert not any("nodes" in text.splitlines() for text in found), "no node was asked for"
+
+
+def test_hosts_of_which_one_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    with SshServer(["one", "two"]) as server:
+        ssh = " ".join(["ssh", "-T", *server.options])
+        asked = ["--launcher", "ssh", "--ssh", ssh, "--hosts", "one", "no-such-host", "two", *SETUP]
+        status, found = doctor(capsys, *asked)
+    assert status == 1
+    one(found, "ok", "one answers to ssh")
+    one(found, "ok", "two answers to ssh")
+    one(found, "problem", "no-such-host: ", "resolve", "~/.ssh/config")
+    one(found, "problem", "1 of 3 nodes did not come", "no-such-host", "resolve")
+    assert sum("reached the head at tcp://" in text for text in found) == 2, found
+    assert sum("MB/s" in text for text in found) == 2
+    assert found[-1].startswith("2 problems")
+
+
+def test_hosts_with_other_versions(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import gymnasium\ngymnasium.__version__ = '0.0.1'\n")
+    with SshServer(["one"]) as server:
+        ssh = " ".join(["ssh", "-T", *server.options])
+        setup = f"export PYTHONPATH={tmp_path}:{SOURCE}"
+        status, found = doctor(capsys, "--launcher", "ssh", "--ssh", ssh, "--hosts", "one", "--setup", setup)
+    assert status == 1
+    one(found, "problem", "gymnasium", "0.0.1 on the worker")
+
+
+def test_python_that_is_elsewhere_on_hosts(capsys: pytest.CaptureFixture[str]) -> None:
+    with SshServer(["one"]) as server:
+        ssh = " ".join(["ssh", "-T", *server.options])
+        status, found = doctor(capsys, "--launcher", "ssh", "--ssh", ssh, "--hosts", "one", "--python", "/no/python")
+    assert status == 1
+    one(found, "problem", "one: ", "/no/python", "--python PATH")
+    assert not any("nodes" in text.splitlines() for text in found), "no host is left that could be asked"
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[SlurmCluster]:
+    monkeypatch.chdir(tmp_path)
+    with SlurmCluster(nodes=2) as cluster:
+        for name, value in cluster.environment.items():
+            monkeypatch.setenv(name, value)
+        yield cluster
+
+
+def test_nodes_of_slurm(cluster: SlurmCluster, capsys: pytest.CaptureFixture[str]) -> None:
+    status, found = doctor(capsys, "--launcher", "slurm", "--nodes", "2", "--partition", "main", "--env", "CartPole-v1")
+    assert status == 0, found
+    one(found, "ok", "SLURM answers", "2 idle in main")
+    for node in ("n1", "n2"):
+        one(found, "ok", f"node {node})", "reached the head at")
+        one(found, "ok", f"node {node})", "can be made")
+    assert not [job for job in cluster.jobs().values() if job.state in ("PENDING", "RUNNING")]
+
+
+def test_a_partition_that_is_not_there(cluster: SlurmCluster, capsys: pytest.CaptureFixture[str]) -> None:
+    status, found = doctor(capsys, "--launcher", "slurm", "--partition", "mian")
+    assert status == 1
+    one(found, "problem", "unknown partition 'mian'", "main")
+
+
+def test_a_queue_that_is_long(cluster: SlurmCluster, capsys: pytest.CaptureFixture[str]) -> None:
+    cluster.down("n2")
+    status, found = doctor(capsys, "--launcher", "slurm", "--nodes", "2", "--wait-s", "5")
+    assert status == 1
+    one(found, "problem", "2 of 2 nodes did not come", "is PENDING", "--wait-s")
+    assert not [job for job in cluster.jobs().values() if job.state in ("PENDING", "RUNNING")]

@@ -1,0 +1,158 @@
+"""Engines on the command line: their options, and what is said where they do not fit."""
+
+from __future__ import annotations
+
+import resource
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_cli import said
+
+import farstep
+from farstep.cli.launchers import ENGINES, LAUNCHERS, chosen_launcher
+from farstep.doctor import machine
+from farstep.doctor.findings import Finding, problem
+from farstep.errors import ConfigError
+
+TRAIN = ["train", "ppo", "--env", "CartPole-v1"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([*TRAIN, "--launcher", "slrum"], ["launcher 'slrum'", "'slurm'"]),
+        ([*TRAIN, "--launcher"], ["launcher ''", "slurm"]),
+        ([*TRAIN, "--partition", "gpu"], ["--partition", "--launcher local", "belongs to --launcher slurm"]),
+        ([*TRAIN, "--launcher", "ssh", "--partition", "gpu"], ["--launcher ssh", "belongs to --launcher slurm"]),
+        ([*TRAIN, "--launcher", "slurm", "--partitoin", "gpu"], ["no option --partitoin", "--partition"]),
+        ([*TRAIN, "--launcher", "ssh"], ["SSHConfig.hosts"]),
+        ([*TRAIN, "--launcher", "slurm", "--nodes", "3"], ["num_envs=16", "3 nodes", "15 or 18"]),
+        ([*TRAIN, "--launcher", "slurm", "--nodes", "x"], ["--nodes", "'x'"]),
+        ([*TRAIN, "--launcher", "slurm", "--nodes", "2", "--min-nodes", "3"], ["min_nodes=3", "nodes=2"]),
+        ([*TRAIN, "--launcher", "slurm", "--workers", "3"], ["workers=3", "--workers-per-node"]),
+        (["slurm"], ["farstep slurm", "--print"]),
+        (["slurm", "--print", "--node", "3"], ["no option --node", "--nodes"]),
+        (["slurm", "--print", "--slurm-extra", "exclusive"], ["slurm_extra", "--exclusive"]),
+        (["doctor", "--launcher", "inprocess"], ["inprocess", "local"]),
+        (["doctor", "--hosts", "a"], ["--hosts", "belongs to --launcher ssh"]),
+        (["doctor", "--wait-s", "0"], ["wait_s"]),
+        (["doctor", "--env", "CartPole-v1", "--env-kwargs", "{a"], ["env_kwargs", "not JSON"]),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_a_mistake_ends_in_one_sentence(
+    arguments: list[str],
+    words: list[str],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    status, _, error = said(capsys, *arguments)
+    assert status == 1
+    assert "Traceback" not in error and error.startswith("farstep: ")
+    for word in words:
+        assert word in error, error
+    assert not list(tmp_path.iterdir()), "something was written"
+
+
+def test_the_job_is_printed_without_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--nodes", "3", "--partition", "gpu", "--gpus-per-node", "2", "--workers-per-node", "4"]
+    more = ["--setup", "module load cuda", "source env/bin/activate", "--slurm-extra=--exclusive --mem=16G"]
+    status, output, error = said(capsys, "slurm", "--print", *options, *more)
+    lines = output.splitlines()
+    assert status == 0 and not error and lines[0] == "#!/bin/bash"
+    for option in ("nodes=3", "partition=gpu", "gpus-per-node=2", "cpus-per-task=4", "exclusive --mem=16G"):
+        assert f"#SBATCH --{option}" in lines
+    assert "module load cuda" in lines and "source env/bin/activate" in lines
+    assert "(keys of the run, made when it starts)" in lines and "secret" not in output
+
+
+def test_nodes_that_may_come_later_are_jobs_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
+    status, output, error = said(capsys, "slurm", "--print", "--nodes", "5", "--min-nodes", "2")
+    assert status == 0 and "#SBATCH --nodes=2" in output and "3 more jobs of one node each" in error
+
+
+@pytest.mark.parametrize("command", ["slurm", "doctor"])
+def test_help_teaches(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    status, output, _ = said(capsys, command, "--help")
+    assert status == 0 and f"farstep {command}" in output
+    assert {"slurm": "--partition", "doctor": "--wait-s"}[command] in output
+
+
+@pytest.mark.parametrize("launcher", ENGINES)
+def test_training_has_the_options_of_an_engine(launcher: str, capsys: pytest.CaptureFixture[str]) -> None:
+    status, output, _ = said(capsys, "train", "ppo", "--launcher", launcher, "--help")
+    assert status == 0 and "--min-nodes" in output and "--learning-rate" in output
+
+
+def test_the_launcher_is_found_wherever_it_stands() -> None:
+    assert chosen_launcher(["--env", "x", "--launcher=ssh", "--hosts", "a"]) == "ssh"
+    assert chosen_launcher(["--launcher", "slurm"]) == "slurm"
+    assert chosen_launcher([], "ssh") == "ssh"
+    with pytest.raises(ConfigError, match="Did you mean 'local'"):
+        chosen_launcher(["--launcher", "locl"])
+    assert {"local", "inprocess", "slurm", "ssh"} <= set(LAUNCHERS)
+
+
+def test_the_papers_listing() -> None:
+    config = farstep.SlurmConfig(
+        job_name="clusterenv", nodes=4, gpus_per_node=2, partition="gpu", time_limit="24:00:00"
+    )
+    env = farstep.ClusterEnv(
+        {"type": "gymnasium", "env_name": "LunarLander-v3", "envs_per_node": 64, "kl_threshold": 0.05}, config
+    )
+    assert env.num_envs == 256
+
+
+@pytest.mark.parametrize("ssh", ["ssh -i 'my key'", ["ssh -i 'my key'"], ["ssh", "-i", "my key"]], ids=repr)
+def test_the_command_of_ssh_may_be_one_line(ssh: Any) -> None:
+    assert farstep.SSHConfig(hosts="a", ssh=ssh).ssh == ("ssh", "-i", "my key")
+
+
+@pytest.mark.parametrize("ssh", ["", [], [""], [3]], ids=repr)
+def test_a_command_of_ssh_that_cannot_be(ssh: Any) -> None:
+    with pytest.raises(ConfigError, match=r"SSHConfig\.ssh is"):
+        farstep.SSHConfig(hosts="a", ssh=ssh)
+
+
+# ---- what the doctor says of this machine ----
+
+
+def levels(found: list[Finding], word: str) -> list[str]:
+    return [finding.level for finding in found if word in finding.text]
+
+
+def test_little_of_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(name: str) -> str:
+        raise socket.gaierror("unknown")
+
+    monkeypatch.setattr(machine, "available_memory", lambda: 2.0**20)
+    monkeypatch.setattr(machine, "_LITTLE_SHM", 2**60)
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (64, 4096))
+    monkeypatch.setattr(socket, "gethostbyname", unknown)
+    found = list(machine.machine(farstep.LocalConfig()))
+    for word in ("of memory", "/dev/shm", "only 64 files", "has no address"):
+        assert levels(found, word) == ["warning"], word
+    assert all(finding.fix for finding in found if finding.level != "ok")
+
+
+def test_a_name_that_stands_for_loopback_is_nothing_to_fix(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.1.1")
+    assert levels(list(machine.machine(farstep.LocalConfig())), "stands for 127.0.1.1") == ["ok"]
+
+
+def test_a_head_that_only_it_can_reach() -> None:
+    found = list(machine.addresses(farstep.SSHConfig(hosts="a", head_address="127.0.0.1")))
+    assert [finding.level for finding in found] == ["warning", "ok"]
+    assert "no other machine" in found[0].text
+
+
+def test_a_finding_of_several_lines_is_indented() -> None:
+    assert str(problem("first\nsecond", "do it.")).splitlines() == [
+        "  problem  first",
+        "           second",
+        "           -> do it.",
+    ]
