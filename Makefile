@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 EXTRAS := torch,envs,envpool,tensorboard,ray,kubernetes,dev
 
-.PHONY: help setup demo test test-kubernetes lint format bench bench-buffer scaling aaps stagger bench-peers clean
+.PHONY: help setup demo test test-kubernetes lint format bench bench-buffer scaling aaps stagger learning async scale bench-peers clean
 help:            ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
 
@@ -52,6 +52,15 @@ aaps: setup      ## the AAPS experiment: return, pulls and bytes for thresholds 
 
 stagger: setup   ## staggered resets against environments that begin together, on a chain and on Pendulum (ten minutes)
 	@$(BIN)/python benchmarks/stagger.py
+
+learning: setup  ## seconds and steps to learn CartPole and LunarLander, beside CleanRL and RLlib (about an hour; see the top of the file)
+	@$(BIN)/python benchmarks/learning.py
+
+async: setup     ## asynchronous against synchronous PPO, with environments that take uneven time (half an hour)
+	@$(BIN)/python benchmarks/async.py
+
+scale: setup     ## what up to 1,000 simulated workers cost one head (three minutes)
+	@$(BIN)/python benchmarks/scale.py
 
 bench-peers:     ## install the peers, each in a virtual environment of its own
 	@$(PYTHON) benchmarks/setup_peers.py

@@ -260,7 +260,7 @@ def _td_errors(
 
 
 def _run_back(errors: Array, factors: Array) -> None:
-    """errors[t] += factors[t] * errors[t + 1], from the end, in place; past a factor of 0 nothing goes, not even NaN."""
+    """errors[t] += factors[t] * errors[t + 1], from the end, in place; nothing goes past a 0, not even NaN."""
     for t in range(len(errors) - 2, -1, -1):
         errors[t] += np.where(factors[t] == 0, 0, factors[t] * errors[t + 1])
 
