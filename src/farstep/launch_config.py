@@ -30,6 +30,8 @@ class EngineConfig(LaunchConfig):
     """A node that is not heard of for so long is lost; an agent that does not reach the head for so long ends."""
     queue_s: float = 24 * 3600.0
     """How long to wait for `min_nodes` nodes before giving up."""
+    encrypted: bool = True
+    """Seal bulk data; False only where nobody else can listen or connect. All the rest is always encrypted."""
     python: str | None = None
     """The interpreter on nodes; None: the path of this one."""
     setup: Sequence[str] = ()

@@ -37,11 +37,12 @@ class RayCluster(Engine):
         cpus: int = 2,
         head_cpus: int = 0,
         network: Network | None = None,
+        store_bytes: int = _STORE_BYTES,
     ) -> None:
         if network is not None and len(network.hosts) <= nodes:
             raise ValueError(f"a head and {nodes} nodes need {nodes + 1} hosts, got {network.hosts}")
         self._nodes, self._cpus, self._head_cpus = nodes, cpus, head_cpus
-        self._python, self._network = Path(python), network
+        self._python, self._network, self._store_bytes = Path(python), network, store_bytes
         self._running: dict[int, Guarded] = {}
 
     def _start(self) -> None:
@@ -60,7 +61,7 @@ class RayCluster(Engine):
         """Starts a node, one that was killed or a further one, and waits until it is there."""
         words = ["--block", "--node-ip-address", self._ip(number), "--disable-usage-stats"]
         words += ["--log-color=false", "--include-log-monitor=false"]
-        words += ["--object-store-memory", str(_STORE_BYTES), f'--resources={{"node{number}": {self._cpus}}}']
+        words += ["--object-store-memory", str(self._store_bytes), f'--resources={{"node{number}": {self._cpus}}}']
         words += ["--min-worker-port=0", "--max-worker-port=0"]  # any, or nodes of one machine want the same
         if number == 0:
             words += ["--head", "--port", str(self._port), "--include-dashboard=false"]

@@ -97,7 +97,12 @@ class ClusterLauncher(Launcher):
 
     def _listen(self, addresses: Sequence[str]) -> Hub:
         try:
-            return Hub([f"tcp://{address}:*" for address in addresses], self._config.lease_s, reliable=True)
+            return Hub(
+                [f"tcp://{address}:*" for address in addresses],
+                self._config.lease_s,
+                reliable=True,
+                encrypted=self._config.encrypted,
+            )
         except zmq.ZMQError as error:
             raise LaunchError(
                 f"the head cannot listen on {' and '.join(addresses)}: {error}. head_address must name addresses of "
@@ -119,7 +124,7 @@ class ClusterLauncher(Launcher):
             "envs": self._envs,
             "threads": self._config.cpus_per_worker,
             "bulk_port": self._hub.bulk_port,
-            "encrypted": True,
+            "encrypted": self._config.encrypted,
             "server_key": self._hub.keys.public.decode(),
             "public": pair.public.decode(),
             "secret": pair.secret.decode(),

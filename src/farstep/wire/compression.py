@@ -25,8 +25,8 @@ _SAMPLE_BYTES = 256 * 1024
 _SMALL_BYTES = 1024
 _AGAIN = 64
 """After so many uses a choice is looked at again."""
-_WORTH = 0.9
-"""Of what sending costs as it is; for less, nothing is compressed."""
+_WORTH = 0.5
+"""Of what sending costs as it is, compressing may cost: others send, but who compresses does nothing else."""
 
 
 @dataclass(frozen=True)
