@@ -39,6 +39,8 @@ FROM_THE_HEAD = "the worker's: from the head, which it has authenticated and whi
 ALLOWED = {
     ("__init__.py", "__getattr__"): "the package's own modules, by names of a table in the same file",
     ("agents/tape/program.py", "__init__"): "source that this process has just written from a recording of its own",
+    ("cli/k8s.py", "main"): "writes YAML, reads none",
+    ("cli/__init__.py", "_command"): "a command of our own, by a name of a table in the same file",
     ("observe/extras.py", "require"): "a library that the user chose, by a name in our own code",
     ("testing/launcher.py", "_check_killed_head"): "a test's own function, through the standard input of its child",
     ("testing/sync_rule.py", "check_sync_rule"): "what the same line has pickled",

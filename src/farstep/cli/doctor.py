@@ -54,7 +54,16 @@ class Options(Generic[C]):
 def main(arguments: Sequence[str]) -> int:
     """Look, say, count."""
     options = parsed(arguments)
-    logging.getLogger("farstep").setLevel(logging.ERROR)  # what it warns of is said here, in order
+    log = logging.getLogger("farstep")
+    before = log.level
+    log.setLevel(logging.ERROR)  # what it warns of is said here, in order
+    try:
+        return _look(options)
+    finally:
+        log.setLevel(before)
+
+
+def _look(options: Any) -> int:
     env = _environment(options)
     config, launcher, progress = options.config, options.launcher, Progress()
     found = [*_part("this machine", machine(config)), *_part("the network", addresses(config))]

@@ -62,11 +62,20 @@ def option_names(kind: Any) -> list[str]:
 
 
 def _sentence(text: str) -> str:
-    """What tyro says in its box, as one line."""
-    lines = [line.strip("│| ") for line in text.splitlines() if not line.startswith(("╭", "╰", "+", "usage"))]
-    said = re.split(r"─{4,}|-{4,}|Argument helptext|For full helptext", " ".join(lines))[0]
-    said = re.sub(r"^(Value error|Parsing error)\s*|Error parsing [\w.]+: ", "", said)
-    return re.sub(r"\s+", " ", said).strip().rstrip(".") + "."
+    """What tyro says in its box, as one line; where it cannot draw, its title is underlined instead."""
+    said: list[str] = []
+    has_title = "╭" not in text
+    for line in (line.strip("│ ") for line in text.splitlines() if not line.startswith(("╭", "╰", "usage"))):
+        if line and not line.strip("─-"):
+            if not has_title:
+                break  # below, it only repeats the help
+            said, has_title = [], False
+        elif line.startswith(("Argument helptext", "For full helptext")):
+            break
+        else:
+            said.append(line)
+    whole = re.sub(r"Error parsing (?!-)[\w.]+: ", "", " ".join(said))
+    return re.sub(r"\s+", " ", whole).strip().rstrip(".") + "."
 
 
 def _registry() -> ConstructorRegistry:

@@ -63,8 +63,8 @@ def nodes(config: LaunchConfig, env: Mapping[str, object] | None, wait_s: float,
                     f"{place}: {error.message}", "run farstep's own worker there by hand, or look at its log."
                 )
     except FarstepError as error:
-        yield from visit.refused()
-        yield problem(str(error), "see what the engine said.")
+        misfits = list(visit.refused())
+        yield from misfits or [problem(str(error), "see what the engine said.")]
     finally:
         say("ending")
         visit.close()
