@@ -106,6 +106,7 @@ class PodmanEngine:
     """See `farstep.launch.engine.Engine`."""
 
     grace_s = 5.0
+    tells_lost = True
 
     def __init__(self, config: PodmanConfig) -> None:
         self._config, self._asked, self._guardian = config, 0, Guardian()
@@ -157,8 +158,8 @@ class Played:
         self._guardian.release(self._name)
 
 
-def _engine_for(config: Any, known: Any = farstep.launch._engine_for) -> Any:
-    return PodmanEngine(config) if isinstance(config, PodmanConfig) else known(config)
+def _engine_for(config: Any, workers_per_node: int, known: Any = farstep.launch._engine_for) -> Any:
+    return PodmanEngine(config) if isinstance(config, PodmanConfig) else known(config, workers_per_node)
 
 
 farstep.launch._engine_for = _engine_for
