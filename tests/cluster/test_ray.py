@@ -257,8 +257,19 @@ def test_nobody_else_is_let_into_a_cluster_of_its_own() -> None:
 
 @pytest.mark.timeout(240)
 def test_a_learner_of_farstep_trains_on_ray(ray_cluster: RayCluster, tmp_path: Path) -> None:
-    options = "--env CartPole-v1 --launcher ray --workers-per-node 2 --num-envs 4 --num-steps 32 --total-steps 512 --name first"
-    command = [sys.executable, "-m", "farstep", "train", "ppo", *options.split(), "--folder", str(tmp_path)]
+    options = "--env CartPole-v1 --launcher ray --workers-per-node 2 --num-envs 4 --num-steps 32 --total-steps 512"
+    command = [
+        sys.executable,
+        "-m",
+        "farstep",
+        "train",
+        "ppo",
+        *options.split(),
+        "--name",
+        "first",
+        "--folder",
+        str(tmp_path),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     metrics = (tmp_path / "first" / "metrics.jsonl").read_text().splitlines()
