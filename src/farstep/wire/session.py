@@ -161,9 +161,9 @@ class Session:
             yield [about, sealed]
 
     def _room(self, size: int) -> memoryview:
-        """For a sealed segment: memory that was used before costs the kernel nothing."""
-        whole = self._spare.pop() if self._spare else bytearray(SEGMENT_BYTES + TAG_BYTES)
-        return memoryview(whole)[:size]
+        """For a sealed segment; for a whole one, memory that was used before, which costs the kernel nothing."""
+        whole = size == SEGMENT_BYTES + self._tag_bytes
+        return memoryview(self._spare.pop() if whole and self._spare else bytearray(size))
 
     def _packet(self, sent: _Sent, index: int) -> Packet:
         kind = Kind.SEGMENT if sent.bulk else Kind.WHOLE
@@ -288,7 +288,8 @@ class Session:
 
     def _recycle(self, sent: _Sent) -> None:
         if sent.bulk and not sent.again:
-            used = [body[-1] for body in sent.bodies[: _MOST_SPARE - len(self._spare)]]
+            size = SEGMENT_BYTES + self._tag_bytes
+            used = [body[-1] for body in sent.bodies if len(body[-1]) == size][: _MOST_SPARE - len(self._spare)]
             self._spare += [view.obj for view in used if isinstance(view, memoryview)]  # type: ignore[misc]
 
     def _open(self, seq: int, index: int, about: bytes, sealed: Buffer, into: memoryview) -> None:
