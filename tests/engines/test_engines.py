@@ -317,7 +317,8 @@ print("moved" if moved != place else "stayed", flush=True)
 
 @pytest.mark.parametrize("in_network", [False, True], ids=["one-machine", "network"])
 def test_ray_restarts_actors_of_a_lost_node(in_network):
-    if subprocess.run([RAY_PYTHON, "-c", "import ray"], capture_output=True).returncode != 0:
+    has_ray = subprocess.run([RAY_PYTHON, "-c", "import ray"], capture_output=True).returncode == 0
+    if not has_ray and os.environ.get("FARSTEP_ENGINES") != "required":
         pytest.skip(f"{RAY_PYTHON} has no Ray")
     with (
         Network(["h0", "h1", "h2"]) as network,
