@@ -241,8 +241,23 @@ def test_a_program_that_has_joined_ray_itself_stays_joined(ray_cluster: RayClust
 
 
 @pytest.mark.timeout(240)
-def test_nobody_else_is_let_into_a_cluster_of_its_own() -> None:
-    with cluster(config=farstep.RayConfig(address="local", workers_per_node=1)) as env:
+def test_without_an_address_the_cluster_that_runs_is_joined(
+    ray_cluster: RayCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS")
+    with cluster(config=farstep.RayConfig(workers_per_node=1)) as env:
+        env.launch()
+        driver = env._collector.server.crew.launcher._engine._driver  # type: ignore[union-attr]
+        assert not driver.local and driver.address == ray_cluster.address.rpartition(":")[0]
+
+
+@pytest.mark.timeout(240)
+def test_without_a_cluster_one_is_started_and_nobody_else_is_let_in(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))  # where Ray notes which cluster runs
+    with cluster(config=farstep.RayConfig(workers_per_node=1)) as env:
         env.launch()
         found = re.search(r"farstep-ray-.*gcs-address=([\d.:]+)", "\n".join(commands().values()))
         assert found
