@@ -18,10 +18,11 @@ from zmq.utils.monitor import recv_monitor_message
 from farstep.errors import WireError
 from farstep.wire import node_messages as n
 from farstep.wire.codec import Limits, frame_lengths
+from farstep.wire.dealer import DealerLink
 from farstep.wire.keys import KeyPair
 from farstep.wire.local import LocalLink, local_pair
 from farstep.wire.messages import Hello, decode_from_worker, encode
-from farstep.wire.zmq import MAIN, DealerLink, Hub
+from farstep.wire.zmq import MAIN, Hub
 
 # ---- local links ----
 

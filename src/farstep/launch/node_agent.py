@@ -27,9 +27,10 @@ from farstep.errors import FarstepError
 from farstep.launch.engine import TAKEN_BACK
 from farstep.launch.process import ProcessStarter, WorkerProcess
 from farstep.wire import node_messages as n
+from farstep.wire.dealer import DealerLink
 from farstep.wire.keys import KeyPair
 from farstep.wire.versions import versions
-from farstep.wire.zmq import NODE, DealerLink
+from farstep.wire.zmq import NODE
 from farstep.worker.bootstrap import read_bootstrap
 
 log = logging.getLogger("farstep.node")

@@ -25,7 +25,8 @@ def connect(bootstrap: dict[str, Any]) -> Worker:
             link = LocalLink(socket.socket(fileno=bootstrap["link_fd"]))
             return Worker(link, *identity, words, has_gpu)
         case "ipc" | "tcp":
-            from farstep.wire.zmq import MAIN, DealerLink
+            from farstep.wire.dealer import DealerLink
+            from farstep.wire.zmq import MAIN
 
             words = private_words(int(bootstrap["envs"]))
             link_to_head = DealerLink(
@@ -46,7 +47,8 @@ def _address(bootstrap: dict[str, Any]) -> tuple[str, bytes, Any]:
 
 def _beat(bootstrap: dict[str, Any], words: memoryview) -> None:
     """Tell the head where we are, over a connection of our own, since a socket belongs to one thread."""
-    from farstep.wire.zmq import BEAT, DealerLink
+    from farstep.wire.dealer import DealerLink
+    from farstep.wire.zmq import BEAT
 
     link = DealerLink(*_address(bootstrap), BEAT)
     pause = threading.Event()
