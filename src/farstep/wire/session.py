@@ -295,15 +295,17 @@ class Session:
         arriving = self._arriving.get(seq)
         if arriving is not None and (arriving.lengths != lengths or index in arriving.indices):
             return  # had it already
+        here = slice(index * SEGMENT_BYTES, index * SEGMENT_BYTES + size)
         if arriving is None:
             # Nobody but the other side may ask for room: the first segment is opened before any is made.
-            text = memoryview(bytearray(size))
+            text = _room_for(size)
             self._open(seq, index, about, sealed, text)
             self._hold(seq, lengths)
             arriving = self._arriving[seq] = _Arriving(lengths, _room_for(total) if count > 1 else text)
-        first = index * SEGMENT_BYTES
-        if count > 1:
-            self._open(seq, index, about, sealed, arriving.text[first : first + size])
+            if count > 1:
+                arriving.text[here] = text
+        else:
+            self._open(seq, index, about, sealed, arriving.text[here])
         arriving.add(index)
         if len(arriving.indices) == count:
             del self._arriving[seq]
