@@ -71,8 +71,12 @@ class SSHConfig(EngineConfig):
 
     hosts: Sequence[str] = ()
     """A node each, as ssh takes them (`name`, `user@name`, an alias of its configuration)."""
-    ssh: Sequence[str] = ("ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
-    """The command that a host and a command line are appended to, as words or as one line."""
+    ssh: Sequence[str] = (
+        *("ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10"),
+        *("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=2"),
+    )
+    """The command that a host and a command line are appended to, as words or as one line. One that does not end when
+    its host has gone keeps that host from being asked again."""
     nodes: int = 0
     """Of `hosts`, so many are used at a time; 0: all."""
 

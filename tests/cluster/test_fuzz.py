@@ -64,7 +64,7 @@ FROM_WORKER: list[m.FromWorker] = [
 FROM_NODE: list[n.FromNode] = [
     n.NodeHello(NODE, "run", "host", 1, 4, versions(), "SLURM job 1"),
     n.NodeBeat(NODE, [(0, 0), (1, 5)]),
-    n.Leaving(NODE, "SIGTERM", 20.0),
+    n.Leaving(NODE, "SIGTERM"),
     n.Printed(NODE, 0, 0, b"Hello\n"),
     n.WorkerEnded(NODE, 0, 0, -9, "why"),
 ]
@@ -387,7 +387,7 @@ def test_a_run_on_nodes_goes_on_whatever_strangers_and_a_mad_agent_send(tmp_path
         names = list(launcher._nodes)
         messages: list[n.FromNode] = [*FROM_NODE, n.NodeHello(NODE, launcher._run, "host", 1, 4, {"farstep": "0.0"})]
         for name in names:
-            messages += [n.Leaving(name, "so I say", 0.0), n.NodeBeat(name), n.Printed(name, 0, 0, b"forged")]
+            messages += [n.Leaving(name, "so I say"), n.NodeBeat(name), n.Printed(name, 0, 0, b"forged")]
             messages += [n.WorkerEnded(name, worker, 0, 0, "") for worker in (0, 1)]
             messages += [n.NodeHello(name, launcher._run, "liar", 1, 4, versions())]
         node = {"node": [mad.public, mad.secret], "node_messages": [n.encode(message) for message in messages]}

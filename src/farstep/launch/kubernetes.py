@@ -84,6 +84,8 @@ class Pods:
         self._selector = ",".join(f"{label}={labels[label]}" for label in (RUN_LABEL, GROUP_LABEL))
         self._there: list[str] = []
         """Objects that were created, or perhaps were."""
+        self._let_go: set[str] = set()
+        """Pods of a Deployment whose agents ended because the head said so."""
 
     @property
     def _deployed(self) -> bool:
@@ -121,12 +123,11 @@ class Pods:
         deployment = self._api.get(name)
         if deployment is None:
             return 0
-        replicas = int(deployment["spec"]["replicas"])
-        left = [pod for pod in pods if was_let_go(pod)]
-        if left and replicas:
-            replicas = max(0, replicas - len(left))
-            for pod in left:  # or it would be Kubernetes' guess which of them to end
-                self._api.patch(f"Pod/{pod['metadata']['name']}", {"metadata": {"annotations": {_COST: "-1000"}}})
+        for pod in filter(was_let_go, pods):  # or it would be Kubernetes' guess which of them to end
+            self._api.patch(f"Pod/{pod['metadata']['name']}", {"metadata": {"annotations": {_COST: "-1000"}}})
+            self._let_go.add(pod["metadata"]["name"])
+        replicas = max(0, int(self._workloads[0]["spec"]["replicas"]) - len(self._let_go))
+        if replicas < int(deployment["spec"]["replicas"]):
             self._api.patch(name, {"spec": {"replicas": replicas}})
         return 0 if pods and all(map(is_hopeless, pods)) else replicas
 
