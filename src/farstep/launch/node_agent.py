@@ -22,10 +22,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from farstep.config import usable_cpus
 from farstep.errors import FarstepError
 from farstep.launch.engine import TAKEN_BACK
 from farstep.launch.process import ProcessStarter, WorkerProcess
+from farstep.machine import usable_cpus
 from farstep.wire import node_messages as n
 from farstep.wire.keys import KeyPair
 from farstep.wire.versions import versions
