@@ -38,6 +38,7 @@ from farstep.head.tickets import Arrived, FeedPlan
 
 _STEPS = 32  # of a chunk, where no trigger says what it needs
 _REMOTE_S = 0.05  # how often a passer to another process is asked whether its consumer is done
+_UNTIL_S = 0.5  # how often `until` is asked at least: what it looks at may change where nobody wakes the loop
 
 
 class Workflow:
@@ -245,7 +246,7 @@ class Workflow:
             for thread in self._threads:
                 thread.start()
             while not self._finished(total_steps, until):
-                self._step(feed, steps)
+                self._step(feed, steps, math.inf if until is None else time.monotonic() + _UNTIL_S)
         except BaseException as error:
             failure = error
             raise
@@ -259,16 +260,16 @@ class Workflow:
         steps = self.ledger.env_steps
         return self.stopped or (total_steps is not None and steps >= total_steps) or (until is not None and until())
 
-    def _step(self, feed: Feed, steps: int) -> None:
+    def _step(self, feed: Feed, steps: int, wait_until: float) -> None:
         """Wait for the next event and write it down."""
         deadline = self._dispatcher.deadline(self.ledger)
-        wait_until = math.inf if deadline is None else deadline
+        wait_until = min(wait_until, math.inf if deadline is None else deadline)
         waiting = self._dispatcher.outstanding()
         if self._asks and waiting:  # another process cannot wake us
             wait_until = min(wait_until, time.monotonic() + _REMOTE_S)
 
         def check() -> None:
-            if wait_until == math.inf and not waiting:
+            if deadline is None and not waiting:
                 self._check_life(feed, steps)
 
         def wanted(worker: int) -> bool:

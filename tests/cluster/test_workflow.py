@@ -122,14 +122,20 @@ def test_nobody_waits_for_a_slow_worker(tmp_path: Path) -> None:
     with cluster(GatedEnv, envs=4, workers=4, env_kwargs={"folder": str(tmp_path)}) as env:
         flow, learner = fifo(env, TableAgent(), n=2, size=4)
 
-        def open_gate() -> None:
-            if len(learner.batches) == 6:
-                (tmp_path / "gate").touch()
+        def heard() -> set[int]:
+            return {a for m in learner.messages for a in m["actor_ids"]}
 
+        def open_gate() -> None:
+            if len(learner.batches) >= 6 and len(heard()) >= 3:
+                (tmp_path / "gate").touch()
+                learner.then = None
+                ahead.update(heard())
+
+        ahead: set[int] = set()
         learner.then = open_gate
-        flow.run(until=lambda: len({a for m in learner.messages for a in m["actor_ids"]}) == 4)
+        flow.run(until=lambda: len(heard()) == 4)
         assert_balanced(env.stats())
-    assert len({a for m in learner.messages[:6] for a in m["actor_ids"]}) == 3
+    assert len(ahead) == 3
     windows = defaultdict(list)
     for message, batch in zip(learner.messages, learner.batches, strict=True):
         assert len(set(message["actor_ids"])) == 2

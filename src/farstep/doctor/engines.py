@@ -13,10 +13,9 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from farstep.config import LaunchConfig
 from farstep.doctor.findings import Finding, Say, ok, problem
 from farstep.errors import unknown_name
-from farstep.launch_config import SlurmConfig, SSHConfig
+from farstep.launch_config import LaunchConfig, SlurmConfig, SSHConfig
 from farstep.version import VERSION
 
 _ANSWER_S = 30.0

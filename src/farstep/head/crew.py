@@ -9,12 +9,12 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from farstep.config import Timeouts
 from farstep.core import Launcher, Received
 from farstep.errors import FarstepError, LaunchError, WireError, WorkerError
 from farstep.head import membership as life
 from farstep.head.seats import Seat
 from farstep.head.switchboard import Switchboard
+from farstep.launch_config import Timeouts
 from farstep.wire.messages import Stop, encode
 from farstep.worker.progress import BEAT_S, COUNT, SLOT, Phase
 

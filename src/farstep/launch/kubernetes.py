@@ -11,13 +11,13 @@ from collections import Counter
 from collections.abc import Sequence
 
 from farstep.errors import FarstepError, LaunchError
+from farstep.kubernetes_config import KubernetesConfig
 from farstep.launch.addresses import own_addresses
 from farstep.launch.engine import Standing
 from farstep.launch.guardian import Guardian
 from farstep.launch.kubernetes_api import Api, RefusedError, containers
 from farstep.launch.manifests import GROUP_LABEL, RUN_LABEL, Manifest, manifests, owned, owner
 from farstep.launch.process import import_path
-from farstep.launch_config import KubernetesConfig
 
 log = logging.getLogger("farstep")
 _MOST_LOGS = 8

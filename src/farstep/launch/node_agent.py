@@ -24,10 +24,10 @@ from typing import Any
 
 import zmq
 
-from farstep.config import usable_cpus
 from farstep.errors import FarstepError
 from farstep.launch.engine import TAKEN_BACK
 from farstep.launch.process import ProcessStarter, WorkerProcess
+from farstep.machine import usable_cpus
 from farstep.wire import node_messages as n
 from farstep.wire.dealer import DealerLink
 from farstep.wire.keys import KeyPair

@@ -20,9 +20,9 @@ import cloudpickle
 import numpy as np
 
 from farstep.cluster_env import ClusterEnv
-from farstep.config import LaunchConfig
 from farstep.errors import ClosedError, RemoteEnvError, WorkerDied
 from farstep.launch.process import import_path
+from farstep.launch_config import LaunchConfig
 from farstep.testing.envs import CountingEnv, TableAgent
 from farstep.worker.seeds import episode_seed
 
