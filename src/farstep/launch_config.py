@@ -14,6 +14,8 @@ from farstep.machine import usable_cpus
 from farstep.options import Options
 
 LocalTransport = Literal["shm", "ipc", "tcp"]
+RESTART_WINDOW_S = 600.0
+"""In which `restart_budget` is what may fail: rare faults never add up."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

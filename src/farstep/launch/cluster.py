@@ -127,16 +127,15 @@ class ClusterLauncher(Launcher):
             self._hub.service()
             for node in self._nodes.values():
                 node.tell(n.NodeBeat(node.name))
-        self._groups.ask_again(self._wanted, self.expected(), now)
+        self._groups.ask_again(self._wanted, now)
         there, fewest = self._there(), self._config.fewest_nodes
         if there >= fewest:
             self._enough_at, self._misfit = now, None
         elif self._misfit is not None:  # with enough nodes, a run goes on without it
             raise self._misfit
         elif now - self._enough_at > self._config.queue_s:
-            raise LaunchError(
-                f"{there} of at least {fewest} nodes came within queue_s={self._config.queue_s:g} s: {self.waiting()}."
-            )
+            said = f"{there} of at least {fewest} nodes came within queue_s={self._config.queue_s:g} s"
+            raise LaunchError(f"{said}: {self.waiting()}.\n{self.logs()}".rstrip())
 
     def scale(self, nodes: int) -> None:
         """Have so many nodes from now on: more are asked for, or the last blocks are given back."""
@@ -144,7 +143,9 @@ class ClusterLauncher(Launcher):
         self._groups.start_over()
         for node in self._blocks[nodes:]:
             if node is not None:
+                node.given_back = True
                 self._drain_node(node)
+        self._groups.give_back(nodes)
         if nodes > before:
             self._groups.ask(nodes - before)
             self._settle()
@@ -171,7 +172,7 @@ class ClusterLauncher(Launcher):
 
     def expected(self) -> int:
         """Nodes that are there, or may come without being asked for again."""
-        return max(self._there(), self._groups.expected())
+        return self._groups.expected()
 
     def logs(self) -> str:
         """Where what nodes said is written, and the end of it."""
@@ -247,7 +248,7 @@ class ClusterLauncher(Launcher):
             self.refused[hello.host] = what
             return
         free = next((i for i, held in enumerate(self._blocks[: self._wanted]) if held is None), None)
-        if free is None:
+        if free is None or self._groups[group].is_cancelled:
             tell(self._hub, hello.node, n.Leave("all nodes are there already"))
             return
         node = Node(
@@ -286,8 +287,7 @@ class ClusterLauncher(Launcher):
         log.warning("%s %s", node, why)
         del self._nodes[node.name]
         self._blocks[node.block] = None
-        if not self._engine.tells_lost:
-            self._groups[node.group].lost += 1
+        self._groups[node.group].left(for_good=True)
         for worker in node.workers.values():
             worker.end(Ended(1, f"its {node} {why}", blameless=True))
 
@@ -305,6 +305,7 @@ class ClusterLauncher(Launcher):
             node.tell(n.Leave("its workers are done"))
             del self._nodes[node.name]
             self._blocks[node.block] = None
+            self._groups[node.group].left(for_good=node.given_back)
 
 
 def _allow_files(count: int) -> None:

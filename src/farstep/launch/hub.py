@@ -58,5 +58,6 @@ def admit_worker(hub: Hub, worker: int, incarnation: int, run: str, envs: int) -
         "run": run,
         "envs": envs,
         "bulk_port": hub.bulk_port,
+        "lease_s": hub.lease_s,
         **admit(hub, worker, incarnation),
     }

@@ -36,9 +36,6 @@ class KubernetesEngine:
 
     def __init__(self, config: KubernetesConfig) -> None:
         self._config = config
-        self.tells_lost = (
-            config.kind == "deployment"
-        )  # whose pods Kubernetes replaces; a Job's is only declared lost, late
         self._api: Api | None = None
         self._owners: list[dict[str, str]] = []
         self._guardian = Guardian(environment={"PYTHONPATH": os.pathsep.join(import_path())})
@@ -115,7 +112,8 @@ class Pods:
             nodes = self._shrink(pods)
         else:
             nodes = sum(not is_over(job) for job in self._api.jobs(self._selector))
-        return Standing(f"Kubernetes {self._name} has {describe(pods)}", nodes)
+        coming = sum(pod.get("status", {}).get("phase") == "Pending" for pod in pods)
+        return Standing(f"Kubernetes {self._name} has {describe(pods)}", nodes, coming)
 
     def _shrink(self, pods: Sequence[Manifest]) -> int:
         """How many pods the Deployment will have; one less for each agent that the head let go."""

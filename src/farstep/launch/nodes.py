@@ -38,6 +38,9 @@ class Node:
     block: int
     workers: dict[int, RemoteWorker] = field(default_factory=dict)
     leaving: bool = False
+    """It is to go once its workers have handed over what they have."""
+    given_back: bool = False
+    """By us, not taken back by its engine, which may then bring it again."""
 
     def tell(self, message: n.ToNode) -> None:
         tell(self.hub, self.name, message)
@@ -53,12 +56,16 @@ class Node:
         for worker in self.workers.values():
             if (worker.worker, worker.incarnation) in running:
                 worker.seen = True
+                if worker.killed:
+                    worker.kill()
             elif worker.poll() is None and now - worker.asked_at > _UNSAID_S:
-                if worker.seen:
+                if worker.seen or worker.killed:
                     worker.end(Ended(1, "its end was not reported"))
                 else:
                     worker.asked_at = now
                     self.tell(worker.order)
+        for stray in running - {(worker.worker, worker.incarnation) for worker in self.workers.values()}:
+            self.tell(n.KillWorker(*stray))
 
     def worker(self, number: int, incarnation: int) -> RemoteWorker | None:
         """That worker, unless it is another incarnation of it by now."""
@@ -83,7 +90,7 @@ class RemoteWorker:
         self.worker, self.incarnation, self.words, self._given_up = worker, incarnation, words, given_up
         self.order = n.StartWorker(worker, incarnation, bootstrap)
         self.node: Node | None = None
-        self.asked_at, self.seen, self.leaving = 0.0, False, False
+        self.asked_at, self.seen, self.leaving, self.killed = 0.0, False, False, False
         # Readable when there is something to know, as descriptors of a local process are.
         self.exit_fd, self.output_fd = (os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK) for _ in range(2))
         self._new, self._tail = b"", b""
@@ -102,6 +109,7 @@ class RemoteWorker:
             os.eventfd_write(self.exit_fd, 1)
 
     def kill(self) -> None:
+        self.killed = True
         if self.node is None:
             self.end(Ended(0))
         elif self._ended is None:

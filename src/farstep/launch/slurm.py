@@ -30,6 +30,7 @@ _ENDED = {
     *("COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "BOOT_FAIL", "DEADLINE", "OUT_OF_MEMORY"),
     *("PREEMPTED", "REVOKED", "over"),
 }
+_WAITING = {"PENDING", "REQUEUED", "REQUEUE_HOLD", "CONFIGURING"}
 _TAIL_LINES = 15
 _END_OF_INPUT = "FARSTEP-END"
 _STAY_S = 600  # longer than SLURM gives those it preempts
@@ -40,7 +41,6 @@ class SlurmEngine:
     """Jobs, or steps of the job that the head runs in."""
 
     grace_s = 20.0
-    tells_lost = False
 
     def __init__(self, config: SlurmConfig, workers_per_node: int) -> None:
         self._config, self._per_node = config, workers_per_node
@@ -147,12 +147,13 @@ class Jobs:
         asked = ["squeue", "--noheader", "--states=all", f"--jobs={','.join(self._sizes)}", "--format=%A|%T|%r"]
         lines = [line.split("|") for line in _run(asked, missing="").splitlines() if line.count("|") == 2]
         states = {number.strip(): (state, reason) for number, state, reason in lines}
-        parts, nodes = [], 0
+        parts, nodes, coming = [], 0, 0
         for number, size in self._sizes.items():
             state, reason = states.get(number, ("over", ""))
             parts.append(f"SLURM job {number} is {state}{'' if reason in ('', 'None') else f' ({reason})'}")
             nodes += 0 if state in _ENDED else size
-        return Standing("; ".join(parts), nodes)
+            coming += size if state in _WAITING else 0
+        return Standing("; ".join(parts), nodes, coming)
 
     def logs(self) -> str:
         return "\n".join(map(self._log, self._sizes))

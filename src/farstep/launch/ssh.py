@@ -17,7 +17,6 @@ class SSHEngine:
     """A session per host; a host whose session ended is used again when a node is asked for."""
 
     grace_s = 20.0
-    tells_lost = True
 
     def __init__(self, config: SSHConfig) -> None:
         self._config = config

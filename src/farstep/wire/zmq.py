@@ -73,7 +73,7 @@ class Hub:
         most_bytes: int = Limits.MESSAGE_BYTES,
     ) -> None:
         self.keys = KeyPair.fresh()
-        self._reliable, self._encrypted = reliable, encrypted
+        self._reliable, self._encrypted, self.lease_s = reliable, encrypted, lease_s
         self._most_bytes = CONTROL_BYTES if reliable else most_bytes
         self.has_more = False
         """Whether the last `drain` stopped before all was read."""
@@ -83,7 +83,7 @@ class Hub:
         self._keys: dict[int, bytes] = {}
         self._context = zmq.Context()
         try:
-            self._listen([address] if isinstance(address, str) else address, lease_s)
+            self._listen([address] if isinstance(address, str) else address)
         except BaseException:
             self.close()  # a context with open sockets blocks whoever collects it
             raise
@@ -92,10 +92,10 @@ class Hub:
     def address(self) -> str:
         return self.addresses[0]
 
-    def _listen(self, addresses: Sequence[str], lease_s: float) -> None:
+    def _listen(self, addresses: Sequence[str]) -> None:
         self._zap = self._context.socket(zmq.REP)
         self._zap.bind(_ZAP)
-        self._router = self._socket(self._most_bytes, lease_s)
+        self._router = self._socket(self._most_bytes)
         self._router.router_handover = True  # who comes back is let in, though its old connection seems to be there
         self._router.curve_server = True
         self._router.curve_secretkey = self.keys.secret
@@ -103,13 +103,13 @@ class Hub:
         self.addresses, self.bulk_port = _bound(self._router, addresses), ""
         self._bulk: zmq.Socket[bytes] | None = None
         if self._reliable:
-            self._bulk = self._socket(SEGMENT_BYTES + TAG_BYTES, lease_s)
+            self._bulk = self._socket(SEGMENT_BYTES + TAG_BYTES)
             self._bulk.plain_server = True
             self._bulk.rcvhwm = UNSENT
             bound = _bound(self._bulk, [bulk_address(address, "*") for address in addresses])
             self.bulk_port = bound[0].rpartition(":")[2]
 
-    def _socket(self, most_bytes: int, lease_s: float) -> zmq.Socket[bytes]:
+    def _socket(self, most_bytes: int) -> zmq.Socket[bytes]:
         router = self._context.socket(zmq.ROUTER)
         router.zap_domain = _DOMAIN
         router.maxmsgsize = most_bytes
@@ -117,7 +117,7 @@ class Hub:
         router.handshake_ivl = 10_000
         router.sndhwm = 0
         router.router_mandatory = True
-        keep_asking(router, lease_s)
+        keep_asking(router, self.lease_s)
         return router
 
     @property

@@ -30,7 +30,11 @@ def connect(bootstrap: dict[str, Any]) -> Worker:
 
             words = private_words(int(bootstrap["envs"]))
             link_to_head = DealerLink(
-                *_address(bootstrap), MAIN, bulk=bootstrap["bulk_port"], encrypted=bootstrap["encrypted"]
+                *_address(bootstrap),
+                MAIN,
+                lease_s=bootstrap["lease_s"],
+                bulk=bootstrap["bulk_port"],
+                encrypted=bootstrap["encrypted"],
             )
             threading.Thread(target=_beat, args=(bootstrap, words), daemon=True, name="farstep-beat").start()
             return Worker(link_to_head, *identity, words, has_gpu)
@@ -50,7 +54,7 @@ def _beat(bootstrap: dict[str, Any], words: memoryview) -> None:
     from farstep.wire.dealer import DealerLink
     from farstep.wire.zmq import BEAT
 
-    link = DealerLink(*_address(bootstrap), BEAT)
+    link = DealerLink(*_address(bootstrap), BEAT, lease_s=bootstrap["lease_s"])
     pause = threading.Event()
     while not pause.wait(BEAT_S):
         link.send([encode(Progress(words.tolist()))])
