@@ -25,9 +25,10 @@ from farstep.spec import ArraySpec
 from farstep.wire import messages as m
 from farstep.wire import node_messages as n
 from farstep.wire.codec import pack
+from farstep.wire.dealer import DealerLink
 from farstep.wire.keys import KeyPair
 from farstep.wire.versions import versions
-from farstep.wire.zmq import BEAT, MAIN, DealerLink
+from farstep.wire.zmq import BEAT, MAIN
 from farstep.worker.bootstrap import read_bootstrap
 from farstep.worker.progress import BEAT_S, private_words
 from farstep.worker.rows import Rows

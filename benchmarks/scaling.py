@@ -28,7 +28,7 @@ from rich.table import Table
 from workload import Workload, make_policy
 
 import farstep
-from farstep.config import usable_cpus
+from farstep.machine import usable_cpus
 
 MODES = ("alone", "in step", "collect", "stream", "first come")
 WORKERS = (1, 2, 4, 8, 14)

@@ -19,9 +19,6 @@ if TYPE_CHECKING:
     from farstep.buffer.triggers import TimeTrigger as TimeTrigger
     from farstep.cluster_env import ClusterEnv as ClusterEnv
     from farstep.config import EnvConfig as EnvConfig
-    from farstep.config import InProcessConfig as InProcessConfig
-    from farstep.config import LocalConfig as LocalConfig
-    from farstep.config import Timeouts as Timeouts
     from farstep.config import TransferTrigger as TransferTrigger
     from farstep.config import WeightsConfig as WeightsConfig
     from farstep.errors import AgentError as AgentError
@@ -35,10 +32,13 @@ if TYPE_CHECKING:
     from farstep.errors import WorkerError as WorkerError
     from farstep.errors import WorkerStuck as WorkerStuck
     from farstep.head.stats import scalars as scalars
-    from farstep.launch_config import KubernetesConfig as KubernetesConfig
+    from farstep.kubernetes_config import KubernetesConfig as KubernetesConfig
+    from farstep.launch_config import InProcessConfig as InProcessConfig
+    from farstep.launch_config import LocalConfig as LocalConfig
     from farstep.launch_config import RayConfig as RayConfig
     from farstep.launch_config import SlurmConfig as SlurmConfig
     from farstep.launch_config import SSHConfig as SSHConfig
+    from farstep.launch_config import Timeouts as Timeouts
     from farstep.vector_env import make_vec as make_vec
     from farstep.workflow import Workflow as Workflow
 
@@ -51,15 +51,15 @@ _HOMES = {
     "DataKeyTrigger": "buffer.triggers",
     "EnvConfig": "config",
     "FullBatch": "buffer.samplers",
-    "InProcessConfig": "config",
-    "KubernetesConfig": "launch_config",
-    "LocalConfig": "config",
+    "InProcessConfig": "launch_config",
+    "KubernetesConfig": "kubernetes_config",
+    "LocalConfig": "launch_config",
     "ObjectKeyTrigger": "buffer.triggers",
     "RayConfig": "launch_config",
     "SSHConfig": "launch_config",
     "SlurmConfig": "launch_config",
     "TimeTrigger": "buffer.triggers",
-    "Timeouts": "config",
+    "Timeouts": "launch_config",
     "TransferTrigger": "config",
     "WeightsConfig": "config",
     "Workflow": "workflow",

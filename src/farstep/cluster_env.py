@@ -16,11 +16,12 @@ import numpy as np
 from gymnasium.vector import VectorEnv
 
 from farstep.batch import Batch, Part
-from farstep.config import EnvConfig, LaunchConfig, LocalConfig, check_count
+from farstep.config import EnvConfig, check_count
 from farstep.core import Agent, Array, Nested
 from farstep.errors import ClosedError, ConfigError
 from farstep.head.collector import Collector
 from farstep.head.seats import ResetOrder
+from farstep.launch_config import LaunchConfig, LocalConfig
 from farstep.spec import map_leaves
 from farstep.sync import Always
 from farstep.worker.seeds import fresh_root, resumed_root

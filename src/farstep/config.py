@@ -1,4 +1,4 @@
-"""What to run and where: the configurations a user writes.
+"""What to run: the configurations of environments, and checks that others share (where to run: `launch_config`).
 
 All are frozen, keyword-only and checked at construction; a plain dict with the same keys is accepted
 wherever one is expected.
@@ -6,29 +6,25 @@ wherever one is expected.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import fnmatch
 import math
 import numbers
-import os
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, ClassVar, Literal, Self, TypeVar
+from typing import Any, ClassVar, Literal, Self
 
 from farstep.core import SyncRule
 from farstep.errors import AgentError, ConfigError, unknown_name
+from farstep.machine import usable_cpus as usable_cpus  # cli/train.py still looks for it here
 from farstep.options import Options as _Config
 
 EnvType = Literal["gymnasium", "factory", "vector", "envpool"]
 Inference = Literal["auto", "eager"]
 Compression = Literal["auto", "none", "lz4", "zstd"]
-LocalTransport = Literal["shm", "ipc", "tcp"]
 StaggerInit = Literal["advance", "clock", "policy"]
 StaggerOffsets = Literal["even", "random"]
 StaggerEarly = Literal["partial", "gate"]
-T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -384,118 +380,6 @@ class EnvConfig(_Config):
         return None if seed is None else check_seed(seed)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Timeouts(_Config):
-    """How long each phase may go without progress before its worker counts as stuck, in seconds."""
-
-    connect_s: float = 60.0
-    """From the start of a worker until it says hello (imports happen here)."""
-    construct_s: float = 120.0
-    """Building one environment."""
-    reset_s: float = 60.0
-    """One `env.reset`."""
-    step_s: float = 60.0
-    """One `env.step`."""
-    act_s: float = 60.0
-    """One call of the agent on a worker, the first one included."""
-    load_s: float = 60.0
-    """Receiving an agent or loading new weights."""
-    idle_s: float = 60.0
-    """From a ticket to an idle worker until it begins with it (a stopped process never does)."""
-    transfer_s: float = 600.0
-    """From one message of a rollout that is on its way until the next (workers may share a slow connection)."""
-    close_s: float = 5.0
-    """From `close()` until workers that are still there are killed."""
-
-    def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            self._at_least(field.name, 0.01)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LaunchConfig(_Config):
-    """The words that all launch configurations share."""
-
-    nodes: int = 1
-    """How many nodes; each hosts `envs_per_node` environments."""
-    workers_per_node: int | None = None
-    """Worker processes on each node; None takes one per usable core (local nodes share this machine's)."""
-    cpus_per_worker: int = 1
-    """Threads that torch and BLAS may use in one worker."""
-    gpus_per_node: int = 0
-    """GPUs on each node, shared by its workers, which act on them (0: on the CPU). Local nodes share this machine's."""
-    time_limit: str | None = None
-    """Wall-clock limit in the engine's notation; engines without one ignore it."""
-    timeouts: Timeouts = Timeouts()
-    """Limits per phase; a mapping of them is accepted."""
-    restart_budget: int = 10
-    """Restarts of failed workers or environments allowed in any ten minutes; then the next call raises."""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "timeouts", Timeouts.of(self.timeouts))
-        self._at_least("nodes", 1)
-        self._at_least("cpus_per_worker", 1)
-        self._at_least("gpus_per_node", 0)
-        self._at_least("restart_budget", 0)
-        if self.workers_per_node is not None:
-            self._at_least("workers_per_node", 1)
-
-    def num_workers(self, envs_per_node: int) -> int:
-        """Workers in all: never more than environments, since an idle worker is a wasted process."""
-        per_node = self.workers_per_node or max(1, self._cores_per_node() // self.cpus_per_worker)
-        return self.most_nodes * min(per_node, envs_per_node)
-
-    @property
-    def most_nodes(self) -> int:
-        """How many nodes there may ever be."""
-        return self.nodes
-
-    @property
-    def fewest_nodes(self) -> int:
-        """How many must be there for batches to go on."""
-        return self.nodes
-
-    def gpu_of(self, rank: int) -> int | None:
-        """Which of a node's GPUs its worker number `rank` acts on; None: the CPU."""
-        return rank % self.gpus_per_node if self.gpus_per_node else None
-
-    def _cores_per_node(self) -> int:
-        return usable_cpus()
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _ThisMachine(LaunchConfig):
-    """A launch configuration whose nodes are all this machine."""
-
-    def _cores_per_node(self) -> int:
-        return usable_cpus() // self.nodes
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LocalConfig(_ThisMachine):
-    """Workers as processes of this machine."""
-
-    transport: LocalTransport = "shm"
-    """`shm`: shared memory (fastest); `ipc`, `tcp`: ZeroMQ as a remote worker would use it."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._one_of("transport", LocalTransport)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class InProcessConfig(_ThisMachine):
-    """Workers inside the caller's process and thread: for debugging, `breakpoint()` works."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.gpus_per_node:
-            raise ConfigError(
-                f"InProcessConfig.gpus_per_node is {self.gpus_per_node}, but workers in the caller's process act on "
-                "the CPU; leave it 0, or use LocalConfig."
-            )
-
-
 def is_dotted_path(name: str) -> bool:
     """Whether `name` can be the path of something to import: `package.module:function` or `package.module.function`."""
     module, _, attribute = name.partition(":") if ":" in name else name.rpartition(".")
@@ -534,82 +418,3 @@ def check_rule(what: str, rule: object) -> None:
         )
     for name, minimum in (("probes", 0), ("rows", 1)):
         check_count(f"{type(rule).__name__}.{name}", getattr(rule, name, minimum), minimum)
-
-
-def check_memory(nbytes: int, what: str) -> None:
-    """Refuse what needs more memory than there is, before the kernel kills somebody for it."""
-    available = available_memory()
-    if nbytes > available:
-        raise ConfigError(
-            f"{what} need {nbytes / 2**30:,.1f} GiB; this machine has {available / 2**30:,.1f} GiB available. Lower "
-            "steps or envs_per_node."
-        )
-
-
-def available_memory(meminfo: Path = Path("/proc/meminfo")) -> float:
-    """Bytes that can be had: what the machine has left, never more than the cgroup's limit; infinite if unknown."""
-    limits = _cgroup_memory_limits()
-    with contextlib.suppress(OSError, ValueError):
-        for line in meminfo.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                limits.append(int(line.split()[1]) * 1024)
-    return min(limits, default=math.inf)
-
-
-def usable_cpus() -> int:
-    """Cores this process may use: the affinity mask cut by the cgroup's quota, never below one."""
-    cores = float(len(os.sched_getaffinity(0)))
-    for quota in _cgroup_quotas():
-        cores = min(cores, quota)
-    return max(1, int(cores))
-
-
-_CGROUPS, _MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
-
-
-def _cgroup_quotas(root: Path = _CGROUPS, self_file: Path = _MEMBERSHIP) -> list[float]:
-    """CPU quotas in cores, of this process's cgroup (v2 or v1) and those above it."""
-    return [quota for folder in _cgroup_folders("cpu", root, self_file) for quota in _quota_of(folder)]
-
-
-def _cgroup_memory_limits(root: Path = _CGROUPS, self_file: Path = _MEMBERSHIP) -> list[float]:
-    """Memory limits in bytes, likewise."""
-    limits: list[float] = []
-    for folder in _cgroup_folders("memory", root, self_file):
-        for name in ("memory.max", "memory.limit_in_bytes"):
-            with contextlib.suppress(OSError, ValueError):  # absent, or "max"
-                limits.append(int((folder / name).read_text()))
-    return limits
-
-
-def _cgroup_folders(controller: str, root: Path, self_file: Path) -> list[Path]:
-    """Where the controller's files of this process's cgroup (v2 or v1) and those above it are."""
-    folders: list[Path] = []
-    try:
-        lines = self_file.read_text().splitlines()
-    except OSError:
-        return folders
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers and controller not in controllers.split(","):
-            continue
-        base = root / controller if controllers else root
-        below = base / path.lstrip("/")
-        for folder in (below, *below.parents):
-            if base not in (folder, *folder.parents):
-                break
-            folders.append(folder)
-    return folders
-
-
-def _quota_of(folder: Path) -> list[float]:
-    try:
-        if (v2 := folder / "cpu.max").exists():
-            quota, period = v2.read_text().split()
-        elif (v1 := folder / "cpu.cfs_quota_us").exists():
-            quota, period = v1.read_text().strip(), (folder / "cpu.cfs_period_us").read_text().strip()
-        else:
-            return []
-    except (OSError, ValueError):
-        return []
-    return [] if quota in ("max", "-1") else [int(quota) / int(period)]

@@ -1,19 +1,133 @@
-"""Where workers run on a cluster: one configuration per engine, the shared words in `config.LaunchConfig`."""
+"""Where workers run: the words that all share, then a configuration per launcher (that of Kubernetes is beside it)."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-import re
 import shlex
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from farstep.config import LaunchConfig, is_number
+from farstep.config import is_number
 from farstep.errors import ConfigError
+from farstep.machine import usable_cpus
+from farstep.options import Options
 
-KubernetesKind = Literal["job", "deployment"]
-ImagePullPolicy = Literal["IfNotPresent", "Always", "Never"]
+LocalTransport = Literal["shm", "ipc", "tcp"]
+RESTART_WINDOW_S = 600.0
+"""In which `restart_budget` is what may fail: rare faults never add up."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Timeouts(Options):
+    """How long each phase may go without progress before its worker counts as stuck, in seconds."""
+
+    connect_s: float = 60.0
+    """From the start of a worker until it says hello (imports happen here)."""
+    construct_s: float = 120.0
+    """Building one environment."""
+    reset_s: float = 60.0
+    """One `env.reset`."""
+    step_s: float = 60.0
+    """One `env.step`."""
+    act_s: float = 60.0
+    """One call of the agent on a worker, the first one included."""
+    load_s: float = 60.0
+    """Receiving an agent or loading new weights."""
+    idle_s: float = 60.0
+    """From a ticket to an idle worker until it begins with it (a stopped process never does)."""
+    transfer_s: float = 600.0
+    """From one message of a rollout that is on its way until the next (workers may share a slow connection)."""
+    close_s: float = 5.0
+    """From `close()` until workers that are still there are killed."""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            self._at_least(field.name, 0.01)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LaunchConfig(Options):
+    """The words that all launch configurations share."""
+
+    nodes: int = 1
+    """How many nodes; each hosts `envs_per_node` environments."""
+    workers_per_node: int | None = None
+    """Worker processes on each node; None takes one per usable core (local nodes share this machine's)."""
+    cpus_per_worker: int = 1
+    """Threads that torch and BLAS may use in one worker."""
+    gpus_per_node: int = 0
+    """GPUs on each node, shared by its workers, which act on them (0: on the CPU). Local nodes share this machine's."""
+    time_limit: str | None = None
+    """Wall-clock limit in the engine's notation; engines without one ignore it."""
+    timeouts: Timeouts = Timeouts()
+    """Limits per phase; a mapping of them is accepted."""
+    restart_budget: int = 10
+    """Restarts of failed workers or environments allowed in any ten minutes; then the next call raises."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "timeouts", Timeouts.of(self.timeouts))
+        self._at_least("nodes", 1)
+        self._at_least("cpus_per_worker", 1)
+        self._at_least("gpus_per_node", 0)
+        self._at_least("restart_budget", 0)
+        if self.workers_per_node is not None:
+            self._at_least("workers_per_node", 1)
+
+    def num_workers(self, envs_per_node: int) -> int:
+        """Workers in all: never more than environments, since an idle worker is a wasted process."""
+        per_node = self.workers_per_node or max(1, self._cores_per_node() // self.cpus_per_worker)
+        return self.most_nodes * min(per_node, envs_per_node)
+
+    @property
+    def most_nodes(self) -> int:
+        """How many nodes there may ever be."""
+        return self.nodes
+
+    @property
+    def fewest_nodes(self) -> int:
+        """How many must be there for batches to go on."""
+        return self.nodes
+
+    def gpu_of(self, rank: int) -> int | None:
+        """Which of a node's GPUs its worker number `rank` acts on; None: the CPU."""
+        return rank % self.gpus_per_node if self.gpus_per_node else None
+
+    def _cores_per_node(self) -> int:
+        return usable_cpus()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _ThisMachine(LaunchConfig):
+    """A launch configuration whose nodes are all this machine."""
+
+    def _cores_per_node(self) -> int:
+        return usable_cpus() // self.nodes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LocalConfig(_ThisMachine):
+    """Workers as processes of this machine."""
+
+    transport: LocalTransport = "shm"
+    """`shm`: shared memory (fastest); `ipc`, `tcp`: ZeroMQ as a remote worker would use it."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._one_of("transport", LocalTransport)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class InProcessConfig(_ThisMachine):
+    """Workers inside the caller's process and thread: for debugging, `breakpoint()` works."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.gpus_per_node:
+            raise ConfigError(
+                f"InProcessConfig.gpus_per_node is {self.gpus_per_node}, but workers in the caller's process act on "
+                "the CPU; leave it 0, or use LocalConfig."
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,8 +185,12 @@ class SSHConfig(EngineConfig):
 
     hosts: Sequence[str] = ()
     """A node each, as ssh takes them (`name`, `user@name`, an alias of its configuration)."""
-    ssh: Sequence[str] = ("ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
-    """The command that a host and a command line are appended to, as words or as one line."""
+    ssh: Sequence[str] = (
+        *("ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10"),
+        *("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=2"),
+    )
+    """The command that a host and a command line are appended to, as words or as one line. One that does not end when
+    its host has gone keeps that host from being asked again."""
     nodes: int = 0
     """Of `hosts`, so many are used at a time; 0: all."""
 
@@ -167,112 +285,3 @@ class RayConfig(EngineConfig):
                     f"RayConfig.{name} is {getattr(self, name)!r}, but Ray itself starts Python on its nodes; call "
                     "ray.init(runtime_env=...) first, which actors of farstep then use, too."
                 )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class KubernetesConfig(EngineConfig):
-    """Workers in pods of a Kubernetes cluster; a node is a pod."""
-
-    image: str = ""
-    """What pods run: an image with farstep and the environments in it (the repository's Dockerfile makes one)."""
-    namespace: str | None = None
-    """Where the objects are created; None: that of the kubeconfig's context, or of the head's own pod."""
-    kind: KubernetesKind = "job"
-    """`job`: a Job per node, which is asked for again by the head when its pod fails. `deployment`: one Deployment for
-    all, whose pods Kubernetes itself replaces; it needs somebody to delete it if the head's machine is lost."""
-    requests: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """What each pod asks for, e.g. `{"cpu": "4", "memory": "8Gi"}`; without `cpu` (here and in `limits`), as many cores
-    as its workers have threads."""
-    limits: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """What each pod may use at most; `gpus_per_node` adds `nvidia.com/gpu`."""
-    tolerations: Sequence[Mapping[str, object]] = ()
-    """Taints of nodes that do not keep pods away, as Kubernetes writes them."""
-    node_selector: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Labels that nodes must have."""
-    pod_template: Mapping[str, object] = dataclasses.field(default_factory=dict)
-    """Merged deeply into the pods' template (`metadata`, `spec`), over all the above. Items of lists are matched by
-    `mountPath` or `name` (the container's is `agent`); null removes a key."""
-    image_pull_policy: ImagePullPolicy = "IfNotPresent"
-    """When nodes look for the image in its registry."""
-    service_account: str | None = None
-    """The account of the pods; its token is mounted only if one is named here. None: the namespace's default."""
-    kube_context: str | None = None
-    """The kubeconfig's context; None: its current one, or the service account of the head's own pod."""
-    python: str | None = "python3"
-    """The interpreter in the image."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not isinstance(self.image, str) or not self.image.strip():
-            raise ConfigError(
-                f"KubernetesConfig.image is {self.image!r}; expected the name of an image that has farstep in it. "
-                "docs/kubernetes.md shows how to build one."
-            )
-        self._one_of("kind", KubernetesKind)
-        self._one_of("image_pull_policy", ImagePullPolicy)
-        for name in ("requests", "limits", "node_selector"):
-            object.__setattr__(self, name, self._texts(name))
-        if not isinstance(self.pod_template, Mapping) or not set(self.pod_template) <= {"metadata", "spec"}:
-            raise ConfigError(
-                f"KubernetesConfig.pod_template is {self.pod_template!r}; expected a mapping with 'metadata' or "
-                "'spec', e.g. {'spec': {'hostNetwork': True}}."
-            )
-        if isinstance(self.tolerations, (str, Mapping)) or not all(isinstance(t, Mapping) for t in self.tolerations):
-            raise ConfigError(
-                f"KubernetesConfig.tolerations is {self.tolerations!r}; expected a list of mappings, e.g. "
-                "[{'key': 'nvidia.com/gpu', 'operator': 'Exists'}]."
-            )
-        object.__setattr__(self, "tolerations", tuple(self.tolerations))
-        for resources in (self.requests, self.limits):
-            if "cpu" in resources:
-                _cores(resources["cpu"])
-        if self.time_limit_s is not None and self.kind == "deployment":
-            raise ConfigError(
-                f"KubernetesConfig.time_limit is {self.time_limit!r} with kind='deployment', whose pods Kubernetes "
-                "does not let end by themselves; use kind='job'."
-            )
-
-    def _texts(self, name: str) -> dict[str, str]:
-        value = getattr(self, name)
-        if not isinstance(value, Mapping) or not all(isinstance(v, (str, int, float)) for v in value.values()):
-            raise ConfigError(
-                f"KubernetesConfig.{name} is {value!r}; expected a mapping of texts, e.g. {{'cpu': '4'}}."
-            )
-        return {str(key): str(each) for key, each in value.items()}
-
-    @property
-    def time_limit_s(self) -> int | None:
-        """`time_limit` in seconds: `3600`, `60:00` or `1:00:00`."""
-        if self.time_limit is None:
-            return None
-        if not re.fullmatch(r"\d+(:[0-5]?\d){0,2}", str(self.time_limit)):
-            raise ConfigError(
-                f"KubernetesConfig.time_limit is {self.time_limit!r}; expected seconds ('3600') or hours, minutes and "
-                "seconds ('1:00:00')."
-            )
-        seconds = 0
-        for part in str(self.time_limit).split(":"):
-            seconds = 60 * seconds + int(part)
-        return seconds
-
-    @property
-    def cores_per_node(self) -> int:
-        """For how many threads a pod has room, by what it asks for."""
-        asked = self.requests.get("cpu") or self.limits.get("cpu")
-        if asked is not None:
-            return max(1, math.floor(_cores(asked)))
-        if self.workers_per_node is not None:
-            return self.workers_per_node * self.cpus_per_worker
-        return super()._cores_per_node()
-
-    def _cores_per_node(self) -> int:
-        return self.cores_per_node
-
-
-def _cores(quantity: str) -> float:
-    """Kubernetes' way to write a number of cores: `2`, `0.5`, `500m`."""
-    if not re.fullmatch(r"\d+(\.\d+)?m?", quantity):
-        raise ConfigError(
-            f"KubernetesConfig asks for cpu {quantity!r}; expected a number of cores: '2', '0.5', '500m'."
-        )
-    return float(quantity.removesuffix("m")) / (1000 if quantity.endswith("m") else 1)

@@ -12,11 +12,12 @@ import numpy as np
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
-from farstep.config import EnvConfig, LaunchConfig, LocalConfig, check_count
+from farstep.config import EnvConfig, check_count
 from farstep.core import Array, Nested
 from farstep.errors import ConfigError, EndedError, RemoteEnvError, WireError, unknown_name
 from farstep.head.seats import ResetOrder
 from farstep.head.stepper import Info, Stepper
+from farstep.launch_config import LaunchConfig, LocalConfig
 from farstep.spec import leaves, nest, space_schema
 from farstep.sync import Always
 from farstep.worker.program import Program

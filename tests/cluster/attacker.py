@@ -1,6 +1,6 @@
 """Whoever can reach a head's sockets, as a process of its own: `python attacker.py < what-it-knows.json`.
 
-It knows addresses, and as much as its JSON says: tokens and packets that were overheard, keys of a worker or node that
+It knows addresses, and as much as its JSON says: tokens and packets of workers, keys of a worker or node that
 it holds. Prints how many messages of each kind it sent.
 """
 
@@ -148,27 +148,32 @@ def unknown_keys(address: str, server_key: bytes, count: int) -> None:
             sent["unknown key"] += 1
 
 
-def overheard(bulk: str, name: bytes, token: bytes, packets: list[list[bytes]], count: int) -> None:
-    """Somebody who has a worker's token, and packets that went by."""
-    options = {"plain_username": name, "plain_password": token, "reconnect_ivl": 1}
-    with dealer(bulk, **options) as sock, contextlib.suppress(zmq.Again):
-        for i in range(count):
-            frames, kind = list(chance.choice(packets)), "replayed segment"
-            if i % 3000 == 5:
-                frames, kind = [*frames[:2], bytes(4 << 20)], "oversized"  # its connection is cut
-            elif i % 100:  # large ones now and then only
-                place, kind = chance.randrange(3), "forged segment"
-                frames[2] = frames[2][: chance.choice([0, 16, 100, len(frames[2])])]
-                if chance.random() < 0.8:  # what comes next, or soon
-                    seq = int.from_bytes(frames[0][1:9], "little") + chance.randrange(1, 3000)
-                    frames[0] = frames[0][:1] + seq.to_bytes(8, "little") + frames[0][9:]
-                frames[place] = mutated(chance, frames[place])
-                if chance.random() < 0.1:
-                    frames, kind = frames[: chance.randrange(1, 3)], "truncated"
-                if chance.random() < 0.01:
-                    frames, kind = [chance.randbytes(5) for _ in range(200)], "many frames"
-            sock.send_multipart(frames)
-            sent[kind] += 1
+def in_between(bulk: str, name: bytes, tokens: list[bytes], packets: list[list[bytes]], count: int) -> None:
+    """Somebody who holds back what a worker shows to be let in, and shows it himself, and has packets that went by."""
+    for token in tokens:
+        options = {"plain_username": name, "plain_password": token}
+        with dealer(bulk, **options) as sock, contextlib.suppress(zmq.Again):
+            _abuse(sock, packets, count // len(tokens))
+            sock.send_multipart([*packets[0][:2], bytes(4 << 20)])  # its connection is cut
+            sent["oversized"] += 1
+
+
+def _abuse(sock: zmq.Socket[bytes], packets: list[list[bytes]], count: int) -> None:
+    for i in range(count):
+        frames, kind = list(chance.choice(packets)), "replayed segment"
+        if i % 100:  # large ones now and then only
+            place, kind = chance.randrange(3), "forged segment"
+            frames[2] = frames[2][: chance.choice([0, 16, 100, len(frames[2])])]
+            if chance.random() < 0.8:  # what comes next, or soon
+                seq = int.from_bytes(frames[0][1:9], "little") + chance.randrange(1, 3000)
+                frames[0] = frames[0][:1] + seq.to_bytes(8, "little") + frames[0][9:]
+            frames[place] = mutated(chance, frames[place])
+            if chance.random() < 0.1:
+                frames, kind = frames[: chance.randrange(1, 3)], "truncated"
+            if chance.random() < 0.01:
+                frames, kind = [chance.randbytes(5) for _ in range(200)], "many frames"
+        sock.send_multipart(frames)
+        sent[kind] += 1
 
 
 def mad_node(control: str, server_key: bytes, keys: list[bytes], messages: list[bytes], count: int) -> None:
@@ -190,8 +195,8 @@ def main() -> None:
         lambda: strangers(addresses, scale // 20),
         lambda: unknown_keys(known["control"], server_key, 8),
     ]
-    for name, token, packets in known.get("overheard", []):
-        attacks.append(functools.partial(overheard, addresses[1], name, token, packets, scale))
+    for name, tokens, packets in known.get("overheard", []):
+        attacks.append(functools.partial(in_between, addresses[1], name, tokens, packets, scale))
         attacks.append(functools.partial(guessers, addresses[1], [name], scale // 100))
     if "node" in known:
         attacks.append(lambda: mad_node(known["control"], server_key, known["node"], known["node_messages"], scale))

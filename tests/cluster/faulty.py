@@ -17,7 +17,7 @@ from gymnasium.vector import SyncVectorEnv
 from farstep.testing import CountingEnv, FaultyEnv, TableAgent
 from farstep.testing.envs import do_fault
 from farstep.wire import messages
-from farstep.wire.zmq import DealerLink
+from farstep.wire.dealer import DealerLink
 
 
 def once(marker: str) -> bool:

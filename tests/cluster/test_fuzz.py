@@ -7,6 +7,7 @@ while it collects.
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import os
 import random
@@ -39,7 +40,7 @@ from farstep.wire import messages as m
 from farstep.wire import node_messages as n
 from farstep.wire import session as sessions
 from farstep.wire.codec import pack, unpack
-from farstep.wire.keys import KeyPair
+from farstep.wire.keys import KeyPair, Tokens
 from farstep.wire.sealing import Seal, Side, fresh_key
 from farstep.wire.session import MAX_AHEAD, Kind, Packet, Session
 from farstep.wire.versions import versions
@@ -63,7 +64,7 @@ FROM_WORKER: list[m.FromWorker] = [
 FROM_NODE: list[n.FromNode] = [
     n.NodeHello(NODE, "run", "host", 1, 4, versions(), "SLURM job 1"),
     n.NodeBeat(NODE, [(0, 0), (1, 5)]),
-    n.Leaving(NODE, "SIGTERM", 20.0),
+    n.Leaving(NODE, "SIGTERM"),
     n.Printed(NODE, 0, 0, b"Hello\n"),
     n.WorkerEnded(NODE, 0, 0, -9, "why"),
 ]
@@ -119,14 +120,14 @@ def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
 def conversation(key: bytes, messages: Sequence[bytes]) -> list[Packet]:
     worker = Session(Seal(key, Side.WORKER))
     packets = [packet for message in messages for packet in worker.send([message], 0.0)]
-    return [*packets, worker.report(), worker.back(), *worker.due(100.0)]
+    return [*packets, worker.report(), worker.back(), worker.here(), *worker.due(100.0)]
 
 
 def test_what_is_written_to_the_bulk_connection_by_others(small_segments: None) -> None:
     """Segments that were overheard, changed, mixed up and sent again: what comes out is what the worker sent."""
     key, chance = fresh_key(), random.Random(4)
     sent = [bytes([i]) * (9 + 37 * i) for i in range(40)]
-    packets = [packet for packet in conversation(key, sent) if packet.bulk]
+    packets = [packet for packet in conversation(key, sent) if packet.bulk and not packet.is_here]
     known = [[bytes(frame) for frame in packet.frames] for packet in packets]
     head = Session(Seal(key, Side.HEAD), 1 << 20)
     refused = 0
@@ -324,8 +325,8 @@ def hub_of(env: farstep.ClusterEnv) -> Hub:
     return hub
 
 
-def overhear(hub: Hub, run: Run) -> list[tuple[bytes, bytes, list[Sequence[Any]]]]:
-    """Of each worker what can be read on the bulk connection: its name, its token, sealed segments."""
+def overhear(hub: Hub, run: Run) -> list[tuple[bytes, list[bytes], list[Sequence[Any]]]]:
+    """Of each worker what can be read on the bulk connection: its name, sealed segments, and tokens to come."""
     heard: dict[bytes, list[Sequence[Any]]] = {key: [] for key, peer in hub._peers.items() if peer.session}
     peers, receive = {id(peer.session): key for key, peer in hub._peers.items()}, Session.receive
     with pytest.MonkeyPatch.context() as patch:
@@ -338,7 +339,8 @@ def overhear(hub: Hub, run: Run) -> list[tuple[bytes, bytes, list[Sequence[Any]]
         patch.setattr(Session, "receive", listening)
         while not all(heard.values()):
             run.collect()
-    return [(key, hub._peers[key].token, packets[:5]) for key, packets in heard.items()]
+    tokens = {key: copy.copy(hub._peers[key].tokens) for key in heard}
+    return [(key, [tokens[key].fresh() for _ in range(8)], packets[:5]) for key, packets in heard.items()]  # type: ignore[union-attr]
 
 
 def withstand(env: farstep.ClusterEnv, known: dict[str, Any]) -> Counter[str]:
@@ -385,7 +387,7 @@ def test_a_run_on_nodes_goes_on_whatever_strangers_and_a_mad_agent_send(tmp_path
         names = list(launcher._nodes)
         messages: list[n.FromNode] = [*FROM_NODE, n.NodeHello(NODE, launcher._run, "host", 1, 4, {"farstep": "0.0"})]
         for name in names:
-            messages += [n.Leaving(name, "so I say", 0.0), n.NodeBeat(name), n.Printed(name, 0, 0, b"forged")]
+            messages += [n.Leaving(name, "so I say"), n.NodeBeat(name), n.Printed(name, 0, 0, b"forged")]
             messages += [n.WorkerEnded(name, worker, 0, 0, "") for worker in (0, 1)]
             messages += [n.NodeHello(name, launcher._run, "liar", 1, 4, versions())]
         node = {"node": [mad.public, mad.secret], "node_messages": [n.encode(message) for message in messages]}
@@ -454,14 +456,14 @@ def test_a_passer_goes_on_whatever_strangers_send() -> None:
 
 
 def test_who_somebody_is_is_not_for_him_to_say() -> None:
-    """On the bulk connection, which anybody can write to who has overheard a token, metadata is a client's own."""
+    """On the bulk connection, metadata is a client's own."""
     hub = Hub("tcp://127.0.0.1:*", reliable=True)
     victim, liar = hub.admit(1, 0), hub.admit(2, 0)
     taken: list[int] = []
     hub._taken = lambda peer, packet: taken.append(peer.worker) or iter(())  # type: ignore[assignment, func-returns-value]
     with contextlib.closing(hub), attacker.dial(f"tcp://127.0.0.1:{hub.bulk_port}") as raw:
         claims = [(b"Socket-Type", b"DEALER"), (b"User-Id", victim.public), (b"Identity", victim.public[:16] + b"bulk")]
-        raw.sendall(attacker.greeting(b"PLAIN") + attacker.plain_hello(liar.public, liar.token))
+        raw.sendall(attacker.greeting(b"PLAIN") + attacker.plain_hello(liar.public, Tokens(liar).fresh()))
         deadline = time.monotonic() + 30
         answer = b""
         raw.settimeout(0.02)

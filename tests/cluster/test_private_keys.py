@@ -10,7 +10,7 @@ import pytest
 from checks import cluster
 
 from farstep.testing import TableAgent
-from farstep.wire.keys import KeyPair
+from farstep.wire.keys import KeyPair, Tokens
 from farstep.wire.zmq import Hub
 
 
@@ -40,7 +40,7 @@ def test_keys_are_nowhere_to_be_read(transport: str, issued: list[KeyPair], capl
             seen += [(folder / name).read_text(errors="replace") for name in ("cmdline", "environ")]
     assert len(issued) == 2
     for pair in issued:
-        for secret in (pair.secret, pair.token, pair.route, pair.derived(b"bulk").hex().encode()):
+        for secret in (pair.secret, Tokens(pair).fresh(), pair.route, pair.derived(b"bulk").hex().encode()):
             assert not any(secret.decode() in text for text in seen)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -228,10 +229,19 @@ def test_without_slurm_one_sentence_says_what_to_install(tmp_path: Path, monkeyp
         start(tmp_path).launch()
 
 
+@pytest.mark.parametrize("status", [0, 3, 137])
+def test_the_job_ends_as_its_agents_did(tmp_path: Path, status: int) -> None:
+    (tmp_path / "srun").write_text(f"#!/bin/sh\nexit {status}\n")
+    (tmp_path / "srun").chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    done = subprocess.run(["bash"], input=batch_script(config(tmp_path), 1, 1), text=True, env={"PATH": path})
+    assert done.returncode == status
+
+
 def test_the_script_says_what_was_asked_for(tmp_path: Path) -> None:
     asked = config(
         tmp_path,
-        job_name="mine",
+        job_name="mine, all mine",
         partition="gpu",
         gpus_per_node=2,
         time_limit="1:00:00",
@@ -240,7 +250,14 @@ def test_the_script_says_what_was_asked_for(tmp_path: Path) -> None:
         setup=["module load cuda"],
     )
     lines = batch_script(asked, 4, 3).splitlines()
-    for option in ("job-name=mine", "partition=gpu", "gpus-per-node=2", "time=1:00:00", "account=me", "nodes=3"):
+    for option in (
+        "job-name='mine, all mine'",
+        "partition=gpu",
+        "gpus-per-node=2",
+        "time=1:00:00",
+        "account=me",
+        "nodes=3",
+    ):
         assert f"#SBATCH --{option}" in lines
     assert "#SBATCH --exclusive" in lines and "#SBATCH --cpus-per-task=4" in lines
     assert lines.index("module load cuda") < next(i for i, line in enumerate(lines) if line.startswith("srun"))

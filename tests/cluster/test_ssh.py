@@ -72,7 +72,7 @@ def test_no_key_is_in_an_argument_or_an_environment(server: SshServer) -> None:
     with start(config(server.options, nodes=2, workers_per_node=1)) as env:
         env.launch()
         hub = env._collector.server.crew.launcher._hub  # type: ignore[union-attr]
-        secrets = [peer.token for peer in hub._peers.values() if peer.token] + [hub.keys.secret]
+        secrets = [peer.tokens._key.hex().encode() for peer in hub._peers.values() if peer.tokens] + [hub.keys.secret]
         seen = [
             (path / name).read_bytes()
             for path in Path("/proc").iterdir()

@@ -13,7 +13,7 @@ import host_image
 
 from farstep import ClusterEnv
 from farstep.errors import LaunchError
-from farstep.launch_config import KubernetesConfig
+from farstep.kubernetes_config import KubernetesConfig
 from farstep.testing import CountingEnv, TableAgent, check_launcher
 
 

@@ -15,10 +15,10 @@ from guarded import require, system_path, wait_until
 from namespaces import Network
 
 import farstep.launch
+from farstep.kubernetes_config import KubernetesConfig
 from farstep.launch.engine import Standing
 from farstep.launch.guardian import Guardian
 from farstep.launch.manifests import manifests
-from farstep.launch_config import KubernetesConfig
 
 PACKAGES = "podman runc conmon netavark aardvark-dns catatonit"
 _MOUNTS_ENCODED = True

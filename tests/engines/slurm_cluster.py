@@ -166,7 +166,10 @@ class SlurmCluster(Engine):
 
     def down(self, name: str) -> None:
         """As an administrator takes a node out; jobs on it are killed and queued again."""
+        # A controller that was just started takes a node back when it hears of it for the first time.
+        wait_until(lambda: not self.states()[name].endswith("*"), f"{name} to answer", 30.0)
         self.command("scontrol", "update", f"nodename={name}", "state=down", "reason=test")
+        self._wait_for({name: "down"})
 
     def resume(self, name: str) -> None:
         """Undoes `down`."""

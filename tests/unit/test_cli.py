@@ -8,12 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import yaml
 from gymnasium import spaces
 
 from farstep.cli import main
 from farstep.testing import CountingEnv
 
+TRAIN = ["train", "ppo", "--env", "CartPole-v1"]
 VIDEO = ["--capture-video", "--eval-every", "1000"]
 INSIDE = ["--env-type", "factory", "--launcher", "inprocess"]
 
@@ -49,15 +49,15 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str,
         (["tran"], ["command", "'tran'", "train"]),
         (["train", "pppo"], ["learner", "'pppo'", "ppo"]),
         (["train", "ppo"], ["--env"]),
-        (["train", "ppo", "--env", "CartPole-v1", "--num-env", "4"], ["no option --num-env", "--num-envs"]),
-        (["train", "ppo", "--env", "CartPole-v1", "--num-envs", "x"], ["--num-envs", "'x'"]),
-        (["train", "ppo", "--env", "CartPole-v1", "--num-envs", "0"], ["num_envs", "0", "at least 1"]),
-        (["train", "ppo", "--env", "CartPole-v1", "--recurrent", "lsmt"], ["'lsmt'", "lstm"]),
-        (["train", "ppo", "--env", "CartPole-v1", "--env-kwargs", "{a"], ["env_kwargs", "not JSON"]),
-        (["train", "ppo", "--env", "CartPole-v1", "--capture-video"], ["eval_every"]),
-        (["train", "ppo", "--env", "CartPole-v1", "--device", "tpu"], ["device", "tpu"]),
-        (["train", "ppo", "--env", "CartPole-v1", "--device", "cuda:99"], ["device", "cuda:99", "use cpu"]),
-        (["train", "ppo", "--env", "CartPole-v1", "--device", "cuda:x"], ["device", "cuda:x"]),
+        ([*TRAIN, "--num-env", "4"], ["no option --num-env", "--num-envs"]),
+        ([*TRAIN, "--num-envs", "x"], ["--num-envs", "'x'"]),
+        ([*TRAIN, "--num-envs", "0"], ["num_envs", "0", "at least 1"]),
+        ([*TRAIN, "--recurrent", "lsmt"], ["'lsmt'", "lstm"]),
+        ([*TRAIN, "--env-kwargs", "{a"], ["env_kwargs", "not JSON"]),
+        ([*TRAIN, "--capture-video"], ["eval_every"]),
+        ([*TRAIN, "--device", "tpu"], ["device", "tpu"]),
+        ([*TRAIN, "--device", "cuda:99"], ["device", "cuda:99", "use cpu"]),
+        ([*TRAIN, "--device", "cuda:x"], ["device", "cuda:x"]),
         (["train", "ppo", "--env", "m:f", "--env-type", "vector", *VIDEO], ["vector", "rendered"]),
         (["train", "ppo", "--env", "Pong-v5", "--env-type", "envpool", *VIDEO], ["envpool", "rendered"]),
         (["train", "ppo", "--env", "test_cli:OddActions", *INSIDE], ["no policy for the action space"]),
@@ -78,6 +78,23 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str,
         (["k8s", "--print", "--image", "x", "--pod-template", "{a"], ["--pod-template"]),
         (["k8s", "--print", "--image", "x", "--tolerations", "{}"], ["tolerations", "list"]),
         (["k8s", "--print", "--imag", "x"], ["no option --imag", "--image"]),
+        ([*TRAIN, "--launcher", "slrum"], ["launcher 'slrum'", "'slurm'"]),
+        ([*TRAIN, "--launcher"], ["launcher ''", "slurm"]),
+        ([*TRAIN, "--partition", "gpu"], ["--partition", "--launcher local", "belongs to --launcher slurm"]),
+        ([*TRAIN, "--launcher", "ssh", "--partition", "gpu"], ["--launcher ssh", "belongs to --launcher slurm"]),
+        ([*TRAIN, "--launcher", "slurm", "--partitoin", "gpu"], ["no option --partitoin", "--partition"]),
+        ([*TRAIN, "--launcher", "ssh"], ["SSHConfig.hosts"]),
+        ([*TRAIN, "--launcher", "slurm", "--nodes", "3"], ["num_envs=16", "3 nodes", "15 or 18"]),
+        ([*TRAIN, "--launcher", "slurm", "--nodes", "x"], ["--nodes", "'x'"]),
+        ([*TRAIN, "--launcher", "slurm", "--nodes", "2", "--min-nodes", "3"], ["min_nodes=3", "nodes=2"]),
+        ([*TRAIN, "--launcher", "slurm", "--workers", "3"], ["workers=3", "--workers-per-node"]),
+        (["slurm"], ["farstep slurm", "--print"]),
+        (["slurm", "--print", "--node", "3"], ["no option --node", "--nodes"]),
+        (["slurm", "--print", "--slurm-extra", "exclusive"], ["slurm_extra", "--exclusive"]),
+        (["doctor", "--launcher", "inprocess"], ["inprocess", "local"]),
+        (["doctor", "--hosts", "a"], ["--hosts", "belongs to --launcher ssh"]),
+        (["doctor", "--wait-s", "0"], ["wait_s"]),
+        (["doctor", "--env", "CartPole-v1", "--env-kwargs", "{a"], ["env_kwargs", "not JSON"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
@@ -139,23 +156,3 @@ def test_what_torch_is_needed_for_says_so(
     status, _, error = said(capsys, command, "runs/NAME")
     assert status == 1
     assert f"'farstep {command}' needs the package torch" in error and "pip install torch" in error
-
-
-def test_manifests_are_printed_without_keys(capsys: pytest.CaptureFixture[str]) -> None:
-    options = [
-        "--image",
-        "x:1",
-        "--nodes",
-        "2",
-        "--setup",
-        "one",
-        "two",
-        "--pod-template",
-        '{"spec": {"hostNetwork": true}}',
-    ]
-    status, output, _ = said(capsys, "k8s", "--print", *options)
-    secret, first, second = yaml.safe_load_all(output)
-    assert status == 0 and "redacted" in secret["stringData"]["bootstrap"]
-    assert [first["kind"], second["kind"]] == ["Job", "Job"]
-    pod = first["spec"]["template"]["spec"]
-    assert pod["hostNetwork"] is True and pod["containers"][0]["command"][2].startswith("one\ntwo\nexec ")

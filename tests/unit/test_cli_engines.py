@@ -1,13 +1,13 @@
-"""Engines on the command line: their options, and what is said where they do not fit."""
+"""Engines on the command line: their options, what they would be asked for, and what the doctor says."""
 
 from __future__ import annotations
 
 import resource
 import socket
-from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from test_cli import said
 
 import farstep
@@ -15,47 +15,6 @@ from farstep.cli.launchers import ENGINES, LAUNCHERS, chosen_launcher
 from farstep.doctor import machine
 from farstep.doctor.findings import Finding, problem
 from farstep.errors import ConfigError
-
-TRAIN = ["train", "ppo", "--env", "CartPole-v1"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ([*TRAIN, "--launcher", "slrum"], ["launcher 'slrum'", "'slurm'"]),
-        ([*TRAIN, "--launcher"], ["launcher ''", "slurm"]),
-        ([*TRAIN, "--partition", "gpu"], ["--partition", "--launcher local", "belongs to --launcher slurm"]),
-        ([*TRAIN, "--launcher", "ssh", "--partition", "gpu"], ["--launcher ssh", "belongs to --launcher slurm"]),
-        ([*TRAIN, "--launcher", "slurm", "--partitoin", "gpu"], ["no option --partitoin", "--partition"]),
-        ([*TRAIN, "--launcher", "ssh"], ["SSHConfig.hosts"]),
-        ([*TRAIN, "--launcher", "slurm", "--nodes", "3"], ["num_envs=16", "3 nodes", "15 or 18"]),
-        ([*TRAIN, "--launcher", "slurm", "--nodes", "x"], ["--nodes", "'x'"]),
-        ([*TRAIN, "--launcher", "slurm", "--nodes", "2", "--min-nodes", "3"], ["min_nodes=3", "nodes=2"]),
-        ([*TRAIN, "--launcher", "slurm", "--workers", "3"], ["workers=3", "--workers-per-node"]),
-        (["slurm"], ["farstep slurm", "--print"]),
-        (["slurm", "--print", "--node", "3"], ["no option --node", "--nodes"]),
-        (["slurm", "--print", "--slurm-extra", "exclusive"], ["slurm_extra", "--exclusive"]),
-        (["doctor", "--launcher", "inprocess"], ["inprocess", "local"]),
-        (["doctor", "--hosts", "a"], ["--hosts", "belongs to --launcher ssh"]),
-        (["doctor", "--wait-s", "0"], ["wait_s"]),
-        (["doctor", "--env", "CartPole-v1", "--env-kwargs", "{a"], ["env_kwargs", "not JSON"]),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
-)
-def test_a_mistake_ends_in_one_sentence(
-    arguments: list[str],
-    words: list[str],
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    status, _, error = said(capsys, *arguments)
-    assert status == 1
-    assert "Traceback" not in error and error.startswith("farstep: ")
-    for word in words:
-        assert word in error, error
-    assert not list(tmp_path.iterdir()), "something was written"
 
 
 def test_the_job_is_printed_without_keys(capsys: pytest.CaptureFixture[str]) -> None:
@@ -68,6 +27,17 @@ def test_the_job_is_printed_without_keys(capsys: pytest.CaptureFixture[str]) -> 
         assert f"#SBATCH --{option}" in lines
     assert "module load cuda" in lines and "source env/bin/activate" in lines
     assert "(keys of the run, made when it starts)" in lines and "secret" not in output
+
+
+def test_manifests_are_printed_without_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--image", "x:1", "--nodes", "2", "--setup", "one", "two"]
+    more = ["--pod-template", '{"spec": {"hostNetwork": true}}']
+    status, output, _ = said(capsys, "k8s", "--print", *options, *more)
+    secret, first, second = yaml.safe_load_all(output)
+    assert status == 0 and "redacted" in secret["stringData"]["bootstrap"]
+    assert [first["kind"], second["kind"]] == ["Job", "Job"]
+    pod = first["spec"]["template"]["spec"]
+    assert pod["hostNetwork"] is True and pod["containers"][0]["command"][2].startswith("one\ntwo\nexec ")
 
 
 def test_nodes_that_may_come_later_are_jobs_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:

@@ -71,6 +71,16 @@ def test_what_is_not_wanted_or_not_known_to_the_head_is_not_used(mode: str, acce
     assert Compressor(mode, accepted, lambda: SLOW).pack("obs", frames())[0] == ""
 
 
+def test_each_array_is_looked_at_again() -> None:
+    compressor, looked = Compressor("auto", ALL, lambda: SLOW), []
+    compressor._best = lambda array: looked.append(int(array[0, 0])) or ""  # type: ignore[assignment, func-returns-value]
+    arrays = [np.full((16, 256), i, np.uint8) for i in range(4)]
+    for _ in range(130):
+        for i, array in enumerate(arrays):
+            compressor.pack(f"array {i}", array)
+    assert sorted(looked) == [i for i in range(4) for _ in range(3)]
+
+
 def test_a_choice_is_looked_at_again() -> None:
     rate = [SLOW]
     compressor = Compressor("auto", ALL, lambda: rate[0])

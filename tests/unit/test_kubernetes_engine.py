@@ -16,9 +16,9 @@ import pytest
 from fake_kubernetes import FakeKubernetes, kubeconfig, serving
 
 from farstep.errors import LaunchError
+from farstep.kubernetes_config import KubernetesConfig
 from farstep.launch import kubernetes_api
 from farstep.launch.kubernetes import KubernetesEngine, Pods
-from farstep.launch_config import KubernetesConfig
 
 BOOTSTRAP = json.dumps({"run": "ab12", "secret": "s3cret"}).encode()
 
@@ -246,7 +246,7 @@ def test_in_a_pod_everything_belongs_to_it(
 HEAD = """
 import signal, sys
 from farstep.launch.kubernetes import KubernetesEngine
-from farstep.launch_config import KubernetesConfig
+from farstep.kubernetes_config import KubernetesConfig
 engine = KubernetesEngine(KubernetesConfig(image="farstep:1"))
 engine.ask(2, sys.argv[1].encode())
 print(flush=True)

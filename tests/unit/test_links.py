@@ -18,10 +18,11 @@ from zmq.utils.monitor import recv_monitor_message
 from farstep.errors import WireError
 from farstep.wire import node_messages as n
 from farstep.wire.codec import Limits, frame_lengths
+from farstep.wire.dealer import DealerLink
 from farstep.wire.keys import KeyPair
 from farstep.wire.local import LocalLink, local_pair
 from farstep.wire.messages import Hello, decode_from_worker, encode
-from farstep.wire.zmq import MAIN, DealerLink, Hub
+from farstep.wire.zmq import MAIN, Hub
 
 # ---- local links ----
 
@@ -286,7 +287,7 @@ def test_what_goes_into_a_line_of_the_log_is_one(text: str) -> None:
         n.NodeHello("0" * 16, "run", text, 1, 1, {}),
         n.NodeHello("0" * 16, "run", "host", 1, 1, {}, text),
         n.NodeHello(text, "run", "host", 1, 1, {}),
-        n.Leaving("0" * 16, text, 0.0),
+        n.Leaving("0" * 16, text),
         n.WorkerEnded("0" * 16, 0, 0, 0, text),
     ):
         with pytest.raises(WireError):

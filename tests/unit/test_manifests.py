@@ -10,8 +10,8 @@ import pytest
 from fake_kubernetes import VERSIONS
 
 from farstep.errors import ConfigError
+from farstep.kubernetes_config import KubernetesConfig
 from farstep.launch.manifests import manifests, merged, redacted
-from farstep.launch_config import KubernetesConfig
 
 FULL = {
     "requests": {"cpu": "500m", "memory": "1Gi"},

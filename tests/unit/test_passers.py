@@ -18,8 +18,9 @@ import pytest
 from farstep.buffer.passers import Direct, LocalQueue, ZmqPasser, ZmqReceiver
 from farstep.buffer.triggers import DataKeyTrigger, Dispatcher, Ledger, Message
 from farstep.errors import ClosedError, ConfigError, DeliveryError, FarstepError, WireError
+from farstep.wire.dealer import DealerLink
 from farstep.wire.keys import KeyPair
-from farstep.wire.zmq import MAIN, DealerLink
+from farstep.wire.zmq import MAIN
 
 PATIENCE_S = 60.0
 

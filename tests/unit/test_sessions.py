@@ -51,7 +51,10 @@ class Pair:
         """A connection breaks with all that is under way; the worker notices when it is there again."""
         for side in self.ends:
             self.lines[side, bulk].clear()
-        self.put(Side.WORKER, self.ends[Side.WORKER].back())
+        worker = self.ends[Side.WORKER]
+        if bulk:
+            self.put(Side.WORKER, worker.here())
+        self.put(Side.WORKER, worker.back(bulk))
 
     def settle(self) -> None:
         for _ in range(10_000):
@@ -219,7 +222,7 @@ def test_no_nonce_is_used_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(used) == len(set(used)) == 20 * 2 + 20
 
 
-@pytest.mark.parametrize("kind", [kind for kind in Kind if kind is not Kind.SEGMENT])
+@pytest.mark.parametrize("kind", [kind for kind in Kind if kind not in (Kind.SEGMENT, Kind.HERE)])
 def test_the_bulk_connection_takes_only_segments(kind: Kind) -> None:
     """Else whoever can write to it could put words into a worker's mouth, or say that something has arrived."""
     head = Session(Seal(fresh_key(), Side.HEAD))

@@ -20,9 +20,9 @@ from farstep.buffer.rows import arrays_of, check_names, check_rows
 from farstep.buffer.samplers import EpisodeSelector, Sampler
 from farstep.buffer.selectors import Selector
 from farstep.buffer.store import Store
-from farstep.config import available_memory
 from farstep.core import Array
 from farstep.errors import ConfigError
+from farstep.machine import available_memory
 from farstep.spec import Schema, Structure, leaves
 
 

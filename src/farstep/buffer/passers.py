@@ -23,9 +23,10 @@ import zmq
 from farstep.buffer.dispatch import Message
 from farstep.errors import ClosedError, ConfigError, DeliveryError, WireError
 from farstep.wire.codec import Limits, pack, unpack
+from farstep.wire.dealer import DealerLink
 from farstep.wire.keys import KeyPair
 from farstep.wire.messages import decoded
-from farstep.wire.zmq import MAIN, DealerLink, Hub
+from farstep.wire.zmq import MAIN, Hub
 
 _PING_S = 0.5  # a receiver that has died is noticed when something is sent to it
 _SEND_S = 2.0

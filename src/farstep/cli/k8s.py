@@ -11,9 +11,9 @@ import tyro
 
 from farstep.cli.options import parse
 from farstep.errors import ConfigError
+from farstep.kubernetes_config import KubernetesConfig
 from farstep.launch.kubernetes import KubernetesEngine
 from farstep.launch.manifests import manifests, redacted
-from farstep.launch_config import KubernetesConfig
 from farstep.observe.extras import require
 
 

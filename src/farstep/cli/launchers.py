@@ -6,20 +6,24 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from farstep import launch_config
 from farstep.cli.options import option_names
-from farstep.config import InProcessConfig, LaunchConfig, LocalConfig
 from farstep.errors import ConfigError, unknown_name
+from farstep.kubernetes_config import KubernetesConfig
+from farstep.launch_config import (
+    EngineConfig,
+    InProcessConfig,
+    LaunchConfig,
+    LocalConfig,
+    RayConfig,
+    SlurmConfig,
+    SSHConfig,
+)
 
-ENGINES: dict[str, type[launch_config.EngineConfig]] = {
-    name: getattr(launch_config, config)
-    for name, config in {
-        "slurm": "SlurmConfig",
-        "ssh": "SSHConfig",
-        "ray": "RayConfig",
-        "kubernetes": "KubernetesConfig",
-    }.items()
-    if hasattr(launch_config, config)
+ENGINES: dict[str, type[EngineConfig]] = {
+    "slurm": SlurmConfig,
+    "ssh": SSHConfig,
+    "ray": RayConfig,
+    "kubernetes": KubernetesConfig,
 }
 """Those that put an agent on each of several nodes."""
 LAUNCHERS: dict[str, type[LaunchConfig]] = {"local": LocalConfig, "inprocess": InProcessConfig, **ENGINES}

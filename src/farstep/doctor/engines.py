@@ -6,20 +6,20 @@ import importlib.util
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from farstep.config import LaunchConfig
 from farstep.doctor.findings import Finding, Say, ok, problem
 from farstep.errors import unknown_name
-from farstep.launch_config import SlurmConfig, SSHConfig
+from farstep.launch_config import LaunchConfig, SlurmConfig, SSHConfig
 from farstep.version import VERSION
 
 _ANSWER_S = 30.0
-_PACKAGES = {"RayConfig": ("ray", "ray"), "KubernetesConfig": ("kubernetes", "k8s")}
+_PACKAGES = {"RayConfig": ("ray", "ray"), "KubernetesConfig": ("kubernetes", "kubernetes")}
 _VERSION = "import farstep.version as v, platform; print(v.VERSION, platform.python_version())"
 _SSH_FIXES = {
     "Permission denied": "let it in without a password: ssh-copy-id {host}, or an IdentityFile in ~/.ssh/config.",
@@ -136,7 +136,7 @@ def _end(process: subprocess.Popen[str], deadline: float) -> tuple[int, str]:
     try:
         said, _ = process.communicate(timeout=max(0.1, deadline - time.monotonic()))
     except subprocess.TimeoutExpired:
-        process.kill()
+        os.killpg(process.pid, signal.SIGKILL)  # with what it started, which holds its output, too
         said, _ = process.communicate()
         return 124, f"{said}\ntimed out after {_ANSWER_S:g} s".strip()
     return process.returncode, said.strip()

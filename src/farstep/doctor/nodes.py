@@ -12,7 +12,7 @@ from typing import Any
 
 import cloudpickle
 
-from farstep.config import EnvConfig, LaunchConfig, LocalConfig
+from farstep.config import EnvConfig
 from farstep.core import Received
 from farstep.doctor.findings import Finding, Say, ok, problem, warning
 from farstep.doctor.probe import Probe
@@ -21,7 +21,7 @@ from farstep.head.seats import Seat
 from farstep.head.server import Server
 from farstep.head.tickets import Order
 from farstep.launch.cluster import ClusterLauncher
-from farstep.launch_config import EngineConfig, SlurmConfig
+from farstep.launch_config import EngineConfig, LaunchConfig, LocalConfig, SlurmConfig
 from farstep.sync import Always
 from farstep.wire import messages as m
 from farstep.wire.codec import unpack

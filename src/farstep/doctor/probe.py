@@ -15,7 +15,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 
-from farstep.config import available_memory, usable_cpus
+from farstep.machine import available_memory, usable_cpus
 
 
 class Probe(gymnasium.Env[Any, Any]):

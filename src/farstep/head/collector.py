@@ -16,7 +16,7 @@ from farstep.agents.divergence import Comparison, comparing_method
 from farstep.agents.policy import Policy, ship
 from farstep.batch import Batch, Part
 from farstep.buffer.blocks import Layout
-from farstep.config import EnvConfig, LaunchConfig
+from farstep.config import EnvConfig
 from farstep.core import Agent, Array, Buffer, Received
 from farstep.errors import AgentError, ClosedError, HandshakeError, WireError, WorkerError
 from farstep.head.arrivals import Early
@@ -31,6 +31,7 @@ from farstep.head.server import Server
 from farstep.head.stats import Counters
 from farstep.head.tickets import Arrived, FeedPlan, Order
 from farstep.head.turns import Turns
+from farstep.launch_config import LaunchConfig
 from farstep.spec import Schema, Structure, differences, space_schema
 from farstep.sync import AAPS, Always
 from farstep.sync.rules import probes_of, rows_of

@@ -9,12 +9,12 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from farstep.config import Timeouts
 from farstep.core import Launcher, Received
 from farstep.errors import FarstepError, LaunchError, WireError, WorkerError
 from farstep.head import membership as life
 from farstep.head.seats import Seat
 from farstep.head.switchboard import Switchboard
+from farstep.launch_config import RESTART_WINDOW_S, Timeouts
 from farstep.wire.messages import Stop, encode
 from farstep.worker.progress import BEAT_S, COUNT, SLOT, Phase
 
@@ -225,7 +225,7 @@ class Crew:
                     if action.failures and budget:
                         error.preface(
                             f"restart_budget={budget} is used up: {action.failures} failures within "
-                            f"{life.RESTART_WINDOW_S / 60:g} minutes. The last:"
+                            f"{RESTART_WINDOW_S / 60:g} minutes. The last:"
                         )
                     self._watcher.fail(error)
 
@@ -266,6 +266,8 @@ class Crew:
             log.warning("%s", str(seat.error).splitlines()[0])
         self._switchboard.unregister(seat.handle.exit_fd)
         self.act_on(life.Ended(seat.worker, ended.blameless))
+        if ended.blameless:  # it went with its node, and batches go on without it, however soon it is back
+            self._watcher.absent(seat)
 
     def _drop_process(self, seat: Seat) -> None:
         if seat.link is not None:

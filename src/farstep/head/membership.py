@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-RESTART_WINDOW_S = 600.0
+from farstep.launch_config import RESTART_WINDOW_S
+
 DEATH_S = 60.0
 """How long a killed process may take to end; one that the kernel cannot end (a dead file system) blocks its columns."""
 _BACKOFF_S = (0.0, 0.1, 0.5, 1.0, 2.0, 5.0)

@@ -10,12 +10,13 @@ import numpy as np
 
 from farstep.batch import EPISODE_KEYS, RESERVED, Batch, FinalObs, Part, is_final
 from farstep.buffer.blocks import Layout
-from farstep.config import ALL_AT_ONCE, TransferTrigger, check_memory
+from farstep.config import ALL_AT_ONCE, TransferTrigger
 from farstep.core import Array, Buffer, Nested, Received
 from farstep.errors import WireError
 from farstep.head.arrivals import Arrival, records_of
 from farstep.head.seats import Seat
 from farstep.head.tickets import Arrived, Order
+from farstep.machine import check_memory
 from farstep.spec import ArraySpec, Schema, Structure, leaf_names, nest
 from farstep.wire import messages as m
 from farstep.wire.codec import unpack

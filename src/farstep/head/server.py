@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
-from farstep.config import LaunchConfig
 from farstep.core import Received
 from farstep.errors import (
     AgentError,
@@ -36,6 +35,7 @@ from farstep.head.switchboard import Switchboard
 from farstep.head.tickets import Order, Tickets
 from farstep.launch import launcher_for
 from farstep.launch.process import import_path
+from farstep.launch_config import LaunchConfig
 from farstep.wire import messages as m
 from farstep.wire.codec import unpack
 from farstep.wire.versions import mismatches

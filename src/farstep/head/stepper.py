@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from farstep.config import LaunchConfig
 from farstep.core import Array, Buffer, Received
 from farstep.errors import WireError, WorkerError
 from farstep.head.arrivals import Arrival
@@ -14,6 +13,7 @@ from farstep.head.rollouts import Rollouts, base_rows
 from farstep.head.seats import ResetOrder, Seat
 from farstep.head.server import Server
 from farstep.head.tickets import Arrived, Order
+from farstep.launch_config import LaunchConfig
 from farstep.spec import ArraySpec, Schema, space_schema
 from farstep.wire import messages as m
 from farstep.wire.codec import unpack

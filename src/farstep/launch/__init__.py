@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from farstep.config import InProcessConfig, LaunchConfig, LocalConfig
 from farstep.core import Launcher
 from farstep.errors import ConfigError
+from farstep.kubernetes_config import KubernetesConfig
 from farstep.launch.cluster import ClusterLauncher
 from farstep.launch.engine import Engine
 from farstep.launch.inprocess import InprocessLauncher
@@ -14,7 +14,15 @@ from farstep.launch.network import NetworkLauncher
 from farstep.launch.ray import RayEngine
 from farstep.launch.slurm import SlurmEngine
 from farstep.launch.ssh import SSHEngine
-from farstep.launch_config import EngineConfig, KubernetesConfig, RayConfig, SlurmConfig, SSHConfig
+from farstep.launch_config import (
+    EngineConfig,
+    InProcessConfig,
+    LaunchConfig,
+    LocalConfig,
+    RayConfig,
+    SlurmConfig,
+    SSHConfig,
+)
 
 
 def launcher_for(config: LaunchConfig, workers: int, envs: int) -> Launcher:

@@ -18,13 +18,15 @@ class Standing:
     """In a few words, e.g. `SLURM job 12 is PENDING (Resources)`."""
     nodes: int
     """How many of them have an agent, or will have one without being asked for again."""
+    coming: int = 0
+    """Of these, those that have certainly not begun yet, as far as the engine tells."""
 
 
 class Group(Protocol):
     """Nodes that were asked for together: a job, a deployment, some sessions."""
 
     def standing(self) -> Standing:
-        """May take a while: asked in a thread of its own."""
+        """May take a while: all but `logs` is called in a thread of the group's own."""
         ...
 
     def logs(self) -> str:
@@ -41,9 +43,6 @@ class Engine(Protocol):
 
     grace_s: float
     """How long a node that is taken back has to hand over what it has."""
-
-    tells_lost: bool
-    """Whether a group's standing counts nodes that were lost out by itself."""
 
     def listen_on(self) -> Sequence[str]:
         """The addresses of this machine that nodes may reach, best first."""

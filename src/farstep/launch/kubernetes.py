@@ -11,13 +11,13 @@ from collections import Counter
 from collections.abc import Sequence
 
 from farstep.errors import FarstepError, LaunchError
+from farstep.kubernetes_config import KubernetesConfig
 from farstep.launch.addresses import own_addresses
 from farstep.launch.engine import Standing
 from farstep.launch.guardian import Guardian
 from farstep.launch.kubernetes_api import Api, RefusedError, containers
 from farstep.launch.manifests import GROUP_LABEL, RUN_LABEL, Manifest, manifests, owned, owner
 from farstep.launch.process import import_path
-from farstep.launch_config import KubernetesConfig
 
 log = logging.getLogger("farstep")
 _MOST_LOGS = 8
@@ -36,9 +36,6 @@ class KubernetesEngine:
 
     def __init__(self, config: KubernetesConfig) -> None:
         self._config = config
-        self.tells_lost = (
-            config.kind == "deployment"
-        )  # whose pods Kubernetes replaces; a Job's is only declared lost, late
         self._api: Api | None = None
         self._owners: list[dict[str, str]] = []
         self._guardian = Guardian(environment={"PYTHONPATH": os.pathsep.join(import_path())})
@@ -84,6 +81,8 @@ class Pods:
         self._selector = ",".join(f"{label}={labels[label]}" for label in (RUN_LABEL, GROUP_LABEL))
         self._there: list[str] = []
         """Objects that were created, or perhaps were."""
+        self._let_go: set[str] = set()
+        """Pods of a Deployment whose agents ended because the head said so."""
 
     @property
     def _deployed(self) -> bool:
@@ -113,7 +112,8 @@ class Pods:
             nodes = self._shrink(pods)
         else:
             nodes = sum(not is_over(job) for job in self._api.jobs(self._selector))
-        return Standing(f"Kubernetes {self._name} has {describe(pods)}", nodes)
+        coming = sum(pod.get("status", {}).get("phase") == "Pending" for pod in pods)
+        return Standing(f"Kubernetes {self._name} has {describe(pods)}", nodes, coming)
 
     def _shrink(self, pods: Sequence[Manifest]) -> int:
         """How many pods the Deployment will have; one less for each agent that the head let go."""
@@ -121,12 +121,11 @@ class Pods:
         deployment = self._api.get(name)
         if deployment is None:
             return 0
-        replicas = int(deployment["spec"]["replicas"])
-        left = [pod for pod in pods if was_let_go(pod)]
-        if left and replicas:
-            replicas = max(0, replicas - len(left))
-            for pod in left:  # or it would be Kubernetes' guess which of them to end
-                self._api.patch(f"Pod/{pod['metadata']['name']}", {"metadata": {"annotations": {_COST: "-1000"}}})
+        for pod in filter(was_let_go, pods):  # or it would be Kubernetes' guess which of them to end
+            self._api.patch(f"Pod/{pod['metadata']['name']}", {"metadata": {"annotations": {_COST: "-1000"}}})
+            self._let_go.add(pod["metadata"]["name"])
+        replicas = max(0, int(self._workloads[0]["spec"]["replicas"]) - len(self._let_go))
+        if replicas < int(deployment["spec"]["replicas"]):
             self._api.patch(name, {"spec": {"replicas": replicas}})
         return 0 if pods and all(map(is_hopeless, pods)) else replicas
 

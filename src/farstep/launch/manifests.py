@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from farstep.launch_config import KubernetesConfig
+from farstep.kubernetes_config import KubernetesConfig
 
 Manifest = dict[str, Any]
 

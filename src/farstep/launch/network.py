@@ -6,7 +6,8 @@ import os
 import socket
 from collections.abc import Callable, Sequence
 
-from farstep.core import Buffer, Launcher, Received, Started
+from farstep.core import Launcher, Received, Started
+from farstep.launch.hub import HubLink, admit_worker, drain
 from farstep.launch.process import ProcessStarter
 from farstep.wire.zmq import Hub
 from farstep.worker.progress import PHASE, Phase, private_words
@@ -30,23 +31,14 @@ class NetworkLauncher(Launcher):
             raise
 
     def start(self, worker: int, incarnation: int, run: str) -> Started:
-        pair = self._hub.admit(worker, incarnation)
-        words = private_words(self._envs)
-        words[PHASE] = Phase.CONNECT
-        bootstrap = {
+        bootstrap = admit_worker(self._hub, worker, incarnation, run, self._envs) | {
             "transport": self._transport,
-            "worker": worker,
-            "incarnation": incarnation,
-            "run": run,
-            "envs": self._envs,
             "address": self._hub.address,
-            "bulk_port": self._hub.bulk_port,
             "encrypted": True,
             "gpu": self._gpus[worker],
-            "server_key": self._hub.keys.public.decode(),
-            "public": pair.public.decode(),
-            "secret": pair.secret.decode(),
         }
+        words = private_words(self._envs)
+        words[PHASE] = Phase.CONNECT
         handle = self._starter.start(bootstrap)
         return Started(handle, HubLink(self._hub, worker), words, socket.gethostname())
 
@@ -54,11 +46,7 @@ class NetworkLauncher(Launcher):
         return self._hub.filenos()
 
     def drain(self, receive: Callable[[int, Received], None]) -> bool:
-        arrived = False
-        for peer, received in self._hub.drain():
-            arrived = True
-            receive(peer.worker, received)
-        return arrived or self._hub.has_more
+        return drain(self._hub, receive)
 
     def tick(self) -> None:
         self._hub.service()
@@ -66,25 +54,3 @@ class NetworkLauncher(Launcher):
     def close(self) -> None:
         self._starter.close()
         self._hub.close()
-
-
-class HubLink:
-    """A worker's share of the hub, which is read for all of them together."""
-
-    def __init__(self, hub: Hub, worker: int) -> None:
-        self._hub, self._worker = hub, worker
-
-    def fileno(self) -> int:
-        return -1
-
-    def send(self, frames: Sequence[Buffer], fds: Sequence[int] = ()) -> None:
-        self._hub.send(self._worker, frames)
-
-    def receive(self, timeout_s: float | None = None) -> Received | None:
-        return None
-
-    def flush(self) -> bool:
-        return True
-
-    def close(self) -> None:
-        self._hub.expel(self._worker)

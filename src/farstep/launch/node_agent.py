@@ -22,14 +22,17 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from farstep.config import usable_cpus
+import zmq
+
 from farstep.errors import FarstepError
 from farstep.launch.engine import TAKEN_BACK
 from farstep.launch.process import ProcessStarter, WorkerProcess
+from farstep.machine import usable_cpus
 from farstep.wire import node_messages as n
+from farstep.wire.dealer import DealerLink
 from farstep.wire.keys import KeyPair
 from farstep.wire.versions import versions
-from farstep.wire.zmq import NODE, DealerLink
+from farstep.wire.zmq import NODE
 from farstep.worker.bootstrap import read_bootstrap
 
 log = logging.getLogger("farstep.node")
@@ -59,8 +62,8 @@ class NodeAgent:
         self._node = os.urandom(8).hex()
         self._children: dict[tuple[int, int], _Child] = {}
         self._starter = ProcessStarter(1)
-        self._begun: set[tuple[int, int]] = set()
-        """Workers that were ever started: an order may come twice."""
+        self._begun: dict[tuple[int, int], n.WorkerEnded | None] = {}
+        """Workers that were ever started, and how they ended: an order may come twice, and an answer be lost."""
         self._running, self._known = True, False
         self._leave_at: float | None = None
         self._told = ""
@@ -78,11 +81,11 @@ class NodeAgent:
                     self._handle(link, n.decode_to_node(received.frames))
                 self._look_after(link)
                 if self._told and self._leave_at is None:
-                    link.send([n.encode(n.Leaving(self._node, self._told, self._grace_s))])
+                    _say(link, n.Leaving(self._node, self._told))
                     self._leave_at, self._status = time.monotonic() + self._grace_s, TAKEN_BACK
                 if time.monotonic() >= next_beat:
                     next_beat = time.monotonic() + n.BEAT_S
-                    link.send([n.encode(n.NodeBeat(self._node, self.running()) if self._known else hello)])
+                    _say(link, n.NodeBeat(self._node, self.running()) if self._known else hello)
                 if self._leave_at is not None and time.monotonic() > self._leave_at:
                     log.warning("the head did not let this node go within %g s", self._grace_s)
                     break
@@ -110,6 +113,10 @@ class NodeAgent:
         """The engine wants the node back."""
         self._told = self._told or signal.Signals(number).name
 
+    @property
+    def is_told_to_go(self) -> bool:
+        return bool(self._told)
+
     # ---- the head ----
 
     def _connect(self) -> tuple[DealerLink, str]:
@@ -124,6 +131,7 @@ class NodeAgent:
                     bootstrap["server_key"].encode(),
                     pair,
                     NODE,
+                    send_s=0.0,
                     route=self._node.encode() + NODE,
                     lease_s=self._lease_s,
                 )
@@ -172,16 +180,19 @@ class NodeAgent:
     # ---- workers ----
 
     def _start(self, link: DealerLink, order: n.StartWorker) -> None:
-        if (order.worker, order.incarnation) in self._begun:
+        who = (order.worker, order.incarnation)
+        if who in self._begun:
+            if (ended := self._begun[who]) is not None:
+                _say(link, ended)
             return
-        self._begun.add((order.worker, order.incarnation))
+        self._begun[who] = None
         contents = {**json.loads(order.bootstrap), "address": self._address, "under_agent": True}
         try:
             process = self._starter.start(contents)
         except OSError as error:
-            link.send([n.encode(n.WorkerEnded(self._node, order.worker, order.incarnation, 127, repr(error)[:1000]))])
+            self._tell_end(link, n.WorkerEnded(self._node, *who, 127, repr(error)[:1000]))
             return
-        self._children[order.worker, order.incarnation] = _Child(process)
+        self._children[who] = _Child(process)
 
     def _look_after(self, link: DealerLink) -> None:
         """Pass on what workers printed, and who ended."""
@@ -191,12 +202,16 @@ class NodeAgent:
             if ended is not None:
                 child.read()
             if child.printed:
-                link.send([n.encode(n.Printed(self._node, worker, incarnation, bytes(child.printed)))])
+                _say(link, n.Printed(self._node, worker, incarnation, bytes(child.printed)))
                 child.printed.clear()
             if ended is not None:
-                link.send([n.encode(n.WorkerEnded(self._node, worker, incarnation, ended.status, ended.note))])
+                self._tell_end(link, n.WorkerEnded(self._node, worker, incarnation, ended.status, ended.note))
                 child.process.close()
                 del self._children[worker, incarnation]
+
+    def _tell_end(self, link: DealerLink, ended: n.WorkerEnded) -> None:
+        self._begun[ended.worker, ended.incarnation] = ended
+        _say(link, ended)
 
     def _end_children(self, link: DealerLink) -> None:
         for child in self._children.values():
@@ -205,6 +220,12 @@ class NodeAgent:
         while self._children and time.monotonic() < deadline:
             self._look_after(link)
             time.sleep(0.01)
+
+
+def _say(link: DealerLink, message: n.FromNode) -> None:
+    """Without waiting for room: while the head is not there, what workers print would fill any."""
+    with contextlib.suppress(zmq.Again):
+        link.send([n.encode(message)])
 
 
 def _fds(child: _Child) -> tuple[int, int]:
@@ -224,7 +245,8 @@ def main() -> None:
     try:
         sys.exit(agent.run())
     except Unreachable as error:
-        sys.exit(f"farstep: {error}")
+        sys.stderr.write(f"farstep: {error}\n")
+        sys.exit(TAKEN_BACK if agent.is_told_to_go else 1)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,6 @@ class RayEngine:
     """Actors, each with the resources of one node, preferably on different machines."""
 
     grace_s = 20.0
-    tells_lost = True
 
     def __init__(self, config: RayConfig, workers_per_node: int) -> None:
         self._config = config

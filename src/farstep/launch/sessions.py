@@ -7,11 +7,13 @@ import os
 import signal
 import subprocess
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Sequence
 
 from farstep.launch.engine import Standing
 
 _TAIL_BYTES = 4096
+_LEAVE_S = 2.0
 
 
 class Session:
@@ -37,18 +39,33 @@ class Session:
         size = os.fstat(self._log.fileno()).st_size
         return os.pread(self._log.fileno(), _TAIL_BYTES, max(0, size - _TAIL_BYTES)).decode(errors="replace").rstrip()
 
-    def end(self) -> None:
-        """The agent was told to leave; whoever is still there is beyond hearing."""
-        if self._log.closed:
-            return
-        try:
-            self._process.wait(2.0)
-        except subprocess.TimeoutExpired:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGTERM)
+    def wait(self, deadline: float) -> bool:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(max(0.0, deadline - time.monotonic()))
+        return self.ended
+
+    def kill(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)
+
+    def close(self) -> None:
+        """Once it has ended."""
+        if not self._log.closed:
             self._process.wait()
-        self._last_words = self.tail()
-        self._log.close()
+            self._last_words = self.tail()
+            self._log.close()
+
+
+def end_sessions(sessions: Iterable[Session], patience_s: float = _LEAVE_S) -> None:
+    """Agents were told to leave; whoever is still there after a while is beyond hearing."""
+    left = [session for session in sessions if not session.ended]
+    for wait_s, number in ((patience_s, signal.SIGTERM), (_LEAVE_S, signal.SIGKILL)):
+        deadline = time.monotonic() + wait_s
+        left = [session for session in left if not session.wait(deadline)]
+        for session in left:
+            session.kill(number)
+    for session in sessions:
+        session.close()
 
 
 class Sessions:
@@ -71,5 +88,4 @@ class Sessions:
         return "\n".join(f"{session.where}:\n{session.tail()}" for session in self._sessions if session.tail())
 
     def cancel(self) -> None:
-        for session in self._sessions:
-            session.end()
+        end_sessions(self._sessions)

@@ -21,15 +21,19 @@ from farstep.errors import LaunchError
 from farstep.launch.addresses import own_addresses
 from farstep.launch.engine import TAKEN_BACK, Standing
 from farstep.launch.guardian import Guardian
-from farstep.launch.sessions import Session, Sessions
+from farstep.launch.sessions import Session, Sessions, end_sessions
 from farstep.launch_config import SlurmConfig
 
 log = logging.getLogger("farstep")
 _COMMAND_S = 60.0
-_ENDED = {"COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "BOOT_FAIL", "DEADLINE", "OUT_OF_MEMORY", "over"}
+_ENDED = {
+    *("COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "BOOT_FAIL", "DEADLINE", "OUT_OF_MEMORY"),
+    *("PREEMPTED", "REVOKED", "over"),
+}
+_WAITING = {"PENDING", "REQUEUED", "REQUEUE_HOLD", "CONFIGURING"}
 _TAIL_LINES = 15
 _END_OF_INPUT = "FARSTEP-END"
-_STAY_S = 600
+_STAY_S = 600  # longer than SLURM gives those it preempts
 REDACTED = "(keys of the run, made when it starts)"
 
 
@@ -37,7 +41,6 @@ class SlurmEngine:
     """Jobs, or steps of the job that the head runs in."""
 
     grace_s = 20.0
-    tells_lost = False
 
     def __init__(self, config: SlurmConfig, workers_per_node: int) -> None:
         self._config, self._per_node = config, workers_per_node
@@ -73,8 +76,7 @@ class SlurmEngine:
         return jobs
 
     def close(self) -> None:
-        for step in self._steps:
-            step.end()
+        end_sessions(self._steps)
         self._guardian.close()
 
 
@@ -100,13 +102,13 @@ def batch_script(config: SlurmConfig, workers_per_node: int, nodes: int, bootstr
         "output": f"{Path(config.log_folder).absolute()}/%j.log",
         "open-mode": "append",
     }
-    lines = [f"#SBATCH --{name}={value}" for name, value in options.items() if value is not None]
+    lines = [f"#SBATCH --{name}={shlex.quote(str(value))}" for name, value in options.items() if value is not None]
     lines += ["#SBATCH --requeue", "#SBATCH --no-kill"]  # other nodes go on when one fails
     lines += [f"#SBATCH {extra}" for extra in config.slurm_extra]
     agent = " ".join(["srun", "--no-kill", "--kill-on-bad-exit=0", "--wait=0", "--label", *_agent(config)])
     # A job that ends by itself while it is preempted counts as completed and is not queued again.
-    stay = f"[ $? -ne {TAKEN_BACK} ] || sleep {_STAY_S}"
-    told = [f"{agent} <<'{_END_OF_INPUT}'", bootstrap, _END_OF_INPUT, stay, ""]
+    stay = f"[ $status -ne {TAKEN_BACK} ] || sleep {_STAY_S}"
+    told = [f"{agent} <<'{_END_OF_INPUT}'", bootstrap, _END_OF_INPUT, "status=$?", stay, "exit $status", ""]
     return "\n".join(["#!/bin/bash", *lines, "", *config.setup, *told])
 
 
@@ -145,12 +147,13 @@ class Jobs:
         asked = ["squeue", "--noheader", "--states=all", f"--jobs={','.join(self._sizes)}", "--format=%A|%T|%r"]
         lines = [line.split("|") for line in _run(asked, missing="").splitlines() if line.count("|") == 2]
         states = {number.strip(): (state, reason) for number, state, reason in lines}
-        parts, nodes = [], 0
+        parts, nodes, coming = [], 0, 0
         for number, size in self._sizes.items():
             state, reason = states.get(number, ("over", ""))
             parts.append(f"SLURM job {number} is {state}{'' if reason in ('', 'None') else f' ({reason})'}")
             nodes += 0 if state in _ENDED else size
-        return Standing("; ".join(parts), nodes)
+            coming += size if state in _WAITING else 0
+        return Standing("; ".join(parts), nodes, coming)
 
     def logs(self) -> str:
         return "\n".join(map(self._log, self._sizes))

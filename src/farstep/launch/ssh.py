@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from farstep.errors import LaunchError
 from farstep.launch.addresses import own_addresses
-from farstep.launch.sessions import Session, Sessions
+from farstep.launch.sessions import Session, Sessions, end_sessions
 from farstep.launch_config import SSHConfig
 
 
@@ -17,7 +17,6 @@ class SSHEngine:
     """A session per host; a host whose session ended is used again when a node is asked for."""
 
     grace_s = 20.0
-    tells_lost = True
 
     def __init__(self, config: SSHConfig) -> None:
         self._config = config
@@ -34,7 +33,7 @@ class SSHEngine:
         started = []
         for host in free[:nodes]:
             if host in self._sessions:
-                self._sessions[host].end()
+                self._sessions[host].close()
             self._sessions[host] = Session([*self._config.ssh, host, self._command()], host, bootstrap)
             started.append(self._sessions[host])
         return Sessions("ssh", started)
@@ -45,5 +44,4 @@ class SSHEngine:
         return "\n".join([*self._config.setup, agent])
 
     def close(self) -> None:
-        for session in self._sessions.values():
-            session.end()
+        end_sessions(list(self._sessions.values()))

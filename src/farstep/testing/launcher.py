@@ -20,9 +20,9 @@ import cloudpickle
 import numpy as np
 
 from farstep.cluster_env import ClusterEnv
-from farstep.config import LaunchConfig
 from farstep.errors import ClosedError, RemoteEnvError, WorkerDied
 from farstep.launch.process import import_path
+from farstep.launch_config import LaunchConfig
 from farstep.testing.envs import CountingEnv, TableAgent
 from farstep.worker.seeds import episode_seed
 
@@ -36,11 +36,14 @@ _LAST_WORDS = "these are my last words"
 
 
 class ProbeEnv(CountingEnv):
-    """Tells where it lives, never ends, and in the episode with `fatal_seed` does `fault` at its fifth step."""
+    """Tells where it lives, never ends, and in the episode with `fatal_seed` does `fault` at its fifth step; if that is
+    to chat, it does so all the time."""
 
     def __init__(self, fatal_seed: int = -1, fault: str = "exit") -> None:
         super().__init__(length=None)
         self._fatal_seed, self._fault, self._fatal = fatal_seed, fault, False
+        if fault == "chat":
+            threading.Thread(target=_chat, daemon=True).start()
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         obs, info = super().reset(seed=seed, options=options)
@@ -56,6 +59,12 @@ class ProbeEnv(CountingEnv):
                 os._exit(7)
             time.sleep(3600)
         return super().step(action)
+
+
+def _chat() -> None:
+    while True:
+        os.write(1, b"and another thing\n")
+        time.sleep(0.001)
 
 
 def _threads() -> int:
@@ -80,7 +89,7 @@ def check_launcher(
         _check_killed_head(make_config)
     if kill_node is not None:
         _check_lost_node(make_config, kill_node)
-        _check_scale(make_config)
+        _check_scale(make_config, kill_node)
 
 
 def _cluster(config: LaunchConfig, fault: str = "") -> ClusterEnv:
@@ -204,19 +213,26 @@ def _check_lost_node(make_config: MakeConfig, kill_node: Callable[[dict[str, Any
         assert len(env.stats()["nodes"]) == 2
 
 
-def _check_scale(make_config: MakeConfig) -> None:
-    """Nodes come and go while batches go on."""
+def _check_scale(make_config: MakeConfig, kill_node: Callable[[dict[str, Any]], None]) -> None:
+    """Nodes come and go while batches go on; if the last one is lost, they wait for another."""
     with _cluster(make_config(nodes=1, max_nodes=2, workers_per_node=1)) as env:
         agent = TableAgent()
         _collect_until(env, agent, 3)
+        lost = env.stats()["nodes"][0]
+        kill_node(lost)
+        _collect_until(env, agent, 3)
+        while env.stats()["nodes"] == [lost]:  # what was under way may have arrived
+            _collect_until(env, agent, 3)
+        assert len(env.stats()["nodes"]) == 1
         env.scale(2)
         _collect_until(env, agent, 6)
         _, info = env.reset()
+        dropped = env.stats()["dropped"]
         env.scale(1)
         _collect_until(env, agent, 3)
         last = {key: info[key][3:] for key in ("pid", "host")}
         _assert_gone(last, _LEASE_S)
-        assert not env.stats()["dropped"], "a node that is given up hands over what it was doing"
+        assert env.stats()["dropped"] == dropped, "a node that is given up hands over what it was doing"
 
 
 def _collect_until(env: ClusterEnv, agent: TableAgent, columns: int) -> None:
@@ -232,7 +248,7 @@ def _collect_until(env: ClusterEnv, agent: TableAgent, columns: int) -> None:
 
 def _stay(make_config: MakeConfig) -> None:
     """A head that says where its workers are and then does nothing."""
-    env = _cluster(make_config(workers_per_node=2))
+    env = _cluster(make_config(workers_per_node=2), "chat")
     _, info = env.reset()
     places = {"pid": [int(pid) for pid in info["pid"]], "host": [str(host) for host in info["host"]]}
     os.write(1, (json.dumps(places) + "\n").encode())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import struct
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -74,14 +75,14 @@ class Compressor:
         self._codecs = {name: codec for name, codec in codecs.items() if mode in ("auto", name)}
         self._rate = rate
         self._choices: dict[str, str] = {}
-        self._uses = 0
+        self._uses: Counter[str] = Counter()
 
     def pack(self, name: str, array: Array) -> tuple[str, Buffer]:
         """The codec, empty for none, and the bytes of an array whose first axis is time."""
         if not self._codecs or array.nbytes < _SMALL_BYTES or math.isinf(self._rate()):
             return "", array.tobytes()
-        self._uses += 1
-        if name not in self._choices or self._uses % _AGAIN == 0:
+        self._uses[name] += 1
+        if name not in self._choices or self._uses[name] % _AGAIN == 0:
             self._choices[name] = self._best(array)
         choice = self._choices[name]
         return choice, self._packed(choice, array) if choice else array.tobytes()
@@ -118,7 +119,7 @@ def unpack(choice: str, frame: Buffer, most_bytes: int, row_bytes: int) -> Buffe
         data = codec.decompress(frame[_SIZE.size :], size)
     except Exception as error:  # each package has errors of its own
         raise WireError(f"an array that cannot be decompressed: {error}") from error
-    if len(data) != size or (choice.startswith(DELTA) and size % max(1, row_bytes)):
+    if len(data) != size or (choice.startswith(DELTA) and (not row_bytes or size % row_bytes)):
         raise WireError("a compressed array of another size than it says.")
     return _undelta(data, row_bytes) if choice.startswith(DELTA) else data
 

@@ -48,11 +48,10 @@ class NodeBeat(msgspec.Struct, tag="node-beat"):
 
 
 class Leaving(msgspec.Struct, tag="leaving"):
-    """The engine takes the node back; what its workers have is to be fetched within `grace_s`."""
+    """The engine takes the node back; what its workers have is to be fetched soon."""
 
     node: Name
     reason: Line
-    grace_s: float
 
 
 class Printed(msgspec.Struct, tag="printed"):

@@ -4,9 +4,10 @@ Every message has a number. The sender keeps it until the other side says that i
 out in order and knows again what it has had. Small messages go whole over the control connection; large ones are cut
 into segments, sealed, for the bulk connection.
 
-Whoever connected, and sees that it had to again, says so (`BACK`): both sides then send again what the other does not
-have. Beyond that a sender whose message is not confirmed asks now and then, and sends again only if nothing has moved
-for long: a slow connection must not be given everything twice.
+Whoever connected, and sees that it had to again, says so (`BACK`; `HERE` on the bulk connection): both sides then send
+again what the other does not have and what that connection carried. Beyond that a sender whose message is not confirmed
+asks now and then, and sends again only if nothing has moved for long: a slow connection must not be given everything
+twice.
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ class Kind(IntEnum):
     ASK = 4
     """The same, and asks the other side to say it."""
     BACK = 5
-    """The same, after a connection broke and was made again."""
+    """The same, after the control connection broke and was made again."""
+    HERE = 6
+    """The first packet of a bulk connection."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,11 @@ class Packet:
 
     bulk: bool
     frames: Sequence[Buffer]
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it is the first of a bulk connection."""
+        return self.bulk and bytes(self.frames[0][:1]) == bytes([Kind.HERE])
 
 
 @dataclass
@@ -116,7 +124,8 @@ class Session:
         self._asked_at = self._last_sent = 0.0
         self._others, self._moved_at = (0, 0), 0.0
         """What the other side has: messages, and segments of the next; and since when."""
-        self._came_back = False
+        self._broken: set[bool] = set()
+        """Which connections were made again, by whether they are for bulk, since the other side said what it has."""
         self._spare: list[bytearray] = []
         self._rates: deque[float] = deque(maxlen=_RATES)
         self.owes_report = False
@@ -178,10 +187,14 @@ class Session:
         """Says what has arrived."""
         return Packet(False, [self._envelope(Kind.HAVE)])
 
-    def back(self) -> Packet:
+    def back(self, bulk: bool = False) -> Packet:
         """A connection broke and is there again: whatever was under way may be lost."""
-        self._came_back = True
-        return Packet(False, [self._envelope(Kind.BACK)])
+        self._broken.add(bulk)
+        return Packet(False, [self._envelope(Kind.ASK if bulk else Kind.BACK)])
+
+    def here(self) -> Packet:
+        """What a bulk connection begins with."""
+        return Packet(True, [self._envelope(Kind.HERE)])
 
     def due(self, now: float) -> Iterable[Packet]:
         """What time alone brings about: a question about messages that were not confirmed for a while."""
@@ -206,18 +219,28 @@ class Session:
     def receive(self, packet: Packet, now: float) -> list[Packet]:
         """Take a packet; what must be answered, or sent again, because of it.
 
-        Anybody may write to the bulk connection: of what comes there, only sealed segments count.
+        Others may be able to write to the bulk connection: of what comes there, only sealed segments count.
         """
         frames = packet.frames
         if not frames or len(frames[0]) != _ENVELOPE.size:
             raise WireError("a packet without an envelope.")
         kind, seq, have, segments = _ENVELOPE.unpack(frames[0])
-        if packet.bulk != (kind == Kind.SEGMENT):
+        if packet.bulk != (kind in (Kind.SEGMENT, Kind.HERE)):
             raise WireError("a packet on the wrong connection.")
+        if kind == Kind.HERE:
+            return list(self._again(*self._others, {True}, now))
         if packet.bulk:
             self._take_segment(seq, frames[1:])
             return []
-        again = list(self._heard(have, segments, now, kind == Kind.BACK or (kind == Kind.HAVE and self._came_back)))
+        self._confirm(have, segments, now)
+        again: list[Packet] = []
+        if now - max(self._moved_at, self._last_sent) > STILL_S:
+            again += self._again(have, segments, {False, True}, now)
+        elif kind == Kind.BACK:
+            again += self._again(have, segments, {False}, now)
+        elif kind == Kind.HAVE and self._broken:
+            again += self._again(have, segments, self._broken, now)
+            self._broken = set()
         match kind:
             case Kind.WHOLE:
                 if self._is_new(seq):
@@ -272,15 +295,17 @@ class Session:
         arriving = self._arriving.get(seq)
         if arriving is not None and (arriving.lengths != lengths or index in arriving.indices):
             return  # had it already
+        here = slice(index * SEGMENT_BYTES, index * SEGMENT_BYTES + size)
         if arriving is None:
             # Nobody but the other side may ask for room: the first segment is opened before any is made.
-            text = memoryview(bytearray(size))
+            text = _room_for(size)
             self._open(seq, index, about, sealed, text)
             self._hold(seq, lengths)
             arriving = self._arriving[seq] = _Arriving(lengths, _room_for(total) if count > 1 else text)
-        first = index * SEGMENT_BYTES
-        if count > 1:
-            self._open(seq, index, about, sealed, arriving.text[first : first + size])
+            if count > 1:
+                arriving.text[here] = text
+        else:
+            self._open(seq, index, about, sealed, arriving.text[here])
         arriving.add(index)
         if len(arriving.indices) == count:
             del self._arriving[seq]
@@ -298,8 +323,8 @@ class Session:
         else:
             into[:] = sealed
 
-    def _heard(self, have: int, segments: int, now: float, lost: bool) -> Iterator[Packet]:
-        """The other side says what it has: forget that, and send the rest again if it was lost."""
+    def _confirm(self, have: int, segments: int, now: float) -> None:
+        """The other side says what it has: forget that."""
         if have >= self._next:
             raise WireError(f"message {have} was confirmed, and never sent.")
         while self._unconfirmed and self._unconfirmed[0].seq <= have:
@@ -309,10 +334,11 @@ class Session:
             self._recycle(sent)
         if (have, segments) != self._others or not self._unconfirmed:
             self._others, self._moved_at = (have, segments), now
-        if not lost and now - max(self._moved_at, self._last_sent) < STILL_S:
-            return
-        self._came_back, self._moved_at = False, now
-        for sent in list(self._unconfirmed):
+
+    def _again(self, have: int, segments: int, lost: set[bool], now: float) -> Iterator[Packet]:
+        """What the other side does not have, of the connections that may have lost it."""
+        self._moved_at = now
+        for sent in [sent for sent in self._unconfirmed if sent.bulk in lost]:
             sent.again = True
             for index in range(segments if sent.seq == have + 1 else 0, len(sent.bodies)):
                 yield self._packet(sent, index)

@@ -1,19 +1,17 @@
-"""Links over ZeroMQ: a ROUTER at the head, a DEALER per worker, CURVE on all of them.
+"""Links over ZeroMQ: a ROUTER at the head (here), a DEALER per worker (`dealer.py`), CURVE on all of them.
 
 The head issues a key pair per worker incarnation and admits nobody else; a message is attributed to the key that
 its connection was authenticated with, never to what the message says of itself.
 
 A `reliable` hub survives broken connections (see `session.py`) and has a second ROUTER for bulk data: plain TCP, since
-CURVE is slow, with every segment sealed under a key that both sides derive from the pair (see `sealing.py`).
+CURVE is slow, with every segment sealed under a key that both sides derive from the pair (see `sealing.py`). What is
+shown there to be let in can be overheard, so it is good for one connection only.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hmac
-import math
 import time
-from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -21,28 +19,27 @@ from typing import cast
 
 import zmq
 import zmq.utils.z85
-from zmq.utils.monitor import parse_monitor_message
 
 from farstep.core import Buffer, Received
 from farstep.errors import WireError
 from farstep.wire.codec import Limits
-from farstep.wire.keys import KeyPair
+from farstep.wire.keys import KeyPair, Tokens
 from farstep.wire.sealing import TAG_BYTES, Seal, Side
-from farstep.wire.session import REPORT_S, SEGMENT_BYTES, Packet, Session
+from farstep.wire.session import SEGMENT_BYTES, Packet, Session
 
 _ZAP = "inproc://zeromq.zap.01"
 _DOMAIN = b"farstep"
-MAIN, BULK, BEAT, NODE = b"main", b"bulk", b"beat", b"node"
+MAIN, BEAT, NODE = b"main", b"beat", b"node"
 """What a routing id ends in: of a worker's connections, and of a node's agent."""
 _AT_ONCE = 64
 _WORTH_A_REPORT = 1 << 18
-_UNSENT = 64
+UNSENT = 64
 """Segments that wait in a worker, and that wait at the head for being read, before a sender has to."""
 CONTROL_BYTES = SEGMENT_BYTES
 """The largest frame on the control connection of a reliable hub: also of those who have not said who they are yet."""
 _DRAIN_S = 0.5
 """For reading without a pause: whoever sends faster than that does not keep the head from its other work."""
-_LEASE_S = 10.0
+LEASE_S = 10.0
 _PING, _SILENT = 0.1, 0.4
 """Of a lease: how often a side is asked whether it is there, and how long it may take to answer. ZeroMQ's own threads
 ask and answer, so that a busy interpreter delays neither."""
@@ -57,8 +54,9 @@ class Peer:
     incarnation: int
     route: bytes = b""
     bulk_route: bytes = b""
-    token: bytes = b""
-    """What it shows to be let in to the bulk connection; whoever overhears it can send nothing that can be opened."""
+    """As the router calls its last bulk connection: nobody else can have that name, or choose it."""
+    tokens: Tokens | None = None
+    """What it shows, each time another, to be let in to the bulk connection."""
     session: Session | None = None
 
 
@@ -68,14 +66,14 @@ class Hub:
     def __init__(
         self,
         address: str | Sequence[str],
-        lease_s: float = _LEASE_S,
+        lease_s: float = LEASE_S,
         *,
         reliable: bool = False,
         encrypted: bool = True,
         most_bytes: int = Limits.MESSAGE_BYTES,
     ) -> None:
         self.keys = KeyPair.fresh()
-        self._reliable, self._encrypted = reliable, encrypted
+        self._reliable, self._encrypted, self.lease_s = reliable, encrypted, lease_s
         self._most_bytes = CONTROL_BYTES if reliable else most_bytes
         self.has_more = False
         """Whether the last `drain` stopped before all was read."""
@@ -85,7 +83,7 @@ class Hub:
         self._keys: dict[int, bytes] = {}
         self._context = zmq.Context()
         try:
-            self._listen([address] if isinstance(address, str) else address, lease_s)
+            self._listen([address] if isinstance(address, str) else address)
         except BaseException:
             self.close()  # a context with open sockets blocks whoever collects it
             raise
@@ -94,23 +92,24 @@ class Hub:
     def address(self) -> str:
         return self.addresses[0]
 
-    def _listen(self, addresses: Sequence[str], lease_s: float) -> None:
+    def _listen(self, addresses: Sequence[str]) -> None:
         self._zap = self._context.socket(zmq.REP)
         self._zap.bind(_ZAP)
-        self._router = self._socket(self._most_bytes, lease_s)
+        self._router = self._socket(self._most_bytes)
+        self._router.router_handover = True  # who comes back is let in, though its old connection seems to be there
         self._router.curve_server = True
         self._router.curve_secretkey = self.keys.secret
         self._router.curve_publickey = self.keys.public
         self.addresses, self.bulk_port = _bound(self._router, addresses), ""
         self._bulk: zmq.Socket[bytes] | None = None
         if self._reliable:
-            self._bulk = self._socket(SEGMENT_BYTES + TAG_BYTES, lease_s)
+            self._bulk = self._socket(SEGMENT_BYTES + TAG_BYTES)
             self._bulk.plain_server = True
-            self._bulk.rcvhwm = _UNSENT
+            self._bulk.rcvhwm = UNSENT
             bound = _bound(self._bulk, [bulk_address(address, "*") for address in addresses])
             self.bulk_port = bound[0].rpartition(":")[2]
 
-    def _socket(self, most_bytes: int, lease_s: float) -> zmq.Socket[bytes]:
+    def _socket(self, most_bytes: int) -> zmq.Socket[bytes]:
         router = self._context.socket(zmq.ROUTER)
         router.zap_domain = _DOMAIN
         router.maxmsgsize = most_bytes
@@ -118,8 +117,7 @@ class Hub:
         router.handshake_ivl = 10_000
         router.sndhwm = 0
         router.router_mandatory = True
-        router.router_handover = True  # who comes back is let in, though its old connection seems to be there
-        _keep_asking(router, lease_s)
+        keep_asking(router, self.lease_s)
         return router
 
     @property
@@ -136,7 +134,7 @@ class Hub:
         peer = self._peers[pair.public] = Peer(worker, incarnation)
         self._keys[worker] = pair.public
         if self._reliable and worker >= 0:
-            peer.token, peer.bulk_route = pair.token, pair.public[:16] + BULK
+            peer.tokens = Tokens(pair)
             seal = Seal(pair.derived(b"bulk"), Side.HEAD) if self._encrypted else None
             peer.session = Session(seal, Limits.MESSAGE_BYTES)
         return pair
@@ -150,7 +148,7 @@ class Hub:
         arrived = True
         while arrived:
             arrived = False
-            for request in islice(_waiting(self._zap), _AT_ONCE):
+            for request in islice(waiting(self._zap), _AT_ONCE):
                 arrived = True
                 self._answer([frame.bytes for frame in request])
             for router, frames in self._next():
@@ -158,14 +156,17 @@ class Hub:
                 peer = self._peers.get(str(frames[-1].get("User-Id")).encode())
                 if peer is None or len(frames) < 2:
                     continue  # a key that was taken back meanwhile
-                rest = [frame.buffer for frame in frames[1:]]
-                # A worker's heartbeat has a connection of its own; answers go to the main one.
-                if router is self._router and frames[0].bytes.endswith(MAIN):
-                    peer.route = frames[0].bytes
-                elif router is self._router:
-                    yield peer, Received(rest)
+                route, packet = frames[0].bytes, Packet(router is self._bulk, [frame.buffer for frame in frames[1:]])
+                if packet.is_here and route == peer.bulk_route:
+                    continue  # said already: nobody is sent everything again and again
+                if packet.is_here:
+                    peer.bulk_route = route
+                elif not packet.bulk and route.endswith(MAIN):
+                    peer.route = route
+                elif not packet.bulk:  # a worker's heartbeat has a connection of its own; answers go to the main one
+                    yield peer, Received(packet.frames)
                     continue
-                yield from self._taken(peer, Packet(router is self._bulk, rest))
+                yield from self._taken(peer, packet)
             if time.monotonic() > until:
                 self.has_more = True
                 return
@@ -173,7 +174,7 @@ class Hub:
     def _next(self) -> Iterator[tuple[zmq.Socket[bytes], list[zmq.Frame]]]:
         """Some of what waits, in turn."""
         for router in self._routers:
-            for frames in islice(_waiting(router), _AT_ONCE):
+            for frames in islice(waiting(router), _AT_ONCE):
                 yield router, frames
 
     def _taken(self, peer: Peer, packet: Packet) -> Iterator[tuple[Peer, Received]]:
@@ -241,7 +242,7 @@ class Hub:
         elif mechanism == b"PLAIN" and len(credentials) == 2:
             key, token = credentials
             peer = self._peers.get(key)
-            known = peer is not None and bool(peer.token) and hmac.compare_digest(peer.token, token)
+            known = peer is not None and peer.tokens is not None and peer.tokens.accepts(token)
         status = [b"200", b"OK", key, b""] if known else [b"400", b"unknown key", b"", b""]
         self._zap.send_multipart([version, request_id, *status])
 
@@ -263,11 +264,11 @@ def _bound(router: zmq.Socket[bytes], addresses: Sequence[str]) -> list[str]:
     return bound
 
 
-def _keep_asking(socket: zmq.Socket[bytes], lease_s: float) -> None:
+def keep_asking(socket: zmq.Socket[bytes], lease_s: float) -> None:
     socket.heartbeat_ivl, socket.heartbeat_timeout = int(_PING * lease_s * 1000), int(_SILENT * lease_s * 1000)
 
 
-def _waiting(socket: zmq.Socket[bytes]) -> Iterator[list[zmq.Frame]]:
+def waiting(socket: zmq.Socket[bytes]) -> Iterator[list[zmq.Frame]]:
     """What has arrived; to try is cheaper than to ask."""
     with contextlib.suppress(zmq.Again):
         while True:
@@ -277,159 +278,3 @@ def _waiting(socket: zmq.Socket[bytes]) -> Iterator[list[zmq.Frame]]:
 def bulk_address(address: str, port: str) -> str:
     """Where bulk data goes of those who are at `address` for the rest."""
     return f"{address}-bulk" if address.startswith("ipc:") else f"{address.rpartition(':')[0]}:{port}"
-
-
-class _Connection:
-    """A DEALER that knows whether the head, and nobody else, is at the other end: ZeroMQ's threads know, however busy
-    the interpreter is."""
-
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], route: bytes, lease_s: float, most_bytes: int) -> None:
-        self.socket = context.socket(zmq.DEALER)
-        self.socket.routing_id = route
-        self.socket.maxmsgsize = most_bytes
-        self.socket.linger = 2000
-        _keep_asking(self.socket, lease_s)
-        self._monitor = self.socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
-        self.connected, self.changed = False, time.monotonic()
-
-    def look(self) -> bool:
-        """Whether it was made, perhaps once more, since the last look."""
-        made = False
-        while self._monitor.poll(0):
-            event = parse_monitor_message(self._monitor.recv_multipart())["event"]
-            self.connected, self.changed = event == zmq.EVENT_HANDSHAKE_SUCCEEDED, time.monotonic()
-            made = made or self.connected
-        return made
-
-    def close(self) -> None:
-        self.socket.disable_monitor()
-        self._monitor.close(linger=0)
-        self.socket.close()
-
-
-class DealerLink:
-    """The worker's side of a `Hub`. Without room `send` waits, at most `send_s` if given (then `zmq.Again`).
-
-    With `bulk`, the port where a reliable hub takes bulk data, what is lost with a broken connection is sent again.
-    """
-
-    def __init__(
-        self,
-        address: str,
-        server_key: bytes,
-        pair: KeyPair,
-        role: bytes,
-        send_s: float | None = None,
-        *,
-        route: bytes | None = None,
-        lease_s: float = _LEASE_S,
-        bulk: str | None = None,
-        encrypted: bool = True,
-        context: zmq.Context[zmq.Socket[bytes]] | None = None,
-    ) -> None:
-        self._shares_context = context is not None
-        self._context = context or zmq.Context()
-        small = bulk is not None or role in (BEAT, NODE)
-        most_bytes = CONTROL_BYTES if small else Limits.MESSAGE_BYTES
-        self._main = _Connection(self._context, route or pair.route + role, lease_s, most_bytes)
-        socket = self._socket = self._main.socket
-        socket.curve_serverkey = server_key
-        socket.curve_publickey, socket.curve_secretkey = pair.public, pair.secret
-        socket.sndtimeo = -1 if send_s is None else int(send_s * 1000)
-        socket.connect(address)
-        self._bulk: _Connection | None = None
-        self._session: Session | None = None
-        self._messages: deque[Received] = deque()
-        self._reported_at = 0.0
-        if bulk is not None:
-            self._bulk = _Connection(self._context, pair.public[:16] + BULK, lease_s, SEGMENT_BYTES + TAG_BYTES)
-            self._bulk.socket.plain_username = pair.public
-            self._bulk.socket.plain_password = pair.token
-            self._bulk.socket.sndhwm = self._bulk.socket.rcvhwm = _UNSENT
-            self._bulk.socket.connect(bulk_address(address, bulk))
-            seal = Seal(pair.derived(b"bulk"), Side.WORKER) if encrypted else None
-            self._session = Session(seal, Limits.MESSAGE_BYTES)
-
-    def fileno(self) -> int:
-        return int(self._socket.fd)
-
-    def rate(self) -> float:
-        """Bytes per second that the connection has carried, as far as that was seen; infinite before."""
-        return self._session.rate if self._session is not None else math.inf
-
-    def send(self, frames: Sequence[Buffer], fds: Sequence[int] = ()) -> None:
-        if fds:
-            raise WireError("descriptors do not travel over ZeroMQ.")
-        if self._session is None:
-            self._socket.send_multipart(list(frames))
-            return
-        self._service(self._session)  # what was confirmed need not be kept any longer
-        for packet in self._session.send(frames, time.monotonic()):
-            self._put(packet)
-
-    def _put(self, packet: Packet) -> None:
-        connection = self._bulk if packet.bulk else self._main
-        assert connection is not None
-        # Sealed segments are ours alone, so they need not be copied; small frames are not worth it.
-        connection.socket.send_multipart(list(packet.frames), copy=not packet.bulk)
-
-    def receive(self, timeout_s: float | None = None) -> Received | None:
-        deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
-        while True:
-            if self._session is not None:
-                self._service(self._session)
-                if self._messages:
-                    return self._messages.popleft()
-            else:
-                for frames in _waiting(self._socket):
-                    return Received([frame.buffer for frame in frames])
-            if (left := deadline - time.monotonic()) <= 0:
-                return None
-            self.wait((), min(left, 1.0))
-
-    def _service(self, session: Session) -> None:
-        """Take what arrived, and do what a session owes the other side."""
-        assert self._bulk is not None
-        now = time.monotonic()
-        if any([self._main.look(), self._bulk.look()]):
-            self._put(session.back())
-        for connection in (self._main, self._bulk):
-            for message in _waiting(connection.socket):
-                frames = [frame.buffer for frame in message]
-                with contextlib.suppress(WireError):  # on the bulk connection anybody may try
-                    for answer in session.receive(Packet(connection is self._bulk, frames), now):
-                        self._put(answer)
-                self._messages.extend(map(Received, session.messages()))
-        if session.owes_report and now - self._reported_at > REPORT_S:
-            self._reported_at = now
-            self._put(session.report())
-        for packet in session.due(now):
-            self._put(packet)
-
-    def wait(self, fds: Sequence[int], timeout_s: float) -> None:
-        """Until something arrived here or on one of these descriptors."""
-        poller = zmq.Poller()
-        for readable in (*self.sockets, *fds):
-            poller.register(readable, zmq.POLLIN)
-        poller.poll(math.ceil(timeout_s * 1000))
-
-    @property
-    def sockets(self) -> list[zmq.Socket[bytes]]:
-        """For whoever waits for many links at once."""
-        return [self._socket] if self._bulk is None else [self._socket, self._bulk.socket]
-
-    def is_connected(self) -> bool:
-        """Whether the head, and nobody else, is at the other end."""
-        self._main.look()
-        return self._main.connected
-
-    def silent_s(self) -> float:
-        """How long the head has not been there."""
-        return 0.0 if self.is_connected() else time.monotonic() - self._main.changed
-
-    def close(self) -> None:
-        self._main.close()
-        if self._bulk is not None:
-            self._bulk.close()
-        if not self._shares_context:
-            self._context.term()

@@ -25,11 +25,16 @@ def connect(bootstrap: dict[str, Any]) -> Worker:
             link = LocalLink(socket.socket(fileno=bootstrap["link_fd"]))
             return Worker(link, *identity, words, has_gpu)
         case "ipc" | "tcp":
-            from farstep.wire.zmq import MAIN, DealerLink
+            from farstep.wire.dealer import DealerLink
+            from farstep.wire.zmq import MAIN
 
             words = private_words(int(bootstrap["envs"]))
             link_to_head = DealerLink(
-                *_address(bootstrap), MAIN, bulk=bootstrap["bulk_port"], encrypted=bootstrap["encrypted"]
+                *_address(bootstrap),
+                MAIN,
+                lease_s=bootstrap["lease_s"],
+                bulk=bootstrap["bulk_port"],
+                encrypted=bootstrap["encrypted"],
             )
             threading.Thread(target=_beat, args=(bootstrap, words), daemon=True, name="farstep-beat").start()
             return Worker(link_to_head, *identity, words, has_gpu)
@@ -46,9 +51,10 @@ def _address(bootstrap: dict[str, Any]) -> tuple[str, bytes, Any]:
 
 def _beat(bootstrap: dict[str, Any], words: memoryview) -> None:
     """Tell the head where we are, over a connection of our own, since a socket belongs to one thread."""
-    from farstep.wire.zmq import BEAT, DealerLink
+    from farstep.wire.dealer import DealerLink
+    from farstep.wire.zmq import BEAT
 
-    link = DealerLink(*_address(bootstrap), BEAT)
+    link = DealerLink(*_address(bootstrap), BEAT, lease_s=bootstrap["lease_s"])
     pause = threading.Event()
     while not pause.wait(BEAT_S):
         link.send([encode(Progress(words.tolist()))])

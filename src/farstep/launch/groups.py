@@ -1,0 +1,188 @@
+"""Nodes that were asked of an engine, group by group: how they stand, and asking again for those that are over."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from farstep.errors import LaunchError
+from farstep.launch.engine import Engine, Group, Standing
+from farstep.launch_config import RESTART_WINDOW_S, EngineConfig
+
+log = logging.getLogger("farstep")
+_LOOK_S = 2.0
+_MOST_PAUSE_S = 60.0
+"""Between asking for nodes and asking again for those that did not come."""
+_END_S = 120.0
+"""How long an engine that does not answer may keep the end of a run waiting."""
+
+
+class Watched:
+    """A group. All that its engine is asked, a thread asks: engines take their time to answer."""
+
+    def __init__(self, nodes: int, ask: Callable[[], Group]) -> None:
+        self._nodes, self._ask = nodes, ask
+        self._group: Group | None = None
+        self._look = (0.0, Standing("asked for", nodes))
+        """When the engine was last asked how it is, and what it said."""
+        self._gone, self._gone_at = 0, 0.0
+        """Nodes of it that were there and will not be again, as far as is known, and since when."""
+        self.here = 0
+        """Nodes of it that are there."""
+        self.served = False
+        """Whether an agent of it ever came."""
+        self._cancelled = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True, name="farstep-engine")
+
+    def ask(self) -> None:
+        """Now, so that the caller learns what is wrong; else the thread does."""
+        self._group = self._ask()
+
+    def watch(self) -> None:
+        self._thread.start()
+
+    @property
+    def standing(self) -> Standing:
+        return self._look[1]
+
+    def expected(self) -> int:
+        """Nodes of it that are there, or may come without being asked for again."""
+        looked_at, standing = self._look
+        if looked_at > self._gone_at:  # SLURM starts a job that lost its nodes once more
+            self._gone = min(self._gone, max(0, self._nodes - self.here - standing.coming))
+        return max(self.here, min(standing.nodes, self._nodes - self._gone))
+
+    def welcomed(self) -> None:
+        """An agent of it came, perhaps again."""
+        self.served, self.here = True, self.here + 1
+        self._gone = min(self._gone, max(0, self._nodes - self.here))
+
+    def left(self, for_good: bool) -> None:
+        """A node is not there any more; not for good if its engine said that it takes it back for a while."""
+        self.here -= 1
+        if for_good:
+            self._gone, self._gone_at = self._gone + 1, time.monotonic()
+
+    def _watch(self) -> None:
+        try:
+            if self._group is None:
+                self.ask()
+        except LaunchError as error:  # an engine that was there may be there again soon
+            log.warning("%s Going on without for now.", error)
+            self._look = (time.monotonic(), Standing(str(error), 0))
+        while not self._cancelled.wait(_LOOK_S):
+            if self._group is None or not self.standing.nodes:
+                continue
+            began = time.monotonic()
+            try:
+                self._look = (began, self._group.standing())
+            except Exception as error:  # an engine that cannot be asked may still have nodes for us
+                self._look = (began, Standing(f"the engine does not answer: {error}", self.standing.nodes))
+        if self._group is not None:
+            self._group.cancel()
+
+    def logs(self) -> str:
+        return self._group.logs() if self._group is not None else ""
+
+    def cancel(self) -> None:
+        """Soon, without waiting for it."""
+        self._cancelled.set()
+
+    @property
+    def is_cancelled(self) -> bool:
+        return self._cancelled.is_set()
+
+    def join(self, deadline: float) -> None:
+        self._thread.join(max(0.0, deadline - time.monotonic()))
+
+
+class Groups:
+    """All groups of a run, numbered in the order in which they were asked for."""
+
+    def __init__(self, engine: Engine, config: EngineConfig, bootstrap: Callable[[int], bytes]) -> None:
+        """`bootstrap` makes what agents of the group of that number are started with."""
+        self._engine, self._config, self._bootstrap = engine, config, bootstrap
+        self._asked: list[Watched] = []
+        self.start_over()
+
+    def start_over(self) -> None:
+        """Whatever failed until now is not held against nodes that are asked for from now on."""
+        self._retries: deque[float] = deque()
+        self._retry_at, self._given_up = 0.0, False
+
+    def __len__(self) -> int:
+        return len(self._asked)
+
+    def __getitem__(self, number: int) -> Watched:
+        return self._asked[number]
+
+    def ask(self, nodes: int) -> None:
+        """Ask for a group of so many nodes; raises `LaunchError` if the engine cannot be used."""
+        group = self._new(nodes)
+        try:
+            group.ask()
+        except BaseException:
+            self._asked.pop()
+            raise
+        group.watch()
+
+    def _new(self, nodes: int) -> Watched:
+        bootstrap = self._bootstrap(len(self._asked))
+        group = Watched(nodes, lambda: self._engine.ask(nodes, bootstrap))
+        self._asked.append(group)
+        return group
+
+    def ask_again(self, wanted: int, now: float) -> None:
+        """Nodes that are over are asked for again, unless none ever came: then something is wrong."""
+        expected = self.expected()
+        missing = wanted - expected
+        if not self._asked or missing <= 0:
+            return
+        too_few = expected < self._config.fewest_nodes
+        if now < self._retry_at and not (self._given_up and too_few):
+            return
+        while self._retries and now - self._retries[0] >= RESTART_WINDOW_S:
+            self._retries.popleft()
+        over = [watched for watched in self._asked if not watched.standing.nodes]
+        last = (over or self._asked)[-1]
+        self._retry_at = now + min(_MOST_PAUSE_S, 2.0 ** min(len(self._retries), 10))
+        self._given_up = len(self._retries) >= self._config.restart_budget
+        if too_few and (self._given_up or not any(watched.served for watched in self._asked)):
+            raise LaunchError(f"{last.standing.text}, and {missing} nodes are missing.\n{last.logs()}".rstrip())
+        if self._given_up:
+            log.warning("%s; going on with %d nodes for a while", last.standing.text, expected)
+            self._retry_at = (self._retries[0] if self._retries else now) + RESTART_WINDOW_S
+            return
+        self._retries.append(now)
+        log.warning("%s; asking for %d nodes again", last.standing.text, missing)
+        self._new(missing).watch()
+
+    def give_back(self, wanted: int) -> None:
+        """Cancel groups of which nobody is there and that are not needed for so many nodes."""
+        for watched in reversed(self._asked):
+            spare = 0 if watched.is_cancelled else watched.expected()
+            if spare and not watched.here and self.expected() - spare >= wanted:
+                watched.cancel()
+
+    def expected(self) -> int:
+        """Nodes of all of them that are there, or may come without being asked for again."""
+        return sum(watched.expected() for watched in self._asked if not watched.is_cancelled)
+
+    def standing(self) -> str:
+        """What the engine says about those that are not over."""
+        there = [watched for watched in self._asked if watched.standing.nodes and not watched.is_cancelled]
+        return "; ".join(watched.standing.text for watched in there)
+
+    def logs(self) -> str:
+        """Where what nodes said is written, and the end of it."""
+        return "\n".join(text for watched in self._asked if (text := watched.logs()))
+
+    def end(self) -> None:
+        for watched in self._asked:
+            watched.cancel()
+        deadline = time.monotonic() + _END_S
+        for watched in self._asked:
+            watched.join(deadline)

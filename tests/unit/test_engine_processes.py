@@ -1,0 +1,38 @@
+"""Programs of engines that do not end by themselves."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+from farstep.doctor.engines import _begin, _end
+from farstep.launch.sessions import Session, end_sessions
+
+STUBBORN = (
+    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('here', flush=True); time.sleep(60)"
+)
+
+
+def test_sessions_end_whatever_their_programs_say() -> None:
+    sessions = [Session([sys.executable, "-c", STUBBORN], f"host{i}", b"") for i in range(3)]
+    sessions.append(Session(["true"], "host3", b""))
+    deadline = time.monotonic() + 30
+    while not all("here" in session.tail() for session in sessions[:3]):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    end_sessions(sessions, patience_s=0.0)
+    assert all(session.ended for session in sessions)
+    assert sessions[0].tail() == "here"  # what they said is still known
+
+
+def test_who_holds_the_output_of_a_program_is_ended_with_it(tmp_path: Path) -> None:
+    process = _begin(["sh", "-c", f"sleep 60 & echo $! > {tmp_path}/pid; wait"])
+    deadline = time.monotonic() + 30
+    while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text().strip():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    status, said = _end(process, time.monotonic())
+    assert status == 124 and "timed out" in said
+    holder = Path("/proc", (tmp_path / "pid").read_text().strip(), "stat")
+    assert not holder.exists() or holder.read_text().rpartition(")")[2].split()[0] == "Z"

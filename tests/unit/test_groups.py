@@ -1,0 +1,232 @@
+"""Asking an engine again for nodes that are over: how often, how long, and when it is given up."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+
+from farstep.errors import LaunchError
+from farstep.launch import groups as module
+from farstep.launch.engine import Standing
+from farstep.launch.groups import Groups
+from farstep.launch_config import RESTART_WINDOW_S, SSHConfig
+
+
+class Job:
+    def __init__(self, nodes: int) -> None:
+        self.stands = Standing(f"job of {nodes}", nodes)
+        self.looks = 0
+        self.cancelled = False
+
+    def standing(self) -> Standing:
+        self.looks += 1
+        return self.stands
+
+    def logs(self) -> str:
+        return "its last words"
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+class Fake:
+    """An engine that starts nothing."""
+
+    grace_s = 0.0
+
+    def __init__(self) -> None:
+        self.jobs: list[Job] = []
+        self.bootstraps: list[bytes] = []
+        self.fails = False
+
+    def listen_on(self) -> Sequence[str]:
+        return ()
+
+    def ask(self, nodes: int, bootstrap: bytes) -> Job:
+        self.bootstraps.append(bootstrap)
+        if self.fails:
+            raise LaunchError("nobody answers.")
+        self.jobs.append(Job(nodes))
+        return self.jobs[-1]
+
+    def close(self) -> None: ...
+
+
+def eventually(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+@pytest.fixture
+def engine() -> Fake:
+    return Fake()
+
+
+@pytest.fixture
+def make(engine: Fake, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Groups]]:
+    """So many nodes, of which `here` came."""
+    monkeypatch.setattr(module, "_LOOK_S", 0.001)
+    made: list[Groups] = []
+
+    def make(nodes: int = 2, here: int = 2, **options: int) -> Groups:
+        config = SSHConfig(hosts=[f"h{i}" for i in range(nodes)], **{"restart_budget": 3, **options})
+        made.append(Groups(engine, config, lambda number: str(number).encode()))
+        made[-1].ask(nodes)
+        for _ in range(here):
+            made[-1][0].welcomed()
+        return made[-1]
+
+    yield make
+    for groups in made:
+        groups.end()
+    assert all(job.cancelled for job in engine.jobs)
+
+
+def stands(engine: Fake, job: int, nodes: int, coming: int = 0) -> None:
+    """Let an engine say this, and be heard."""
+    found = engine.jobs[job]
+    found.stands = Standing(found.stands.text, nodes, coming)
+    looks = found.looks
+    eventually(lambda: found.looks > looks + (1 if nodes else 0))
+
+
+def attempts(groups: Groups, engine: Fake, wanted: int, seconds: range) -> list[int]:
+    """The seconds at which nodes were asked for, and did not come."""
+    found = []
+    for now in seconds:
+        before = len(groups)
+        groups.ask_again(wanted, float(now))
+        if len(groups) > before:
+            eventually(lambda: len(engine.bootstraps) == len(groups))
+            eventually(lambda: engine.fails or len(engine.jobs) == len(groups))
+            if not engine.fails:
+                stands(engine, -1, 0)
+            eventually(lambda: not groups[len(groups) - 1].standing.nodes)
+            found.append(now)
+    return found
+
+
+def test_who_has_all_nodes_asks_for_none(engine: Fake, make: Callable[..., Groups]) -> None:
+    groups = make()
+    assert groups.expected() == 2
+    assert attempts(groups, engine, 2, range(100)) == []
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["engine answers", "engine fails"])
+def test_pauses_grow_until_the_budget_is_spent_and_it_comes_again(
+    engine: Fake, make: Callable[..., Groups], fails: bool
+) -> None:
+    groups = make(min_nodes=1)
+    groups[0].left(for_good=True)
+    engine.fails = fails
+    assert attempts(groups, engine, 2, range(200)) == [0, 1, 3]
+    assert engine.bootstraps == [b"0", b"1", b"2", b"3"]
+    later = int(RESTART_WINDOW_S)
+    assert attempts(groups, engine, 2, range(200, later + 100))[0] == later
+    groups.start_over()
+    assert attempts(groups, engine, 2, range(2000, 2010)) == [2000, 2001, 2003]
+
+
+def test_rare_losses_do_not_add_up(engine: Fake, make: Callable[..., Groups]) -> None:
+    groups = make(nodes=1, here=1)
+    for hour in range(10):
+        groups[len(groups) - 1].left(for_good=True)
+        groups.ask_again(1, hour * 3600.0)
+        eventually(lambda: len(engine.jobs) == len(groups))
+        groups[len(groups) - 1].welcomed()
+        assert len(groups) == hour + 2
+
+
+def test_too_few_nodes_and_no_budget_end_a_run(engine: Fake, make: Callable[..., Groups]) -> None:
+    groups = make(min_nodes=1)
+    engine.fails = True
+    groups[0].left(for_good=True)
+    attempts(groups, engine, 2, range(200))
+    groups[0].left(for_good=True)
+    with pytest.raises(LaunchError, match=r"2 nodes are missing"):
+        groups.ask_again(2, 200.0)
+
+
+def test_nodes_that_never_came_are_not_asked_for_again(engine: Fake, make: Callable[..., Groups]) -> None:
+    groups = make(here=0)
+    stands(engine, 0, 0)
+    with pytest.raises(LaunchError, match=r"2 nodes are missing\.\nits last words"):
+        groups.ask_again(2, 0.0)
+    assert len(engine.jobs) == 1
+
+
+def test_a_replacement_that_fails_is_tried_again(engine: Fake, make: Callable[..., Groups]) -> None:
+    """Also where all nodes are needed: a host that starts anew refuses its first connections."""
+    groups = make()
+    groups[0].left(for_good=True)
+    assert attempts(groups, engine, 2, range(4)) == [0, 1, 3]
+
+
+@pytest.mark.parametrize("noticed", [False, True], ids=["engine has not noticed", "engine has noticed"])
+def test_a_lost_node_counts_once(engine: Fake, make: Callable[..., Groups], noticed: bool) -> None:
+    groups = make(nodes=4, here=4)
+    if noticed:
+        stands(engine, 0, 3)
+    groups[0].left(for_good=True)
+    assert groups.expected() == 3
+    groups.ask_again(4, 0.0)
+    eventually(lambda: len(engine.jobs) == 2)
+    for _ in range(3):  # nobody is asked for while the replacement is on its way
+        stands(engine, 1, 1)
+        groups.ask_again(4, 100.0)
+    assert groups.expected() == 4 and len(groups) == 2
+
+
+def test_nodes_that_their_engine_brings_again_are_not_asked_for(engine: Fake, make: Callable[..., Groups]) -> None:
+    """A SLURM job that is queued again, a pod of a Deployment."""
+    groups = make(nodes=4, here=4)
+    for _ in range(4):
+        groups[0].left(for_good=True)
+    assert groups.expected() == 0
+    stands(engine, 0, nodes=4, coming=4)
+    assert groups.expected() == 4
+    stands(engine, 0, nodes=4)  # it runs, and agents say hello soon
+    assert groups.expected() == 4
+    for _ in range(4):
+        groups[0].welcomed()
+    assert groups.expected() == 4
+
+
+def test_what_an_engine_said_before_a_loss_does_not_make_up_for_it(engine: Fake, make: Callable[..., Groups]) -> None:
+    groups = make(nodes=1, here=0)
+    stands(engine, 0, nodes=1, coming=1)
+    groups[0].welcomed()
+    groups[0].left(for_good=True)
+    engine.jobs[0].stands = Standing("runs", 1)
+    stands(engine, 0, nodes=1)
+    assert groups.expected() == 0
+
+
+def test_nodes_that_were_given_back_are_replaced_like_others(engine: Fake, make: Callable[..., Groups]) -> None:
+    groups = make(nodes=4, here=4)
+    for _ in range(2):
+        groups[0].left(for_good=True)  # their job goes on on the others, and the engine says 4
+    assert groups.expected() == 2
+    groups[0].left(for_good=True)
+    assert attempts(groups, engine, 2, range(1)) == [0]
+
+
+def test_groups_that_are_not_needed_any_more_are_cancelled(engine: Fake, make: Callable[..., Groups]) -> None:
+    groups = make(nodes=2, here=2)
+    groups.ask(1)
+    groups.ask(1)
+    groups[2].welcomed()
+    groups.give_back(3)
+    eventually(lambda: engine.jobs[1].cancelled)
+    assert not engine.jobs[0].cancelled and not engine.jobs[2].cancelled
+    assert groups.expected() == 3
+
+
+def test_an_engine_that_cannot_be_used_says_so_at_once(engine: Fake, make: Callable[..., Groups]) -> None:
+    engine.fails = True
+    with pytest.raises(LaunchError, match="nobody answers"):
+        make()

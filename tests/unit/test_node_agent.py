@@ -1,0 +1,95 @@
+"""A node's agent where its head is silent, or messages were lost."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from farstep.launch.engine import TAKEN_BACK
+from farstep.launch.node_agent import NodeAgent
+from farstep.wire import node_messages as n
+from farstep.wire.keys import KeyPair
+
+HEAD = KeyPair.fresh()
+OWN = KeyPair.fresh()
+BOOTSTRAP = {
+    "run": "r",
+    "addresses": ["tcp://127.0.0.1:9"],
+    "server_key": HEAD.public.decode(),
+    "public": OWN.public.decode(),
+    "secret": OWN.secret.decode(),
+    "lease_s": 10.0,
+    "connect_s": 60.0,
+    "grace_s": 1.0,
+}
+ORDER = n.StartWorker(0, 3, json.dumps({}).encode())
+
+
+class Link:
+    """Takes down what is said; `full` is one whose other side has gone."""
+
+    def __init__(self, full: bool = False) -> None:
+        self.said: list[Any] = []
+        self._full = full
+
+    def send(self, frames: list[bytes]) -> None:
+        if self._full:
+            raise zmq.Again
+        self.said.append(n.decode_from_node(frames))
+
+
+def failing_agent(monkeypatch: pytest.MonkeyPatch) -> NodeAgent:
+    """One that cannot start processes."""
+    agent = NodeAgent(BOOTSTRAP, "")
+    agent._address = "tcp://127.0.0.1:9"
+    monkeypatch.setattr(agent._starter, "start", lambda contents: (_ for _ in ()).throw(OSError("no memory")))
+    return agent
+
+
+def test_an_end_that_the_head_did_not_hear_of_is_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    agent, deaf, link = failing_agent(monkeypatch), Link(full=True), Link()
+    agent._handle(deaf, ORDER)  # type: ignore[arg-type]
+    agent._handle(link, ORDER)  # type: ignore[arg-type]
+    agent._starter.close()
+    assert [(type(said), said.worker, said.incarnation, said.status) for said in link.said] == [
+        (n.WorkerEnded, 0, 3, 127)
+    ]
+    assert "no memory" in link.said[0].note
+
+
+def test_an_agent_that_is_taken_back_while_it_looks_for_its_head_says_so_by_its_status() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-m", "farstep.launch.node_agent"],
+        stdin=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as agent:
+        assert agent.stdin is not None and agent.stderr is not None
+        agent.stdin.write(json.dumps(BOOTSTRAP))
+        agent.stdin.close()
+        try:
+            deadline = time.monotonic() + 60
+            while not handles(agent.pid, signal.SIGTERM):
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            agent.send_signal(signal.SIGTERM)
+            status = agent.wait(60)
+        finally:
+            agent.kill()
+        said = agent.stderr.read()
+    assert status == TAKEN_BACK, said
+    assert "farstep: the head answers at none of" in said
+
+
+def handles(pid: int, number: signal.Signals) -> bool:
+    found = re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())
+    return found is not None and bool(int(found[1], 16) >> number - 1 & 1)
