@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from pathlib import Path
 
@@ -48,9 +49,19 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str,
     [
         (["tran"], ["command", "'tran'", "train"]),
         (["train", "pppo"], ["learner", "'pppo'", "ppo"]),
-        (["train", "ppo"], ["--env"]),
+        (["train", "ppo"], ["'farstep train ppo' needs --env. 'farstep train ppo --help'"]),
         (["train", "ppo", "--env", "CartPole-v1", "--num-env", "4"], ["no option --num-env", "--num-envs"]),
-        (["train", "ppo", "--env", "CartPole-v1", "--num-envs", "x"], ["--num-envs", "'x'"]),
+        (["train", "ppo", "--wokers", "4"], ["did you mean --workers?"]),
+        (["train", "ppo", "--nonsense"], ["no option --nonsense; --help lists them all"]),
+        (["train", "ppo", "--staleness-threshold", "1"], ["it belongs to 'farstep train async-ppo'"]),
+        (["train", "ppo", "--value-coef", "1"], ["it belongs to 'farstep train async-ppo'"]),
+        (["train", "ppo", "--env", "CartPole-v1", "--num-envs", "x"], ["--num-envs: expected a whole number, got 'x'"]),
+        (["train", "ppo", "--env", "CartPole-v1", "--gamma", "x"], ["--gamma: expected a number, got 'x'"]),
+        (["train", "ppo", "--env", "CartPole-v1", "--workers", "x"], ["--workers: expected a whole number, got 'x'"]),
+        (
+            ["train", "ppo", "--env", "CartPole-v1", "--hidden", "4", "x"],
+            ["--hidden: expected a whole number, got 'x'"],
+        ),
         (["train", "ppo", "--env", "CartPole-v1", "--num-envs", "0"], ["num_envs", "0", "at least 1"]),
         (["train", "ppo", "--env", "CartPole-v1", "--recurrent", "lsmt"], ["'lsmt'", "lstm"]),
         (["train", "ppo", "--env", "CartPole-v1", "--env-kwargs", "{a"], ["env_kwargs", "not JSON"]),
@@ -113,10 +124,14 @@ def test_what_is_wrong_with_options_on_a_worker_needs_no_traceback(capsys: pytes
     assert "worker 0" in error
 
 
-@pytest.mark.parametrize("arguments", [[], ["--help"], ["help"], ["train", "--help"], ["train"]])
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["help"], ["train", "--help"]])
 def test_help_names_the_commands(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     status, output, _ = said(capsys, *arguments)
     assert status == 0 and "farstep train ppo" in output
+
+
+def test_to_train_needs_a_learner(capsys: pytest.CaptureFixture[str]) -> None:
+    assert said(capsys, "train") == (2, "", "farstep: 'farstep train' needs a learner: ppo, async-ppo, impala.\n")
 
 
 @pytest.mark.parametrize("learner", ["ppo", "async-ppo", "impala"])
@@ -129,6 +144,23 @@ def test_a_run_of_another_learner_is_named(tmp_path: Path, capsys: pytest.Captur
     (tmp_path / "config.json").write_text(json.dumps({"algorithm": "impala", "run": {}, "learner": {}}))
     status, _, error = said(capsys, "train", "ppo", "--resume", str(tmp_path))
     assert status == 1 and f"farstep train impala --resume {tmp_path}" in error
+
+
+@pytest.mark.parametrize(
+    ("option", "before"),
+    [
+        ("--hidden 32", "--hidden 64 64"),
+        ("--normalize-obs", "--no-normalize-obs"),
+        ("--seed 3", "--seed 1"),
+        ("--env-kwargs '{\"a\": 1}'", "--env-kwargs '{}'"),
+    ],
+)
+def test_what_cannot_change_is_said_as_it_is_typed(
+    option: str, before: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"algorithm": "ppo", "run": {"env": "X"}, "learner": {}}))
+    status, _, error = said(capsys, "train", "ppo", "--resume", str(tmp_path), *shlex.split(option))
+    assert status == 1 and f"was begun with {before}, and cannot go on with {option};" in error
 
 
 @pytest.mark.parametrize("command", ["train", "watch"])

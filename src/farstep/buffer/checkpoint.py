@@ -93,8 +93,8 @@ def save(
     except OSError as error:
         kept = "The ones before it are still there; make" if before else "Make"
         raise CheckpointError(
-            f"the checkpoint could not be saved to {root}: {error}. {kept} sure that there is space and that the folder "
-            "is writable, then save again."
+            f"the checkpoint could not be saved to {root}: {error}. {kept} sure that there is space and that the "
+            "folder is writable, then save again."
         ) from error
     return folder
 
