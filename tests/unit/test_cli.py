@@ -16,7 +16,9 @@ from farstep.cli import main
 from farstep.testing import CountingEnv
 
 VIDEO = ["--capture-video", "--eval-every", "1000"]
-INSIDE = ["--env-type", "factory", "--launcher", "inprocess"]
+HERE = ["--launcher", "inprocess"]
+INSIDE = ["--env-type", "factory", *HERE]
+CARTPOLE = ["train", "ppo", "--env", "CartPole-v1", *HERE]
 
 
 class OddActions(CountingEnv):
@@ -25,6 +27,13 @@ class OddActions(CountingEnv):
     def __init__(self) -> None:
         super().__init__()
         self.action_space = spaces.Box(0, 9, (2,), np.int64)
+
+
+class Broken(CountingEnv):
+    """Raises what a wrong argument does, by a mistake of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(size=3)  # type: ignore[call-arg]
 
 
 class NoSpace(CountingEnv):
@@ -76,6 +85,14 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str,
         (["train", "ppo", "--resume", "nowhere"], ["nowhere", "does not exist"]),
         (["train", "ppo", "--resume"], ["--resume", "folder"]),
         (["train", "ppo", "--env", "CartPol-v1"], ["CartPol"]),
+        (["train", "ppo", "--env", "nomodule:Env", *HERE], ["'nomodule:Env'", "No module named 'nomodule'", "Install"]),
+        (["train", "ppo", "--env", "nomodule:Env", *INSIDE], ["No module named 'nomodule'", "PYTHONPATH"]),
+        (["train", "ppo", "--env", "test_cli:Nothing", *INSIDE], ["module 'test_cli' has no 'Nothing'"]),
+        ([*CARTPOLE, "--env-kwargs", '{"x": 1}'], ["{'x': 1}", "unexpected keyword argument 'x'", "env_kwargs"]),
+        ([*CARTPOLE, "--env-type", "vector", "--env-kwargs", '{"x": 1}'], ["{'x': 1}", "'x'", "env_kwargs"]),
+        ([*CARTPOLE[:4], "--env-type", "envpool", "--env-kwargs", '{"x": 1}'], ["{'x': 1}", "'x'", "env_kwargs"]),
+        ([*CARTPOLE, "--wrappers", "gymnasium.wrappers:Nothing"], ["'gymnasium.wrappers' has no 'Nothing'"]),
+        ([*CARTPOLE, "--wrappers", "gymnasium.wrappers:TransformReward"], ["'func'", "a function of your own"]),
         (["watch"], ["folder of a run", "farstep watch runs/NAME"]),
         (["watch", "nowhere"], ["nowhere", "does not exist"]),
         (["watch", "nowhere", "--fps", "0"], ["fps=0", "30"]),
@@ -122,6 +139,11 @@ def test_what_is_wrong_with_options_on_a_worker_needs_no_traceback(capsys: pytes
     status, _, error = said(capsys, "train", "ppo", "--env", "test_cli:NoSpace", *INSIDE)
     assert status == 1 and "Traceback" not in error and "On the worker" not in error
     assert "worker 0" in error
+
+
+def test_what_is_wrong_inside_an_environment_keeps_its_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    status, _, error = said(capsys, "train", "ppo", "--env", "test_cli:Broken", *INSIDE)
+    assert status == 1 and "Traceback" in error and "super().__init__(size=3)" in error
 
 
 @pytest.mark.parametrize("arguments", [[], ["--help"], ["help"], ["train", "--help"]])
