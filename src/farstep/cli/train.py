@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
@@ -232,6 +233,8 @@ def _set_up(run: RunConfig) -> None:
     if run.capture_video:
         check_recording(run)
     logging.getLogger("farstep").setLevel(logging.WARNING)
+    # Rewards that are too large are told of by `RewardError` and by updates that change nothing.
+    warnings.filterwarnings("ignore", "overflow encountered", RuntimeWarning, "farstep")
 
 
 def _devices() -> list[str]:
