@@ -6,7 +6,9 @@ import json
 import shlex
 import sys
 from pathlib import Path
+from typing import Any
 
+import gymnasium
 import numpy as np
 import pytest
 import yaml
@@ -34,6 +36,11 @@ class Broken(CountingEnv):
 
     def __init__(self) -> None:
         super().__init__(size=3)  # type: ignore[call-arg]
+
+
+def outdated() -> gymnasium.Env[Any, Any]:
+    """Makes an environment that is not there."""
+    return gymnasium.make("NoSuchEnv-v0")
 
 
 class NoSpace(CountingEnv):
@@ -142,8 +149,9 @@ def test_what_is_wrong_with_options_on_a_worker_needs_no_traceback(capsys: pytes
 
 
 def test_what_is_wrong_inside_an_environment_keeps_its_traceback(capsys: pytest.CaptureFixture[str]) -> None:
-    status, _, error = said(capsys, "train", "ppo", "--env", "test_cli:Broken", *INSIDE)
-    assert status == 1 and "Traceback" in error and "super().__init__(size=3)" in error
+    for name, line in (("Broken", "super().__init__(size=3)"), ("outdated", 'gymnasium.make("NoSuchEnv-v0")')):
+        status, _, error = said(capsys, "train", "ppo", "--env", f"test_cli:{name}", *INSIDE)
+        assert status == 1 and "Traceback" in error and line in error
 
 
 @pytest.mark.parametrize("arguments", [[], ["--help"], ["help"], ["train", "--help"]])

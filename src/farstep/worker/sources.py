@@ -93,6 +93,8 @@ def _advice(name: str | Callable[..., Any], kwargs: Mapping[str, Any]) -> Iterat
     try:
         yield
     except gymnasium.error.UnregisteredEnv as error:
+        if not _is_from_library(error):
+            raise
         raise ConfigError(
             f"{type(error).__name__}: {error} A worker knows only what it imports: if your script registers {name!r}, "
             f"do that in a module of its own and name it ('your_module:{name}'), or pass the class with type='factory'."
