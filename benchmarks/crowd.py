@@ -96,7 +96,7 @@ class Crowd(NodeAgent):
     def _start(self, link: DealerLink, order: n.StartWorker) -> None:
         key = (order.worker, order.incarnation)
         if key not in self._begun:
-            self._begun.add(key)
+            self._begun[key] = None
             self._orders.append({**json.loads(order.bootstrap), "address": self._address})
 
     def running(self) -> list[tuple[int, int]]:

@@ -16,7 +16,6 @@ from typing import Any, ClassVar, Literal, Self
 
 from farstep.core import SyncRule
 from farstep.errors import AgentError, ConfigError, unknown_name
-from farstep.machine import usable_cpus as usable_cpus  # cli/train.py still looks for it here
 from farstep.options import Options as _Config
 
 EnvType = Literal["gymnasium", "factory", "vector", "envpool"]

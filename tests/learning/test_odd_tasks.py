@@ -10,6 +10,7 @@ import pytest
 from gymnasium import spaces
 from tasks import make_env, make_training
 
+from farstep.cli import main
 from farstep.errors import RewardError, SpaceError
 from farstep.learners.nets import NetConfig, make_agent
 from farstep.learners.ppo import PPOConfig
@@ -48,6 +49,27 @@ def test_a_reward_that_is_no_number_ends_the_run_with_its_slot(reward: float, tm
         pytest.raises(RewardError, match=r"slot 0 returned the reward -?(nan|inf)"),
     ):
         make_training(env, CONFIG, 100, checkpoints=tmp_path)[0].run()
+
+
+def test_rewards_too_large_are_told_of_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder
+) -> None:
+    train = [
+        "train",
+        "ppo",
+        "--launcher",
+        "inprocess",
+        "--num-envs",
+        "4",
+        "--num-steps",
+        "8",
+        "--folder",
+        str(tmp_path),
+    ]
+    env = ["--env", "test_odd_tasks:BadReward", "--env-type", "factory", "--env-kwargs", '{"reward": 1e308}']
+    assert main([*train, *env]) == 1
+    assert "slot 0 returned the reward inf" in capsys.readouterr().err
+    assert not [warning for warning in recwarn if issubclass(warning.category, RuntimeWarning)]
 
 
 def test_an_update_that_changes_nothing_is_said(caplog: pytest.LogCaptureFixture) -> None:

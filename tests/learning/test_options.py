@@ -130,6 +130,18 @@ def test_what_is_watched_is_sampled_alike_with_one_seed(tmp_path: Path, capsys: 
     assert found[0] == found[1] != found[2]
 
 
+def test_pictures_need_no_screen(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("SDL_VIDEODRIVER", "XDG_RUNTIME_DIR", "DISPLAY"):
+        monkeypatch.delenv(name, raising=False)
+    train = ["train", "ppo", "--env", "CartPole-v1", "--launcher", "inprocess", "--num-envs", "4", "--num-steps", "16"]
+    evaluate = ["--eval-every", "64", "--eval-episodes", "1", "--capture-video"]
+    assert main([*train, *evaluate, "--total-steps", "64", "--folder", str(tmp_path), "--name", "run"]) == 0
+    assert "error" not in capfd.readouterr().err
+    assert list((tmp_path / "run" / "videos").iterdir())
+
+
 class Endless(gymnasium.Env[Any, Any]):
     """Has no end."""
 

@@ -128,6 +128,15 @@ def test_a_disk_that_fails_at_any_sync_leaves_the_old_ones(
     assert failing == len(FILES) + 3  # each file, the folder, the folder it is in; then none fails
 
 
+def test_where_there_was_none_before_none_is_promised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fsync(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(files.os, "fsync", fsync)
+    with pytest.raises(CheckpointError, match=r"No space left on device\. Make sure that there is space"):
+        save(tmp_path, *content(1))
+
+
 def test_ctrl_c_leaves_nothing_half_done(two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(folder: Path) -> None:
         raise KeyboardInterrupt

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from pathlib import Path
+from typing import Any
 
+import gymnasium
 import numpy as np
 import pytest
 from gymnasium import spaces
@@ -15,7 +18,9 @@ from farstep.testing import CountingEnv
 
 TRAIN = ["train", "ppo", "--env", "CartPole-v1"]
 VIDEO = ["--capture-video", "--eval-every", "1000"]
-INSIDE = ["--env-type", "factory", "--launcher", "inprocess"]
+HERE = ["--launcher", "inprocess"]
+INSIDE = ["--env-type", "factory", *HERE]
+CARTPOLE = [*TRAIN, *HERE]
 
 
 class OddActions(CountingEnv):
@@ -24,6 +29,18 @@ class OddActions(CountingEnv):
     def __init__(self) -> None:
         super().__init__()
         self.action_space = spaces.Box(0, 9, (2,), np.int64)
+
+
+class Broken(CountingEnv):
+    """Raises what a wrong argument does, by a mistake of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(size=3)  # type: ignore[call-arg]
+
+
+def outdated() -> gymnasium.Env[Any, Any]:
+    """Makes an environment that is not there."""
+    return gymnasium.make("NoSuchEnv-v0")
 
 
 class NoSpace(CountingEnv):
@@ -48,9 +65,19 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str,
     [
         (["tran"], ["command", "'tran'", "train"]),
         (["train", "pppo"], ["learner", "'pppo'", "ppo"]),
-        (["train", "ppo"], ["--env"]),
+        (["train", "ppo"], ["'farstep train ppo' needs --env. 'farstep train ppo --help'"]),
         ([*TRAIN, "--num-env", "4"], ["no option --num-env", "--num-envs"]),
-        ([*TRAIN, "--num-envs", "x"], ["--num-envs", "'x'"]),
+        (["train", "ppo", "--wokers", "4"], ["did you mean --workers?"]),
+        (["train", "ppo", "--nonsense"], ["no option --nonsense; --help lists them all"]),
+        (["train", "ppo", "--staleness-threshold", "1"], ["it belongs to 'farstep train async-ppo'"]),
+        (["train", "ppo", "--value-coef", "1"], ["it belongs to 'farstep train async-ppo'"]),
+        ([*TRAIN, "--num-envs", "x"], ["--num-envs: expected a whole number, got 'x'"]),
+        ([*TRAIN, "--gamma", "x"], ["--gamma: expected a number, got 'x'"]),
+        ([*TRAIN, "--workers", "x"], ["--workers: expected a whole number, got 'x'"]),
+        (
+            [*TRAIN, "--hidden", "4", "x"],
+            ["--hidden: expected a whole number, got 'x'"],
+        ),
         ([*TRAIN, "--num-envs", "0"], ["num_envs", "0", "at least 1"]),
         ([*TRAIN, "--recurrent", "lsmt"], ["'lsmt'", "lstm"]),
         ([*TRAIN, "--env-kwargs", "{a"], ["env_kwargs", "not JSON"]),
@@ -65,6 +92,14 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str,
         (["train", "ppo", "--resume", "nowhere"], ["nowhere", "does not exist"]),
         (["train", "ppo", "--resume"], ["--resume", "folder"]),
         (["train", "ppo", "--env", "CartPol-v1"], ["CartPol"]),
+        (["train", "ppo", "--env", "nomodule:Env", *HERE], ["'nomodule:Env'", "No module named 'nomodule'", "Install"]),
+        (["train", "ppo", "--env", "nomodule:Env", *INSIDE], ["No module named 'nomodule'", "PYTHONPATH"]),
+        (["train", "ppo", "--env", "test_cli:Nothing", *INSIDE], ["module 'test_cli' has no 'Nothing'"]),
+        ([*CARTPOLE, "--env-kwargs", '{"x": 1}'], ["{'x': 1}", "unexpected keyword argument 'x'", "env_kwargs"]),
+        ([*CARTPOLE, "--env-type", "vector", "--env-kwargs", '{"x": 1}'], ["{'x': 1}", "'x'", "env_kwargs"]),
+        ([*CARTPOLE[:4], "--env-type", "envpool", "--env-kwargs", '{"x": 1}'], ["{'x': 1}", "'x'", "env_kwargs"]),
+        ([*CARTPOLE, "--wrappers", "gymnasium.wrappers:Nothing"], ["'gymnasium.wrappers' has no 'Nothing'"]),
+        ([*CARTPOLE, "--wrappers", "gymnasium.wrappers:TransformReward"], ["'func'", "a function of your own"]),
         (["watch"], ["folder of a run", "farstep watch runs/NAME"]),
         (["watch", "nowhere"], ["nowhere", "does not exist"]),
         (["watch", "nowhere", "--fps", "0"], ["fps=0", "30"]),
@@ -130,10 +165,20 @@ def test_what_is_wrong_with_options_on_a_worker_needs_no_traceback(capsys: pytes
     assert "worker 0" in error
 
 
-@pytest.mark.parametrize("arguments", [[], ["--help"], ["help"], ["train", "--help"], ["train"]])
+def test_what_is_wrong_inside_an_environment_keeps_its_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    for name, line in (("Broken", "super().__init__(size=3)"), ("outdated", 'gymnasium.make("NoSuchEnv-v0")')):
+        status, _, error = said(capsys, "train", "ppo", "--env", f"test_cli:{name}", *INSIDE)
+        assert status == 1 and "Traceback" in error and line in error
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["help"], ["train", "--help"]])
 def test_help_names_the_commands(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     status, output, _ = said(capsys, *arguments)
     assert status == 0 and "farstep train ppo" in output
+
+
+def test_to_train_needs_a_learner(capsys: pytest.CaptureFixture[str]) -> None:
+    assert said(capsys, "train") == (2, "", "farstep: 'farstep train' needs a learner: ppo, async-ppo, impala.\n")
 
 
 @pytest.mark.parametrize("learner", ["ppo", "async-ppo", "impala"])
@@ -146,6 +191,23 @@ def test_a_run_of_another_learner_is_named(tmp_path: Path, capsys: pytest.Captur
     (tmp_path / "config.json").write_text(json.dumps({"algorithm": "impala", "run": {}, "learner": {}}))
     status, _, error = said(capsys, "train", "ppo", "--resume", str(tmp_path))
     assert status == 1 and f"farstep train impala --resume {tmp_path}" in error
+
+
+@pytest.mark.parametrize(
+    ("option", "before"),
+    [
+        ("--hidden 32", "--hidden 64 64"),
+        ("--normalize-obs", "--no-normalize-obs"),
+        ("--seed 3", "--seed 1"),
+        ("--env-kwargs '{\"a\": 1}'", "--env-kwargs '{}'"),
+    ],
+)
+def test_what_cannot_change_is_said_as_it_is_typed(
+    option: str, before: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"algorithm": "ppo", "run": {"env": "X"}, "learner": {}}))
+    status, _, error = said(capsys, "train", "ppo", "--resume", str(tmp_path), *shlex.split(option))
+    assert status == 1 and f"was begun with {before}, and cannot go on with {option};" in error
 
 
 @pytest.mark.parametrize("command", ["train", "watch"])

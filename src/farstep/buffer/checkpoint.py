@@ -79,8 +79,10 @@ def save(
         files.check_array(name, array)
     text = json.dumps(_plain(meta, "meta")).encode()
     root = Path(path)
+    before: list[Path] = []
     try:
         root.mkdir(parents=True, exist_ok=True)
+        before = numbered(root)
         with _locked(root, lock_timeout_s):
             for leftover in root.glob(f"{_TEMPORARY}*"):
                 _remove(leftover)
@@ -89,9 +91,10 @@ def save(
     except CheckpointError:
         raise
     except OSError as error:
+        kept = "The ones before it are still there; make" if before else "Make"
         raise CheckpointError(
-            f"the checkpoint could not be saved to {root}: {error}. The ones before it are still there; make sure that "
-            "there is space and that the folder is writable, then save again."
+            f"the checkpoint could not be saved to {root}: {error}. {kept} sure that there is space and that the "
+            "folder is writable, then save again."
         ) from error
     return folder
 

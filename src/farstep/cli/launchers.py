@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from farstep.cli.options import option_names
+from farstep.cli.options import check_belonging
 from farstep.errors import ConfigError, unknown_name
 from farstep.kubernetes_config import KubernetesConfig
 from farstep.launch_config import (
@@ -42,16 +42,9 @@ def chosen_launcher(arguments: Sequence[str], default: str = "local") -> str:
 
 
 def check_options(kind: Any, arguments: Sequence[str], command: str, launcher: str) -> None:
-    """Refuse options that only other launchers have, and say which."""
-    mine = option_names(kind)
-    for argument in arguments:
-        name = argument.split("=")[0].replace("_", "-")
-        others = [other for other, config in LAUNCHERS.items() if name in option_names(config)]
-        if others and name not in mine:
-            raise ConfigError(
-                f"'{command}' has no option {name} with --launcher {launcher}; it belongs to --launcher "
-                f"{' or '.join(others)}."
-            )
+    """Refuse options that only other launchers have."""
+    others = {f"--launcher {name}": config for name, config in LAUNCHERS.items()}
+    check_belonging(kind, arguments, f"'{command}' with --launcher {launcher}", others)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,7 @@ def check_recording(run: RunConfig) -> None:
 
 
 def _environment(run: RunConfig) -> Env:
+    os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # pictures need no screen, and SDL complains of missing ones
     config = run.env_config(envs_per_node=1, stagger=None)
     kwargs = {**config.env_kwargs, "render_mode": "rgb_array"}
     return Source.of(run.env_config(envs_per_node=1, stagger=None, env_kwargs=kwargs)).build()

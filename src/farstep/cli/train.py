@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -16,19 +17,19 @@ import torch
 import tyro
 
 from farstep.cli.launchers import ENGINES, NoOptions, check_options, chosen_launcher
-from farstep.cli.options import parse
+from farstep.cli.options import check_belonging, parse, typed
 from farstep.cli.recording import check_recording, record
 from farstep.cluster_env import ClusterEnv
-from farstep.config import usable_cpus
 from farstep.errors import ConfigError, unknown_name
 from farstep.launch_config import EngineConfig
 from farstep.learners.async_ppo import AsyncPPO, AsyncPPOConfig
 from farstep.learners.evaluation import EVALUATION_SLOTS, Evaluator
 from farstep.learners.impala import Impala, ImpalaConfig
-from farstep.learners.nets import ActorCritic, make_agent
+from farstep.learners.nets import ActorCritic, NetConfig, make_agent
 from farstep.learners.ppo import PPO, PPOConfig
 from farstep.learners.run_config import RunConfig
 from farstep.learners.training import Learner, Limits, Progress, Stopped, Training
+from farstep.machine import usable_cpus
 from farstep.observe.console import console_logger
 from farstep.observe.loggers import JsonlLogger, Loggers, TensorBoardLogger, WandbLogger
 from farstep.observe.run_folder import RunFolder, run_name
@@ -69,7 +70,10 @@ ALGORITHMS = {
 
 def main(arguments: Sequence[str]) -> int:
     """Parse, train, say what came of it."""
-    if not arguments or arguments[0] in ("-h", "--help"):
+    if not arguments:
+        sys.stderr.write(f"farstep: 'farstep train' needs a learner: {', '.join(ALGORITHMS)}.\n")
+        return 2
+    if arguments[0] in ("-h", "--help"):
         sys.stdout.write(f"farstep train LEARNER [options]; learners: {', '.join(ALGORITHMS)}.\n")
         sys.stdout.write("'farstep train ppo --help' lists the options of one.\n")
         return 0
@@ -99,9 +103,11 @@ def _options(name: str, arguments: Sequence[str]) -> Options[Any, Any]:
     launcher = chosen_launcher(arguments, "local" if default is None else default.run.launcher)
     nodes: Any = ENGINES.get(launcher, NoOptions)
     if default is not None and type(default.nodes) is not nodes:  # it goes on elsewhere
-        default = replace(default, nodes=nodes())
+        default = replace(default, nodes=tyro.MISSING_NONPROP)
     kind: Any = Options[ALGORITHMS[name].config, nodes]  # type: ignore[misc]
     check_options(kind, arguments, command, launcher)
+    learners = {f"'farstep train {other}'": algorithm.config for other, algorithm in ALGORITHMS.items()}
+    check_belonging(kind, arguments, f"'{command}'", learners)
     options: Options[Any, Any] = parse(kind, arguments, command, default)
     if default is not None:
         _check_same(default, options)
@@ -117,12 +123,13 @@ def _cluster(options: Options[Any, Any]) -> ClusterEnv:
 
 def _check_same(saved: Options[Any, Any], now: Options[Any, Any]) -> None:
     """Refuse options with which a run would not be the same run any more."""
-    pairs = [(field, getattr(saved.run, field), getattr(now.run, field)) for field in _FIXED]
-    for field, before, after in [*pairs, ("net", saved.learner.net, now.learner.net)]:
+    network = [(field.name, saved.learner.net, now.learner.net) for field in fields(NetConfig)]
+    for name, *configs in [*((name, saved.run, now.run) for name in _FIXED), *network]:
+        before, after = (typed(name, getattr(config, name)) for config in configs)
         if before != after:
             raise ConfigError(
-                f"the run in {now.resume} was begun with {field}={before}, and cannot go on with {after}; leave that "
-                "out, or start another run without --resume."
+                f"the run in {now.resume} was begun with {before}, and cannot go on with {after}; leave that out, or "
+                "start another run without --resume."
             )
 
 
@@ -226,6 +233,8 @@ def _set_up(run: RunConfig) -> None:
     if run.capture_video:
         check_recording(run)
     logging.getLogger("farstep").setLevel(logging.WARNING)
+    # Rewards that are too large are told of by `RewardError` and by updates that change nothing.
+    warnings.filterwarnings("ignore", "overflow encountered", RuntimeWarning, "farstep")
 
 
 def _devices() -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -61,9 +60,6 @@ def main(arguments: Sequence[str]) -> int:
     agent = load_agent(run, config, state["agent"])
     agent.greedy = not options.sample
     torch.manual_seed(options.seed)
-    os.environ.setdefault(
-        "SDL_VIDEODRIVER", "dummy"
-    )  # pictures need no screen, and pygame complains where there is none
     steps = int(state["progress"]["steps"])
     out = options.out or folder.videos / f"step-{steps:09d}.mp4"
     returns = record(

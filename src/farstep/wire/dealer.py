@@ -126,6 +126,11 @@ class DealerLink:
     def fileno(self) -> int:
         return int(self._socket.fd)
 
+    @property
+    def unconfirmed(self) -> int:
+        """Messages that the head has not said it has."""
+        return self._session.unconfirmed if self._session is not None else 0
+
     def rate(self) -> float:
         """Bytes per second that the connection has carried, as far as that was seen; infinite before."""
         return self._session.rate if self._session is not None else math.inf

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,33 +38,34 @@ class Source:
 
     def build(self) -> gymnasium.Env[Any, Any]:
         """One environment."""
-        if self.type == "gymnasium":
-            env = _make(str(self.env_name), self.env_kwargs)
-        else:
-            env = _callable(self.env_name)(**self.env_kwargs)
-            if not isinstance(env, gymnasium.Env):
-                raise ConfigError(
-                    f"the factory {self.env_name!r} returned a {type(env).__name__}; expected a gymnasium.Env "
-                    "(use type='vector' for one that returns a VectorEnv)."
-                )
+        with _advice(self.env_name, self.env_kwargs):
+            if self.type == "gymnasium":
+                env = _make(str(self.env_name), self.env_kwargs)
+            else:
+                env = _callable(self.env_name)(**self.env_kwargs)
+        if not isinstance(env, gymnasium.Env):
+            raise ConfigError(
+                f"the factory {self.env_name!r} returned a {type(env).__name__}; expected a gymnasium.Env "
+                "(use type='vector' for one that returns a VectorEnv)."
+            )
         for wrapper in self.wrappers:
             env = _wrap(env, wrapper)
         return env
 
     def build_vector(self, num_envs: int, seed: int) -> Any:
         """One object for `num_envs` environments: a Gymnasium VectorEnv or an EnvPool."""
-        if self.type == "envpool":
-            import envpool
+        with _advice(self.env_name, self.env_kwargs):
+            if self.type == "envpool":
+                import envpool
 
-            # As many threads as the worker may use, not as the machine has: other workers need theirs.
-            threads = int(os.environ.get("OMP_NUM_THREADS", "1"))
-            options = {"num_envs": num_envs, "seed": seed, "num_threads": threads, **self.env_kwargs}
-            return envpool.make(str(self.env_name), env_type="gymnasium", **options)
-        if isinstance(self.env_name, str) and not _is_path(self.env_name):
-            with _advice(self.env_name):
+                # As many threads as the worker may use, not as the machine has: other workers need theirs.
+                threads = int(os.environ.get("OMP_NUM_THREADS", "1"))
+                options = {"num_envs": num_envs, "seed": seed, "num_threads": threads, **self.env_kwargs}
+                return envpool.make(str(self.env_name), env_type="gymnasium", **options)
+            if isinstance(self.env_name, str) and not _is_path(self.env_name):
                 env = gymnasium.make_vec(self.env_name, num_envs, **self.env_kwargs)
-        else:
-            env = _callable(self.env_name)(num_envs=num_envs, **self.env_kwargs)
+            else:
+                env = _callable(self.env_name)(num_envs=num_envs, **self.env_kwargs)
         if not isinstance(env, gymnasium.vector.VectorEnv):
             raise ConfigError(
                 f"{self.env_name!r} returned a {type(env).__name__}; type='vector' expects a "
@@ -82,27 +84,46 @@ def _make(name: str, kwargs: Mapping[str, Any]) -> gymnasium.Env[Any, Any]:
     if name.startswith("ALE/") and name not in gymnasium.registry:
         importlib.import_module("ale_py")  # registers its environments
     # The checker warns about the same things in every worker; a user runs it once where they write the environment.
-    with _advice(name):
-        return gymnasium.make(name, **{"disable_env_checker": True, **kwargs})
+    return gymnasium.make(name, **{"disable_env_checker": True, **kwargs})
 
 
 @contextlib.contextmanager
-def _advice(name: str) -> Iterator[None]:
-    """Say what to do about an environment that is registered elsewhere and not here."""
+def _advice(name: str | Callable[..., Any], kwargs: Mapping[str, Any]) -> Iterator[None]:
+    """Say what to do about what is not here, or not made with these arguments; errors of users' code stay theirs."""
     try:
         yield
     except gymnasium.error.UnregisteredEnv as error:
+        if not _is_from_library(error):
+            raise
         raise ConfigError(
             f"{type(error).__name__}: {error} A worker knows only what it imports: if your script registers {name!r}, "
             f"do that in a module of its own and name it ('your_module:{name}'), or pass the class with type='factory'."
         ) from error
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"{name!r} cannot be imported: {error.__cause__ or error}. Install it, or start the run in its folder or "
+            "with that in PYTHONPATH."
+        ) from error
+    except (AssertionError, TypeError, gymnasium.error.Error) as error:
+        cause = error.__cause__ or error
+        if not _is_from_library(cause):
+            raise
+        raise ConfigError(
+            f"{name!r} cannot be made with the arguments {dict(kwargs)}: {str(cause).rstrip('.')}. Give those that it "
+            "takes: an environment's as env_kwargs, a wrapper's by a function of your own that takes the environment."
+        ) from error
+
+
+def _is_from_library(error: BaseException) -> bool:
+    """Whether no code but that of this module, Gymnasium and EnvPool was running."""
+    modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return all(module == __name__ or module.partition(".")[0] in ("gymnasium", "envpool") for module in modules)
 
 
 def _wrap(env: Any, wrapper: Any) -> Any:
-    if isinstance(wrapper, (tuple, list)):
-        function, kwargs = wrapper
+    function, kwargs = wrapper if isinstance(wrapper, (tuple, list)) else (wrapper, {})
+    with _advice(function, kwargs):
         return _callable(function)(env, **kwargs)
-    return _callable(wrapper)(env)
 
 
 def _is_path(name: str) -> bool:
@@ -114,7 +135,9 @@ def _callable(path: str | Callable[..., Any]) -> Callable[..., Any]:
     if callable(path):
         return path
     module, _, attribute = path.partition(":") if ":" in path else path.rpartition(".")
-    found = getattr(importlib.import_module(module), attribute)
+    found = getattr(importlib.import_module(module), attribute, None)
+    if found is None:
+        raise ConfigError(f"{path!r} is not there: the module {module!r} has no {attribute!r}.")
     if not callable(found):
         raise ConfigError(f"{path!r} is a {type(found).__name__}, not a callable.")
     return found  # type: ignore[no-any-return]
