@@ -102,7 +102,11 @@ def test_a_dict_space_keeps_its_order() -> None:
     assert list(unpack(pack(space)).spaces) == ["z", "a"]
 
 
-@pytest.mark.parametrize("value", [object(), {1, 2}, lambda: None, "\udcff", {"deep": [object()]}], ids=str)
+@pytest.mark.parametrize(
+    "value",
+    [object(), {1, 2}, lambda: None, "\udcff", {"deep": [object()]}],
+    ids=["object", "set", "function", "text", "deep"],
+)
 def test_what_is_not_data_is_refused_or_described(value: Any) -> None:
     with pytest.raises(WireError):
         pack(value)
