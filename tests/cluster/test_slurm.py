@@ -181,7 +181,7 @@ def test_batches_go_on_while_the_controller_is_down(cluster: SlurmCluster, tmp_p
 def test_nodes_that_come_late_join(cluster: SlurmCluster, tmp_path: Path) -> None:
     for node in cluster.nodes[1:]:
         cluster.down(node)
-    with start(tmp_path, nodes=2, min_nodes=1) as env:
+    with start(tmp_path, nodes=2, min_nodes=1, slurm_extra=["--exclusive"]) as env:
         agent = TableAgent()
         assert columns(env, agent) == 3
         assert env.stats()["workers"]["queued"] == 1

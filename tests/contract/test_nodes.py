@@ -36,6 +36,12 @@ def config(folder: Path, nodes: int = 1, max_nodes: int | None = None, **options
     return SSHConfig(hosts=hosts, ssh=(str(shell),), nodes=nodes, max_nodes=max_nodes, **options)
 
 
+def wait_for_columns(env: farstep.ClusterEnv, columns: int) -> None:
+    deadline = time.monotonic() + 120
+    while env.collect(TableAgent(), steps=4)["obs"].shape[1] != columns:
+        assert time.monotonic() < deadline, f"no batch of {columns} columns"
+
+
 @pytest.mark.timeout(300)
 def test_agents_in_place_of_nodes(tmp_path: Path) -> None:
     check_launcher(functools.partial(config, tmp_path), kill_node=kill_agent)
@@ -54,10 +60,22 @@ def test_an_engine_that_fails_for_a_while_does_not_end_a_run(tmp_path: Path, mon
     monkeypatch.setattr(SSHEngine, "ask", ask)
     source = {"type": "factory", "env_name": CountingEnv, "envs_per_node": 1, "seed": 1}
     with farstep.ClusterEnv(source, config(tmp_path, nodes=2, min_nodes=1, workers_per_node=1)) as env:
-        agent, deadline = TableAgent(), time.monotonic() + 120
-        for width in (2, 1, 2):
-            while env.collect(agent, steps=4)["obs"].shape[1] != width:
-                assert time.monotonic() < deadline, f"no batch of {width} columns"
-            if width == 2 and len(asked) == 1:
-                kill_agent(env.stats()["nodes"][1])
+        wait_for_columns(env, 2)
+        kill_agent(env.stats()["nodes"][1])
+        wait_for_columns(env, 1)
+        wait_for_columns(env, 2)
     assert asked == [2, 1, 1]
+
+
+@pytest.mark.timeout(300)
+def test_a_node_that_was_taken_for_lost_comes_again(tmp_path: Path) -> None:
+    """By itself: its engine sees nothing to do."""
+    source = {"type": "factory", "env_name": CountingEnv, "envs_per_node": 1, "seed": 1}
+    with farstep.ClusterEnv(source, config(tmp_path, nodes=2, min_nodes=1, workers_per_node=1, lease_s=2)) as env:
+        wait_for_columns(env, 2)
+        pid = env.stats()["nodes"][1]["pid"]
+        os.kill(pid, signal.SIGSTOP)
+        wait_for_columns(env, 1)
+        os.kill(pid, signal.SIGCONT)
+        wait_for_columns(env, 2)
+        assert pid in [node["pid"] for node in env.stats()["nodes"]]

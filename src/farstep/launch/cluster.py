@@ -212,7 +212,7 @@ class ClusterLauncher(Launcher):
             return
         if node is None:
             # Given up, or never let in: whatever it runs is fenced off by its keys, and it is told to end it.
-            tell(self._hub, message.node, n.Leave("this node was given up"))
+            tell(self._hub, message.node, n.Leave("this node was given up", come_again=True))
             return
         node.heard = time.monotonic()
         match message:

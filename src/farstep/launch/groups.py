@@ -32,8 +32,6 @@ class Watched:
         """Nodes of it that were there and will not be again, as far as is known, and since when."""
         self.here = 0
         """Nodes of it that are there."""
-        self.served = False
-        """Whether an agent of it ever came."""
         self._cancelled = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True, name="farstep-engine")
 
@@ -57,7 +55,7 @@ class Watched:
 
     def welcomed(self) -> None:
         """An agent of it came, perhaps again."""
-        self.served, self.here = True, self.here + 1
+        self.here += 1
         self._gone = min(self._gone, max(0, self._nodes - self.here))
 
     def left(self, for_good: bool) -> None:
@@ -106,6 +104,8 @@ class Groups:
         """`bootstrap` makes what agents of the group of that number are started with."""
         self._engine, self._config, self._bootstrap = engine, config, bootstrap
         self._asked: list[Watched] = []
+        self._complete = False
+        """Whether there were enough nodes once."""
         self.start_over()
 
     def start_over(self) -> None:
@@ -136,8 +136,9 @@ class Groups:
         return group
 
     def ask_again(self, wanted: int, now: float) -> None:
-        """Nodes that are over are asked for again, unless none ever came: then something is wrong."""
+        """Nodes that are over are asked for again; before there were ever enough of them, something is wrong."""
         expected = self.expected()
+        self._complete = self._complete or sum(watched.here for watched in self._asked) >= self._config.fewest_nodes
         missing = wanted - expected
         if not self._asked or missing <= 0:
             return
@@ -150,7 +151,7 @@ class Groups:
         last = (over or self._asked)[-1]
         self._retry_at = now + min(_MOST_PAUSE_S, 2.0 ** min(len(self._retries), 10))
         self._given_up = len(self._retries) >= self._config.restart_budget
-        if too_few and (self._given_up or not any(watched.served for watched in self._asked)):
+        if too_few and (self._given_up or not self._complete):
             raise LaunchError(f"{last.standing.text}, and {missing} nodes are missing.\n{last.logs()}".rstrip())
         if self._given_up:
             log.warning("%s; going on with %d nodes for a while", last.standing.text, expected)

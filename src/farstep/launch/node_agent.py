@@ -59,18 +59,31 @@ class NodeAgent:
 
     def __init__(self, bootstrap: Mapping[str, Any], place: str) -> None:
         self._bootstrap, self._place = bootstrap, place
-        self._node = os.urandom(8).hex()
-        self._children: dict[tuple[int, int], _Child] = {}
         self._starter = ProcessStarter(1)
-        self._begun: dict[tuple[int, int], n.WorkerEnded | None] = {}
-        """Workers that were ever started, and how they ended: an order may come twice, and an answer be lost."""
-        self._running, self._known = True, False
         self._leave_at: float | None = None
         self._told = ""
         self._status = 0
+        self._be_new()
+
+    def _be_new(self) -> None:
+        self._node = os.urandom(8).hex()
+        self._children: dict[tuple[int, int], _Child] = {}
+        self._begun: dict[tuple[int, int], n.WorkerEnded | None] = {}
+        """Workers that were ever started, and how they ended: an order may come twice, and an answer be lost."""
+        self._running, self._known, self._comes_again = True, False, False
 
     def run(self) -> int:
         """Until the head says so, or is gone; the status to exit with."""
+        try:
+            self._stay()
+            while self._comes_again and not self._told:
+                self._be_new()
+                self._stay()
+        finally:
+            self._starter.close()
+        return self._status
+
+    def _stay(self) -> None:
         link, self._address = self._connect()
         hello = self._hello()
         next_beat = 0.0
@@ -94,8 +107,6 @@ class NodeAgent:
         finally:
             self._end_children(link)
             link.close()
-            self._starter.close()
-        return self._status
 
     def running(self) -> list[tuple[int, int]]:
         """The workers that are here, each with its incarnation."""
@@ -171,9 +182,11 @@ class NodeAgent:
             case n.DumpStacks():
                 if (child := self._children.get((message.worker, message.incarnation))) is not None:
                     child.process.dump_stacks()
-            case n.Leave():
+            case n.Leave() if self._running:
                 log.info("leaving: %s", message.reason)
-                self._running = False
+                self._running, self._comes_again = False, message.come_again
+            case n.Leave():
+                pass
             case n.NodeBeat():
                 pass
 

@@ -95,6 +95,8 @@ class Leave(msgspec.Struct, tag="leave"):
     """End all workers and yourself."""
 
     reason: str
+    come_again: bool = False
+    """As another node: this one was taken for lost, and another takes its place."""
 
 
 FromNode = NodeHello | NodeBeat | Leaving | Printed | WorkerEnded
