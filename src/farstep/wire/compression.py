@@ -78,14 +78,14 @@ class Compressor:
         self._uses: Counter[str] = Counter()
 
     def pack(self, name: str, array: Array) -> tuple[str, Buffer]:
-        """The codec, empty for none, and the bytes of an array whose first axis is time."""
+        """The codec, empty for none, and the bytes of an array whose first axis is time; perhaps still its own."""
         if not self._codecs or array.nbytes < _SMALL_BYTES or math.isinf(self._rate()):
-            return "", array.tobytes()
+            return "", _bytes(array)
         self._uses[name] += 1
         if name not in self._choices or self._uses[name] % _AGAIN == 0:
             self._choices[name] = self._best(array)
         choice = self._choices[name]
-        return choice, self._packed(choice, array) if choice else array.tobytes()
+        return choice, self._packed(choice, array) if choice else _bytes(array)
 
     def _packed(self, choice: str, array: Array) -> bytes:
         codec = self._codecs[choice.removeprefix(DELTA)]
@@ -122,6 +122,11 @@ def unpack(choice: str, frame: Buffer, most_bytes: int, row_bytes: int) -> Buffe
     if len(data) != size or (choice.startswith(DELTA) and (not row_bytes or size % row_bytes)):
         raise WireError("a compressed array of another size than it says.")
     return _undelta(data, row_bytes) if choice.startswith(DELTA) else data
+
+
+def _bytes(array: Array) -> Buffer:
+    """Its bytes where they are, if they lie one after the other; to be used before it changes."""
+    return array.data.cast("B") if array.nbytes and array.flags.c_contiguous else array.tobytes()
 
 
 def _delta(array: Array) -> bytes:

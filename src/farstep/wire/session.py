@@ -20,10 +20,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-import numpy as np
-
 from farstep.core import Buffer
 from farstep.errors import WireError
+from farstep.wire.rooms import Rooms
 from farstep.wire.sealing import SEGMENTS, TAG_BYTES, Seal
 
 SEGMENT_BYTES = 1 << 20
@@ -103,16 +102,14 @@ class _Arriving:
             self.prefix += 1
 
 
-def _room_for(length: int) -> memoryview:
-    """Memory that the kernel gives when it is written to: what is only promised costs nothing."""
-    return np.empty(length, np.uint8).data
-
-
 class Session:
     """One side of a conversation."""
 
-    def __init__(self, seal: Seal | None = None, most_bytes: int = 1 << 33, bulk: bool = True) -> None:
+    def __init__(
+        self, seal: Seal | None = None, most_bytes: int = 1 << 33, bulk: bool = True, rooms: Rooms | None = None
+    ) -> None:
         self._seal, self._most_bytes, self._bulk = seal, most_bytes, bulk
+        self._room_for = (rooms or Rooms()).room
         self._tag_bytes = TAG_BYTES if seal else 0
         self._next = 1
         self._unconfirmed: deque[_Sent] = deque()
@@ -298,10 +295,10 @@ class Session:
         here = slice(index * SEGMENT_BYTES, index * SEGMENT_BYTES + size)
         if arriving is None:
             # Nobody but the other side may ask for room: the first segment is opened before any is made.
-            text = _room_for(size)
+            text = self._room_for(size)
             self._open(seq, index, about, sealed, text)
             self._hold(seq, lengths)
-            arriving = self._arriving[seq] = _Arriving(lengths, _room_for(total) if count > 1 else text)
+            arriving = self._arriving[seq] = _Arriving(lengths, self._room_for(total) if count > 1 else text)
             if count > 1:
                 arriving.text[here] = text
         else:

@@ -24,6 +24,7 @@ from farstep.core import Buffer, Received
 from farstep.errors import WireError
 from farstep.wire.codec import Limits
 from farstep.wire.keys import KeyPair, Tokens
+from farstep.wire.rooms import Rooms
 from farstep.wire.sealing import TAG_BYTES, Seal, Side
 from farstep.wire.session import SEGMENT_BYTES, Packet, Session
 
@@ -81,6 +82,7 @@ class Hub:
         """Packets on the bulk connection that nobody who was admitted can have sent."""
         self._peers: dict[bytes, Peer] = {}
         self._keys: dict[int, bytes] = {}
+        self._rooms = Rooms()
         self._context = zmq.Context()
         try:
             self._listen([address] if isinstance(address, str) else address)
@@ -136,7 +138,7 @@ class Hub:
         if self._reliable and worker >= 0:
             peer.tokens = Tokens(pair)
             seal = Seal(pair.derived(b"bulk"), Side.HEAD) if self._encrypted else None
-            peer.session = Session(seal, Limits.MESSAGE_BYTES)
+            peer.session = Session(seal, Limits.MESSAGE_BYTES, rooms=self._rooms)
         return pair
 
     def expel(self, worker: int) -> None:
