@@ -10,23 +10,29 @@ import numpy as np
 _SMALL_BYTES = 1 << 18
 """Below this, malloc has memory that was used before."""
 _KEPT_BYTES = 1 << 28
-_UNUSED = 3
-"""References to a room that nobody looks into: of the list, of the loop's variable, of the question itself."""
+Room = np.ndarray[Any, np.dtype[np.uint8]]
+
+
+def _references(rooms: list[Room], i: int) -> int:
+    return sys.getrefcount(rooms[i])
+
+
+_UNUSED = _references([np.empty(1, np.uint8)], 0)
 
 
 class Rooms:
     """Those that were handed out. One is free again when the last view of it has gone."""
 
     def __init__(self) -> None:
-        self._rooms: list[np.ndarray[Any, np.dtype[np.uint8]]] = []
+        self._rooms: list[Room] = []
 
     def room(self, length: int) -> memoryview:
         """Not cleared; what is only promised costs nothing, since the kernel gives memory when it is written to."""
         if length < _SMALL_BYTES:
             return np.empty(length, np.uint8).data
-        for room in self._rooms:
-            if length <= len(room) <= 2 * length and sys.getrefcount(room) == _UNUSED:
-                return room.data[:length]
+        for i in range(len(self._rooms)):
+            if length <= len(self._rooms[i]) <= 2 * length and _references(self._rooms, i) == _UNUSED:
+                return self._rooms[i].data[:length]
         room = np.empty(length, np.uint8)
         self._rooms.append(room)
         while len(self._rooms) > 1 and sum(map(len, self._rooms)) > _KEPT_BYTES:

@@ -1,0 +1,65 @@
+"""Memory for messages is used again, and only when nobody looks into it any more."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from farstep.wire import rooms as module
+from farstep.wire.rooms import Rooms
+
+LARGE = 1 << 20
+
+
+def address(room: memoryview) -> int:
+    return np.frombuffer(room, np.uint8).ctypes.data
+
+
+def test_a_room_is_used_again() -> None:
+    rooms = Rooms()
+    first = rooms.room(LARGE)
+    place = address(first)
+    first[:] = bytes(LARGE)
+    del first
+    second = rooms.room(LARGE - 1)
+    assert address(second) == place and len(second) == LARGE - 1
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda room: room[10:20],
+        lambda room: memoryview(room).cast("B", [LARGE // 4, 4]),
+        lambda room: np.frombuffer(room[8:], np.float64),
+        lambda room: np.frombuffer(room, np.uint8).reshape(2, -1)[1:, ::2],
+    ],
+    ids=["slice", "cast", "array", "part of an array"],
+)
+def test_who_looks_into_a_room_keeps_it(look: object) -> None:
+    rooms = Rooms()
+    first = rooms.room(LARGE)
+    place = address(first)
+    first[:] = bytes([7]) * LARGE
+    view = look(first)  # type: ignore[operator]
+    del first
+    others = [rooms.room(LARGE) for _ in range(3)]
+    for other in others:
+        other[:] = bytes(LARGE)
+    assert place not in map(address, others)
+    assert np.asarray(view).any()
+    del view
+    assert address(rooms.room(LARGE)) == place
+
+
+def test_a_much_larger_room_is_left_to_others() -> None:
+    rooms = Rooms()
+    place = address(rooms.room(8 * LARGE))
+    assert address(rooms.room(LARGE)) != place
+
+
+def test_not_more_is_kept_than_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_KEPT_BYTES", 3 * LARGE)
+    rooms = Rooms()
+    held = [rooms.room(LARGE) for _ in range(10)]
+    assert len({address(room) for room in held}) == 10
+    assert sum(map(len, rooms._rooms)) == 3 * LARGE
