@@ -63,3 +63,6 @@ def test_not_more_is_kept_than_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     held = [rooms.room(LARGE) for _ in range(10)]
     assert len({address(room) for room in held}) == 10
     assert sum(map(len, rooms._rooms)) == 3 * LARGE
+    del held
+    rooms.room(100 * LARGE)
+    assert sum(map(len, rooms._rooms)) == 3 * LARGE

@@ -28,13 +28,13 @@ class Rooms:
 
     def room(self, length: int) -> memoryview:
         """Not cleared; what is only promised costs nothing, since the kernel gives memory when it is written to."""
-        if length < _SMALL_BYTES:
+        if not _SMALL_BYTES <= length <= _KEPT_BYTES:
             return np.empty(length, np.uint8).data
         for i in range(len(self._rooms)):
             if length <= len(self._rooms[i]) <= 2 * length and _references(self._rooms, i) == _UNUSED:
                 return self._rooms[i].data[:length]
         room = np.empty(length, np.uint8)
         self._rooms.append(room)
-        while len(self._rooms) > 1 and sum(map(len, self._rooms)) > _KEPT_BYTES:
+        while sum(map(len, self._rooms)) > _KEPT_BYTES:
             del self._rooms[0]  # who still looks into it keeps it
         return room.data
