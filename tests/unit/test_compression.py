@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from farstep.errors import WireError
+from farstep.wire import compression as module
 from farstep.wire.compression import DELTA, Compressor, available, unpack
 
 ALL = ("lz4", "zstd")
@@ -26,6 +27,10 @@ def frames(rows: int = 32) -> Any:
     return movie
 
 
+def unpacked(choice: str, frame: Any, array: Any) -> bytes:
+    return b"".join(rows.tobytes() for rows in unpack(choice, frame, array.nbytes, array[0].nbytes))
+
+
 def test_both_packages_are_there() -> None:
     assert sorted(available()) == ["lz4", "zstd"]
 
@@ -36,8 +41,14 @@ def test_both_packages_are_there() -> None:
 def test_what_was_packed_comes_back(choice: str, data: st.DataObject) -> None:
     shape = data.draw(st.tuples(st.integers(1, 20), st.integers(1, 5), st.integers(1, 9)))
     array = np.random.default_rng(data.draw(st.integers(0, 99))).integers(0, 3, shape).astype(np.uint8)
-    packed = Compressor("auto", ALL, lambda: SLOW)._packed(choice, array)
-    assert bytes(unpack(choice, packed, array.nbytes, array[0].nbytes)) == array.tobytes()
+    array = array[:, :: data.draw(st.integers(1, 2))]  # not always one after the other
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_PIECE_BYTES", data.draw(st.integers(1, 2000)))
+        packed = Compressor("auto", ALL, lambda: SLOW)._packed(choice, array)
+        assert unpacked(choice, packed, array) == array.tobytes()
+        for wrong in (packed[:-1], packed + b"x", packed[:8]):
+            with pytest.raises(WireError):
+                unpacked(choice, wrong, array)
 
 
 def test_a_slow_connection_gets_less_to_carry() -> None:
@@ -45,7 +56,7 @@ def test_a_slow_connection_gets_less_to_carry() -> None:
     codec, frame = Compressor("auto", ALL, lambda: SLOW).pack("obs", movie)
     assert codec
     assert len(frame) < movie.nbytes / 10
-    assert bytes(unpack(codec, frame, movie.nbytes, movie[0].nbytes)) == movie.tobytes()
+    assert unpacked(codec, frame, movie) == movie.tobytes()
 
 
 def test_a_fast_connection_gets_it_as_it_is() -> None:
@@ -94,14 +105,14 @@ def test_a_bomb_does_not_go_off(choice: str) -> None:
     huge = np.zeros((1, 50_000_000), np.uint8)
     packed = Compressor("auto", ALL, lambda: SLOW)._packed(choice, huge)
     with pytest.raises(WireError, match="have room"):
-        unpack(choice, packed, 1000, 10)
+        list(unpack(choice, packed, 1000, 10))
     lie = (1000).to_bytes(8, "little") + packed[8:]
     with pytest.raises(WireError):
-        unpack(choice, lie, 1000, 10)
+        list(unpack(choice, lie, 1000, 10))
 
 
 @pytest.mark.parametrize("frame", [b"", b"x", b"\0" * 8, b"\1" + b"\0" * 7 + b"nonsense"])
 @pytest.mark.parametrize("choice", [*ALL, "delta-", "gzip", "delta-delta-lz4"])
 def test_what_is_no_compressed_array_is_refused(choice: str, frame: bytes) -> None:
     with pytest.raises(WireError):
-        unpack(choice, frame, 1000, 10)
+        list(unpack(choice, frame, 1000, 10))

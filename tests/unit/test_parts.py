@@ -78,7 +78,7 @@ class World:
         sent: list[Message] = []
         plain = Compressor("none", (), lambda: math.inf)
         shipping = Shipping(
-            transfer, lambda message, *frames: sent.append((message, list(frames))), lambda: None, plain
+            transfer, lambda message, *frames: sent.append((message, [*map(bytes, frames)])), lambda: None, plain
         )
         due = shipping.begin(m.Ticket(4, 1, STEPS), 6, self.rows)
         for t in range(STEPS):
@@ -88,7 +88,7 @@ class World:
                     shipping.heard(m.Taken(6))
         chunk = m.Chunk(4, 0, np.zeros(2, np.int64).tobytes(), order=6, passed=0)
         frames = shipping.finish(chunk, self.ends.tobytes())
-        return [*sent, (chunk, frames)]
+        return [*sent, (chunk, [*map(bytes, frames)])]
 
     def give(self, message: m.Part | m.Chunk, frames: list[Any]) -> Any:
         received = Received([b"header", *frames])

@@ -63,15 +63,18 @@ class Arrival:
             if start != here:
                 raise WireError(f"a chunk whose {name!r} goes on with row {start} after {here} rows.")
             self.nbytes += len(frame)
+            row_bytes = table[0].nbytes
             if codec:
-                frame = unpack(codec, frame, table.nbytes, table[0].nbytes)
-            count, rest = divmod(len(frame), table[0].nbytes)
-            if rest or start + count > len(table):
+                pieces: Iterable[Array] = unpack(codec, frame, (len(table) - start) * row_bytes, row_bytes)
+            elif len(frame) % row_bytes or len(frame) > (len(table) - start) * row_bytes:
                 raise WireError(f"a chunk whose {name!r} has {len(frame)} bytes from row {start} on.")
-            if count:
-                target = table[start : start + count]
-                target[...] = np.frombuffer(frame, table.dtype).reshape(target.shape)
-            self._rows[name] += count
+            else:
+                pieces = [np.frombuffer(frame, np.uint8).reshape(-1, row_bytes)]
+            for rows in pieces:
+                target = table[here : here + len(rows)]
+                target[...] = rows.view(table.dtype).reshape(target.shape)
+                here += len(rows)
+            self._rows[name] = here
 
     def complete(self, stages: Sequence[Iterable[str]]) -> None:
         """The worker says that these are here, the ones before it included; believed only where it is true."""

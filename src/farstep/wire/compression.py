@@ -1,7 +1,8 @@
 """Arrays made smaller for slow connections, each as it pays: chosen by measuring, per array.
 
-A row of frames often differs little from the one before: `delta` keeps only what changed, for bytes. Packages are
-optional (`pip install farstep[compression]`); both sides must have the one that is used.
+A row of frames often differs little from the one before: `delta` keeps only what changed, for bytes. Rows are taken
+some at a time, so that they stay in the processor's cache. Packages are optional (`pip install farstep[compression]`);
+both sides must have the one that is used.
 """
 
 from __future__ import annotations
@@ -10,10 +11,9 @@ import math
 import struct
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import numpy as np
 
@@ -21,7 +21,8 @@ from farstep.core import Array, Buffer
 from farstep.errors import WireError
 
 DELTA = "delta-"
-_SIZE = struct.Struct("<Q")
+_SIZE, _LENGTH = struct.Struct("<Q"), struct.Struct("<I")
+_PIECE_BYTES = 1 << 19
 _SAMPLE_BYTES = 256 * 1024
 _SMALL_BYTES = 1024
 _AGAIN = 64
@@ -88,8 +89,14 @@ class Compressor:
         return choice, self._packed(choice, array) if choice else _bytes(array)
 
     def _packed(self, choice: str, array: Array) -> bytes:
+        """The size, then pieces, each after its length."""
         codec = self._codecs[choice.removeprefix(DELTA)]
-        return _SIZE.pack(array.nbytes) + codec.compress(_delta(array) if choice.startswith(DELTA) else array.tobytes())
+        frames = [_SIZE.pack(array.nbytes)]
+        for first, stop in _pieces(len(array), array[:1].nbytes):
+            piece = _delta(array, first, stop) if choice.startswith(DELTA) else _bytes(array[first:stop])
+            packed = codec.compress(piece)
+            frames += [_LENGTH.pack(len(packed)), packed]
+        return b"".join(frames)
 
     def _best(self, array: Array) -> str:
         """Seconds per byte of each way, the other side's included, against those of sending it as it is."""
@@ -101,27 +108,47 @@ class Compressor:
         for choice in [*self._codecs, *deltas]:
             began = time.perf_counter()
             packed = self._packed(choice, sample)
-            unpack(choice, packed, sample.nbytes, sample[:1].nbytes)
+            for _ in unpack(choice, packed, sample.nbytes, sample[:1].nbytes):
+                pass
             seconds = time.perf_counter() - began
             costs[choice] = (seconds + len(packed) * as_it_is) / sample.nbytes
         return min(costs, key=costs.__getitem__)
 
 
-def unpack(choice: str, frame: Buffer, most_bytes: int, row_bytes: int) -> Buffer:
-    """What was packed, if it is not larger than `most_bytes`."""
+def unpack(choice: str, frame: Buffer, most_bytes: int, row_bytes: int) -> Iterator[Array]:
+    """What was packed, if it is not larger than `most_bytes`: the bytes of some rows at a time, `[rows, row_bytes]`."""
     codec = available().get(choice.removeprefix(DELTA))
     if codec is None or len(frame) < _SIZE.size:
         raise WireError(f"an array that was compressed with {choice!r}, which is not known here.")
     (size,) = _SIZE.unpack(frame[: _SIZE.size])
     if size > most_bytes:
         raise WireError(f"a compressed array of {size} bytes where {most_bytes} have room.")
-    try:
-        data = codec.decompress(frame[_SIZE.size :], size)
-    except Exception as error:  # each package has errors of its own
-        raise WireError(f"an array that cannot be decompressed: {error}") from error
-    if len(data) != size or (choice.startswith(DELTA) and (not row_bytes or size % row_bytes)):
+    if not size or not row_bytes or size % row_bytes:
         raise WireError("a compressed array of another size than it says.")
-    return _undelta(data, row_bytes) if choice.startswith(DELTA) else data
+    place, last = _SIZE.size, None
+    for first, stop in _pieces(size // row_bytes, row_bytes):
+        (length,) = _LENGTH.unpack(bytes(frame[place : place + _LENGTH.size]).ljust(_LENGTH.size, b"\0"))
+        place += _LENGTH.size + length
+        expected = (stop - first) * row_bytes
+        try:
+            data = codec.decompress(frame[place - length : place], expected)
+        except Exception as error:  # each package has errors of its own
+            raise WireError(f"an array that cannot be decompressed: {error}") from error
+        if len(data) != expected or place > len(frame):
+            raise WireError("a compressed array of another size than it says.")
+        rows = np.frombuffer(data, np.uint8).reshape(stop - first, row_bytes)
+        if choice.startswith(DELTA):
+            rows = _undelta(rows, last)
+            last = rows[-1]
+        yield rows
+    if place != len(frame):
+        raise WireError("a compressed array that goes on after its end.")
+
+
+def _pieces(rows: int, row_bytes: int) -> Iterator[tuple[int, int]]:
+    """From which row to which, each of them."""
+    step = max(1, _PIECE_BYTES // max(1, row_bytes))
+    return ((first, min(first + step, rows)) for first in range(0, rows, step))
 
 
 def _bytes(array: Array) -> Buffer:
@@ -129,16 +156,18 @@ def _bytes(array: Array) -> Buffer:
     return array.data.cast("B") if array.nbytes and array.flags.c_contiguous else array.tobytes()
 
 
-def _delta(array: Array) -> bytes:
-    flat = np.ascontiguousarray(array).reshape(len(array), -1)
-    changed = np.empty_like(flat)
-    changed[0] = flat[0]
-    np.subtract(flat[1:], flat[:-1], out=changed[1:])
+def _delta(array: Array, first: int, stop: int) -> bytes:
+    """Each row less the one before; the first row of all as it is."""
+    changed = np.array(array[first:stop])
+    skipped = 1 if first == 0 else 0
+    np.subtract(changed[skipped:], array[first + skipped - 1 : stop - 1], out=changed[skipped:])
     return changed.tobytes()
 
 
-def _undelta(data: bytes, row_bytes: int) -> Any:
-    rows = np.frombuffer(data, np.uint8).reshape(-1, row_bytes).copy()
+def _undelta(rows: Array, last: Array | None) -> Array:
+    rows = rows.copy()
+    if last is not None:
+        rows[0] += last
     for t in range(1, len(rows)):  # faster than an accumulation over strided rows
         rows[t] += rows[t - 1]
-    return rows.reshape(-1).data
+    return rows

@@ -125,6 +125,7 @@ class Session:
         """Which connections were made again, by whether they are for bulk, since the other side said what it has."""
         self._spare: list[bytearray] = []
         self._rates: deque[float] = deque(maxlen=_RATES)
+        self._confirmed_at = 0.0
         self.owes_report = False
         """The other side should hear what has arrived, soon."""
 
@@ -202,7 +203,7 @@ class Session:
 
     @property
     def rate(self) -> float:
-        """Bytes per second of large messages, from the first byte until confirmed; the best of the last few, since a
+        """Bytes per second of large messages, one after the other, until confirmed; the best of the last few, since a
         confirmation may wait to be read. Infinite before there was one."""
         return max(self._rates, default=math.inf)
 
@@ -324,11 +325,16 @@ class Session:
         """The other side says what it has: forget that."""
         if have >= self._next:
             raise WireError(f"message {have} was confirmed, and never sent.")
-        while self._unconfirmed and self._unconfirmed[0].seq <= have:
-            sent = self._unconfirmed.popleft()
-            if sent.bulk and now > sent.began:
-                self._rates.append(sum(len(body[-1]) for body in sent.bodies) / (now - sent.began))
+        done = [sent for sent in self._unconfirmed if sent.seq <= have]
+        for sent in done:
+            self._unconfirmed.popleft()
             self._recycle(sent)
+        if large := [sent for sent in done if sent.bulk]:
+            began = max(large[0].began, self._confirmed_at)  # before that, it waited for those before it
+            self._confirmed_at = now
+            if now > began:
+                nbytes = sum(len(body[-1]) for sent in large for body in sent.bodies)
+                self._rates.append(nbytes / (now - began))
         if (have, segments) != self._others or not self._unconfirmed:
             self._others, self._moved_at = (have, segments), now
 
