@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,11 +25,19 @@ class FarHead:
     """A head on host h1 that collects from agents on the others."""
 
     def __init__(
-        self, network: Network, server: SshServer, folder: Path, steps: int, size: int, **options: Any
+        self,
+        network: Network,
+        server: SshServer,
+        folder: Path,
+        steps: int,
+        size: int,
+        hosts: Sequence[str] = (),
+        ssh: Sequence[str] = (),
+        **options: Any,
     ) -> None:
         asked = {
-            "hosts": network.hosts[1:],
-            "ssh": ["ssh", "-T", *server.options],
+            "hosts": [*hosts] or network.hosts[1:],
+            "ssh": ["ssh", "-T", *server.options, *ssh],
             "options": {"workers_per_node": 1, "head_address": network.address("h1"), **options},
             "steps": steps,
             "size": size,
@@ -118,6 +126,26 @@ def test_a_host_that_crashes_is_lost_and_training_goes_on(tmp_path: Path) -> Non
         net.crash("h3")
         head.wait_for(10, columns=2)
         head.finish()
+
+
+def test_a_node_behind_a_router_that_translates_addresses(tmp_path: Path) -> None:
+    """Between h1 and h2 is h3; nobody can connect to h2 from outside, but for the ssh that starts its agent."""
+    with Network(["h1", "h2", "h3"]) as net, SshServer(network=net) as server:
+        for key, value in (("ip_forward", 1), ("conf/all/send_redirects", 0), ("conf/eth0/send_redirects", 0)):
+            net.run("h3", ["sh", "-c", f"echo {value} > /proc/sys/net/ipv4/{key}"])
+        chain = "add table ip nat; add chain ip nat out { type nat hook postrouting priority 100; }"
+        net.run("h3", ["nft", f"{chain}; add rule ip nat out ip saddr {net.address('h2')} masquerade"])
+        net.run("h2", ["ip", "route", "add", net.address("h1"), "via", net.address("h3")])
+        net.cut_pair("h1", "h2")
+        jump = ["-o", f"ProxyCommand=ssh {' '.join(server.options)} h3 -W %h:%p"]
+        head = FarHead(net, server, tmp_path, 16, 100_000, hosts=["h2"], ssh=jump)
+        try:
+            head.wait_for(5, columns=2)
+            peers = {line.split()[-1].rpartition(":")[0] for line in net.run("h1", ["ss", "-Htn"]).splitlines()}
+            assert peers == {net.address("h3")}
+            assert not head.finish()["dropped"]
+        finally:
+            head.process.end()
 
 
 def test_a_slow_lossy_line(tmp_path: Path) -> None:

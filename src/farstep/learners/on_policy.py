@@ -69,9 +69,9 @@ class OnPolicy:
 
 def _check_rewards(batch: Batch) -> None:
     rewards = batch["reward"]
-    if np.isfinite(rewards).all():
+    if np.isfinite(rewards).all() or not (bad := np.argwhere(~np.isfinite(rewards) & batch["valid"])).size:
         return
-    row, column = np.argwhere(~np.isfinite(rewards) & batch["valid"])[0]
+    row, column = bad[0]
     raise RewardError(
         f"the environment in slot {batch.slots[column]} returned the reward {rewards[row, column]} (row {row} of a "
         "rollout), from which nothing can be learned; see to the environment, or clip its rewards by a wrapper."
