@@ -186,6 +186,8 @@ class DealerLink:
                     for answer in session.receive(Packet(connection is self._bulk, frames), now):
                         self._put(answer)
                 self._messages.extend(map(Received, session.messages()))
+                if connection.socket.closed:  # it broke while answers had to wait
+                    break
         if session.owes_report and now - self._reported_at > REPORT_S:
             self._reported_at = now
             self._put(session.report())
