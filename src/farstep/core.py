@@ -126,6 +126,10 @@ class Launcher(Protocol):
         """Called often: do what time alone brings about. Raises `LaunchError` if the run cannot go on."""
         return
 
+    def stop(self) -> None:
+        """The run ends: nothing is asked for any more, and who is queued never comes."""
+        return
+
     def waiting(self) -> str:
         """What workers that are queued wait for, in words; empty if none is."""
         return ""

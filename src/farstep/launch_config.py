@@ -200,6 +200,8 @@ class SSHConfig(EngineConfig):
             raise ConfigError(
                 f"SSHConfig.hosts is {self.hosts!r}; expected a list of hosts, e.g. ['node1', 'me@node2']."
             )
+        if len(set(hosts)) < len(hosts):
+            raise ConfigError(f"SSHConfig.hosts is {self.hosts!r}; each host can be one node: name it once.")
         object.__setattr__(self, "hosts", hosts)
         object.__setattr__(self, "nodes", self.nodes or len(hosts))
         words = (self.ssh,) if isinstance(self.ssh, str) else tuple(self.ssh)

@@ -250,6 +250,8 @@ def test_the_script_says_what_was_asked_for(tmp_path: Path) -> None:
         setup=["module load cuda"],
     )
     lines = batch_script(asked, 4, 3).splitlines()
+    odd = SlurmConfig(log_folder=str(tmp_path / "100% mine"))
+    assert f"#SBATCH --output='{tmp_path}/100%% mine/%j.log'" in batch_script(odd, 1, 1)
     for option in (
         "job-name='mine, all mine'",
         "partition=gpu",

@@ -52,13 +52,17 @@ def test_a_host_that_is_not_there_is_named_with_what_ssh_said(server: SshServer)
         within(env.launch)
 
 
-def test_training_goes_on_without_a_host_that_is_not_there(server: SshServer) -> None:
+def test_training_goes_on_without_a_host_that_is_not_there(server: SshServer, caplog: pytest.LogCaptureFixture) -> None:
     hosts = ["one", "no-such-host"]
-    asked = SSHConfig(ssh=("ssh", "-T", *server.options), hosts=hosts, min_nodes=1, workers_per_node=1)
+    ssh = ("ssh", "-T", *server.options)
+    asked = SSHConfig(ssh=ssh, hosts=hosts, min_nodes=1, workers_per_node=1, timeouts={"close_s": 60.0})
     with start(asked) as env:
         batch = within(lambda: env.collect(TableAgent(), steps=4))
         assert batch["obs"].shape[1] == 3
         assert env.stats()["workers"]["queued"] == 1
+        assert [node["place"] for node in env.stats()["nodes"]] == ["ssh one"]
+        eventually(lambda: "Could not resolve hostname no-such-host" in caplog.text)
+        within(env.close, 30)  # who never came is not waited for
 
 
 def test_setup_lines_come_first(server: SshServer, tmp_path: Path) -> None:

@@ -79,6 +79,7 @@ class Crew:
     def stop(self) -> None:
         """From now on, ends are expected."""
         self.membership.stop()
+        self.launcher.stop()
 
     def ended(self) -> bool:
         return all(seat.handle is None or seat.handle.poll() is not None for seat in self.seats)

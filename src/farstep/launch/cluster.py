@@ -49,7 +49,7 @@ class ClusterLauncher(Launcher):
         self._wanted = config.nodes
         self._groups = Groups(engine, config, self._agents_bootstrap)
         self._ticked = self._enough_at = time.monotonic()
-        self._next_beat = 0.0
+        self._next_beat, self._stopping = 0.0, False
         self.refused: dict[str, str] = {}
         """Hosts that came and did not fit, with what differs."""
         _allow_files(_FILES_PER_WORKER * workers)
@@ -127,6 +127,8 @@ class ClusterLauncher(Launcher):
             self._hub.service()
             for node in self._nodes.values():
                 node.tell(n.NodeBeat(node.name))
+        if self._stopping:
+            return
         self._groups.ask_again(self._wanted, now)
         there, fewest = self._there(), self._config.fewest_nodes
         if there >= fewest:
@@ -136,6 +138,11 @@ class ClusterLauncher(Launcher):
         elif now - self._enough_at > self._config.queue_s:
             said = f"{there} of at least {fewest} nodes came within queue_s={self._config.queue_s:g} s"
             raise LaunchError(f"{said}: {self.waiting()}.\n{self.logs()}".rstrip())
+
+    def stop(self) -> None:
+        self._stopping = True
+        for handle in list(self._queued.values()):
+            handle.kill()
 
     def scale(self, nodes: int) -> None:
         """Have so many nodes from now on: more are asked for, or the last blocks are given back."""

@@ -32,6 +32,8 @@ class Watched:
         """Nodes of it that were there and will not be again, as far as is known, and since when."""
         self.here = 0
         """Nodes of it that are there."""
+        self.last_words = ""
+        """The last line of what nodes said, when some of them had ended."""
         self._cancelled = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True, name="farstep-engine")
 
@@ -74,9 +76,11 @@ class Watched:
         while not self._cancelled.wait(_LOOK_S):
             if self._group is None or not self.standing.nodes:
                 continue
-            began = time.monotonic()
+            began, before = time.monotonic(), self.standing.nodes
             try:
                 self._look = (began, self._group.standing())
+                if self.standing.nodes < before:
+                    self.last_words = next(reversed(self._group.logs().splitlines()), "")
             except Exception as error:  # an engine that cannot be asked may still have nodes for us
                 self._look = (began, Standing(f"the engine does not answer: {error}", self.standing.nodes))
         if self._group is not None:
@@ -158,7 +162,8 @@ class Groups:
             self._retry_at = (self._retries[0] if self._retries else now) + RESTART_WINDOW_S
             return
         self._retries.append(now)
-        log.warning("%s; asking for %d nodes again", last.standing.text, missing)
+        words = f" ({last.last_words})" if last.last_words else ""
+        log.warning("%s%s; asking for %d nodes again", last.standing.text, words, missing)
         self._new(missing).watch()
 
     def give_back(self, wanted: int) -> None:

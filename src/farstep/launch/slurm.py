@@ -99,7 +99,7 @@ def batch_script(config: SlurmConfig, workers_per_node: int, nodes: int, bootstr
         "account": config.slurm_account,
         "qos": config.slurm_qos,
         "constraint": config.slurm_constraint,
-        "output": f"{Path(config.log_folder).absolute()}/%j.log",
+        "output": f"{str(Path(config.log_folder).absolute()).replace('%', '%%')}/%j.log",
         "open-mode": "append",
     }
     lines = [f"#SBATCH --{name}={shlex.quote(str(value))}" for name, value in options.items() if value is not None]

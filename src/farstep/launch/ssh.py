@@ -34,14 +34,14 @@ class SSHEngine:
         for host in free[:nodes]:
             if host in self._sessions:
                 self._sessions[host].close()
-            self._sessions[host] = Session([*self._config.ssh, host, self._command()], host, bootstrap)
+            self._sessions[host] = Session([*self._config.ssh, host, self._command(host)], host, bootstrap)
             started.append(self._sessions[host])
         return Sessions("ssh", started)
 
-    def _command(self) -> str:
+    def _command(self, host: str) -> str:
         """For the shell of the host."""
-        agent = f"exec {shlex.quote(self._config.python or sys.executable)} -m farstep.launch.node_agent"
-        return "\n".join([*self._config.setup, agent])
+        python, place = shlex.quote(self._config.python or sys.executable), shlex.quote(f"ssh {host}")
+        return "\n".join([*self._config.setup, f"exec {python} -m farstep.launch.node_agent --place {place}"])
 
     def close(self) -> None:
         end_sessions(list(self._sessions.values()))
