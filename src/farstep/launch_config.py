@@ -149,7 +149,7 @@ class EngineConfig(LaunchConfig):
     python: str | None = None
     """The interpreter on nodes; None: the path of this one."""
     setup: Sequence[str] = ()
-    """Shell lines that nodes run first, e.g. `module load cuda` or `source env/bin/activate`."""
+    """Shell lines that nodes run first, e.g. `module load cuda`, or `source env/bin/activate` with python="python"."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -196,7 +196,7 @@ class SSHConfig(EngineConfig):
 
     def __post_init__(self) -> None:
         hosts = (self.hosts,) if isinstance(self.hosts, str) else tuple(self.hosts)
-        if not hosts or not all(isinstance(host, str) and host and not host.startswith("-") for host in hosts):
+        if not hosts or not all(isinstance(h, str) and len(h.split()) == 1 and not h.startswith("-") for h in hosts):
             raise ConfigError(
                 f"SSHConfig.hosts is {self.hosts!r}; expected a list of hosts, e.g. ['node1', 'me@node2']."
             )

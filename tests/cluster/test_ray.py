@@ -9,6 +9,7 @@ import json
 import os
 import re
 import signal
+import stat
 import subprocess
 import sys
 import uuid
@@ -259,6 +260,8 @@ def test_without_a_cluster_one_is_started_and_nobody_else_is_let_in(
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))  # where Ray notes which cluster runs
     with cluster(config=farstep.RayConfig(workers_per_node=1)) as env:
         env.launch()
+        driver = env._collector.server.crew.launcher._engine._driver  # type: ignore[union-attr]
+        assert driver.local and stat.S_IMODE(Path(driver._folder).stat().st_mode) == 0o700
         found = re.search(r"farstep-ray-.*gcs-address=([\d.:]+)", "\n".join(commands().values()))
         assert found
         address = found[1]

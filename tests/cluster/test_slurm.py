@@ -6,6 +6,7 @@ import functools
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -193,8 +194,7 @@ def test_inside_an_allocation_agents_are_a_step(cluster: SlurmCluster, tmp_path:
     code = "import test_slurm; test_slurm.inside()"
     here = Path(__file__).parent
     folders = os.pathsep.join([str(here), str(here.parent / "engines")])
-    import sys
-
+    (tmp_path / "activate").write_text(f"echo sourced > {tmp_path}/mark\n")
     script = f"#!/bin/sh\nexport PYTHONPATH={folders}:$PYTHONPATH\nexec {sys.executable} -c '{code}'\n"
     log = tmp_path / "inside.log"
     path = tmp_path / "script"
@@ -203,11 +203,12 @@ def test_inside_an_allocation_agents_are_a_step(cluster: SlurmCluster, tmp_path:
     eventually(lambda: log.exists() and "six columns" in log.read_text(), 60)
     eventually(lambda: not live_jobs(cluster))
     assert len(cluster.jobs()) == 1, "no other job was submitted"
+    assert (tmp_path / "mark").read_text() == "sourced\n"
 
 
 def inside() -> None:
     """What the job of the test above runs."""
-    with start(Path.cwd(), nodes=2) as env:
+    with start(Path.cwd(), nodes=2, setup=["source ./activate"]) as env:
         print({6: "six columns"}[columns(env, TableAgent())], flush=True)
 
 
@@ -221,6 +222,12 @@ def test_what_a_node_says_is_in_the_error(cluster: SlurmCluster, tmp_path: Path)
         within(start(tmp_path, python="/no/such/python").launch)
     assert "secret" not in str(caught.value)
     assert not live_jobs(cluster)
+
+
+def test_a_log_folder_that_cannot_be_made_is_named(cluster: SlurmCluster, tmp_path: Path) -> None:
+    (tmp_path / "logs").touch()
+    with pytest.raises(LaunchError, match=r"log_folder='.*/logs' cannot be made: File exists; choose another\."):
+        start(tmp_path).launch()
 
 
 def test_without_slurm_one_sentence_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,4 +269,5 @@ def test_the_script_says_what_was_asked_for(tmp_path: Path) -> None:
     ):
         assert f"#SBATCH --{option}" in lines
     assert "#SBATCH --exclusive" in lines and "#SBATCH --cpus-per-task=4" in lines
+    assert any(line.startswith("srun --cpus-per-task=4 ") for line in lines)
     assert lines.index("module load cuda") < next(i for i, line in enumerate(lines) if line.startswith("srun"))

@@ -66,10 +66,11 @@ def test_training_goes_on_without_a_host_that_is_not_there(server: SshServer, ca
 
 
 def test_setup_lines_come_first(server: SshServer, tmp_path: Path) -> None:
-    mark = tmp_path / "mark"
-    with start(config(server.options, setup=[f"echo here > {mark}"], workers_per_node=1)) as env:
+    mark, eaten = tmp_path / "mark", tmp_path / "eaten"
+    setup = [f"echo here > {mark}", f"cat > {eaten}"]  # keys are not for them to read
+    with start(config(server.options, setup=setup, workers_per_node=1)) as env:
         env.launch()
-    assert mark.read_text() == "here\n"
+    assert mark.read_text() == "here\n" and eaten.read_text() == ""
 
 
 def test_no_key_is_in_an_argument_or_an_environment(server: SshServer) -> None:

@@ -27,7 +27,7 @@ _SSH_FIXES = {
     "Could not resolve": "correct the name, or add 'Host {host}' with a HostName to ~/.ssh/config.",
     "Connection refused": "start sshd there, or give its Port in ~/.ssh/config.",
     "timed out": "is it switched on, and does a firewall let ssh through?",
-    "No module named": "install farstep {version} for {python} there, or say --setup 'source ENV/bin/activate'.",
+    "No module named": "install farstep {version} for {python} there, or --setup '. ENV/bin/activate' --python python.",
     "No such file": "say where Python is there: --python PATH.",
     "not found": "say where Python is there: --python PATH.",
 }

@@ -106,7 +106,7 @@ class RayDriver:
                 "resources": {name: amount for name, amount in room.items() if name not in _OF_RAY},
                 "include_dashboard": False,
                 "object_store_memory": _STORE_BYTES,
-                "_temp_dir": self._folder,
+                "_temp_dir": f"{self._folder}/r",  # which Ray opens to everybody; the one around it is ours alone
             }
         self._session = ray.init(address=address, **shared).address_info["session_dir"]
         return {"address": ray.util.get_node_ip_address(), "folder": self._folder}

@@ -56,6 +56,13 @@ class Session:
             self._log.close()
 
 
+def after_setup(setup: Sequence[str], agent: str) -> str:
+    """Lines for a shell; its standard input, where the keys are, is for the agent only."""
+    if not setup:
+        return f"exec {agent}"
+    return "\n".join(["exec 3<&0 </dev/null", *setup, f"exec {agent} <&3 3<&-"])
+
+
 def end_sessions(sessions: Iterable[Session], patience_s: float = _LEAVE_S) -> None:
     """Agents were told to leave; whoever is still there after a while is beyond hearing."""
     left = [session for session in sessions if not session.ended]

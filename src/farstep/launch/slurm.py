@@ -21,7 +21,7 @@ from farstep.errors import LaunchError
 from farstep.launch.addresses import own_addresses
 from farstep.launch.engine import TAKEN_BACK, Standing
 from farstep.launch.guardian import Guardian
-from farstep.launch.sessions import Session, Sessions, end_sessions
+from farstep.launch.sessions import Session, Sessions, after_setup, end_sessions
 from farstep.launch_config import SlurmConfig
 
 log = logging.getLogger("farstep")
@@ -64,7 +64,10 @@ class SlurmEngine:
             self._steps.append(step)
             return Sessions("srun", [step])
         folder = Path(self._config.log_folder).absolute()
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise LaunchError(f"log_folder={str(folder)!r} cannot be made: {error.strerror}; choose another.") from None
         jobs = Jobs(folder, self._guardian)
         try:
             first, self._asked = 0 if self._asked else self._config.fewest_nodes, True
@@ -105,7 +108,9 @@ def batch_script(config: SlurmConfig, workers_per_node: int, nodes: int, bootstr
     lines = [f"#SBATCH --{name}={shlex.quote(str(value))}" for name, value in options.items() if value is not None]
     lines += ["#SBATCH --requeue", "#SBATCH --no-kill"]  # other nodes go on when one fails
     lines += [f"#SBATCH {extra}" for extra in config.slurm_extra]
-    agent = " ".join(["srun", "--no-kill", "--kill-on-bad-exit=0", "--wait=0", "--label", *_agent(config)])
+    # Steps take no number of cores over from their job since SLURM 22.05: without it, workers may be bound to one.
+    cores = f"--cpus-per-task={options['cpus-per-task']}"
+    agent = " ".join(["srun", cores, "--no-kill", "--kill-on-bad-exit=0", "--wait=0", "--label", *_agent(config)])
     # A job that ends by itself while it is preempted counts as completed and is not queued again.
     stay = f"[ $status -ne {TAKEN_BACK} ] || sleep {_STAY_S}"
     told = [f"{agent} <<'{_END_OF_INPUT}'", bootstrap, _END_OF_INPUT, "status=$?", stay, "exit $status", ""]
@@ -120,8 +125,8 @@ def step_command(config: SlurmConfig, workers_per_node: int, nodes: int) -> list
         f"--cpus-per-task={workers_per_node * config.cpus_per_worker}",
         *([f"--gpus-per-node={config.gpus_per_node}"] if config.gpus_per_node else []),
     ]
-    setup = "\n".join([*config.setup, f"exec {' '.join(_agent(config))}"])
-    return ["srun", *options, "sh", "-c", setup]
+    # In bash, as batch scripts: setup lines may say `source`.
+    return ["srun", *options, "bash", "-c", after_setup(config.setup, " ".join(_agent(config)))]
 
 
 def _agent(config: SlurmConfig) -> list[str]:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from farstep.errors import LaunchError
 from farstep.launch.addresses import own_addresses
-from farstep.launch.sessions import Session, Sessions, end_sessions
+from farstep.launch.sessions import Session, Sessions, after_setup, end_sessions
 from farstep.launch_config import SSHConfig
 
 
@@ -41,7 +41,7 @@ class SSHEngine:
     def _command(self, host: str) -> str:
         """For the shell of the host."""
         python, place = shlex.quote(self._config.python or sys.executable), shlex.quote(f"ssh {host}")
-        return "\n".join([*self._config.setup, f"exec {python} -m farstep.launch.node_agent --place {place}"])
+        return after_setup(self._config.setup, f"{python} -m farstep.launch.node_agent --place {place}")
 
     def close(self) -> None:
         end_sessions(list(self._sessions.values()))
