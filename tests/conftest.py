@@ -28,6 +28,7 @@ def pytest_sessionfinish() -> None:
         shutil.rmtree(tempfile.gettempdir(), ignore_errors=True)
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist takes the groups over when it is its turn
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """With `--dist loadgroup`, a file's tests stay together."""
     if config.pluginmanager.hasplugin("xdist"):

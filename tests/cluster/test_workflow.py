@@ -128,7 +128,7 @@ def test_nobody_waits_for_a_slow_worker(tmp_path: Path) -> None:
         def open_gate() -> None:
             if len(learner.batches) >= 6 and len(heard()) >= 3:
                 (tmp_path / "gate").touch()
-                learner.then = None
+                learner.then = lambda: None
                 ahead.update(heard())
 
         ahead: set[int] = set()

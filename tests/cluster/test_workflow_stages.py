@@ -129,11 +129,15 @@ def test_stages_of_a_worker_that_is_lost_come_again(in_queue: bool, tmp_path: Pa
         flow = farstep.Workflow(env, TableAgent(), full(2 * 16))
         learner = Staged(flow)
 
+        awaited = {(0, 1), (1, 0)}
+
         def learn(message: Any) -> None:
-            if (message["fragment"], message["stage"]) == (1, 0) and len(learner.of(0)) == 1:
-                os.write(fd, b"!")  # its worker dies of it instead of sending the rest
-                if in_queue:  # what was passed on stays as it was, whatever comes meanwhile
-                    eventually(lambda: env.stats()["workers"]["restarts"])
+            if awaited:
+                awaited.discard((message["fragment"], message["stage"]))
+                if not awaited:
+                    os.write(fd, b"!")  # its worker dies of it instead of sending the rest
+                    if in_queue:  # what was passed on stays as it was, whatever comes meanwhile
+                        eventually(lambda: env.stats()["workers"]["restarts"])
             learner(message)
 
         flow.on(DataKeyTrigger(n=1, size=6, keys=STAGES), learn, thread=in_queue)
