@@ -11,22 +11,26 @@ from farstep.errors import ConfigError, unknown_name
 
 
 class Options:
-    """What the configurations share: construction from a mapping and checks of literals."""
+    """What the configurations share: construction from a mapping, names of options, checks of literals."""
+
+    def __new__(cls, *values: object, **options: object) -> Self:
+        """Unknown options are refused by name, with the nearest."""
+        known = [field.name for field in dataclasses.fields(cast(Any, cls)) if field.init]
+        for name in options:
+            if name not in known:
+                raise ConfigError(unknown_name(f"option of {cls.__name__}", name, known))
+        return super().__new__(cls)
 
     @classmethod
     def of(cls, value: Self | Mapping[str, object] | None) -> Self:
-        """`value` itself, or a configuration made from a mapping; unknown keys are refused by name."""
+        """`value` itself, or a configuration made from a mapping."""
         if value is None:
             return cls()
         if isinstance(value, cls):
             return value
         if not isinstance(value, Mapping):
             raise ConfigError(f"expected a {cls.__name__} or a mapping of its fields, got {value!r}.")
-        known = [field.name for field in dataclasses.fields(cast(Any, cls))]
-        for key in value:
-            if key not in known:
-                raise ConfigError(unknown_name(f"option of {cls.__name__}", str(key), known))
-        return cls(**cast("dict[str, Any]", dict(value)))
+        return cls(**{str(key): option for key, option in value.items()})
 
     def _one_of(self, field: str, literal: object) -> None:
         got = getattr(self, field)

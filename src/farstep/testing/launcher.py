@@ -20,7 +20,7 @@ import cloudpickle
 import numpy as np
 
 from farstep.cluster_env import ClusterEnv
-from farstep.errors import ClosedError, RemoteEnvError, WorkerDied
+from farstep.errors import ClosedError, ConfigError, RemoteEnvError, WorkerDied
 from farstep.launch.process import import_path
 from farstep.launch_config import LaunchConfig
 from farstep.testing.envs import CountingEnv, TableAgent
@@ -80,6 +80,7 @@ def check_launcher(
     looked at by process id where they run on this host. `kill_node` ends a node of `stats()["nodes"]` without a
     warning; it is given for launchers that have some.
     """
+    _check_unknown_option(make_config)
     _check_start(make_config, processes)
     _check_exception(make_config)
     if processes:
@@ -97,6 +98,15 @@ def _cluster(config: LaunchConfig, fault: str = "") -> ClusterEnv:
     return ClusterEnv(
         {"type": "factory", "env_name": ProbeEnv, "env_kwargs": kwargs, "envs_per_node": 3, "seed": _SEED}, config
     )
+
+
+def _check_unknown_option(make_config: MakeConfig) -> None:
+    try:
+        make_config(workers_per_nod=2)
+    except ConfigError as error:
+        assert "workers_per_node" in str(error), error
+        return
+    raise AssertionError("an option that does not exist must be refused with a ConfigError that names the nearest")
 
 
 def _check_start(make_config: MakeConfig, processes: bool) -> None:
