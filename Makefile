@@ -24,7 +24,7 @@ demo: setup      ## train CartPole-v1 on two local workers until it is solved
 	@$(BIN)/python examples/cartpole_ppo.py
 
 test: setup      ## all tests, in two processes: many of them only wait
-	@$(BIN)/python -m pytest -n 2 --dist loadgroup
+	@$(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-kubernetes: setup  ## the launcher contract on a real Kubernetes cluster, built once from Debian's sources (needs root)
 	@$(BIN)/python tests/engines/kubernetes_cluster.py

@@ -9,12 +9,6 @@ from collections.abc import Generator
 import pytest
 from guarded import EngineMissing
 
-# Files whose tests start engines, or look at what is left of them on the whole machine: one after the other.
-_ENGINES = {
-    *("test_doctor", "test_engines", "test_gpus", "test_kubernetes", "test_network", "test_nodes", "test_ray"),
-    *("test_ray_page", "test_slurm", "test_ssh", "test_train_on_nodes"),
-}
-
 # A shell's `&` and nohup have Ctrl-C ignored, here and in all that tests start; some of them are about Ctrl-C.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -26,14 +20,6 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # what another process makes meanwhile 
 def pytest_sessionfinish() -> None:
     if "PYTEST_XDIST_WORKER" in os.environ:
         shutil.rmtree(tempfile.gettempdir(), ignore_errors=True)
-
-
-@pytest.hookimpl(tryfirst=True)  # xdist takes the groups over when it is its turn
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With `--dist loadgroup`, a file's tests stay together."""
-    if config.pluginmanager.hasplugin("xdist"):
-        for item in items:
-            item.add_marker(pytest.mark.xdist_group("engines" if item.path.stem in _ENGINES else str(item.path)))
 
 
 @pytest.fixture(autouse=True)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -354,7 +356,8 @@ with Network(["h1", "h2"], delay_ms=1) as network, SlurmCluster(network=network)
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
 def test_nothing_is_left_however_the_test_ends(tag, tmp_path, number):
-    environment = {**os.environ, "PYTHONPATH": str(HERE), "TMPDIR": str(tmp_path)}
+    folder = Path(tempfile.mkdtemp(prefix="u"))  # a short name: the path of a socket in it has at most 107 bytes
+    environment = {**os.environ, "PYTHONPATH": str(HERE), "TMPDIR": str(folder)}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen([sys.executable, "-c", USER], env=environment, start_new_session=True, **pipes) as user:
         expect_line(user, "ready", "the user", 60)
@@ -363,4 +366,5 @@ def test_nothing_is_left_however_the_test_ends(tag, tmp_path, number):
         user.wait(20)
     wait_until(lambda: not tagged(tag), "all processes to end", 20)
     if number == signal.SIGINT:
-        assert list(tmp_path.iterdir()) == []
+        assert list(folder.iterdir()) == []
+    shutil.rmtree(folder)
