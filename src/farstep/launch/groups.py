@@ -70,8 +70,8 @@ class Watched:
         try:
             if self._group is None:
                 self.ask()
-        except LaunchError as error:  # an engine that was there may be there again soon
-            log.warning("%s Going on without for now.", error)
+        except Exception as error:  # an engine that was there may be there again soon
+            log.warning("%s: %s Going on without for now.", type(error).__name__, error)
             self._look = (time.monotonic(), Standing(str(error), 0))
         while not self._cancelled.wait(_LOOK_S):
             if self._group is None or not self.standing.nodes:
