@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import signal
@@ -77,12 +78,26 @@ def test_a_node_that_loses_its_power_is_replaced_while_the_others_go_on(cluster:
     with start(tmp_path, nodes=3, min_nodes=2, lease_s=3, slurm_extra=["--exclusive"]) as env:
         agent = TableAgent()
         eventually(lambda: columns(env, agent) == 9)
-        # Of the job that has only this one: with the first node of another job, SLURM's `srun` and all its agents go.
+        # Of the job that has only this one: see below for the first node of another job.
         victim = max(node["place"] for node in env.stats()["nodes"]).rpartition(" ")[2]
         cluster.kill_node(victim)
         eventually(lambda: columns(env, agent) == 6, 60)
         eventually(lambda: columns(env, agent) == 9, 120)  # on the fourth node
         assert victim not in str(env.stats()["nodes"])
+        assert_balanced(env.stats())
+
+
+def test_nodes_that_a_job_holds_without_agents_are_freed(cluster: SlurmCluster, tmp_path: Path) -> None:
+    """The first node of a job of two fails, and the agent on the other ends, as it does where it misses `srun`."""
+    with start(tmp_path, nodes=3, min_nodes=2, lease_s=3, slurm_extra=["--exclusive"]) as env:
+        agent = TableAgent()
+        eventually(lambda: columns(env, agent) == 9)
+        first, second = sorted((node["place"], node["pid"]) for node in env.stats()["nodes"])[:2]
+        cluster.kill_node(first[0].rpartition(" ")[2])
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(second[1], signal.SIGKILL)
+        eventually(lambda: columns(env, agent) == 9, 200)
+        assert second[0].rpartition(" ")[2] in str(env.stats()["nodes"])  # there are four nodes, and three are needed
         assert_balanced(env.stats())
 
 

@@ -9,12 +9,12 @@ import pytest
 
 from farstep.errors import LaunchError
 from farstep.launch import groups as module
-from farstep.launch.engine import Standing
+from farstep.launch.engine import Group, Standing
 from farstep.launch.groups import Groups
 from farstep.launch_config import RESTART_WINDOW_S, SSHConfig
 
 
-class Job:
+class Job(Group):
     def __init__(self, nodes: int) -> None:
         self.stands = Standing(f"job of {nodes}", nodes)
         self.looks = 0

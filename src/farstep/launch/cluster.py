@@ -294,7 +294,7 @@ class ClusterLauncher(Launcher):
         log.warning("%s %s", node, why)
         del self._nodes[node.name]
         self._blocks[node.block] = None
-        self._groups[node.group].left(for_good=True)
+        self._groups[node.group].lost(node.place)
         for worker in node.workers.values():
             worker.end(Ended(1, f"its {node} {why}", blameless=True))
 

@@ -29,6 +29,10 @@ class Group(Protocol):
         """May take a while: all but `logs` is called in a thread of the group's own."""
         ...
 
+    def lost(self, place: str) -> None:
+        """The head gave up a node of it, which its agent had called so: whatever is held for it may go."""
+        return
+
     def logs(self) -> str:
         """Where they are, and the end of each."""
         ...

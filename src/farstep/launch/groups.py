@@ -30,6 +30,8 @@ class Watched:
         """When the engine was last asked how it is, and what it said."""
         self._gone, self._gone_at = 0, 0.0
         """Nodes of it that were there and will not be again, as far as is known, and since when."""
+        self._lost: deque[str] = deque()
+        """Places of nodes that were given up, which the engine is still to be told."""
         self.here = 0
         """Nodes of it that are there."""
         self.last_words = ""
@@ -66,6 +68,11 @@ class Watched:
         if for_good:
             self._gone, self._gone_at = self._gone + 1, time.monotonic()
 
+    def lost(self, place: str) -> None:
+        """A node was given up."""
+        self.left(for_good=True)
+        self._lost.append(place)
+
     def _watch(self) -> None:
         try:
             if self._group is None:
@@ -78,6 +85,8 @@ class Watched:
                 continue
             began, before = time.monotonic(), self.standing.nodes
             try:
+                while self._lost:
+                    self._group.lost(self._lost.popleft())
                 self._look = (began, self._group.standing())
                 if self.standing.nodes < before:
                     self.last_words = next(reversed(self._group.logs().splitlines()), "")

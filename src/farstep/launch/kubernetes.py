@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from farstep.errors import FarstepError, LaunchError
 from farstep.kubernetes_config import KubernetesConfig
 from farstep.launch.addresses import own_addresses
-from farstep.launch.engine import Standing
+from farstep.launch.engine import Group, Standing
 from farstep.launch.guardian import Guardian
 from farstep.launch.kubernetes_api import Api, RefusedError, containers
 from farstep.launch.manifests import GROUP_LABEL, RUN_LABEL, Manifest, manifests, owned, owner
@@ -68,8 +68,8 @@ class KubernetesEngine:
             self._api.close()
 
 
-class Pods:
-    """Pods that were asked for together (see `engine.Group`)."""
+class Pods(Group):
+    """Pods that were asked for together."""
 
     def __init__(
         self, api: Api, wanted: Sequence[Manifest], owners: Sequence[dict[str, str]], guardian: Guardian

@@ -22,7 +22,7 @@ from typing import Any
 
 from farstep.errors import LaunchError
 from farstep.launch.addresses import own_addresses
-from farstep.launch.engine import Standing
+from farstep.launch.engine import Group, Standing
 from farstep.launch.process import import_path
 from farstep.launch_config import RayConfig
 
@@ -184,8 +184,8 @@ class Driver:
             shutil.rmtree(self._folder, ignore_errors=True)
 
 
-class Actors:
-    """Actors that were asked for together (see `engine.Group`)."""
+class Actors(Group):
+    """Actors that were asked for together."""
 
     def __init__(self, driver: Driver, number: int) -> None:
         self._driver, self._number = driver, number

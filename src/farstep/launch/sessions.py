@@ -10,7 +10,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Sequence
 
-from farstep.launch.engine import Standing
+from farstep.launch.engine import Group, Standing
 
 _TAIL_BYTES = 4096
 _LEAVE_S = 2.0
@@ -75,8 +75,8 @@ def end_sessions(sessions: Iterable[Session], patience_s: float = _LEAVE_S) -> N
         session.close()
 
 
-class Sessions:
-    """Sessions that were begun together (see `engine.Group`)."""
+class Sessions(Group):
+    """Sessions that were begun together."""
 
     def __init__(self, program: str, sessions: Sequence[Session]) -> None:
         self._program, self._sessions = program, sessions

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from farstep.errors import LaunchError
 from farstep.launch.addresses import own_addresses
-from farstep.launch.engine import TAKEN_BACK, Standing
+from farstep.launch.engine import TAKEN_BACK, Group, Standing
 from farstep.launch.guardian import Guardian
 from farstep.launch.sessions import Session, Sessions, after_setup, end_sessions
 from farstep.launch_config import SlurmConfig
@@ -134,12 +134,14 @@ def _agent(config: SlurmConfig) -> list[str]:
     return [python, "-m", "farstep.launch.node_agent", "--place", "'SLURM job $SLURM_JOB_ID, node $SLURMD_NODENAME'"]
 
 
-class Jobs:
-    """Jobs that were submitted together (see `engine.Group`)."""
+class Jobs(Group):
+    """Jobs that were submitted together."""
 
     def __init__(self, folder: Path, guardian: Guardian) -> None:
         self._folder, self._guardian = folder, guardian
         self._sizes: dict[str, int] = {}
+        self._lost: dict[str, set[str]] = {}
+        """Nodes that were given up, since the job last began."""
 
     def submit(self, script: str, nodes: int) -> None:
         answer = _run(["sbatch", "--parsable"], script)
@@ -148,17 +150,32 @@ class Jobs:
         self._sizes[found[1]] = nodes
         self._guardian.promise(found[1], ["scancel", found[1]])
 
+    def lost(self, place: str) -> None:
+        if found := re.match(r"SLURM job (\d+), node (.+)", place):
+            self._lost.setdefault(found[1], set()).add(found[2])
+
     def standing(self) -> Standing:
-        asked = ["squeue", "--noheader", "--states=all", f"--jobs={','.join(self._sizes)}", "--format=%A|%T|%r"]
-        lines = [line.split("|") for line in _run(asked, missing="").splitlines() if line.count("|") == 2]
-        states = {number.strip(): (state, reason) for number, state, reason in lines}
+        asked = ["squeue", "--noheader", "--states=all", f"--jobs={','.join(self._sizes)}", "--format=%A|%T|%D|%r"]
+        lines = [line.split("|") for line in _run(asked, missing="").splitlines() if line.count("|") == 3]
+        states = {number.strip(): (state, int(held), reason) for number, state, held, reason in lines}
         parts, nodes, coming = [], 0, 0
         for number, size in self._sizes.items():
-            state, reason = states.get(number, ("over", ""))
+            state, held, reason = states.get(number, ("over", 0, ""))
             parts.append(f"SLURM job {number} is {state}{'' if reason in ('', 'None') else f' ({reason})'}")
             nodes += 0 if state in _ENDED else size
             coming += size if state in _WAITING else 0
+            if state in _WAITING:
+                self._lost.pop(number, None)
+            elif state == "RUNNING" and held < size == len(self._lost.get(number, ())):
+                self._cancel_empty(number)
         return Standing("; ".join(parts), nodes, coming)
+
+    def _cancel_empty(self, number: str) -> None:
+        """One of its nodes failed, and nobody is heard of on the others: with the first node went `srun`, and perhaps
+        their agents too, and SLURM would keep them for the job. (If none failed, agents may be cut off for a while.)"""
+        log.warning("SLURM job %s has lost all of its agents: cancelled, so that its nodes are free again", number)
+        del self._lost[number]
+        _run(["scancel", number], missing="")
 
     def logs(self) -> str:
         return "\n".join(map(self._log, self._sizes))
