@@ -116,6 +116,7 @@ class Hub:
         router.zap_domain = _DOMAIN
         router.maxmsgsize = most_bytes
         router.linger = 0
+        router.backlog = 4096  # as many as systems allow: a thousand workers may knock at once
         router.handshake_ivl = 10_000
         router.sndhwm = 0
         router.router_mandatory = True
