@@ -14,6 +14,10 @@ from farstep.launch_config import EngineConfig
 KubernetesKind = Literal["job", "deployment"]
 ImagePullPolicy = Literal["IfNotPresent", "Always", "Never"]
 
+_LABEL = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
+_PART = r"[a-z0-9]+([._-]+[a-z0-9]+)*"
+_IMAGE = rf"([\w.-]+(:\d+)?/)?{_PART}(/{_PART})*(:\w[\w.-]{{0,127}})?(@\w+:[0-9a-f]+)?"
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KubernetesConfig(EngineConfig):
@@ -53,6 +57,16 @@ class KubernetesConfig(EngineConfig):
             raise ConfigError(
                 f"KubernetesConfig.image is {self.image!r}; expected the name of an image that has farstep in it. "
                 "docs/kubernetes.md shows how to build one."
+            )
+        if not re.fullmatch(_IMAGE, self.image):
+            raise ConfigError(
+                f"KubernetesConfig.image is {self.image!r}; expected [REGISTRY/]NAME[:TAG], with the name in small "
+                "letters and without spaces."
+            )
+        if self.namespace is not None and not re.fullmatch(_LABEL, self.namespace):
+            raise ConfigError(
+                f"KubernetesConfig.namespace is {self.namespace!r}; expected at most 63 small letters, digits and "
+                "hyphens."
             )
         self._one_of("kind", KubernetesKind)
         self._one_of("image_pull_policy", ImagePullPolicy)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -48,14 +49,20 @@ def test_this_machine_is_fit(capsys: pytest.CaptureFixture[str]) -> None:
     assert found[-1].startswith("no problems")
 
 
+def leave_a_child() -> None:
+    subprocess.Popen(["sleep", "3600"])  # it has our output open
+    raise RuntimeError("no environment today")
+
+
 @pytest.mark.parametrize(
     ("environment", "words"),
     [
         (["--env", "NoSuchEnv-v0"], ["NoSuchEnv-v0", "your_module:NoSuchEnv-v0"]),
         (["--env", "no_such_module:Id-v0"], ["No module named 'no_such_module'"]),
         (["--env", "os:abort", "--env-type", "factory"], ["ended by signal 6"]),
+        (["--env", f"{__name__}:leave_a_child", "--env-type", "factory"], ["no environment today"]),
     ],
-    ids=["unknown", "not installed", "crashes"],
+    ids=["unknown", "not installed", "crashes", "leaves a child"],
 )
 def test_an_environment_that_cannot_be_made(
     environment: list[str], words: list[str], capsys: pytest.CaptureFixture[str]
@@ -146,6 +153,20 @@ def test_a_partition_that_is_not_there(cluster: SlurmCluster, capsys: pytest.Cap
     status, found = doctor(capsys, "--launcher", "slurm", "--partition", "mian")
     assert status == 1
     one(found, "problem", "unknown partition 'mian'", "main")
+
+
+def test_several_partitions_of_which_one_is_not_there(
+    cluster: SlurmCluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, found = doctor(capsys, "--launcher", "slurm", "--partition", "main,mian", "--wait-s", "1")
+    one(found, "problem", "unknown partition 'mian'", "main")
+
+
+def test_more_nodes_than_there_are(cluster: SlurmCluster, capsys: pytest.CaptureFixture[str]) -> None:
+    cluster.command("scontrol", "update", "PartitionName=main", "MaxNodes=1")
+    status, found = doctor(capsys, "--launcher", "slurm", "--nodes", "2", "--wait-s", "5")
+    assert status == 1
+    one(found, "problem", "PartitionNodeLimit", "never come")
 
 
 def test_a_queue_that_is_long(cluster: SlurmCluster, capsys: pytest.CaptureFixture[str]) -> None:

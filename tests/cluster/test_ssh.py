@@ -14,9 +14,10 @@ from checks import eventually, within
 from ssh_hosts import SshServer
 
 import farstep
-from farstep.errors import ConfigError, LaunchError
+from farstep.errors import ConfigError, LaunchError, WorkerDied
 from farstep.launch_config import SSHConfig
-from farstep.testing import CountingEnv, TableAgent, check_launcher
+from farstep.testing import CountingEnv, FaultyEnv, TableAgent, check_launcher
+from farstep.worker.seeds import episode_seed
 
 pytestmark = pytest.mark.timeout(400)
 HOSTS = ["one", "two", "three"]
@@ -33,9 +34,10 @@ def config(server: list[str], nodes: int = 1, max_nodes: int | None = None, **op
     return SSHConfig(ssh=ssh, hosts=HOSTS[: max_nodes or nodes], nodes=nodes, max_nodes=max_nodes, **options)
 
 
-def start(config: SSHConfig) -> farstep.ClusterEnv:
-    source = {"type": "factory", "env_name": CountingEnv, "envs_per_node": 3, "seed": 1}
-    return farstep.ClusterEnv(source, config)
+def start(config: SSHConfig, **source: Any) -> farstep.ClusterEnv:
+    return farstep.ClusterEnv(
+        {"type": "factory", "env_name": CountingEnv, "envs_per_node": 3, "seed": 1} | source, config
+    )
 
 
 def kill_agent(node: dict[str, Any]) -> None:
@@ -63,6 +65,28 @@ def test_training_goes_on_without_a_host_that_is_not_there(server: SshServer, ca
         assert [node["place"] for node in env.stats()["nodes"]] == ["ssh one"]
         eventually(lambda: "Could not resolve hostname no-such-host" in caplog.text)
         within(env.close, 30)  # who never came is not waited for
+
+
+def test_an_environment_that_ends_its_worker_is_named(server: SshServer) -> None:
+    """Whatever the worker itself had last said of where it is, which may be a second ago."""
+    source = {"env_name": FaultyEnv, "env_kwargs": {"fault": "sigkill", "phase": "step", "at": 3}}
+    asked = config(server.options, workers_per_node=1, restart_budget=0)
+    with start(asked, **source) as env, pytest.raises(WorkerDied, match="SIGKILL") as caught:
+        within(lambda: env.collect(TableAgent(), steps=8))
+    where = caught.value.where
+    assert (where.phase, where.slot, where.seed) == ("step", 0, episode_seed(1, 0, 0))
+
+
+class LastWordsEnv(CountingEnv):
+    def close(self) -> None:
+        print("these were my last words")
+
+
+def test_what_is_printed_at_the_end_is_logged(server: SshServer, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "farstep")
+    with start(config(server.options, nodes=2, workers_per_node=1), env_name=LastWordsEnv) as env:
+        within(lambda: env.collect(TableAgent(), steps=2))
+    assert caplog.text.count("my last words") == 6
 
 
 def test_setup_lines_come_first(server: SshServer, tmp_path: Path) -> None:

@@ -159,6 +159,10 @@ def test_templates_are_merged_as_kubernetes_would(base: Any, over: Any, both: An
     [
         ({"image": ""}, ["image", "''", "docs/kubernetes.md"]),
         ({"kind": "pod"}, ["kind", "'pod'", "job"]),
+        ({"image": "far step"}, ["'far step'", "NAME"]),
+        ({"image": "Farstep:1"}, ["'Farstep:1'", "small"]),
+        ({"image": "farstep:1:2"}, ["'farstep:1:2'"]),
+        ({"namespace": "My_Team"}, ["'My_Team'", "small"]),
         ({"image_pull_policy": "never"}, ["image_pull_policy", "Never"]),
         ({"requests": {"cpu": "two"}}, ["'two'", "500m"]),
         ({"requests": ["cpu"]}, ["requests", "mapping"]),
@@ -176,3 +180,18 @@ def test_mistakes_are_named(options: dict[str, Any], words: list[str]) -> None:
         KubernetesConfig.of({"image": "i", **options})
     for word in words:
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "image",
+    [
+        "farstep",
+        "farstep:1.0_a",
+        "localhost/farstep",
+        "registry.example:5000/team/far-step__x.y:latest",
+        "10.0.0.1:5000/a/b/c@sha256:" + "0" * 64,
+        "Registry.Example/a",
+    ],
+)
+def test_names_that_images_may_have(image: str) -> None:
+    assert KubernetesConfig(image=image).image == image

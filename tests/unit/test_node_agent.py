@@ -31,7 +31,7 @@ BOOTSTRAP = {
     "connect_s": 60.0,
     "grace_s": 1.0,
 }
-ORDER = n.StartWorker(0, 3, json.dumps({}).encode())
+ORDER = n.StartWorker(0, 3, json.dumps({"envs": 1}).encode())
 
 
 class Link:
@@ -51,7 +51,7 @@ def failing_agent(monkeypatch: pytest.MonkeyPatch) -> NodeAgent:
     """One that cannot start processes."""
     agent = NodeAgent(BOOTSTRAP, "")
     agent._address = "tcp://127.0.0.1:9"
-    monkeypatch.setattr(agent._starter, "start", lambda contents: (_ for _ in ()).throw(OSError("no memory")))
+    monkeypatch.setattr(agent._starter, "start", lambda *_: (_ for _ in ()).throw(OSError("no memory")))
     return agent
 
 

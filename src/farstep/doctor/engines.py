@@ -6,14 +6,13 @@ import importlib.util
 import os
 import shlex
 import shutil
-import signal
-import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 from farstep.doctor.findings import Finding, Say, ok, problem
+from farstep.doctor.programs import Program
 from farstep.errors import unknown_name
 from farstep.launch_config import LaunchConfig, SlurmConfig, SSHConfig
 from farstep.version import VERSION
@@ -62,8 +61,10 @@ def _slurm(config: SlurmConfig) -> Iterator[Finding]:
     if inside:
         yield ok(f"inside SLURM job {inside}: nodes are those of this allocation, by srun")
         return
-    status, said = _answer(["sinfo", "--noheader", "--format=%R|%a|%D|%T"])
+    asked = Program(["sinfo", "--noheader", "--format=%R|%a|%D|%T"])
+    status, said = asked.end(time.monotonic() + _ANSWER_S)
     if status != 0:
+        said = said if status is not None else f"timed out after {_ANSWER_S:g} s"
         yield problem(f"SLURM does not answer: {said}", "is slurmctld running, and is SLURM_CONF right?")
         return
     lines = [line.split("|") for line in said.splitlines() if line.count("|") == 3]
@@ -71,10 +72,11 @@ def _slurm(config: SlurmConfig) -> Iterator[Finding]:
     nodes = ", ".join(f"{count} {state} in {name}" for name, _, count, state in lines)
     yield ok(f"SLURM answers; its nodes: {nodes}")
     wanted = config.partition or config.slurm_partition
-    if wanted is not None and wanted not in partitions:
-        yield problem(unknown_name("partition", wanted, partitions), "choose one of them.")
-    elif wanted is not None and partitions[wanted] != "up":
-        yield problem(f"the partition {wanted} is {partitions[wanted]}", "choose another one, or wait.")
+    for name in wanted.split(",") if wanted else ():  # SLURM takes the first of several that has room
+        if name not in partitions:
+            yield problem(unknown_name("partition", name, partitions), "choose one of them.")
+        elif partitions[name] != "up":
+            yield problem(f"the partition {name} is {partitions[name]}", "choose another one, or wait.")
     yield _log_folder(Path(config.log_folder).absolute())
 
 
@@ -95,14 +97,16 @@ def _ssh(config: SSHConfig, say: Say) -> Iterator[Finding]:
         return
     python = config.python or sys.executable
     line = "\n".join([*config.setup, f"{shlex.quote(python)} -c {shlex.quote(_VERSION)}"])
-    asked = {host: _begin([*config.ssh, host, line]) for host in config.hosts}
+    asked = {host: Program([*config.ssh, host, line]) for host in config.hosts}
     say(f"asking {len(asked)} hosts by ssh")
     deadline = time.monotonic() + _ANSWER_S
-    for host, process in asked.items():
-        yield _host(host, python, *_end(process, deadline))
+    for host, program in asked.items():
+        yield _host(host, python, *program.end(deadline))
 
 
-def _host(host: str, python: str, status: int, said: str) -> Finding:
+def _host(host: str, python: str, status: int | None, said: str) -> Finding:
+    if status is None:
+        said = f"{said}\ntimed out after {_ANSWER_S:g} s".strip()
     if status == 0 and len(words := said.split()[-2:]) == 2:
         if words[0] == VERSION:
             return ok(f"{host} answers to ssh, with farstep {words[0]} and Python {words[1]}")
@@ -110,33 +114,3 @@ def _host(host: str, python: str, status: int, said: str) -> Finding:
     fix = next((fix for words, fix in _SSH_FIXES.items() if words in said), f"try it by hand: ssh {host}")
     last = "\n".join(said.splitlines()[-3:]) or f"status {status}"
     return problem(f"{host}: {last}", fix.format(host=host, version=VERSION, python=python))
-
-
-# ---- programs ----
-
-
-def _answer(command: Sequence[str]) -> tuple[int, str]:
-    return _end(_begin(command), time.monotonic() + _ANSWER_S)
-
-
-def _begin(command: Sequence[str]) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    )
-
-
-def _end(process: subprocess.Popen[str], deadline: float) -> tuple[int, str]:
-    """Its status and what it said; it is killed at the deadline."""
-    try:
-        said, _ = process.communicate(timeout=max(0.1, deadline - time.monotonic()))
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)  # with what it started, which holds its output, too
-        said, _ = process.communicate()
-        return 124, f"{said}\ntimed out after {_ANSWER_S:g} s".strip()
-    return process.returncode, said.strip()

@@ -41,6 +41,8 @@ _SLOW_MB = 10.0
 _LATE_MS = 100.0
 _CLOCK_S = 1.0
 _NOTE_S = 3.0
+_NEVER = ("(Partition", "(BadConstraints", "(AssocMax", "(AssocGrp", "(QOSMax", "(InvalidAccount", "(InvalidQOS")
+"""How SLURM says that a job asks for what it cannot get: `PartitionNodeLimit`, `PartitionTimeLimit` and others."""
 
 
 def nodes(config: LaunchConfig, env: Mapping[str, object] | None, wait_s: float, say: Say) -> Iterator[Finding]:
@@ -49,7 +51,7 @@ def nodes(config: LaunchConfig, env: Mapping[str, object] | None, wait_s: float,
     try:
         visit = Visit(_small(config, needed, wait_s))
     except FarstepError as error:
-        yield problem(f"it does not start: {error}", "the lines above say more.")
+        yield problem(f"it does not start: {error}", "put that right first: no node was asked.")
         return
     try:
         yield from visit.wait_for_nodes(wait_s, say)
@@ -116,6 +118,13 @@ def _one(
             )
         else:
             yield ok(f"{place}: {env['env_name']} can be made and reset")
+
+
+def _come(waiting: str) -> str:
+    """What may bring nodes that did not come."""
+    if any(reason in waiting for reason in _NEVER):
+        return "they would never come: ask for fewer nodes, cores or minutes, or say another --partition."
+    return "if they need longer, --wait-s; if the head does not answer them, open its ports or say --head-address."
 
 
 def _resources(place: str, about: Mapping[str, Any], config: LaunchConfig, needed: int) -> Finding:
@@ -187,12 +196,7 @@ class Visit:
             waiting = self._server.crew.whereabouts()
             logs = launcher.logs() if launcher else ""
         said = f"{missing} of {len(self._server.seats)} nodes did not come; {waiting}"
-        fix = "look at the log."
-        if launcher:
-            fix = (
-                "if they need longer, --wait-s; if the head does not answer them, open its ports or say --head-address."
-            )
-        yield problem(f"{said}\n{logs}".rstrip(), fix)
+        yield problem(f"{said}\n{logs}".rstrip(), _come(waiting) if launcher else "look at the log.")
 
     def refused(self) -> Iterator[Finding]:
         for host, different in (self._launcher.refused if self._launcher else {}).items():

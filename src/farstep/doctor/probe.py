@@ -6,7 +6,6 @@ import contextlib
 import os
 import platform
 import socket
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 
+from farstep.doctor.programs import Program
 from farstep.machine import available_memory, usable_cpus
 
 
@@ -62,25 +62,15 @@ class Probe(gymnasium.Env[Any, Any]):
         """
         command = [sys.executable, "-m", "farstep.doctor.make_env", asked]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path)}
-        try:
-            done = subprocess.run(
-                command,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                errors="replace",
-                timeout=timeout_s,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            return f"it was not done after {timeout_s:g} s"
-        if done.returncode == 0:
+        status, said = Program(command, environment).end(time.monotonic() + timeout_s)
+        if status == 0:
             return ""
-        said = done.stderr.strip().splitlines()
-        if done.returncode < 0:
-            said.append(f"ended by signal {-done.returncode}")
-        return "\n".join(said[-8:]) or f"it ended with status {done.returncode}"
+        lines = said.splitlines()
+        if status is None:
+            lines.append(f"it was not done after {timeout_s:g} s")
+        elif status < 0:
+            lines.append(f"ended by signal {-status}")
+        return "\n".join(lines[-8:]) or f"it ended with status {status}"
 
 
 def _gpus() -> int:

@@ -276,6 +276,7 @@ class Crew:
             seat.link.close()
             seat.link = None
         if seat.handle is not None:
+            self._read_output(seat)
             self._switchboard.unregister(seat.handle.exit_fd)
             self._switchboard.unregister(seat.handle.output_fd)
             seat.handle.close()

@@ -27,7 +27,7 @@ from farstep.launch_config import EngineConfig
 from farstep.wire import node_messages as n
 from farstep.wire.versions import mismatches
 from farstep.wire.zmq import Hub
-from farstep.worker.progress import PHASE, Phase, private_words
+from farstep.worker.progress import PHASE, Phase, copy_words, private_words
 
 log = logging.getLogger("farstep")
 _FILES_PER_WORKER, _OTHER_FILES = 8, 1024
@@ -230,6 +230,7 @@ class ClusterLauncher(Launcher):
                     worker.printed(message.data)
             case n.WorkerEnded():
                 if (worker := node.worker(message.worker, message.incarnation)) is not None:
+                    copy_words(message.words, worker.words)
                     worker.end(Ended(message.status, message.note, blameless=node.leaving))
             case n.Leaving():
                 log.warning("%s is taken back (%s): its workers hand over what they have", node, message.reason)

@@ -32,9 +32,7 @@ class LocalLauncher(Launcher):
             "incarnation": incarnation,
             "run": run,
             "link_fd": theirs.fileno(),
-            "board_fd": memory.fd,
-            "board_bytes": memory.nbytes,
-            "words": self._board.range(worker),
+            **self._board.bootstrap(worker),
             "gpu": self._gpus[worker],
         }
         try:

@@ -34,6 +34,7 @@ from farstep.wire.keys import KeyPair
 from farstep.wire.versions import versions
 from farstep.wire.zmq import NODE
 from farstep.worker.bootstrap import read_bootstrap
+from farstep.worker.progress import PHASE, Board, Phase
 
 log = logging.getLogger("farstep.node")
 
@@ -47,6 +48,8 @@ class _Child:
     """A worker that runs here."""
 
     process: WorkerProcess
+    board: Board
+    """Where it is, which the head would like to know when it dies."""
     printed: bytearray = field(default_factory=bytearray)
 
     def read(self) -> None:
@@ -199,13 +202,16 @@ class NodeAgent:
                 _say(link, ended)
             return
         self._begun[who] = None
-        contents = {**json.loads(order.bootstrap), "address": self._address, "under_agent": True}
+        asked = json.loads(order.bootstrap)
+        board = Board(1, int(asked["envs"]))
+        board.words(0)[PHASE] = Phase.CONNECT
+        contents = {**asked, **board.bootstrap(0), "address": self._address, "under_agent": True}
         try:
-            process = self._starter.start(contents)
+            process = self._starter.start(contents, [board.memory.fd])
         except OSError as error:
             self._tell_end(link, n.WorkerEnded(self._node, *who, 127, repr(error)[:1000]))
             return
-        self._children[who] = _Child(process)
+        self._children[who] = _Child(process, board)
 
     def _look_after(self, link: DealerLink) -> None:
         """Pass on what workers printed, and who ended."""
@@ -218,8 +224,10 @@ class NodeAgent:
                 _say(link, n.Printed(self._node, worker, incarnation, bytes(child.printed)))
                 child.printed.clear()
             if ended is not None:
-                self._tell_end(link, n.WorkerEnded(self._node, worker, incarnation, ended.status, ended.note))
+                who = (self._node, worker, incarnation)
+                self._tell_end(link, n.WorkerEnded(*who, ended.status, ended.note, child.board.read(0)))
                 child.process.close()
+                child.board.close()
                 del self._children[worker, incarnation]
 
     def _tell_end(self, link: DealerLink, ended: n.WorkerEnded) -> None:

@@ -93,15 +93,16 @@ class Driver:
             start_new_session=True,
             env=environment,
         )
-        self.address = self._folder = ""
+        # Not in TMPDIR: the path of a socket in it has at most 107 bytes.
+        self._folder = tempfile.mkdtemp(prefix="farstep-ray-", dir="/tmp") if address == "local" else ""
         try:
-            said = self.call("connect", _CONNECT_S, address=address, room=room, **joined)
+            said = self.call("connect", _CONNECT_S, address=address, room=room, folder=self._folder, **joined)
         except BaseException as error:
             self.close()
             if isinstance(error, LaunchError):
                 raise LaunchError(_cannot(address, str(error))) from None
             raise
-        self.address, self._folder = str(said["address"]), str(said["folder"])
+        self.address = str(said["address"])
 
     @property
     def local(self) -> bool:

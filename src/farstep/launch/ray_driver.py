@@ -16,7 +16,6 @@ import re
 import shutil
 import signal
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Mapping
@@ -95,21 +94,20 @@ class RayDriver:
         self._groups: dict[int, Group] = {}
         self._folder = self._session = ""
 
-    def connect(self, address: str, room: Needs, **shared: Any) -> dict[str, Any]:
-        """Join a cluster, or start one on this machine that has at least so much room."""
+    def connect(self, address: str, room: Needs, folder: str, **shared: Any) -> dict[str, Any]:
+        """Join a cluster, or start one on this machine, in that folder, that has at least so much room."""
+        self._folder = folder
         shared |= {"log_to_driver": False, "logging_level": logging.ERROR}
         if address == "local":
-            # Not in TMPDIR: the path of a socket in it has at most 107 bytes.
-            self._folder = tempfile.mkdtemp(prefix="farstep-ray-", dir="/tmp")
             shared |= {
                 "num_cpus": max(os.cpu_count() or 1, math.ceil(room["CPU"])),
                 "resources": {name: amount for name, amount in room.items() if name not in _OF_RAY},
                 "include_dashboard": False,
                 "object_store_memory": _STORE_BYTES,
-                "_temp_dir": f"{self._folder}/r",  # which Ray opens to everybody; the one around it is ours alone
+                "_temp_dir": f"{folder}/r",  # which Ray opens to everybody; the one around it is ours alone
             }
         self._session = ray.init(address=address, **shared).address_info["session_dir"]
-        return {"address": ray.util.get_node_ip_address(), "folder": self._folder}
+        return {"address": ray.util.get_node_ip_address()}
 
     def ask(self, number: int, nodes: int, needs: Needs, bootstrap: str) -> None:
         """A new group; whether that works says its standing."""

@@ -16,7 +16,7 @@ from typing import Annotated
 import msgspec
 
 from farstep.core import Buffer
-from farstep.wire.messages import Count, Line, Lines, decoded
+from farstep.wire.messages import Count, Line, Lines, Word, decoded
 
 BEAT_S = 1.0
 OUTPUT_BYTES = 64 * 1024
@@ -71,6 +71,8 @@ class WorkerEnded(msgspec.Struct, tag="worker-ended"):
     incarnation: Count
     status: int
     note: Line
+    words: list[Word] = []
+    """Where it was (see `worker.progress`): its own last word of that may be a second old."""
 
 
 class StartWorker(msgspec.Struct, tag="start-worker"):

@@ -20,15 +20,13 @@ def connect(bootstrap: dict[str, Any]) -> Worker:
     has_gpu = bootstrap.get("gpu") is not None
     match bootstrap["transport"]:
         case "shm":
-            board = SharedMemory(bootstrap["board_fd"], bootstrap["board_bytes"])
-            words = memoryview(board.map).cast("q")[slice(*bootstrap["words"])]
             link = LocalLink(socket.socket(fileno=bootstrap["link_fd"]))
-            return Worker(link, *identity, words, has_gpu)
+            return Worker(link, *identity, _words(bootstrap), has_gpu)
         case "ipc" | "tcp":
             from farstep.wire.dealer import DealerLink
             from farstep.wire.zmq import MAIN
 
-            words = private_words(int(bootstrap["envs"]))
+            words = _words(bootstrap)
             link_to_head = DealerLink(
                 *_address(bootstrap),
                 MAIN,
@@ -40,6 +38,14 @@ def connect(bootstrap: dict[str, Any]) -> Worker:
             return Worker(link_to_head, *identity, words, has_gpu)
         case other:
             raise LaunchError(f"bootstrap with unknown transport {other!r}.")
+
+
+def _words(bootstrap: dict[str, Any]) -> memoryview:
+    """Shared with whoever started this process, if that wants to know where it is."""
+    if "board_fd" not in bootstrap:
+        return private_words(int(bootstrap["envs"]))
+    board = SharedMemory(bootstrap["board_fd"], bootstrap["board_bytes"])
+    return memoryview(board.map).cast("q")[slice(*bootstrap["words"])]
 
 
 def _address(bootstrap: dict[str, Any]) -> tuple[str, bytes, Any]:

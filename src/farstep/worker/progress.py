@@ -50,12 +50,19 @@ class Board:
         """Where a worker's words begin and end."""
         return worker * self._width, (worker + 1) * self._width
 
+    def bootstrap(self, worker: int) -> dict[str, object]:
+        """What its process finds its words by; it must inherit `memory.fd`."""
+        return {"board_fd": self.memory.fd, "board_bytes": self.memory.nbytes, "words": self.range(worker)}
+
     def words(self, worker: int) -> memoryview:
         """A worker's words, cleared for its next incarnation."""
         first, stop = self.range(worker)
         words = self._all[first:stop]
         copy_words([0] * self._width, words)
         return words
+
+    def read(self, worker: int) -> list[int]:
+        return self._all[slice(*self.range(worker))].tolist()
 
     def close(self) -> None:
         self.memory.close()

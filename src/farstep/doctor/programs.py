@@ -1,0 +1,42 @@
+"""Programs that are asked something, and never waited for longer than said."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+
+
+class Program:
+    """What it says goes to a file, so that whatever it leaves behind with its output open keeps nobody waiting."""
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
+        self._output = tempfile.TemporaryFile(prefix="farstep-doctor-")  # noqa: SIM115 - closed by `end`
+        try:
+            self._process = subprocess.Popen(
+                command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=self._output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        except BaseException:
+            self._output.close()
+            raise
+
+    def end(self, deadline: float) -> tuple[int | None, str]:
+        """Its status, None if it was not done at the deadline, and what it said; all that it started ends with it."""
+        status = None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            status = self._process.wait(max(0.1, deadline - time.monotonic()))
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        with self._output as output:
+            output.seek(0)
+            return status, output.read().decode(errors="replace").strip()
