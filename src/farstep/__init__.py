@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from farstep.buffer.triggers import TimeTrigger as TimeTrigger
     from farstep.cluster_env import ClusterEnv as ClusterEnv
     from farstep.config import EnvConfig as EnvConfig
-    from farstep.config import TransferTrigger as TransferTrigger
     from farstep.config import WeightsConfig as WeightsConfig
     from farstep.errors import AgentError as AgentError
     from farstep.errors import BufferTimeout as BufferTimeout
@@ -39,6 +38,7 @@ if TYPE_CHECKING:
     from farstep.launch_config import SlurmConfig as SlurmConfig
     from farstep.launch_config import SSHConfig as SSHConfig
     from farstep.launch_config import Timeouts as Timeouts
+    from farstep.transfer_config import TransferTrigger as TransferTrigger
     from farstep.vector_env import make_vec as make_vec
     from farstep.workflow import Workflow as Workflow
 
@@ -60,7 +60,7 @@ _HOMES = {
     "SlurmConfig": "launch_config",
     "TimeTrigger": "buffer.triggers",
     "Timeouts": "launch_config",
-    "TransferTrigger": "config",
+    "TransferTrigger": "transfer_config",
     "WeightsConfig": "config",
     "Workflow": "workflow",
     "AgentError": "errors",

@@ -13,13 +13,14 @@ import pytest
 from farstep.batch import ENDS
 from farstep.buffer.blocks import Layout
 from farstep.buffer.triggers import TimeTrigger
-from farstep.config import EnvConfig, TransferTrigger
+from farstep.config import EnvConfig
 from farstep.core import Received
 from farstep.errors import ConfigError, WireError
 from farstep.head.rollouts import Piece, Rollouts, base_rows
 from farstep.head.seats import split
 from farstep.head.tickets import Arrived, Order
 from farstep.spec import ArraySpec
+from farstep.transfer_config import TransferTrigger
 from farstep.wire import messages as m
 from farstep.wire.compression import Compressor
 from farstep.worker.rows import Rows

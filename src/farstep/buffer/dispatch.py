@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from farstep.buffer.ledger import Ledger
-from farstep.config import TransferTrigger
 from farstep.errors import ConfigError, unknown_name
+from farstep.transfer_config import TransferTrigger
 
 Message = Mapping[str, Any]
 

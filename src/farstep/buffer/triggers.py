@@ -10,8 +10,8 @@ from typing import Literal, get_args
 
 from farstep.buffer.dispatch import AllOf, AnyOf, Dispatcher, Message, Passer, Trigger
 from farstep.buffer.ledger import Actor, Ledger
-from farstep.config import TransferTrigger
 from farstep.errors import ConfigError, unknown_name
+from farstep.transfer_config import TransferTrigger
 
 __all__ = [
     "AllOf",

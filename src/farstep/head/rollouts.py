@@ -10,7 +10,6 @@ import numpy as np
 
 from farstep.batch import EPISODE_KEYS, RESERVED, Batch, FinalObs, Part, is_final
 from farstep.buffer.blocks import Layout
-from farstep.config import ALL_AT_ONCE, TransferTrigger
 from farstep.core import Array, Buffer, Nested, Received
 from farstep.errors import WireError
 from farstep.head.arrivals import Arrival, records_of
@@ -18,6 +17,7 @@ from farstep.head.seats import Seat
 from farstep.head.tickets import Arrived, Order
 from farstep.machine import check_memory
 from farstep.spec import ArraySpec, Schema, Structure, leaf_names, nest
+from farstep.transfer_config import ALL_AT_ONCE, TransferTrigger
 from farstep.wire import messages as m
 from farstep.wire.codec import unpack
 from farstep.wire.memory import SharedMemory

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 import cloudpickle
 
-from farstep.config import ALL_AT_ONCE, ALL_WEIGHTS, Stagger, TransferTrigger, WeightsConfig
+from farstep.config import ALL_WEIGHTS, Stagger, WeightsConfig
 from farstep.core import SyncRule
 from farstep.errors import ConfigError
 from farstep.sync.rules import name_of
+from farstep.transfer_config import ALL_AT_ONCE, TransferTrigger
 from farstep.worker.sources import Source
 
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from farstep.batch import ENDS, is_final
-from farstep.config import ALL_AT_ONCE, TransferTrigger
 from farstep.core import Array, Buffer
+from farstep.transfer_config import ALL_AT_ONCE, TransferTrigger
 from farstep.wire import messages as m
 from farstep.wire.compression import Compressor
 from farstep.worker.rows import Rows
