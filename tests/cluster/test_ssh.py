@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,32 @@ def test_what_is_printed_at_the_end_is_logged(server: SshServer, caplog: pytest.
     with start(config(server.options, nodes=2, workers_per_node=1), env_name=LastWordsEnv) as env:
         within(lambda: env.collect(TableAgent(), steps=2))
     assert caplog.text.count("my last words") == 6
+
+
+def test_an_agent_whose_session_ended_is_not_waited_for(server: SshServer) -> None:
+    with start(config(server.options, nodes=2, workers_per_node=1, lease_s=300)) as env:
+        within(lambda: env.collect(TableAgent(), steps=2))
+        victim = env.stats()["nodes"][0]
+        kill_agent(victim)
+        eventually(lambda: victim["pid"] not in [node["pid"] for node in env.stats()["nodes"]], 60)
+        batch = within(lambda: env.collect(TableAgent(), steps=2))
+        eventually(lambda: len(env.stats()["nodes"]) == 2, 60)
+        assert batch["obs"].shape[1] >= 3
+
+
+def test_an_agent_whose_session_is_cut_goes_on(server: SshServer) -> None:
+    """Sessions are for starting it; as long as it is heard of, it is there."""
+    with start(config(server.options, nodes=1, workers_per_node=1)) as env:
+        within(lambda: env.collect(TableAgent(), steps=2))
+        (node,) = env.stats()["nodes"]
+        (session,) = env._collector.server.crew.launcher._engine._sessions.values()  # type: ignore[union-attr]
+        session.kill(signal.SIGKILL)
+        watched = env._collector.server.crew.launcher._groups[0]  # type: ignore[union-attr]
+        eventually(lambda: not watched.standing.nodes)
+        within(lambda: env.collect(TableAgent(), steps=2))
+        time.sleep(4)
+        within(lambda: env.collect(TableAgent(), steps=2))
+        assert env.stats()["nodes"][0]["pid"] == node["pid"]
 
 
 def test_setup_lines_come_first(server: SshServer, tmp_path: Path) -> None:

@@ -31,6 +31,8 @@ from farstep.worker.progress import PHASE, Phase, copy_words, private_words
 
 log = logging.getLogger("farstep")
 _FILES_PER_WORKER, _OTHER_FILES = 8, 1024
+_SILENT_S = 3 * n.BEAT_S
+"""A node of which nothing was heard for so long is lost if its engine says that it is over, or after its lease."""
 
 
 class ClusterLauncher(Launcher):
@@ -118,9 +120,10 @@ class ClusterLauncher(Launcher):
         asleep_s, self._ticked = max(0.0, now - self._ticked - 1.0), now
         for node in list(self._nodes.values()):
             node.heard += asleep_s  # while nobody listened, nobody can have been heard
-            if now - node.heard > self._config.lease_s:
+            silent_s, standing = now - node.heard, self._groups[node.group].standing
+            if silent_s > self._config.lease_s:
                 self._lose(node, f"was not heard of for {self._config.lease_s:g} s")
-            elif not (standing := self._groups[node.group].standing).nodes:
+            elif silent_s > _SILENT_S and standing.is_over(node.place):  # who is heard of is there, whatever is said
                 self._lose(node, f"is lost: {standing.text}")
         if now >= self._next_beat:
             self._next_beat = now + n.BEAT_S

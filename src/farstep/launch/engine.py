@@ -20,6 +20,12 @@ class Standing:
     """How many of them have an agent, or will have one without being asked for again."""
     coming: int = 0
     """Of these, those that have certainly not begun yet, as far as the engine tells."""
+    over: Sequence[str] = ()
+    """Places, up to their first comma, whose agents have ended; all have if there are no `nodes` any more."""
+
+    def is_over(self, place: str) -> bool:
+        """Whether the agent that called its node so has ended, as far as the engine tells."""
+        return not self.nodes or place.partition(",")[0] in self.over
 
 
 class Group(Protocol):

@@ -89,7 +89,9 @@ class Sessions(Group):
             for what, some in (("runs on", here), ("ended on", ended))
             if some
         ]
-        return Standing("; ".join(parts) or f"no node is free for {self._program}", sum(s.nodes for s in here))
+        text = "; ".join(parts) or f"no node is free for {self._program}"
+        over = [f"{self._program} {session.where}" for session in ended]
+        return Standing(text, sum(session.nodes for session in here), over=over)
 
     def logs(self) -> str:
         return "\n".join(f"{session.where}:\n{session.tail()}" for session in self._sessions if session.tail())

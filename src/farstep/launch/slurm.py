@@ -158,17 +158,18 @@ class Jobs(Group):
         asked = ["squeue", "--noheader", "--states=all", f"--jobs={','.join(self._sizes)}", "--format=%A|%T|%D|%r"]
         lines = [line.split("|") for line in _run(asked, missing="").splitlines() if line.count("|") == 3]
         states = {number.strip(): (state, int(held), reason) for number, state, held, reason in lines}
-        parts, nodes, coming = [], 0, 0
+        parts, nodes, coming, over = [], 0, 0, []
         for number, size in self._sizes.items():
             state, held, reason = states.get(number, ("over", 0, ""))
             parts.append(f"SLURM job {number} is {state}{'' if reason in ('', 'None') else f' ({reason})'}")
             nodes += 0 if state in _ENDED else size
+            over += [f"SLURM job {number}"] if state in _ENDED else []
             coming += size if state in _WAITING else 0
             if state in _WAITING:
                 self._lost.pop(number, None)
             elif state == "RUNNING" and held < size == len(self._lost.get(number, ())):
                 self._cancel_empty(number)
-        return Standing("; ".join(parts), nodes, coming)
+        return Standing("; ".join(parts), nodes, coming, over)
 
     def _cancel_empty(self, number: str) -> None:
         """One of its nodes failed, and nobody is heard of on the others: with the first node went `srun`, and perhaps
