@@ -31,6 +31,7 @@ from farstep.wire.zmq import MAIN, Hub
 MARKS = ("<!-- bulk: begin -->", "<!-- bulk: end -->")
 WARM_S = 0.5
 IN_FLIGHT = 8
+START_S = 60.0
 
 
 def main() -> int:
@@ -114,13 +115,17 @@ def tcp(size: int, seconds: float) -> float:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         process = sender({"size": size, "port": listener.getsockname()[1]})
         try:
+            listener.settimeout(START_S)
             connection, _ = listener.accept()
+            connection.settimeout(START_S)
             with connection:
                 buffer, meter = memoryview(bytearray(size)), Meter(seconds)
                 while True:
                     read = 0
                     while read < size:
-                        read += connection.recv_into(buffer[read:])
+                        if not (some := connection.recv_into(buffer[read:])):
+                            raise RuntimeError("the sender has ended")
+                        read += some
                     if (rate := meter.took(size)) is not None:
                         return rate
         finally:
@@ -137,7 +142,7 @@ def farstep(size: int, seconds: float, encrypted: bool) -> float:
     for fd in hub.filenos():
         poll.register(fd, select.POLLIN)
     try:
-        while True:
+        while process.poll() is None:
             for _, received in hub.drain():
                 if (rate := meter.took(sum(map(len, received.frames)))) is not None:
                     return rate
@@ -145,6 +150,7 @@ def farstep(size: int, seconds: float, encrypted: bool) -> float:
                 served_at = time.monotonic()
                 hub.service()
             poll.poll(20)
+        raise RuntimeError("the sender has ended")
     finally:
         process.kill()
         process.wait()

@@ -87,7 +87,6 @@ class Crowd(NodeAgent):
 
     def __init__(self, bootstrap: dict[str, Any]) -> None:
         super().__init__(bootstrap, "crowd")
-        self._figures: dict[tuple[int, int], Figure] = {}
         self._context = zmq.Context()
         self._context.max_sockets = 20_000
         self._orders: list[dict[str, Any]] = []

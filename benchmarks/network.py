@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -117,8 +118,6 @@ def run(network: dict[str, Any], asked: dict[str, Any], seconds: float, tape: Pa
 
 
 def head(net: Network, python: str, asked: dict[str, Any], environment: dict[str, str] | None = None) -> dict[str, Any]:
-    import os
-
     env = {**os.environ, **(environment or {}), "PYTHONPATH": str(BENCHMARKS)}
     began = time.monotonic()
     process = net.popen(

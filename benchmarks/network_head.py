@@ -37,12 +37,15 @@ def tcp(asked: dict[str, Any]) -> dict[str, Any]:
     server = socket.create_server((asked["address"], asked["port"]))
     server.settimeout(60)
     connection, _ = server.accept()
+    connection.settimeout(60)
     room = memoryview(bytearray(size))
 
     def take() -> int:
         got = 0
         while got < size:
-            got += connection.recv_into(room[got:])
+            if not (some := connection.recv_into(room[got:])):
+                raise RuntimeError("the sender has ended")
+            got += some
         return size
 
     return measured(take, asked["seconds"])

@@ -28,8 +28,7 @@ def no_preloading(monkeypatch):
     monkeypatch.setattr("farstep.head.server._PRELOADED", ())
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_call() -> Generator[None, object, object]:
+def skipping() -> Generator[None, object, object]:
     """Tests of SLURM and other engines are skipped where those are not installed, but for FARSTEP_ENGINES=required."""
     try:
         return (yield)
@@ -37,3 +36,13 @@ def pytest_runtest_call() -> Generator[None, object, object]:
         if os.environ.get("FARSTEP_ENGINES") == "required":
             raise
         return pytest.skip(str(error))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup() -> Generator[None, object, object]:
+    return (yield from skipping())
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Generator[None, object, object]:
+    return (yield from skipping())

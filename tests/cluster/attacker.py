@@ -10,6 +10,7 @@ import base64
 import contextlib
 import functools
 import json
+import os
 import random
 import socket
 import struct
@@ -27,7 +28,9 @@ GREETING = b"\xff" + b"\0" * 8 + b"\x7f\x03\x00"
 MECHANISMS = [b"NULL", b"PLAIN", b"CURVE", b"GSSAPI", b"WRONG", b"\xff" * 20, b""]
 HUGE = [1 << 16, 1 << 20, 1 << 33, 1 << 40, (1 << 63) - 1, (1 << 64) - 1]
 sent: Counter[str] = Counter()
-chance = random.Random(int(time.time()))
+SEED = int(os.environ.get("FARSTEP_FUZZ_SEED", time.time()))
+"""Printed: with the same one, the same is sent again."""
+chance = random.Random(SEED)
 
 
 def greeting(mechanism: bytes, as_server: bool = False) -> bytes:
@@ -206,6 +209,7 @@ def main() -> None:
             thread.start()
         for thread in threads:
             thread.join()
+    print(f"FARSTEP_FUZZ_SEED={SEED}", file=sys.stderr)
     print(json.dumps(sent))
 
 

@@ -11,25 +11,12 @@ from checks import cluster
 
 from farstep.testing import TableAgent
 from farstep.wire.keys import KeyPair, Tokens
-from farstep.wire.zmq import Hub
-
-
-@pytest.fixture
-def issued(monkeypatch: pytest.MonkeyPatch) -> list[KeyPair]:
-    """All pairs that a head gives to workers."""
-    pairs: list[KeyPair] = []
-    admit = Hub.admit
-
-    def noting(self: Hub, worker: int, incarnation: int) -> KeyPair:
-        pairs.append(admit(self, worker, incarnation))
-        return pairs[-1]
-
-    monkeypatch.setattr(Hub, "admit", noting)
-    return pairs
 
 
 @pytest.mark.parametrize("transport", ["tcp", "ipc"])
-def test_keys_are_nowhere_to_be_read(transport: str, issued: list[KeyPair], caplog: pytest.LogCaptureFixture) -> None:
+def test_keys_are_nowhere_to_be_read(
+    transport: str, issued: dict[tuple[int, int], KeyPair], caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.DEBUG)
     with cluster(workers=2, transport=transport) as env:
         env.collect(TableAgent(), steps=4)
@@ -39,7 +26,7 @@ def test_keys_are_nowhere_to_be_read(transport: str, issued: list[KeyPair], capl
             folder = Path(f"/proc/{seat.pid}")
             seen += [(folder / name).read_text(errors="replace") for name in ("cmdline", "environ")]
     assert len(issued) == 2
-    for pair in issued:
+    for pair in issued.values():
         for secret in (pair.secret, Tokens(pair).fresh(), pair.route, pair.derived(b"bulk").hex().encode()):
             assert not any(secret.decode() in text for text in seen)
 

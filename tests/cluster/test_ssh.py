@@ -18,6 +18,7 @@ import farstep
 from farstep.errors import ConfigError, LaunchError, WorkerDied
 from farstep.launch_config import SSHConfig
 from farstep.testing import CountingEnv, FaultyEnv, TableAgent, check_launcher
+from farstep.wire.keys import KeyPair
 from farstep.worker.seeds import episode_seed
 
 pytestmark = pytest.mark.timeout(400)
@@ -124,11 +125,11 @@ def test_setup_lines_come_first(server: SshServer, tmp_path: Path) -> None:
     assert mark.read_text() == "here\n" and eaten.read_text() == ""
 
 
-def test_no_key_is_in_an_argument_or_an_environment(server: SshServer) -> None:
+def test_no_key_is_in_an_argument_or_an_environment(server: SshServer, issued: dict[tuple[int, int], KeyPair]) -> None:
     with start(config(server.options, nodes=2, workers_per_node=1)) as env:
         env.launch()
-        hub = env._collector.server.crew.launcher._hub  # type: ignore[union-attr]
-        secrets = [peer.tokens._key.hex().encode() for peer in hub._peers.values() if peer.tokens] + [hub.keys.secret]
+        assert len(issued) == 3  # of two workers, and of the agents together
+        secrets = [pair.secret for pair in issued.values()]
         seen = [
             (path / name).read_bytes()
             for path in Path("/proc").iterdir()

@@ -16,13 +16,11 @@ from namespaces import Network
 
 import farstep.launch
 from farstep.kubernetes_config import KubernetesConfig
-from farstep.launch.engine import Standing
+from farstep.launch.engine import Group, Standing
 from farstep.launch.guardian import Guardian
 from farstep.launch.manifests import manifests
 
 PACKAGES = "podman runc conmon netavark aardvark-dns catatonit"
-_MOUNTS_ENCODED = True
-"""podman 4.3 does not decode what is in a Secret when it mounts it."""
 _SETTINGS = """
 [engine]
 cgroup_manager = "cgroupfs"
@@ -106,7 +104,6 @@ class PodmanEngine:
     """See `farstep.launch.engine.Engine`."""
 
     grace_s = 5.0
-    tells_lost = True
 
     def __init__(self, config: PodmanConfig) -> None:
         self._config, self._asked, self._guardian = config, 0, Guardian()
@@ -124,17 +121,17 @@ class PodmanEngine:
         self._guardian.close()
 
 
-class Played:
-    """See `farstep.launch.engine.Group`."""
+class Played(Group):
+    """Pods that podman was asked for together."""
 
     def __init__(self, config: PodmanConfig, wanted: list[dict[str, Any]], guardian: Guardian) -> None:
         self._url, self._guardian = config.url, guardian
         secret, deployment = wanted
         self._name = secret["metadata"]["name"]
         command = deployment["spec"]["template"]["spec"]["containers"][0]["command"]
-        if _MOUNTS_ENCODED:
-            agent, file_name = command[2].split(" < ")
-            command[2] = f"{agent} <<END\n$(base64 -d {file_name})\nEND"
+        # podman 4.3 does not decode what is in a Secret when it mounts it.
+        agent, file_name = command[3].split(" < ")
+        command[3] = f"{agent} <<END\n$(base64 -d {file_name})\nEND"
         file = Path(config.folder, f"{self._name}.yaml")
         file.write_text("\n---\n".join(map(json.dumps, wanted)))
         # Again while there are some: podman may be about to restart one, and does not remove it then.

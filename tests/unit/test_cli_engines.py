@@ -37,7 +37,7 @@ def test_manifests_are_printed_without_keys(capsys: pytest.CaptureFixture[str]) 
     assert status == 0 and "redacted" in secret["stringData"]["bootstrap"]
     assert [first["kind"], second["kind"]] == ["Job", "Job"]
     pod = first["spec"]["template"]["spec"]
-    assert pod["hostNetwork"] is True and pod["containers"][0]["command"][2].startswith("one\ntwo\nexec ")
+    assert pod["hostNetwork"] is True and pod["containers"][0]["command"][3].startswith("one\ntwo\nexec ")
 
 
 def test_nodes_that_may_come_later_are_jobs_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
@@ -103,7 +103,7 @@ def test_little_of_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "_LITTLE_SHM", 2**60)
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (64, 4096))
     monkeypatch.setattr(socket, "gethostbyname", unknown)
-    found = list(machine.machine(farstep.LocalConfig()))
+    found = list(machine.machine())
     for word in ("of memory", "/dev/shm", "only 64 files", "has no address"):
         assert levels(found, word) == ["warning"], word
     assert all(finding.fix for finding in found if finding.level != "ok")
@@ -111,7 +111,7 @@ def test_little_of_everything(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_name_that_stands_for_loopback_is_nothing_to_fix(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.1.1")
-    assert levels(list(machine.machine(farstep.LocalConfig())), "stands for 127.0.1.1") == ["ok"]
+    assert levels(list(machine.machine()), "stands for 127.0.1.1") == ["ok"]
 
 
 def test_a_head_that_only_it_can_reach() -> None:

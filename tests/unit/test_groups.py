@@ -19,13 +19,14 @@ class Job(Group):
         self.stands = Standing(f"job of {nodes}", nodes)
         self.looks = 0
         self.cancelled = False
+        self.words = "its last words"
 
     def standing(self) -> Standing:
         self.looks += 1
         return self.stands
 
     def logs(self) -> str:
-        return "its last words"
+        return self.words
 
     def cancel(self) -> None:
         self.cancelled = True
@@ -77,7 +78,7 @@ def make(engine: Fake, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[...
         made.append(Groups(engine, config, lambda number: str(number).encode()))
         made[-1].ask(nodes)
         for _ in range(here):
-            made[-1][0].welcomed()
+            made[-1][0].welcomed("a node")
         if here == nodes:
             made[-1].ask_again(nodes, 0.0)  # as the head does all the time
         return made[-1]
@@ -123,7 +124,7 @@ def test_pauses_grow_until_the_budget_is_spent_and_it_comes_again(
     engine: Fake, make: Callable[..., Groups], fails: bool
 ) -> None:
     groups = make(min_nodes=1)
-    groups[0].left(for_good=True)
+    groups[0].left("a node", for_good=True)
     engine.fails = fails
     assert attempts(groups, engine, 2, range(200)) == [0, 1, 3]
     assert engine.bootstraps == [b"0", b"1", b"2", b"3"]
@@ -136,19 +137,19 @@ def test_pauses_grow_until_the_budget_is_spent_and_it_comes_again(
 def test_rare_losses_do_not_add_up(engine: Fake, make: Callable[..., Groups]) -> None:
     groups = make(nodes=1, here=1)
     for hour in range(10):
-        groups[len(groups) - 1].left(for_good=True)
+        groups[len(groups) - 1].left("a node", for_good=True)
         groups.ask_again(1, hour * 3600.0)
         eventually(lambda: len(engine.jobs) == len(groups))
-        groups[len(groups) - 1].welcomed()
+        groups[len(groups) - 1].welcomed("a node")
         assert len(groups) == hour + 2
 
 
 def test_too_few_nodes_and_no_budget_end_a_run(engine: Fake, make: Callable[..., Groups]) -> None:
     groups = make(min_nodes=1)
     engine.fails = True
-    groups[0].left(for_good=True)
+    groups[0].left("a node", for_good=True)
     attempts(groups, engine, 2, range(200))
-    groups[0].left(for_good=True)
+    groups[0].left("a node", for_good=True)
     with pytest.raises(LaunchError, match=r"2 nodes are missing"):
         groups.ask_again(2, 200.0)
 
@@ -165,7 +166,7 @@ def test_nodes_that_never_came_are_not_asked_for_again(engine: Fake, make: Calla
 def test_a_replacement_that_fails_is_tried_again(engine: Fake, make: Callable[..., Groups]) -> None:
     """Also where all nodes are needed: a host that starts anew refuses its first connections."""
     groups = make()
-    groups[0].left(for_good=True)
+    groups[0].left("a node", for_good=True)
     assert attempts(groups, engine, 2, range(4)) == [0, 1, 3]
 
 
@@ -174,7 +175,7 @@ def test_a_lost_node_counts_once(engine: Fake, make: Callable[..., Groups], noti
     groups = make(nodes=4, here=4)
     if noticed:
         stands(engine, 0, 3)
-    groups[0].left(for_good=True)
+    groups[0].left("a node", for_good=True)
     assert groups.expected() == 3
     groups.ask_again(4, 0.0)
     eventually(lambda: len(engine.jobs) == 2)
@@ -188,22 +189,22 @@ def test_nodes_that_their_engine_brings_again_are_not_asked_for(engine: Fake, ma
     """A SLURM job that is queued again, a pod of a Deployment."""
     groups = make(nodes=4, here=4)
     for _ in range(4):
-        groups[0].left(for_good=True)
+        groups[0].left("a node", for_good=True)
     assert groups.expected() == 0
     stands(engine, 0, nodes=4, coming=4)
     assert groups.expected() == 4
     stands(engine, 0, nodes=4)  # it runs, and agents say hello soon
     assert groups.expected() == 4
     for _ in range(4):
-        groups[0].welcomed()
+        groups[0].welcomed("a node")
     assert groups.expected() == 4
 
 
 def test_what_an_engine_said_before_a_loss_does_not_make_up_for_it(engine: Fake, make: Callable[..., Groups]) -> None:
     groups = make(nodes=1, here=0)
     stands(engine, 0, nodes=1, coming=1)
-    groups[0].welcomed()
-    groups[0].left(for_good=True)
+    groups[0].welcomed("a node")
+    groups[0].left("a node", for_good=True)
     engine.jobs[0].stands = Standing("runs", 1)
     stands(engine, 0, nodes=1)
     assert groups.expected() == 0
@@ -212,9 +213,9 @@ def test_what_an_engine_said_before_a_loss_does_not_make_up_for_it(engine: Fake,
 def test_nodes_that_were_given_back_are_replaced_like_others(engine: Fake, make: Callable[..., Groups]) -> None:
     groups = make(nodes=4, here=4)
     for _ in range(2):
-        groups[0].left(for_good=True)  # their job goes on on the others, and the engine says 4
+        groups[0].left("a node", for_good=True)  # their job goes on on the others, and the engine says 4
     assert groups.expected() == 2
-    groups[0].left(for_good=True)
+    groups[0].left("a node", for_good=True)
     assert attempts(groups, engine, 2, range(1)) == [0]
 
 
@@ -222,7 +223,7 @@ def test_groups_that_are_not_needed_any_more_are_cancelled(engine: Fake, make: C
     groups = make(nodes=2, here=2)
     groups.ask(1)
     groups.ask(1)
-    groups[2].welcomed()
+    groups[2].welcomed("a node")
     groups.give_back(3)
     eventually(lambda: engine.jobs[1].cancelled)
     assert not engine.jobs[0].cancelled and not engine.jobs[2].cancelled
@@ -233,3 +234,52 @@ def test_an_engine_that_cannot_be_used_says_so_at_once(engine: Fake, make: Calla
     engine.fails = True
     with pytest.raises(LaunchError, match="nobody answers"):
         make()
+
+
+def test_a_group_that_is_over_is_cleared_away_and_its_last_words_are_kept(
+    make: Callable[..., Groups], engine: Fake
+) -> None:
+    groups = make(2, here=2)
+    stands(engine, 0, 0)
+    eventually(lambda: engine.jobs[0].cancelled)
+    eventually(lambda: not groups[0]._thread.is_alive())
+    engine.jobs[0].words = "nothing is known of it any more"
+    assert groups.logs() == "its last words"
+
+
+def test_an_engine_hears_one_order_at_a_time(
+    make: Callable[..., Groups], engine: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Replacements are asked for in threads, and `scale` asks in the caller's."""
+    groups = make(2, here=2)
+    asking: list[int] = []
+    most = 0
+
+    def slow(nodes: int, bootstrap: bytes, really: Callable[..., Job] = engine.ask) -> Job:
+        nonlocal most
+        asking.append(nodes)
+        most = max(most, len(asking))
+        time.sleep(0.05)
+        asking.pop()
+        return really(nodes, bootstrap)
+
+    monkeypatch.setattr(engine, "ask", slow)
+    groups[0].left("a node", for_good=True)
+    groups.ask_again(2, 1.0)
+    groups.ask(1)
+    eventually(lambda: len(engine.jobs) == 3)
+    assert most == 1
+
+
+def test_an_engine_that_does_not_answer_is_logged_once(
+    make: Callable[..., Groups], engine: Fake, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail() -> Standing:
+        engine.jobs[0].looks += 1
+        raise KeyError("a mistake")
+
+    make(2, here=2)
+    monkeypatch.setattr(engine.jobs[0], "standing", fail)
+    looks = engine.jobs[0].looks
+    eventually(lambda: engine.jobs[0].looks > looks + 3)
+    assert caplog.text.count("the engine does not answer: KeyError('a mistake')") == 1

@@ -286,6 +286,7 @@ def test_what_goes_into_a_line_of_the_log_is_one(text: str) -> None:
     for message in (
         n.NodeHello("0" * 16, "run", text, 1, 1, {}),
         n.NodeHello("0" * 16, "run", "host", 1, 1, {}, text),
+        n.NodeHello("0" * 16, "run", "host", 1, 1, {}, "", text),
         n.NodeHello(text, "run", "host", 1, 1, {}),
         n.Leaving("0" * 16, text),
         n.WorkerEnded("0" * 16, 0, 0, 0, text),

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import base64
+import shutil
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import kubernetes_validate
@@ -105,7 +108,7 @@ def test_options_reach_the_pod() -> None:
     }
     assert container["imagePullPolicy"] == "Never"
     assert container["command"][:2] == ["/bin/sh", "-c"]
-    first, second = container["command"][2].splitlines()
+    first, second = container["command"][3].splitlines()
     assert first == "source /env/bin/activate"
     assert second.startswith("exec '/opt/my python/bin/python' -m farstep.launch.node_agent")
     assert [mount["mountPath"] for mount in container["volumeMounts"]] == ["/run/farstep", "/data"]
@@ -113,6 +116,26 @@ def test_options_reach_the_pod() -> None:
     assert (pod["serviceAccountName"], pod["nodeSelector"]) == ("farstep", {"pool": "gpu"})
     assert pod["tolerations"] == FULL["tolerations"]
     assert job["spec"]["template"]["metadata"]["annotations"] == {"team": "rl"}
+
+
+@pytest.mark.parametrize("shells", [["sh", "bash"], ["sh"]], ids=["bash", "no bash"])
+def test_setup_runs_before_the_agent(shells: list[str], tmp_path: Path) -> None:
+    """With the commands as pods have them; `python` only says what it was given."""
+    (tmp_path / "bin").mkdir()
+    for shell in shells:
+        (tmp_path / "bin" / shell).symlink_to(shutil.which(shell) or "")
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\necho "$SHELL_IS $*"; read line; echo "$line"\n')
+    python.chmod(0o755)
+    (tmp_path / "bootstrap").write_text("the keys\n")
+    (tmp_path / "activate").write_text("export SHELL_IS=sourced\n")
+    setup = [f"{'source' if 'bash' in shells else '.'} {tmp_path}/activate"]
+    _, job, *_ = asked(setup=setup, python=str(python))
+    command = [part.replace("/run/farstep", str(tmp_path)) for part in pod_of(job)["containers"][0]["command"]]
+    environment = {"PATH": str(tmp_path / "bin"), "FARSTEP_NODE": "a node"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == "sourced -m farstep.launch.node_agent --place a node\nthe keys\n"
+    assert done.stderr == ""
 
 
 @pytest.mark.parametrize(

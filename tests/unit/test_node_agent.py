@@ -14,10 +14,13 @@ from typing import Any
 import pytest
 import zmq
 
+from farstep.errors import WireError
 from farstep.launch.engine import TAKEN_BACK
-from farstep.launch.node_agent import NodeAgent
+from farstep.launch.node_agent import NodeAgent, _Child
+from farstep.launch.process import ProcessStarter
 from farstep.wire import node_messages as n
 from farstep.wire.keys import KeyPair
+from farstep.worker.progress import Board
 
 HEAD = KeyPair.fresh()
 OWN = KeyPair.fresh()
@@ -93,3 +96,30 @@ def test_an_agent_that_is_taken_back_while_it_looks_for_its_head_says_so_by_its_
 def handles(pid: int, number: signal.Signals) -> bool:
     found = re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())
     return found is not None and bool(int(found[1], 16) >> number - 1 & 1)
+
+
+def test_more_workers_than_a_node_can_have_are_not_listened_to() -> None:
+    most = [(worker, 0) for worker in range(n.MOST_WORKERS)]
+    assert n.decode_from_node([n.encode(n.NodeBeat("0" * 16, most))]) == n.NodeBeat("0" * 16, most)
+    with pytest.raises(WireError):
+        n.decode_from_node([n.encode(n.NodeBeat("0" * 16, [*most, (0, 1)]))])
+
+
+def test_a_worker_that_closes_its_output_is_not_asked_for_it_again() -> None:
+    """Or its agent would find it readable for ever."""
+    starter = ProcessStarter(1)
+    board = Board(1, 1)
+    try:
+        process = starter.start({"transport": "none", **board.bootstrap(0)}, [board.memory.fd])
+        child = _Child(process, board)
+        assert child.fds() == [process.exit_fd, process.output_fd]
+        process.kill()
+        deadline = time.monotonic() + 60
+        while process.poll() is None or not child.mute:
+            child.read()
+            assert time.monotonic() < deadline
+        assert child.fds() == [process.exit_fd]
+        process.close()
+    finally:
+        starter.close()
+        board.close()

@@ -66,7 +66,7 @@ def main(arguments: Sequence[str]) -> int:
 def _look(options: Any) -> int:
     env = _environment(options)
     config, launcher, progress = options.config, options.launcher, Progress()
-    found = [*_part("this machine", machine(config)), *_part("the network", addresses(config))]
+    found = [*_part("this machine", machine()), *_part("the network", addresses(config))]
     fit = _is_fit(found)
     found += (answers := _part(f"the engine ({launcher})", engine(config, progress.say)))
     # A host that does not answer says nothing about the others; any other engine gives all nodes or none.

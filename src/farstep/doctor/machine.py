@@ -24,7 +24,7 @@ _FEW_FILES = 1024
 _SHM = Path("/dev/shm")
 
 
-def machine(config: LaunchConfig) -> Iterator[Finding]:
+def machine() -> Iterator[Finding]:
     """What does not depend on nodes."""
     yield _programs()
     yield _torch()

@@ -41,8 +41,11 @@ _SLOW_MB = 10.0
 _LATE_MS = 100.0
 _CLOCK_S = 1.0
 _NOTE_S = 3.0
-_NEVER = ("(Partition", "(BadConstraints", "(AssocMax", "(AssocGrp", "(QOSMax", "(InvalidAccount", "(InvalidQOS")
-"""How SLURM says that a job asks for what it cannot get: `PartitionNodeLimit`, `PartitionTimeLimit` and others."""
+_NEVER = {
+    *("PartitionNodeLimit", "PartitionTimeLimit", "PartitionConfig", "BadConstraints", "InvalidAccount", "InvalidQOS"),
+    *(f"{who}Max{what}PerJobLimit" for who in ("Assoc", "QOS") for what in ("Cpu", "Node", "WallDuration")),
+}
+"""How SLURM says that a job asks for what it cannot get."""
 
 
 def nodes(config: LaunchConfig, env: Mapping[str, object] | None, wait_s: float, say: Say) -> Iterator[Finding]:
@@ -122,7 +125,7 @@ def _one(
 
 def _come(waiting: str) -> str:
     """What may bring nodes that did not come."""
-    if any(reason in waiting for reason in _NEVER):
+    if any(f"({reason})" in waiting for reason in _NEVER):
         return "they would never come: ask for fewer nodes, cores or minutes, or say another --partition."
     return "if they need longer, --wait-s; if the head does not answer them, open its ports or say --head-address."
 

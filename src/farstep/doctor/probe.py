@@ -15,6 +15,7 @@ import gymnasium
 import numpy as np
 
 from farstep.doctor.programs import Program
+from farstep.launch.process import import_path
 from farstep.machine import available_memory, usable_cpus
 
 
@@ -61,7 +62,7 @@ class Probe(gymnasium.Env[Any, Any]):
         In a process of its own: one that crashes or hangs says so, too.
         """
         command = [sys.executable, "-m", "farstep.doctor.make_env", asked]
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path)}
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(import_path())}
         status, said = Program(command, environment).end(time.monotonic() + timeout_s)
         if status == 0:
             return ""

@@ -31,6 +31,8 @@ from farstep.worker.progress import PHASE, Phase, copy_words, private_words
 
 log = logging.getLogger("farstep")
 _FILES_PER_WORKER, _OTHER_FILES = 8, 1024
+_MOST_REFUSED = 64
+"""Hosts that are remembered, and logged; whoever invents more is not listened to."""
 _SILENT_S = 3 * n.BEAT_S
 """A node of which nothing was heard for so long is lost if its engine says that it is over, or after its lease."""
 
@@ -254,9 +256,9 @@ class ClusterLauncher(Launcher):
             said = f"the node {hello.host} does not fit: {what}. Install the same versions on all nodes."
             if self._config.fewest_nodes == self._config.nodes:
                 self._misfit = LaunchError(said)
-            if hello.host not in self.refused:
+            if hello.host not in self.refused and len(self.refused) < _MOST_REFUSED:
                 log.warning("%s Going on without it.", said)
-            self.refused[hello.host] = what
+                self.refused[hello.host] = what
             return
         free = next((i for i, held in enumerate(self._blocks[: self._wanted]) if held is None), None)
         if free is None or self._groups[group].is_cancelled:
@@ -274,7 +276,7 @@ class ClusterLauncher(Launcher):
             block=free,
         )
         self._nodes[node.name] = self._blocks[free] = node
-        self._groups[group].welcomed()
+        self._groups[group].welcomed(hello.place)
         node.tell(n.NodeBeat(node.name))
         log.info("%s is there, with %d cores", node, hello.cpus)
         self._settle()
@@ -298,7 +300,7 @@ class ClusterLauncher(Launcher):
         log.warning("%s %s", node, why)
         del self._nodes[node.name]
         self._blocks[node.block] = None
-        self._groups[node.group].lost(node.place)
+        self._groups[node.group].left(node.place, for_good=True)
         for worker in node.workers.values():
             worker.end(Ended(1, f"its {node} {why}", blameless=True))
 
@@ -316,7 +318,7 @@ class ClusterLauncher(Launcher):
             node.tell(n.Leave("its workers are done"))
             del self._nodes[node.name]
             self._blocks[node.block] = None
-            self._groups[node.group].left(for_good=node.given_back)
+            self._groups[node.group].left(node.place, for_good=node.given_back)
 
 
 def _allow_files(count: int) -> None:

@@ -35,8 +35,8 @@ class Group(Protocol):
         """May take a while: all but `logs` is called in a thread of the group's own."""
         ...
 
-    def lost(self, place: str) -> None:
-        """The head gave up a node of it, which its agent had called so: whatever is held for it may go."""
+    def there(self, places: Sequence[str]) -> None:
+        """What the agents that the head hears of call their nodes; said before it is asked how it stands."""
         return
 
     def logs(self) -> str:

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from farstep.errors import LaunchError
+from farstep.errors import FarstepError, LaunchError
 from farstep.launch.engine import Engine, Group, Standing
 from farstep.launch_config import RESTART_WINDOW_S, EngineConfig
 
@@ -30,10 +30,10 @@ class Watched:
         """When the engine was last asked how it is, and what it said."""
         self._gone, self._gone_at = 0, 0.0
         """Nodes of it that were there and will not be again, as far as is known, and since when."""
-        self._lost: deque[str] = deque()
-        """Places of nodes that were given up, which the engine is still to be told."""
-        self.here = 0
-        """Nodes of it that are there."""
+        self._places: list[str] = []
+        """Of nodes of it that are there."""
+        self._logs: str | None = None
+        """What they said, once it is over."""
         self.last_words = ""
         """The last line of what nodes said, when some of them had ended."""
         self._cancelled = threading.Event()
@@ -50,6 +50,11 @@ class Watched:
     def standing(self) -> Standing:
         return self._look[1]
 
+    @property
+    def here(self) -> int:
+        """Nodes of it that are there."""
+        return len(self._places)
+
     def expected(self) -> int:
         """Nodes of it that are there, or may come without being asked for again."""
         looked_at, standing = self._look
@@ -57,21 +62,16 @@ class Watched:
             self._gone = min(self._gone, max(0, self._nodes - self.here - standing.coming))
         return max(self.here, min(standing.nodes, self._nodes - self._gone))
 
-    def welcomed(self) -> None:
+    def welcomed(self, place: str) -> None:
         """An agent of it came, perhaps again."""
-        self.here += 1
+        self._places.append(place)
         self._gone = min(self._gone, max(0, self._nodes - self.here))
 
-    def left(self, for_good: bool) -> None:
+    def left(self, place: str, for_good: bool) -> None:
         """A node is not there any more; not for good if its engine said that it takes it back for a while."""
-        self.here -= 1
+        self._places.remove(place)
         if for_good:
             self._gone, self._gone_at = self._gone + 1, time.monotonic()
-
-    def lost(self, place: str) -> None:
-        """A node was given up."""
-        self.left(for_good=True)
-        self._lost.append(place)
 
     def _watch(self) -> None:
         try:
@@ -80,22 +80,31 @@ class Watched:
         except Exception as error:  # an engine that was there may be there again soon
             log.warning("%s: %s Going on without for now.", type(error).__name__, error)
             self._look = (time.monotonic(), Standing(str(error), 0))
-        while not self._cancelled.wait(_LOOK_S):
-            if self._group is None or not self.standing.nodes:
-                continue
-            began, before = time.monotonic(), self.standing.nodes
-            try:
-                while self._lost:
-                    self._group.lost(self._lost.popleft())
-                self._look = (began, self._group.standing())
-                if self.standing.nodes < before:
-                    self.last_words = next(reversed(self._group.logs().splitlines()), "")
-            except Exception as error:  # an engine that cannot be asked may still have nodes for us
-                self._look = (began, Standing(f"the engine does not answer: {error}", self.standing.nodes))
-        if self._group is not None:
-            self._group.cancel()
+        if self._group is None:
+            return
+        while self.standing.nodes and not self._cancelled.wait(_LOOK_S):
+            self._look = (time.monotonic(), self._how(self._group))
+        if not self.is_cancelled:
+            self._logs = self._group.logs()
+        self._group.cancel()
+
+    def _how(self, group: Group) -> Standing:
+        before = self.standing
+        try:
+            group.there(tuple(self._places))
+            now = group.standing()
+            if now.nodes < before.nodes:
+                self.last_words = next(reversed(group.logs().splitlines()), "")
+            return now
+        except Exception as error:  # an engine that cannot be asked may still have nodes for us
+            text = f"the engine does not answer: {error if isinstance(error, FarstepError) else repr(error)}"
+            if text != before.text:
+                log.warning("%s", text)
+            return Standing(text, before.nodes)
 
     def logs(self) -> str:
+        if self._logs is not None:
+            return self._logs
         return self._group.logs() if self._group is not None else ""
 
     def cancel(self) -> None:
@@ -117,6 +126,8 @@ class Groups:
         """`bootstrap` makes what agents of the group of that number are started with."""
         self._engine, self._config, self._bootstrap = engine, config, bootstrap
         self._asked: list[Watched] = []
+        self._asking = threading.Lock()
+        """Engines hear one order at a time."""
         self._complete = False
         """Whether there were enough nodes once."""
         self.start_over()
@@ -144,9 +155,13 @@ class Groups:
 
     def _new(self, nodes: int) -> Watched:
         bootstrap = self._bootstrap(len(self._asked))
-        group = Watched(nodes, lambda: self._engine.ask(nodes, bootstrap))
+        group = Watched(nodes, lambda: self._order(nodes, bootstrap))
         self._asked.append(group)
         return group
+
+    def _order(self, nodes: int, bootstrap: bytes) -> Group:
+        with self._asking:
+            return self._engine.ask(nodes, bootstrap)
 
     def ask_again(self, wanted: int, now: float) -> None:
         """Nodes that are over are asked for again; before there were ever enough of them, something is wrong."""

@@ -6,11 +6,13 @@ ends it runs what is left, and ends. It is started as a file, with nothing of fa
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,6 +29,8 @@ class Guardian:
     def __init__(self, deadline_s: float = _DEADLINE_S, environment: Mapping[str, str] | None = None) -> None:
         self._deadline_s, self._environment = deadline_s, environment
         self._process: subprocess.Popen[bytes] | None = None
+        self._pipe = -1
+        self._telling = threading.Lock()
         self._kept: set[str] = set()
 
     @property
@@ -58,8 +62,10 @@ class Guardian:
     def forget(self) -> None:
         """Let go of the pipe; in a fork of the head, because the helper must not wait for the head's child."""
         _guardians.discard(self)
-        if self._process is not None:
-            os.close(self._pipe)
+        with self._telling:
+            if self._pipe >= 0:
+                os.close(self._pipe)
+                self._pipe = -1
 
     def _start(self) -> None:
         read, self._pipe = os.pipe()
@@ -74,7 +80,7 @@ class Guardian:
                 env={**os.environ, **(self._environment or {})},
             )
         except BaseException:
-            os.close(self._pipe)
+            self.forget()
             raise
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -83,11 +89,9 @@ class Guardian:
 
     def _tell(self, message: Mapping[str, object]) -> None:
         line = json.dumps(message).encode() + b"\n"
-        try:
-            while line:
+        with self._telling, contextlib.suppress(BrokenPipeError):  # it was killed: there is no net, and the run goes on
+            while line and self._pipe >= 0:
                 line = line[os.write(self._pipe, line) :]
-        except BrokenPipeError:
-            pass  # it was killed: then there is no net, and the run goes on without
 
 
 _guardians: weakref.WeakSet[Guardian] = weakref.WeakSet()
@@ -95,6 +99,7 @@ _guardians: weakref.WeakSet[Guardian] = weakref.WeakSet()
 
 def _forget_all() -> None:
     for guardian in list(_guardians):
+        guardian._telling = threading.Lock()  # a thread that is not in this process may have held it
         guardian.forget()
 
 

@@ -13,6 +13,8 @@ Manifest = dict[str, Any]
 
 CONTAINER = "agent"
 _FOLDER, _FILE = "/run/farstep", "bootstrap"
+_IN_BASH = 'if command -v bash > /dev/null; then exec bash -c "$0"; else exec sh -c "$0"; fi'
+"""As everywhere, `setup` may say `source`; an image without bash has its own shell for it."""
 _USER = 1000
 """Of the image's user; whatever the image, pods do not run as root unless `pod_template` says so."""
 _KEPT_S = 60
@@ -139,7 +141,7 @@ def _container(config: KubernetesConfig) -> Manifest:
         "name": CONTAINER,
         "image": config.image,
         "imagePullPolicy": config.image_pull_policy,
-        "command": ["/bin/sh", "-c", "\n".join([*(config.setup or ()), start])],
+        "command": ["/bin/sh", "-c", _IN_BASH, "\n".join([*config.setup, start])],
         "env": [{"name": "FARSTEP_NODE", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}}],
         "resources": {key: value for key, value in (("requests", requests), ("limits", limits)) if value},
         "volumeMounts": [{"name": "farstep", "mountPath": _FOLDER, "readOnly": True}],

@@ -51,10 +51,18 @@ class _Child:
     board: Board
     """Where it is, which the head would like to know when it dies."""
     printed: bytearray = field(default_factory=bytearray)
+    mute: bool = False
+    """It has closed its output."""
 
     def read(self) -> None:
-        self.printed += self.process.read_output() or b""
+        new = self.process.read_output()
+        self.mute = new is None
+        self.printed += new or b""
         del self.printed[: -n.OUTPUT_BYTES]  # of what it prints beyond that, only the end is sent
+
+    def fds(self) -> list[int]:
+        """What to wait for; an output that was closed would be readable for ever."""
+        return [self.process.exit_fd] if self.mute else [self.process.exit_fd, self.process.output_fd]
 
 
 class NodeAgent:
@@ -92,7 +100,7 @@ class NodeAgent:
         next_beat = 0.0
         try:
             while self._running:
-                link.wait([fd for child in self._children.values() for fd in _fds(child)], n.BEAT_S / 4)
+                link.wait([fd for child in self._children.values() for fd in child.fds()], n.BEAT_S / 4)
                 while (received := link.receive(0.0)) is not None:
                     self._handle(link, n.decode_to_node(received.frames))
                 self._look_after(link)
@@ -247,10 +255,6 @@ def _say(link: DealerLink, message: n.FromNode) -> None:
     """Without waiting for room: while the head is not there, what workers print would fill any."""
     with contextlib.suppress(zmq.Again):
         link.send([n.encode(message)])
-
-
-def _fds(child: _Child) -> tuple[int, int]:
-    return child.process.exit_fd, child.process.output_fd
 
 
 def main() -> None:

@@ -14,6 +14,8 @@ from farstep.worker.progress import PHASE, Phase
 _TAIL_BYTES = 16 * 1024
 _UNREAD_BYTES = 1 << 20
 """Of a worker's output, at most so much waits for being logged."""
+_STRAYS = 64
+"""How many workers that nobody asked for are told to end at a time: their agent may have made them up."""
 _UNSAID_S = 3.0
 """A worker that its node's agent does not mention for so long after it was asked for is asked for again, or over."""
 
@@ -64,7 +66,8 @@ class Node:
                 else:
                     worker.asked_at = now
                     self.tell(worker.order)
-        for stray in running - {(worker.worker, worker.incarnation) for worker in self.workers.values()}:
+        strays = running - {(worker.worker, worker.incarnation) for worker in self.workers.values()}
+        for stray in list(strays)[:_STRAYS]:  # the others are told at the next beats
             self.tell(n.KillWorker(*stray))
 
     def worker(self, number: int, incarnation: int) -> RemoteWorker | None:

@@ -31,6 +31,8 @@ _ENDED = {
     *("PREEMPTED", "REVOKED", "over"),
 }
 _WAITING = {"PENDING", "REQUEUED", "REQUEUE_HOLD", "CONFIGURING"}
+_STEP = ("--no-kill", "--kill-on-bad-exit=0", "--wait=0", "--label")
+"""Agents end one by one, and each line says whose it is."""
 _TAIL_LINES = 15
 _END_OF_INPUT = "FARSTEP-END"
 _STAY_S = 600  # longer than SLURM gives those it preempts
@@ -110,7 +112,7 @@ def batch_script(config: SlurmConfig, workers_per_node: int, nodes: int, bootstr
     lines += [f"#SBATCH {extra}" for extra in config.slurm_extra]
     # Steps take no number of cores over from their job since SLURM 22.05: without it, workers may be bound to one.
     cores = f"--cpus-per-task={options['cpus-per-task']}"
-    agent = " ".join(["srun", cores, "--no-kill", "--kill-on-bad-exit=0", "--wait=0", "--label", *_agent(config)])
+    agent = " ".join(["srun", cores, *_STEP, *_agent(config)])
     # A job that ends by itself while it is preempted counts as completed and is not queued again.
     stay = f"[ $status -ne {TAKEN_BACK} ] || sleep {_STAY_S}"
     told = [f"{agent} <<'{_END_OF_INPUT}'", bootstrap, _END_OF_INPUT, "status=$?", stay, "exit $status", ""]
@@ -120,8 +122,7 @@ def batch_script(config: SlurmConfig, workers_per_node: int, nodes: int, bootstr
 def step_command(config: SlurmConfig, workers_per_node: int, nodes: int) -> list[str]:
     """What runs agents inside the allocation that the head is in."""
     options = [
-        *(f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--overlap", "--no-kill"),
-        *("--kill-on-bad-exit=0", "--wait=0", "--label"),
+        *(f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--overlap", *_STEP),
         f"--cpus-per-task={workers_per_node * config.cpus_per_worker}",
         *([f"--gpus-per-node={config.gpus_per_node}"] if config.gpus_per_node else []),
     ]
@@ -140,8 +141,10 @@ class Jobs(Group):
     def __init__(self, folder: Path, guardian: Guardian) -> None:
         self._folder, self._guardian = folder, guardian
         self._sizes: dict[str, int] = {}
-        self._lost: dict[str, set[str]] = {}
-        """Nodes that were given up, since the job last began."""
+        self._here: set[str] = set()
+        """Jobs of which agents are there."""
+        self._came: set[str] = set()
+        """Jobs of which some were, since the job last began."""
 
     def submit(self, script: str, nodes: int) -> None:
         answer = _run(["sbatch", "--parsable"], script)
@@ -150,13 +153,14 @@ class Jobs(Group):
         self._sizes[found[1]] = nodes
         self._guardian.promise(found[1], ["scancel", found[1]])
 
-    def lost(self, place: str) -> None:
-        if found := re.match(r"SLURM job (\d+), node (.+)", place):
-            self._lost.setdefault(found[1], set()).add(found[2])
+    def there(self, places: Sequence[str]) -> None:
+        self._here = {place.partition(",")[0].rpartition(" ")[2] for place in places}
+        self._came |= self._here
 
     def standing(self) -> Standing:
-        asked = ["squeue", "--noheader", "--states=all", f"--jobs={','.join(self._sizes)}", "--format=%A|%T|%D|%r"]
-        lines = [line.split("|") for line in _run(asked, missing="").splitlines() if line.count("|") == 3]
+        options = ["--noheader", "--noconvert", "--states=all", f"--jobs={','.join(self._sizes)}"]
+        said = _run(["squeue", *options, "--format=%A|%T|%D|%r"], missing="")
+        lines = [line.split("|") for line in said.splitlines() if line.count("|") == 3]
         states = {number.strip(): (state, int(held), reason) for number, state, held, reason in lines}
         parts, nodes, coming, over = [], 0, 0, []
         for number, size in self._sizes.items():
@@ -166,8 +170,8 @@ class Jobs(Group):
             over += [f"SLURM job {number}"] if state in _ENDED else []
             coming += size if state in _WAITING else 0
             if state in _WAITING:
-                self._lost.pop(number, None)
-            elif state == "RUNNING" and held < size == len(self._lost.get(number, ())):
+                self._came.discard(number)
+            elif state == "RUNNING" and held < size and number in self._came - self._here:
                 self._cancel_empty(number)
         return Standing("; ".join(parts), nodes, coming, over)
 
@@ -175,7 +179,7 @@ class Jobs(Group):
         """One of its nodes failed, and nobody is heard of on the others: with the first node went `srun`, and perhaps
         their agents too, and SLURM would keep them for the job. (If none failed, agents may be cut off for a while.)"""
         log.warning("SLURM job %s has lost all of its agents: cancelled, so that its nodes are free again", number)
-        del self._lost[number]
+        self._came.discard(number)
         _run(["scancel", number], missing="")
 
     def logs(self) -> str:

@@ -21,6 +21,8 @@ from farstep.wire.messages import Count, Line, Lines, Word, decoded
 BEAT_S = 1.0
 OUTPUT_BYTES = 64 * 1024
 """Of one worker's output, at most so much is sent at a time."""
+MOST_WORKERS = 1 << 14
+"""Of one node."""
 Name = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{16}\Z")]
 """Of a node: drawn by its agent, and known to that and to the head alone."""
 
@@ -36,7 +38,7 @@ class NodeHello(msgspec.Struct, tag="node-hello"):
     versions: Lines
     place: Line = ""
     """What the engine calls it: a job and its task, a pod."""
-    address: str = ""
+    address: Line = ""
     """Which of the head's addresses it reached."""
 
 
@@ -44,7 +46,7 @@ class NodeBeat(msgspec.Struct, tag="node-beat"):
     """Still there, with these workers (number and incarnation): said again and again, as anything may get lost."""
 
     node: Name
-    workers: list[tuple[int, int]] = []
+    workers: Annotated[list[tuple[int, int]], msgspec.Meta(max_length=MOST_WORKERS)] = []
 
 
 class Leaving(msgspec.Struct, tag="leaving"):

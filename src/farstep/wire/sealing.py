@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import struct
 from enum import IntEnum
 
@@ -22,10 +21,6 @@ class Side(IntEnum):
 
     HEAD = 1
     WORKER = 2
-
-
-def fresh_key() -> bytes:
-    return os.urandom(32)
 
 
 class Seal:

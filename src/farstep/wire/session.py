@@ -105,10 +105,8 @@ class _Arriving:
 class Session:
     """One side of a conversation."""
 
-    def __init__(
-        self, seal: Seal | None = None, most_bytes: int = 1 << 33, bulk: bool = True, rooms: Rooms | None = None
-    ) -> None:
-        self._seal, self._most_bytes, self._bulk = seal, most_bytes, bulk
+    def __init__(self, seal: Seal | None = None, most_bytes: int = 1 << 33, rooms: Rooms | None = None) -> None:
+        self._seal, self._most_bytes = seal, most_bytes
         self._room_for = (rooms or Rooms()).room
         self._tag_bytes = TAG_BYTES if seal else 0
         self._next = 1
@@ -137,7 +135,7 @@ class Session:
         if len(views) > MAX_FRAMES:
             raise WireError(f"a message of {len(views)} frames; at most {MAX_FRAMES} are possible.")
         seq, self._next = self._next, self._next + 1
-        large = self._bulk and sum(view.nbytes for view in views) > SMALL_BYTES
+        large = sum(view.nbytes for view in views) > SMALL_BYTES
         sent = _Sent(seq, [], large, now)
         self._unconfirmed.append(sent)
         self._last_sent = now

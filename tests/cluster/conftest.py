@@ -1,0 +1,22 @@
+"""What tests of clusters share."""
+
+from __future__ import annotations
+
+import pytest
+
+from farstep.wire.keys import KeyPair
+from farstep.wire.zmq import Hub
+
+
+@pytest.fixture
+def issued(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, int], KeyPair]:
+    """All keys that heads have given away, by the number and incarnation of the worker (or below zero, of nodes)."""
+    pairs: dict[tuple[int, int], KeyPair] = {}
+    admit = Hub.admit
+
+    def noting(self: Hub, worker: int, incarnation: int) -> KeyPair:
+        pairs[worker, incarnation] = admit(self, worker, incarnation)
+        return pairs[worker, incarnation]
+
+    monkeypatch.setattr(Hub, "admit", noting)
+    return pairs
