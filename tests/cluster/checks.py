@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
+import pytest
 
 import farstep
 from farstep.testing import CountingEnv
@@ -115,3 +117,11 @@ def assert_same(one: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray]) 
     for name, array in one.items():
         assert array.dtype == other[name].dtype
         np.testing.assert_array_equal(array, other[name], err_msg=name)
+
+
+@contextlib.contextmanager
+def without_programs() -> Iterator[None]:
+    """Nothing that this machine has installed is found."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", "")
+        yield

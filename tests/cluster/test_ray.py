@@ -106,6 +106,13 @@ def kill(node: dict[str, Any]) -> None:
     os.kill(node["pid"], signal.SIGKILL)
 
 
+@contextlib.contextmanager
+def without_ray() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(importlib.util, "find_spec", lambda name: None)
+        yield
+
+
 def living(pids: list[int]) -> list[int]:
     return [pid for pid in pids if Path(f"/proc/{pid}/cmdline").exists() and Path(f"/proc/{pid}/cmdline").read_bytes()]
 
@@ -134,7 +141,9 @@ def commands() -> dict[int, str]:
 
 @pytest.mark.timeout(600)
 def test_the_contract(ray_cluster: RayCluster) -> None:
-    check_launcher(functools.partial(farstep.RayConfig, address=ray_cluster.address), kill_node=kill)
+    make = functools.partial(farstep.RayConfig, address=ray_cluster.address)
+    scarce = functools.partial(make, nodes=4, cpus_per_worker=3)  # three nodes have four cores each
+    check_launcher(make, kill_node=kill, scarce=scarce, missing=without_ray)
 
 
 @pytest.mark.timeout(300)

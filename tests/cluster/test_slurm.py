@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checks import assert_balanced, eventually, within
+from checks import assert_balanced, eventually, within, without_programs
 from slurm_cluster import SlurmCluster
 
 import farstep
@@ -52,7 +52,9 @@ def live_jobs(cluster: SlurmCluster) -> list[int]:
 
 
 def test_the_contract(cluster: SlurmCluster, tmp_path: Path) -> None:
-    check_launcher(functools.partial(config, tmp_path), kill_node=kill_agent)
+    make = functools.partial(config, tmp_path)
+    scarce = functools.partial(make, nodes=2, slurm_extra=["--nodelist=n1", "--exclusive"])
+    check_launcher(make, kill_node=kill_agent, scarce=scarce, missing=without_programs)
     assert not live_jobs(cluster)
 
 

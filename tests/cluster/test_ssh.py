@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checks import eventually, within
+from checks import eventually, within, without_programs
 from ssh_hosts import SshServer
 
 import farstep
@@ -47,7 +47,9 @@ def kill_agent(node: dict[str, Any]) -> None:
 
 
 def test_the_contract(server: SshServer) -> None:
-    check_launcher(functools.partial(config, server.options), kill_node=kill_agent)
+    make = functools.partial(config, server.options)
+    scarce = functools.partial(SSHConfig, ssh=make().ssh, hosts=["one", "no-such-host"])
+    check_launcher(make, kill_node=kill_agent, scarce=scarce, missing=without_programs)
 
 
 def test_a_host_that_is_not_there_is_named_with_what_ssh_said(server: SshServer) -> None:

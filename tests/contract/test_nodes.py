@@ -19,6 +19,7 @@ from farstep.launch_config import SSHConfig
 from farstep.testing import CountingEnv, TableAgent, check_launcher
 
 SHELL = """#!/bin/sh
+[ "$1" != nowhere ] || exit 255
 shift
 exec sh -c "$*"
 """
@@ -44,7 +45,9 @@ def wait_for_columns(env: farstep.ClusterEnv, columns: int) -> None:
 
 @pytest.mark.timeout(300)
 def test_agents_in_place_of_nodes(tmp_path: Path) -> None:
-    check_launcher(functools.partial(config, tmp_path), kill_node=kill_agent)
+    make = functools.partial(config, tmp_path)
+    scarce = functools.partial(SSHConfig, hosts=["host", "nowhere"], ssh=make().ssh)
+    check_launcher(make, kill_node=kill_agent, scarce=scarce)
 
 
 @pytest.mark.timeout(300)

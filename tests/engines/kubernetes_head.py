@@ -3,10 +3,13 @@ in place of a kind, a head in one of its pods."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
+import os
 import signal
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import host_image
@@ -25,6 +28,15 @@ def crash(node: dict[str, Any]) -> None:
     """Whoever runs the cluster is asked for it."""
     print(f"crash {node['place']}", flush=True)
     assert sys.stdin.readline() == "crashed\n"
+
+
+@contextlib.contextmanager
+def without_cluster() -> Iterator[None]:
+    known, os.environ["KUBECONFIG"] = os.environ["KUBECONFIG"], "/no/such/file"
+    try:
+        yield
+    finally:
+        os.environ["KUBECONFIG"] = known
 
 
 def refused(kind: str) -> None:
@@ -52,4 +64,5 @@ if __name__ == "__main__":
     if sys.argv[1] == "inside":
         train_inside()
     refused(sys.argv[1])
-    check_launcher(functools.partial(make, sys.argv[1]), kill_node=crash)
+    scarce = functools.partial(make, sys.argv[1], nodes=3, requests={"cpu": "1500m"})  # two nodes have two cores each
+    check_launcher(functools.partial(make, sys.argv[1]), kill_node=crash, scarce=scarce, missing=without_cluster)

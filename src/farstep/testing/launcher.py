@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import cloudpickle
 import numpy as np
 
 from farstep.cluster_env import ClusterEnv
-from farstep.errors import ClosedError, ConfigError, RemoteEnvError, WorkerDied
+from farstep.errors import ClosedError, ConfigError, LaunchError, RemoteEnvError, WorkerDied
 from farstep.launch.process import import_path
 from farstep.launch_config import LaunchConfig
 from farstep.testing.envs import CountingEnv, TableAgent
@@ -72,15 +73,23 @@ def _threads() -> int:
 
 
 def check_launcher(
-    make_config: MakeConfig, *, processes: bool = True, kill_node: Callable[[dict[str, Any]], None] | None = None
+    make_config: MakeConfig,
+    *,
+    processes: bool = True,
+    kill_node: Callable[[dict[str, Any]], None] | None = None,
+    scarce: MakeConfig | None = None,
+    missing: Callable[[], AbstractContextManager[object]] | None = None,
 ) -> None:
     """Fails with an AssertionError where a launcher breaks the contract.
 
     `processes=False` is for one whose workers live in this process: nothing can be killed there. Workers are
-    looked at by process id where they run on this host. `kill_node` ends a node of `stats()["nodes"]` without a
-    warning; it is given for launchers that have some.
+    looked at by process id where they run on this host. The others are for launchers that have nodes: `kill_node` ends
+    one of `stats()["nodes"]` without a warning, `scarce` makes configurations that ask for more nodes than can come,
+    and `missing` is a context in which the engine is not there.
     """
     _check_unknown_option(make_config)
+    if missing is not None:
+        _check_missing_engine(make_config, missing)
     _check_start(make_config, processes)
     _check_exception(make_config)
     if processes:
@@ -88,6 +97,8 @@ def check_launcher(
         _check_output(make_config)
         _check_cancel(make_config)
         _check_killed_head(make_config)
+    if scarce is not None:
+        _check_partial_start(scarce)
     if kill_node is not None:
         _check_lost_node(make_config, kill_node)
         _check_scale(make_config, kill_node)
@@ -107,6 +118,26 @@ def _check_unknown_option(make_config: MakeConfig) -> None:
         assert "workers_per_node" in str(error), error
         return
     raise AssertionError("an option that does not exist must be refused with a ConfigError that names the nearest")
+
+
+def _check_missing_engine(make_config: MakeConfig, missing: Callable[[], AbstractContextManager[object]]) -> None:
+    """One sentence says so, and what to install or start."""
+    with missing(), contextlib.closing(_cluster(make_config(workers_per_node=1))) as env:
+        try:
+            env.launch()
+        except LaunchError as error:
+            assert len(str(error).splitlines()) == 1 and str(error).endswith("."), error
+            return
+    raise AssertionError("the engine is not there, and launch() did not say so")
+
+
+def _check_partial_start(scarce: MakeConfig) -> None:
+    """With enough nodes, a run begins without the others."""
+    with _cluster(scarce(min_nodes=1, workers_per_node=1)) as env:
+        env.launch()
+        _assert_whole(env.collect(TableAgent(), steps=4))
+        stats = env.stats()
+        assert stats["nodes"] and stats["workers"]["queued"], stats
 
 
 def _check_start(make_config: MakeConfig, processes: bool) -> None:
