@@ -76,8 +76,12 @@ class LaunchConfig(Options):
 
     def num_workers(self, envs_per_node: int) -> int:
         """Workers in all: never more than environments, since an idle worker is a wasted process."""
-        per_node = self.workers_per_node or max(1, self._cores_per_node() // self.cpus_per_worker)
-        return self.most_nodes * min(per_node, envs_per_node)
+        return self.most_nodes * min(self.workers_on_node, envs_per_node)
+
+    @property
+    def workers_on_node(self) -> int:
+        """Workers that a node has, if it has environments for all of them."""
+        return self.workers_per_node or max(1, self._cores_per_node() // self.cpus_per_worker)
 
     @property
     def most_nodes(self) -> int:

@@ -21,7 +21,7 @@ from farstep.testing import CountingEnv, TableAgent, check_launcher
 
 
 def make(kind: str, **options: Any) -> KubernetesConfig:
-    return KubernetesConfig(kind=kind, **host_image.options(), **options)
+    return KubernetesConfig(kind=kind, **{**host_image.options(), **options})
 
 
 def crash(node: dict[str, Any]) -> None:

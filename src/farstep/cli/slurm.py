@@ -38,7 +38,7 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError("'farstep slurm' shows the job that a run would submit, and does nothing else; say --print.")
     config = options.config
     first, *others = job_sizes(config.nodes, config.fewest_nodes)
-    sys.stdout.write(batch_script(config, config.num_workers(2**31) // config.most_nodes, first))
+    sys.stdout.write(batch_script(config, config.workers_on_node, first))
     if others:
         sys.stderr.write(f"{len(others)} more jobs of one node each are submitted with it, which may come later.\n")
     return 0

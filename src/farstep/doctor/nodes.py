@@ -50,7 +50,7 @@ _NEVER = {
 
 def nodes(config: LaunchConfig, env: Mapping[str, object] | None, wait_s: float, say: Say) -> Iterator[Finding]:
     """Start an agent and a worker on each node, ask them, end them."""
-    needed = config.num_workers(2**31) // config.most_nodes * config.cpus_per_worker
+    needed = config.workers_on_node * config.cpus_per_worker
     try:
         visit = Visit(_small(config, needed, wait_s))
     except FarstepError as error:

@@ -24,9 +24,9 @@ from farstep.errors import LaunchError
 from farstep.launch.addresses import own_addresses
 from farstep.launch.engine import Group, Standing
 from farstep.launch.process import import_path
+from farstep.launch.sessions import file_tail
 from farstep.launch_config import RayConfig
 
-_TAIL_BYTES = 4096
 _KNOCK_S, _CONNECT_S, _ANSWER_S, _ENDING_S, _CLOSE_S = 5.0, 120.0, 30.0, 5.0, 10.0
 
 
@@ -162,10 +162,7 @@ class Driver:
 
     def tail(self) -> str:
         """The end of what Ray had to say in that process."""
-        if self._log.closed:
-            return ""
-        size = os.fstat(self._log.fileno()).st_size
-        return os.pread(self._log.fileno(), _TAIL_BYTES, max(0, size - _TAIL_BYTES)).decode(errors="replace").strip()
+        return "" if self._log.closed else file_tail(self._log)
 
     def close(self) -> None:
         """Ray ends the actors of a driver that has gone."""

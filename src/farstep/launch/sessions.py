@@ -9,6 +9,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
+from typing import IO
 
 from farstep.launch.engine import Group, Standing
 
@@ -34,10 +35,7 @@ class Session:
         return self._process.poll() is not None
 
     def tail(self) -> str:
-        if self._log.closed:
-            return self._last_words
-        size = os.fstat(self._log.fileno()).st_size
-        return os.pread(self._log.fileno(), _TAIL_BYTES, max(0, size - _TAIL_BYTES)).decode(errors="replace").rstrip()
+        return self._last_words if self._log.closed else file_tail(self._log)
 
     def wait(self, deadline: float) -> bool:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -54,6 +52,12 @@ class Session:
             self._process.wait()
             self._last_words = self.tail()
             self._log.close()
+
+
+def file_tail(file: IO[bytes]) -> str:
+    """The end of what was written to it."""
+    size = os.fstat(file.fileno()).st_size
+    return os.pread(file.fileno(), _TAIL_BYTES, max(0, size - _TAIL_BYTES)).decode(errors="replace").strip()
 
 
 def after_setup(setup: Sequence[str], agent: str) -> str:
