@@ -6,7 +6,7 @@ import sys
 import time
 from pathlib import Path
 
-from farstep.doctor.engines import _begin, _end
+from farstep.doctor.programs import Program
 from farstep.launch.sessions import Session, end_sessions
 
 STUBBORN = (
@@ -27,12 +27,11 @@ def test_sessions_end_whatever_their_programs_say() -> None:
 
 
 def test_who_holds_the_output_of_a_program_is_ended_with_it(tmp_path: Path) -> None:
-    process = _begin(["sh", "-c", f"sleep 60 & echo $! > {tmp_path}/pid; wait"])
+    program = Program(["sh", "-c", f"sleep 60 & echo $! > {tmp_path}/pid; wait"])
     deadline = time.monotonic() + 30
     while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text().strip():
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    status, said = _end(process, time.monotonic())
-    assert status == 124 and "timed out" in said
+    assert program.end(time.monotonic()) == (None, "")
     holder = Path("/proc", (tmp_path / "pid").read_text().strip(), "stat")
     assert not holder.exists() or holder.read_text().rpartition(")")[2].split()[0] == "Z"
