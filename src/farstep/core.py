@@ -138,6 +138,10 @@ class Launcher(Protocol):
         """The nodes that are there: host, process id of the agent, what the engine calls it, numbers of workers."""
         return []
 
+    def spare(self) -> int:
+        """Workers that are queued for nodes which nobody asked for: there may be more of these."""
+        return 0
+
     def scale(self, nodes: int) -> None:
         """Have so many nodes from now on; one that cannot is only asked for as many as it has."""
         return

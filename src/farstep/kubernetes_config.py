@@ -72,10 +72,11 @@ class KubernetesConfig(EngineConfig):
         self._one_of("image_pull_policy", ImagePullPolicy)
         for name in ("requests", "limits", "node_selector"):
             object.__setattr__(self, name, self._texts(name))
-        if not isinstance(self.pod_template, Mapping) or not set(self.pod_template) <= {"metadata", "spec"}:
+        if not _is_template(self.pod_template):
             raise ConfigError(
                 f"KubernetesConfig.pod_template is {self.pod_template!r}; expected a mapping with 'metadata' or "
-                "'spec', e.g. {'spec': {'hostNetwork': True}}."
+                "'spec', which are mappings, e.g. {'spec': {'hostNetwork': True}}; 'containers' in it is a list of "
+                "mappings with a 'name' (that of farstep's own is 'agent')."
             )
         if isinstance(self.tolerations, (str, Mapping)) or not all(isinstance(t, Mapping) for t in self.tolerations):
             raise ConfigError(
@@ -127,6 +128,15 @@ class KubernetesConfig(EngineConfig):
 
     def _cores_per_node(self) -> int:
         return self.cores_per_node
+
+
+def _is_template(given: object) -> bool:
+    if not isinstance(given, Mapping) or not set(given) <= {"metadata", "spec"}:
+        return False
+    if not all(isinstance(part, Mapping) for part in given.values()):
+        return False
+    containers = given.get("spec", {}).get("containers", ())
+    return isinstance(containers, (list, tuple)) and all(isinstance(c, Mapping) and "name" in c for c in containers)
 
 
 def _cores(quantity: str) -> float:

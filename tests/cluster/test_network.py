@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -64,6 +67,15 @@ class FarHead:
             self.stats = found.get("stats", {})
             if not self.stats:
                 self.batches.append(found)
+
+    def kill_alone(self) -> None:
+        """The head, with nothing that it started: its ssh sessions stay."""
+        for path in Path("/proc").glob("[0-9]*/cmdline"):
+            with contextlib.suppress(OSError):
+                words = path.read_bytes().split(b"\0")
+                if words[1:2] == [str(HERE / "far_head.py").encode()]:
+                    os.kill(int(path.parent.name), signal.SIGKILL)
+        self.process.wait(30)
 
     def wait_for(self, batches: int, columns: int, seconds: float = 90.0) -> None:
         """Until so many more batches came of that width; all rows follow each other."""
@@ -168,5 +180,7 @@ def test_a_rate_of_a_hundred_megabits(tmp_path: Path) -> None:
 def test_agents_and_workers_end_when_their_head_does(tmp_path: Path) -> None:
     with far_head(tmp_path, lease_s=4) as (net, head):
         head.wait_for(2, columns=4)
-        head.process.end()  # with SIGKILL
-        eventually(lambda: "node_agent" not in net.run("h2", ["ps", "-ef"]), 15)
+        running = net.run("h2", ["ps", "-ewwo", "args"])
+        assert "farstep.launch.node_agent" in running and "farstep.worker" in running
+        head.kill_alone()
+        eventually(lambda: "farstep." not in net.run("h2", ["ps", "-ewwo", "args"]), 15)

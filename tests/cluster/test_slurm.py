@@ -197,6 +197,36 @@ def test_batches_go_on_while_the_controller_is_down(cluster: SlurmCluster, tmp_p
     eventually(lambda: not live_jobs(cluster), 60)
 
 
+def test_a_node_that_is_lost_while_the_controller_is_down_is_replaced_when_it_is_back(
+    cluster: SlurmCluster, tmp_path: Path
+) -> None:
+    with start(tmp_path, nodes=2, min_nodes=1, lease_s=3, restart_budget=50) as env:
+        agent = TableAgent()
+        eventually(lambda: columns(env, agent) == 6)
+        cluster.stop_controller()
+        kill_agent(env.stats()["nodes"][1])
+        eventually(lambda: columns(env, agent) == 3)
+        cluster.start_controller()
+        eventually(lambda: columns(env, agent) == 6, 120)
+        assert_balanced(env.stats())
+
+
+def test_two_losses_of_different_kinds_are_both_made_up_for(cluster: SlurmCluster, tmp_path: Path) -> None:
+    """A job is cancelled, and another one loses a node."""
+    with start(tmp_path, nodes=3, min_nodes=2, lease_s=3, slurm_extra=["--exclusive"]) as env:
+        agent = TableAgent()
+        eventually(lambda: columns(env, agent) == 9)
+        first, second = sorted(live_jobs(cluster))
+        cluster.command("scancel", str(second))
+        eventually(lambda: second not in live_jobs(cluster))
+        eventually(lambda: columns(env, agent) == 9, 60)
+        pids = [node["pid"] for node in env.stats()["nodes"] if f"job {first}," in node["place"]]
+        os.kill(pids[-1], signal.SIGKILL)
+        eventually(lambda: columns(env, agent) == 6, 60)
+        eventually(lambda: columns(env, agent) == 9, 60)
+        assert_balanced(env.stats())
+
+
 def test_nodes_that_come_late_join(cluster: SlurmCluster, tmp_path: Path) -> None:
     for node in cluster.nodes[1:]:
         cluster.down(node)

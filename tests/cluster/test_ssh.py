@@ -15,7 +15,7 @@ from checks import eventually, within, without_programs
 from ssh_hosts import SshServer
 
 import farstep
-from farstep.errors import ConfigError, LaunchError, WorkerDied
+from farstep.errors import ConfigError, LaunchError, WorkerDied, WorkerStuck
 from farstep.launch_config import SSHConfig
 from farstep.testing import CountingEnv, FaultyEnv, TableAgent, check_launcher
 from farstep.wire.keys import KeyPair
@@ -81,6 +81,14 @@ def test_an_environment_that_ends_its_worker_is_named(server: SshServer) -> None
     assert (where.phase, where.slot, where.seed) == ("step", 0, episode_seed(1, 0, 0))
 
 
+def test_where_an_environment_hangs_is_said(server: SshServer) -> None:
+    source = {"env_name": FaultyEnv, "env_kwargs": {"fault": "hang", "phase": "step", "at": 3}}
+    asked = config(server.options, workers_per_node=1, restart_budget=0, timeouts={"step_s": 4.0})
+    with start(asked, **source) as env, pytest.raises(WorkerStuck, match="phase 'step'") as caught:
+        within(lambda: env.collect(TableAgent(), steps=8))
+    assert "in do_fault" in caught.value.output and "envs.py" in caught.value.output
+
+
 class LastWordsEnv(CountingEnv):
     def close(self) -> None:
         print("these were my last words")
@@ -119,12 +127,13 @@ def test_an_agent_whose_session_is_cut_goes_on(server: SshServer) -> None:
         assert env.stats()["nodes"][0]["pid"] == node["pid"]
 
 
-def test_setup_lines_come_first(server: SshServer, tmp_path: Path) -> None:
+def test_setup_lines_come_first(server: SshServer, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     mark, eaten = tmp_path / "mark", tmp_path / "eaten"
-    setup = [f"echo here > {mark}", f"cat > {eaten}"]  # keys are not for them to read
+    setup = [f"echo here > {mark}", "no-such-program --at all", f"cat > {eaten}"]  # keys are not for them to read
     with start(config(server.options, setup=setup, workers_per_node=1)) as env:
         env.launch()
     assert mark.read_text() == "here\n" and eaten.read_text() == ""
+    assert "of its setup, 'no-such-program --at all' failed" in caplog.text
 
 
 def test_no_key_is_in_an_argument_or_an_environment(server: SshServer, issued: dict[tuple[int, int], KeyPair]) -> None:

@@ -157,6 +157,7 @@ class SlurmCluster(Engine):
 
     def stop_controller(self) -> None:
         """Nobody answers SLURM's programs any more; what runs on nodes goes on."""
+        self.command("scontrol", "shutdown", "slurmctld")  # it saves what it knows
         self._running.pop("slurmctld").end()
 
     def start_controller(self) -> None:

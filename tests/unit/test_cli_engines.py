@@ -37,7 +37,7 @@ def test_manifests_are_printed_without_keys(capsys: pytest.CaptureFixture[str]) 
     assert status == 0 and "redacted" in secret["stringData"]["bootstrap"]
     assert [first["kind"], second["kind"]] == ["Job", "Job"]
     pod = first["spec"]["template"]["spec"]
-    assert pod["hostNetwork"] is True and pod["containers"][0]["command"][3].startswith("one\ntwo\nexec ")
+    assert pod["hostNetwork"] is True and pod["containers"][0]["command"][3].splitlines()[1:3] == ["one", "two"]
 
 
 def test_nodes_that_may_come_later_are_jobs_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:

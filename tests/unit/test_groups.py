@@ -283,3 +283,34 @@ def test_an_engine_that_does_not_answer_is_logged_once(
     looks = engine.jobs[0].looks
     eventually(lambda: engine.jobs[0].looks > looks + 3)
     assert caplog.text.count("the engine does not answer: KeyError('a mistake')") == 1
+
+
+def test_a_node_that_was_taken_back_for_good_does_not_hide_another_loss(
+    make: Callable[..., Groups], engine: Fake
+) -> None:
+    """A job of two nodes and one of one: the small one is cancelled, then the other loses a node."""
+    groups = make(3, here=3, min_nodes=1)
+    groups[0].left("a node", for_good=False)
+    assert groups.expected() == 3  # it may come again
+    stands(engine, 0, 2)
+    assert groups.expected() == 2
+    groups[0].left("a node", for_good=True)
+    assert groups.expected() == 1  # whatever the engine still says of it
+    stands(engine, 0, 1)
+    assert groups.expected() == 1
+
+
+def test_a_job_that_begins_anew_is_waited_for_after_another_was_cancelled(
+    make: Callable[..., Groups], engine: Fake
+) -> None:
+    groups = make(3, here=3, min_nodes=1)
+    groups[0].left("a node", for_good=False)
+    stands(engine, 0, 2)
+    groups[0].left("a node", for_good=True)
+    groups[0].left("a node", for_good=False)
+    stands(engine, 0, 2, coming=2)
+    assert groups.expected() == 2
+    stands(engine, 0, 2)  # it runs, and its agents are on their way
+    assert groups.expected() == 2
+    groups[0].welcomed("a node")
+    assert groups.expected() == 2

@@ -108,7 +108,7 @@ def test_options_reach_the_pod() -> None:
     }
     assert container["imagePullPolicy"] == "Never"
     assert container["command"][:2] == ["/bin/sh", "-c"]
-    first, second = container["command"][3].splitlines()
+    _, first, _, second = container["command"][3].splitlines()
     assert first == "source /env/bin/activate"
     assert second.startswith("exec '/opt/my python/bin/python' -m farstep.launch.node_agent")
     assert [mount["mountPath"] for mount in container["volumeMounts"]] == ["/run/farstep", "/data"]
@@ -186,6 +186,9 @@ def test_templates_are_merged_as_kubernetes_would(base: Any, over: Any, both: An
         ({"image": "Farstep:1"}, ["'Farstep:1'", "small"]),
         ({"image": "farstep:1:2"}, ["'farstep:1:2'"]),
         ({"namespace": "My_Team"}, ["'My_Team'", "small"]),
+        ({"pod_template": {"spec": 3}}, ["pod_template", "'spec': 3"]),
+        ({"pod_template": {"spec": {"containers": "x"}}}, ["pod_template", "agent"]),
+        ({"pod_template": {"spec": {"containers": [{"image": "x"}]}}}, ["pod_template", "name"]),
         ({"image_pull_policy": "never"}, ["image_pull_policy", "Never"]),
         ({"requests": {"cpu": "two"}}, ["'two'", "500m"]),
         ({"requests": ["cpu"]}, ["requests", "mapping"]),

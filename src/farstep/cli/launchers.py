@@ -43,7 +43,12 @@ def chosen_launcher(arguments: Sequence[str], default: str = "local") -> str:
 
 def check_options(kind: Any, arguments: Sequence[str], command: str, launcher: str) -> None:
     """Refuse options that only other launchers have."""
-    others = {f"--launcher {name}": config for name, config in LAUNCHERS.items()}
+    here = LAUNCHERS.keys() - ENGINES.keys()
+    others = {
+        f"--launcher {name}": config
+        for name, config in LAUNCHERS.items()
+        if not {name, launcher} <= here  # what one of these is not asked for is not for the other
+    }
     check_belonging(kind, arguments, f"'{command}' with --launcher {launcher}", others)
 
 

@@ -21,8 +21,11 @@ from farstep.head.seats import Seat
 from farstep.head.server import Server
 from farstep.head.tickets import Order
 from farstep.launch.cluster import ClusterLauncher
-from farstep.launch_config import EngineConfig, LaunchConfig, LocalConfig, SlurmConfig
+from farstep.launch.node_agent import UNANSWERED
+from farstep.launch.slurm import NEVER_STARTS
+from farstep.launch_config import EngineConfig, LaunchConfig, LocalConfig, SlurmConfig, SSHConfig
 from farstep.sync import Always
+from farstep.version import VERSION
 from farstep.wire import messages as m
 from farstep.wire.codec import unpack
 from farstep.wire.versions import versions
@@ -41,11 +44,15 @@ _SLOW_MB = 10.0
 _LATE_MS = 100.0
 _CLOCK_S = 1.0
 _NOTE_S = 3.0
-_NEVER = {
-    *("PartitionNodeLimit", "PartitionTimeLimit", "PartitionConfig", "BadConstraints", "InvalidAccount", "InvalidQOS"),
-    *(f"{who}Max{what}PerJobLimit" for who in ("Assoc", "QOS") for what in ("Cpu", "Node", "WallDuration")),
+_FIXES = {
+    "No such file": "say where Python is there: --python PATH.",
+    "No module named": f"install farstep {VERSION} for that Python, or --setup '. ENV/bin/activate' --python python.",
+    "--time specification": "say --time-limit as minutes, HH:MM:SS or D-HH:MM:SS.",
+    "node configuration is not available": "ask for fewer cores, GPUs or nodes, or say another --partition.",
+    "feature specification": "'sinfo --format %f' lists what --slurm-constraint may say.",
+    "account": "'sacctmgr show user $USER withassoc' lists your accounts: say --slurm-account.",
 }
-"""How SLURM says that a job asks for what it cannot get."""
+"""What to do about what engines say."""
 
 
 def nodes(config: LaunchConfig, env: Mapping[str, object] | None, wait_s: float, say: Say) -> Iterator[Finding]:
@@ -69,7 +76,8 @@ def nodes(config: LaunchConfig, env: Mapping[str, object] | None, wait_s: float,
                 )
     except FarstepError as error:
         misfits = list(visit.refused())
-        yield from misfits or [problem(str(error), "see what the engine said.")]
+        fix = next((fix for words, fix in _FIXES.items() if words in str(error)), "put that right, and ask again.")
+        yield from misfits or [problem(str(error), fix)]
     finally:
         say("ending")
         visit.close()
@@ -121,13 +129,6 @@ def _one(
             )
         else:
             yield ok(f"{place}: {env['env_name']} can be made and reset")
-
-
-def _come(waiting: str) -> str:
-    """What may bring nodes that did not come."""
-    if any(f"({reason})" in waiting for reason in _NEVER):
-        return "they would never come: ask for fewer nodes, cores or minutes, or say another --partition."
-    return "if they need longer, --wait-s; if the head does not answer them, open its ports or say --head-address."
 
 
 def _resources(place: str, about: Mapping[str, Any], config: LaunchConfig, needed: int) -> Finding:
@@ -188,7 +189,10 @@ class Visit:
         while time.monotonic() < deadline:
             if self._server.wait_until(self._complete, min(deadline, time.monotonic() + _NOTE_S)):
                 break
-            say(f"waiting: {self._server.crew.whereabouts()}")
+            whereabouts = self._server.crew.whereabouts()
+            if NEVER_STARTS in whereabouts:
+                break
+            say(f"waiting: {whereabouts}")
         missing = len(self._server.seats) - len(self.there())
         if not missing:
             yield ok(f"all nodes came: {len(self._server.seats)}")
@@ -199,7 +203,17 @@ class Visit:
             waiting = self._server.crew.whereabouts()
             logs = launcher.logs() if launcher else ""
         said = f"{missing} of {len(self._server.seats)} nodes did not come; {waiting}"
-        yield problem(f"{said}\n{logs}".rstrip(), _come(waiting) if launcher else "look at the log.")
+        yield problem(f"{said}\n{logs}".rstrip(), self._fix(waiting, logs))
+
+    def _fix(self, waiting: str, logs: str) -> str:
+        """What may bring nodes that did not come."""
+        if NEVER_STARTS in waiting:
+            return "ask for fewer nodes, cores or minutes, or say another --partition."
+        if isinstance(self._config, SSHConfig) and UNANSWERED not in logs:
+            return "put right what is said of these hosts above."
+        if self._launcher is None:
+            return "look at the log."
+        return "if they need longer, --wait-s; if the head does not answer them, open its ports or say --head-address."
 
     def refused(self) -> Iterator[Finding]:
         for host, different in (self._launcher.refused if self._launcher else {}).items():

@@ -216,6 +216,9 @@ class Crew:
                         log.warning("%s", str(seat.error).splitlines()[0])
                     if seat.handle is not None:
                         seat.handle.kill()
+                case life.Ask():
+                    if seat.handle is not None and self.launcher.nodes():  # others are asked when they are killed
+                        seat.handle.dump_stacks()
                 case life.Lost():
                     seat.ready = False
                     self._watcher.lost(seat)

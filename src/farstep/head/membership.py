@@ -16,6 +16,8 @@ from enum import Enum
 
 from farstep.launch_config import RESTART_WINDOW_S
 
+ANSWER_S = 2.0
+"""How long a worker on another machine has to say where it is, before it is taken for stuck."""
 DEATH_S = 60.0
 """How long a killed process may take to end; one that the kernel cannot end (a dead file system) blocks its columns."""
 _BACKOFF_S = (0.0, 0.1, 0.5, 1.0, 2.0, 5.0)
@@ -109,7 +111,14 @@ class GiveUp:
     """How many were more than the budget; 0 if it cannot be ended."""
 
 
-Action = Start | Kill | Lost | GiveUp
+@dataclass(frozen=True)
+class Ask:
+    """It will soon be taken for stuck: where is it?"""
+
+    worker: int
+
+
+Action = Start | Kill | Lost | GiveUp | Ask
 
 
 @dataclass
@@ -124,6 +133,10 @@ class Member:
     restart_at: float = 0.0
     failures: int = 0
     """In a row, for the back-off; a ready worker starts from zero."""
+    asked: bool = False
+    """Whether it was asked for its stacks, since it last made progress."""
+    blameless: bool = False
+    """It last ended because its node did."""
 
 
 class Membership:
@@ -173,7 +186,7 @@ class Membership:
         for worker, member in enumerate(self.members):
             if member.state is State.WAITING and now >= member.restart_at and not self.stopping:
                 actions.append(self._start(worker, now))
-                self.restarts += 1
+                self.restarts += not member.blameless
             if member.state is State.DYING and now - member.since > DEATH_S and not self.stopping:
                 self.stopping = True
                 actions.append(GiveUp(worker))
@@ -182,18 +195,23 @@ class Membership:
                 phase = "connect"
             limit = self._limits_s.get(phase)
             running = member.state in (State.STARTING, State.CONSTRUCTING, State.ALIVE)
-            if running and limit is not None and now - member.since > limit:
+            if not running or limit is None:
+                continue
+            if now - member.since > limit:
                 self._enter(member, State.DYING, now)
                 actions += [Lost(worker), Kill(worker, stuck_in=phase)]
+            elif now - member.since > max(limit / 2, limit - ANSWER_S) and member.state is not State.STARTING:
+                actions += [] if member.asked else [Ask(worker)]
+                member.asked = True
         return actions
 
     def _observed(self, member: Member, event: Observed, now: float) -> None:
         seen = (event.phase, event.count)
         if seen != member.seen:
-            member.seen, member.since = seen, now
+            member.seen, member.since, member.asked = seen, now, False
 
     def _enter(self, member: Member, state: State, now: float) -> None:
-        member.state, member.since = state, now
+        member.state, member.since, member.asked = state, now, False
 
     def _start(self, worker: int, now: float) -> Start:
         member = self.members[worker]
@@ -208,6 +226,7 @@ class Membership:
             self._enter(member, State.STOPPED, now)
             return []
         self._enter(member, State.WAITING, now)
+        member.blameless = event.blameless
         if event.blameless:
             member.restart_at = now
             return []

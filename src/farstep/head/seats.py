@@ -110,9 +110,10 @@ class Seat:
         """The error for a process that makes no progress; asks it for its stacks first."""
         output = ""
         if self.handle is not None:
-            self.handle.read_output()
-            self.handle.dump_stacks()
-            _wait_for_output(self.handle)
+            if self.handle.pid:  # on this machine; others were asked before (`membership.Ask`)
+                self.handle.read_output()
+                self.handle.dump_stacks()
+                _wait_for_output(self.handle)
             output = self.handle.output()
         return WorkerStuck(
             f"no progress in phase {phase!r} for {limit_s:g} s (Timeouts.{phase}_s); the worker was killed",

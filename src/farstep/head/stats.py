@@ -90,7 +90,7 @@ class Counters:
             "workers": {
                 "alive": members.count(State.ALIVE),
                 "starting": members.count(State.STARTING, State.CONSTRUCTING, State.WAITING) - len(tickets.absent),
-                "queued": len(tickets.absent),
+                "queued": len(tickets.absent) - server.crew.launcher.spare(),
                 "parked": 0,
                 "lost": members.count(State.DYING),
                 "restarts": members.restarts,

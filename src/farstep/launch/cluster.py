@@ -169,6 +169,9 @@ class ClusterLauncher(Launcher):
         said = self._groups.standing()
         return f"{missing} of {self._wanted} nodes not there yet{f': {said}' if said else ''}"
 
+    def spare(self) -> int:
+        return sum(worker // self._per_node >= self._wanted for worker in self._queued)
+
     def nodes(self) -> list[dict[str, object]]:
         return [
             {
@@ -279,6 +282,8 @@ class ClusterLauncher(Launcher):
         self._groups[group].welcomed(hello.place)
         node.tell(n.NodeBeat(node.name))
         log.info("%s is there, with %d cores", node, hello.cpus)
+        if hello.setup_failed:
+            log.warning("%s: of its setup, %r failed; it goes on all the same", node, hello.setup_failed)
         self._settle()
 
     def _settle(self) -> None:

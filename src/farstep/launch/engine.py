@@ -9,6 +9,16 @@ from typing import Protocol
 TAKEN_BACK = 75
 """The status of an agent that left because its engine said so (`EX_TEMPFAIL`: it would come again)."""
 
+SETUP_FAILED = "FARSTEP_SETUP_FAILED"
+
+
+def setup_lines(setup: Sequence[str]) -> list[str]:
+    """For a shell. As in any script, what follows a line that fails is run; in bash, the agent learns which it was."""
+    if not setup:
+        return []
+    in_bash = '[ -z "$BASH_VERSION" ] ||'
+    return [f"{in_bash} trap 'export {SETUP_FAILED}=\"$BASH_COMMAND\"' ERR", *setup, f"{in_bash} trap - ERR"]
+
 
 @dataclass(frozen=True)
 class Standing:

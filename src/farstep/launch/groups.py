@@ -30,6 +30,8 @@ class Watched:
         """When the engine was last asked how it is, and what it said."""
         self._gone, self._gone_at = 0, 0.0
         """Nodes of it that were there and will not be again, as far as is known, and since when."""
+        self._taken = 0
+        """Nodes that their engine took back: it brings them again, or says that they are over."""
         self._places: list[str] = []
         """Of nodes of it that are there."""
         self._logs: str | None = None
@@ -58,20 +60,27 @@ class Watched:
     def expected(self) -> int:
         """Nodes of it that are there, or may come without being asked for again."""
         looked_at, standing = self._look
+        over = self._nodes - standing.nodes
+        unnoticed = max(0, self._gone - max(0, over - self._taken))  # of those that are gone, by the engine
         if looked_at > self._gone_at:  # SLURM starts a job that lost its nodes once more
-            self._gone = min(self._gone, max(0, self._nodes - self.here - standing.coming))
-        return max(self.here, min(standing.nodes, self._nodes - self._gone))
+            mistaken = unnoticed - max(0, standing.nodes - self.here - standing.coming)
+            self._gone -= max(0, mistaken)
+            unnoticed -= max(0, mistaken)
+        return max(self.here, standing.nodes - unnoticed)
 
     def welcomed(self, place: str) -> None:
         """An agent of it came, perhaps again."""
         self._places.append(place)
-        self._gone = min(self._gone, max(0, self._nodes - self.here))
+        absent = max(0, self._nodes - self.here)
+        self._gone, self._taken = min(self._gone, absent), min(self._taken, absent)
 
     def left(self, place: str, for_good: bool) -> None:
         """A node is not there any more; not for good if its engine said that it takes it back for a while."""
         self._places.remove(place)
         if for_good:
             self._gone, self._gone_at = self._gone + 1, time.monotonic()
+        else:
+            self._taken += 1
 
     def _watch(self) -> None:
         try:

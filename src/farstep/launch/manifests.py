@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from farstep.kubernetes_config import KubernetesConfig
+from farstep.launch.engine import setup_lines
 
 Manifest = dict[str, Any]
 
@@ -141,7 +142,7 @@ def _container(config: KubernetesConfig) -> Manifest:
         "name": CONTAINER,
         "image": config.image,
         "imagePullPolicy": config.image_pull_policy,
-        "command": ["/bin/sh", "-c", _IN_BASH, "\n".join([*config.setup, start])],
+        "command": ["/bin/sh", "-c", _IN_BASH, "\n".join([*setup_lines(config.setup), start])],
         "env": [{"name": "FARSTEP_NODE", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}}],
         "resources": {key: value for key, value in (("requests", requests), ("limits", limits)) if value},
         "volumeMounts": [{"name": "farstep", "mountPath": _FOLDER, "readOnly": True}],

@@ -25,7 +25,7 @@ from typing import Any
 import zmq
 
 from farstep.errors import FarstepError
-from farstep.launch.engine import TAKEN_BACK
+from farstep.launch.engine import SETUP_FAILED, TAKEN_BACK
 from farstep.launch.process import ProcessStarter, WorkerProcess
 from farstep.machine import usable_cpus
 from farstep.wire import node_messages as n
@@ -37,6 +37,7 @@ from farstep.worker.bootstrap import read_bootstrap
 from farstep.worker.progress import PHASE, Board, Phase
 
 log = logging.getLogger("farstep.node")
+UNANSWERED = "the head answers at none of"
 
 
 class Unreachable(FarstepError):
@@ -166,7 +167,7 @@ class NodeAgent:
                 return link, address
         tried = ", ".join(bootstrap["addresses"])
         raise Unreachable(
-            f"the head answers at none of {tried} (tried from {socket.gethostname()}, {bootstrap['connect_s']:g} s). "
+            f"{UNANSWERED} {tried} (tried from {socket.gethostname()}, {bootstrap['connect_s']:g} s). "
             "Is it still running, may nodes connect there? `farstep doctor` looks; `head_address` sets another."
         )
 
@@ -180,7 +181,8 @@ class NodeAgent:
 
     def _hello(self) -> n.NodeHello:
         who = (socket.gethostname(), os.getpid(), usable_cpus(), versions())
-        return n.NodeHello(self._node, self._bootstrap["run"], *who, self._place, self._address)
+        failed = "".join(letter for letter in os.environ.get(SETUP_FAILED, "")[:200] if letter.isprintable())
+        return n.NodeHello(self._node, self._bootstrap["run"], *who, self._place, self._address, failed)
 
     def _handle(self, link: DealerLink, message: n.ToNode) -> None:
         self._known = True

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import IO
 
-from farstep.launch.engine import Group, Standing
+from farstep.launch.engine import Group, Standing, setup_lines
 
 _TAIL_BYTES = 4096
 _LEAVE_S = 2.0
@@ -64,7 +64,7 @@ def after_setup(setup: Sequence[str], agent: str) -> str:
     """Lines for a shell; its standard input, where the keys are, is for the agent only."""
     if not setup:
         return f"exec {agent}"
-    return "\n".join(["exec 3<&0 </dev/null", *setup, f"exec {agent} <&3 3<&-"])
+    return "\n".join(["exec 3<&0 </dev/null", *setup_lines(setup), f"exec {agent} <&3 3<&-"])
 
 
 def end_sessions(sessions: Iterable[Session], patience_s: float = _LEAVE_S) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from farstep.errors import LaunchError
 from farstep.launch.addresses import own_addresses
-from farstep.launch.engine import TAKEN_BACK, Group, Standing
+from farstep.launch.engine import TAKEN_BACK, Group, Standing, setup_lines
 from farstep.launch.guardian import Guardian
 from farstep.launch.sessions import Session, Sessions, after_setup, end_sessions
 from farstep.launch_config import SlurmConfig
@@ -31,6 +31,14 @@ _ENDED = {
     *("PREEMPTED", "REVOKED", "over"),
 }
 _WAITING = {"PENDING", "REQUEUED", "REQUEUE_HOLD", "CONFIGURING"}
+NEVER_STARTS = "it asks for more than it may get, and would wait for ever"
+_NEVER = {
+    *("PartitionNodeLimit", "PartitionTimeLimit", "PartitionConfig", "BadConstraints", "InvalidAccount", "InvalidQOS"),
+    *(f"{who}Max{what}PerJobLimit" for who in ("Assoc", "QOS") for what in ("Cpu", "Node", "WallDuration")),
+}
+"""SLURM's reasons for which it means that."""
+_HELD = "launch failed requeued held"
+"""A job that would stay in the queue until an administrator releases it."""
 _STEP = ("--no-kill", "--kill-on-bad-exit=0", "--wait=0", "--label")
 """Agents end one by one, and each line says whose it is."""
 _TAIL_LINES = 15
@@ -116,7 +124,7 @@ def batch_script(config: SlurmConfig, workers_per_node: int, nodes: int, bootstr
     # A job that ends by itself while it is preempted counts as completed and is not queued again.
     stay = f"[ $status -ne {TAKEN_BACK} ] || sleep {_STAY_S}"
     told = [f"{agent} <<'{_END_OF_INPUT}'", bootstrap, _END_OF_INPUT, "status=$?", stay, "exit $status", ""]
-    return "\n".join(["#!/bin/bash", *lines, "", *config.setup, *told])
+    return "\n".join(["#!/bin/bash", *lines, "", *setup_lines(config.setup), *told])
 
 
 def step_command(config: SlurmConfig, workers_per_node: int, nodes: int) -> list[str]:
@@ -165,20 +173,22 @@ class Jobs(Group):
         parts, nodes, coming, over = [], 0, 0, []
         for number, size in self._sizes.items():
             state, held, reason = states.get(number, ("over", 0, ""))
-            parts.append(f"SLURM job {number} is {state}{'' if reason in ('', 'None') else f' ({reason})'}")
+            parts.append(f"SLURM job {number} is {state}{_because(reason)}")
             nodes += 0 if state in _ENDED else size
             over += [f"SLURM job {number}"] if state in _ENDED else []
             coming += size if state in _WAITING else 0
-            if state in _WAITING:
+            if reason == _HELD:
+                self._cancel(number, "could not be started, and SLURM holds it")
+            elif state in _WAITING:
                 self._came.discard(number)
             elif state == "RUNNING" and held < size and number in self._came - self._here:
-                self._cancel_empty(number)
+                # With its first node went `srun`, and the agents on the others, which SLURM would keep for the job. (If
+                # none had failed, agents may only be cut off for a while.)
+                self._cancel(number, "has lost all of its agents")
         return Standing("; ".join(parts), nodes, coming, over)
 
-    def _cancel_empty(self, number: str) -> None:
-        """One of its nodes failed, and nobody is heard of on the others: with the first node went `srun`, and perhaps
-        their agents too, and SLURM would keep them for the job. (If none failed, agents may be cut off for a while.)"""
-        log.warning("SLURM job %s has lost all of its agents: cancelled, so that its nodes are free again", number)
+    def _cancel(self, number: str, why: str) -> None:
+        log.warning("SLURM job %s %s: cancelled, so that others can be asked for", number, why)
         self._came.discard(number)
         _run(["scancel", number], missing="")
 
@@ -189,7 +199,7 @@ class Jobs(Group):
         path = self._folder / f"{number}.log"
         if not path.exists():
             return f"{path} is not there (yet, or not on this machine: log_folder must be on a file system of both)."
-        lines = path.read_text(errors="replace").splitlines()
+        lines = path.read_text(errors="replace").splitlines() or ["(nothing was written to it)"]
         return "\n".join([f"The end of {path}:", *lines[-_TAIL_LINES:]])
 
     def cancel(self) -> None:
@@ -201,6 +211,13 @@ class Jobs(Group):
             return
         for number in self._sizes:
             self._guardian.release(number)
+
+
+def _because(reason: str) -> str:
+    """Why a job is as it is."""
+    if reason in ("", "None"):
+        return ""
+    return f" ({reason}: {NEVER_STARTS})" if reason in _NEVER else f" ({reason})"
 
 
 def _run(command: Sequence[str], text: str = "", missing: str | None = None) -> str:

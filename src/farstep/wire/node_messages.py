@@ -40,6 +40,8 @@ class NodeHello(msgspec.Struct, tag="node-hello"):
     """What the engine calls it: a job and its task, a pod."""
     address: Line = ""
     """Which of the head's addresses it reached."""
+    setup_failed: Line = ""
+    """What of the `setup` failed on the node, if something did."""
 
 
 class NodeBeat(msgspec.Struct, tag="node-beat"):
