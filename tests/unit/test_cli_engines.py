@@ -126,3 +126,8 @@ def test_a_finding_of_several_lines_is_indented() -> None:
         "           second",
         "           -> do it.",
     ]
+
+
+def test_an_option_without_its_value(capsys: pytest.CaptureFixture[str]) -> None:
+    status, _, error = said(capsys, "k8s", "--print", "--image", "x", "--requests", "cpu")
+    assert status == 1 and "--requests: expected names and values in turn, e.g. cpu 4 memory 8Gi." in error

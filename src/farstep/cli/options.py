@@ -103,6 +103,9 @@ def _sentence(text: str) -> str:
             said.append(line)
     whole = re.sub(r"Error parsing ((?!-)[\w.]+: )?", "", " ".join(said))
     whole = re.sub(r"Missing from (.+?): (\S+) .*", r"'\1' needs \2", whole)
+    whole = whole.replace(
+        "Failed to parse key-value pairs!", "expected names and values in turn, e.g. cpu 4 memory 8Gi"
+    )
     return re.sub(r"\s+", " ", whole).strip().rstrip(".") + "."
 
 
