@@ -16,7 +16,7 @@ ImagePullPolicy = Literal["IfNotPresent", "Always", "Never"]
 
 _LABEL = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
 _PART = r"[a-z0-9]+([._-]+[a-z0-9]+)*"
-_IMAGE = rf"([\w.-]+(:\d+)?/)?{_PART}(/{_PART})*(:\w[\w.-]{{0,127}})?(@\w+:[0-9a-f]+)?"
+_IMAGE = rf"((\[[0-9a-fA-F:]+\]|[\w.-]+)(:\d+)?/)?{_PART}(/{_PART})*(:\w[\w.-]{{0,127}})?(@\w+:[0-9a-f]+)?"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

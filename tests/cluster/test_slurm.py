@@ -293,6 +293,18 @@ def test_the_job_ends_as_its_agents_did(tmp_path: Path, status: int) -> None:
     assert done.returncode == status
 
 
+def test_a_job_whose_nodes_are_taken_back_stays_whatever_setup_says(tmp_path: Path) -> None:
+    """SLURM would not queue it again if it ended by itself."""
+    for name, line in (("srun", "exit 75"), ("sleep", f"echo $* > {tmp_path}/slept")):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "activate").write_text("false\n")  # what others wrote has reasons of its own
+    setup = ["set -u", f"source {tmp_path}/activate || true", "set -e"]
+    script = batch_script(config(tmp_path, setup=setup), 1, 1)
+    done = subprocess.run(["bash"], input=script, text=True, env={"PATH": f"{tmp_path}:{os.environ['PATH']}"})
+    assert done.returncode == 75 and int((tmp_path / "slept").read_text()) > 60
+
+
 def test_the_script_says_what_was_asked_for(tmp_path: Path) -> None:
     asked = config(
         tmp_path,

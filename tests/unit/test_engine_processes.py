@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from farstep.doctor.programs import Program
+from farstep.launch.engine import SETUP_FAILED, setup_lines
 from farstep.launch.sessions import Session, end_sessions
 
 STUBBORN = (
@@ -35,3 +39,12 @@ def test_who_holds_the_output_of_a_program_is_ended_with_it(tmp_path: Path) -> N
     assert program.end(time.monotonic()) == (None, "")
     holder = Path("/proc", (tmp_path / "pid").read_text().strip(), "stat")
     assert not holder.exists() or holder.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+@pytest.mark.parametrize(("setup", "failed"), [("false", "false"), ("source {}/activate", ""), ("true", "")])
+def test_a_setup_line_that_fails_is_named(setup: str, failed: str, tmp_path: Path) -> None:
+    (tmp_path / "activate").write_text("false\ntrue\n")  # what others wrote has reasons of its own
+    lines = [*setup_lines([setup.format(tmp_path), "true"]), f'echo "${{{SETUP_FAILED}-}}"']
+    for command in (["bash", "-c", "\n".join(lines)], ["bash", str(tmp_path / "script")]):
+        (tmp_path / "script").write_text("\n".join(lines))
+        assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == f"{failed}\n"

@@ -89,10 +89,10 @@ def make(engine: Fake, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[...
     assert all(job.cancelled for job in engine.jobs)
 
 
-def stands(engine: Fake, job: int, nodes: int, coming: int = 0) -> None:
+def stands(engine: Fake, job: int, nodes: int, coming: int = 0, over: Sequence[str] | None = None) -> None:
     """Let an engine say this, and be heard."""
     found = engine.jobs[job]
-    found.stands = Standing(found.stands.text, nodes, coming)
+    found.stands = Standing(found.stands.text, nodes, coming, over)
     looks = found.looks
     eventually(lambda: found.looks > looks + (1 if nodes else 0))
 
@@ -314,3 +314,36 @@ def test_a_job_that_begins_anew_is_waited_for_after_another_was_cancelled(
     assert groups.expected() == 2
     groups[0].welcomed("a node")
     assert groups.expected() == 2
+
+
+def test_a_node_that_never_came_does_not_hide_the_loss_of_another(make: Callable[..., Groups], engine: Fake) -> None:
+    groups = make(3, here=2, min_nodes=1)  # the third is a job of its own, which fails at once
+    stands(engine, 0, 2, over=["job 2"])
+    assert groups.expected() == 2
+    groups[0].left("a node", for_good=True)
+    assert groups.expected() == 1
+    stands(engine, 0, 2, over=["job 2"])
+    assert groups.expected() == 1
+
+
+def test_agents_that_were_not_needed_are_not_waited_for(make: Callable[..., Groups], engine: Fake) -> None:
+    groups = make(2, here=1, min_nodes=1)
+    assert groups.expected() == 2
+    for _ in range(3):  # until it hears that it may go
+        groups[0].turned_away("agent", "another node")
+    assert groups.expected() == 1
+    stands(engine, 0, 2)
+    assert groups.expected() == 1
+
+
+def test_logs_that_cannot_be_read_hide_nothing(
+    make: Callable[..., Groups], engine: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> str:
+        raise OSError("stale file handle")
+
+    groups = make(2, here=2)
+    monkeypatch.setattr(engine.jobs[0], "logs", fail)
+    stands(engine, 0, 0)
+    eventually(lambda: engine.jobs[0].cancelled)
+    assert "stale file handle" in groups.logs() and not groups[0].standing.nodes

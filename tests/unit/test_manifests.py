@@ -108,7 +108,7 @@ def test_options_reach_the_pod() -> None:
     }
     assert container["imagePullPolicy"] == "Never"
     assert container["command"][:2] == ["/bin/sh", "-c"]
-    _, first, _, second = container["command"][3].splitlines()
+    _, first, *_, second = container["command"][3].splitlines()
     assert first == "source /env/bin/activate"
     assert second.startswith("exec '/opt/my python/bin/python' -m farstep.launch.node_agent")
     assert [mount["mountPath"] for mount in container["volumeMounts"]] == ["/run/farstep", "/data"]
@@ -129,7 +129,7 @@ def test_setup_runs_before_the_agent(shells: list[str], tmp_path: Path) -> None:
     python.chmod(0o755)
     (tmp_path / "bootstrap").write_text("the keys\n")
     (tmp_path / "activate").write_text("export SHELL_IS=sourced\n")
-    setup = [f"{'source' if 'bash' in shells else '.'} {tmp_path}/activate"]
+    setup = ["set -u", f"{'source' if 'bash' in shells else '.'} {tmp_path}/activate"]
     _, job, *_ = asked(setup=setup, python=str(python))
     command = [part.replace("/run/farstep", str(tmp_path)) for part in pod_of(job)["containers"][0]["command"]]
     environment = {"PATH": str(tmp_path / "bin"), "FARSTEP_NODE": "a node"}

@@ -259,12 +259,14 @@ class ClusterLauncher(Launcher):
             said = f"the node {hello.host} does not fit: {what}. Install the same versions on all nodes."
             if self._config.fewest_nodes == self._config.nodes:
                 self._misfit = LaunchError(said)
+            self._groups[group].turned_away(hello.node, hello.place)
             if hello.host not in self.refused and len(self.refused) < _MOST_REFUSED:
                 log.warning("%s Going on without it.", said)
                 self.refused[hello.host] = what
             return
         free = next((i for i, held in enumerate(self._blocks[: self._wanted]) if held is None), None)
         if free is None or self._groups[group].is_cancelled:
+            self._groups[group].turned_away(hello.node, hello.place)
             tell(self._hub, hello.node, n.Leave("all nodes are there already"))
             return
         node = Node(

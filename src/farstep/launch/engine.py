@@ -16,8 +16,9 @@ def setup_lines(setup: Sequence[str]) -> list[str]:
     """For a shell. As in any script, what follows a line that fails is run; in bash, the agent learns which it was."""
     if not setup:
         return []
-    in_bash = '[ -z "$BASH_VERSION" ] ||'
-    return [f"{in_bash} trap 'export {SETUP_FAILED}=\"$BASH_COMMAND\"' ERR", *setup, f"{in_bash} trap - ERR"]
+    in_bash, at_the_top = '[ -z "${BASH_VERSION-}" ] ||', '[ "${BASH_SOURCE-$0}" != "$0" ] ||'
+    note = f"{in_bash} trap '{at_the_top} export {SETUP_FAILED}=\"$BASH_COMMAND\"' ERR"
+    return [note, *setup, f"{in_bash} trap - ERR", "set +e"]  # what comes after it has its own ways to fail
 
 
 @dataclass(frozen=True)
@@ -30,12 +31,12 @@ class Standing:
     """How many of them have an agent, or will have one without being asked for again."""
     coming: int = 0
     """Of these, those that have certainly not begun yet, as far as the engine tells."""
-    over: Sequence[str] = ()
-    """Places, up to their first comma, whose agents have ended; all have if there are no `nodes` any more."""
+    over: Sequence[str] | None = None
+    """Places, up to their first comma, whose agents have ended; None: the engine does not tell which of them have."""
 
     def is_over(self, place: str) -> bool:
         """Whether the agent that called its node so has ended, as far as the engine tells."""
-        return not self.nodes or place.partition(",")[0] in self.over
+        return not self.nodes or place.partition(",")[0] in (self.over or ())
 
 
 class Group(Protocol):

@@ -28,8 +28,11 @@ class Watched:
         self._group: Group | None = None
         self._look = (0.0, Standing("asked for", nodes))
         """When the engine was last asked how it is, and what it said."""
-        self._gone, self._gone_at = 0, 0.0
-        """Nodes of it that were there and will not be again, as far as is known, and since when."""
+        self._gone: list[str] = []
+        """Places of nodes of it that were there and will not be again, as far as is known."""
+        self._gone_at = 0.0
+        self._turned_away: set[str] = set()
+        """Agents of it that came and were not needed."""
         self._taken = 0
         """Nodes that their engine took back: it brings them again, or says that they are over."""
         self._places: list[str] = []
@@ -60,27 +63,45 @@ class Watched:
     def expected(self) -> int:
         """Nodes of it that are there, or may come without being asked for again."""
         looked_at, standing = self._look
-        over = self._nodes - standing.nodes
-        unnoticed = max(0, self._gone - max(0, over - self._taken))  # of those that are gone, by the engine
         if looked_at > self._gone_at:  # SLURM starts a job that lost its nodes once more
-            mistaken = unnoticed - max(0, standing.nodes - self.here - standing.coming)
-            self._gone -= max(0, mistaken)
-            unnoticed -= max(0, mistaken)
-        return max(self.here, standing.nodes - unnoticed)
+            absent = standing.nodes - self.here - standing.coming
+            del self._gone[: max(0, self._unnoticed() - max(0, absent))]
+        return max(self.here, standing.nodes - self._unnoticed())
+
+    def _unnoticed(self) -> int:
+        """Of the nodes that are gone, those that the engine still counts."""
+        standing = self.standing
+        if standing.over is None:
+            return max(0, len(self._gone) - max(0, self._nodes - standing.nodes - self._taken))
+        self._gone = [place for place in self._gone if not standing.is_over(place)]
+        return len(self._gone)
 
     def welcomed(self, place: str) -> None:
         """An agent of it came, perhaps again."""
         self._places.append(place)
+        if place in self._gone:
+            self._gone.remove(place)
         absent = max(0, self._nodes - self.here)
-        self._gone, self._taken = min(self._gone, absent), min(self._taken, absent)
+        self._taken = min(self._taken, absent)
+        del self._gone[absent:]
+
+    def turned_away(self, agent: str, place: str) -> None:
+        """An agent of it came and was told to leave; it may say so several times."""
+        if agent not in self._turned_away and len(self._turned_away) < self._nodes:
+            self._turned_away.add(agent)
+            self._lose(place)
 
     def left(self, place: str, for_good: bool) -> None:
         """A node is not there any more; not for good if its engine said that it takes it back for a while."""
         self._places.remove(place)
         if for_good:
-            self._gone, self._gone_at = self._gone + 1, time.monotonic()
+            self._lose(place)
         else:
             self._taken += 1
+
+    def _lose(self, place: str) -> None:
+        self._gone.append(place)
+        self._gone_at = time.monotonic()
 
     def _watch(self) -> None:
         try:
@@ -92,19 +113,19 @@ class Watched:
         if self._group is None:
             return
         while self.standing.nodes and not self._cancelled.wait(_LOOK_S):
-            self._look = (time.monotonic(), self._how(self._group))
-        if not self.is_cancelled:
-            self._logs = self._group.logs()
+            began, before, now = time.monotonic(), self.standing, self._how(self._group)
+            if now.nodes < before.nodes:
+                said = _said_by(self._group)
+                self.last_words = next(reversed(said.splitlines()), "")
+                self._logs = None if now.nodes else said  # before anybody knows that it is over
+            self._look = (began, now)
         self._group.cancel()
 
     def _how(self, group: Group) -> Standing:
         before = self.standing
         try:
             group.there(tuple(self._places))
-            now = group.standing()
-            if now.nodes < before.nodes:
-                self.last_words = next(reversed(group.logs().splitlines()), "")
-            return now
+            return group.standing()
         except Exception as error:  # an engine that cannot be asked may still have nodes for us
             text = f"the engine does not answer: {error if isinstance(error, FarstepError) else repr(error)}"
             if text != before.text:
@@ -114,7 +135,7 @@ class Watched:
     def logs(self) -> str:
         if self._logs is not None:
             return self._logs
-        return self._group.logs() if self._group is not None else ""
+        return _said_by(self._group) if self._group is not None else ""
 
     def cancel(self) -> None:
         """Soon, without waiting for it."""
@@ -126,6 +147,13 @@ class Watched:
 
     def join(self, deadline: float) -> None:
         self._thread.join(max(0.0, deadline - time.monotonic()))
+
+
+def _said_by(group: Group) -> str:
+    try:
+        return group.logs()
+    except Exception as error:  # whatever happens to a log, a run goes on
+        return f"what it said cannot be read: {error!r}"
 
 
 class Groups:

@@ -213,10 +213,10 @@ class NodeAgent:
             return
         self._begun[who] = None
         asked = json.loads(order.bootstrap)
-        board = Board(1, int(asked["envs"]))
-        board.words(0)[PHASE] = Phase.CONNECT
-        contents = {**asked, **board.bootstrap(0), "address": self._address, "under_agent": True}
         try:
+            board = Board(1, int(asked["envs"]))
+            board.words(0)[PHASE] = Phase.CONNECT
+            contents = {**asked, **board.bootstrap(0), "address": self._address, "under_agent": True}
             process = self._starter.start(contents, [board.memory.fd])
         except OSError as error:
             self._tell_end(link, n.WorkerEnded(self._node, *who, 127, repr(error)[:1000]))

@@ -37,7 +37,7 @@ _NEVER = {
     *(f"{who}Max{what}PerJobLimit" for who in ("Assoc", "QOS") for what in ("Cpu", "Node", "WallDuration")),
 }
 """SLURM's reasons for which it means that."""
-_HELD = "launch failed requeued held"
+_HELD = "requeued held"
 """A job that would stay in the queue until an administrator releases it."""
 _STEP = ("--no-kill", "--kill-on-bad-exit=0", "--wait=0", "--label")
 """Agents end one by one, and each line says whose it is."""
@@ -167,17 +167,17 @@ class Jobs(Group):
 
     def standing(self) -> Standing:
         options = ["--noheader", "--noconvert", "--states=all", f"--jobs={','.join(self._sizes)}"]
-        said = _run(["squeue", *options, "--format=%A|%T|%D|%r"], missing="")
-        lines = [line.split("|") for line in said.splitlines() if line.count("|") == 3]
-        states = {number.strip(): (state, int(held), reason) for number, state, held, reason in lines}
+        said = _run(["squeue", *options, "--format=%A|%T|%D|%P|%r"], missing="")
+        lines = [line.split("|", 4) for line in said.splitlines() if line.count("|") >= 4]
+        states = {number.strip(): (state, int(held), partition, why) for number, state, held, partition, why in lines}
         parts, nodes, coming, over = [], 0, 0, []
         for number, size in self._sizes.items():
-            state, held, reason = states.get(number, ("over", 0, ""))
-            parts.append(f"SLURM job {number} is {state}{_because(reason)}")
+            state, held, partition, reason = states.get(number, ("over", 0, "", ""))
+            parts.append(f"SLURM job {number} is {state}{_because(reason, partition)}")
             nodes += 0 if state in _ENDED else size
             over += [f"SLURM job {number}"] if state in _ENDED else []
             coming += size if state in _WAITING else 0
-            if reason == _HELD:
+            if state in _WAITING and reason.endswith(_HELD):
                 self._cancel(number, "could not be started, and SLURM holds it")
             elif state in _WAITING:
                 self._came.discard(number)
@@ -189,8 +189,8 @@ class Jobs(Group):
 
     def _cancel(self, number: str, why: str) -> None:
         log.warning("SLURM job %s %s: cancelled, so that others can be asked for", number, why)
-        self._came.discard(number)
         _run(["scancel", number], missing="")
+        self._came.discard(number)
 
     def logs(self) -> str:
         return "\n".join(map(self._log, self._sizes))
@@ -213,11 +213,12 @@ class Jobs(Group):
             self._guardian.release(number)
 
 
-def _because(reason: str) -> str:
+def _because(reason: str, partition: str) -> str:
     """Why a job is as it is."""
     if reason in ("", "None"):
         return ""
-    return f" ({reason}: {NEVER_STARTS})" if reason in _NEVER else f" ({reason})"
+    in_another = "," in partition and reason.startswith("Partition")  # SLURM tries one after the other
+    return f" ({reason}: {NEVER_STARTS})" if reason in _NEVER and not in_another else f" ({reason})"
 
 
 def _run(command: Sequence[str], text: str = "", missing: str | None = None) -> str:
