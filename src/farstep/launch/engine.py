@@ -30,9 +30,11 @@ class Standing:
     nodes: int
     """How many of them have an agent, or will have one without being asked for again."""
     coming: int = 0
-    """Of these, those that have certainly not begun yet, as far as the engine tells."""
+    """Of these, those that have certainly not begun yet, where the engine does not tell which."""
     over: Sequence[str] | None = None
     """Places, up to their first comma, whose agents have ended; None: the engine does not tell which of them have."""
+    anew: Sequence[str] = ()
+    """Such places whose agents have not begun, or are to begin once more."""
 
     def is_over(self, place: str) -> bool:
         """Whether the agent that called its node so has ended, as far as the engine tells."""

@@ -63,18 +63,23 @@ class Watched:
     def expected(self) -> int:
         """Nodes of it that are there, or may come without being asked for again."""
         looked_at, standing = self._look
-        if looked_at > self._gone_at:  # SLURM starts a job that lost its nodes once more
-            absent = standing.nodes - self.here - standing.coming
-            del self._gone[: max(0, self._unnoticed() - max(0, absent))]
-        return max(self.here, standing.nodes - self._unnoticed())
+        if looked_at > self._gone_at:
+            self._forget(standing)
+        return max(self.here, standing.nodes - self._unnoticed(standing))
 
-    def _unnoticed(self) -> int:
+    def _forget(self, standing: Standing) -> None:
+        """Nodes that are not gone after all: SLURM starts a job that lost its nodes once more."""
+        if standing.over is not None:
+            self._gone = [place for place in self._gone if place.partition(",")[0] not in standing.anew]
+        else:
+            mistaken = self._unnoticed(standing) - max(0, standing.nodes - self.here - standing.coming)
+            del self._gone[: max(0, mistaken)]
+
+    def _unnoticed(self, standing: Standing) -> int:
         """Of the nodes that are gone, those that the engine still counts."""
-        standing = self.standing
-        if standing.over is None:
-            return max(0, len(self._gone) - max(0, self._nodes - standing.nodes - self._taken))
-        self._gone = [place for place in self._gone if not standing.is_over(place)]
-        return len(self._gone)
+        if standing.over is not None:
+            return sum(not standing.is_over(place) for place in self._gone)
+        return max(0, len(self._gone) - max(0, self._nodes - standing.nodes - self._taken))
 
     def welcomed(self, place: str) -> None:
         """An agent of it came, perhaps again."""

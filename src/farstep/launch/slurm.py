@@ -170,13 +170,13 @@ class Jobs(Group):
         said = _run(["squeue", *options, "--format=%A|%T|%D|%P|%r"], missing="")
         lines = [line.split("|", 4) for line in said.splitlines() if line.count("|") >= 4]
         states = {number.strip(): (state, int(held), partition, why) for number, state, held, partition, why in lines}
-        parts, nodes, coming, over = [], 0, 0, []
+        parts, nodes, over, anew = [], 0, [], []
         for number, size in self._sizes.items():
             state, held, partition, reason = states.get(number, ("over", 0, "", ""))
             parts.append(f"SLURM job {number} is {state}{_because(reason, partition)}")
             nodes += 0 if state in _ENDED else size
             over += [f"SLURM job {number}"] if state in _ENDED else []
-            coming += size if state in _WAITING else 0
+            anew += [f"SLURM job {number}"] if state in _WAITING else []
             if state in _WAITING and reason.endswith(_HELD):
                 self._cancel(number, "could not be started, and SLURM holds it")
             elif state in _WAITING:
@@ -185,7 +185,7 @@ class Jobs(Group):
                 # With its first node went `srun`, and the agents on the others, which SLURM would keep for the job. (If
                 # none had failed, agents may only be cut off for a while.)
                 self._cancel(number, "has lost all of its agents")
-        return Standing("; ".join(parts), nodes, coming, over)
+        return Standing("; ".join(parts), nodes, over=over, anew=anew)
 
     def _cancel(self, number: str, why: str) -> None:
         log.warning("SLURM job %s %s: cancelled, so that others can be asked for", number, why)

@@ -1,0 +1,109 @@
+"""How many nodes of a group are there or may still come, whatever happens to its jobs: against a model of SLURM."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from farstep.launch.engine import Group, Standing
+from farstep.launch.groups import Watched
+
+
+@dataclass
+class Job:
+    """Its agents are on their way (`coming`), there (`here`), or gone."""
+
+    number: int
+    size: int
+    state: str = "PENDING"
+    coming: list[str] = field(default_factory=list)
+    here: list[str] = field(default_factory=list)
+
+    @property
+    def places(self) -> list[str]:
+        return [f"SLURM job {self.number}, node n{i}" for i in range(self.size)]
+
+    @property
+    def expected(self) -> int:
+        return self.size if self.state == "PENDING" else len(self.here) + len(self.coming)
+
+
+def never() -> Group:
+    raise AssertionError("nobody asks")
+
+
+class Jobs(RuleBasedStateMachine):
+    @initialize(sizes=st.lists(st.integers(1, 3), min_size=1, max_size=3))
+    def submit(self, sizes: list[int]) -> None:
+        self.jobs = [Job(number, size) for number, size in enumerate(sizes)]
+        self.watched = Watched(sum(sizes), never)
+        self.seen = False
+        self.look()
+
+    def of(self, data: st.DataObject, *states: str) -> Job | None:
+        found = [job for job in self.jobs if job.state in states]
+        return data.draw(st.sampled_from(found)) if found else None
+
+    @rule(data=st.data())
+    def start(self, data: st.DataObject) -> None:
+        if job := self.of(data, "PENDING"):
+            job.state, job.coming, job.here = "RUNNING", job.places, []
+            self.seen = False
+
+    @rule(data=st.data())
+    def come(self, data: st.DataObject) -> None:
+        if (job := self.of(data, "RUNNING")) and job.coming:
+            place = job.coming.pop(data.draw(st.integers(0, len(job.coming) - 1)))
+            job.here.append(place)
+            self.watched.welcomed(place)
+            self.seen = False
+
+    @rule(data=st.data())
+    def come_and_be_turned_away(self, data: st.DataObject) -> None:
+        if (job := self.of(data, "RUNNING")) and job.coming:
+            self.watched.turned_away(data.draw(st.uuids()).hex[:16], job.coming.pop())
+            self._maybe_end(job)
+
+    @rule(data=st.data())
+    def lose(self, data: st.DataObject) -> None:
+        """An agent is not heard of any more; with the last one, its job ends."""
+        if (job := self.of(data, "RUNNING")) and job.here:
+            self.watched.left(job.here.pop(data.draw(st.integers(0, len(job.here) - 1))), for_good=True)
+            self._maybe_end(job)
+
+    def _maybe_end(self, job: Job) -> None:
+        if not job.here and not job.coming:
+            job.state = "ENDED"
+        self.seen = False
+
+    @rule(data=st.data(), again=st.booleans())
+    def take_back(self, data: st.DataObject, again: bool) -> None:
+        """Preempted and queued again, or cancelled."""
+        if job := self.of(data, "RUNNING", "PENDING"):
+            for place in job.here:
+                self.watched.left(place, for_good=False)
+            job.state, job.coming, job.here = "PENDING" if again else "ENDED", [], []
+            self.look()  # whoever was taken back is waited for until the engine says more
+
+    @rule()
+    def look(self) -> None:
+        nodes = sum(job.size for job in self.jobs if job.state != "ENDED")
+        over = [f"SLURM job {job.number}" for job in self.jobs if job.state == "ENDED"]
+        anew = [f"SLURM job {job.number}" for job in self.jobs if job.state == "PENDING"]
+        self.watched._look = (time.monotonic(), Standing("", nodes, over=over, anew=anew))
+        self.watched.expected()  # as the head asks all the time
+        self.seen = True
+
+    @precondition(lambda self: getattr(self, "seen", False))
+    @invariant()
+    def counts(self) -> None:
+        assert self.watched.expected() == sum(job.expected for job in self.jobs)
+        assert self.watched.here == sum(len(job.here) for job in self.jobs)
+
+
+TestJobs = Jobs.TestCase
+TestJobs.settings = settings(max_examples=300, stateful_step_count=40, deadline=None)
