@@ -378,12 +378,16 @@ def test_a_run_goes_on_whatever_strangers_and_eavesdroppers_send() -> None:
 
 
 @pytest.mark.timeout(120)
-def test_a_run_on_nodes_goes_on_whatever_strangers_and_a_mad_agent_send(tmp_path: Path, caplog: Any) -> None:
+def test_a_run_on_nodes_goes_on_whatever_strangers_and_a_mad_agent_send(
+    tmp_path: Path, caplog: Any, issued: dict[tuple[int, int], KeyPair]
+) -> None:
     config = node_config(tmp_path, nodes=2, workers_per_node=1, head_address="127.0.0.1")
     with wide(config) as env:
         env.launch()
         launcher = env._collector.server.crew.launcher  # type: ignore[union-attr]
-        mad = launcher._hub.admit(-1 - 7, 0)  # as an agent of another job of the run would have
+        launcher._groups.ask(1)
+        mad = issued[-2, 0]  # an agent of that group, which is the second
+        launcher._hear(7, n.NodeHello(NODE, launcher._run, "host", 1, 4, versions()))  # of one that nobody knows
         names = list(launcher._nodes)
         misfits = [n.NodeHello(NODE, launcher._run, f"host{i}", 1, 4, {"farstep": "0.0"}) for i in range(500)]
         strays = n.NodeBeat(NODE, [(worker, 0) for worker in range(2000)])

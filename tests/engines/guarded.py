@@ -78,8 +78,8 @@ class Engine:
     def __enter__(self) -> Self:
         self._stack = ExitStack()
         try:
-            # Short: the path of a Unix socket has at most 107 bytes.
-            self.folder = Path(tempfile.mkdtemp(prefix="farstep-"))
+            # Short, whatever TMPDIR is: the path of a Unix socket has at most 107 bytes.
+            self.folder = Path(tempfile.mkdtemp(prefix="farstep-", dir="/tmp"))
             self._stack.callback(shutil.rmtree, self.folder, ignore_errors=True)
             self._start()
         except BaseException:

@@ -253,6 +253,9 @@ class ClusterLauncher(Launcher):
     def _welcome(self, group: int, hello: n.NodeHello) -> None:
         if hello.run != self._run:
             raise WireError("it belongs to another run.")
+        if group >= len(self._groups):  # its engine started it, and said that it could not
+            tell(self._hub, hello.node, n.Leave("nobody asked for this node"))
+            return
         if different := mismatches(hello.versions):
             what = "; ".join(different)
             tell(self._hub, hello.node, n.Leave(f"does not fit: {what}"))
