@@ -89,12 +89,12 @@ class Pods(Group):
         return bool(self._workloads[0]["kind"] == "Deployment")
 
     def create(self) -> None:
-        """The Secret belongs to what needs it, and that to the head's pod, if the head is in one."""
+        """The Secret belongs to what needs it, and all to the head's pod, if the head is in one, from the start."""
         api = self._api
         names = [_name(each) for each in (*self._workloads, self._secret)]
         command = [sys.executable, "-c", _CLEAN_UP, api.namespace, api.context or "", *names]
         self._guardian.promise(self._name, command)
-        self._create(self._secret)
+        self._create(owned(self._secret, self._owners))
         owners = [owner(self._create(owned(each, self._owners))) for each in self._workloads]
         api.patch(_name(self._secret), {"metadata": {"ownerReferences": owners}})
 
