@@ -50,7 +50,7 @@ _FIXES = {
     "--time specification": "say --time-limit as minutes, HH:MM:SS or D-HH:MM:SS.",
     "node configuration is not available": "ask for fewer cores, GPUs or nodes, or say another --partition.",
     "feature specification": "'sinfo --format %f' lists what --slurm-constraint may say.",
-    "account": "'sacctmgr show user $USER withassoc' lists your accounts: say --slurm-account.",
+    "Invalid account": "'sacctmgr show user $USER withassoc' lists your accounts: say --slurm-account.",
 }
 """What to do about what engines say."""
 
