@@ -22,6 +22,7 @@ from farstep.buffer import checkpoint
 from farstep.cluster_env import ClusterEnv
 from farstep.errors import ConfigError
 from farstep.learners.evaluation import Evaluated, Evaluator
+from farstep.learners.guards import Guards
 from farstep.learners.journal import Journal
 from farstep.learners.nets import ActorCritic
 from farstep.learners.saving import put_together, taken_apart
@@ -110,6 +111,7 @@ class Training:
         self._journal = Journal() if checkpoints and learner.synchronous and not env.cannot_replay else None
         """Only such a run can go on exactly where it was."""
         self.progress = Progress()
+        self._guards = Guards()
         self._timer = Timer()
         self._staggered = 0
         self._reported_s = 0.0
@@ -213,6 +215,8 @@ class Training:
         found |= self._evaluation()
         found |= self._timer.take() | {"time/step": progress.seconds - self._reported_s}
         self._reported_s = progress.seconds
+        for warning in self._guards.observe(found):
+            log.warning("%s", warning)
         if self.sink is not None:
             self.sink.log(progress.steps, found)
 

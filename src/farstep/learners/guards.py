@@ -1,0 +1,92 @@
+"""Warnings about a run that will not learn, from its metrics alone, each with its remedy.
+
+A guard is a pure function of the last updates' metrics; `Guards` keeps those and says each warning once.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+Metrics = Mapping[str, float]
+Guard = Callable[[Sequence[Metrics]], str | None]
+
+_WINDOW = 20
+"""Updates that a guard looks at; none warns before."""
+_CLIPPED, _WORTH, _DIVERGED = 0.5, 0.3, 0.5
+
+
+def clip_saturated(window: Sequence[Metrics]) -> str | None:
+    """Most rows are outside the clip range, update after update, so that they have no gradient."""
+    share = _mean(window, "train/actor/clip_fraction")
+    if share is None or share <= _CLIPPED:
+        return None
+    if (_mean(window, "lag/versions_mean") or 0.0) >= 1 and not (_mean(window, "train/actor/behave_k3") or 0.0):
+        return (
+            f"clipping leaves out {share:.0%} of the rows: workers act with older weights and the loss clips around "
+            "those, so the learner cannot move on. Use --decoupled, or pull weights more often (a smaller "
+            "--kl-threshold)."
+        )
+    return f"clipping leaves out {share:.0%} of the rows: lower --learning-rate or --update-epochs, or set --target-kl."
+
+
+def samples_worthless(window: Sequence[Metrics]) -> str | None:
+    """Behaviour weights differ so much that a few rows decide an update."""
+    share = _mean(window, "train/actor/ess")
+    if share is None or share >= _WORTH:
+        return None
+    return (
+        f"rows of older weights are worth {share:.0%} of as many fresh ones (train/actor/ess): lower --kl-threshold, "
+        "the staleness or --learning-rate."
+    )
+
+
+def behaviour_diverged(window: Sequence[Metrics]) -> str | None:
+    """The learner's policy is far from the one that acted."""
+    divergence = _mean(window, "train/actor/behave_k3")
+    if divergence is None or divergence <= _DIVERGED:
+        return None
+    return (
+        f"the learner is {divergence:.2g} nats from the policy that acted (train/actor/behave_k3): lower "
+        "--kl-threshold, the staleness or --learning-rate."
+    )
+
+
+def weights_held(window: Sequence[Metrics]) -> str | None:
+    """No worker pulled during the window, although the learner published throughout."""
+    pulls = [metrics.get("sync/weight_syncs") for metrics in window]
+    lag = window[-1].get("lag/versions_mean", 0.0)
+    if pulls[0] is None or pulls[0] != pulls[-1] or lag < len(window) - 1:
+        return None
+    return (
+        f"no worker has pulled weights for {lag:.0f} versions: the policy hardly changes, or --kl-threshold is too "
+        "large for it. Lower the threshold; if the return stands still as well, raise --learning-rate."
+    )
+
+
+GUARDS: tuple[Guard, ...] = (clip_saturated, samples_worthless, behaviour_diverged, weights_held)
+
+
+class Guards:
+    """Says each warning once in a run."""
+
+    def __init__(self, guards: Sequence[Guard] = GUARDS) -> None:
+        self._guards = list(guards)
+        self._window: deque[Metrics] = deque(maxlen=_WINDOW)
+
+    def observe(self, metrics: Metrics) -> Iterator[str]:
+        """Take the metrics of an update into account; the warnings that are due for the first time."""
+        self._window.append(metrics)
+        if len(self._window) < _WINDOW:
+            return
+        window = tuple(self._window)
+        for guard in tuple(self._guards):
+            if (warning := guard(window)) is not None:
+                self._guards.remove(guard)
+                yield warning
+
+
+def _mean(window: Sequence[Metrics], name: str) -> float | None:
+    """The mean over the updates that have the metric; None if none has."""
+    values = [metrics[name] for metrics in window if name in metrics]
+    return sum(values) / len(values) if values else None
