@@ -109,7 +109,7 @@ class Args:
 
 def learner_of(setting: Setting, args: Args, agent: Any, seed: int) -> Learner:
     """Both with the same hyper-parameters."""
-    net = NetConfig(hidden=args.hidden)
+    net = NetConfig(hidden=args.hidden, normalize_obs=False, normalize_reward=False)
     common: dict[str, Any] = {
         "learning_rate": args.learning_rate,
         "anneal_lr": False,
@@ -121,7 +121,7 @@ def learner_of(setting: Setting, args: Args, agent: Any, seed: int) -> Learner:
         "net": net,
     }
     if setting.staleness_threshold is None:
-        return PPO(agent, PPOConfig(**common, num_minibatches=-(-args.rows // args.minibatch), ent_coef=0.0), seed)
+        return PPO(agent, PPOConfig(**common, minibatch_size=args.minibatch, ent_coef=0.0), seed)
     config = AsyncPPOConfig(
         **common,
         staleness_threshold=setting.staleness_threshold,
@@ -145,7 +145,9 @@ def world(setting: Setting, args: Args, seed: int) -> Iterator[tuple[farstep.Clu
         seed=seed,
     )
     with farstep.ClusterEnv(env_config, farstep.LocalConfig(workers_per_node=args.workers)) as env:
-        agent = make_agent(*env.launch(), NetConfig(hidden=args.hidden), 0.98)
+        agent = make_agent(
+            *env.launch(), NetConfig(hidden=args.hidden, normalize_obs=False, normalize_reward=False), 0.98
+        )
         yield env, learner_of(setting, args, agent, seed)
 
 

@@ -43,17 +43,21 @@ TASKS = {
     "LunarLander-v3": Task(env="LunarLander-v3", threshold=200.0, max_steps=1_000_000),
 }
 
-CLEANRLS = "--num-envs 4 --learning-rate 2.5e-4 --num-minibatches 4 --value-clip 0.2"
-"""CleanRL's hyper-parameters are the defaults of `farstep train ppo`, but for the number of environments."""
+_RAW = "--no-normalize-obs --no-normalize-reward"
+CLEANRLS = (
+    "--num-envs 4 --num-steps 128 --learning-rate 2.5e-4 --anneal-lr --minibatch-size 128 --update-epochs 4 "
+    f"--value-clip 0.2 {_RAW}"
+)
+"""CleanRL's hyper-parameters."""
 
 OWN_CHOICE = {
     "CartPole-v1": (
-        "--num-envs 16 --num-steps 64 --learning-rate 2e-3 --no-anneal-lr --update-epochs 8 --gamma 0.98 "
-        "--gae-lambda 0.8 --ent-coef 0 --value-clip None"
+        "--num-envs 16 --num-steps 64 --learning-rate 2e-3 --minibatch-size 128 --update-epochs 8 --gamma 0.98 "
+        f"--gae-lambda 0.8 --ent-coef 0 {_RAW}"
     ),
     "LunarLander-v3": (
-        "--num-envs 32 --num-steps 256 --learning-rate 1e-3 --no-anneal-lr --update-epochs 8 --num-minibatches 16 "
-        "--gamma 0.999 --gae-lambda 0.98 --ent-coef 0 --value-clip None --normalize-reward --normalize-obs"
+        "--num-envs 32 --num-steps 256 --learning-rate 1e-3 --minibatch-size 512 --update-epochs 8 --gamma 0.999 "
+        "--gae-lambda 0.98 --ent-coef 0"
     ),
 }
 """What farstep learns these tasks with when it may choose, on two cores."""

@@ -26,10 +26,10 @@ from farstep.learners.training import Stopped
 
 VARIANTS = [("plain", "local"), ("lstm", "local"), ("normalised", "inprocess"), ("gru", "inprocess")]
 NETS = {
-    "plain": NetConfig(),
-    "normalised": NetConfig(normalize_obs=True, normalize_reward=True),
-    "lstm": NetConfig(recurrent="lstm", core=16),
-    "gru": NetConfig(recurrent="gru", core=16, normalize_obs=True),
+    "plain": NetConfig(normalize_obs=False, normalize_reward=False),
+    "normalised": NetConfig(),
+    "lstm": NetConfig(recurrent="lstm", core=16, normalize_obs=False, normalize_reward=False),
+    "gru": NetConfig(recurrent="gru", core=16, normalize_reward=False),
 }
 
 
@@ -59,7 +59,7 @@ def test_another_seed_gives_other_parameters() -> None:
 def test_async_ppo_without_staleness_is_ppo(net: str, launcher: str) -> None:
     steps, envs = 16, 8
     shared: dict[str, Any] = {"num_steps": steps, "net": NETS[net], "value_clip": 0.2, "learning_rate": 1e-3}
-    ppo = PPOConfig(clip_coef=0.2, vf_coef=0.5, ent_coef=0.01, num_minibatches=4, **shared)
+    ppo = PPOConfig(clip_coef=0.2, vf_coef=0.5, ent_coef=0.01, minibatch_size=steps * envs // 4, **shared)
     asynchronous = AsyncPPOConfig(
         staleness_threshold=0,
         clip_ratio_low=0.2,

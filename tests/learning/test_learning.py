@@ -5,22 +5,17 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
-from tasks import Config, Identity, Recall, trained
+from tasks import Config, Identity, Recall, make_env, make_training, trained
 
 from farstep.learners.async_ppo import AsyncPPOConfig
 from farstep.learners.impala import ImpalaConfig
 from farstep.learners.nets import NetConfig
 from farstep.learners.ppo import PPOConfig
 
-QUICK: dict[str, Any] = {"learning_rate": 2e-3, "gamma": 0.98, "anneal_lr": False}
-CONFIGS: dict[str, Config] = {
-    "ppo": PPOConfig(num_steps=64, update_epochs=8, gae_lambda=0.8, ent_coef=0.0, value_clip=None, **QUICK),
-    "async-ppo": AsyncPPOConfig(
-        num_steps=64, update_epochs=8, gae_lambda=0.8, entropy_bonus=0.0, value_clip=None, **QUICK
-    ),
-    "impala": ImpalaConfig(num_steps=32, **{**QUICK, "learning_rate": 1e-3}),
-}
+CONFIGS: dict[str, Config] = {"ppo": PPOConfig(), "async-ppo": AsyncPPOConfig(), "impala": ImpalaConfig()}
+"""The defaults: what a newcomer gets."""
 
 
 @pytest.mark.parametrize("learner", CONFIGS)
@@ -41,32 +36,39 @@ def test_identity_is_learned(learner: str, kind: str) -> None:
 
 
 def test_pendulum_is_swung_up() -> None:
-    config = PPOConfig(
-        num_steps=128,
-        learning_rate=1e-3,
-        anneal_lr=False,
-        gamma=0.9,
-        gae_lambda=0.95,
-        update_epochs=10,
-        num_minibatches=16,
-        ent_coef=0.0,
-        value_clip=None,
-        net=NetConfig(normalize_obs=True, normalize_reward=True),
-    )
-    mean, _ = trained("Pendulum-v1", config, 400_000, target=-250.0)
+    mean, _ = trained("Pendulum-v1", PPOConfig(), 400_000, target=-250.0)
     assert mean >= -250.0  # a policy that does nothing gets about -1,200
 
 
 @pytest.mark.parametrize("recurrent", ["gru", "lstm"])
 def test_what_was_shown_once_is_remembered(recurrent: Any) -> None:
-    config = PPOConfig(
-        num_steps=20, ent_coef=0.01, update_epochs=4, net=NetConfig(recurrent=recurrent, core=16), **QUICK
-    )
+    config = PPOConfig(learning_rate=2e-3, num_steps=20, net=NetConfig(recurrent=recurrent, core=16))
     mean, _ = trained(Recall, config, 60_000, target=0.95, launcher="inprocess")
     assert mean >= 0.95
 
 
 def test_without_memory_it_cannot_be_remembered() -> None:
-    config = PPOConfig(num_steps=20, ent_coef=0.01, update_epochs=4, **QUICK)
+    config = PPOConfig(learning_rate=2e-3, num_steps=20)
     mean, _ = trained(Recall, config, 30_000, target=0.95, launcher="inprocess")
     assert mean < 0.75
+
+
+def test_ppo_learns_while_workers_pull_weights_only_above_a_threshold() -> None:
+    """The rule of the paper with the threshold of the README: the learned policy is as good as with every version."""
+    with make_env("CartPole-v1", 16, kl_threshold=0.05) as env:
+        training, agent = make_training(env, PPOConfig(), 60_000)
+        training.run()
+        pulls, versions = env.stats()["weight_syncs"]["total"], env.version
+    assert pulls < versions  # of two workers: at most every other version each
+    agent.greedy = True
+    with make_env("CartPole-v1", 8, seed=2, launcher="inprocess") as env:
+        assert env.collect(agent, steps=500).episodes["return"].tolist() == []  # no pole has fallen
+
+
+def test_clipping_around_the_policy_that_acted_stalls_with_old_weights() -> None:
+    """Why PPO clips around the learner's own policy: with the plain loss workers stop pulling."""
+    with make_env("CartPole-v1", 16, kl_threshold=0.2, launcher="inprocess") as env:
+        training, _ = make_training(env, PPOConfig(decoupled=False), 60_000)
+        progress = training.run()
+        assert env.stats()["weight_syncs"]["total"] <= 4
+    assert float(np.mean(progress.returns)) < 100

@@ -86,7 +86,7 @@ def main(arguments: Sequence[str]) -> int:
     with _cluster(options) as env:
         learner = make_learner(name, run, options.learner, env)
         folder = _folder(name, options)  # when all else is there: a misspelt environment leaves nothing behind
-        sys.stdout.write(f"run: {folder.path}\n")
+        sys.stdout.write(f"run: {folder.path}\n{_normalized(options.learner.net)}\n")
         sys.stdout.flush()
         try:
             progress = train(learner, name, options, env, folder)
@@ -263,6 +263,15 @@ def _loggers(name: str, options: Options[Any, Any], folder: RunFolder, resume_st
         loggers.append(WandbLogger(run.wandb, folder.path.name, folder.path, plain, folder.path.name))
     loggers.append(console_logger(run.total_steps, f"{name} on {run.env}"))
     return Loggers(*loggers)
+
+
+def _normalized(net: NetConfig) -> str:
+    """What the learner normalises, for the first lines of a run."""
+    found = [what for what, on in (("observations", net.normalize_obs), ("rewards", net.normalize_reward)) if on]
+    if not found:
+        return "normalized: nothing"
+    flags = " ".join(f"--no-normalize-{'obs' if what == 'observations' else 'reward'}" for what in found)
+    return f"normalized: {' and '.join(found)} ({flags} to turn off)"
 
 
 def _summary(progress: Progress, folder: RunFolder) -> str:

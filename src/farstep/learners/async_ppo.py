@@ -24,6 +24,7 @@ from farstep.learners.nets import DEFAULT_NET, ActorCritic, NetConfig
 from farstep.learners.on_policy import OnPolicy, rollouts
 from farstep.learners.optimizing import Schedule, named
 from farstep.learners.rollout import Minibatch
+from farstep.learners.sizes import minibatch_rows, rollout_steps
 from farstep.learners.timing import Timer
 
 
@@ -51,8 +52,9 @@ class AsyncPPOConfig:
     """how far above 1"""
     clip_ratio_c: float | None = 3.0
     """dual clip: a bad action's loss grows to this many times its advantage at most"""
-    value_clip: float | None = 0.2
-    """how far a value may go from the recorded one before it no longer pays; None: as far as it likes"""
+    value_clip: float | None = None
+    """how far a value may go from the recorded one before it no longer pays (published: 0.2); None: as far as it
+    likes"""
     huber_delta: float | None = None
     """value errors beyond this count linearly; None: squared however large"""
     value_coef: float = 0.5
@@ -65,17 +67,19 @@ class AsyncPPOConfig:
     """discount"""
     gae_lambda: float = 0.95
     """of generalised advantage estimation"""
-    num_steps: int = 128
-    """steps of each environment per rollout"""
-    update_epochs: int = 4
+    num_steps: int | None = None
+    """steps of each environment per rollout; None: as many as make 4,096 rows of all environments, at least 16, at most
+    128 for a recurrent agent"""
+    update_epochs: int = 8
     """times that a rollout is learned"""
     global_batch_size: int | None = None
-    """rows per optimizer step, of a recurrent agent num_steps at least; None: a quarter of a rollout"""
+    """rows per optimizer step, of a recurrent agent num_steps at least; None: 128, or an eighth of the rollout for a
+    recurrent agent"""
     micro_batch_size: int | None = None
     """rows per forward and backward, to save memory, of a recurrent agent num_steps at least; None: all of a step's"""
-    learning_rate: float = 2.5e-4
+    learning_rate: float = 5e-4
     """of Adam"""
-    anneal_lr: bool = True
+    anneal_lr: bool = False
     """let the learning rate fall to zero over total_steps"""
     max_grad_norm: float = 0.5
     """gradients are scaled down to this norm"""
@@ -94,10 +98,11 @@ class AsyncPPOConfig:
         check_numbers(self, max_grad_norm=(TINY, inf), target_kl=(TINY, inf), value_clip=(TINY, inf))
         for name in ("global_batch_size", "micro_batch_size"):
             size = getattr(self, name)
-            if size is not None and size < self.num_steps and self.net.recurrent != "none":
+            steps = self.num_steps or 1
+            if size is not None and size < steps and self.net.is_recurrent:
                 raise ConfigError(
                     f"{name} is {size} with recurrent={self.net.recurrent!r}, whose sequences of num_steps="
-                    f"{self.num_steps} rows are learned whole; give at least {self.num_steps}, or fewer num_steps."
+                    f"{steps} rows are learned whole; give at least {steps}, or fewer num_steps."
                 )
         if self.micro_batch_size and self.global_batch_size and self.micro_batch_size > self.global_batch_size:
             raise ConfigError(
@@ -126,9 +131,10 @@ class AsyncPPO(OnPolicy):
     def batches(self, env: ClusterEnv) -> Iterator[Batch]:
         """Rollouts of all workers, or the first to arrive, none older than the bound."""
         config = self.config
+        steps = rollout_steps(config.num_steps, env.num_envs, config.net.is_recurrent)
         if self.synchronous:
-            return rollouts(env, self.agent, config.num_steps)
-        return env.stream(self.agent, config.num_steps, config.staleness_threshold, config.num_chunks)
+            return rollouts(env, self.agent, steps)
+        return env.stream(self.agent, steps, config.staleness_threshold, config.num_chunks)
 
     def update(self, batch: Batch, version: int, progress: float, timer: Timer) -> dict[str, float]:
         """Learn from a batch; `version` is that of the agent's weights, `progress` goes from 0 to 1."""
@@ -142,7 +148,7 @@ class AsyncPPO(OnPolicy):
         columns = rollout.columns() | {"advantages": advantages, "returns": returns, "version": rollout.version}
         schedule = Schedule(
             epochs=config.update_epochs,
-            batch_size=config.global_batch_size or -(-advantages.numel() // 4),
+            batch_size=minibatch_rows(config.global_batch_size, advantages.numel(), config.net.is_recurrent),
             micro_batch_size=config.micro_batch_size,
             normalize=config.normalize_advantages == "minibatch",
             target_kl=config.target_kl,

@@ -20,6 +20,7 @@ from farstep.learners.on_policy import OnPolicy
 from farstep.learners.optimizing import Schedule, named
 from farstep.learners.returns import LOG_RATIO_LIMIT, fold_ends, vtrace
 from farstep.learners.rollout import Minibatch, Rollout
+from farstep.learners.sizes import chunk_steps
 from farstep.learners.timing import Timer
 
 
@@ -27,15 +28,15 @@ from farstep.learners.timing import Timer
 class ImpalaConfig:
     """IMPALA: every row is learned from once, whoever acted it."""
 
-    num_steps: int = 32
-    """steps of each environment per chunk"""
+    num_steps: int | None = None
+    """steps of each environment per chunk; None: as many as make 512 rows of all environments, at least 8"""
     num_chunks: int = 2
     """chunks per update, the first to arrive"""
     max_staleness: int = 1
     """versions that a row may be old when it is learned from"""
-    learning_rate: float = 1e-3
+    learning_rate: float = 2e-3
     """of Adam"""
-    anneal_lr: bool = True
+    anneal_lr: bool = False
     """let the learning rate fall to zero over total_steps"""
     gamma: float = 0.99
     """discount"""
@@ -78,7 +79,7 @@ class Impala(OnPolicy):
         """Chunks in order of arrival; nobody waits for the slowest worker."""
         config = self.config
         chunks = min(config.num_chunks, env.num_workers)
-        return env.stream(self.agent, config.num_steps, config.max_staleness, chunks)
+        return env.stream(self.agent, chunk_steps(config.num_steps, env.num_envs), config.max_staleness, chunks)
 
     def update(self, batch: Batch, version: int, progress: float, timer: Timer) -> dict[str, float]:
         """Learn from a batch; `version` is that of the agent's weights, `progress` goes from 0 to 1."""

@@ -42,9 +42,10 @@ class NetConfig:
     """a core with memory between encoder and heads"""
     core: int = 128
     """width of the recurrent core"""
-    normalize_obs: bool = False
-    """observations in units of their running standard deviation; the statistics travel with the weights"""
-    normalize_reward: bool = False
+    normalize_obs: bool = True
+    """observations in units of their running standard deviation, except images; the statistics travel with the
+    weights"""
+    normalize_reward: bool = True
     """rewards in units of the discounted return's running standard deviation"""
 
     def __post_init__(self) -> None:
@@ -53,6 +54,10 @@ class NetConfig:
         check_counts(self, "core")
         for width in self.hidden:
             check_count("hidden", width)
+
+    @property
+    def is_recurrent(self) -> bool:
+        return self.recurrent != "none"
 
 
 DEFAULT_NET = NetConfig()

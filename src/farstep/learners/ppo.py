@@ -17,32 +17,40 @@ from farstep.learners.nets import DEFAULT_NET, ActorCritic, NetConfig
 from farstep.learners.on_policy import OnPolicy, rollouts
 from farstep.learners.optimizing import Schedule, named
 from farstep.learners.rollout import Minibatch
+from farstep.learners.sizes import minibatch_rows, rollout_steps
 from farstep.learners.timing import Timer
 
 
 @dataclass(frozen=True, kw_only=True)
 class PPOConfig:
-    """Synchronous PPO; names are CleanRL's, defaults are made for 16 environments and more."""
+    """Synchronous PPO; names are CleanRL's, defaults are measured with 16 to 128 environments."""
 
-    learning_rate: float = 1e-3
+    learning_rate: float = 5e-4
     """of Adam"""
-    anneal_lr: bool = True
+    anneal_lr: bool = False
     """let the learning rate fall to zero over total_steps"""
-    num_steps: int = 128
-    """steps of each environment per rollout"""
+    num_steps: int | None = None
+    """steps of each environment per rollout; None: as many as make 4,096 rows of all environments, at least 16, at most
+    128 for a recurrent agent"""
     gamma: float = 0.99
     """discount"""
     gae_lambda: float = 0.95
     """of generalised advantage estimation"""
-    num_minibatches: int = 8
-    """portions that a rollout is learned in; of a recurrent agent, whose sequences stay whole, one per environment at
-    most"""
-    update_epochs: int = 4
+    minibatch_size: int | None = None
+    """rows per optimizer step; None: 128, or an eighth of the rollout for a recurrent agent, whose sequences stay
+    whole"""
+    update_epochs: int = 8
     """times that a rollout is learned"""
     normalize_advantages: Literal["minibatch", "batch", "no"] = "minibatch"
     """over what advantages get mean 0 and deviation 1"""
     clip_coef: float = 0.2
     """how far the ratio of probabilities may go from 1 before it no longer pays"""
+    decoupled: bool = True
+    """where older weights acted (AAPS), clip around the learner's policy at the start of the update and weight rows by
+    its ratio to the policy that acted; rows of the current version are not affected. False: clip around the policy that
+    acted, which stalls once it is the clip range away"""
+    behave_weight_threshold: float | None = 2.0
+    """largest of these weights; None: no bound"""
     value_clip: float | None = None
     """how far a value may go from the recorded one before it no longer pays; None: as far as it likes"""
     ent_coef: float = 0.01
@@ -56,11 +64,12 @@ class PPOConfig:
     net: NetConfig = DEFAULT_NET
 
     def __post_init__(self) -> None:
-        check_counts(self, "num_steps", "num_minibatches", "update_epochs")
+        check_counts(self, "num_steps", "minibatch_size", "update_epochs")
         check_choice(self, "normalize_advantages", ("minibatch", "batch", "no"))
         check_numbers(self, gamma=(0, 1), gae_lambda=(0, 1), clip_coef=(0, 1))
         check_numbers(self, learning_rate=(0, inf), ent_coef=(0, inf), vf_coef=(0, inf))
         check_numbers(self, max_grad_norm=(TINY, inf), target_kl=(TINY, inf), value_clip=(TINY, inf))
+        check_numbers(self, behave_weight_threshold=(1, inf))
 
 
 class PPO(OnPolicy):
@@ -73,7 +82,9 @@ class PPO(OnPolicy):
         self.config = config
 
     def batches(self, env: ClusterEnv) -> Iterator[Batch]:
-        return rollouts(env, self.agent, self.config.num_steps)
+        config = self.config
+        steps = rollout_steps(config.num_steps, env.num_envs, config.net.is_recurrent)
+        return rollouts(env, self.agent, steps)
 
     def update(self, batch: Batch, version: int, progress: float, timer: Timer) -> dict[str, float]:
         """Learn from a batch; `version` is that of the agent's weights, `progress` goes from 0 to 1."""
@@ -84,10 +95,9 @@ class PPO(OnPolicy):
             if config.normalize_advantages == "batch":
                 advantages = losses.normalize(advantages, rollout.valid)
         columns = rollout.columns() | {"advantages": advantages, "returns": returns}
-        size = -(-advantages.numel() // config.num_minibatches)
         schedule = Schedule(
             epochs=config.update_epochs,
-            batch_size=size,
+            batch_size=minibatch_rows(config.minibatch_size, advantages.numel(), config.net.is_recurrent),
             normalize=config.normalize_advantages == "minibatch",
             target_kl=config.target_kl,
         )
@@ -97,9 +107,18 @@ class PPO(OnPolicy):
     def _loss(self, part: Minibatch) -> tuple[Tensor, Mapping[str, Tensor]]:
         config, valid = self.config, part.valid
         now = part.evaluate(self.agent)
-        clip = config.clip_coef
-        policy_loss, actor = losses.clipped_ppo(
-            now.logprob, part["logprob"], part["advantages"], valid, clip_ratio_low=clip, clip_ratio_high=clip
+        acted = part["logprob"]
+        policy_loss, actor = losses.decoupled_ppo(
+            now.logprob,
+            acted,
+            part["proximal"] if config.decoupled else acted,
+            part["advantages"],
+            valid,
+            clip_ratio_low=config.clip_coef,
+            clip_ratio_high=config.clip_coef,
+            clip_ratio_c=None,
+            behave_weight_threshold=config.behave_weight_threshold,
+            behave_weight_mode="truncate",
         )
         value_loss, critic = losses.value_loss(
             now.value, part["value"], part["returns"], valid, value_clip=config.value_clip
