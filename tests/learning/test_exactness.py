@@ -42,7 +42,7 @@ def assert_equal(a: torch.nn.Module, b: torch.nn.Module) -> None:
 
 @pytest.mark.parametrize(("net", "launcher"), VARIANTS)
 def test_two_runs_with_one_seed_give_equal_parameters(net: str, launcher: str) -> None:
-    config = PPOConfig(num_steps=16, net=NETS[net])
+    config = PPOConfig(num_steps=16, update_epochs=2, net=NETS[net])
     _, first = trained("CartPole-v1", config, 8 * 16 * 4, num_envs=8, launcher=launcher)
     _, second = trained("CartPole-v1", config, 8 * 16 * 4, num_envs=8, launcher=launcher)
     assert_equal(first, second)
@@ -58,7 +58,7 @@ def test_another_seed_gives_other_parameters() -> None:
 @pytest.mark.parametrize(("net", "launcher"), VARIANTS)
 def test_async_ppo_without_staleness_is_ppo(net: str, launcher: str) -> None:
     steps, envs = 16, 8
-    shared: dict[str, Any] = {"num_steps": steps, "net": NETS[net], "value_clip": 0.2, "learning_rate": 1e-3}
+    shared: dict[str, Any] = {"num_steps": steps, "net": NETS[net], "value_clip": 0.2, "update_epochs": 2}
     ppo = PPOConfig(clip_coef=0.2, vf_coef=0.5, ent_coef=0.01, minibatch_size=steps * envs // 4, **shared)
     asynchronous = AsyncPPOConfig(
         staleness_threshold=0,
@@ -83,7 +83,7 @@ SYNCHRONOUS = {"ppo": PPOConfig, "async": partial(AsyncPPOConfig, staleness_thre
     ("kind", "net", "launcher"), [("ppo", *variant) for variant in VARIANTS] + [("async", "normalised", "inprocess")]
 )
 def test_a_run_that_was_resumed_equals_one_that_was_not(kind: str, net: str, launcher: str, tmp_path: Path) -> None:
-    config, rows = SYNCHRONOUS[kind](num_steps=20, net=NETS[net]), 6 * 20
+    config, rows = SYNCHRONOUS[kind](num_steps=20, update_epochs=2, anneal_lr=True, net=NETS[net]), 6 * 20
 
     def run(folder: str, resume: bool = False, stop_at: int | None = None) -> torch.nn.Module:
         with make_env("CartPole-v1", 6, seed=3, launcher=launcher) as env:
@@ -104,7 +104,7 @@ def test_a_run_that_was_resumed_equals_one_that_was_not(kind: str, net: str, lau
 
 def train_command(folder: Path, name: str) -> list[str]:
     options = ["--env", "LunarLander-v3", "--num-envs", "6", "--workers", "2", "--num-steps", "32", "--seed", "5"]
-    options += ["--total-steps", str(6 * 32 * 30), "--checkpoint-every", "4", "--threads", "1"]
+    options += ["--total-steps", str(6 * 32 * 30), "--checkpoint-every", "4", "--threads", "1", "--update-epochs", "2"]
     return [sys.executable, "-m", "farstep", "train", "ppo", *options, "--folder", str(folder), "--name", name]
 
 

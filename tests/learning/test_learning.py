@@ -62,7 +62,7 @@ def test_ppo_learns_while_workers_pull_weights_only_above_a_threshold() -> None:
     assert pulls < versions  # of two workers: at most every other version each
     agent.greedy = True
     with make_env("CartPole-v1", 8, seed=2, launcher="inprocess") as env:
-        assert env.collect(agent, steps=500).episodes["return"].tolist() == []  # no pole has fallen
+        assert env.collect(agent, steps=500).episodes["return"].tolist() == [500.0] * 8
 
 
 def test_clipping_around_the_policy_that_acted_stalls_with_old_weights() -> None:
