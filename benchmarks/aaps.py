@@ -29,6 +29,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 import tyro
+from children import run_script
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -329,4 +330,4 @@ def _draw_bytes(plt: Any, documents: list[dict[str, Any]], folder: Path) -> None
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args))
+    run_script(lambda: main(tyro.cli(Args)))

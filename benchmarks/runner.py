@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import signal
@@ -14,12 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
+from children import kill_children
 from cpu_meter import CpuMeter
 from roster import AnyContender, Contender
 
 AnyCase = TypeVar("AnyCase")
 Status = Literal["ok", "failed", "timeout", "not installed"]
-PR_SET_CHILD_SUBREAPER = 36
 DISTURBED_CORES = 0.2
 """A run counts as disturbed when others kept more cores than this busy."""
 
@@ -51,11 +50,6 @@ class Run:
     def disturbed(self) -> bool:
         """Whether others took so much that the number says more about them."""
         return self.others_cores > DISTURBED_CORES
-
-
-def adopt_orphans() -> None:
-    """Make this process the parent of what its children leave behind, to count and to end it."""
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 class Plan(Protocol[AnyCase]):
@@ -138,7 +132,7 @@ def run_command(command: list[str], folder: Path, timeout_s: float) -> tuple[Sta
             status = "timeout"
         finally:
             end_group(process)
-            end_orphans()
+            kill_children()  # what the contender left behind
     return status, output.read_text(errors="replace"), errors.read_text(errors="replace")
 
 
@@ -148,26 +142,6 @@ def end_group(process: subprocess.Popen[bytes]) -> None:
     except ProcessLookupError:
         pass
     process.wait()
-
-
-def end_orphans() -> None:
-    """Kill and reap what the contender left behind; the contender itself is gone by now."""
-    while True:
-        for pid in child_pids():
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
-        try:
-            os.waitpid(-1, 0)
-        except ChildProcessError:
-            return
-
-
-def child_pids() -> list[int]:
-    """The children of this process, adopted ones included."""
-    children = Path(f"/proc/self/task/{os.getpid()}/children")
-    return [int(pid) for pid in children.read_text().split()]
 
 
 def last_report(output: str) -> dict[str, Any] | None:

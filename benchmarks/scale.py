@@ -22,6 +22,7 @@ from statistics import median, quantiles
 from typing import Any
 
 import numpy as np
+from children import run_script
 from document import header, write_document, write_markdown
 from roster import BENCHMARKS
 from tables import table
@@ -156,4 +157,4 @@ def summary(document: dict[str, Any], options: argparse.Namespace) -> str:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    run_script(main)

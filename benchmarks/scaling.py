@@ -23,6 +23,7 @@ from threading import BrokenBarrierError
 from typing import Any, Literal
 
 import tyro
+from children import run_script
 from rich.console import Console
 from rich.table import Table
 from workload import Workload, make_policy
@@ -213,4 +214,4 @@ def table(what: str, rows: list[dict[str, Any]]) -> Table:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args))
+    run_script(lambda: main(tyro.cli(Args)))

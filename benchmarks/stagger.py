@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 import tyro
 from chain import ACTIONS, BLOCKS, HORIZON, TARGETS, Chain, features
+from children import run_script
 from document import header, write_document
 from rich.console import Console
 from rich.table import Table
@@ -329,4 +330,4 @@ def draw_returns(curves: list[dict[str, Any]]) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args, description=__doc__))
+    run_script(lambda: main(tyro.cli(Args, description=__doc__)))

@@ -31,6 +31,7 @@ import gymnasium
 import numpy as np
 import torch
 import tyro
+from children import run_script
 from document import header, write_document
 from link import BURST_S, CLONE_NEWNET, MIN_BURST_BYTES, QUEUE_MS, LinkError, tool
 from rich.console import Console
@@ -217,4 +218,4 @@ def table(document: dict[str, Any]) -> Table:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args))
+    run_script(lambda: main(tyro.cli(Args)))

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import tyro
+from children import run_script
 from document import header, write_document
 from rich.console import Console
 from rich.table import Table
@@ -125,4 +126,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args))
+    run_script(lambda: main(tyro.cli(Args)))
