@@ -8,8 +8,8 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -65,6 +65,18 @@ class Plan(Protocol[AnyCase]):
         """Case, number of the round from 1, contender."""
 
     def arguments(self, case: AnyCase) -> list[str]: ...
+
+
+def runs_in(
+    document: Mapping[str, Any], case_of: Callable[[Mapping[str, Any]], AnyCase]
+) -> dict[AnyCase, dict[str, list[Run]]]:
+    """The runs of a document under ``results/``, by case and contender."""
+    known = {field.name for field in fields(Run)}
+    found: dict[AnyCase, dict[str, list[Run]]] = {}
+    for run in document["runs"]:
+        done = Run(**{name: value for name, value in run.items() if name in known})
+        found.setdefault(case_of(run), {}).setdefault(done.contender, []).append(done)
+    return found
 
 
 def turns(contenders: Sequence[AnyContender], rounds: int) -> Iterator[tuple[int, AnyContender]]:

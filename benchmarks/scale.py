@@ -64,7 +64,7 @@ def main() -> int:
             document["rows"].append(found)
             print(found, flush=True)
             write_document(options.out, document)
-    text = summary(document, options)
+    text = summary(document)
     print(text)
     if options.markdown:
         write_markdown(options.markdown, text, MARKS)
@@ -127,7 +127,7 @@ def _rss_mb() -> float:
     return pages * resource.getpagesize() / 1e6
 
 
-def summary(document: dict[str, Any], options: argparse.Namespace) -> str:
+def summary(document: dict[str, Any]) -> str:
     rows = [
         [
             f"{row['workers']:,}",
@@ -153,7 +153,7 @@ def summary(document: dict[str, Any], options: argparse.Namespace) -> str:
         "memory, MB",
         "round, s (p95)",
     ]
-    return f"Chunks of {options.steps} rows of {options.envs} environments:\n\n{table(names, rows)}"
+    return table(names, rows)
 
 
 if __name__ == "__main__":
