@@ -29,8 +29,10 @@ from typing import Any, Literal
 import numpy as np
 import torch
 import tyro
+from children import run_script
 from rich.console import Console
 from rich.table import Table
+from tables import table as markdown_table
 from torch import Tensor, nn
 from torch.distributions import Categorical
 
@@ -257,6 +259,36 @@ def table(document: dict[str, Any]) -> Table:
     return shown
 
 
+def summary(document: dict[str, Any]) -> str:
+    """The same in Markdown."""
+    runs = document["runs"]
+    full = _mean(runs, 0.0, lambda run: run["bytes"]["weights_sent"])
+    rows = []
+    for delta in sorted({run["delta"] for run in runs}):
+        returns = [run["final_return"] for run in runs if run["delta"] == delta]
+        weights = _mean(runs, delta, lambda run: run["bytes"]["weights_sent"])
+        probes = _mean(runs, delta, lambda run: run["bytes"]["probes_sent"])
+        rows.append(
+            [
+                f"{delta:g}" if delta else "0 (always)",
+                str(len(returns)),
+                f"{np.mean(returns):.0f}" + (f" ± {np.std(returns):.0f}" if len(returns) > 1 else ""),
+                f"{_mean(runs, delta, lambda run: run['syncs_per_worker']):.0f}",
+                f"{weights / 1e6:,.1f}",
+                f"{probes / 1e6:.2f}",
+                f"{(weights + probes) / full:.3f}",
+                f"{probes / full:.4f}",
+            ]
+        )
+    return markdown_table(
+        [
+            *("δ", "seeds", "final return", "pulls per worker", "weights, MB", "probes, MB"),
+            *("bytes as a share of `always`", "of which probes"),
+        ],
+        rows,
+    )
+
+
 def _mean(runs: list[dict[str, Any]], delta: float, value: Any) -> float:
     found = [value(run) for run in runs if run["delta"] == delta]
     return float(np.mean(found)) if found else 0.0
@@ -329,4 +361,4 @@ def _draw_bytes(plt: Any, documents: list[dict[str, Any]], folder: Path) -> None
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args))
+    run_script(lambda: main(tyro.cli(Args)))

@@ -26,6 +26,7 @@ import numpy as np
 import torch
 import tyro
 from async_tables import draw, summary
+from children import run_script
 from cpu_meter import CpuMeter
 from document import header, write_document, write_markdown
 from runner import turns
@@ -271,4 +272,4 @@ def finish(document: dict[str, Any], args: Args) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args))
+    run_script(lambda: main(tyro.cli(Args)))

@@ -16,13 +16,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 
+from children import run_script
 from document import header, write_document, write_markdown
 from replay import INSERTS, KEYS, OBSERVATIONS
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from roster import BENCHMARKS, BUFFER_LIMITS, BUFFERS, BufferContender, choose
-from runner import Run, adopt_orphans, execute, turns
+from runner import Run, execute, turns
 from tables import Rates, load, rates_of, why_missing
 
 SAMPLERS = ("uniform", "prioritised")
@@ -97,7 +98,6 @@ def main() -> int:
     )
     console = Console(soft_wrap=True, width=None if sys.stdout.isatty() else 140)
     console.print(f"{plan.num_runs} runs of {len(plan.contenders)} contenders, {len(plan.cases)} cases")
-    adopt_orphans()
     results: Results = {case: {contender.name: [] for contender in plan.taking_part(case)} for case in plan.cases}
     try:
         execute(plan, results, outcome)
@@ -272,4 +272,4 @@ def document(plan: Plan, results: Results) -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    run_script(main)

@@ -20,6 +20,7 @@ import time
 from pathlib import Path
 from statistics import median
 
+from children import run_script
 from document import header, write_document, write_markdown
 from roster import BENCHMARKS
 from tables import table
@@ -158,4 +159,4 @@ def farstep(size: int, seconds: float, encrypted: bool) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_script(main)

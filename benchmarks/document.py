@@ -51,12 +51,12 @@ def cpu_model() -> str:
 
 def write_markdown(path: Path, text: str, marks: tuple[str, str]) -> None:
     """Put ``text`` between the marks of an existing file; without them the file becomes the text."""
-    begin, end = marks
     before = path.read_text() if path.exists() else ""
-    if begin in before and end in before:
-        head, rest = before.split(begin, 1)
-        tail = rest.split(end, 1)[1]
-        text = f"{head}{begin}\n\n{text}\n\n{end}{tail}"
-    else:
-        text += "\n"
-    path.write_text(text)
+    path.write_text(put_between(before, text, marks) if all(mark in before for mark in marks) else text + "\n")
+
+
+def put_between(page: str, text: str, marks: tuple[str, str]) -> str:
+    """The page with ``text`` between its marks."""
+    begin, end = marks
+    head, rest = page.split(begin, 1)
+    return f"{head}{begin}\n\n{text}\n\n{end}{rest.split(end, 1)[1]}"

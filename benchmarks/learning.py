@@ -19,10 +19,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from children import run_script
 from document import header, write_document, write_markdown
 from learning_tables import draw, summary
 from roster import BENCHMARKS, OWN, Contender, choose
-from runner import Run, adopt_orphans, execute, turns
+from runner import Run, execute, turns
 
 README_MARKS = ("<!-- learning: begin -->", "<!-- learning: end -->")
 IMAGES = BENCHMARKS.parent / "docs" / "images"
@@ -138,7 +139,6 @@ def main() -> int:
         timeout_s=options.timeout,
     )
     print(f"{plan.num_runs} runs of {', '.join(contender.name for contender in plan.contenders)}")
-    adopt_orphans()
     cases = [Case(task.env, seed) for task in plan.tasks for seed in plan.seeds]
     results: Results = {case: {contender.name: [] for contender in plan.contenders} for case in cases}
     head = header("learning.py")
@@ -217,4 +217,4 @@ def finish(document: dict[str, Any], options: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    run_script(main)

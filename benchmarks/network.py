@@ -22,6 +22,7 @@ from statistics import median
 from typing import Any
 
 import numpy as np
+from children import run_script
 from document import header, write_document, write_markdown
 from roster import BENCHMARKS
 from tables import table
@@ -166,4 +167,4 @@ def summary(document: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    run_script(main)

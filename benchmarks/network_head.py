@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from children import run_script
 
 STEPS, ENVS = 128, 16
 
@@ -153,4 +154,4 @@ def farstep_run(asked: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
+from children import kill_children
 from cpu_meter import CpuMeter
 from roster import AnyContender, Contender
 
 AnyCase = TypeVar("AnyCase")
 Status = Literal["ok", "failed", "timeout", "not installed"]
-PR_SET_CHILD_SUBREAPER = 36
 DISTURBED_CORES = 0.2
 """A run counts as disturbed when others kept more cores than this busy."""
 
@@ -53,11 +52,6 @@ class Run:
         return self.others_cores > DISTURBED_CORES
 
 
-def adopt_orphans() -> None:
-    """Make this process the parent of what its children leave behind, to count and to end it."""
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-
-
 class Plan(Protocol[AnyCase]):
     """What to run, in its order."""
 
@@ -71,6 +65,18 @@ class Plan(Protocol[AnyCase]):
         """Case, number of the round from 1, contender."""
 
     def arguments(self, case: AnyCase) -> list[str]: ...
+
+
+def runs_in(
+    document: Mapping[str, Any], case_of: Callable[[Mapping[str, Any]], AnyCase]
+) -> dict[AnyCase, dict[str, list[Run]]]:
+    """The runs of a document under ``results/``, by case and contender."""
+    known = {field.name for field in fields(Run)}
+    found: dict[AnyCase, dict[str, list[Run]]] = {}
+    for run in document["runs"]:
+        done = Run(**{name: value for name, value in run.items() if name in known})
+        found.setdefault(case_of(run), {}).setdefault(done.contender, []).append(done)
+    return found
 
 
 def turns(contenders: Sequence[AnyContender], rounds: int) -> Iterator[tuple[int, AnyContender]]:
@@ -138,7 +144,7 @@ def run_command(command: list[str], folder: Path, timeout_s: float) -> tuple[Sta
             status = "timeout"
         finally:
             end_group(process)
-            end_orphans()
+            kill_children()  # what the contender left behind
     return status, output.read_text(errors="replace"), errors.read_text(errors="replace")
 
 
@@ -148,26 +154,6 @@ def end_group(process: subprocess.Popen[bytes]) -> None:
     except ProcessLookupError:
         pass
     process.wait()
-
-
-def end_orphans() -> None:
-    """Kill and reap what the contender left behind; the contender itself is gone by now."""
-    while True:
-        for pid in child_pids():
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
-        try:
-            os.waitpid(-1, 0)
-        except ChildProcessError:
-            return
-
-
-def child_pids() -> list[int]:
-    """The children of this process, adopted ones included."""
-    children = Path(f"/proc/self/task/{os.getpid()}/children")
-    return [int(pid) for pid in children.read_text().split()]
 
 
 def last_report(output: str) -> dict[str, Any] | None:

@@ -22,6 +22,7 @@ from statistics import median, quantiles
 from typing import Any
 
 import numpy as np
+from children import run_script
 from document import header, write_document, write_markdown
 from roster import BENCHMARKS
 from tables import table
@@ -63,7 +64,7 @@ def main() -> int:
             document["rows"].append(found)
             print(found, flush=True)
             write_document(options.out, document)
-    text = summary(document, options)
+    text = summary(document)
     print(text)
     if options.markdown:
         write_markdown(options.markdown, text, MARKS)
@@ -126,7 +127,7 @@ def _rss_mb() -> float:
     return pages * resource.getpagesize() / 1e6
 
 
-def summary(document: dict[str, Any], options: argparse.Namespace) -> str:
+def summary(document: dict[str, Any]) -> str:
     rows = [
         [
             f"{row['workers']:,}",
@@ -152,8 +153,8 @@ def summary(document: dict[str, Any], options: argparse.Namespace) -> str:
         "memory, MB",
         "round, s (p95)",
     ]
-    return f"Chunks of {options.steps} rows of {options.envs} environments:\n\n{table(names, rows)}"
+    return table(names, rows)
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    run_script(main)

@@ -23,8 +23,10 @@ from threading import BrokenBarrierError
 from typing import Any, Literal
 
 import tyro
+from children import run_script
 from rich.console import Console
 from rich.table import Table
+from tables import table as markdown_table
 from workload import Workload, make_policy
 
 import farstep
@@ -190,6 +192,23 @@ def main(args: Args) -> None:
     args.out.write_text(json.dumps(document, indent=1) + "\n")
 
 
+def summary(document: dict[str, Any]) -> str:
+    """Thousand steps per second per worker in Markdown, a row per mode and a column per number of workers."""
+    runs = {(row["mode"], row["workers"]): row for row in document["results"]["workers"]}
+    modes, counts = (list(dict.fromkeys(key[i] for key in runs)) for i in (0, 1))
+
+    def cell(mode: str, workers: int) -> str:
+        run = runs[mode, workers]
+        slowest = run.get("steps_per_second_of_the_slowest") if mode == "alone" and workers > 1 else None
+        rate = f"{run['steps_per_second_per_worker'] / 1e3:.0f}"
+        return f"{rate} ({slowest / 1e3:.0f})" if slowest else rate
+
+    titles = {"alone": "alone, mean (slowest)"}
+    rows = [[titles.get(mode, mode), *(cell(mode, count) for count in counts)] for mode in modes]
+    names = [f"{count} worker{'s' if count > 1 else ''}" for count in counts]
+    return markdown_table([f"{document['machine']['cores']} cores", *names], rows)
+
+
 def table(what: str, rows: list[dict[str, Any]]) -> Table:
     """One sweep."""
     first = {row["mode"]: row["steps_per_second_per_worker"] for row in reversed(rows)}
@@ -213,4 +232,4 @@ def table(what: str, rows: list[dict[str, Any]]) -> Table:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args))
+    run_script(lambda: main(tyro.cli(Args)))

@@ -22,6 +22,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from children import run_script
+
 VENVS = Path(__file__).resolve().parent / ".venvs"
 WHEELS = VENVS / "wheels"
 TORCH = "torch==2.13.0"
@@ -265,4 +267,4 @@ def say(text: str) -> None:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    run_script(main)

@@ -27,10 +27,12 @@ from typing import Any
 import numpy as np
 import tyro
 from chain import ACTIONS, BLOCKS, HORIZON, TARGETS, Chain, features
+from children import run_script
 from document import header, write_document
 from rich.console import Console
 from rich.table import Table
 from small_ppo import PPO, ActorCritic
+from tables import table as markdown_table
 from versions import versions_of
 
 import farstep
@@ -195,7 +197,7 @@ def main(args: Args) -> None:
     console = Console(width=120)
     if args.show is not None:
         document = json.loads(args.show.read_text())
-        show(document, json.loads(curves_of(args.show).read_text()), console)
+        show(document, json.loads(curves_of(args.show).read_text())["curves"], console)
         return
     chosen = [case for case in CASES if any(fnmatch.fnmatchcase(case.name, pattern) for pattern in args.only)]
     if args.quick:
@@ -219,7 +221,8 @@ def main(args: Args) -> None:
     }
     if not args.quick:
         write_document(args.out, document)
-        curves_of(args.out).write_text(json.dumps(curves, separators=(",", ":")) + "\n")
+        found = {key: document[key] for key in ("date", "command", "machine")} | {"curves": curves}
+        curves_of(args.out).write_text(json.dumps(found, separators=(",", ":")) + "\n")
     show(document, curves, console, draw=not args.quick)
 
 
@@ -254,6 +257,27 @@ def show(document: dict[str, Any], curves: list[dict[str, Any]], console: Consol
         draw_matrices(curves)
         draw_accuracy(curves)
         draw_returns(curves)
+
+
+def chain_summary(document: dict[str, Any]) -> str:
+    """Means of the seeds in Markdown."""
+    titles = {"accuracy": "accuracy", "updates_to_0.7": "updates to 0.7", "forgetting": "forgetting"}
+    titles |= {"value_mse": "value error", "stagger_steps": "discarded"}
+    names = [case["name"] for case in document["cases"] if case["task"] != "pendulum"]
+    rows = [[name, *(_cell(key, mean(document, name, key)) for key in titles)] for name in names]
+    return markdown_table(["", *titles.values()], rows)
+
+
+def pendulum_summary(document: dict[str, Any]) -> str:
+    """Means of the seeds, and the return of each, in Markdown."""
+    rows = []
+    for name in (case["name"] for case in document["cases"] if case["task"] == "pendulum"):
+        by_seed = ", ".join(f"{run['return']:.0f}" for run in document["runs"] if run["case"] == name)
+        keys = ("return_min", "updates_to_-400", "stagger_steps")
+        cells = [_cell(key, mean(document, name, key)) for key in ("return", *keys)]
+        rows.append([name, cells[0], by_seed, *cells[1:]])
+    titles = ["return, last quarter", "by seed", "worst evaluation in it", "updates to -400", "discarded"]
+    return markdown_table(["", *titles], rows)
 
 
 def _cell(key: str, value: float | None) -> str:
@@ -329,4 +353,4 @@ def draw_returns(curves: list[dict[str, Any]]) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args, description=__doc__))
+    run_script(lambda: main(tyro.cli(Args, description=__doc__)))

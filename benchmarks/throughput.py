@@ -14,9 +14,10 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from children import run_script
 from document import header, write_document, write_markdown
 from roster import BENCHMARKS, CONTENDERS, Contender, choose
-from runner import Run, adopt_orphans, execute, turns
+from runner import Run, execute, turns
 from tables import Case, Results, case_table, summary
 
 ENVS = ("CartPole-v1", "LunarLander-v3", "ALE/Pong-v5")
@@ -68,7 +69,6 @@ def main() -> int:
     print(f"{plan.num_runs} runs of {len(plan.contenders)} contenders, {len(plan.cases)} cases")
     for contender in missing:
         print(f"  {contender.name} is not installed: {contender.how_to_install}")
-    adopt_orphans()
     results: Results = {case: {contender.name: [] for contender in plan.contenders} for case in plan.cases}
     try:
         execute(plan, results, outcome)
@@ -135,4 +135,4 @@ def write_json(path: Path, plan: Plan, results: Results) -> None:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    run_script(main)

@@ -31,10 +31,11 @@ import gymnasium
 import numpy as np
 import torch
 import tyro
+from children import run_script
 from document import header, write_document
 from link import BURST_S, CLONE_NEWNET, MIN_BURST_BYTES, QUEUE_MS, LinkError, tool
 from rich.console import Console
-from rich.table import Table
+from tables import table
 from torch import Tensor, nn
 
 import farstep
@@ -51,6 +52,14 @@ CONTENDERS: dict[str, farstep.TransferTrigger | None] = {
     "dual": farstep.TransferTrigger.dual(),
     "in-turn": farstep.TransferTrigger.dual(in_turn=2),
     "all": farstep.TransferTrigger.dual(size=32, in_turn=2),
+}
+TITLES = {
+    "off": "off: collect, then learn",
+    "minibatches": "minibatches as chunks arrive",
+    "rows": "rows sent while rolling",
+    "dual": "dual stage",
+    "in-turn": "dual stage, two workers' bulk at a time (`in_turn=2`)",
+    "all": "all of these",
 }
 
 
@@ -201,20 +210,21 @@ def main(args: Args) -> None:
             document["runs"].append({"round": round_number, "contender": name, **run})
             console.print(f"round {round_number}, {name}: {run['seconds']:.2f} s, first gradient {run['first']:.2f} s")
             write_document(args.out, document)
-    console.print(table(document))
+    print(summary(document))
 
 
-def table(document: dict[str, Any]) -> Table:
-    """Medians over rounds."""
-    shown = Table("contender", "iteration, s", "less than off", "first gradient, s", title="published: 11.76 % less")
+def summary(document: dict[str, Any]) -> str:
+    """Medians over rounds, in Markdown."""
     of = {name: [run for run in document["runs"] if run["contender"] == name] for name in CONTENDERS}
     off = median(run["seconds"] for run in of["off"])
+    rows = []
     for name, runs in of.items():
         seconds = median(run["seconds"] for run in runs)
         first = median(run["first"] for run in runs)
-        shown.add_row(name, f"{seconds:.2f}", f"{1 - seconds / off:.1%}", f"{first:.2f}")
-    return shown
+        less = "" if name == "off" else f"{1 - seconds / off:.1%}"
+        rows.append([TITLES[name], f"{seconds:.2f}", less, f"{first:.2f}"])
+    return table(["", "iteration, s", "less than off", "first gradient, s"], rows)
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args))
+    run_script(lambda: main(tyro.cli(Args)))

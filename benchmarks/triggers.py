@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 import tyro
+from children import run_script
 from document import header, write_document
-from rich.console import Console
-from rich.table import Table
+from tables import table
 
 from farstep.buffer.passers import Direct, LocalQueue, ZmqPasser
 from farstep.buffer.triggers import DataKeyTrigger, Dispatcher, Ledger, ObjectKeyTrigger, TimeTrigger
@@ -114,15 +114,20 @@ def main(args: Args) -> None:
     rows = {name: direct(actors, others, args.firings) for name, (actors, others) in cases.items()}
     rows["thread and back, 4 actors, 3 triggers"] = through_thread(args.firings)
     rows["process and back, 4 actors, 3 triggers"] = through_process(args.firings)
-    shown = Table("way", "median, µs", "95 %, µs")
     document = header("triggers.py") | {"microseconds": {}}
     for name, found in rows.items():
         median, high = float(np.median(found)), float(np.percentile(found, 95))
         document["microseconds"][name] = {"median": median, "p95": high}  # type: ignore[index]
-        shown.add_row(name, f"{median:.1f}", f"{high:.1f}")
     write_document(args.out, document)
-    Console().print(shown)
+    print(summary(document))
+
+
+def summary(document: dict[str, Any]) -> str:
+    """In Markdown."""
+    found = document["microseconds"]
+    rows = [[name, f"{cell['median']:.0f}", f"{cell['p95']:.0f}"] for name, cell in found.items()]
+    return table(["", "median, µs", "95th percentile, µs"], rows)
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args))
+    run_script(lambda: main(tyro.cli(Args)))

@@ -1,15 +1,21 @@
-"""Benchmarks that need no peers run, and write down what they found."""
+"""Benchmarks that need no peers run, write down what they found, and end what they started."""
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
+import uuid
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+TAG = "FARSTEP_BENCHMARK_TAG"
 
 
 @pytest.mark.parametrize(
@@ -27,3 +33,89 @@ def test_a_benchmark_runs(command: str, tmp_path: Path) -> None:
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["command"].startswith(f"python benchmarks/{command}")
     assert found.get("rows") or found["megabytes_per_second"]["farstep, encrypted"]
+
+
+def descendants_of(tag: str) -> dict[int, str]:
+    """Command lines of the processes, zombies excepted, that inherited the tag in their environment."""
+    found = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if f"{TAG}={tag}".encode() in (entry / "environ").read_bytes().split(b"\0"):
+                found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+        except OSError:  # it ended meanwhile
+            continue
+    return found
+
+
+STUBBORN = "sh -c \"trap '' TERM INT; while :; do sleep 1000; done\""
+MANY_CHILDREN = f"""
+import concurrent.futures, multiprocessing, subprocess, threading, time
+from children import run_script
+
+def main():
+    subprocess.Popen(["sh", "-c", {f"setsid {STUBBORN} & exit"!r}]).wait()  # leaves a daemon
+    threading.Thread(target=lambda: subprocess.call({f"exec {STUBBORN}"!r}, shell=True), daemon=True).start()
+    with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        pool.submit(time.sleep, 1000).result()
+
+if __name__ == "__main__":
+    run_script(main)
+"""
+
+
+def contender(folder: Path) -> list[str]:
+    words = "--only limit-eager --env CartPole-v1 --num-envs 2 --seconds 600 --timeout 900 --out"
+    return [str(BENCHMARKS / "throughput.py"), *words.split(), str(folder / "found.json")]
+
+
+def many_children(folder: Path) -> list[str]:
+    (folder / "many_children.py").write_text(MANY_CHILDREN)
+    return [str(folder / "many_children.py")]
+
+
+@pytest.mark.parametrize(
+    ("command", "processes", "number"),
+    [
+        (contender, 4, signal.SIGTERM),  # itself, the contender, and the two processes that this one forks
+        (
+            many_children,
+            7,
+            signal.SIGTERM,
+        ),  # itself, two shells with a `sleep` each, two of the pool
+        (many_children, 7, signal.SIGINT),
+    ],
+)
+def test_terminated_benchmark_leaves_no_process(
+    command: Callable[[Path], list[str]], processes: int, number: signal.Signals, tmp_path: Path
+) -> None:
+    tag = uuid.uuid4().hex
+    with (tmp_path / "output").open("wb") as output:
+        benchmark = subprocess.Popen(
+            [sys.executable, *command(tmp_path)],
+            env={**os.environ, TAG: tag, "PYTHONPATH": str(BENCHMARKS)},
+            stdout=output,
+            stderr=output,
+        )
+    try:
+        eventually(lambda: benchmark.poll() is not None or len(descendants_of(tag)) >= processes)
+        assert benchmark.poll() is None, (tmp_path / "output").read_text()
+        benchmark.send_signal(number)
+        benchmark.wait(60)
+        eventually(lambda: not descendants_of(tag))
+    finally:
+        for pid in descendants_of(tag):
+            os.kill(pid, signal.SIGKILL)
+        benchmark.wait(60)
+
+
+def test_every_script_ends_its_children() -> None:
+    """All that can be run by hand; `scale.py` runs `crowd.py`, which starts nothing."""
+    scripts = {path.name: path.read_text() for path in BENCHMARKS.glob("*.py") if path.name != "crowd.py"}
+    assert [name for name, text in scripts.items() if "__main__" in text and "    run_script(" not in text] == []
+
+
+def eventually(what: Callable[[], object], seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
+        time.sleep(0.02)

@@ -20,7 +20,9 @@ from farstep.launch.engine import Group, Standing
 from farstep.launch.guardian import Guardian
 from farstep.launch.manifests import manifests
 
-PACKAGES = "podman runc conmon netavark aardvark-dns catatonit"
+PACKAGES = "podman runc conmon netavark aardvark-dns catatonit iptables"
+_PROGRAMS = ("podman", "runc", "conmon", "catatonit", "iptables")
+_HELPERS = ("/usr/lib/podman/netavark", "/usr/lib/podman/aardvark-dns")
 _SETTINGS = """
 [engine]
 cgroup_manager = "cgroupfs"
@@ -39,8 +41,7 @@ class PodmanPods(Network):
         super().__init__(["head", "pods"])
 
     def _start(self) -> None:
-        (podman,) = require(PACKAGES, "podman")
-        require(PACKAGES, "runc", "conmon")
+        podman, *_ = require(PACKAGES, *_PROGRAMS, *_HELPERS)
         super()._start()
         (self.folder / "containers.conf").write_text(_SETTINGS)
         folders = {name: self.folder / name for name in ("root", "runroot", "tmpdir", "network-config-dir")}
