@@ -43,7 +43,7 @@ class ClusterEnv:
         config: LaunchConfig | Mapping[str, object] | None = None,
     ) -> None:
         self.env_config = EnvConfig.of(env_config)
-        self.config = config if isinstance(config, LaunchConfig) else LocalConfig.of(config)
+        self.config = (config if isinstance(config, LaunchConfig) else LocalConfig.of(config)).resolved()
         self.num_envs = self.config.most_nodes * self.env_config.envs_per_node
         """With nodes that may be missing, of all of them; `batch.slots` says whose rows a batch has."""
         self.num_workers = self.config.num_workers(self.env_config.envs_per_node)

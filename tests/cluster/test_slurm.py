@@ -143,6 +143,27 @@ def test_a_node_that_is_preempted_hands_over_what_it_has(tmp_path: Path, monkeyp
             assert not env.stats()["dropped"]
 
 
+class SeeingEnv(CountingEnv):
+    """Says which GPUs its worker sees."""
+
+    def reset(self, **options: Any) -> Any:
+        return super().reset(**options)[0], {"gpus": os.environ.get("CUDA_VISIBLE_DEVICES", "")}
+
+
+def test_gpus_of_a_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with SlurmCluster(nodes=1, gpus=2, gpu_type="a100") as cluster:
+        for name, value in cluster.environment.items():
+            monkeypatch.setenv(name, value)
+        source = {"type": "factory", "env_name": SeeingEnv, "envs_per_node": 2}
+        asked = config(tmp_path, gpu_type="a100", gpus_per_node=2, workers_per_node=2)
+        with farstep.ClusterEnv(source, asked) as env:
+            assert list(env.reset()[1]["gpus"]) == ["0", "1"]  # a worker each
+            (job,) = live_jobs(cluster)
+            assert "gpu:a100:2" in cluster.command("scontrol", "show", "job", str(job))
+        with pytest.raises(LaunchError, match="sbatch failed"), start(tmp_path, nodes=1, gpu_type="h100"):
+            pass
+
+
 def test_two_runs_at_once_do_not_meet(cluster: SlurmCluster, tmp_path: Path) -> None:
     with start(tmp_path, nodes=2) as one, start(tmp_path, nodes=2) as two:
         agents = TableAgent(), TableAgent()
@@ -317,6 +338,8 @@ def test_the_script_says_what_was_asked_for(tmp_path: Path) -> None:
         setup=["module load cuda"],
     )
     lines = batch_script(asked, 4, 3).splitlines()
+    typed = batch_script(config(tmp_path, gpus_per_node=2, gpu_type="a100"), 4, 3)
+    assert "#SBATCH --gres=gpu:a100:2\n" in typed and "gpus-per-node" not in typed
     odd = SlurmConfig(log_folder=str(tmp_path / "100% mine"))
     assert f"#SBATCH --output='{tmp_path}/100%% mine/%j.log'" in batch_script(odd, 1, 1)
     for option in (
