@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -141,6 +142,19 @@ def test_a_node_that_is_preempted_hands_over_what_it_has(tmp_path: Path, monkeyp
             eventually(lambda: within(lambda: next(stream)) and cluster.jobs()[job].restarts == 1, 60)
             within(lambda: next(stream))
             assert not env.stats()["dropped"]
+
+
+def test_the_papers_loop_learns_on_the_cluster(cluster: SlurmCluster, tmp_path: Path) -> None:
+    """The example that `docs/clusterenv.md` points to, briefly, with nodes that SLURM gives."""
+    example = Path(__file__).parents[2] / "examples" / "clusterenv_ppo.py"
+    options = "--nodes 2 --envs-per-node 4 --partition main --num-steps 64 --num-updates 2 --kl-threshold 0.0001"
+    command = [sys.executable, str(example), *options.split()]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"update 2: mean return -?[0-9]+, 2 pulls per worker", done.stdout), done.stdout
+    jobs = cluster.jobs().values()
+    assert [(job.name, job.partition) for job in jobs] == [("ppo_lander", "main")]
+    eventually(lambda: not live_jobs(cluster))
 
 
 class SeeingEnv(CountingEnv):
