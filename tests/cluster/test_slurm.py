@@ -149,7 +149,7 @@ def test_the_papers_loop_learns_on_the_cluster(cluster: SlurmCluster, tmp_path: 
     example = Path(__file__).parents[2] / "examples" / "clusterenv_ppo.py"
     options = "--nodes 2 --envs-per-node 4 --partition main --num-steps 64 --num-updates 2 --kl-threshold 0.0001"
     command = [sys.executable, str(example), *options.split()]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=360)
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"update 2: mean return -?[0-9]+, 2 pulls per worker", done.stdout), done.stdout
     jobs = cluster.jobs().values()
