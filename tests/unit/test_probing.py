@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from typing import Any
 
 import numpy as np
@@ -295,7 +296,8 @@ class CountingTorchActs(torch.nn.Module):
     def act(self, obs: Any) -> Any:
         self.calls[0] += 1
         self.seen += len(obs)
-        policy = torch.distributions.Categorical(logits=self.layer(obs))
+        self.kept = self.layer(obs)  # for a backward pass
+        policy = torch.distributions.Categorical(logits=self.kept)
         return {"action": policy.sample(), "distribution": {"logits": policy.logits}}
 
 
@@ -306,6 +308,7 @@ def test_asking_act_leaves_no_trace(kind: Any) -> None:
     if kind is CountingTorchActs:
         outputs = {"action": ArraySpec((), "<i8"), "distribution.logits": ArraySpec((4,), "<f4")}
         twin.load_state_dict(agent.state_dict())
+        agent.kept = agent.layer(torch.ones(1, SIZE))
     obs = np.ones((6, SIZE), np.float32)
     comparison = Comparison(Policy(agent), "obs", "action", None, outputs)
     np.random.seed(1)
@@ -317,6 +320,14 @@ def test_asking_act_leaves_no_trace(kind: Any) -> None:
     before = Policy(twin)(obs, None, None, None)
     np.testing.assert_array_equal(after["action"], before["action"])
     assert agent.calls == twin.calls == [1]
+
+
+def test_an_agent_that_cannot_be_copied_is_told_to_add_a_method() -> None:
+    agent = CountingActs()
+    agent.own = threading.Lock()  # type: ignore[assignment]
+    outputs = {"action": ArraySpec((), "<i8"), "logits": ArraySpec((4,), "<f4")}
+    with pytest.raises(AgentError, match=r"a copy of CountingActs.*cannot pickle.*Add distribution\(obs\)"):
+        Comparison(Policy(agent), "obs", "action", None, outputs).check({"obs": np.ones((6, SIZE), np.float32)})
 
 
 def test_a_description_without_a_row_per_observation_is_refused() -> None:

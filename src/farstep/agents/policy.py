@@ -100,12 +100,21 @@ class Policy:
         return _mapping(self._ask(self._copied(), "act", arguments, **generators))
 
     def _copied(self) -> Any:
-        """The agent with all its state, but of a module, the parameters are shared."""
-        shared = list(self._torch.nn.Module.parameters(self.agent)) if self.is_torch else []
+        """The agent with all its state; parameters of a module, and results that it keeps for a backward pass, are
+        shared."""
+        shared: list[Any] = []
+        if self.is_torch:
+            kept = [value for module in self._torch.nn.Module.modules(self.agent) for value in vars(module).values()]
+            shared = [value for value in kept if isinstance(value, self._torch.Tensor) and not value.is_leaf]
+            shared += self._torch.nn.Module.parameters(self.agent)
         try:
-            return copy.deepcopy(self.agent, {id(parameter): parameter for parameter in shared})
-        except Exception:  # it can be pickled, or it would not be here, but that is not quite the same
-            return cloudpickle.loads(ship(self.agent))
+            return copy.deepcopy(self.agent, {id(value): value for value in shared})
+        except Exception as error:
+            name = type(self.agent).__name__
+            raise AgentError(
+                f"policies are compared by what act returns on a copy of {name}, and copy.deepcopy cannot make one "
+                f"({type(error).__name__}: {error}). Add distribution(obs), which is asked of {name} itself."
+            ) from error
 
     def _ask(self, agent: Any, method: str, arguments: Sequence[Nested], **generators: Any) -> Any:
         function = getattr(agent, method)
