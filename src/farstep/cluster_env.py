@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Container, Generator, Iterator, Mapping, Sequence
 from operator import itemgetter
 from types import NoneType, TracebackType
 from typing import Any, Self
@@ -22,7 +22,7 @@ from farstep.errors import ClosedError, ConfigError
 from farstep.head.collector import Collector
 from farstep.head.seats import ResetOrder
 from farstep.launch_config import LaunchConfig, LocalConfig
-from farstep.spec import map_leaves
+from farstep.spec import map_leaves, nest
 from farstep.sync import Always
 from farstep.worker.seeds import fresh_root, resumed_root
 
@@ -37,15 +37,13 @@ class ClusterEnv:
     `env_config` says which environments (see `EnvConfig`), `config` where they run (see `LocalConfig`).
     """
 
-    _add_info: Any = VectorEnv._add_info  # Gymnasium's own form of batched infos
-
     def __init__(
         self,
         env_config: EnvConfig | Mapping[str, object],
         config: LaunchConfig | Mapping[str, object] | None = None,
     ) -> None:
         self.env_config = EnvConfig.of(env_config)
-        self.config = config if isinstance(config, LaunchConfig) else LocalConfig.of(config)
+        self.config = (config if isinstance(config, LaunchConfig) else LocalConfig.of(config)).resolved()
         self.num_envs = self.config.most_nodes * self.env_config.envs_per_node
         """With nodes that may be missing, of all of them; `batch.slots` says whose rows a batch has."""
         self.num_workers = self.config.num_workers(self.env_config.envs_per_node)
@@ -130,10 +128,15 @@ class ClusterEnv:
         roots = None if root is None else [root] * self.num_envs
         order = ResetOrder(roots, mask, cloudpickle.dumps(rest) if rest else None)
         batch = self._launched().one_batch(0, infos=True, reset=order).copy()
-        return batch.last_obs, self._merged(batch)
+        return batch.last_obs, _merged(batch)
 
     def step(self, agent: Agent) -> tuple[Nested, Array, Array, Array, dict[str, Any]]:
-        """One step everywhere, workers act; ended environments are reset at once (SAME_STEP)."""
+        """One step everywhere, workers act; ended environments are reset at once (SAME_STEP).
+
+        `info` also has what the workers did, one row per environment: `action`, whatever else `act` returned, and
+        `version`, `valid` and `episode_start` as in a batch. If an environment's info has one of these names, it is
+        under `env_` and that name.
+        """
         collector = self._launched()
         collector.adopt(agent)
         batch = collector.one_batch(1, infos=True).copy()  # a step's arrays are kept by many loops, and small
@@ -142,7 +145,7 @@ class ClusterEnv:
             batch["reward"][0],
             batch["terminated"][0],
             batch["truncated"][0],
-            self._merged(batch),
+            _with_acting(_merged(batch), batch),
         )
 
     def collect(self, agent: Agent, steps: int = 128) -> Batch:
@@ -260,22 +263,46 @@ class ClusterEnv:
         """Counters as plain data; the guide lists them. Launches, as every call does."""
         return self._launched().snapshot()
 
-    def _merged(self, batch: Batch) -> dict[str, Any]:
-        """Infos of one step in Gymnasium's batched form."""
-        infos: dict[str, Any] = {}
-        for first, per_env in batch.infos:
-            for i, info in enumerate(per_env):
-                infos = self._add_info(infos, info, first + i)
-        final = batch.final_obs
-        for k, slot in enumerate(final.slot):
-            episode = {
-                "r": batch.episodes["return"][k],
-                "l": batch.episodes["length"][k],
-                "t": batch.episodes["time"][k],
-            }
-            last = {"final_obs": map_leaves(itemgetter(k), final.obs), "episode": episode}
-            infos = self._add_info(infos, last, int(slot))
-        return infos
+
+class _Infos:
+    """Infos of a batch's columns, put together by Gymnasium's own code."""
+
+    _add_info: Any = VectorEnv._add_info
+
+    def __init__(self, num_envs: int) -> None:
+        self.num_envs = num_envs
+        self.merged: dict[str, Any] = {}
+
+    def add(self, info: Mapping[str, Any], column: int) -> None:
+        self.merged = self._add_info(self.merged, info, column)
+
+
+def _merged(batch: Batch) -> dict[str, Any]:
+    """The environments' infos in Gymnasium's batched form, one entry per column."""
+    infos = _Infos(len(batch.slots))
+    for first, per_env in batch.infos:
+        column = int(np.searchsorted(batch.slots, first))
+        for i, info in enumerate(per_env):
+            infos.add(info, column + i)
+    final = batch.final_obs
+    for k, column in enumerate(final.slot):
+        episode = {"r": batch.episodes["return"][k], "l": batch.episodes["length"][k], "t": batch.episodes["time"][k]}
+        infos.add({"final_obs": map_leaves(itemgetter(k), final.obs), "episode": episode}, int(column))
+    return infos.merged
+
+
+def _with_acting(infos: dict[str, Any], batch: Batch) -> dict[str, Any]:
+    """The infos of a step, and what the workers did in it."""
+    row = {name: array[0] for name, array in batch.arrays.items()}
+    acting = {key: nest(structure, row) for key, structure in batch.structures.items() if key != "obs"}
+    acting |= {key: row[key] for key in ("version", "valid", "episode_start")}
+    return {_own_name(key, acting): value for key, value in infos.items()} | acting
+
+
+def _own_name(key: str, taken: Container[str]) -> str:
+    """The key of an environment's info, or of its mask (`_key`), where the workers' arrays have taken that name."""
+    mask, name = ("_", key[1:]) if key.startswith("_") and key not in taken else ("", key)
+    return f"{mask}env_{name}" if name in taken else key
 
 
 class Parts(Iterator[Part]):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from typing import Literal
@@ -13,6 +15,7 @@ from farstep.errors import ConfigError
 from farstep.machine import usable_cpus
 from farstep.options import Options
 
+log = logging.getLogger("farstep")
 LocalTransport = Literal["shm", "ipc", "tcp"]
 RESTART_WINDOW_S = 600.0
 """In which `restart_budget` is what may fail: rare faults never add up."""
@@ -92,6 +95,10 @@ class LaunchConfig(Options):
     def fewest_nodes(self) -> int:
         """How many must be there for batches to go on."""
         return self.nodes
+
+    def resolved(self) -> LaunchConfig:
+        """The configuration that is launched: this one, unless it asks for another."""
+        return self
 
     def gpu_of(self, rank: int) -> int | None:
         """Which of a node's GPUs its worker number `rank` acts on; None: the CPU."""
@@ -232,6 +239,11 @@ class SlurmConfig(EngineConfig):
     """Further options of sbatch, e.g. `--exclusive`, `--mem=16G`."""
     log_folder: str = "slurm-logs"
     """Where jobs write what their nodes say; on a file system that this machine and the nodes share."""
+    gpu_type: str | None = None
+    """Which GPUs, as the cluster names them: `a100` asks for `--gres=gpu:a100:N`, N being `gpus_per_node` (at least 1);
+    the paper's `gpu:a100` is the same, and its `gpu` means any."""
+    debug: bool = False
+    """Run the same number of workers on this machine instead, on its CPU; SLURM is not asked."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -247,6 +259,44 @@ class SlurmConfig(EngineConfig):
                 raise ConfigError(f"SlurmConfig.{name} is {value!r}; expected a word.")
         if self.partition and self.slurm_partition and self.partition != self.slurm_partition:
             raise ConfigError("SlurmConfig has both partition and slurm_partition; they mean the same, give one.")
+        if not isinstance(self.debug, bool):
+            raise ConfigError(f"SlurmConfig.debug is {self.debug!r}; expected True or False.")
+        if self.gpu_type is not None:
+            self._choose_gpus(extra)
+
+    def _choose_gpus(self, extra: Sequence[str]) -> None:
+        kind = self.gpu_type.removeprefix("gpu:") if isinstance(self.gpu_type, str) else ""
+        if not re.fullmatch(r"[\w.-]+", kind):
+            raise ConfigError(
+                f"SlurmConfig.gpu_type is {self.gpu_type!r}; expected the name that the cluster has for the GPUs, e.g. "
+                "'a100' (sinfo --format=%G lists them); how many of them is gpus_per_node."
+            )
+        if chosen := re.search(r"(^|\s)(--gres|--gpus|-G)\S*", " ".join(extra)):
+            raise ConfigError(
+                f"SlurmConfig has gpu_type={self.gpu_type!r}, and slurm_extra has {chosen[0].strip()!r}, which would "
+                "ask for other GPUs; give one of them."
+            )
+        object.__setattr__(self, "gpu_type", None if kind == "gpu" else kind)
+        object.__setattr__(self, "gpus_per_node", self.gpus_per_node or 1)
+
+    @property
+    def gpu_option(self) -> str | None:
+        """The option of sbatch and srun that asks for the GPUs of a node."""
+        if self.gpu_type is not None:
+            return f"--gres=gpu:{self.gpu_type}:{self.gpus_per_node}"
+        return f"--gpus-per-node={self.gpus_per_node}" if self.gpus_per_node else None
+
+    def resolved(self) -> LaunchConfig:
+        if not self.debug:
+            return self
+        log.warning("debug=True: SLURM is not asked; all workers of %d nodes run on this machine's CPU", self.nodes)
+        return LocalConfig(
+            nodes=self.nodes,
+            workers_per_node=self.workers_on_node,
+            cpus_per_worker=self.cpus_per_worker,
+            timeouts=self.timeouts,
+            restart_budget=self.restart_budget,
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

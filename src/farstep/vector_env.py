@@ -38,7 +38,7 @@ def make_vec(
 
     `env_name` is a Gymnasium id or a callable that returns one environment. `num_envs` is the total.
     """
-    launch = config if isinstance(config, LaunchConfig) else LocalConfig.of(config)
+    launch = (config if isinstance(config, LaunchConfig) else LocalConfig.of(config)).resolved()
     num_envs = check_count("num_envs", num_envs)
     if num_envs % launch.nodes:
         raise ConfigError(f"num_envs={num_envs} does not divide over nodes={launch.nodes}.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -143,6 +144,40 @@ def test_a_node_that_is_preempted_hands_over_what_it_has(tmp_path: Path, monkeyp
             eventually(lambda: within(lambda: next(stream)) and cluster.jobs()[job].restarts == 1, 60)
             within(lambda: next(stream))
             assert not env.stats()["dropped"]
+
+
+def test_the_papers_loop_learns_on_the_cluster(cluster: SlurmCluster, tmp_path: Path) -> None:
+    """The example that `docs/clusterenv.md` points to, briefly, with nodes that SLURM gives."""
+    example = Path(__file__).parents[2] / "examples" / "clusterenv_ppo.py"
+    options = "--nodes 2 --envs-per-node 4 --partition main --num-steps 64 --num-updates 2 --kl-threshold 0.0001"
+    command = [sys.executable, str(example), *options.split()]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=360)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"update 2: mean return -?[0-9]+, 2 pulls per worker", done.stdout), done.stdout
+    jobs = cluster.jobs().values()
+    assert [(job.name, job.partition) for job in jobs] == [("ppo_lander", "main")]
+    eventually(lambda: not live_jobs(cluster))
+
+
+class SeeingEnv(CountingEnv):
+    """Says which GPUs its worker sees."""
+
+    def reset(self, **options: Any) -> Any:
+        return super().reset(**options)[0], {"gpus": os.environ.get("CUDA_VISIBLE_DEVICES", "")}
+
+
+def test_gpus_of_a_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with SlurmCluster(nodes=1, gpus=2, gpu_type="a100") as cluster:
+        for name, value in cluster.environment.items():
+            monkeypatch.setenv(name, value)
+        source = {"type": "factory", "env_name": SeeingEnv, "envs_per_node": 2}
+        asked = config(tmp_path, gpu_type="a100", gpus_per_node=2, workers_per_node=2)
+        with farstep.ClusterEnv(source, asked) as env:
+            assert list(env.reset()[1]["gpus"]) == ["0", "1"]  # a worker each
+            (job,) = live_jobs(cluster)
+            assert "gpu:a100:2" in cluster.command("scontrol", "show", "job", str(job))
+        with pytest.raises(LaunchError, match="sbatch failed"), start(tmp_path, nodes=1, gpu_type="h100"):
+            pass
 
 
 def test_two_runs_at_once_do_not_meet(cluster: SlurmCluster, tmp_path: Path) -> None:
@@ -320,6 +355,8 @@ def test_the_script_says_what_was_asked_for(tmp_path: Path) -> None:
         setup=["module load cuda"],
     )
     lines = batch_script(asked, 4, 3).splitlines()
+    typed = batch_script(config(tmp_path, gpus_per_node=2, gpu_type="a100"), 4, 3)
+    assert "#SBATCH --gres=gpu:a100:2\n" in typed and "gpus-per-node" not in typed
     odd = SlurmConfig(log_folder=str(tmp_path / "100% mine"))
     assert f"#SBATCH --output='{tmp_path}/100%% mine/%j.log'" in batch_script(odd, 1, 1)
     for option in (

@@ -79,6 +79,8 @@ def test_a_node_that_was_taken_for_lost_comes_again(tmp_path: Path) -> None:
         pid = env.stats()["nodes"][1]["pid"]
         os.kill(pid, signal.SIGSTOP)
         wait_for_columns(env, 1)
+        _, reward, *_, info = env.step(TableAgent())
+        assert len(reward) == len(info["action"]) == len(info["count"]) == 1  # infos are of the rows beside them
         os.kill(pid, signal.SIGCONT)
         wait_for_columns(env, 2)
         assert pid in [node["pid"] for node in env.stats()["nodes"]]

@@ -13,6 +13,7 @@ import pytest
 EXAMPLES = Path(__file__).parents[2] / "examples"
 BRIEFLY = {
     "cartpole_ppo.py": ["--total-steps 4096 --solved-return 10"],
+    "clusterenv_ppo.py": ["--debug --nodes 2 --envs-per-node 4 --num-steps 128 --num-updates 1 --update-epochs 1"],
     "own_ppo_single.py": ["--total-timesteps 4096"],
     "own_ppo_farstep.py": ["--total-timesteps 4096"],
     "sb3_unmodified.py": ["--total-timesteps 4096", "--learner dqn --total-timesteps 2048"],

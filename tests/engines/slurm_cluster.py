@@ -75,7 +75,7 @@ class SlurmCluster(Engine):
     programs that talk to SLURM have to run on one of its hosts then. With `preemption` there is a partition `urgent`,
     whose jobs take nodes away from jobs in `main`: the steps (srun) of those get SIGTERM at once, their scripts only
     after `grace_s`, and what has not ended by then is queued again. Each node has as many `gpus`, which are none: jobs
-    just get their numbers. `settings` are further lines of slurm.conf.
+    just get their numbers; with `gpu_type` they are of that type. `settings` are further lines of slurm.conf.
 
     A node that dies or is cut off is down, and its jobs are queued again, about five seconds after `node_timeout_s`;
     they start six seconds later. One that is reached again is back after up to half a minute, one that
@@ -89,13 +89,14 @@ class SlurmCluster(Engine):
         preemption: bool = False,
         grace_s: int = 5,
         gpus: int = 0,
+        gpu_type: str | None = None,
         node_timeout_s: int = 3,
         network: Network | None = None,
         settings: Sequence[str] = (),
     ) -> None:
         self.nodes = [f"n{i + 1}" for i in range(nodes)] if network is None else network.hosts[1:]
         self.controller = "localhost" if network is None else network.hosts[0]
-        self._preemption, self._grace_s, self._gpus = preemption, grace_s, gpus
+        self._preemption, self._grace_s, self._gpus, self._gpu_type = preemption, grace_s, gpus, gpu_type
         self._node_timeout_s, self._network, self._settings = node_timeout_s, network, settings
         self._running: dict[str, Guarded] = {}
 
@@ -111,7 +112,8 @@ class SlurmCluster(Engine):
         gpus = [self.folder / f"gpu{number}" for number in range(self._gpus)]
         for gpu in gpus:
             os.mknod(gpu, stat.S_IFCHR | 0o666, os.makedev(1, 3))  # SLURM wants a device: /dev/null's will do
-        (self.folder / "gres.conf").write_text("".join(f"Name=gpu File={gpu}\n" for gpu in gpus))
+        kind = f" Type={self._gpu_type}" if self._gpu_type else ""
+        (self.folder / "gres.conf").write_text("".join(f"Name=gpu{kind} File={gpu}\n" for gpu in gpus))
         self.environment = {"SLURM_CONF": str(self.folder / "slurm.conf")}
         """What programs need in their environment to talk to this cluster."""
         self._start_munge()
@@ -189,10 +191,11 @@ class SlurmCluster(Engine):
             "GresTypes=gpu",
             *self._settings,
         ]
+        gpus = ":".join(["gpu", *([self._gpu_type] if self._gpu_type else []), str(self._gpus)])
         for node, port in zip(self.nodes, ports, strict=True):
             host = "localhost" if self._network is None else node
             place = f"NodeHostname={host} NodeAddr={self._address(node)} Port={port}"
-            lines.append(f"NodeName={node} {place} CPUs=4 RealMemory=2000 Gres=gpu:{self._gpus} State=UNKNOWN")
+            lines.append(f"NodeName={node} {place} CPUs=4 RealMemory=2000 Gres={gpus} State=UNKNOWN")
         partition = "Nodes=ALL MaxTime=INFINITE State=UP DefMemPerCPU=100"
         main = f"PartitionName=main {partition} Default=YES"
         if self._preemption:

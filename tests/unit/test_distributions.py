@@ -26,11 +26,37 @@ def normal(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
     return torch.randn(N, *shape, generator=generator)
 
 
+def squared(matrix: torch.Tensor) -> torch.Tensor:
+    return matrix @ matrix.mT
+
+
+def cholesky(generator: torch.Generator) -> torch.Tensor:
+    return (0.3 * normal((3, 3), generator)).tril(-1) + torch.diag_embed(normal((3,), generator).exp() + 0.5)
+
+
 MAKERS: dict[str, Any] = {
     "categorical": lambda g: td.Categorical(logits=normal((4,), g)),
     "one-hot": lambda g: td.OneHotCategorical(logits=normal((4,), g)),
     "normal": lambda g: td.Independent(td.Normal(normal((3,), g), normal((3,), g).exp()), 1),
     "bernoulli": lambda g: td.Independent(td.Bernoulli(logits=normal((3,), g)), 1),
+    "beta": lambda g: td.Independent(td.Beta(normal((3,), g).exp(), normal((3,), g).exp()), 1),
+    "gamma": lambda g: td.Independent(td.Gamma(normal((2,), g).exp(), normal((2,), g).exp()), 1),
+    "laplace": lambda g: td.Independent(td.Laplace(normal((3,), g), normal((3,), g).exp()), 1),
+    "one laplace": lambda g: td.Laplace(normal((), g), normal((), g).exp()),
+    "full-covariance normal": lambda g: td.MultivariateNormal(normal((3,), g), scale_tril=cholesky(g)),
+    "precision": lambda g: td.MultivariateNormal(normal((3,), g), precision_matrix=squared(cholesky(g))),
+    "low-rank normal": lambda g: td.LowRankMultivariateNormal(normal((3,), g), normal((3, 1), g), normal((3,), g) ** 2),
+    "dirichlet": lambda g: td.Dirichlet(normal((4,), g).exp()),
+    "poisson": lambda g: td.Poisson(normal((), g).exp()),
+    "exponential": lambda g: td.Independent(td.Exponential(normal((2,), g).exp()), 1),
+    "geometric": lambda g: td.Geometric(logits=normal((), g)),
+    "binomial": lambda g: td.Binomial(7, logits=normal((), g)),
+    "gumbel": lambda g: td.Gumbel(normal((), g), normal((), g).exp()),
+    "log-normal": lambda g: td.Independent(td.LogNormal(normal((2,), g), normal((2,), g).exp()), 1),
+    "cauchy": lambda g: td.Cauchy(normal((), g), normal((), g).exp()),
+    "half-normal": lambda g: td.HalfNormal(normal((), g).exp()),
+    "straight-through": lambda g: td.OneHotCategoricalStraightThrough(logits=normal((4,), g)),
+    "nested": lambda g: td.Independent(td.Independent(td.Beta(*(normal((2, 2), g).exp() for _ in "ab")), 1), 1),
 }
 
 
@@ -117,10 +143,39 @@ def test_the_estimate_is_unbiased_and_varies_less_than_the_plain_one() -> None:
     assert found.std() < 0.5 * (log_p - log_q)[action].std()
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_a_scaled_beta_is_as_far_as_the_beta(seed: int) -> None:
+    p, q = random_pair(MAKERS["beta"], seed)
+    scaled = [td.TransformedDistribution(d, td.AffineTransform(-1.0, 2.0)) for d in (p, q)]
+    expected = td.kl_divergence(p, q).numpy()
+    np.testing.assert_allclose(kl_divergence(*map(flat_distribution, scaled)), expected, rtol=1e-4, atol=1e-6)
+
+
+def test_families_are_parts_like_all_others() -> None:
+    one, other = (
+        {"arm": MAKERS["beta"](g), "hand": (MAKERS["categorical"](g), MAKERS["full-covariance normal"](g))}
+        for g in (torch.Generator().manual_seed(k) for k in (1, 2))
+    )
+    pairs = [(one["arm"], other["arm"]), *zip(one["hand"], other["hand"], strict=True)]
+    expected = sum(td.kl_divergence(p, q).numpy() for p, q in pairs)
+    np.testing.assert_allclose(kl_divergence(flat_distribution(one), flat_distribution(other)), expected, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "unknown", [td.VonMises(torch.ones(N), torch.ones(N)), td.RelaxedBernoulli(0.5, torch.ones(N))]
+)
+def test_a_family_whose_divergence_torch_does_not_know_is_refused(unknown: Any) -> None:
+    with pytest.raises(AgentError, match=rf"torch {type(unknown).__name__}, whose divergence torch does not know"):
+        kl_divergence(flat_distribution(unknown), flat_distribution(unknown))
+
+
+MIXTURE = td.MixtureSameFamily(td.Categorical(torch.ones(N, 2)), td.Normal(torch.zeros(N, 2), torch.ones(N, 2)))
+
+
 @pytest.mark.parametrize(
     "wrong",
-    [{}, (), 3, {"logits": "text"}, {"a.b": {"logits": [[0.0]]}}, td.Beta(torch.ones(2), torch.ones(2))],
-    ids=["mapping", "tuple", "number", "text", "dot", "beta"],
+    [{}, (), 3, {"logits": "text"}, {"a.b": {"logits": [[0.0]]}}, MIXTURE],
+    ids=["mapping", "tuple", "number", "text", "dot", "mixture"],
 )
 def test_what_is_no_distribution_is_refused_with_advice(wrong: Any) -> None:
     with pytest.raises(AgentError, match=r"distribution|the policy's logits"):

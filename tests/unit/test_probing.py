@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from typing import Any
 
 import numpy as np
@@ -23,11 +24,13 @@ from probing_world import (
 )
 
 from farstep.agents.distributions import flat_distribution, kl_divergence
-from farstep.agents.divergence import Comparison, comparing_method
+from farstep.agents.divergence import Comparison, comparing_method, why_incomparable
 from farstep.agents.policy import Policy
 from farstep.core import SyncState
 from farstep.errors import AgentError
+from farstep.spec import ArraySpec
 from farstep.sync import AAPS
+from farstep.testing import TableAgent
 
 
 @pytest.mark.parametrize(
@@ -244,11 +247,87 @@ def test_numpy_does_not_warn_beside_us(said: dict[str, float]) -> None:
 
 
 def test_an_agent_that_cannot_be_compared_is_refused_with_advice() -> None:
-    class Mute:
-        act = LinearAgent.act
-
     with pytest.raises(AgentError, match=r"distribution\(obs\).*log_prob.*divergence\(local, learner\)"):
-        comparing_method(Mute())
+        Comparison(Policy(TableAgent()), "obs", "action", None)
+
+
+@pytest.mark.parametrize(
+    ("returned", "method"),
+    [
+        ({"action": (), "logits": (4,)}, "act"),
+        ({"action": (2,), "logits": (2, 4)}, "act"),
+        ({"action": (2,), "distribution.mean": (2,), "distribution.log_std": (2,)}, "act"),
+        ({"action": (2,), "logits": (8,)}, ""),  # of two choices, one after the other
+        ({"action": (2,), "logits": (2,)}, ""),  # of yes-or-no choices
+        ({"action": (), "logits": ()}, ""),
+        ({"action.0": (), "action.1": (), "logits": (4,)}, ""),
+        ({"action": (), "logits.arm": (4,)}, ""),
+        ({"action": (), "value": ()}, ""),
+    ],
+    ids=str,
+)
+def test_outputs_of_act_that_policies_are_compared_by(returned: dict[str, Any], method: str) -> None:
+    outputs = {name: ArraySpec(shape, "<f4") for name, shape in returned.items()}
+    assert comparing_method(TableAgent(), outputs) == method
+    assert comparing_method(LinearAgent(), outputs) == "distribution"
+    assert "logits" in why_incomparable(TableAgent(), outputs)
+
+
+class CountingActs(TableAgent):
+    """Compared by what `act` returns, which counts its calls and draws from generators of its own and of NumPy."""
+
+    def __init__(self) -> None:
+        self.calls, self.own = [0], np.random.default_rng(1)
+        self.w = np.arange(12.0).reshape(SIZE, 4)
+
+    def act(self, obs: Any) -> Any:
+        self.calls[0] += 1
+        noise = self.own.random() + np.random.random()
+        return {"action": np.full(len(obs), noise > 1, np.int64), "logits": obs @ self.w}
+
+
+class CountingTorchActs(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(SIZE, 4)
+        self.register_buffer("seen", torch.zeros(1))
+        self.calls = [0]
+
+    def act(self, obs: Any) -> Any:
+        self.calls[0] += 1
+        self.seen += len(obs)
+        self.kept = self.layer(obs)  # for a backward pass
+        policy = torch.distributions.Categorical(logits=self.kept)
+        return {"action": policy.sample(), "distribution": {"logits": policy.logits}}
+
+
+@pytest.mark.parametrize("kind", [CountingActs, CountingTorchActs])
+def test_asking_act_leaves_no_trace(kind: Any) -> None:
+    agent, twin = kind(), kind()
+    outputs = {"action": ArraySpec((), "<i8"), "logits": ArraySpec((4,), "<f4")}
+    if kind is CountingTorchActs:
+        outputs = {"action": ArraySpec((), "<i8"), "distribution.logits": ArraySpec((4,), "<f4")}
+        twin.load_state_dict(agent.state_dict())
+        agent.kept = agent.layer(torch.ones(1, SIZE))
+    obs = np.ones((6, SIZE), np.float32)
+    comparison = Comparison(Policy(agent), "obs", "action", None, outputs)
+    np.random.seed(1)
+    torch.manual_seed(1)
+    assert list(comparison.check({"obs": obs})) == ["logits"]
+    after = Policy(agent)(obs, None, None, None)
+    np.random.seed(1)
+    torch.manual_seed(1)
+    before = Policy(twin)(obs, None, None, None)
+    np.testing.assert_array_equal(after["action"], before["action"])
+    assert agent.calls == twin.calls == [1]
+
+
+def test_an_agent_that_cannot_be_copied_is_told_to_add_a_method() -> None:
+    agent = CountingActs()
+    agent.own = threading.Lock()  # type: ignore[assignment]
+    outputs = {"action": ArraySpec((), "<i8"), "logits": ArraySpec((4,), "<f4")}
+    with pytest.raises(AgentError, match=r"a copy of CountingActs.*cannot pickle.*Add distribution\(obs\)"):
+        Comparison(Policy(agent), "obs", "action", None, outputs).check({"obs": np.ones((6, SIZE), np.float32)})
 
 
 def test_a_description_without_a_row_per_observation_is_refused() -> None:

@@ -2,8 +2,10 @@
 
 A distribution over a batch of observations becomes named arrays, so that it can be sent: `logits` (categorical),
 `mean` and `log_std` (Gaussian) or `bernoulli` (logits of independent yes-or-no choices), each `[n, ...]`; parts of a
-mapping or tuple get a prefix, as in `arm.logits`. Parts are independent, so their divergences add up. A map that both
-sides apply to their actions leaves the divergence as it is; its numbers come along as `fixed...` and must be equal.
+mapping or tuple get a prefix, as in `arm.logits`. Other torch distributions are the parameters of their class, as in
+`Beta:concentration1`, and torch computes their divergence. Parts are independent, so their divergences add up. A map
+that both sides apply to their actions leaves the divergence as it is; its numbers come along as `fixed...` and must be
+equal.
 """
 
 from __future__ import annotations
@@ -20,10 +22,12 @@ from farstep.errors import AgentError
 
 _KINDS = ({"logits"}, {"mean", "log_std"}, {"bernoulli"})
 _ADVICE = (
-    "Return a torch.distributions object (Categorical, Normal, Bernoulli, Independent of these, or one of them "
-    'squashed by Tanh, Sigmoid or a constant affine map), {"logits": ...}, {"mean": ..., "log_std": ...}, '
-    '{"bernoulli": logits}, or a mapping or tuple of these.'
+    "Return a torch.distributions object (Categorical, Normal, Bernoulli, another one whose kl_divergence torch knows, "
+    'Independent of these, or one of them squashed by Tanh, Sigmoid or a constant affine map), {"logits": ...}, '
+    '{"mean": ..., "log_std": ...}, {"bernoulli": logits}, or a mapping or tuple of these.'
 )
+_DERIVED = {"probs", "covariance_matrix", "precision_matrix"}
+"""Parameters of torch distributions that say the same as `logits` or `scale_tril`."""
 _CONVERSIONS = {
     "probs": '"logits": log(probs), or "bernoulli": log(probs) - log(1 - probs) for independent choices',
     "log_probs": '"logits": log_probs',
@@ -73,6 +77,8 @@ def kl_divergence(local: Mapping[str, Array], learner: Mapping[str, Array]) -> A
             total = total + _categorical(p["logits"], q["logits"])
         elif "bernoulli" in p:
             total = total + _bernoulli(p["bernoulli"], q["bernoulli"])
+        elif family := next((key.partition(":")[0] for key in p if ":" in key), None):
+            total = total + _by_torch(family, p, q)
         else:
             total = total + _gaussian(p["mean"], p["log_std"], q["mean"], q["log_std"])
         for key in [key for key in p if key.startswith("fixed")]:
@@ -141,7 +147,10 @@ def _of_torch(distribution: Any, name: str) -> dict[str, Array]:
     if kind == "Normal":
         mean, log_std = distribution.loc, distribution.scale.log()
         return {path(name, "mean"): as_floats(mean, "mean"), path(name, "log_std"): as_floats(log_std, "log_std")}
-    raise AgentError(f"distribution() returned a torch {kind}, whose divergence farstep does not know. {_ADVICE}")
+    found = {key: getattr(distribution, key) for key in distribution.arg_constraints if key not in _DERIVED}
+    if not found:
+        raise AgentError(f"distribution() returned a torch {kind}, whose divergence farstep does not know. {_ADVICE}")
+    return {path(name, f"{kind}:{key}"): as_floats(value, key) for key, value in found.items()}
 
 
 def _of_transformed(distribution: Any, name: str) -> dict[str, Array]:
@@ -171,6 +180,22 @@ def _spread(array: Array, like: Array) -> Array:
         return np.ascontiguousarray(np.broadcast_to(array, like.shape))
     except ValueError:
         return array
+
+
+def _by_torch(family: str, p: Mapping[str, Array], q: Mapping[str, Array]) -> Array:
+    """The divergence of two torch distributions of one class, built from their parameters."""
+    import torch
+
+    def built(part: Mapping[str, Array]) -> Any:
+        parameters = {key.partition(":")[2]: torch.from_numpy(array) for key, array in part.items() if ":" in key}
+        return getattr(torch.distributions, family)(**parameters, validate_args=False)
+
+    try:
+        return _summed(torch.distributions.kl_divergence(built(p), built(q)).numpy())
+    except (TypeError, NotImplementedError) as error:
+        raise AgentError(
+            f"distribution() returned a torch {family}, whose divergence torch does not know ({error}). {_ADVICE}"
+        ) from error
 
 
 def _categorical(p: Array, q: Array) -> Array:

@@ -2,13 +2,15 @@
 
 Each side describes its policy as named arrays, a row per observation; the head's description travels, and the worker
 compares. With `distribution(obs)` the divergence is exact; with `log_prob(obs, action)` it is estimated from the
-worker's own actions; an agent's own `divergence(local, learner)` takes whatever arrays its `distribution` returns.
+worker's own actions; an agent's own `divergence(local, learner)` takes whatever arrays its `distribution` returns. An
+agent of `act` and `get_parameters` alone is compared by what `act` returns beside actions: `distribution`, in the form
+that the method has, or `logits`.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +18,7 @@ import numpy as np
 from farstep.agents.distributions import as_floats, flat_distribution, kl_divergence, kl_estimate
 from farstep.agents.parameters import as_array, leaves_of
 from farstep.agents.policy import Policy
-from farstep.core import Array
+from farstep.core import Array, Nested
 from farstep.errors import AgentError
 from farstep.spec import ArraySpec, Schema, Structure, leaf_names, nest
 
@@ -24,34 +26,63 @@ _ROUNDING = 1e-4
 """How far below zero a divergence may be: sums of float32 are not exact."""
 
 
-def comparing_method(agent: Any) -> str:
-    """The method that says how far apart policies are."""
+def comparing_method(agent: Any, outputs: Schema) -> str:
+    """The method that says how far apart policies are, given the arrays that `act` returns; "" if there is none."""
     for method in ("distribution", "log_prob"):
         if callable(getattr(agent, method, None)):
             return method
-    raise AgentError(
-        "adaptive synchronization (kl_threshold) needs to know how far policies are apart, and "
-        f"{type(agent).__name__} cannot say: add distribution(obs), which returns a torch.distributions object or "
-        'arrays such as {"logits": ...}, or log_prob(obs, action). For a deterministic policy let distribution(obs) '
-        "return its actions and add divergence(local, learner) -> [n]."
+    return "act" if _has_distribution(outputs) or _has_logits(outputs) else ""
+
+
+def why_incomparable(agent: Any, outputs: Schema) -> str:
+    """Why two versions of an agent without such a method cannot be compared, and what to add."""
+    action, logits = outputs.get("action"), outputs.get("logits")
+    if logits is None:
+        returned = "act returns neither 'logits' nor 'distribution'"
+    else:
+        of = f"actions of shape {list(action.shape)}" if action else "nested actions"
+        returned = f"the 'logits' that act returns, of shape {list(logits.shape)}, are not those of {of}"
+    return (
+        f"{type(agent).__name__} has no distribution(obs) and {returned}. Let act return, beside the action, "
+        '"logits" (one number for each choice) or "distribution" (arrays such as {"mean": ..., "log_std": ...}), or '
+        "add distribution(obs) or log_prob(obs, action); for a deterministic policy let distribution(obs) return its "
+        "actions and add divergence(local, learner) -> [n]"
     )
+
+
+def _has_distribution(outputs: Schema) -> bool:
+    return any(name.partition(".")[0] == "distribution" for name in outputs)
+
+
+def _has_logits(outputs: Schema) -> bool:
+    """Whether `logits` has the numbers of each choice in a last dimension that actions do not have."""
+    action, logits = outputs.get("action"), outputs.get("logits")
+    return action is not None and logits is not None and logits.shape[:-1] == action.shape != logits.shape
 
 
 class Comparison:
     """Describes the policy of one side, and compares two descriptions."""
 
-    def __init__(self, policy: Policy, obs: Structure, action: Structure, state: Structure | None) -> None:
+    def __init__(
+        self, policy: Policy, obs: Structure, action: Structure, state: Structure | None, outputs: Schema | None = None
+    ) -> None:
+        """`outputs` are the arrays that `act` returns."""
         agent = policy.agent
         self._policy = policy
         own = getattr(agent, "divergence", None)
         self._own = own if callable(own) else None
-        self._method = comparing_method(agent)
+        outputs = outputs or {}
+        self._method = comparing_method(agent, outputs)
+        if not self._method:
+            raise AgentError(f"policies cannot be compared: {why_incomparable(agent, outputs)}.")
+        self._entry = "distribution" if _has_distribution(outputs) else "logits"
         inputs = [obs, action] if self.estimates else [obs]
         if policy.recurrent:
             assert state is not None
             inputs += [state, "episode_start"]
         self._inputs: list[Structure] = inputs
-        self._check_signature()
+        if self._method != "act":
+            self._check_signature()
         self.names = [name for structure in inputs for name in leaf_names(structure)]
         """The arrays of a row that it looks at."""
         self.first_row_only = policy.recurrent
@@ -77,14 +108,18 @@ class Comparison:
             ) from error
 
     @property
+    def method(self) -> str:
+        """The agent's method that is asked."""
+        return self._method
+
+    @property
     def estimates(self) -> bool:
         """Whether rows must hold actions of the policy that is compared."""
         return self._method == "log_prob"
 
     def describe(self, rows: Mapping[str, Array]) -> dict[str, Array]:
         """What the policy says of these rows, as named arrays `[n, ...]` of float32."""
-        said = self._policy.ask(self._method, [nest(structure, rows) for structure in self._inputs])
-        found = self._flat(said)
+        found = self._flat(self._asked([nest(structure, rows) for structure in self._inputs]))
         count = len(rows[self.names[0]])
         for name, array in found.items():
             if array.shape[:1] != (count,):
@@ -100,6 +135,14 @@ class Comparison:
                 "another agent of it."
             )
         return found
+
+    def _asked(self, inputs: Sequence[Nested]) -> Any:
+        if self._method != "act":
+            return self._policy.ask(self._method, inputs)
+        said = self._policy.rehearse(inputs).get(self._entry)
+        if said is None:
+            raise AgentError(f"act returned no {self._entry!r} now, and did when it was tried; return it every time.")
+        return said if self._entry == "distribution" else {"logits": said}
 
     def _flat(self, said: Any) -> dict[str, Array]:
         if self.estimates:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import logging
 import random
@@ -89,21 +90,48 @@ class Policy:
         A torch module is asked in evaluation mode and on its own device, so that the learner's answer and a worker's
         can be compared.
         """
-        function = getattr(self.agent, method)
+        return self._ask(self.agent, method, arguments)
+
+    def rehearse(self, arguments: Sequence[Nested]) -> dict[str, Any]:
+        """What `act` returns for these arrays, asked as other methods are, but of a copy of the agent: `act` may count
+        its calls, or draw from generators of its own."""
+        count = len(next(flat(arguments[0])))
+        generators = self._generators([np.random.default_rng(0) for _ in range(count)])
+        return _mapping(self._ask(self._copied(), "act", arguments, **generators))
+
+    def _copied(self) -> Any:
+        """The agent with all its state; parameters of a module, and results that it keeps for a backward pass, are
+        shared."""
+        shared: list[Any] = []
+        if self.is_torch:
+            kept = [value for module in self._torch.nn.Module.modules(self.agent) for value in vars(module).values()]
+            shared = [value for value in kept if isinstance(value, self._torch.Tensor) and not value.is_leaf]
+            shared += self._torch.nn.Module.parameters(self.agent)
+        try:
+            return copy.deepcopy(self.agent, {id(value): value for value in shared})
+        except Exception as error:
+            name = type(self.agent).__name__
+            raise AgentError(
+                f"policies are compared by what act returns on a copy of {name}, and copy.deepcopy cannot make one "
+                f"({type(error).__name__}: {error}). Add distribution(obs), which is asked of {name} itself."
+            ) from error
+
+    def _ask(self, agent: Any, method: str, arguments: Sequence[Nested], **generators: Any) -> Any:
+        function = getattr(agent, method)
         if not self.is_torch:
             with same_randomness():
-                return function(*arguments)
+                return function(*arguments, **generators)
         obs, *rest = arguments
         # By torch's own methods: an agent may have a parameters() or modules() that is something else.
-        parameters = self._torch.nn.Module.parameters(self.agent)
+        parameters = self._torch.nn.Module.parameters(agent)
         device = next((tensor.device for tensor in parameters), self._torch.device("cpu"))
         tensors = [map_leaves(lambda t: t.to(device), self._tensors(value)) for value in (self._floats(obs), *rest)]
-        modes = {module: module.training for module in self._torch.nn.Module.modules(self.agent)}
+        modes = {module: module.training for module in self._torch.nn.Module.modules(agent)}
         try:
             for module in modes:
                 module.training = False
             with self._torch.no_grad(), same_randomness():  # not inference mode: what the agent caches must stay usable
-                return function(*tensors)
+                return function(*tensors, **generators)
         finally:
             for module, training in modes.items():
                 module.training = training

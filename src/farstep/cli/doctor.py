@@ -65,10 +65,10 @@ def main(arguments: Sequence[str]) -> int:
 
 def _look(options: Any) -> int:
     env = _environment(options)
-    config, launcher, progress = options.config, options.launcher, Progress()
+    config, launcher, progress = options.config.resolved(), options.launcher, Progress()
     found = [*_part("this machine", machine()), *_part("the network", addresses(config))]
     fit = _is_fit(found)
-    found += (answers := _part(f"the engine ({launcher})", engine(config, progress.say)))
+    found += (answers := _part(f"the engine ({launcher})", engine(options.config, progress.say)))
     # A host that does not answer says nothing about the others; any other engine gives all nodes or none.
     if fit and (_is_fit(answers) or (launcher == "ssh" and any(finding.level == "ok" for finding in answers))):
         found += _part("nodes", nodes(config, env, options.wait_s, progress.say))

@@ -37,6 +37,8 @@ def main(arguments: Sequence[str]) -> int:
     if not options.print:
         raise ConfigError("'farstep slurm' shows the job that a run would submit, and does nothing else; say --print.")
     config = options.config
+    if config.debug:
+        raise ConfigError("with --debug, workers run on this machine: there is no job; leave it out to see one.")
     first, *others = job_sizes(config.nodes, config.fewest_nodes)
     sys.stdout.write(batch_script(config, config.workers_on_node, first))
     if others:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import gymnasium
 import numpy as np
 
-from farstep.agents.divergence import Comparison, comparing_method
+from farstep.agents.divergence import Comparison, comparing_method, why_incomparable
 from farstep.agents.policy import Policy, ship
 from farstep.batch import Batch, Part
 from farstep.buffer.blocks import Layout
@@ -180,7 +180,7 @@ class Collector:
             if isinstance(error, AgentError):
                 raise AgentError(f"{error} Version {self.version()} stays in force.") from error
             raise AgentError(
-                f"{comparing_method(agent)}() of {type(agent).__name__} raised {type(error).__name__}: {error}; "
+                f"{prober.method}() of {type(agent).__name__} raised {type(error).__name__}: {error}; "
                 f"version {self.version()} stays in force."
             ) from error
 
@@ -205,8 +205,6 @@ class Collector:
                 )
         began = time.monotonic()
         payload = ship(agent)
-        if probes_of(self._rule):
-            comparing_method(agent)
         first_version = self._first_version
         if self._store is not None:  # go on counting; one that was refused used no number
             first_version = self._store.version + (self._agent is not None)
@@ -259,8 +257,11 @@ class Collector:
         self._agent_schemas = (first.schema, first.state)
         structures, state = agent_structures(first, self._action_schema)
         self._rollouts.adopt(structures, state)
-        if probes_of(self._rule):
-            comparison = Comparison(Policy(agent), self._rollouts.structures["obs"], structures["action"], state)
+        if probes_of(self._rule) and not comparing_method(agent, first.schema):
+            self._notes.note_incomparable(why_incomparable(agent, first.schema))
+        elif probes_of(self._rule):
+            obs, action = self._rollouts.structures["obs"], structures["action"]
+            comparison = Comparison(Policy(agent), obs, action, state, first.schema)
             comparison.expected = first.description
             self._prober = Prober(comparison, self.server.seats, rows_of(self._rule))
         self._notes.note_inference(first.inference)

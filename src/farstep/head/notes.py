@@ -18,7 +18,7 @@ class Notes:
 
     def __init__(self, rule: SyncRule, weights: WeightsConfig) -> None:
         self._rule, self._weights = rule, weights
-        self.inference = self._unmeasured = ""
+        self.inference = self._unmeasured = self._incomparable = ""
         self._told_left = False
         self._starved: object = None
         """The latest call that was told to be starving."""
@@ -32,6 +32,14 @@ class Notes:
         if note.startswith("eager:") and note != self.inference:
             log.warning("workers call the agent as it is, not on the fast path, since %s", note[7:])
         self.inference = note
+
+    def note_incomparable(self, why: str) -> None:
+        """No divergence can be measured with this agent."""
+        if why != self._incomparable:
+            log.warning(
+                "workers pull every version, as without kl_threshold, since policies cannot be compared: %s", why
+            )
+        self._incomparable = why
 
     def note_unmeasured(self, note: str) -> None:
         """Why a divergence came to no number."""
@@ -49,7 +57,7 @@ class Notes:
         causes += ["weights.only leaves out"] if self._weights.only is not None else []
         log.warning(
             "the divergence is still %.3g > %g right after a pull, so workers pull every version, as without "
-            "kl_threshold: %s what distribution() or log_prob() uses. Let that travel as it is, or choose a threshold "
+            "kl_threshold: %s what the policy uses. Let that travel as it is, or choose a threshold "
             "above what is left",
             left,
             threshold,

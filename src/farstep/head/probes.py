@@ -43,6 +43,11 @@ class Prober:
         self._unanswered = [0] * len(seats)
         """Probes sent to each worker since its last chunk."""
 
+    @property
+    def method(self) -> str:
+        """The agent's method that is asked."""
+        return self._comparison.method
+
     def remember(self, seat: Seat, chunk: Chunk, rows: Rows, steps: int) -> None:
         """A chunk was accepted: keep the rows that a probe may ask about."""
         picks = self._picks[seat.worker]

@@ -106,7 +106,6 @@ def batch_script(config: SlurmConfig, workers_per_node: int, nodes: int, bootstr
         "nodes": nodes,
         "ntasks-per-node": 1,
         "cpus-per-task": workers_per_node * config.cpus_per_worker,
-        "gpus-per-node": config.gpus_per_node or None,
         "partition": config.partition or config.slurm_partition,
         "time": config.time_limit,
         "account": config.slurm_account,
@@ -116,6 +115,7 @@ def batch_script(config: SlurmConfig, workers_per_node: int, nodes: int, bootstr
         "open-mode": "append",
     }
     lines = [f"#SBATCH --{name}={shlex.quote(str(value))}" for name, value in options.items() if value is not None]
+    lines += [f"#SBATCH {config.gpu_option}"] if config.gpu_option else []
     lines += ["#SBATCH --requeue", "#SBATCH --no-kill"]  # other nodes go on when one fails
     lines += [f"#SBATCH {extra}" for extra in config.slurm_extra]
     # Steps take no number of cores over from their job since SLURM 22.05: without it, workers may be bound to one.
@@ -132,7 +132,7 @@ def step_command(config: SlurmConfig, workers_per_node: int, nodes: int) -> list
     options = [
         *(f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--overlap", *_STEP),
         f"--cpus-per-task={workers_per_node * config.cpus_per_worker}",
-        *([f"--gpus-per-node={config.gpus_per_node}"] if config.gpus_per_node else []),
+        *([config.gpu_option] if config.gpu_option else []),
     ]
     # In bash, as batch scripts: setup lines may say `source`.
     return ["srun", *options, "bash", "-c", after_setup(config.setup, " ".join(_agent(config)))]

@@ -19,7 +19,7 @@ from typing import Any
 import cloudpickle
 from gymnasium.vector import AutoresetMode
 
-from farstep.agents.divergence import Comparison
+from farstep.agents.divergence import Comparison, comparing_method
 from farstep.core import Buffer, Link, Received, SyncState
 from farstep.errors import ConfigError, WireError
 from farstep.spec import Schema, space_schema
@@ -227,8 +227,9 @@ class Worker:
         self._words[PHASE] = Phase.ACT
         schema, state_schema, state = actor.probe(self._host.current, self._action_schema)
         description: Schema = {}
-        if window := probes_of(self._program.sync):
-            comparison = Comparison(actor.policy, self._obs, actor.structure["action"], state or None)
+        window = probes_of(self._program.sync)
+        if window and comparing_method(actor.policy.agent, schema):
+            comparison = Comparison(actor.policy, self._obs, actor.structure["action"], state or None, schema)
             description = comparison.check(actor.example)
             self._probing = Probing(comparison, window, rows_of(self._program.sync))
         self._actor, self._agent_id = actor, message.agent
@@ -352,11 +353,12 @@ class Worker:
         actor, weights, probing, rule = self._actor, self._weights, self._probing, self._program.sync
         if actor is None or weights is None or not ticket.steps:
             return
-        divergences = probing.divergences if probing is not None else ()
+        # What an agent cannot say counts as too far.
+        divergences = probing.divergences if probing is not None else (math.inf,) * (probes_of(rule) > 0)
         state = SyncState(actor.version, weights.newest(), time.monotonic() - self._pulled_at, divergences)
         self._words[PHASE] = Phase.LOAD  # a rule that raises once would raise again: the run is over
         try:
-            self._divergence = divergence_of(rule, state)
+            self._divergence = divergence_of(rule, state) if probing is not None else None
             wanted = state.newest > state.held and bool(rule.should_pull(state))
         except Exception as error:
             raise ConfigError(

@@ -101,6 +101,6 @@ def _like(local: Mapping[str, Array], keys: Sequence[str], frames: Sequence[Buff
     if theirs != ours:
         raise AgentError(
             f"the learner describes its policy by {theirs} (bytes per array) and the worker by {ours}, for the same "
-            "observations. distribution() and log_prob() must return the same arrays on both."
+            "observations. It must be described by the same arrays on both."
         )
     return {key: np.frombuffer(f, np.float32).reshape(local[key].shape) for key, f in zip(keys, frames, strict=True)}
