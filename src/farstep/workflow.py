@@ -18,8 +18,9 @@ from dataclasses import replace
 
 import numpy as np
 
+from farstep.agents.update_gate import UpdateGate
 from farstep.batch import Batch, is_final
-from farstep.buffer.consumers import Consumer, ConsumerThread, Guard
+from farstep.buffer.consumers import Consumer, ConsumerThread, Guard, Publisher, name_of
 from farstep.buffer.dispatch import Dispatcher, Message, Passer, Trigger, leaves_of
 from farstep.buffer.holdings import Holdings, windows_of
 from farstep.buffer.ledger import Ledger
@@ -46,7 +47,7 @@ class Workflow:
 
     `steps` is a chunk's length (else the smallest `size` of a `DataKeyTrigger`). Rows that a learner gets through a
     consuming trigger are at most `max_staleness` versions old; None: workers run ahead as far as the buffer has room.
-    A run that ends waits at most `end_s` seconds for consumers in threads to return.
+    A run that ends, and a publisher, wait at most `end_s` seconds for consumers to return from their messages.
     """
 
     def __init__(
@@ -84,6 +85,9 @@ class Workflow:
         self._by_data: list[DataKeyTrigger] = []
         self._most_samples = 0
         self._threads: list[ConsumerThread] = []
+        self._updaters: list[Guard] = []
+        """Those whose consumers may change the agent."""
+        self._publishers: list[Publisher] = []
         self._on_demand = self._asks = self._keyed_elsewhere = False
         self._owed: Counter[int] = Counter()
         """Per worker, chunks that it was asked for and that have not arrived, over several runs."""
@@ -108,13 +112,15 @@ class Workflow:
         thread: bool = False,
         max_outstanding: int = 1,
         samples: int | None = None,
+        updates: bool = True,
         name: str | None = None,
     ) -> str:
         """Call `consumer(message)` whenever the trigger fires: in the thread of `run`, or in one of its own.
 
         One that samples so many rows at once, `samples`, is not called before the buffer's limiter would give them (by
         default one, if the trigger is for replay). A passer (`farstep.buffer.passers`) hands messages elsewhere.
-        Returns the trigger's name.
+        Publishing waits for consumers that are at work, since they may be in the middle of an update; not for one with
+        `updates=False`, which does not change the agent (it evaluates, or logs). Returns the trigger's name.
         """
         if self._feed is not None:
             raise ConfigError("this workflow is running; register its triggers before.")
@@ -125,11 +131,15 @@ class Workflow:
             raise ConfigError(f"{consumer!r} hands messages elsewhere by itself; leave out thread=True.")
         passer: Passer = consumer if is_passer else Direct(consumer)  # type: ignore[assignment]
         started: ConsumerThread | None = None
+        publisher = Publisher(self.publish, self.wake) if consumer == self.publish and not thread else None
+        if publisher is not None:
+            passer = publisher
         if thread:
             started = ConsumerThread(self, consumer, LocalQueue(max_outstanding))
             passer = started.queue
         by_data = [leaf for leaf in leaves_of(trigger) if isinstance(leaf, DataKeyTrigger)]
-        guard = Guard(self, passer, by_data, started, None if samples is None else check_count("samples", samples))
+        samples = None if samples is None else check_count("samples", samples)
+        guard = Guard(self, passer, by_data, started, samples, name_of(consumer))
         found = self._dispatcher.add(trigger, guard, trigger_id=name, max_outstanding=max_outstanding)
         self._by_data += by_data
         if guard.takers:
@@ -138,6 +148,8 @@ class Workflow:
             self.holdings.holders.append(guard)
             self._reading.append(found)
         self._most_samples = max(self._most_samples, guard.samples)
+        self._updaters += [guard] if updates else []
+        self._publishers += [publisher] if publisher is not None else []
         if started is not None:
             started.guard, started.name = guard, found
             self._threads.append(started)
@@ -160,7 +172,11 @@ class Workflow:
         return dict(zip(self._reading, self.holdings.backlog(), strict=False))
 
     def publish(self, message: Message | None = None) -> int:
-        """Publish the agent's parameters; fires `ObjectKeyTrigger("parameters")`. Can be a consumer itself."""
+        """Publish the agent's parameters; fires `ObjectKeyTrigger("parameters")`. Can be a consumer itself.
+
+        What is published is a whole snapshot: this waits until other consumers have returned from their messages (see
+        `on`), and raises `PublishTimeout` after `end_s` seconds. A consumer that calls it publishes what is there.
+        """
         version = self.env.publish(self.agent)
         self._say(lambda: self.ledger.published("parameters", version))
         return version
@@ -242,6 +258,7 @@ class Workflow:
                 self._follows: Array = followed == self._followed if known else np.zeros(len(followed), bool)
             self._loop = self.buffer.filled_by = threading.get_ident()
             self.buffer.told = self.wake
+            self._watch_updates(collector.gate)
             self._dispatcher.resume(self.ledger, time.monotonic())
             for thread in self._threads:
                 thread.start()
@@ -255,6 +272,15 @@ class Workflow:
                 self._end(self._feed, failure)
             failure = None  # else it and this frame would keep each other alive
 
+    def _watch_updates(self, gate: UpdateGate) -> None:
+        """Let nobody publish what a consumer is in the middle of updating."""
+        gate.limit_s = self._end_s
+        self.buffer.between_updates = gate.between_updates
+        for guard in self._updaters:
+            guard.watch_updates(gate)
+        for publisher in self._publishers:
+            publisher.start(gate)
+
     def _finished(self, total_steps: int | None, until: Callable[[], bool] | None) -> bool:
         self._fire()
         steps = self.ledger.env_steps
@@ -267,6 +293,8 @@ class Workflow:
         waiting = self._dispatcher.outstanding()
         if self._asks and waiting:  # another process cannot wake us
             wait_until = min(wait_until, time.monotonic() + _REMOTE_S)
+        checks = (publisher.next_check for publisher in self._publishers)
+        wait_until = min([wait_until, *(check for check in checks if check is not None)])
 
         def check() -> None:
             if deadline is None and not waiting:
@@ -326,7 +354,8 @@ class Workflow:
         for trigger in self._by_data:
             if trigger.n > self.env.num_workers:
                 raise ConfigError(
-                    f"{trigger!r} waits for {trigger.n} actors; there are {self.env.num_workers} workers. Lower n."
+                    f"{trigger!r} waits for {trigger.n} actors; there are {self.env.num_workers} workers. Lower n, or "
+                    'let it wait for all that are present: n="all".'
                 )
             for name in (name for stage in trigger.stages for name in stage or ()):
                 if name not in schema:
@@ -418,7 +447,11 @@ class Workflow:
         errors: list[BaseException] = []
         try:
             deadline = time.monotonic() + self._end_s
+            for publisher in self._publishers:
+                publisher.close(drop=failure is not None)
             with self.buffer.halted():  # a thread that waits there for rows would do so for long
+                if self._collector is not None:
+                    self._collector.gate.ending_run()
                 for thread in self._threads:
                     thread.close(drop=failure is not None)
                 late = [thread.error(self._end_s) for thread in self._threads if not thread.join(deadline)]
@@ -431,8 +464,10 @@ class Workflow:
                 self.holdings.discard(set(range(self.env.num_workers)))
             finally:
                 self._feed = self._loop = self.buffer.filled_by = self.buffer.told = None
+                self.buffer.between_updates = contextlib.nullcontext
                 feed.close()
                 if self._collector is not None:
+                    self._collector.gate.end_run()
                     self._followed = self._collector.followed()
         raised = failure or (errors.pop(0) if errors else None)
         if raised is not None:
