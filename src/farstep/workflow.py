@@ -9,6 +9,7 @@ nothing to do; whoever works elsewhere (a consumer's thread) wakes it.
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import threading
 import time
@@ -37,8 +38,10 @@ from farstep.head.collector import Collector
 from farstep.head.feed import Feed
 from farstep.head.tickets import Arrived, FeedPlan
 
+log = logging.getLogger("farstep")
 _STEPS = 32  # of a chunk, where no trigger says what it needs
 _REMOTE_S = 0.05  # how often a passer to another process is asked whether its consumer is done
+_ABSENT_S = 5.0  # after so long without the workers that a trigger needs, it is named in a warning
 _UNTIL_S = 0.5  # how often `until` is asked at least: what it looks at may change where nobody wakes the loop
 
 
@@ -91,6 +94,10 @@ class Workflow:
         self._on_demand = self._asks = self._keyed_elsewhere = False
         self._owed: Counter[int] = Counter()
         """Per worker, chunks that it was asked for and that have not arrived, over several runs."""
+        self._present: frozenset[int] = frozenset()
+        self._invited: frozenset[int] | None = None
+        """Who takes part in the rollout that was last asked for; None: none was."""
+        self._quorum, self._warn_at = 1, math.inf
         self._followed: Array | None = None
         """Per slot, the last chunk that was handed out when a run ended: others may roll between runs."""
         self._collector: Collector | None = None
@@ -182,8 +189,8 @@ class Workflow:
         return version
 
     def next_rollout(self, message: Message | None = None) -> None:
-        """Let every worker roll what the largest window of a consuming trigger takes, or one chunk. A workflow that has
-        this as a consumer rolls nothing unasked."""
+        """Let every worker that is present roll what the largest window of a consuming trigger takes, or one chunk. A
+        workflow that has this as a consumer rolls nothing unasked; a worker that joins waits for the next call."""
         if self._feed is None or not self._on_demand:
             raise ConfigError(
                 "next_rollout is for a workflow that runs and has it as a consumer: "
@@ -194,8 +201,11 @@ class Workflow:
     def _invite(self) -> None:
         if self._feed is not None:
             chunks = max((-(-leaf.size // self._chunk_steps) for leaf in self._takers), default=1)
-            self._owed.update(dict.fromkeys(range(self.env.num_workers), chunks))
-            self._feed.invite(chunks)
+            self._note_members(self._feed)
+            self._invited = self._present
+            self._owed.update(dict.fromkeys(self._invited, chunks))
+            self._feed.invite(self._invited, chunks)
+            self._tell_members()
 
     def put(self, name: str, value: Nested) -> int:
         """Publish another object under a name (a noise scale, a target network): fires `ObjectKeyTrigger(name)`.
@@ -243,9 +253,10 @@ class Workflow:
         steps = self._steps or min((leaf.size for leaf in self._takers), default=_STEPS)
         self._chunk_steps = steps
         self._bind(collector, steps)
+        counts = [leaf.n for leaf in self._takers if leaf.n is not None]
         plan = FeedPlan(
             self._max_staleness,
-            max((leaf.n for leaf in self._takers), default=1),
+            max(counts, default=1) if len(counts) == len(self._takers) else None,
             max((_most_chunks(leaf.size, steps) for leaf in self._takers), default=1),
             self._owed if self._on_demand else None,
         )
@@ -255,6 +266,7 @@ class Workflow:
                 self._feed = feed = Feed(collector, steps, plan, self._fires_early(steps))
                 followed = collector.followed()
                 known = self._followed is not None
+                self._note_members(feed)
                 self._follows: Array = followed == self._followed if known else np.zeros(len(followed), bool)
             self._loop = self.buffer.filled_by = threading.get_ident()
             self.buffer.told = self.wake
@@ -294,7 +306,7 @@ class Workflow:
         if self._asks and waiting:  # another process cannot wake us
             wait_until = min(wait_until, time.monotonic() + _REMOTE_S)
         checks = (publisher.next_check for publisher in self._publishers)
-        wait_until = min([wait_until, *(check for check in checks if check is not None)])
+        wait_until = min([wait_until, self._warn_at, *(check for check in checks if check is not None)])
 
         def check() -> None:
             if deadline is None and not waiting:
@@ -309,12 +321,13 @@ class Workflow:
         worker = arrived.order.worker
         batch = replace(batch, continues=batch.continues & self._follows[batch.slots])
         self._follows[batch.slots] = True
-        if self._on_demand:
-            self._owed[worker] -= 1
+        self._owed[worker] = max(0, self._owed[worker] - 1)
         ticket = arrived.order.seq
         self.holdings.ahead.keep(lambda other: other == ticket or self._is_live(other))
         self.buffer.insert(batch, timeout_s=0)
         self.holdings.add(worker, ticket, arrived.version, batch)
+        if worker not in self._present and self._feed is not None:  # it has left, and this was the last of it
+            self._drop_rest(worker, self._feed)
 
     def _store_early(self, early: Early) -> None:
         """Some keys of a chunk are here: those are written down, the rows not yet in the buffer."""
@@ -330,6 +343,8 @@ class Workflow:
     def _fire(self) -> None:
         if self._collector is not None:  # also what was published past us, by env.publish
             self.ledger.published("parameters", self._collector.version())
+        if self._feed is not None:
+            self._note_members(self._feed)
         while self._said:
             self._said.popleft()()
         self.ledger.tick(time.monotonic())
@@ -337,6 +352,49 @@ class Workflow:
         while self._said:
             self._said.popleft()()
             self._dispatcher.check(self.ledger)
+        if self.ledger.now >= self._warn_at:
+            self._warn_at = math.inf
+            self._warn_of_absent()
+
+    # ---- who is present ----
+
+    def _note_members(self, feed: Feed) -> None:
+        """Take in which workers have joined and left."""
+        if (members := feed.members()) is None:
+            return
+        self._present, self._quorum = members.present, members.quorum
+        self._warn_at = time.monotonic() + _ABSENT_S
+        for worker in members.departed:
+            if self._invited is not None:
+                self._invited -= {worker}
+            self.holdings.ahead.keep(self._is_live)
+            self._drop_rest(worker, feed)
+        self._tell_members()
+
+    def _drop_rest(self, worker: int, feed: Feed) -> None:
+        """A worker has left: what it has not completed is dropped, and it is asked for nothing before it is back."""
+        self.holdings.left(worker)
+        self._owed[worker] = 0
+        feed.withdraw(worker)
+
+    def _tell_members(self) -> None:
+        """Tell triggers whom to wait for: where workers roll when they are asked to, those that were."""
+        asked = self._invited if self._on_demand and self._invited is not None else self._present
+        self.ledger.members(asked & self._present, min(self._quorum, len(asked)) if asked else self._quorum)
+
+    def _warn_of_absent(self) -> None:
+        """Name triggers that cannot fire until workers join."""
+        for trigger in self._by_data:
+            needed = self._quorum if trigger.n is None else trigger.n
+            if needed > len(self._present) and not trigger.is_warm:
+                log.warning(
+                    "%r waits for %d workers, and %d of at most %d are present, so it does not fire before others "
+                    'join. DataKeyTrigger(n="all", ...) goes on with those that are present.',
+                    trigger,
+                    needed,
+                    len(self._present),
+                    self.env.num_workers,
+                )
 
     def _fires_early(self, steps: int) -> bool:
         """Whether to tell triggers of keys that are here before their chunk is: a window is a chunk then, and its
@@ -352,7 +410,7 @@ class Workflow:
         buffer, num_envs = self.buffer, self.env.num_envs
         self.ledger.keys = tuple(schema)
         for trigger in self._by_data:
-            if trigger.n > self.env.num_workers:
+            if trigger.n is not None and trigger.n > self.env.num_workers:
                 raise ConfigError(
                     f"{trigger!r} waits for {trigger.n} actors; there are {self.env.num_workers} workers. Lower n, or "
                     'let it wait for all that are present: n="all".'

@@ -173,6 +173,10 @@ class Guard:
                     self._gaps[actor] = state.written(actor)
             leaf.discard(state)
 
+    def left(self, state: Ledger, actor: Actor) -> None:
+        for leaf in self.takers:
+            leaf.left(state, actor)
+
 
 class ConsumerThread:
     """A consumer in a thread of its own."""

@@ -321,7 +321,8 @@ class Collector:
 
     def open_feed(self, steps: int, feed: FeedPlan, on_part: OnPart | None) -> Request:
         """Begin to give tickets for chunks that `take_chunk` takes one by one."""
-        request = Request(steps, feed.actors * feed.chunks, on_part=on_part, feed=feed)
+        actors = self._num_workers if feed.actors is None else feed.actors
+        request = Request(steps, actors * feed.chunks, on_part=on_part, feed=feed)
         return self._open(request, feed.max_staleness, None)
 
     def take_chunk(self, request: Request, wanted: Callable[[int], bool]) -> tuple[Arrived, Batch] | None:
