@@ -11,6 +11,7 @@ FarstepError
 │   ├── WorkerDied       the process ended (signal or exit status), with the tail of its output
 │   └── WorkerStuck      no progress within the phase's limit, with the stacks it was stuck in
 ├── BufferTimeout        a buffer had nothing to give, or no room, for too long (also a TimeoutError)
+├── PublishTimeout       a consumer was in the middle of its update for too long (also a TimeoutError)
 ├── WireError            a message that is malformed, oversized or not from an admitted peer
 ├── DeliveryError        a trigger's message that its consumer did not take, or did not finish
 ├── CheckpointError      a checkpoint that cannot be written, or none that can be read (also an OSError)
@@ -127,6 +128,10 @@ class WorkerStuck(WorkerError):
 
 class BufferTimeout(FarstepError, TimeoutError):
     """A buffer's limiter did not let somebody insert or sample in time; says what it waited for."""
+
+
+class PublishTimeout(FarstepError, TimeoutError):
+    """Publishing waited too long for a consumer that may be changing the agent; the message names the consumer."""
 
 
 class WireError(FarstepError):

@@ -9,6 +9,7 @@ nothing to do; whoever works elsewhere (a consumer's thread) wakes it.
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import threading
 import time
@@ -18,8 +19,9 @@ from dataclasses import replace
 
 import numpy as np
 
+from farstep.agents.update_gate import UpdateGate
 from farstep.batch import Batch, is_final
-from farstep.buffer.consumers import Consumer, ConsumerThread, Guard
+from farstep.buffer.consumers import Consumer, ConsumerThread, Guard, Publisher, name_of
 from farstep.buffer.dispatch import Dispatcher, Message, Passer, Trigger, leaves_of
 from farstep.buffer.holdings import Holdings, windows_of
 from farstep.buffer.ledger import Ledger
@@ -36,8 +38,10 @@ from farstep.head.collector import Collector
 from farstep.head.feed import Feed
 from farstep.head.tickets import Arrived, FeedPlan
 
+log = logging.getLogger("farstep")
 _STEPS = 32  # of a chunk, where no trigger says what it needs
 _REMOTE_S = 0.05  # how often a passer to another process is asked whether its consumer is done
+_ABSENT_S = 5.0  # after so long without the workers that a trigger needs, it is named in a warning
 _UNTIL_S = 0.5  # how often `until` is asked at least: what it looks at may change where nobody wakes the loop
 
 
@@ -46,7 +50,7 @@ class Workflow:
 
     `steps` is a chunk's length (else the smallest `size` of a `DataKeyTrigger`). Rows that a learner gets through a
     consuming trigger are at most `max_staleness` versions old; None: workers run ahead as far as the buffer has room.
-    A run that ends waits at most `end_s` seconds for consumers in threads to return.
+    A run that ends, and a publisher, wait at most `end_s` seconds for consumers to return from their messages.
     """
 
     def __init__(
@@ -84,9 +88,16 @@ class Workflow:
         self._by_data: list[DataKeyTrigger] = []
         self._most_samples = 0
         self._threads: list[ConsumerThread] = []
+        self._updaters: list[Guard] = []
+        """Those whose consumers may change the agent."""
+        self._publishers: list[Publisher] = []
         self._on_demand = self._asks = self._keyed_elsewhere = False
         self._owed: Counter[int] = Counter()
         """Per worker, chunks that it was asked for and that have not arrived, over several runs."""
+        self._present: frozenset[int] = frozenset()
+        self._invited: frozenset[int] | None = None
+        """Who takes part in the rollout that was last asked for; None: none was."""
+        self._quorum, self._warn_at = 1, math.inf
         self._followed: Array | None = None
         """Per slot, the last chunk that was handed out when a run ended: others may roll between runs."""
         self._collector: Collector | None = None
@@ -108,13 +119,15 @@ class Workflow:
         thread: bool = False,
         max_outstanding: int = 1,
         samples: int | None = None,
+        updates: bool = True,
         name: str | None = None,
     ) -> str:
         """Call `consumer(message)` whenever the trigger fires: in the thread of `run`, or in one of its own.
 
         One that samples so many rows at once, `samples`, is not called before the buffer's limiter would give them (by
         default one, if the trigger is for replay). A passer (`farstep.buffer.passers`) hands messages elsewhere.
-        Returns the trigger's name.
+        Publishing waits for consumers that are at work, since they may be in the middle of an update; not for one with
+        `updates=False`, which does not change the agent (it evaluates, or logs). Returns the trigger's name.
         """
         if self._feed is not None:
             raise ConfigError("this workflow is running; register its triggers before.")
@@ -125,11 +138,15 @@ class Workflow:
             raise ConfigError(f"{consumer!r} hands messages elsewhere by itself; leave out thread=True.")
         passer: Passer = consumer if is_passer else Direct(consumer)  # type: ignore[assignment]
         started: ConsumerThread | None = None
+        publisher = Publisher(self.publish, self.wake) if consumer == self.publish and not thread else None
+        if publisher is not None:
+            passer = publisher
         if thread:
             started = ConsumerThread(self, consumer, LocalQueue(max_outstanding))
             passer = started.queue
         by_data = [leaf for leaf in leaves_of(trigger) if isinstance(leaf, DataKeyTrigger)]
-        guard = Guard(self, passer, by_data, started, None if samples is None else check_count("samples", samples))
+        samples = None if samples is None else check_count("samples", samples)
+        guard = Guard(self, passer, by_data, started, samples, name_of(consumer))
         found = self._dispatcher.add(trigger, guard, trigger_id=name, max_outstanding=max_outstanding)
         self._by_data += by_data
         if guard.takers:
@@ -138,6 +155,8 @@ class Workflow:
             self.holdings.holders.append(guard)
             self._reading.append(found)
         self._most_samples = max(self._most_samples, guard.samples)
+        self._updaters += [guard] if updates else []
+        self._publishers += [publisher] if publisher is not None else []
         if started is not None:
             started.guard, started.name = guard, found
             self._threads.append(started)
@@ -160,14 +179,18 @@ class Workflow:
         return dict(zip(self._reading, self.holdings.backlog(), strict=False))
 
     def publish(self, message: Message | None = None) -> int:
-        """Publish the agent's parameters; fires `ObjectKeyTrigger("parameters")`. Can be a consumer itself."""
+        """Publish the agent's parameters; fires `ObjectKeyTrigger("parameters")`. Can be a consumer itself.
+
+        What is published is a whole snapshot: this waits until other consumers have returned from their messages (see
+        `on`), and raises `PublishTimeout` after `end_s` seconds. A consumer that calls it publishes what is there.
+        """
         version = self.env.publish(self.agent)
         self._say(lambda: self.ledger.published("parameters", version))
         return version
 
     def next_rollout(self, message: Message | None = None) -> None:
-        """Let every worker roll what the largest window of a consuming trigger takes, or one chunk. A workflow that has
-        this as a consumer rolls nothing unasked."""
+        """Let every worker that is present roll what the largest window of a consuming trigger takes, or one chunk. A
+        workflow that has this as a consumer rolls nothing unasked; a worker that joins waits for the next call."""
         if self._feed is None or not self._on_demand:
             raise ConfigError(
                 "next_rollout is for a workflow that runs and has it as a consumer: "
@@ -178,8 +201,11 @@ class Workflow:
     def _invite(self) -> None:
         if self._feed is not None:
             chunks = max((-(-leaf.size // self._chunk_steps) for leaf in self._takers), default=1)
-            self._owed.update(dict.fromkeys(range(self.env.num_workers), chunks))
-            self._feed.invite(chunks)
+            self._note_members(self._feed)
+            self._invited = self._present
+            self._owed.update(dict.fromkeys(self._invited, chunks))
+            self._feed.invite(self._invited, chunks)
+            self._tell_members()
 
     def put(self, name: str, value: Nested) -> int:
         """Publish another object under a name (a noise scale, a target network): fires `ObjectKeyTrigger(name)`.
@@ -227,9 +253,10 @@ class Workflow:
         steps = self._steps or min((leaf.size for leaf in self._takers), default=_STEPS)
         self._chunk_steps = steps
         self._bind(collector, steps)
+        counts = [leaf.n for leaf in self._takers if leaf.n is not None]
         plan = FeedPlan(
             self._max_staleness,
-            max((leaf.n for leaf in self._takers), default=1),
+            max(counts, default=1) if len(counts) == len(self._takers) else None,
             max((_most_chunks(leaf.size, steps) for leaf in self._takers), default=1),
             self._owed if self._on_demand else None,
         )
@@ -239,9 +266,11 @@ class Workflow:
                 self._feed = feed = Feed(collector, steps, plan, self._fires_early(steps))
                 followed = collector.followed()
                 known = self._followed is not None
+                self._note_members(feed)
                 self._follows: Array = followed == self._followed if known else np.zeros(len(followed), bool)
             self._loop = self.buffer.filled_by = threading.get_ident()
             self.buffer.told = self.wake
+            self._watch_updates(collector.gate)
             self._dispatcher.resume(self.ledger, time.monotonic())
             for thread in self._threads:
                 thread.start()
@@ -255,6 +284,15 @@ class Workflow:
                 self._end(self._feed, failure)
             failure = None  # else it and this frame would keep each other alive
 
+    def _watch_updates(self, gate: UpdateGate) -> None:
+        """Let nobody publish what a consumer is in the middle of updating."""
+        gate.limit_s = self._end_s
+        self.buffer.between_updates = gate.between_updates
+        for guard in self._updaters:
+            guard.watch_updates(gate)
+        for publisher in self._publishers:
+            publisher.start(gate)
+
     def _finished(self, total_steps: int | None, until: Callable[[], bool] | None) -> bool:
         self._fire()
         steps = self.ledger.env_steps
@@ -267,6 +305,8 @@ class Workflow:
         waiting = self._dispatcher.outstanding()
         if self._asks and waiting:  # another process cannot wake us
             wait_until = min(wait_until, time.monotonic() + _REMOTE_S)
+        checks = (publisher.next_check for publisher in self._publishers)
+        wait_until = min([wait_until, self._warn_at, *(check for check in checks if check is not None)])
 
         def check() -> None:
             if deadline is None and not waiting:
@@ -281,12 +321,13 @@ class Workflow:
         worker = arrived.order.worker
         batch = replace(batch, continues=batch.continues & self._follows[batch.slots])
         self._follows[batch.slots] = True
-        if self._on_demand:
-            self._owed[worker] -= 1
+        self._owed[worker] = max(0, self._owed[worker] - 1)
         ticket = arrived.order.seq
         self.holdings.ahead.keep(lambda other: other == ticket or self._is_live(other))
         self.buffer.insert(batch, timeout_s=0)
         self.holdings.add(worker, ticket, arrived.version, batch)
+        if worker not in self._present and self._feed is not None:  # it has left, and this was the last of it
+            self._drop_rest(worker, self._feed)
 
     def _store_early(self, early: Early) -> None:
         """Some keys of a chunk are here: those are written down, the rows not yet in the buffer."""
@@ -302,6 +343,8 @@ class Workflow:
     def _fire(self) -> None:
         if self._collector is not None:  # also what was published past us, by env.publish
             self.ledger.published("parameters", self._collector.version())
+        if self._feed is not None:
+            self._note_members(self._feed)
         while self._said:
             self._said.popleft()()
         self.ledger.tick(time.monotonic())
@@ -309,6 +352,49 @@ class Workflow:
         while self._said:
             self._said.popleft()()
             self._dispatcher.check(self.ledger)
+        if self.ledger.now >= self._warn_at:
+            self._warn_at = math.inf
+            self._warn_of_absent()
+
+    # ---- who is present ----
+
+    def _note_members(self, feed: Feed) -> None:
+        """Take in which workers have joined and left."""
+        if (members := feed.members()) is None:
+            return
+        self._present, self._quorum = members.present, members.quorum
+        self._warn_at = time.monotonic() + _ABSENT_S
+        for worker in members.departed:
+            if self._invited is not None:
+                self._invited -= {worker}
+            self.holdings.ahead.keep(self._is_live)
+            self._drop_rest(worker, feed)
+        self._tell_members()
+
+    def _drop_rest(self, worker: int, feed: Feed) -> None:
+        """A worker has left: what it has not completed is dropped, and it is asked for nothing before it is back."""
+        self.holdings.left(worker)
+        self._owed[worker] = 0
+        feed.withdraw(worker)
+
+    def _tell_members(self) -> None:
+        """Tell triggers whom to wait for: where workers roll when they are asked to, those that were."""
+        asked = self._invited if self._on_demand and self._invited is not None else self._present
+        self.ledger.members(asked & self._present, min(self._quorum, len(asked)) if asked else self._quorum)
+
+    def _warn_of_absent(self) -> None:
+        """Name triggers that cannot fire until workers join."""
+        for trigger in self._by_data:
+            needed = self._quorum if trigger.n is None else trigger.n
+            if needed > len(self._present) and not trigger.is_warm:
+                log.warning(
+                    "%r waits for %d workers, and %d of at most %d are present, so it does not fire before others "
+                    'join. DataKeyTrigger(n="all", ...) goes on with those that are present.',
+                    trigger,
+                    needed,
+                    len(self._present),
+                    self.env.num_workers,
+                )
 
     def _fires_early(self, steps: int) -> bool:
         """Whether to tell triggers of keys that are here before their chunk is: a window is a chunk then, and its
@@ -324,9 +410,10 @@ class Workflow:
         buffer, num_envs = self.buffer, self.env.num_envs
         self.ledger.keys = tuple(schema)
         for trigger in self._by_data:
-            if trigger.n > self.env.num_workers:
+            if trigger.n is not None and trigger.n > self.env.num_workers:
                 raise ConfigError(
-                    f"{trigger!r} waits for {trigger.n} actors; there are {self.env.num_workers} workers. Lower n."
+                    f"{trigger!r} waits for {trigger.n} actors; there are {self.env.num_workers} workers. Lower n, or "
+                    'let it wait for all that are present: n="all".'
                 )
             for name in (name for stage in trigger.stages for name in stage or ()):
                 if name not in schema:
@@ -418,7 +505,11 @@ class Workflow:
         errors: list[BaseException] = []
         try:
             deadline = time.monotonic() + self._end_s
+            for publisher in self._publishers:
+                publisher.close(drop=failure is not None)
             with self.buffer.halted():  # a thread that waits there for rows would do so for long
+                if self._collector is not None:
+                    self._collector.gate.ending_run()
                 for thread in self._threads:
                     thread.close(drop=failure is not None)
                 late = [thread.error(self._end_s) for thread in self._threads if not thread.join(deadline)]
@@ -431,8 +522,10 @@ class Workflow:
                 self.holdings.discard(set(range(self.env.num_workers)))
             finally:
                 self._feed = self._loop = self.buffer.filled_by = self.buffer.told = None
+                self.buffer.between_updates = contextlib.nullcontext
                 feed.close()
                 if self._collector is not None:
+                    self._collector.gate.end_run()
                     self._followed = self._collector.followed()
         raised = failure or (errors.pop(0) if errors else None)
         if raised is not None:

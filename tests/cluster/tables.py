@@ -53,7 +53,7 @@ def ppo(env: farstep.ClusterEnv, agent: Any, buffer: farstep.Buffer, size: int, 
     """The table of an on-policy learner that publishes after every batch."""
     flow = farstep.Workflow(env, agent, buffer, **options)
     learner = Recorder(flow, flow.publish)
-    flow.on(DataKeyTrigger(n=env.num_workers, size=size), learner)
+    flow.on(DataKeyTrigger(n="all", size=size), learner)
     flow.on(ObjectKeyTrigger("parameters"), flow.next_rollout)
     return flow, learner
 

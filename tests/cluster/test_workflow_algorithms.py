@@ -66,7 +66,7 @@ class Learner(TableAgent):
 def ppo(env: farstep.ClusterEnv) -> Learner:
     learner = Learner(lambda agent: farstep.Workflow(env, agent, full(ENVS * 8)))
     flow = learner.flow
-    flow.on(DataKeyTrigger(n=env.num_workers, size=8), learner.update_and_publish)
+    flow.on(DataKeyTrigger(n="all", size=8), learner.update_and_publish)
     flow.on(ObjectKeyTrigger("parameters"), flow.next_rollout)
     return learner
 
@@ -81,7 +81,7 @@ def dqn(env: farstep.ClusterEnv) -> Learner:
     buffer = farstep.Buffer(ENVS * 16, Uniform(), seed=1)
     learner = Learner(lambda agent: farstep.Workflow(env, agent, buffer, steps=4))
     flow = learner.flow
-    flow.on(DataKeyTrigger(n=env.num_workers, size=8, consume=False, min_new=4), learner.replay)
+    flow.on(DataKeyTrigger(n="all", size=8, consume=False, min_new=4), learner.replay)
     flow.on(TimeTrigger(4, unit="learner_steps"), learner.sync_target)
     flow.on(TimeTrigger(32, unit="env_steps"), learner.publish)
     return learner

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
+from farstep.agents.update_gate import Turn, UpdateGate
 from farstep.buffer.dispatch import Message, Passer
 from farstep.buffer.holdings import Holdings, rows_of, windows_of
 from farstep.buffer.ledger import Actor, Ledger
-from farstep.buffer.passers import LocalQueue
+from farstep.buffer.passers import Direct, LocalQueue
 from farstep.buffer.replay import Buffer
 from farstep.buffer.triggers import DataKeyTrigger
 from farstep.errors import ClosedError, FarstepError
@@ -47,8 +50,10 @@ class Guard:
         by_data: list[DataKeyTrigger],
         thread: ConsumerThread | None,
         samples: int | None,
+        consumer: str,
     ) -> None:
         self._flow, self._passer, self._thread = flow, passer, thread
+        self._consumer, self._gate = consumer, UpdateGate()
         self.takers = [leaf for leaf in by_data if leaf.min_new is None]
         self.samples = samples or int(len(by_data) > len(self.takers))
         self._open: list[Message] = []
@@ -76,13 +81,39 @@ class Guard:
         message = {**message, "message_id": f"{message['trigger_id']}/{self._passed}"}
         self._open.append(message)
         try:
-            done = self._passer(message) is not False
+            with self._updating(message):
+                done = self._passer(message) is not False
         except BaseException:
             self._finish(message, "")
             raise
         if done:
             self._finish(message, None)
         return done
+
+    # Updates (see `passers.Updates`)
+
+    def watch_updates(self, gate: UpdateGate) -> None:
+        """Tell the gate whenever the consumer may be changing the agent."""
+        self._gate = gate
+        if isinstance(self._passer, LocalQueue):
+            self._passer.updates = self
+
+    def _updating(self, message: Message) -> AbstractContextManager[None]:
+        if not isinstance(self._passer, Direct):
+            return contextlib.nullcontext()
+        return self._gate.updating(self._key(message), self._name(message))
+
+    def begin(self, message: Message) -> None:
+        self._gate.begin(self._key(message), self._name(message))
+
+    def end(self, message: Message, raised: bool) -> None:
+        self._gate.end(self._key(message), raised)
+
+    def _key(self, message: Message) -> tuple[int, str]:
+        return id(self), message["message_id"]
+
+    def _name(self, message: Message) -> str:
+        return f"{self._consumer} of trigger {message['trigger_id']!r}"
 
     def finished(self) -> list[str]:
         found: list[str] = getattr(self._passer, "finished", list)()
@@ -141,6 +172,10 @@ class Guard:
                 if leaf.next_of(actor) < state.written(actor):
                     self._gaps[actor] = state.written(actor)
             leaf.discard(state)
+
+    def left(self, state: Ledger, actor: Actor) -> None:
+        for leaf in self.takers:
+            leaf.left(state, actor)
 
 
 class ConsumerThread:
@@ -208,4 +243,80 @@ class ConsumerThread:
         )
 
     def __str__(self) -> str:
-        return f"the consumer {getattr(self._consumer, '__qualname__', self._consumer)!r} of trigger {self.name!r}"
+        return f"{name_of(self._consumer)} of trigger {self.name!r}"
+
+
+class Publisher:
+    """The passer of a workflow's own `publish`: it publishes at once if no consumer is in the middle of an update, else
+    as soon as none is. The loop, whose thread uses it, goes on meanwhile."""
+
+    def __init__(self, publish: Callable[[], object], wake: Callable[[], None]) -> None:
+        self._publish, self._wake = publish, wake
+        self._gate = UpdateGate()
+        self._turn: Turn | None = None
+        self._waiting: list[str] = []
+        """Messages that are not done."""
+        self._ends = self._drops = False
+        self.failed: set[str] = set()
+        """Of those that are done, which published nothing."""
+
+    def start(self, gate: UpdateGate) -> None:
+        self._gate, self._ends, self._drops = gate, False, False
+
+    def __call__(self, message: Message) -> bool:
+        self._waiting.append(message["message_id"])
+        try:
+            done = self._published()
+        except BaseException:
+            self._waiting.clear()
+            raise
+        if done:
+            self._waiting.clear()
+        return done
+
+    def finished(self) -> list[str]:
+        if not self._waiting or not (self._published() or self._ends):
+            return []
+        done, self._waiting = self._waiting, []
+        return done
+
+    def _published(self) -> bool:
+        """Publish if it is our turn; while it is not, stay in the queue."""
+        if self._drops:
+            self.failed.update(self._waiting)
+            return False
+        turn = self._turn = self._turn or self._gate.request(self._wake)
+        try:
+            if turn.granted:
+                self._publish()
+            elif self._ends:
+                self.failed.update(self._waiting)
+            else:
+                self._gate.check(turn)
+        except BaseException:
+            self.failed.update(self._waiting)
+            self._release()
+            raise
+        if turn.granted or self._ends:
+            self._release()
+        return turn.granted
+
+    @property
+    def next_check(self) -> float | None:
+        """When to look again if nothing else happens."""
+        return None if self._turn is None else self._turn.next_check
+
+    def close(self, drop: bool) -> None:
+        """The run ends: leave the queue, so that consumers finish what they have, and publish after that unless it is
+        to be dropped."""
+        self._ends, self._drops = True, drop
+        self._release()
+
+    def _release(self) -> None:
+        if self._turn is not None:
+            self._gate.release(self._turn)
+            self._turn = None
+
+
+def name_of(consumer: object) -> str:
+    return f"the consumer {getattr(consumer, '__qualname__', consumer)!r}"

@@ -40,6 +40,10 @@ class Holder(Protocol):
         """What it was not told of is not wanted any more."""
         ...
 
+    def left(self, state: Ledger, actor: int) -> None:
+        """An actor is not present any more."""
+        ...
+
 
 class Holdings:
     """The rows of all actors from the first that somebody is to read, `holders` being those who do.
@@ -109,6 +113,12 @@ class Holdings:
         for holder in self.holders:
             holder.discard(self._ledger)
         self.free(actors, "cancelled")
+
+    def left(self, actor: int) -> None:
+        """An actor is not present any more: what it has begun and not completed is not waited for."""
+        for holder in self.holders:
+            holder.left(self._ledger, actor)
+        self.free({actor}, "worker left")
 
     def batch(self, message: Message) -> Batch:
         """The rows that a message names, if it is not done."""

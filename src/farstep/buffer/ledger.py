@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 
 from farstep.errors import ConfigError, unknown_name
 
@@ -76,6 +76,12 @@ class Ledger:
         self.versions: dict[str, int] = {}
         """The newest version of every published object."""
         self._tracks: dict[Actor, dict[str, _Track]] = {}  # by key; under "" alone while all keys are alike
+        self._touched: dict[Actor, int] = {}
+        """The last change of each actor, in order of these."""
+        self.present: frozenset[Actor] | None = None
+        """The actors that `DataKeyTrigger(n="all")` waits for; None: nobody has said."""
+        self.quorum = 1
+        """It does not fire while fewer are present."""
 
     # What happens
 
@@ -92,7 +98,7 @@ class Ledger:
         if keys is not None and "" in tracks:
             tracks = self._tracks[actor] = {name: copy.deepcopy(tracks[""]) for name in self.keys}
         before = self.written(actor)
-        self.changes += 1
+        self._touch(actor)
         for track in self._select(actor, keys):
             track.add(steps, self.changes, version if isinstance(version, tuple) else (version, version))
         self.env_steps += (self.written(actor) - before) * envs
@@ -102,7 +108,19 @@ class Ledger:
         end = self.written(actor)
         for track in self._tracks.get(actor, {}).values():
             track.cut(end)
+        self._touch(actor)
+
+    def _touch(self, actor: Actor) -> None:
         self.changes += 1
+        self._touched.pop(actor, None)
+        self._touched[actor] = self.changes
+
+    def members(self, present: Iterable[Actor], quorum: int = 1) -> None:
+        """These actors are present, and `quorum` of them are needed to go on."""
+        found = frozenset(present)
+        if (found, quorum) != (self.present, self.quorum):
+            self.present, self.quorum = found, quorum
+            self.changes += 1
 
     def published(self, name: str, version: int) -> None:
         """A named object has a new version; one that is not newer changes nothing."""
@@ -127,6 +145,13 @@ class Ledger:
     def actors(self) -> Collection[Actor]:
         """Those that have written, in the order of their first write."""
         return self._tracks.keys()
+
+    def touched_since(self, change: int) -> Iterator[Actor]:
+        """The actors whose steps changed after that change, the latest first."""
+        for actor in reversed(self._touched):
+            if self._touched[actor] <= change:
+                return
+            yield actor
 
     def written(self, actor: Actor, keys: Sequence[str] | None = None) -> int:
         """How many steps are there on all of these keys (None: on all there are)."""

@@ -15,7 +15,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Literal, cast
+from typing import Literal, Protocol, cast
 
 import msgspec
 import zmq
@@ -47,6 +47,18 @@ class Direct:
         return True
 
 
+class Updates(Protocol):
+    """Keeps track of the messages whose consumers may be changing the agent (see `consumers.Guard`)."""
+
+    def begin(self, message: Message) -> None:
+        """The calling thread starts to handle a message."""
+        ...
+
+    def end(self, message: Message, raised: bool) -> None:
+        """The message was handled, or handling it raised."""
+        ...
+
+
 class LocalQueue:
     """Hands messages to threads of this process, each to one, in order."""
 
@@ -62,6 +74,8 @@ class LocalQueue:
         self._errors: deque[BaseException] = deque()
         self._closed = False
         self._changed = threading.Condition()
+        self.updates: Updates | None = None
+        """Told of each message from when a thread takes it until it is done."""
 
     @property
     def full(self) -> bool:
@@ -84,15 +98,20 @@ class LocalQueue:
         """For the consumer: the next message, or None after `timeout_s`; `ClosedError` when none will come."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._closed, timeout_s)
-            if self._waiting:
-                self._working += 1
-                return self._waiting.popleft()
-            if self._closed:
-                raise ClosedError("the queue is closed; no message will come.")
-            return None
+            if not self._waiting:
+                if self._closed:
+                    raise ClosedError("the queue is closed; no message will come.")
+                return None
+            self._working += 1
+            message = self._waiting.popleft()
+        if self.updates is not None:
+            self.updates.begin(message)
+        return message
 
     def done(self, message: Message, error: BaseException | None = None) -> None:
         """For the consumer: a message was handled, or handling it raised `error`."""
+        if self.updates is not None:
+            self.updates.end(message, error is not None)
         with self._changed:
             self._working -= 1
             self._finished.append(_id_of(message))

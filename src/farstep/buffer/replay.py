@@ -70,6 +70,8 @@ class Buffer:
         """The one thread that inserts, where that is known: it must not wait for itself."""
         self.told: Callable[[], None] | None = None
         """Called when another thread than that took samples or changed the limiter: there may be room again."""
+        self.between_updates: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+        """Entered by whoever samples: a workflow publishes then, as a consumer that samples is between two updates."""
         self._told_unused = False
         self.removed: dict[str, int] = {"evicted": 0, "sampled": 0, "deleted": 0}
         if spec is not None:
@@ -235,7 +237,7 @@ class Buffer:
             chosen = self._choose(count)
             return chosen is not None
 
-        with self._lock:
+        with self.between_updates(), self._lock:
             self._gate.wait("sample", ready, timeout_s, lambda alone: self._missing(count, alone), self.filled_by)
             contents = self.contents
             assert chosen is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 import numbers
 from collections.abc import Mapping, Sequence
@@ -9,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from farstep.buffer.dispatch import AllOf, AnyOf, Dispatcher, Message, Passer, Trigger
-from farstep.buffer.ledger import Actor, Ledger
+from farstep.buffer.ledger import Actor, Ledger, Span
 from farstep.errors import ConfigError, unknown_name
 from farstep.transfer_config import TransferTrigger
 
@@ -45,6 +46,9 @@ class DataKeyTrigger(Trigger):
     It takes the `n` actors that were ready first; `start`, `versions` and `actor_ids` of the message go together. A
     step is one of an actor, whatever number of environments the actor steps at a time.
 
+    `n="all"` waits for all actors that are present, whichever these are at the time. One that leaves is not waited for
+    any more: windows that it has completed are taken with the next firing, and what it has of another one is dropped.
+
     `keys=((...), (...))` are stages of a fragment: it fires for each stage, in order, as soon as that is there, with
     `stage` and the `fragment`'s number. If steps are lost between two stages, all come again.
 
@@ -54,13 +58,14 @@ class DataKeyTrigger(Trigger):
 
     def __init__(
         self,
-        n: int,
+        n: int | Literal["all"],
         size: int,
         keys: Sequence[str] | Sequence[Sequence[str]] | None = None,
         consume: bool = True,
         min_new: int | None = None,
     ) -> None:
-        self.n = _whole(self, "n", n, "a number of actors")
+        self.n: int | None = None if n == "all" else _whole(self, "n", n, "a number of actors", ' (or "all")')
+        """None: all that are present."""
         self.size = _whole(self, "size", size, "a number of steps")
         self.staged = keys is not None and not isinstance(keys, str) and not any(isinstance(key, str) for key in keys)
         self.stages: tuple[tuple[str, ...] | None, ...] = (None,)
@@ -78,14 +83,20 @@ class DataKeyTrigger(Trigger):
                 "For replay, list all keys in one sequence."
             )
         self._taken_to: dict[Actor, int] = {}
+        self._cuts: dict[Actor, list[int]] = {}
+        """Per actor that has left, where its steps ended each time: no window goes across."""
         self._open: list[_Fragment] = []
         self._fragments = 0
         self._warm = False
+        self._taken = 0
+        """For replay: of all steps of all actors, how many are not new any more."""
+        self._ready: _Ready | None = None
 
     def __repr__(self) -> str:
         keys = self.stages if self.staged else self.stages[0]
         replay = "" if self.min_new is None else f", consume=False, min_new={self.min_new}"
-        return f"DataKeyTrigger(n={self.n}, size={self.size}, keys={keys}{replay})"
+        n = "'all'" if self.n is None else self.n
+        return f"DataKeyTrigger(n={n}, size={self.size}, keys={keys}{replay})"
 
     def ready(self, state: Ledger) -> Message | None:
         if self.min_new is not None:
@@ -94,28 +105,62 @@ class DataKeyTrigger(Trigger):
             keys = self.stages[fragment.stage]
             if all(state.written(actor, keys) >= start + self.size for actor, start in fragment.starts.items()):
                 return self._message(state, fragment.starts, fragment.stage, fragment.number)
-        starts = {actor: self._taken_to.get(actor, 0) for actor in state.actors}
-        arrivals = {
-            actor: arrival
-            for actor, start in starts.items()
-            if (arrival := state.reached(actor, start + self.size, self.stages[0])) is not None
-        }
-        if len(arrivals) < self.n:
+        ready = self._ready_of(state)
+        for actor in ready.to_look_at():
+            ready.put(actor, state.reached(actor, self._start_of(actor) + self.size, self.stages[0]))
+        if not ready.has(self.n):
             return None
-        first = sorted(arrivals, key=arrivals.__getitem__)[: self.n]
-        return self._message(state, {actor: starts[actor] for actor in first}, 0, self._fragments)
+        starts = {actor: self._start_of(actor) for actor in ready.first(self.n)}
+        return self._message(state, starts, 0, self._fragments)
 
     def _ready_for_replay(self, state: Ledger, min_new: int) -> Message | None:
-        written = {actor: state.written(actor, self.stages[0]) for actor in state.actors}
-        full = {actor: steps - self.size for actor, steps in written.items() if steps >= self.size}
-        new = sum(steps - self._taken_to.get(actor, 0) for actor, steps in written.items())
-        fires = new >= min_new if self._warm else len(full) >= self.n
-        return self._message(state, full, 0, 0) if fires else None
+        ready = self._ready_of(state)
+        for actor in ready.to_look_at():
+            written = state.written(actor, self.stages[0])
+            ready.wrote(actor, written)
+            if written >= self.size:
+                span = state.span(actor, written - self.size, written, self.stages[0])
+                ready.put(actor, written - self.size, span)
+            else:
+                ready.put(actor, None)
+        if not (ready.written - self._taken >= min_new if self._warm else ready.has(self.n)):
+            return None
+        ready.sort()
+        return {
+            "actor_ids": tuple(ready.arrivals),
+            "start": tuple(ready.arrivals.values()),
+            "size": self.size,
+            "keys": self.stages[0] or state.keys,
+            "versions": tuple(ready.spans.values()),
+        }
+
+    @property
+    def is_warm(self) -> bool:
+        """For replay: it has fired before, so that it waits for new steps of any actors."""
+        return self._warm
+
+    def _ready_of(self, state: Ledger) -> _Ready:
+        if self._ready is None or self._ready.state is not state:
+            self._ready = _Ready(state)
+        return self._ready
+
+    def _start_of(self, actor: Actor) -> int:
+        """Where the next window of an actor begins."""
+        start = self._taken_to.get(actor, 0)
+        for cut in self._cuts.get(actor, ()):
+            start = cut if start < cut < start + self.size else start
+        return start
 
     def next_of(self, actor: Actor) -> int:
         """The first step of an actor that a message to come may name."""
-        staged = (each.starts[actor] for each in self._open if actor in each.starts)
-        return min([self._taken_to.get(actor, 0), *staged])
+        start = self._start_of(actor)
+        return (
+            min([start, *(each.starts[actor] for each in self._open if actor in each.starts)]) if self._open else start
+        )
+
+    def _look_at(self, actor: Actor) -> None:
+        if self._ready is not None:
+            self._ready.look_at(actor)
 
     def took_back(self, state: Ledger, actor: Actor) -> None:
         """Steps of an actor that were there on some keys are lost: what fired for them fires again, for others."""
@@ -125,12 +170,32 @@ class DataKeyTrigger(Trigger):
             fragment.stage = 0
         if self.min_new is None and self._taken_to.get(actor, 0) > whole:
             self._taken_to[actor] = max([whole, *(each.starts[actor] + self.size for each in lost)])
+        self._look_at(actor)
+
+    def left(self, state: Ledger, actor: Actor) -> None:
+        """An actor has left, perhaps for long: windows that it has completed stay, what it has of another is dropped.
+
+        With a number of actors the trigger waits until there are so many again, and drops nothing.
+        """
+        if self.n is not None or self.min_new is not None:
+            return
+        for fragment in self._open:
+            start = fragment.starts.get(actor)
+            if start is not None and state.written(actor) < start + self.size:
+                del fragment.starts[actor]  # its later stages will not come: the first comes again, without it
+                fragment.stage = 0
+        self._open = [fragment for fragment in self._open if fragment.starts]
+        start, written = self._start_of(actor), state.written(actor)
+        self._taken_to[actor] = start if start + self.size <= written else written
+        self._cuts[actor] = [cut for cut in [*self._cuts.get(actor, ()), written] if cut > self._taken_to[actor]]
+        self._look_at(actor)
 
     def discard(self, state: Ledger) -> None:
         """What is there and was not taken is not wanted any more (unless it is for replay)."""
         if self.min_new is None:
             self._open = []
             self._taken_to = {actor: state.written(actor, self.stages[0]) for actor in state.actors}
+            self._ready = None
 
     def _message(self, state: Ledger, starts: Mapping[Actor, int], stage: int, fragment: int) -> Message:
         keys = self.stages[stage]
@@ -146,21 +211,113 @@ class DataKeyTrigger(Trigger):
     def consume(self, state: Ledger, message: Message) -> None:
         if self.min_new is not None:
             # What came before the first firing was waited for anyway: it does not count as new.
-            left = self.min_new if self._warm else math.inf
+            self._taken = self._taken + self.min_new if self._warm else self._ready_of(state).written
             self._warm = True
-            for actor in state.actors:
-                taken = self._taken_to.get(actor, 0)
-                self._taken_to[actor] = taken + int(min(left, state.written(actor, self.stages[0]) - taken))
-                left -= self._taken_to[actor] - taken
         elif again := [each for each in self._open if each.number == message.get("fragment")]:
             again[0].stage += 1
             self._open = [each for each in self._open if each.stage < len(self.stages)]
         else:
             starts = dict(zip(message["actor_ids"], message["start"], strict=True))
-            self._taken_to |= {actor: start + self.size for actor, start in starts.items()}
+            for actor, start in starts.items():
+                self._taken_to[actor] = start + self.size
+                self._look_at(actor)
             if len(self.stages) > 1:
                 self._open.append(_Fragment(self._fragments, starts))
             self._fragments += 1
+
+    def resume(self, state: Ledger, paused_s: float) -> None:
+        self._ready = None  # the ledger may have got other keys
+
+
+class _Ready:
+    """Which actors have what a trigger waits for, kept up to date actor by actor as their steps change.
+
+    A look costs as much as there are actors that changed since the last one, not as there are actors.
+    """
+
+    def __init__(self, state: Ledger) -> None:
+        self.state = state
+        self._seen = -1
+        self._again: dict[Actor, None] = {}
+        self.arrivals: dict[Actor, int] = {}
+        """Of those that are ready, when they were (for replay: where their newest steps begin)."""
+        self.spans: dict[Actor, Span] = {}
+        self._order: list[tuple[int, int, Actor]] = []
+        """A heap of these; entries that are not in `arrivals` any more are skipped."""
+        self._pushed = 0
+        self._missing: set[Actor] = set()
+        """The actors that are present and not ready."""
+        self._present: frozenset[Actor] | None = None
+        self._written: dict[Actor, int] = {}
+        self.written = 0
+        self._sorted = True
+
+    def to_look_at(self) -> list[Actor]:
+        """The actors that may have become ready, or ceased to be, since the last call."""
+        found = {**dict.fromkeys(self.state.touched_since(self._seen)), **self._again}
+        self._seen = self.state.changes
+        self._again = {}
+        return list(found)
+
+    def look_at(self, actor: Actor) -> None:
+        """Look at an actor again: the trigger has taken some of its steps."""
+        self._again[actor] = None
+
+    def put(self, actor: Actor, arrival: int | None, span: Span | None = None) -> None:
+        """An actor is ready since then, or (None) it is not."""
+        if arrival is None:
+            if self.arrivals.pop(actor, None) is not None and actor in (self._present or ()):
+                self._missing.add(actor)
+            self.spans.pop(actor, None)
+            return
+        self._missing.discard(actor)
+        self._sorted &= actor in self.arrivals
+        if span is not None:
+            self.spans[actor] = span
+        elif self.arrivals.get(actor) != arrival:
+            self._pushed += 1
+            heapq.heappush(self._order, (arrival, self._pushed, actor))
+        self.arrivals[actor] = arrival
+
+    def wrote(self, actor: Actor, steps: int) -> None:
+        self.written += steps - self._written.get(actor, 0)
+        self._written[actor] = steps
+
+    def has(self, n: int | None) -> bool:
+        """Whether `n` actors are ready, or all that are present."""
+        state = self.state
+        if n is not None:
+            return len(self.arrivals) >= n
+        if state.present is None:
+            raise ConfigError(
+                'DataKeyTrigger(n="all") waits for all actors that are present, and nobody has said which are: '
+                "call Ledger.members(actors), or give a number."
+            )
+        if state.present is not self._present:
+            self._present = state.present
+            self._missing = {actor for actor in state.present if actor not in self.arrivals}
+        return bool(self.arrivals) and not self._missing and len(state.present) >= state.quorum
+
+    def first(self, n: int | None) -> list[Actor]:
+        """The `n` actors that were ready first, or all that are ready, in that order."""
+        if n is None:
+            self._order = sorted((at, i, actor) for at, i, actor in self._order if self.arrivals.get(actor) == at)
+            return list(dict.fromkeys(actor for _, _, actor in self._order))
+        found: dict[Actor, tuple[int, int, Actor]] = {}
+        while len(found) < n:
+            entry = heapq.heappop(self._order)
+            if self.arrivals.get(entry[2]) == entry[0]:
+                found[entry[2]] = entry
+        for entry in found.values():
+            heapq.heappush(self._order, entry)
+        return list(found)
+
+    def sort(self) -> None:
+        """Bring the actors into the order of their first writes."""
+        if not self._sorted:
+            self.arrivals = {actor: self.arrivals[actor] for actor in self.state.actors if actor in self.arrivals}
+            self.spans = {actor: self.spans[actor] for actor in self.arrivals}
+            self._sorted = True
 
 
 @dataclass(eq=False)
@@ -226,9 +383,11 @@ class TimeTrigger(Trigger):
         return state.started if self.unit == "seconds" else 0
 
 
-def _whole(owner: object, name: str, value: object, meaning: str) -> int:
+def _whole(owner: object, name: str, value: object, meaning: str, instead: str = "") -> int:
     if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"{type(owner).__name__}.{name} is {value!r}; expected {meaning}, an int of at least 1.")
+        raise ConfigError(
+            f"{type(owner).__name__}.{name} is {value!r}; expected {meaning}, an int of at least 1{instead}."
+        )
     return int(value)
 
 

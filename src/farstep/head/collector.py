@@ -14,6 +14,7 @@ import numpy as np
 
 from farstep.agents.divergence import Comparison, comparing_method, why_incomparable
 from farstep.agents.policy import Policy, ship
+from farstep.agents.update_gate import UpdateGate
 from farstep.batch import Batch, Part
 from farstep.buffer.blocks import Layout
 from farstep.config import EnvConfig
@@ -87,6 +88,8 @@ class Collector:
         self._notes = Notes(self._rule, self._weights)
         self._adopting = threading.Lock()
         """Of several threads with an agent, one after the other."""
+        self.gate = UpdateGate()
+        """Whatever reads the agent's parameters does so between updates; entered before any lock is taken."""
         self._agent: Agent | None = None
         self._agent_id = 0
         self._answers: dict[int, m.AgentReady | WorkerError] = {}
@@ -114,6 +117,7 @@ class Collector:
 
     def close(self) -> None:
         """End all workers and free everything; idempotent."""
+        self.gate.close()
         try:
             self.server.close()
         finally:
@@ -141,7 +145,7 @@ class Collector:
 
     def publish(self, agent: Agent) -> int:
         """A new version from the agent's parameters."""
-        with self._adopting:
+        with self.gate.publishing(), self._adopting:
             self.server.raise_failure()
             if self._agent is not None and self._agent is agent:
                 self._publish(agent)
@@ -187,15 +191,24 @@ class Collector:
     def adopt(self, agent: Agent) -> None:
         """Make workers act with this agent and its present parameters."""
         with self._adopting:
-            self.server.raise_failure()
-            if self._store is None or self._agent is None or self._agent is not agent:
-                self._adopt(agent)
+            if self._is_current(agent):
+                return  # nothing to publish, so no update to wait for
+        with self.gate.publishing(), self._adopting:
+            if self._is_current(agent):
                 return
-            with self.server.locked():
-                self.server.raise_failure()
-                changed = self._store.changed(agent)
-            if changed:
+            if self._agent is agent:
                 self._publish(agent)
+            else:
+                self._adopt(agent)
+
+    def _is_current(self, agent: Agent) -> bool:
+        """Whether workers act with this agent, and its parameters are the newest version's."""
+        self.server.raise_failure()
+        if self._store is None or self._agent is None or self._agent is not agent:
+            return False
+        with self.server.locked():
+            self.server.raise_failure()
+            return not self._store.changed(agent)
 
     def _adopt(self, agent: Agent) -> None:
         for method in ("act", "get_parameters"):
@@ -309,7 +322,8 @@ class Collector:
 
     def open_feed(self, steps: int, feed: FeedPlan, on_part: OnPart | None) -> Request:
         """Begin to give tickets for chunks that `take_chunk` takes one by one."""
-        request = Request(steps, feed.actors * feed.chunks, on_part=on_part, feed=feed)
+        actors = self._num_workers if feed.actors is None else feed.actors
+        request = Request(steps, actors * feed.chunks, on_part=on_part, feed=feed)
         return self._open(request, feed.max_staleness, None)
 
     def take_chunk(self, request: Request, wanted: Callable[[int], bool]) -> tuple[Arrived, Batch] | None:

@@ -44,6 +44,10 @@ class Watcher(Protocol):
         """There is no node for it; it comes when there is one."""
         ...
 
+    def draining(self, seat: Seat) -> None:
+        """Its node is to leave."""
+        ...
+
     def fail(self, error: FarstepError) -> None:
         """The run cannot go on."""
         ...
@@ -185,8 +189,10 @@ class Crew:
             self.act_on(life.Observed(seat.worker, phase, count))
             if seat.link is not None:
                 seat.link.flush()
-            if seat.handle.leaving and not self._watcher.expected(seat):
-                self._send_off(seat)
+            if seat.handle.leaving:
+                self._watcher.draining(seat)
+                if not self._watcher.expected(seat):
+                    self._send_off(seat)
         try:
             self.launcher.tick()
         except LaunchError as error:

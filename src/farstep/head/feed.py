@@ -7,15 +7,26 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from farstep.batch import Batch
 from farstep.head.arrivals import Early
 from farstep.head.collector import Collector
 from farstep.head.seats import Seat
 from farstep.head.tickets import Arrived, FeedPlan
+
+
+@dataclass(frozen=True)
+class Members:
+    """The workers of a run at some moment."""
+
+    present: frozenset[int]
+    departed: frozenset[int]
+    """Those that have left since the moment before; some may be back."""
+    quorum: int
+    """How many must be present to go on."""
 
 
 class Feed:
@@ -25,6 +36,8 @@ class Feed:
         """With `early`, it also hands out what arrives ahead of the chunk it belongs to."""
         self._collector, self._server = collector, collector.server
         self._woken = False
+        self._membership = -1
+        """As of the last call of `members`."""
         self._early: deque[Early] = deque()
         self._waking = threading.Lock()
         """Whoever wakes it does not write to a descriptor that is closed meanwhile, and perhaps another one's."""
@@ -66,7 +79,7 @@ class Feed:
         def look() -> bool | None:
             nonlocal waited
             waited = time.monotonic() - began
-            if self._woken:
+            if self._woken or self._server.tickets.membership != self._membership:
                 return False
             with room:
                 found = self._collector.take_chunk(self._request, wanted)
@@ -93,29 +106,45 @@ class Feed:
         return self._server.seats[worker]
 
     @property
-    def under_way(self) -> int:
-        """Chunks that are being rolled, or wait to be taken, and workers that are not there yet."""
+    def under_way(self) -> bool:
+        """Whether chunks are being rolled, or wait to be taken, or workers are about to join or to leave."""
         with self._server.locked():
-            absent = sum(not seat.ready for seat in self._server.seats)
-            return self._server.tickets.in_flight + self._server.tickets.buffered + absent
+            tickets = self._server.tickets
+            return bool(tickets.in_flight or tickets.buffered) or self._server.unsettled()
 
     @property
     def waiting(self) -> list[int]:
         """The workers whose chunks wait to be taken, if nobody rolls another one."""
         with self._server.locked():
             tickets = self._server.tickets
-            return [] if self.under_way > tickets.buffered else tickets.arrived_of()
+            return [] if tickets.in_flight or self._server.unsettled() else tickets.arrived_of()
 
     def consumed(self, worker: int, chunks: int, dropped: str | None = None) -> None:
         """The learner is done with so many chunks of a worker, or they were dropped for a cause."""
         with self._server.locked():
             self._server.tickets.consumed(worker, chunks, dropped)
 
-    def invite(self, chunks: int) -> None:
-        """Every worker rolls so many more chunks."""
+    def invite(self, workers: Iterable[int], chunks: int) -> None:
+        """These workers roll so many more chunks."""
         with self._server.locked():
-            self._server.tickets.invite(chunks)
+            self._server.tickets.invite(workers, chunks)
             self._server.grant()
+
+    def withdraw(self, worker: int) -> None:
+        """A worker rolls no chunks that it was asked for and has not begun."""
+        with self._server.locked():
+            self._server.tickets.withdraw(worker)
+
+    def members(self) -> Members | None:
+        """Which workers are present, and which have left; None if nothing changed since the last call."""
+        tickets = self._server.tickets
+        if tickets.membership == self._membership:
+            return None
+        with self._server.locked():
+            self._membership = tickets.membership
+            departed = frozenset(tickets.departed)
+            tickets.departed.clear()
+            return Members(frozenset(tickets.present), departed, tickets.quorum)
 
     def wake(self) -> None:
         """Let `take` return; from any thread."""

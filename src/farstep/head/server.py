@@ -142,6 +142,13 @@ class Server:
         """All workers but those that no node has a place for."""
         return [seat for seat in self.seats if seat.worker not in self.tickets.absent]
 
+    def unsettled(self) -> bool:
+        """Whether workers are missing, or about to leave: others are waited for soon, or fewer."""
+        return not all(self._can_roll(seat) for seat in self.seats)
+
+    def _can_roll(self, seat: Seat) -> bool:
+        return seat.ready and seat.handle is not None and not seat.handle.leaving
+
     def close(self) -> None:
         """Stop workers, kill the ones that do not stop in time, and free everything. Idempotent."""
         if os.getpid() != self._pid:
@@ -279,6 +286,9 @@ class Server:
     def absent(self, seat: Seat) -> None:
         self.tickets.leave(seat.worker)
 
+    def draining(self, seat: Seat) -> None:
+        self.tickets.drain(seat.worker)
+
     def receive(self, worker: int, received: Received) -> None:
         if self._failure is not None and not self._closed:
             return  # the run is over: nothing counts any more
@@ -415,7 +425,7 @@ class Server:
         """Give every ticket that may be given now."""
         if self._failure is not None:
             return
-        available = [seat.worker for seat in self.seats if seat.ready and seat.handle and not seat.handle.leaving]
+        available = [seat.worker for seat in self.seats if self._can_roll(seat)]
         for order in self.tickets.grant(available, self._client.version()):
             ticket, frames = self._client.make_ticket(order)
             self.send(self.seats[order.worker], ticket, frames)

@@ -48,7 +48,8 @@ class FeedPlan:
     """What a workflow consumes together, and how far its workers may run ahead."""
 
     max_staleness: int | None = None
-    actors: int = 1
+    actors: int | None = 1
+    """None: all that are present."""
     chunks: int = 1
     """Of each actor."""
     invited: Mapping[int, int] | None = None
@@ -93,6 +94,11 @@ class Tickets:
         self._fewest = num_workers if fewest is None else fewest
         """Batches go on without workers that are absent, as long as so many are there."""
         self.absent: set[int] = set()
+        self._draining: set[int] = set()
+        self.departed: set[int] = set()
+        """Workers that left since somebody emptied this."""
+        self.membership = 0
+        """Increases whenever a worker joins or leaves."""
         self._seq = 0
         self._outstanding: dict[int, Order] = {}
         self._open: list[list[int]] = [[] for _ in range(num_workers)]
@@ -132,11 +138,26 @@ class Tickets:
             session.invited = {worker: feed.invited.get(worker, 0) for worker in range(self._workers)}
         self._session = session
 
-    def invite(self, chunks: int = 1) -> None:
-        """Every worker may roll so many more chunks."""
+    @property
+    def present(self) -> set[int]:
+        """All workers but those that have no node, or whose node is to leave."""
+        return set(range(self._workers)) - self.absent - self._draining
+
+    @property
+    def quorum(self) -> int:
+        """How many workers must be present to go on."""
+        return self._fewest
+
+    def invite(self, workers: Iterable[int], chunks: int = 1) -> None:
+        """These workers may roll so many more chunks."""
         if self._session is not None and self._session.invited is not None:
-            for worker in self._session.invited:
+            for worker in workers:
                 self._session.invited[worker] += chunks
+
+    def withdraw(self, worker: int) -> None:
+        """The worker may not roll what it was asked for and has no ticket for."""
+        if self._session is not None and self._session.invited is not None:
+            self._session.invited[worker] = 0
 
     @property
     def is_open(self) -> bool:
@@ -175,7 +196,10 @@ class Tickets:
             return []
         if session.num_chunks is None:
             return [order for worker in available for order in self._rounds(session, worker, version)]
-        return self._first_come(session, session.num_chunks, list(available), version)
+        wanted = session.num_chunks
+        if session.feed is not None and session.feed.actors is None:
+            wanted = max(1, len(self.present)) * session.feed.chunks
+        return self._first_come(session, wanted, list(available), version)
 
     def _rounds(self, session: Session, worker: int, version: int) -> list[Order]:
         orders = []
@@ -221,7 +245,9 @@ class Tickets:
         chunks.update(order.worker for order in self._outstanding.values())
         chunks.update(arrived.order.worker for arrived in self._arrived)
         begun = sum(-(-count // feed.chunks) for count in chunks.values())
-        may_begin = begun < session.depth * feed.actors
+        # Where all that are present are waited for, the bound of each is that of all: what one that has left still has
+        # in the buffer must not keep another from its own.
+        may_begin = feed.actors is None or begun < session.depth * feed.actors
         most = session.depth * feed.chunks
         return [w for w in free if chunks[w] % feed.chunks or (may_begin and chunks[w] < most)]
 
@@ -282,13 +308,24 @@ class Tickets:
     def leave(self, worker: int) -> None:
         """The worker has no place to be, and nobody knows for how long: batches go on without it."""
         self.absent.add(worker)
+        self.departed.add(worker)
+        self.membership += 1
         if self._session is not None:
             self._session.redo[worker].clear()
+        self.withdraw(worker)  # it takes part again from the next invitation on
+
+    def drain(self, worker: int) -> None:
+        """The worker's node is to leave: it finishes what it has, and gets nothing new."""
+        if worker not in self._draining:
+            self._draining.add(worker)
+            self.membership += 1
 
     def join(self, worker: int) -> None:
         """The worker is there: it is part of the batches that nobody has begun, or of all that cannot do without it."""
+        self._draining.discard(worker)
         if worker in self.absent:
             self.absent.discard(worker)
+            self.membership += 1
             if (session := self._session) is not None:
                 others = self._present(session) - {worker}
                 begun = max((session.issued[other] for other in others), default=0)

@@ -1,0 +1,122 @@
+"""Workflows on clusters whose nodes join and leave. Nodes are processes of this machine, as in contract/test_nodes."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checks import assert_balanced, assert_sound, cluster, within
+from flows import full
+from tables import ENDLESS, Recorder
+
+import farstep
+from farstep import workflow
+from farstep.buffer.triggers import DataKeyTrigger, ObjectKeyTrigger
+from farstep.launch_config import SSHConfig
+from farstep.testing import FaultyEnv, TableAgent
+
+SHELL = """#!/bin/sh
+shift
+exec sh -c "$*"
+"""
+
+
+def on_nodes(folder: Path, nodes: int, most: int, **options: Any) -> farstep.ClusterEnv:
+    """A cluster of one worker with one environment per node."""
+    shell = folder / "shell"
+    shell.write_text(SHELL)
+    shell.chmod(0o755)
+    hosts = [f"host{i}" for i in range(most)]
+    config = SSHConfig(
+        hosts=hosts, ssh=(str(shell),), nodes=nodes, min_nodes=1, max_nodes=most, workers_per_node=1, lease_s=4
+    )
+    return cluster(envs=1, config=config, env_kwargs=ENDLESS, **options)
+
+
+class Ages(Recorder):
+    """Also keeps how old the rows of each batch were when it was learned from."""
+
+    def __call__(self, message: Any) -> None:
+        version = self.flow.env.version
+        self.lags: list[int] = [*getattr(self, "lags", ()), version - int(self.flow.batch(message)["version"].min())]
+        super().__call__(message)
+
+    def columns(self) -> list[int]:
+        return [batch.shape[1] for batch in self.batches]
+
+
+@pytest.mark.timeout(300)
+def test_an_on_policy_table_goes_on_while_nodes_join_and_leave(tmp_path: Path) -> None:
+    """Two of at most three nodes are enough, the third takes part when it joins, and one that is killed is not waited
+    for: every row is of the newest version, and nothing is lost or counted twice."""
+    with on_nodes(tmp_path, 2, 3) as env:
+        flow = farstep.Workflow(env, TableAgent(), full(3 * 16), steps=4)
+        learner = Ages(flow, flow.publish)
+        flow.on(DataKeyTrigger(n="all", size=8), learner)
+        flow.on(ObjectKeyTrigger("parameters"), flow.next_rollout)
+        within(lambda: flow.run(until=lambda: learner.columns()[-3:] == [2, 2, 2]))
+        env.scale(nodes=3)
+        within(lambda: flow.run(until=lambda: learner.columns()[-3:] == [3, 3, 3]), 120)
+        os.kill(env.stats()["nodes"][0]["pid"], signal.SIGKILL)
+        before = len(learner.batches)
+        within(lambda: flow.run(until=lambda: 2 in learner.columns()[before:]), 120)
+        env.scale(nodes=1)
+        within(lambda: flow.run(until=lambda: learner.columns()[-2:] == [1, 1]), 120)
+        assert set(learner.lags) == {0}
+        assert_balanced(env.stats())
+    for batch in learner.batches:
+        assert_sound(batch)
+
+
+@pytest.mark.timeout(300)
+def test_stages_and_bounded_staleness_on_nodes_that_join(tmp_path: Path) -> None:
+    with on_nodes(tmp_path, 1, 2, transfer=farstep.TransferTrigger.dual()) as env:
+        flow = farstep.Workflow(env, TableAgent(), full(2 * 32), steps=8, max_staleness=1)
+        stages, lags, columns = list[int](), list[int](), list[int]()
+
+        def learn(message: Any) -> None:
+            stages.append(message["stage"])
+            if message["stage"] == 1:
+                batch = flow.batch(message)
+                columns.append(batch.shape[1])
+                lags.append(env.version - int(batch["version"].min()))
+                flow.publish()
+
+        flow.on(DataKeyTrigger(n="all", size=8, keys=(("reward",), ("obs",))), learn, thread=True)
+        within(lambda: flow.run(until=lambda: len(columns) >= 3))
+        env.scale(nodes=2)
+        within(lambda: flow.run(until=lambda: columns[-3:] == [2, 2, 2]), 120)
+        env.scale(nodes=1)
+        within(lambda: flow.run(until=lambda: columns[-3:] == [1, 1, 1]), 120)
+        assert max(lags) <= 1
+        assert_balanced(env.stats())
+
+
+@pytest.mark.timeout(300)
+def test_a_trigger_that_waits_for_absent_workers_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workflow, "_ABSENT_S", 0.2)
+    with on_nodes(tmp_path, 1, 2) as env, caplog.at_level(logging.WARNING, "farstep"):
+        flow = farstep.Workflow(env, TableAgent(), full(64))
+        flow.on(DataKeyTrigger(n=2, size=8), lambda message: None)
+        within(lambda: flow.run(until=lambda: "DataKeyTrigger" in caplog.text))
+    assert "waits for 2 workers, and 1 of at most 2 are present" in caplog.text and 'n="all"' in caplog.text
+
+
+@pytest.mark.parametrize(("thread", "max_staleness"), [(True, 2)])
+def test_all_workers_of_one_machine(thread: bool, max_staleness: int, tmp_path: Path) -> None:
+    """As with their number: nobody is absent, and one that is killed is waited for, as `collect` does."""
+    fault = {"fault": "sigkill", "phase": "step", "at": 30, "marker": str(tmp_path / "killed")}
+    with cluster(FaultyEnv, envs=4, workers=2, env_kwargs=fault) as env:
+        flow = farstep.Workflow(env, TableAgent(), full(4 * 32), steps=4, max_staleness=max_staleness)
+        learner = Ages(flow, flow.publish)
+        flow.on(DataKeyTrigger(n="all", size=8), learner, thread=thread)
+        within(lambda: flow.run(until=lambda: len(learner.batches) >= 8 and (tmp_path / "killed").exists()))
+        assert set(learner.columns()) == {4}
+        assert max(learner.lags) <= max_staleness
+        assert_balanced(env.stats())
