@@ -15,6 +15,7 @@ import numpy as np
 
 from farstep.buffer.contents import Contents
 from farstep.buffer.samplers import EpisodeSelector, FullBatch, Sampler
+from farstep.buffer.table import occurrences
 from farstep.core import Array
 
 _ROUNDS = 8  # of draws for what was refused, each of twice as many, before all items are looked at
@@ -123,10 +124,7 @@ class Chooser:
         """Entries of a draw that cannot be handed out: nothing can begin there, or the item was sampled so often."""
         usable = self._sampler.usable(contents.store, cells)
         if self._max_times_sampled:
-            order = np.argsort(cells, kind="stable")
-            rank, ordered = np.empty(len(cells), np.int64), cells[order]  # which occurrence of its item each is
-            rank[order] = np.arange(len(cells)) - np.searchsorted(ordered, ordered, side="left")
-            allowed = rank < self._max_times_sampled - contents.store.table.times.take(cells)
+            allowed = occurrences(cells) < self._max_times_sampled - contents.store.table.times.take(cells)
             usable = allowed if usable is None else usable & allowed
         return None if usable is None else np.flatnonzero(~usable)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import threading
 import time
@@ -55,9 +56,11 @@ class Buffer:
         self.max_bytes = None if max_bytes is None else check_count("max_bytes", max_bytes)
         limit = int(sampler.once) if max_times_sampled is None else max_times_sampled
         self.max_times_sampled = check_count("max_times_sampled", limit, minimum=0)
-        self._cyclic = type(self.remover) is FIFO
-        check_remover(self.remover, self.sampler, self._cyclic)
-        self.limiter.check_reachable(self.capacity)
+        check_remover(self.remover, self.sampler)
+        in_turn = self.sampler.needs_order or not self.max_times_sampled or isinstance(self.sampler, FIFO)
+        # Items that leave otherwise than oldest first would leave holes in a ring: their cells are to be used again.
+        self._cyclic = type(self.remover) is FIFO and in_turn
+        self._check_limiter(self.capacity)
         self.sampler.check_room(self.capacity)
         self._rng = np.random.default_rng(seed)
         self._structures: dict[str, Structure] = {}
@@ -89,9 +92,9 @@ class Buffer:
             raise ConfigError("a buffer needs at least one array.")
         self.sampler.check(schema)
         if columns > 1 and not self._cyclic:
-            raise ConfigError(f"with remover={self.remover!r} rows of all environments share one column.")
+            raise ConfigError(f"{self.unordered_reason}, so rows of all environments share one column.")
         capacity = fitting_capacity(schema, self.capacity, columns, self._cyclic, self.max_bytes)
-        self.limiter.check_reachable(capacity)
+        self._check_limiter(capacity)
         self.sampler.check_room(capacity // columns)
         self.capacity, self._structures = capacity, dict(structures or {})
         remover = None if self._cyclic else self.remover
@@ -99,8 +102,24 @@ class Buffer:
 
     @property
     def is_cyclic(self) -> bool:
-        """Whether rows stay in order and the oldest make room; else its remover chooses."""
+        """Whether rows stay in the order of insertion, and each overwrites the oldest one. Otherwise a row goes into
+        any free cell, and once there is none the remover chooses which item to remove."""
         return self._cyclic
+
+    @property
+    def unordered_reason(self) -> str:
+        """Why rows do not stay in order, for an error; only where they do not."""
+        if type(self.remover) is not FIFO:
+            return f"remover={self.remover!r} removes rows in any order"
+        return f"{self.sampler!r} with max_times_sampled={self.max_times_sampled} takes rows out in any order"
+
+    @property
+    def _uses_per_row(self) -> float:
+        """How many samples a row gives at most before it is gone."""
+        return self.max_times_sampled or math.inf
+
+    def _check_limiter(self, capacity: int) -> None:
+        self.limiter.check_reachable(capacity, self._uses_per_row)
 
     @property
     def is_halted(self) -> bool:
@@ -189,11 +208,9 @@ class Buffer:
             found, inserted, evicted = contents.put({name: value[:, None] for name, value in values.items()})
             self._inserted(inserted, evicted)
             return found.reshape(-1)
-        keys = np.empty(len(next(iter(values.values()))), np.int64)
-        for i in range(len(keys)):  # each is counted at once, so that an interrupt between two leaves counters true
-            keys[i], inserted, evicted = contents.put_row(values, i)
-            self._inserted(inserted, evicted)
-        return keys
+        found, inserted, evicted = contents.put_anywhere(values, len(next(iter(values.values()))))
+        self._inserted(inserted, evicted)
+        return found
 
     def _insert_batch(self, batch: Batch, timeout_s: float | None) -> Array:
         with self._lock:
@@ -327,7 +344,7 @@ class Buffer:
         """Change options of the limiter while it is in use, e.g. `limit(max_diff=math.inf)`; whoever waits looks
         again."""
         with self._lock:
-            self.limiter.change(changes, self.capacity)
+            self.limiter.change(changes, self.capacity, self._uses_per_row)
             self._notify()
 
     def _wait(self, what: str, ready: Callable[[], bool], timeout_s: float | None, how_far: str) -> None:

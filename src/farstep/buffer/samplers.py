@@ -80,9 +80,9 @@ def with_beta(sampler: Sampler, beta: float) -> Sampler:
     return replace(sampler, beta=beta)
 
 
-def check_remover(remover: Sampler, sampler: Sampler, is_cyclic: bool) -> None:
+def check_remover(remover: Sampler, sampler: Sampler) -> None:
     """Refuse one that takes single rows out of what the sampler needs in order, or that cannot take single rows."""
-    if sampler.needs_order and not is_cyclic:
+    if sampler.needs_order and type(remover) is not FIFO:
         raise ConfigError(f"{sampler!r} needs rows in order, so only the oldest can be removed: leave remover out.")
     if isinstance(remover, FullBatch):
         raise ConfigError("remover=FullBatch(); single rows are removed. Leave remover out for the oldest first.")
