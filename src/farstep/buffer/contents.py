@@ -90,7 +90,7 @@ class Contents:
         """A batch's rows as they are held, `[T, N, ...]`, if there is room for so many."""
         store = self.store
         values = arrays_of(batch, with_next=any(name.startswith("next_obs") for name in store.schema))
-        check_rows(values, store.schema, leading=2)
+        check_rows(values, store.schema, leading=2, slots=batch.slots.tolist())
         if self.is_cyclic and batch.shape[0] > store.rows:
             raise ConfigError(
                 f"a batch of {batch.shape[0]} steps does not fit: {self.capacity} rows for {store.columns} environment "
