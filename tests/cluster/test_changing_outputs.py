@@ -75,7 +75,7 @@ def test_missing_key_is_named() -> None:
             out = super().act(obs)
             return {"action": out["action"]} if self.calls > 2 else out
 
-    with cluster(config=inprocess()) as env, pytest.raises(farstep.AgentError, match="has no .*value.* now"):
+    with cluster(config=inprocess()) as env, pytest.raises(farstep.AgentError, match=r"has no .*value.* now"):
         env.collect(Forgetful(lambda out: {}), steps=8)
 
 

@@ -61,6 +61,10 @@ class Chooser:
     def __init__(self, sampler: Sampler, max_times_sampled: int) -> None:
         self._sampler, self._max_times_sampled = sampler, max_times_sampled
 
+    def least_rows(self, count: int) -> int:
+        """How many rows a batch of `count` items has at least."""
+        return count * self._sampler.item_rows[0]
+
     def most(self, capacity: int, contents: Contents | None) -> float:
         """How many items there can be for one batch."""
         if contents is not None and contents.selector.distinct:
@@ -71,7 +75,7 @@ class Chooser:
         """Cells of the items to hand out, and their probabilities; None while that cannot be."""
         if isinstance(self._sampler, FullBatch):
             count = max(count, contents.size)
-        if not contents.size or not is_allowed(count):
+        if not contents.size or not is_allowed(self.least_rows(count)):
             return None
         selector = contents.selector
         if selector.distinct:

@@ -2,6 +2,11 @@
 
     diff = inserts * samples_per_insert - samples
 
+Both sides count rows, whatever a sampler's items are: a sample of 8 sequences of 20 rows is 160 samples, one of 8
+transitions of `NStep` 8, one of whole episodes as many as they have steps (rows that fill up a batch do not count).
+How many rows episodes, or sequences with `pad`, have is known only once they are drawn: such a batch may bring `diff`
+below `min_diff`, and the next one waits for longer.
+
 Sampling `n` rows needs `min_size` rows and may not bring `diff` below `min_diff`; inserting `n` rows may not bring it
 above `max_diff`, unless the rows do not even reach `min_size`. Deletions change the size and not `diff`.
 """

@@ -116,7 +116,7 @@ class Buffer:
     @property
     def _uses_per_row(self) -> float:
         """How many samples a row gives at most before it is gone."""
-        return self.max_times_sampled or math.inf
+        return self.max_times_sampled * self.sampler.item_rows[1] or math.inf
 
     def _check_limiter(self, capacity: int) -> None:
         self.limiter.check_reachable(capacity, self._uses_per_row)
@@ -259,7 +259,7 @@ class Buffer:
             cells, probabilities = chosen
             batch = self.sampler.rows(contents.store, cells)
             info = self._chooser.taken(contents, cells, probabilities)
-            self.limiter.sample(len(cells))
+            self.limiter.sample(self.sampler.count_rows(batch))
             if self.max_times_sampled:
                 worn = np.unique(cells[info.times_sampled >= self.max_times_sampled])
                 contents.remove(worn)
@@ -270,18 +270,20 @@ class Buffer:
     def _choose(self, count: int) -> tuple[Array, Array] | None:
         """Cells of the items to hand out, and their probabilities; None while that cannot be."""
         contents = self._contents
-        if count > min(self.limiter.most_samples(), self._chooser.most(self.capacity, contents)):
+        rows = self._chooser.least_rows(count)
+        if rows > self.limiter.most_samples() or count > self._chooser.most(self.capacity, contents):
             raise ConfigError(
-                f"{count} rows at once can never be sampled here (capacity {self.capacity}, max_times_sampled "
-                f"{self.max_times_sampled}; {self.limiter}). Ask for fewer, or allow more."
+                f"{count} items of {rows} rows at once can never be sampled here (capacity {self.capacity}, "
+                f"max_times_sampled {self.max_times_sampled}; {self.limiter}). Ask for fewer, or allow more."
             )
         return None if contents is None else self._chooser.choose(contents, count, self.limiter.can_sample)
 
     def _missing(self, count: int, alone: bool) -> str:
         """Why nothing is sampled, and what to do; `alone`: who asks is also who inserts."""
-        contents, limiter = self._contents, self.limiter
+        contents, limiter, rows = self._contents, self.limiter, self._chooser.least_rows(count)
         asked = f"{count} items for {self.sampler!r} are asked for"
-        if contents is None or not contents.size or not limiter.can_sample(count):
+        asked += f", of {rows} rows in all" if rows > count else ""
+        if contents is None or not contents.size or not limiter.can_sample(rows):
             if not alone:
                 return (
                     f"{asked}, it holds {len(self)} items ({limiter}). Who inserts must go on, or widen the limiter "
@@ -290,7 +292,7 @@ class Buffer:
             return (
                 f"{asked}, and the buffer does not give them ({len(self)} items; {limiter}). Who asks is also who "
                 "inserts, so waiting would be for ever: let the consumer be called when the limiter gives as many "
-                f"(flow.on(..., samples={count})), ask for fewer, let the trigger fire later (its size), widen the "
+                f"(flow.on(..., samples={rows})), ask for fewer, let the trigger fire later (its size), widen the "
                 "limiter, or sample in a thread of its own (flow.on(..., thread=True))."
             )
         usable = len(self._chooser.usable_items(contents))
