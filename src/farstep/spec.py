@@ -114,6 +114,23 @@ def value_structure(value: Nested, name: str, arrays: dict[str, Array]) -> Struc
     return name
 
 
+def first_misfit(array: Array, dtype: np.dtype[Any]) -> tuple[int, ...] | None:
+    """Where the first number is that `dtype` cannot hold; None if it holds all of them.
+
+    Integers must stay what they are, and finite numbers finite; a float may be rounded.
+    """
+    with np.errstate(all="ignore"):
+        source = array if dtype.kind == "c" else array.real
+        cast = source.astype(dtype)
+        if dtype.kind in "biu":
+            wrong = (cast.astype(source.dtype) != source) | ((cast < 0) != (source < 0))
+        else:
+            wrong = np.isinf(cast) & ~np.isinf(source)
+    if source is not array:
+        wrong |= array.imag != 0
+    return tuple(map(int, np.argwhere(wrong)[0])) if wrong.any() else None
+
+
 def map_leaves(function: Callable[[Any], Any], value: Nested) -> Nested:
     """The same nesting with `function(leaf)` for each leaf; mappings become plain dicts."""
     if isinstance(value, (list, tuple)):

@@ -420,8 +420,8 @@ class Workflow:
                     raise ConfigError(unknown_name(f"key of {trigger!r}", name, schema))
         if self._takers and not buffer.is_cyclic:
             raise ConfigError(
-                f"with remover={buffer.remover!r} rows have no order, and a DataKeyTrigger takes them in order: "
-                "leave remover out, or use consume=False with min_new=k."
+                f"{buffer.unordered_reason}, and a DataKeyTrigger takes them in order: give the trigger consume=False "
+                "and min_new=k, or the buffer FIFO() as remover and a sampler without max_times_sampled."
             )
         if buffer.is_cyclic:
             if not buffer.is_bound:

@@ -9,10 +9,7 @@ from hypothesis import strategies as st
 from sampled_rows import rows
 
 from farstep import Buffer, ConfigError
-from farstep.buffer import (
-    LIFO,
-    Uniform,
-)
+from farstep.buffer import FIFO, LIFO, FullBatch, Sampler, Uniform
 from farstep.buffer.table import Table
 
 
@@ -88,3 +85,34 @@ def test_keys_of_rows_whose_insert_was_interrupted_are_not_given_again() -> None
         assert not given_keys & set(keys.tolist())
         given_keys.update(keys.tolist())
         assert table.find(keys).tolist() == list(range(start, stop))
+
+
+# ---- numbers that do not fit ----
+
+
+@pytest.mark.parametrize(
+    ("held", "value", "shown"),
+    [
+        ("uint8", np.array([1, 300, 2], np.uint16), "300"),
+        ("int8", np.array([1, -129, 2]), "-129"),
+        ("int64", np.array([1, 2**63, 2], np.uint64), "9223372036854775808"),
+        ("float32", np.array([1, 1e300, 2]), r"1e\+300"),
+        ("float16", np.array([1, -70000, 2], np.float32), "-70000.0"),
+        ("complex64", np.array([1, 1e300j, 2]), "1e.300j"),
+    ],
+)
+@pytest.mark.parametrize("remover", [FIFO(), LIFO()], ids=repr)
+def test_number_that_does_not_fit_is_refused(remover: Sampler, held: str, value: np.ndarray, shown: str) -> None:
+    with Buffer(8, Uniform(), remover=remover, spec={"x": ((), held), "y": ((), "f4")}) as buffer:
+        with pytest.raises(ConfigError, match=f"{shown} in 'x', row 1; this buffer holds {held}"):
+            buffer.insert({"x": value, "y": np.zeros(3)})
+        assert len(buffer) == 0
+
+
+def test_numbers_that_fit_are_stored_as_they_are() -> None:
+    with Buffer(8, FullBatch(), spec={"x": ((2,), "uint8"), "y": ((), "f4")}) as buffer:
+        y = np.array([np.inf, np.nan, 0.1])
+        buffer.insert({"x": np.array([[0, 255]] * 3, np.uint32), "y": y})
+        batch, _ = buffer.sample(3)
+        assert batch["x"].tolist() == [[0, 255]] * 3
+        np.testing.assert_array_equal(batch["y"], y.astype(np.float32))

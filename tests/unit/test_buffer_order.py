@@ -19,6 +19,7 @@ from farstep.buffer import (
     MaxHeap,
     MinHeap,
     Prioritized,
+    Sampler,
     Uniform,
 )
 from farstep.buffer.selectors import HeapSelector, OrderSelector
@@ -164,3 +165,81 @@ def test_who_is_removed_by_chance() -> None:
                 counts[name].update({0, 1, 2, 3} - set(left_in(buffer)))
     assert_frequencies(np.array([counts["uniform"][i] for i in range(4)]), np.ones(4))
     assert_frequencies(np.array([counts["prioritised"][i] for i in range(4)]), np.array([1, 2, 4, 4]))
+
+
+# ---- many rows at once ----
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    st.sampled_from([FIFO(), LIFO(), MinHeap(), MaxHeap()]),
+    st.integers(1, 9),
+    st.lists(st.tuples(st.integers(1, 25), st.lists(st.sampled_from([0.5, 1.0, 2.0]), max_size=9)), max_size=8),
+)
+def test_inserting_many_rows_leaves_what_single_rows_leave(
+    remover: Sampler, capacity: int, calls: list[tuple[int, list[float]]]
+) -> None:
+    first = 0
+    with (
+        Buffer(capacity, MinHeap(), remover=remover, max_times_sampled=9) as at_once,
+        Buffer(capacity, MinHeap(), remover=remover, max_times_sampled=9) as singly,
+    ):
+        for count, priorities in calls:
+            keys = at_once.insert(rows(first, count))
+            single_keys = np.concatenate([singly.insert(rows(first + i, 1)) for i in range(count)])
+            first += count
+            assert len(set(keys.tolist())) == count
+            (one, _), (other, _) = at_once.sample(len(at_once)), singly.sample(len(singly))
+            assert one["number"].tolist() == other["number"].tolist()
+            at_once.update_priorities(keys[: len(priorities)], priorities[:count])
+            singly.update_priorities(single_keys[: len(priorities)], priorities[:count])
+            assert (len(at_once), at_once.removed) == (len(singly), singly.removed)
+
+
+def survivors(weights: dict[int, float], new: list[int], weight: float) -> Counter[frozenset[int]]:
+    """The exact probability of each set of rows that is left, when rows come singly and one goes after each."""
+    if not new:
+        return Counter({frozenset(weights): 1.0})  # type: ignore[dict-item]
+    pool = {**weights, new[0]: weight}
+    total, found = sum(pool.values()), Counter()
+    for gone, share in pool.items():
+        left = {row: each for row, each in pool.items() if row != gone}
+        for rest, chance in survivors(left, new[1:], weight).items():
+            found[rest] += chance * share / total
+    return found
+
+
+@pytest.mark.parametrize("remover", [Uniform(), Prioritized(alpha=1)], ids=repr)
+def test_rows_removed_by_chance_are_as_likely_for_many_at_once(remover: Sampler) -> None:
+    priorities = [1.0, 2.0, 4.0]
+    weights = priorities if isinstance(remover, Prioritized) else [1.0] * 3
+    expected = survivors(dict(enumerate(weights)), [3, 4, 5], weights[-1])
+    counts: Counter[frozenset[int]] = Counter()
+    for seed in range(800):
+        with Buffer(3, FullBatch(), remover=remover, seed=seed) as buffer:
+            keys = buffer.insert(rows(0, 3))
+            if buffer.remover.uses_priorities:
+                buffer.update_priorities(keys, priorities)
+            buffer.insert(rows(3, 3))  # each with the highest priority so far, 4
+            counts[frozenset(left_in(buffer))] += 1
+    assert counts.keys() <= expected.keys()
+    likely = [left for left, chance in expected.items() if chance * 800 > 5]
+    rest = [sum(c.values()) - sum(c[left] for left in likely) for c in (counts, expected)]
+    observed = np.array([*(counts[left] for left in likely), rest[0]])
+    chances = np.array([*(expected[left] for left in likely), rest[1]])
+    kept = chances * 800 > 5
+    assert_frequencies(observed[kept], chances[kept])
+
+
+def test_many_rows_at_once_keep_their_own_values_and_keys() -> None:
+    for remover in (FIFO(), LIFO(), Uniform(), Prioritized(), MinHeap(), MaxHeap()):
+        with Buffer(50, LIFO(), remover=remover, max_times_sampled=2, seed=0) as buffer:
+            named: dict[int, int] = {}
+            for first in range(0, 1000, 125):
+                keys = buffer.insert(rows(first, 125)).tolist()
+                assert not named.keys() & set(keys)
+                named.update(zip(keys, range(first, first + 125), strict=True))
+                batch, info = buffer.sample(30)
+                assert batch["number"].tolist() == [named[key] for key in info.keys.tolist()]
+                assert (np.diff(batch["number"]) < 0).all()  # the newest first
+                assert buffer.delete(info.keys[:7]) in (0, 7)

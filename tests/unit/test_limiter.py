@@ -13,8 +13,22 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from farstep import Buffer, ConfigError
-from farstep.buffer import FIFO, FullBatch, MinSize, Queue, RateLimiter, SampleToInsertRatio, Stack, Uniform
+from farstep import Buffer, BufferTimeout, ConfigError
+from farstep.buffer import (
+    DPER,
+    FIFO,
+    FullBatch,
+    MinSize,
+    NStep,
+    Prioritized,
+    Queue,
+    RateLimiter,
+    Sampler,
+    SampleToInsertRatio,
+    Sequence,
+    Stack,
+    Uniform,
+)
 
 inf = math.inf
 
@@ -224,6 +238,56 @@ def test_a_limit_that_would_deadlock_changes_nothing() -> None:
                 buffer.limit(**changes)
             limiter = buffer.limiter
             assert (limiter.samples_per_insert, limiter.min_size, limiter.min_diff, limiter.max_diff) == (1, 1, 0, 4)
+
+
+# ---- rows on both sides ----
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        Uniform(),
+        Prioritized(),
+        NStep(n=3),
+        Sequence(length=4),
+        Sequence(length=4, by=Prioritized()),
+        Sequence(length=4, pad=True),
+        DPER(),
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("ratio", [0.5, 3.0])
+def test_the_ratio_is_of_rows_whatever_the_sampler_gives(sampler: Sampler, ratio: float) -> None:
+    """A writer and a reader that both run as far as they may: episodes of 5 to 7 steps."""
+    inserted = returned = 0
+    slack = 40.0
+    with Buffer(200, sampler, limiter=SampleToInsertRatio(ratio, 20, slack), seed=0) as buffer:
+        for length in [5, 6, 7] * 40:
+            ended = np.arange(length) == length - 1
+            buffer.insert({"reward": np.ones(length), "terminated": ended}, timeout_s=0)
+            inserted += length
+            while True:
+                try:
+                    batch, info = buffer.sample(2, timeout_s=0)
+                except BufferTimeout:
+                    break
+                returned += int(batch["valid"].sum()) if "valid" in batch else len(info.keys)
+        assert (buffer.limiter.inserts, buffer.limiter.samples) == (inserted, returned)
+    # Sampling began after 20 rows, `slack` samples may be ahead, and 2 items of up to 7 rows wait for their turn.
+    assert ratio * (inserted - 20) - slack <= returned <= ratio * (inserted - 20) + slack + 2 * 7
+
+
+def test_items_of_more_rows_than_a_limiter_ever_gives_are_refused() -> None:
+    with Buffer(100, Sequence(length=10), limiter=SampleToInsertRatio(1.0, 10, 20.0)) as buffer:
+        buffer.insert({"a": np.zeros(30)})
+        with pytest.raises(ConfigError, match="5 items of 50 rows at once can never be sampled"):
+            buffer.sample(5)
+        buffer.sample(3)
+        with pytest.raises(BufferTimeout, match=r"2 items .* of 20 rows in all"):
+            buffer.sample(2, timeout_s=0)
+        buffer.insert({"a": np.zeros(20)}, timeout_s=0)
+        buffer.sample(2, timeout_s=0)
+        assert buffer.limiter.samples == 50
 
 
 # ---- what always holds ----

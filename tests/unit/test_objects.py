@@ -117,6 +117,70 @@ def test_a_version_that_was_never_finished_is_not_seen():
     each.close()
 
 
+NESTED_READER = """
+import sys
+import numpy as np
+from farstep.buffer.objects import SharedObject
+version, value = SharedObject.attach(sys.argv[1]).read()
+print(repr({"version": version, **value}).replace("\\n", ""))
+"""
+
+
+def test_another_process_reads_the_same_nesting_and_names(model: ModelBlock):
+    value = {"a.b": np.arange(3), "a": {"b": 1.5, "": (2, {"['x']": 3})}, "a'.\"b": np.float32(4), "none": {}}
+    model.publish("odd names", value)
+    command = [sys.executable, "-c", NESTED_READER, model.path("odd names")]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    read = eval(said, {"np": np, "array": np.array, "float32": np.float32})
+    assert read.pop("version") == 0
+    assert read.keys() == value.keys() and read["a.b"].tolist() == [0, 1, 2]
+    assert (read["a"]["b"], read["a"][""], read["none"]) == (1.5, (2, {"['x']": 3}), {})
+
+
+def test_a_state_dict_of_torch_is_published(model: ModelBlock):
+    torch = pytest.importorskip("torch")
+    network = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 2))
+    assert model.publish("target", network.state_dict()) == 0
+    with torch.no_grad():
+        network[0].weight.fill_(7)
+    assert model.publish("target", network.state_dict()) == 1
+    version, read = model.read("target")
+    assert version == 1 and list(read) == list(network.state_dict())
+    for name, tensor in network.state_dict().items():
+        np.testing.assert_array_equal(read[name], tensor.numpy())
+    assert model.publish("parameters()", network.parameters()) == 0  # an iterator
+    assert model.read("parameters()")[1][0].shape == (8, 4)
+
+
+def test_any_number_of_arrays_is_published(model: ModelBlock):
+    value = {f"layers.{i}.weight with a long name": np.full(3, i) for i in range(2000)}
+    model.publish("many", value)
+    other = SharedObject.attach(model.path("many"))
+    version, read = other.read()
+    assert version == 0 and list(read) == list(value)
+    assert all((read[name] == i).all() for i, name in enumerate(value))
+    other.close()
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ({"a": {1: 2.0}}, r"object\['a'\] cannot be published: its key 1 is no string"),
+        ({"a.b": [1.0, "text"]}, r"object\['a.b'\]\[1\] .* got str"),
+        ({"a": None}, r"object\['a'\] .* got NoneType"),
+    ],
+)
+def test_what_cannot_be_published_is_named(model: ModelBlock, value, said):
+    with pytest.raises(ConfigError, match=said):
+        model.publish("bad", value)
+
+
+def test_another_array_of_a_later_version_is_named(model: ModelBlock):
+    model.publish("net", {"0.weight": np.zeros(3)})
+    with pytest.raises(ConfigError, match=r"object\['0.weight'\] is float64\[3\] here and float64\[4\] there"):
+        model.publish("net", {"0.weight": np.zeros(4)})
+
+
 def test_what_is_no_object_is_refused(tmp_path):
     for content in (b"", b"x" * 10, b"x" * 9000):
         (tmp_path / "file").write_bytes(content)

@@ -15,6 +15,7 @@ import numpy as np
 
 from farstep.buffer.contents import Contents
 from farstep.buffer.samplers import EpisodeSelector, FullBatch, Sampler
+from farstep.buffer.table import occurrences
 from farstep.core import Array
 
 _ROUNDS = 8  # of draws for what was refused, each of twice as many, before all items are looked at
@@ -60,6 +61,10 @@ class Chooser:
     def __init__(self, sampler: Sampler, max_times_sampled: int) -> None:
         self._sampler, self._max_times_sampled = sampler, max_times_sampled
 
+    def least_rows(self, count: int) -> int:
+        """How many rows a batch of `count` items has at least."""
+        return count * self._sampler.item_rows[0]
+
     def most(self, capacity: int, contents: Contents | None) -> float:
         """How many items there can be for one batch."""
         if contents is not None and contents.selector.distinct:
@@ -70,7 +75,7 @@ class Chooser:
         """Cells of the items to hand out, and their probabilities; None while that cannot be."""
         if isinstance(self._sampler, FullBatch):
             count = max(count, contents.size)
-        if not contents.size or not is_allowed(count):
+        if not contents.size or not is_allowed(self.least_rows(count)):
             return None
         selector = contents.selector
         if selector.distinct:
@@ -123,10 +128,7 @@ class Chooser:
         """Entries of a draw that cannot be handed out: nothing can begin there, or the item was sampled so often."""
         usable = self._sampler.usable(contents.store, cells)
         if self._max_times_sampled:
-            order = np.argsort(cells, kind="stable")
-            rank, ordered = np.empty(len(cells), np.int64), cells[order]  # which occurrence of its item each is
-            rank[order] = np.arange(len(cells)) - np.searchsorted(ordered, ordered, side="left")
-            allowed = rank < self._max_times_sampled - contents.store.table.times.take(cells)
+            allowed = occurrences(cells) < self._max_times_sampled - contents.store.table.times.take(cells)
             usable = allowed if usable is None else usable & allowed
         return None if usable is None else np.flatnonzero(~usable)
 

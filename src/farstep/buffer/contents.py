@@ -29,7 +29,8 @@ from farstep.spec import Schema, Structure, leaves
 class Contents:
     """Room for `capacity` rows of `schema` in `columns`, one for each environment slot.
 
-    Without `remover` rows stay in order and the oldest make room; else it chooses who goes.
+    Without `remover` rows stay in order and the oldest make room. Otherwise a new row goes into any free cell, and the
+    remover chooses an item to remove once there is none.
     """
 
     def __init__(
@@ -57,13 +58,9 @@ class Contents:
         self._slots: Array = np.full(columns, -1, np.int64)
         """Per column, which environment slot wrote last."""
         self.is_plain = (
-            self.is_cyclic
-            and columns == 1
-            and not tails
-            and "valid" not in schema
-            and not isinstance(self.selector, EpisodeSelector)
+            columns == 1 and not tails and "valid" not in schema and not isinstance(self.selector, EpisodeSelector)
         )
-        """Rows are all there is to it: one column, in order, no filler among them, no episodes to put together."""
+        """Rows are all there is to it: one column, no filler among them, no episodes to put together."""
 
     @property
     def size(self) -> int:
@@ -93,7 +90,7 @@ class Contents:
         """A batch's rows as they are held, `[T, N, ...]`, if there is room for so many."""
         store = self.store
         values = arrays_of(batch, with_next=any(name.startswith("next_obs") for name in store.schema))
-        check_rows(values, store.schema, leading=2)
+        check_rows(values, store.schema, leading=2, slots=batch.slots.tolist())
         if self.is_cyclic and batch.shape[0] > store.rows:
             raise ConfigError(
                 f"a batch of {batch.shape[0]} steps does not fit: {self.capacity} rows for {store.columns} environment "
@@ -113,6 +110,9 @@ class Contents:
 
     def put_rows(self, values: Mapping[str, Array], count: int) -> tuple[Array, int]:
         """Rows `[count, ...]`, if that is all there is to it; their keys, and how many items made room for them."""
+        if not self.is_cyclic:
+            keys, _, evicted = self.put_anywhere(values, count)
+            return keys, evicted
         keys, evicted = self.store.append_rows(values, count)
         if self.selector.listens:
             cells = self.store.table.cells
@@ -141,29 +141,62 @@ class Contents:
             self.selector.completed(self._episodes.completed(keys, columns, continues))
         return keys, len(cells), evicted
 
-    def put_row(self, values: Mapping[str, Array], i: int) -> tuple[int, int, int]:
-        """Row `i` of `[n, ...]` into a free cell; its key, whether it is an item, and how many items went for it.
+    def put_anywhere(self, values: Mapping[str, Array], count: int) -> tuple[Array, int, int]:
+        """Rows `[count, ...]`, in order, each into a free cell; their keys, how many of them are items, and how many
+        items were removed for them.
 
-        If there are too many then, the remover decides who goes, perhaps the new row.
+        Once there are too many, the remover decides after each row which item goes, perhaps the new one.
         """
-        assert self._remover is not None
-        table, cell = self.store.table, self._free.pop()
+        table = self.store.table
+        valid, rows, keys = values.get("valid"), np.arange(count), np.empty(count, np.int64)
+        if valid is not None and valid.ndim == 1 and not valid.all():  # some are no steps, but a reset's
+            filler, rows = np.flatnonzero(valid == 0), np.flatnonzero(valid)
+            cells = np.full(len(filler), self._free[-1])
+            keys[filler] = table.put_cells(cells)
+            table.remove(cells[:1])
+        fitting = min(len(rows), self.capacity - table.size)
+        if fitting:
+            self._fill(self._take_free(fitting), values, rows[:fitting], keys)
+        evicted = self._displace(values, rows[fitting:], keys)
+        return keys, len(rows), evicted
+
+    def _take_free(self, count: int) -> Array:
+        cells = np.array(self._free[: -count - 1 : -1])
+        del self._free[-count:]
+        return cells
+
+    def _fill(self, cells: Array, values: Mapping[str, Array], rows: Array, keys: Array) -> None:
+        """Put rows into as many free cells, and note their keys."""
+        keys[rows] = new = self.store.table.put_cells(cells)
+        self._write(cells, values, rows, new)
+
+    def _write(self, cells: Array, values: Mapping[str, Array], rows: Array, keys: Array) -> None:
         for name, flat in self.store.flat.items():
-            flat[cell] = values[name][i]
-        cells, keys = np.array([cell]), table.put(slice(cell, cell + 1), slice(0, 1))[0][0].copy()
-        key = int(keys[0])
-        valid = values.get("valid")
-        if valid is not None and valid.ndim == 1 and not valid[i]:  # no step, but a reset's
-            table.remove(cells)
-            self._free.append(cell)
-            return key, 0, 0
+            flat[cells] = values[name][rows]
         for selector in self._selectors():
             selector.inserted(cells, keys)
-        if table.size <= self.capacity:
-            return key, 1, 0
-        gone = self._remover.select(1, self.rng)[0]
-        self.remove(gone)
-        return key, 1, len(gone)
+
+    def _displace(self, values: Mapping[str, Array], rows: Array, keys: Array) -> int:
+        """Put rows into a full store, one after the other; how many items were removed for them."""
+        assert self._remover is not None
+        table, evicted = self.store.table, 0
+        while evicted < len(rows):
+            self._fill(self._take_free(1), values, rows[evicted : evicted + 1], keys)
+            path = self._remover.displaced(len(rows) - evicted, self.rng)
+            gone = np.unique(path)
+            if len(path) > 1:
+                further, cells = rows[evicted + 1 : evicted + len(path)], path[:-1]
+                keys[further] = new = table.put_cells(cells)
+                for selector in self._selectors():
+                    selector.removed(gone)
+                stay = _last_occurrences(cells)
+                stay = stay[cells[stay] != path[-1]]
+                if len(stay):
+                    self._write(cells[stay], values, further[stay], new[stay])
+                gone = path[-1:]
+            self.remove(gone)
+            evicted += len(path)
+        return evicted
 
     def put_batch(self, batch: Batch, values: Mapping[str, Array]) -> tuple[Array, int, int]:
         """As `put`, of a batch's rows `[T, N, ...]`, each slot in its column."""
@@ -272,6 +305,12 @@ def fitting_capacity(schema: Schema, capacity: int, columns: int, is_cyclic: boo
             f"{available_memory() / 2**30:,.1f} GiB available. Lower capacity."
         )
     return capacity
+
+
+def _last_occurrences(values: Array) -> Array:
+    """The places of the last of each group of equal entries, in order."""
+    _, from_end = np.unique(values[::-1], return_index=True)
+    return np.sort(len(values) - 1 - from_end)
 
 
 def _neighbours(slots: Array) -> list[tuple[int, int]]:

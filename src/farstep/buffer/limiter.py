@@ -2,6 +2,11 @@
 
     diff = inserts * samples_per_insert - samples
 
+Both sides count rows, whatever a sampler's items are: a sample of 8 sequences of 20 rows is 160 samples, one of 8
+transitions of `NStep` 8, one of whole episodes as many as they have steps (rows that fill up a batch do not count).
+How many rows episodes, or sequences with `pad`, have is known only once they are drawn: such a batch may bring `diff`
+below `min_diff`, and the next one waits for longer.
+
 Sampling `n` rows needs `min_size` rows and may not bring `diff` below `min_diff`; inserting `n` rows may not bring it
 above `max_diff`, unless the rows do not even reach `min_size`. Deletions change the size and not `diff`.
 """
@@ -77,16 +82,39 @@ class RateLimiter:
                 stacklevel=4,
             )
 
-    def check_reachable(self, capacity: int) -> None:
-        """Refuse a buffer with less room than `min_size`."""
+    def check_reachable(self, capacity: int, uses_per_row: float = math.inf) -> None:
+        """Refuse a buffer with which this limiter could never be satisfied.
+
+        Args:
+            capacity: Rows the buffer has room for.
+            uses_per_row: Samples a row gives before it is removed (`max_times_sampled`); infinite without such a limit.
+
+        Raises:
+            ConfigError: The buffer never holds `min_size` rows, or its rows never give the samples that the limiter
+                makes the writer wait for.
+        """
         if self.min_size > capacity:
             raise ConfigError(
                 f"min_size={self.min_size} of the limiter is more than the {capacity} rows "
                 "there is room for, so nothing could ever be sampled. Raise capacity or lower min_size."
             )
+        if math.isinf(self.max_diff):
+            return
+        if self.samples_per_insert > uses_per_row:
+            raise ConfigError(
+                f"samples_per_insert={self.samples_per_insert:g} of the limiter is more than the {uses_per_row:g} "
+                "times that a row can be sampled here (max_times_sampled), so inserting would wait for samples "
+                "that cannot be taken. Lower samples_per_insert or raise max_times_sampled."
+            )
+        if self.max_diff > capacity * uses_per_row:
+            raise ConfigError(
+                f"max_diff={self.max_diff:g} of the limiter lets more samples wait than the {capacity} rows of this "
+                f"buffer can give ({uses_per_row:g} each), so rows would be removed before they are sampled. Raise "
+                f"capacity to at least {math.ceil(self.max_diff / uses_per_row)}, or lower the limiter's max_diff."
+            )
 
-    def change(self, changes: Mapping[str, float], capacity: int) -> None:
-        """Set options, for a buffer of this capacity: all of them, or none and an error."""
+    def change(self, changes: Mapping[str, float], capacity: int, uses_per_row: float = math.inf) -> None:
+        """Set options, for a buffer as in `check_reachable`: all of them, or none and an error."""
         for name in changes:
             if name not in _OPTIONS:
                 raise ConfigError(unknown_name("option of a limiter", name, _OPTIONS))
@@ -95,7 +123,7 @@ class RateLimiter:
             setattr(self, name, value)
         try:
             self.check()
-            self.check_reachable(capacity)
+            self.check_reachable(capacity, uses_per_row)
         except BaseException:  # also of a warning that is an error
             for name, value in before.items():
                 setattr(self, name, value)

@@ -1,7 +1,9 @@
 """The model block: named objects with versions (parameters, a noise scale, anything), each published whole.
 
-An object's arrays are kept twice in shared memory. A new version is written over the older one, stamped, and only then
-named the current one; a reader copies and looks at the stamp again. So whoever reads, in whichever process, gets one
+An object is an array, or mappings (with any strings as keys), tuples and lists of arrays; torch tensors, e.g. of a
+`state_dict`, are read back as NumPy arrays, lists as tuples. Its description, which grows with the number of arrays, is
+at the start of the memory. The arrays are kept twice. A new version is written over the older one, stamped, and only
+then named the current one; a reader copies and looks at the stamp again. So a reader, in whichever process, gets one
 version and never parts of two, also when the writer dies while it writes.
 """
 
@@ -10,22 +12,25 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 
+from farstep.agents.parameters import as_array
 from farstep.buffer.blocks import Layout
 from farstep.buffer.cyclic import fence
 from farstep.core import Array, Nested
 from farstep.errors import AgentError, BufferTimeout, ClosedError, ConfigError
-from farstep.spec import ArraySpec, Schema, Structure, differences, nest, structure_of, value_structure
+from farstep.spec import ArraySpec, Schema, Structure, differences, nest, structure_of
 from farstep.wire.memory import SharedMemory
 
 _MAGIC = 0x6661727374656F62  # "farsteob"
 _PAGE = 4096
 _WORDS = 4  # magic, bytes of the description, current version, free; then a stamp for each of the two copies
+_START = 8 * (_WORDS + 2)  # of the description
 _READ_S = 10.0
 
 
@@ -40,7 +45,7 @@ class SharedObject:
     def __init__(self, memory: SharedMemory, schema: Schema, structure: Structure) -> None:
         self._memory, self._schema, self._structure = memory, schema, structure
         self._words = np.frombuffer(memory.map, np.int64, _WORDS + 2)
-        self._copies = Layout(2, 0, 1, schema).views(memoryview(memory.map)[_PAGE:])
+        self._copies = Layout(2, 0, 1, schema).views(memoryview(memory.map)[_header_bytes(int(self._words[1])) :])
         self._publishing = threading.Lock()
         self._pid = os.getpid()
 
@@ -49,11 +54,8 @@ class SharedObject:
         """Room for objects shaped like `value`; publishes nothing yet."""
         schema, structure, _ = _taken_apart(value)
         said = msgspec.msgpack.encode(_Description(schema, structure))
-        if len(said) > _PAGE - 8 * (_WORDS + 2):
-            raise ConfigError(f"an object of {len(schema)} arrays is too many to describe; put some of them together.")
-        memory = SharedMemory.create(_PAGE + Layout(2, 0, 1, schema).nbytes, "farstep-object")
-        start = 8 * (_WORDS + 2)
-        memory.map[start : start + len(said)] = said
+        memory = SharedMemory.create(_header_bytes(len(said)) + Layout(2, 0, 1, schema).nbytes, "farstep-object")
+        memory.map[_START : _START + len(said)] = said
         np.frombuffer(memory.map, np.int64, _WORDS + 2)[:] = _MAGIC, len(said), -1, 0, -1, -1
         return cls(memory, schema, structure)
 
@@ -68,11 +70,10 @@ class SharedObject:
             raise ConfigError(f"{path} holds no object of farstep's: {error}.") from None
         try:
             magic, length = np.frombuffer(memory.map, np.int64, 2).tolist()
-            if magic != _MAGIC or not 0 < length <= _PAGE:
+            if magic != _MAGIC or not 0 < length <= memory.nbytes - _START:
                 raise ConfigError(f"{path} holds no object of farstep's.")
-            start = 8 * (_WORDS + 2)
-            said = msgspec.msgpack.decode(memory.map[start : start + length], type=_Description)
-            if _PAGE + Layout(2, 0, 1, said.schema).nbytes > memory.nbytes:
+            said = msgspec.msgpack.decode(memory.map[_START : _START + length], type=_Description)
+            if _header_bytes(length) + Layout(2, 0, 1, said.schema).nbytes > memory.nbytes:
                 raise ConfigError(f"{path} is smaller than the object it describes.")
             return cls(memory, said.schema, structure_of(said.structure))
         except (msgspec.DecodeError, ConfigError) as error:
@@ -137,7 +138,21 @@ class ModelBlock:
         self._making = threading.Lock()
 
     def publish(self, name: str, value: Nested) -> int:
-        """A new version of an object: a number, an array, or mappings and tuples of these."""
+        """Publish a new version of an object.
+
+        Args:
+            name: Under which `read` and `path` find it.
+            value: A number, an array, a torch tensor, or mappings with strings as keys, tuples and lists of these; for
+                every version the same nesting, shapes and dtypes.
+
+        Returns:
+            The version: 0, 1, 2, ...
+
+        Raises:
+            ConfigError: Something in `value` is no array of numbers, or is not as in the versions before.
+        """
+        if hasattr(value, "__next__"):  # e.g. of network.parameters(), which can be looked at once
+            value = list(value)
         with self._making:
             if name not in self._objects:
                 self._objects[name] = SharedObject.create(value)
@@ -164,13 +179,34 @@ class ModelBlock:
         self._objects.clear()
 
 
+def _header_bytes(described: int) -> int:
+    """What precedes the arrays: words and a description of as many bytes, in whole pages."""
+    return -(-(_START + described) // _PAGE) * _PAGE
+
+
 def _taken_apart(value: Nested) -> tuple[Schema, Structure, dict[str, Array]]:
     arrays: dict[str, Array] = {}
+    structure = _visit(value, "object", arrays)
+    return {path: ArraySpec(array.shape, array.dtype.str) for path, array in arrays.items()}, structure, arrays
+
+
+def _visit(value: Nested, path: str, arrays: dict[str, Array]) -> Structure:
+    """The nesting of a value; its arrays are added under their paths, e.g. `object['net.0.weight']`."""
+    if isinstance(value, Mapping):
+        for key in value:
+            if not isinstance(key, str):
+                raise ConfigError(f"{path} cannot be published: its key {key!r} is no string. Use strings as keys.")
+        return {key: _visit(part, f"{path}[{key!r}]", arrays) for key, part in value.items()}
+    if isinstance(value, tuple | list):
+        return tuple(_visit(part, f"{path}[{i}]", arrays) for i, part in enumerate(value))
     try:
-        structure = value_structure(value, "object", arrays)
-    except AgentError:
+        array = as_array(value)
+    except AgentError as error:
+        raise ConfigError(f"{path} cannot be published: {error}") from None
+    if array.dtype.kind not in "biufc":
         raise ConfigError(
-            f"{value!r} cannot be published; expected a number, an array of numbers, or mappings (with names without a "
-            "dot) and tuples of these."
-        ) from None
-    return {name: ArraySpec(array.shape, array.dtype.str) for name, array in arrays.items()}, structure, arrays
+            f"{path} cannot be published; expected a number, an array of numbers, a torch tensor, or mappings, tuples "
+            f"and lists of these, and got {type(value).__name__}."
+        )
+    arrays[path] = array
+    return path

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import threading
 import time
@@ -55,9 +56,11 @@ class Buffer:
         self.max_bytes = None if max_bytes is None else check_count("max_bytes", max_bytes)
         limit = int(sampler.once) if max_times_sampled is None else max_times_sampled
         self.max_times_sampled = check_count("max_times_sampled", limit, minimum=0)
-        self._cyclic = type(self.remover) is FIFO
-        check_remover(self.remover, self.sampler, self._cyclic)
-        self.limiter.check_reachable(self.capacity)
+        check_remover(self.remover, self.sampler)
+        in_turn = self.sampler.needs_order or not self.max_times_sampled or isinstance(self.sampler, FIFO)
+        # Items that leave otherwise than oldest first would leave holes in a ring: their cells are to be used again.
+        self._cyclic = type(self.remover) is FIFO and in_turn
+        self._check_limiter(self.capacity)
         self.sampler.check_room(self.capacity)
         self._rng = np.random.default_rng(seed)
         self._structures: dict[str, Structure] = {}
@@ -91,9 +94,9 @@ class Buffer:
             raise ConfigError("a buffer needs at least one array.")
         self.sampler.check(schema)
         if columns > 1 and not self._cyclic:
-            raise ConfigError(f"with remover={self.remover!r} rows of all environments share one column.")
+            raise ConfigError(f"{self.unordered_reason}, so rows of all environments share one column.")
         capacity = fitting_capacity(schema, self.capacity, columns, self._cyclic, self.max_bytes)
-        self.limiter.check_reachable(capacity)
+        self._check_limiter(capacity)
         self.sampler.check_room(capacity // columns)
         self.capacity, self._structures = capacity, dict(structures or {})
         remover = None if self._cyclic else self.remover
@@ -101,8 +104,24 @@ class Buffer:
 
     @property
     def is_cyclic(self) -> bool:
-        """Whether rows stay in order and the oldest make room; else its remover chooses."""
+        """Whether rows stay in the order of insertion, and each overwrites the oldest one. Otherwise a row goes into
+        any free cell, and once there is none the remover chooses which item to remove."""
         return self._cyclic
+
+    @property
+    def unordered_reason(self) -> str:
+        """Why rows do not stay in order, for an error; only where they do not."""
+        if type(self.remover) is not FIFO:
+            return f"remover={self.remover!r} removes rows in any order"
+        return f"{self.sampler!r} with max_times_sampled={self.max_times_sampled} takes rows out in any order"
+
+    @property
+    def _uses_per_row(self) -> float:
+        """How many samples a row gives at most before it is gone."""
+        return self.max_times_sampled * self.sampler.item_rows[1] or math.inf
+
+    def _check_limiter(self, capacity: int) -> None:
+        self.limiter.check_reachable(capacity, self._uses_per_row)
 
     @property
     def is_halted(self) -> bool:
@@ -191,11 +210,9 @@ class Buffer:
             found, inserted, evicted = contents.put({name: value[:, None] for name, value in values.items()})
             self._inserted(inserted, evicted)
             return found.reshape(-1)
-        keys = np.empty(len(next(iter(values.values()))), np.int64)
-        for i in range(len(keys)):  # each is counted at once, so that an interrupt between two leaves counters true
-            keys[i], inserted, evicted = contents.put_row(values, i)
-            self._inserted(inserted, evicted)
-        return keys
+        found, inserted, evicted = contents.put_anywhere(values, len(next(iter(values.values()))))
+        self._inserted(inserted, evicted)
+        return found
 
     def _insert_batch(self, batch: Batch, timeout_s: float | None) -> Array:
         with self._lock:
@@ -244,7 +261,7 @@ class Buffer:
             cells, probabilities = chosen
             batch = self.sampler.rows(contents.store, cells)
             info = self._chooser.taken(contents, cells, probabilities)
-            self.limiter.sample(len(cells))
+            self.limiter.sample(self.sampler.count_rows(batch))
             if self.max_times_sampled:
                 worn = np.unique(cells[info.times_sampled >= self.max_times_sampled])
                 contents.remove(worn)
@@ -255,18 +272,20 @@ class Buffer:
     def _choose(self, count: int) -> tuple[Array, Array] | None:
         """Cells of the items to hand out, and their probabilities; None while that cannot be."""
         contents = self._contents
-        if count > min(self.limiter.most_samples(), self._chooser.most(self.capacity, contents)):
+        rows = self._chooser.least_rows(count)
+        if rows > self.limiter.most_samples() or count > self._chooser.most(self.capacity, contents):
             raise ConfigError(
-                f"{count} rows at once can never be sampled here (capacity {self.capacity}, max_times_sampled "
-                f"{self.max_times_sampled}; {self.limiter}). Ask for fewer, or allow more."
+                f"{count} items of {rows} rows at once can never be sampled here (capacity {self.capacity}, "
+                f"max_times_sampled {self.max_times_sampled}; {self.limiter}). Ask for fewer, or allow more."
             )
         return None if contents is None else self._chooser.choose(contents, count, self.limiter.can_sample)
 
     def _missing(self, count: int, alone: bool) -> str:
         """Why nothing is sampled, and what to do; `alone`: who asks is also who inserts."""
-        contents, limiter = self._contents, self.limiter
+        contents, limiter, rows = self._contents, self.limiter, self._chooser.least_rows(count)
         asked = f"{count} items for {self.sampler!r} are asked for"
-        if contents is None or not contents.size or not limiter.can_sample(count):
+        asked += f", of {rows} rows in all" if rows > count else ""
+        if contents is None or not contents.size or not limiter.can_sample(rows):
             if not alone:
                 return (
                     f"{asked}, it holds {len(self)} items ({limiter}). Who inserts must go on, or widen the limiter "
@@ -275,7 +294,7 @@ class Buffer:
             return (
                 f"{asked}, and the buffer does not give them ({len(self)} items; {limiter}). Who asks is also who "
                 "inserts, so waiting would be for ever: let the consumer be called when the limiter gives as many "
-                f"(flow.on(..., samples={count})), ask for fewer, let the trigger fire later (its size), widen the "
+                f"(flow.on(..., samples={rows})), ask for fewer, let the trigger fire later (its size), widen the "
                 "limiter, or sample in a thread of its own (flow.on(..., thread=True))."
             )
         usable = len(self._chooser.usable_items(contents))
@@ -329,7 +348,7 @@ class Buffer:
         """Change options of the limiter while it is in use, e.g. `limit(max_diff=math.inf)`; whoever waits looks
         again."""
         with self._lock:
-            self.limiter.change(changes, self.capacity)
+            self.limiter.change(changes, self.capacity, self._uses_per_row)
             self._notify()
 
     def _wait(self, what: str, ready: Callable[[], bool], timeout_s: float | None, how_far: str) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 from farstep.batch import Batch, is_final
 from farstep.core import Array, Nested
 from farstep.errors import ConfigError, unknown_name
-from farstep.spec import ArraySpec, Schema, Structure, leaf_names, leaves, nest
+from farstep.spec import ArraySpec, Schema, Structure, first_misfit, leaf_names, leaves, nest
 
 
 def as_spec(name: object, value: object) -> ArraySpec:
@@ -85,8 +85,15 @@ def schema_of(values: Mapping[str, Array], leading: int = 1) -> Schema:
     return schema
 
 
-def check_rows(values: Mapping[str, Array], schema: Schema, leading: int = 1) -> None:
-    """Refuse what a buffer with this schema does not hold."""
+def check_rows(values: Mapping[str, Array], schema: Schema, leading: int = 1, slots: Sequence[int] = ()) -> None:
+    """Refuse what a buffer with this schema does not hold.
+
+    Args:
+        values: Arrays `[rows, ...]`, or `[rows, slots, ...]` with `leading=2`.
+        schema: What the buffer holds.
+        leading: Axes before those of a row.
+        slots: With `leading=2`, the environment slots, for the error.
+    """
     for name, spec in schema.items():
         if name not in values:
             raise ConfigError(f"insert got no {name!r}; every row has {', '.join(schema)}.")
@@ -94,6 +101,12 @@ def check_rows(values: Mapping[str, Array], schema: Schema, leading: int = 1) ->
         if got.shape[leading:] != spec.shape or not np.can_cast(got.dtype, spec.dtype, "same_kind"):
             what = f"{got.dtype}{list(got.shape[leading:])}"
             raise ConfigError(f"insert got {name!r} as {what}; this buffer holds {spec}.")
+        if got.dtype != spec.dtype and (place := first_misfit(got, np.dtype(spec.dtype))) is not None:
+            where = f"row {place[0]}" if leading == 1 else f"row {place[0]} of slot {slots[place[1]]}"
+            raise ConfigError(
+                f"insert got {got[place]} in {name!r}, {where}; this buffer holds {spec}, which cannot be this number. "
+                "Give it a wider dtype (spec), or clip the values."
+            )
 
 
 def check_names(values: Mapping[str, Array], schema: Schema) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import numbers
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -37,6 +38,9 @@ class Sampler:
     """Exponent of importance weights."""
     reach: int = 1
     """How many rows `usable` looks at for each."""
+    item_rows: tuple[int, int] = (1, 1)
+    """Rows of a batch for each item, at least and at most, as far as that is known before it is drawn. A limiter lets
+    a batch be taken that has at least as many rows as it allows, and counts those that it really has."""
 
     def selector(self, table: Table) -> Selector:
         raise NotImplementedError
@@ -54,6 +58,13 @@ class Sampler:
     def all_usable(self, store: Store) -> Array | None:
         """As `usable`, of all cells, for a sampler that knows a quicker way than to look at each."""
         return self.usable(store, np.arange(store.table.cells))
+
+    def count_rows(self, batch: Mapping[str, Array]) -> int:
+        """How many rows a batch has, for the limiter: in batches of sequences, those that are `valid`."""
+        valid = batch.get("valid")
+        if valid is not None and valid.ndim > 1:
+            return int(np.count_nonzero(valid))
+        return len(next(iter(batch.values())))
 
     def rows(self, store: Store, cells: Array) -> dict[str, Array]:
         """The batch that begins at these cells."""
@@ -80,9 +91,9 @@ def with_beta(sampler: Sampler, beta: float) -> Sampler:
     return replace(sampler, beta=beta)
 
 
-def check_remover(remover: Sampler, sampler: Sampler, is_cyclic: bool) -> None:
+def check_remover(remover: Sampler, sampler: Sampler) -> None:
     """Refuse one that takes single rows out of what the sampler needs in order, or that cannot take single rows."""
-    if sampler.needs_order and not is_cyclic:
+    if sampler.needs_order and type(remover) is not FIFO:
         raise ConfigError(f"{sampler!r} needs rows in order, so only the oldest can be removed: leave remover out.")
     if isinstance(remover, FullBatch):
         raise ConfigError("remover=FullBatch(); single rows are removed. Leave remover out for the oldest first.")
@@ -282,6 +293,10 @@ class Sequence(_Composed):
     @property
     def reach(self) -> int:  # type: ignore[override]
         return self.length
+
+    @property
+    def item_rows(self) -> tuple[int, int]:  # type: ignore[override]
+        return (1 if self.pad else self.length), self.length
 
     def check_room(self, rows: int) -> None:
         if rows < self.length and not self.pad:

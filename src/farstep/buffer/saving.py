@@ -57,6 +57,13 @@ def load_buffer(path: str | os.PathLike[str], sampler: Sampler | None) -> Buffer
     )
     schema = {name: ArraySpec(tuple(shape), dtype) for name, (shape, dtype) in meta["schema"].items()}
     buffer.bind(schema, meta["columns"], {name: structure_of(value) for name, value in meta["structures"].items()})
+    if len(loaded.arrays["table/keys"]) != (cells := buffer.store.table.cells):
+        buffer.close()
+        raise CheckpointError(
+            f"{loaded.folder} is of an earlier farstep, which kept rows of {buffer.sampler!r} with max_times_sampled="
+            f"{buffer.max_times_sampled} in a ring ({len(loaded.arrays['table/keys'])} cells, now {cells}); fill a new "
+            "buffer."
+        )
     buffer.contents.restore(loaded.arrays, meta)
     buffer.removed.update(meta["removed"])
     return buffer

@@ -6,7 +6,7 @@ A selector is told of every item that comes (`inserted`), goes (`removed`) or ge
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Protocol, TypeAlias
 
 import numpy as np
@@ -38,6 +38,15 @@ class Selector(Protocol):
 
     def select(self, n: int, rng: np.random.Generator) -> tuple[Array, Array]:
         """Cells of `n` items, and with which probability each was chosen."""
+        ...
+
+    def displaced(self, n: int, rng: np.random.Generator) -> Array:
+        """Cells of the items that are removed, one after each of `n` insertions into a full table.
+
+        The first new item, the newest of all, is in its cell already, so there is one item too many. Every further one
+        goes into the cell that was freed before it, and may be removed itself. At least one cell; where fewer than `n`
+        are returned, the caller inserts as many items and asks again.
+        """
         ...
 
     def state(self) -> Mapping[str, Array]:
@@ -72,6 +81,12 @@ class Idle:
     def restore(self, state: Mapping[str, Array]) -> None:
         pass
 
+    def select(self, n: int, rng: np.random.Generator) -> tuple[Array, Array]:
+        raise NotImplementedError
+
+    def displaced(self, n: int, rng: np.random.Generator) -> Array:
+        return self.select(1, rng)[0]
+
     def among(self, cells: Array, n: int, rng: np.random.Generator) -> tuple[Array, Array]:
         raise NotImplementedError
 
@@ -86,6 +101,9 @@ class UniformSelector(Idle):
 
     def select(self, n: int, rng: np.random.Generator) -> tuple[Array, Array]:
         return self._table.draw(n, rng), np.full(n, 1 / max(1, self._table.size))
+
+    def displaced(self, n: int, rng: np.random.Generator) -> Array:
+        return self._table.draw(n, rng)
 
     def among(self, cells: Array, n: int, rng: np.random.Generator) -> tuple[Array, Array]:
         return cells[rng.integers(len(cells), size=n)], np.full(n, 1 / self._table.size)
@@ -132,6 +150,10 @@ class OrderSelector(Idle):
         cells = np.concatenate(found) if found else np.zeros(0, np.int64)
         return cells, np.ones(len(cells))
 
+    def displaced(self, n: int, rng: np.random.Generator) -> Array:
+        # The newest is the item just inserted, and so is every further one: all of them leave at once.
+        return np.resize(self.select(1, rng)[0], n) if self._newest else self.select(n, rng)[0]
+
     def state(self) -> Mapping[str, Array]:
         return {"log": self._log[self._first : self._stop]}
 
@@ -175,6 +197,37 @@ class PrioritySelector(Idle):
         cells, probabilities = self._tree.draw(n, rng)
         probabilities /= total
         return cells, probabilities
+
+    def displaced(self, n: int, rng: np.random.Generator) -> Array:
+        tree, new = self._tree, float(self._new)
+        weight_left, candidates = tree.total, self._independent_draws(n, rng)
+        path: list[int] = []
+        cells: list[int] = []  # whose item was removed; each holds a new one now, of weight `new`
+        refilled: set[int] = set()  # the same
+        for chance in rng.random(n).tolist():
+            of_new = len(cells) * new
+            place = chance * (of_new + weight_left)
+            if place < of_new or not weight_left > 0:
+                path.append(cells[min(int(place / new), len(cells) - 1)])
+                continue
+            # Draws are of the weights as they were at first: one of a cell that was refilled since does not count.
+            found = next((each for each in candidates if each[0] not in refilled), None)
+            if found is None:
+                tree.set(np.array(cells), 0.0)
+                weight_left = tree.total
+                candidates = self._independent_draws(n - len(path) if weight_left > 0 else 0, rng)
+                found = next(candidates, (cells[-1], 0.0))  # nothing was left but an error of rounding
+            path.append(found[0])
+            cells.append(found[0])
+            refilled.add(found[0])
+            weight_left -= found[1]
+        return np.array(path, np.int64)
+
+    def _independent_draws(self, n: int, rng: np.random.Generator) -> Iterator[tuple[int, float]]:
+        if not n:
+            return iter(())
+        cells, weights = self._tree.draw(n, rng, stratified=False)
+        return zip(cells.tolist(), weights.tolist(), strict=True)
 
     def among(self, cells: Array, n: int, rng: np.random.Generator) -> tuple[Array, Array]:
         weights = self._tree.weights[cells]
@@ -238,6 +291,12 @@ class HeapSelector(Idle):
         for entry in found:
             heapq.heappush(self._heap, entry)
         return np.array([cell for _, _, cell in found], np.int64), np.ones(len(found))
+
+    def displaced(self, n: int, rng: np.random.Generator) -> Array:
+        cells = self.select(n, rng)[0]
+        newest = np.flatnonzero(self._stamp[cells] == self._count - 1)
+        # Further items have the same priority as this one and come right after it, before all others.
+        return np.resize(cells[: newest[0] + 1], n) if len(newest) else cells
 
     def state(self) -> Mapping[str, Array]:
         true = sorted(entry for entry in self._heap if self._stamp[entry[2]] == entry[1])

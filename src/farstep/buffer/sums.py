@@ -60,16 +60,21 @@ class SumTree:
                 above[leaves] = sums
         self._changed = True
 
-    def draw(self, n: int, rng: np.random.Generator) -> tuple[Array, Array]:
-        """`n` leaves in proportion to their weights, and these; with replacement, one from each n-th part of the total,
-        in order. There must be a weight above 0."""
+    def draw(self, n: int, rng: np.random.Generator, stratified: bool = True) -> tuple[Array, Array]:
+        """`n` leaves in proportion to their weights, and these; with replacement. There must be a weight above 0.
+
+        Stratified: one from each n-th part of the total, in order. Otherwise draws are independent of each other.
+        """
         before = self._before()
         rest = rng.random(n)
-        rest += _counted(n)
-        rest *= before[-1] / n
+        if stratified:
+            rest += _counted(n)
+            rest *= before[-1] / n
+        else:
+            rest *= before[-1]
         found = before.searchsorted(rest, side="right")
         found -= 1
-        if found[-1] == len(before) - 1:  # rounding went beyond the total
+        if not stratified or found[-1] == len(before) - 1:  # rounding went beyond the total
             np.minimum(found, len(before) - 2, out=found)
         rest -= before.take(found)
         for level in self._levels[-2::-1]:
@@ -89,7 +94,7 @@ class SumTree:
         weights = self.weights.take(found)
         if not np.minimum.reduce(weights) > 0:  # rounding led to a leaf without any
             wrong = np.flatnonzero(weights <= 0)
-            found[wrong], weights[wrong] = self.draw(len(wrong), rng)
+            found[wrong], weights[wrong] = self.draw(len(wrong), rng, stratified)
         return found, weights
 
     def _before(self) -> Array:

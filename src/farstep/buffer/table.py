@@ -66,6 +66,19 @@ class Table:
         self.times[rows] = 0
         return keys, gone
 
+    def put_cells(self, cells: Array) -> Array:
+        """New items, one after the other, in cells of a table of one column; their keys. A cell may be named more than
+        once: the last item put into it stays."""
+        held = self.keys[cells]
+        empty = held < 0
+        laps = occurrences(cells) + 1
+        keys: Array = np.where(empty, ~held, held) + laps * self.cells
+        self.size += len(np.unique(cells[empty]))
+        self.keys[cells], self.times[cells] = keys, 0
+        self.used[0] = max(int(self.used[0]), int(cells.max()) + 1)
+        self._lap, self._next = self._lap + int(laps.max()), -1
+        return keys
+
     def remove(self, cells: Array) -> None:
         """These items, each named once, are gone."""
         self.keys[cells] = ~self.keys[cells]
@@ -127,3 +140,12 @@ class Table:
         row = place - np.where(column > 0, ends[column - 1], 0)
         cells: Array = row * columns + column
         return cells
+
+
+def occurrences(values: Array) -> Array:
+    """For each entry, how many equal ones come before it."""
+    order = np.argsort(values, kind="stable")
+    ordered = values[order]
+    ranks = np.empty(len(values), np.int64)
+    ranks[order] = np.arange(len(values)) - np.searchsorted(ordered, ordered, side="left")
+    return ranks

@@ -21,6 +21,7 @@ from farstep.spec import (
     Schema,
     Structure,
     differences,
+    first_misfit,
     leaf_names,
     leaves,
     map_leaves,
@@ -113,8 +114,9 @@ class Actor:
             for name, leaf in leaves_of(self._state, "state"):
                 rows.chunk[name][:] = as_array(leaf)
         self._rows = rows.row
-        flat = all(isinstance(sub, str) for sub in self.structure.values())
-        self._flat = list(self.structure) if flat else None
+        self._flat = all(isinstance(sub, str) for sub in self.structure.values())
+        actions = leaf_names(self.structure["action"])
+        self._float_actions = [name for name in actions if self._rows[name].dtype.kind in "fc"]
 
     def act(self, t: int) -> None:
         """Row `t`: from its observations to its actions."""
@@ -126,15 +128,52 @@ class Actor:
             self._explain(error, [rows[name][t] for name in leaf_names(self._obs)])
             raise
         if self.policy.recurrent:
+            if "state" not in out:
+                raise AgentError(f"act returned {list(out)} without 'state' now; return the new state every time.")
             self._state = out.pop("state")
-        for name, leaf in [(key, out[key]) for key in self._flat] if self._flat else leaves(self.structure, out):
+        if not self._flat or out.keys() != self.structure.keys():
+            out = self._flattened(out)
+        for name, leaf in out.items():
             row = rows[name][t]
-            if np.shape(leaf) != row.shape:  # NumPy would spread a single value over all environments
-                raise AgentError(
-                    f"act returned {name} as {list(np.shape(leaf))} now, and {list(row.shape)} when it was tried: "
-                    "return one value for each environment every time."
-                )
+            if type(leaf) is not np.ndarray or leaf.dtype != row.dtype or leaf.shape != row.shape:
+                leaf = self._converted(name, leaf, row)
             row[...] = leaf
+        for name in self._float_actions:
+            if np.isnan(row := rows[name][t]).any():
+                slot, value = self._first_of(np.argwhere(np.isnan(row))[0], row)
+                raise AgentError(
+                    f"act returned {name} {value} for environment slot {slot}, which no environment can step with. "
+                    "Look for weights or observations that are NaN or infinite."
+                )
+
+    def _flattened(self, out: dict[str, Any]) -> dict[str, Any]:
+        """The arrays of an output by name, if it is nested as when `act` was tried."""
+        if clause := _unlike(self.structure, out, "the output"):
+            raise AgentError(f"{clause}, unlike when act was tried: return the same keys every time.")
+        return dict(leaves(self.structure, out))
+
+    def _converted(self, name: str, leaf: Any, row: Array) -> Array:
+        """An output of another kind than when `act` was tried, if that changes none of its values."""
+        array = np.asarray(leaf)
+        if array.shape != row.shape:  # NumPy would spread a single value over all environments
+            raise AgentError(
+                f"act returned {name} as {list(array.shape)} now, and {list(row.shape)} when it was tried: "
+                "return one value for each environment every time."
+            )
+        if array.dtype.kind not in "biufc":
+            raise AgentError(f"act returned {name} as {array.dtype} now, and {row.dtype} when it was tried.")
+        if (place := first_misfit(array, row.dtype)) is not None:
+            slot, value = self._first_of(place, array)
+            raise AgentError(
+                f"act returned {name} {value} ({array.dtype}) for environment slot {slot}; {name} was {row.dtype} when "
+                "act was tried, which cannot be this number. Return the same dtype every time."
+            )
+        return array
+
+    def _first_of(self, place: Iterable[int], row: Array) -> tuple[int, Any]:
+        """The environment slot and the value at a place of a row."""
+        i, *rest = place
+        return self._slots.first + int(i), row[(i, *rest)]
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
@@ -211,6 +250,25 @@ def _unpacked(payload: bytes) -> Any:
             f"the agent cannot be loaded on the worker: {type(error).__name__}: {error}. Its modules must be "
             "importable there, and __setstate__ must work without what only the learner has."
         ) from error
+
+
+def _unlike(structure: Any, value: Any, name: str) -> str | None:
+    """A clause that says where a value is nested in another way than a structure; None if it is not."""
+    if isinstance(structure, dict):
+        if not isinstance(value, Mapping):
+            return f"{name} is now a {type(value).__name__} and no mapping of {', '.join(structure)}"
+        if missing := structure.keys() - value.keys():
+            return f"{name} has no {', '.join(sorted(missing))} now"
+        if further := value.keys() - structure.keys():
+            return f"{name} has {', '.join(sorted(map(str, further)))} now"
+        parts: Iterable[tuple[Any, Any, Any]] = ((key, sub, value[key]) for key, sub in structure.items())
+    elif isinstance(structure, tuple):
+        if not isinstance(value, tuple | list) or len(value) != len(structure):
+            return f"{name} is now no sequence of {len(structure)}"
+        parts = ((i, sub, value[i]) for i, sub in enumerate(structure))
+    else:
+        return None
+    return next((clause for key, sub, part in parts if (clause := _unlike(sub, part, f"{name}[{key!r}]"))), None)
 
 
 def _schema_of(out: dict[str, Any], count: int) -> tuple[Schema, dict[str, Any]]:
