@@ -160,6 +160,7 @@ _DOUBLES = (
     ConfigError,
     IndexError,
     KeyError,
+    LaunchError,
     NotImplementedError,
     RuntimeError,
     SpaceError,

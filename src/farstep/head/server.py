@@ -39,6 +39,7 @@ from farstep.launch_config import LaunchConfig
 from farstep.wire import messages as m
 from farstep.wire.codec import unpack
 from farstep.wire.versions import mismatches
+from farstep.worker.nested_launch import refuse_nested_launch
 from farstep.worker.program import Program
 from farstep.worker.progress import CANCEL, PHASE, Phase, copy_words
 
@@ -82,6 +83,7 @@ class Server:
         restart_budget: int,
         client: Client,
     ) -> None:
+        refuse_nested_launch()
         self._pid = os.getpid()
         self._program = program.pickled()
         self._close_s = config.timeouts.close_s
