@@ -42,6 +42,12 @@ def make_vec(
     num_envs = check_count("num_envs", num_envs)
     if num_envs % launch.nodes:
         raise ConfigError(f"num_envs={num_envs} does not divide over nodes={launch.nodes}.")
+    if not launch.fewest_nodes == launch.nodes == launch.most_nodes:
+        raise ConfigError(
+            f"make_vec steps all of its {num_envs} environments together, so it needs all nodes at all times; "
+            f"{type(launch).__name__} has min_nodes={launch.fewest_nodes}, nodes={launch.nodes} and "
+            f"max_nodes={launch.most_nodes}. Leave min_nodes and max_nodes out."
+        )
     env_config = EnvConfig(
         type="factory" if callable(env_name) else "gymnasium",
         env_name=env_name,
