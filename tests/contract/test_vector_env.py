@@ -143,6 +143,56 @@ def test_a_registered_environment() -> None:
         Parity(ours, theirs, seed=6).run(120)  # type: ignore[arg-type]
 
 
+# ---- samples of spaces ----
+
+
+def assert_samples_equal(ours: Any, theirs: SyncVectorEnv, draws: int = 4) -> None:
+    """In an order that would tell if batched and single spaces shared their generators in one of the two only."""
+    for _ in range(draws):
+        for name in ("single_action_space", "action_space", "single_observation_space", "observation_space"):
+            assert_same(getattr(ours, name).sample(), getattr(theirs, name).sample(), name)
+
+
+def seeded_env(space: spaces.Space[Any]) -> Callable[[], SpacesEnv]:
+    """As CleanRL's thunks do it."""
+
+    def make() -> SpacesEnv:
+        env = SpacesEnv(deepcopy(space), deepcopy(space))
+        env.action_space.seed(3)
+        env.observation_space.seed(4)
+        env.observation_space.sample()
+        return env
+
+    return make
+
+
+@pytest.mark.parametrize("kind", SPACES)
+def test_spaces_seeded_in_the_factory_sample_as_in_gymnasium(kind: str) -> None:
+    ours, theirs = pair(seeded_env(SPACES[kind]), AutoresetMode.NEXT_STEP, num_envs=3)
+    with closing(ours), closing(theirs):
+        assert_samples_equal(ours, theirs)
+
+
+def test_order_of_keys_is_the_same_in_batched_spaces() -> None:
+    unsorted = spaces.Dict({"z": spaces.Discrete(2), "a": spaces.MultiBinary(2)}, sort_keys=False)
+    ours, theirs = pair(seeded_env(unsorted), AutoresetMode.NEXT_STEP)
+    with closing(ours), closing(theirs):
+        assert_samples_equal(ours, theirs)
+
+
+def test_generators_of_spaces_come_from_worker_processes() -> None:
+    def make() -> Any:
+        env = gymnasium.make("CartPole-v1")
+        env.action_space.seed(1)
+        return env
+
+    ours, theirs = pair(make, AutoresetMode.NEXT_STEP, num_envs=2, config=farstep.LocalConfig(workers_per_node=2))
+    with closing(ours), closing(theirs):
+        for _ in range(20):
+            assert_same(ours.single_action_space.sample(), theirs.single_action_space.sample())
+            assert_same(ours.action_space.sample(), theirs.action_space.sample())
+
+
 # ---- what random sequences do not reach ----
 
 

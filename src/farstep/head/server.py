@@ -359,9 +359,7 @@ class Server:
 
     def _ready(self, seat: Seat, message: m.Ready) -> None:
         spaces = (unpack(message.observation_space), unpack(message.action_space))
-        if self.spaces is None:
-            self.spaces = spaces
-        elif spaces != self.spaces:
+        if self.spaces is not None and spaces != self.spaces:
             self.fail(
                 HandshakeError(
                     f"worker {seat.worker} on {seat.host} has the spaces {spaces}, another worker has {self.spaces}. "
@@ -369,6 +367,8 @@ class Server:
                 )
             )
             return
+        if self.spaces is None or (seat.worker == 0 and not seat.incarnation):
+            self.spaces = spaces  # those of the first environment, with its generators, whichever worker is first
         seat.ready = True
         self.tickets.join(seat.worker)
         if not seat.incarnation:
