@@ -46,6 +46,8 @@ VALUES: list[Any] = [
     [1, [2, "x"]],
     (1, (2, [3, ()])),
     {"a": {"b": (1, 2)}, 3: None},
+    1 - 2.5j,
+    {("red", 1): {(0, (b"x", None)): [2j]}, "plain": (3,), b"raw": 1, 2j: 2},
     np.float32(1.25),
     np.int8(-3),
     np.bool_(True),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Mapping, Sequence
+from types import NoneType
 from typing import Any
 
 import msgspec
@@ -17,7 +18,8 @@ from gymnasium import spaces
 
 from farstep.errors import WireError
 
-_ARRAY, _SCALAR, _TUPLE, _SPACE, _BIGINT, _SEEDED_SPACE = 1, 2, 3, 4, 5, 6
+_ARRAY, _SCALAR, _TUPLE, _SPACE, _BIGINT, _SEEDED_SPACE, _COMPLEX, _PAIRS = 1, 2, 3, 4, 5, 6, 7, 8
+_KEY_PARTS = (str, int, bool, float, complex, bytes, NoneType)
 _MAX_DEPTH = 32
 _MAX_BOX_BYTES = 2**28  # of all in a value: bounds travel as two numbers, so a few bytes could ask for all memory
 
@@ -46,12 +48,17 @@ def _data(value: object, opaque: bool, depth: int) -> object:
     if kind is int:
         big = not -(2**63) <= value < 2**64  # type: ignore[operator]
         return msgspec.msgpack.Ext(_BIGINT, str(value).encode()) if big else value
+    if kind is complex:
+        return msgspec.msgpack.Ext(_COMPLEX, struct.pack("<dd", value.real, value.imag))  # type: ignore[attr-defined]
     if isinstance(value, spaces.Space):  # before Mapping: a Dict space is one too
         encoded = _ext(_SPACE, _space_data(value, opaque, depth))
         state = _generator_state(value)
         return encoded if state is None else _ext(_SEEDED_SPACE, [encoded, *(_data(x, opaque, depth) for x in state)])
     if isinstance(value, Mapping):
-        return {_key(key): _data(sub, opaque, depth + 1) for key, sub in value.items()}
+        entries = {_key(key): _data(sub, opaque, depth + 1) for key, sub in value.items()}
+        if any(isinstance(key, (tuple, complex, bytes)) for key in entries):  # which MessagePack's maps do not have
+            return _ext(_PAIRS, [[_data(key, opaque, depth + 1), sub] for key, sub in entries.items()])
+        return entries
     if kind is list:
         return [_data(sub, opaque, depth + 1) for sub in value]  # type: ignore[attr-defined]
     if kind is tuple:
@@ -86,7 +93,13 @@ def _key(key: object) -> object:
         return key
     if isinstance(key, np.generic):
         return key.item()
-    return repr(key)
+    return key if type(key) in (bytes, complex) or _is_tuple_of_data(key) else repr(key)
+
+
+def _is_tuple_of_data(key: object) -> bool:
+    return type(key) is tuple and all(
+        type(part) in _KEY_PARTS or isinstance(part, np.generic) or _is_tuple_of_data(part) for part in key
+    )
 
 
 def _ext(code: int, data: object) -> msgspec.msgpack.Ext:
@@ -118,9 +131,13 @@ def _value(data: object, room: _Room) -> Any:
 def _decode_ext(code: int, payload: bytes, room: _Room) -> Any:
     if code == _BIGINT:
         return int(payload)
+    if code == _COMPLEX:
+        return complex(*struct.unpack("<dd", payload))
     body = msgspec.msgpack.decode(payload)
     if code == _TUPLE:
         return tuple(_value(sub, room) for sub in body)
+    if code == _PAIRS:
+        return {_value(key, room): _value(sub, room) for key, sub in body}
     if code == _SCALAR:
         real = _dtype(body[0])
         return np.frombuffer(body[1], dtype=real)[0] if real.itemsize else real.type()  # an empty string has no bytes
