@@ -55,7 +55,7 @@ class ClusterEnv:
 
     def __repr__(self) -> str:
         name = self.env_config.env_name
-        name = name if isinstance(name, str) else getattr(name, "__qualname__", repr(name))
+        name = name if isinstance(name, str) else getattr(name, "__qualname__", getattr(name, "id", repr(name)))
         idle = "closed" if self._closed else "not launched"
         state = idle if self._collector is None else self._collector.server.state
         workers = f"{self.num_workers} worker{'s' * (self.num_workers > 1)}"

@@ -14,6 +14,8 @@ import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
+from gymnasium.envs.registration import EnvSpec
+
 from farstep.core import SyncRule
 from farstep.errors import AgentError, ConfigError
 from farstep.options import Options as _Config
@@ -125,9 +127,9 @@ class EnvConfig(_Config):
 
     type: EnvType = "gymnasium"
     """Where environments come from: a Gymnasium id, a factory, a VectorEnv, or EnvPool."""
-    env_name: str | Callable[..., Any] | None = None
-    """Gymnasium or EnvPool id; `module:Id` imports the module first. For factory and vector also a
-    dotted path (`package.module:function`) or a callable."""
+    env_name: str | EnvSpec | Callable[..., Any] | None = None
+    """Gymnasium or EnvPool id; `module:Id` imports the module first. For gymnasium also an `EnvSpec`, for factory and
+    vector a dotted path (`package.module:function`) or a callable."""
     env_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Passed to the environment's constructor."""
     wrappers: Sequence[Any] = ()
@@ -168,7 +170,10 @@ class EnvConfig(_Config):
             object.__setattr__(self, "stagger", Stagger.of(self.stagger))
         if self.env_name is None:
             raise ConfigError("EnvConfig.env_name is missing; name an environment, e.g. 'CartPole-v1'.")
-        if not isinstance(self.env_name, str) and not callable(self.env_name):
+        if isinstance(self.env_name, EnvSpec):
+            if self.type != "gymnasium":
+                raise ConfigError(f"EnvConfig.env_name is an EnvSpec but type is {self.type!r}; use type='gymnasium'.")
+        elif not isinstance(self.env_name, str) and not callable(self.env_name):
             raise ConfigError(f"EnvConfig.env_name is {self.env_name!r}; expected a name such as 'CartPole-v1'.")
         if callable(self.env_name) and self.type not in ("factory", "vector"):
             raise ConfigError(

@@ -165,6 +165,7 @@ _DOUBLES = (
     ConfigError,
     IndexError,
     KeyError,
+    LaunchError,
     NotImplementedError,
     RuntimeError,
     SpaceError,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import reprlib
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 import cloudpickle
 import gymnasium
 import numpy as np
+from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
@@ -26,8 +29,8 @@ from farstep.worker.sources import Source
 
 
 def make_vec(
-    env_name: str | Callable[..., Any],
-    num_envs: int = 1,
+    env_name: str | EnvSpec | Callable[..., Any] | list[Callable[..., Any]] | tuple[Callable[..., Any], ...],
+    num_envs: int | None = None,
     config: LaunchConfig | Mapping[str, object] | None = None,
     autoreset_mode: AutoresetMode | str = AutoresetMode.NEXT_STEP,
     *,
@@ -36,12 +39,33 @@ def make_vec(
 ) -> ClusterVectorEnv:
     """A VectorEnv that behaves as `SyncVectorEnv` does, its environments spread over workers.
 
-    `env_name` is a Gymnasium id or a callable that returns one environment. `num_envs` is the total.
+    Args:
+        env_name: a Gymnasium id, an `EnvSpec`, a callable that returns one environment, or a list of callables, one for
+            each environment, as `SyncVectorEnv` takes them.
+        num_envs: how many environments in all; by default 1, or one for each callable of a list.
+        config: where workers run; by default on this machine.
+        autoreset_mode: when an environment whose episode has ended is reset; a mode, its name or its value.
+        env_kwargs: keyword arguments for the environment, or for the callables.
+        wrappers: applied to each environment in order, as in `EnvConfig.wrappers`.
+
+    Raises:
+        ConfigError: options that do not fit together.
+        FarstepError: workers that do not start, or environments that cannot be built.
     """
     launch = (config if isinstance(config, LaunchConfig) else LocalConfig.of(config)).resolved()
-    num_envs = check_count("num_envs", num_envs)
+    thunks: Sequence[Callable[..., Any]] = ()
+    if isinstance(env_name, (list, tuple)):
+        thunks = _checked_thunks(env_name, num_envs)
+        env_name = thunks[0]
+    num_envs = check_count("num_envs", (len(thunks) or 1) if num_envs is None else num_envs)
     if num_envs % launch.nodes:
         raise ConfigError(f"num_envs={num_envs} does not divide over nodes={launch.nodes}.")
+    if not launch.fewest_nodes == launch.nodes == launch.most_nodes:
+        raise ConfigError(
+            f"make_vec steps all of its {num_envs} environments together, so it needs all nodes at all times; "
+            f"{type(launch).__name__} has min_nodes={launch.fewest_nodes}, nodes={launch.nodes} and "
+            f"max_nodes={launch.most_nodes}. Leave min_nodes and max_nodes out."
+        )
     env_config = EnvConfig(
         type="factory" if callable(env_name) else "gymnasium",
         env_name=env_name,
@@ -49,7 +73,17 @@ def make_vec(
         wrappers=wrappers,
         envs_per_node=num_envs // launch.nodes,
     )
-    return ClusterVectorEnv(env_config, launch, _mode(autoreset_mode))
+    return ClusterVectorEnv(env_config, launch, _mode(autoreset_mode), thunks)
+
+
+def _checked_thunks(thunks: Sequence[Any], num_envs: int | None) -> Sequence[Callable[..., Any]]:
+    if not thunks or not all(callable(thunk) for thunk in thunks):
+        raise ConfigError(
+            f"make_vec got {reprlib.repr(thunks)}; expected a list with a callable for each environment, at least one."
+        )
+    if num_envs is not None and num_envs != len(thunks):
+        raise ConfigError(f"num_envs is {num_envs!r} with a list of {len(thunks)} callables; leave num_envs out.")
+    return tuple(thunks)
 
 
 def _mode(value: AutoresetMode | str) -> AutoresetMode:
@@ -64,11 +98,18 @@ class ClusterVectorEnv(VectorEnv[Any, Any, Any]):
     """Made by `make_vec`. A failure of an environment or a worker raises: nothing is restarted behind the
     learner's back, since it would step into an episode it never began."""
 
-    def __init__(self, env_config: EnvConfig, config: LaunchConfig, autoreset_mode: AutoresetMode) -> None:
+    def __init__(
+        self,
+        env_config: EnvConfig,
+        config: LaunchConfig,
+        autoreset_mode: AutoresetMode,
+        thunks: Sequence[Callable[..., Any]] = (),
+    ) -> None:
         self.closed = True  # until there is something to close
         self.num_envs = config.nodes * env_config.envs_per_node
-        self._mode = autoreset_mode
-        program = Program(Source.of(env_config), Always(), autoreset_mode=autoreset_mode.value)
+        self.autoreset_mode = autoreset_mode
+        source = dataclasses.replace(Source.of(env_config), thunks=thunks)
+        program = Program(source, Always(), autoreset_mode=autoreset_mode.value)
         self._stepper = Stepper(config, program, env_config.envs_per_node)
         self._finalizer = weakref.finalize(self, Stepper.close, self._stepper)
         self.closed = False
@@ -83,9 +124,11 @@ class ClusterVectorEnv(VectorEnv[Any, Any, Any]):
         self._obs, self._obs_schema = space_schema(self.single_observation_space, "obs")
         self._action, self._action_schema = space_schema(self.single_action_space, "action")
         self._done = np.zeros(self.num_envs, bool)
-        self.metadata = {**described["metadata"], "autoreset_mode": self._mode}
+        self.metadata = {**described["metadata"], "autoreset_mode": autoreset_mode}
         self.render_mode = described["render_mode"]
-        if isinstance(env_config.env_name, str) and env_config.env_name in gymnasium.registry:
+        if isinstance(env_config.env_name, EnvSpec):
+            self.spec = env_config.env_name
+        elif isinstance(env_config.env_name, str) and env_config.env_name in gymnasium.registry:
             self.spec = gymnasium.spec(env_config.env_name)
 
     def reset(
@@ -107,7 +150,7 @@ class ClusterVectorEnv(VectorEnv[Any, Any, Any]):
 
     def step(self, actions: Nested) -> tuple[Nested, Array, Array, Array, dict[str, Any]]:
         self._stepper.server.raise_failure()
-        if self._mode == AutoresetMode.DISABLED and self._done.any():
+        if self.autoreset_mode == AutoresetMode.DISABLED and self._done.any():
             raise EndedError(
                 f"environments {np.flatnonzero(self._done).tolist()} have ended; with autoreset_mode=DISABLED call "
                 'reset(options={"reset_mask": ...}) for them before the next step.'

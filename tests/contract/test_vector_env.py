@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from copy import deepcopy
+from pathlib import Path
 from typing import Any, ClassVar
 
 import gymnasium
@@ -16,7 +18,7 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 
 import farstep
 from farstep.errors import ConfigError, EndedError, FarstepError, WireError
-from farstep.testing import CountingEnv, SpacesEnv, check_vector_env
+from farstep.testing import CountingEnv, SpacesEnv, TableAgent, check_vector_env
 from farstep.testing.vector_env import Parity, assert_same
 
 IN_PROCESS = farstep.InProcessConfig(workers_per_node=2)
@@ -76,6 +78,9 @@ class InfosEnv(CountingEnv):
             "list": [1, [2]],
             "float32": np.float32(self.count),
             "bytes": b"raw",
+            "complex": self.count + 1j,
+            ("left", 2): self.count,
+            "moves": {(0, 1): "up", (1, 0): self.count},
             "array": np.full((2, 2), self.count, np.int16),
             "nested": {"a": self.count, "b": {"c": "text", "d": np.arange(2)}},
         }
@@ -143,6 +148,130 @@ def test_a_registered_environment() -> None:
         Parity(ours, theirs, seed=6).run(120)  # type: ignore[arg-type]
 
 
+# ---- environments given by thunks and specs ----
+
+
+def numbered(i: int, folder: Path | None = None) -> Callable[[], Any]:
+    """An environment whose spaces, episodes and answers depend on its number."""
+
+    def make() -> Any:
+        env = InfosEnv()
+        env.action_space.seed(i)
+        env.episode = 100 * i
+        if folder is not None and i > 0:
+            (folder / str(i)).touch()
+        while folder is not None and i == 0 and not (folder / "1").exists():
+            time.sleep(0.01)
+        return env
+
+    return make
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_thunks_as_in_gymnasium(workers: int) -> None:
+    thunks = [numbered(i) for i in range(5)]
+    ours = farstep.make_vec(thunks, config=farstep.InProcessConfig(workers_per_node=workers))
+    with closing(ours), closing(SyncVectorEnv(thunks)) as theirs:
+        assert ours.num_envs == 5
+        assert_same(ours.get_attr("episode"), theirs.get_attr("episode"))
+        assert_same(ours.single_action_space.sample(), theirs.single_action_space.sample())
+        Parity(ours, theirs, seed=8).run(40)
+
+
+def test_spaces_are_the_first_environments_whichever_worker_is_ready_first(tmp_path: Path) -> None:
+    thunks = [numbered(i, tmp_path) for i in range(2)]
+    with closing(farstep.make_vec(thunks, config=farstep.LocalConfig(workers_per_node=2))) as ours:
+        expected = spaces.Discrete(ours.single_action_space.n, seed=0)
+        for _ in range(20):
+            assert ours.single_action_space.sample() == expected.sample()
+
+
+def test_thunks_that_do_not_fit_are_refused() -> None:
+    for thunks in ([], [InfosEnv, "CartPole-v1"]):
+        with pytest.raises(ConfigError, match="a callable for each environment"):
+            farstep.make_vec(thunks, config=IN_PROCESS)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="num_envs is 3 with a list of 2 callables"):
+        farstep.make_vec([InfosEnv, InfosEnv], 3, IN_PROCESS)
+
+
+def test_an_environments_spec() -> None:
+    spec = deepcopy(gymnasium.spec("CartPole-v1"))
+    spec.max_episode_steps = 7
+    theirs = SyncVectorEnv([lambda: gymnasium.make(spec)] * 2)
+    with closing(farstep.make_vec(spec, 2, IN_PROCESS)) as ours, closing(theirs):
+        assert ours.spec == spec
+        Parity(ours, theirs, seed=9).run(40)
+    with closing(farstep.ClusterEnv({"env_name": spec}, IN_PROCESS)) as cluster:
+        assert "CartPole-v1" in repr(cluster) and cluster.launch()[1] == spaces.Discrete(2)
+    with pytest.raises(ConfigError, match="is an EnvSpec but type is 'vector'"):
+        farstep.ClusterEnv({"env_name": spec, "type": "vector"}, IN_PROCESS)
+
+
+class TupleKeyEnv(CountingEnv):
+    def step(self, action: Any) -> Any:
+        return *super().step(action)[:4], {("left", 2): 1 + 2j}
+
+
+@pytest.mark.parametrize("kind", ["factory", "vector"])
+def test_tuple_keys_and_complex_numbers_in_infos_of_a_cluster(kind: str) -> None:
+    def make(num_envs: int = 1) -> Any:
+        return SyncVectorEnv([TupleKeyEnv] * num_envs) if kind == "vector" else TupleKeyEnv()
+
+    with farstep.ClusterEnv({"type": kind, "env_name": make, "envs_per_node": 2}, IN_PROCESS) as env:
+        env.reset(seed=1)
+        assert env.step(TableAgent())[4][("left", 2)].tolist() == [1 + 2j] * 2
+
+
+# ---- samples of spaces ----
+
+
+def assert_samples_equal(ours: Any, theirs: SyncVectorEnv, draws: int = 4) -> None:
+    """In an order that would tell if batched and single spaces shared their generators in one of the two only."""
+    for _ in range(draws):
+        for name in ("single_action_space", "action_space", "single_observation_space", "observation_space"):
+            assert_same(getattr(ours, name).sample(), getattr(theirs, name).sample(), name)
+
+
+def seeded_env(space: spaces.Space[Any]) -> Callable[[], SpacesEnv]:
+    """As CleanRL's thunks do it."""
+
+    def make() -> SpacesEnv:
+        env = SpacesEnv(deepcopy(space), deepcopy(space))
+        env.action_space.seed(3)
+        env.observation_space.seed(4)
+        env.observation_space.sample()
+        return env
+
+    return make
+
+
+@pytest.mark.parametrize("kind", SPACES)
+def test_spaces_seeded_in_the_factory_sample_as_in_gymnasium(kind: str) -> None:
+    ours, theirs = pair(seeded_env(SPACES[kind]), AutoresetMode.NEXT_STEP, num_envs=3)
+    with closing(ours), closing(theirs):
+        assert_samples_equal(ours, theirs)
+
+
+def test_order_of_keys_is_the_same_in_batched_spaces() -> None:
+    unsorted = spaces.Dict({"z": spaces.Discrete(2), "a": spaces.MultiBinary(2)}, sort_keys=False)
+    ours, theirs = pair(seeded_env(unsorted), AutoresetMode.NEXT_STEP)
+    with closing(ours), closing(theirs):
+        assert_samples_equal(ours, theirs)
+
+
+def test_generators_of_spaces_come_from_worker_processes() -> None:
+    def make() -> Any:
+        env = gymnasium.make("CartPole-v1")
+        env.action_space.seed(1)
+        return env
+
+    ours, theirs = pair(make, AutoresetMode.NEXT_STEP, num_envs=2, config=farstep.LocalConfig(workers_per_node=2))
+    with closing(ours), closing(theirs):
+        for _ in range(20):
+            assert_same(ours.single_action_space.sample(), theirs.single_action_space.sample())
+            assert_same(ours.action_space.sample(), theirs.action_space.sample())
+
+
 # ---- what random sequences do not reach ----
 
 
@@ -156,6 +285,7 @@ def vectors() -> Iterator[tuple[Any, SyncVectorEnv]]:
 
 def test_metadata_and_render() -> None:
     with vectors() as (ours, theirs):
+        assert ours.autoreset_mode is theirs.autoreset_mode is AutoresetMode.NEXT_STEP
         assert_same(ours.metadata, theirs.metadata)
         assert_same(ours.render_mode, theirs.render_mode)
         assert_same(ours.render(), theirs.render())
@@ -311,7 +441,7 @@ def test_what_cannot_be_laid_out_is_refused_with_the_reason() -> None:
 def test_a_mode_may_be_given_by_name_or_value(mode: AutoresetMode) -> None:
     for given in (mode.name, mode.value):
         with closing(farstep.make_vec(InfosEnv, 2, IN_PROCESS, autoreset_mode=given)) as vector:
-            assert vector.metadata["autoreset_mode"] is mode
+            assert vector.metadata["autoreset_mode"] is vector.autoreset_mode is mode
 
 
 def test_closing_twice_is_fine_and_a_closed_vector_says_so() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import random
 from collections import OrderedDict
+from copy import deepcopy
 from typing import Any
 
 import msgspec
@@ -45,6 +46,8 @@ VALUES: list[Any] = [
     [1, [2, "x"]],
     (1, (2, [3, ()])),
     {"a": {"b": (1, 2)}, 3: None},
+    1 - 2.5j,
+    {("red", 1): {(0, (b"x", None)): [2j]}, "plain": (3,), b"raw": 1, 2j: 2},
     np.float32(1.25),
     np.int8(-3),
     np.bool_(True),
@@ -100,6 +103,49 @@ def test_spaces_come_back_equal(space: spaces.Space[Any]) -> None:
 def test_a_dict_space_keeps_its_order() -> None:
     space = spaces.Dict(OrderedDict(z=spaces.Discrete(2), a=spaces.Discrete(3)))
     assert list(unpack(pack(space)).spaces) == ["z", "a"]
+
+
+@pytest.mark.parametrize("space", SPACES, ids=lambda s: type(s).__name__)
+def test_seeded_spaces_go_on_sampling_where_they_were(space: spaces.Space[Any]) -> None:
+    space = deepcopy(space)
+    space.seed(5)
+    space.sample()
+    got = unpack(pack(space))
+    for _ in range(3):
+        assert repr(got.sample()) == repr(space.sample())
+
+
+def test_generators_of_other_kinds_stay_where_they_are() -> None:
+    space = spaces.Discrete(1000, seed=np.random.Generator(np.random.MT19937(1)))
+    assert unpack(pack(space)) == space
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        [],
+        [1, 3, 0],
+        [2**128, 3, 0, 0],
+        [-1, 3, 0, 0],
+        [1, 2, 0, 0],
+        [1, 3, 2, 0],
+        [1, 3, 0, 2**32],
+        [1, 3.0, 0, 0],
+        [True, 3, 0, 0],
+        ["1", 3, 0, 0],
+    ],
+    ids=repr,
+)
+def test_generators_with_impossible_states_are_refused(state: list[Any]) -> None:
+    def seeded(state: list[Any], space: Any) -> bytes:
+        numbers = [msgspec.msgpack.decode(pack(number)) for number in state]
+        return msgspec.msgpack.encode(msgspec.msgpack.Ext(6, msgspec.msgpack.encode([space, *numbers])))
+
+    space = msgspec.msgpack.decode(pack(spaces.Discrete(2)))
+    assert unpack(seeded([1, 3, 0, 0], space)) == spaces.Discrete(2)
+    for payload in (seeded(state, space), seeded([1, 3, 0, 0], "Discrete(2)")):
+        with pytest.raises(WireError, match="generator"):
+            unpack(payload)
 
 
 @pytest.mark.parametrize(

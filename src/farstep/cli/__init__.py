@@ -6,8 +6,9 @@ import importlib
 import sys
 from collections.abc import Callable, Sequence
 
-from farstep.errors import ConfigError, FarstepError, WorkerError, unknown_name
+from farstep.errors import ConfigError, FarstepError, LaunchError, WorkerError, unknown_name
 from farstep.observe.extras import require
+from farstep.worker.nested_launch import refuse_nested_launch
 
 _HELP = """\
 farstep trains Gymnasium environments on workers, and shows what came of it.
@@ -25,6 +26,7 @@ farstep trains Gymnasium environments on workers, and shows what came of it.
 'farstep train ppo --help' lists every option with what it does.
 """
 _COMMANDS = ("train", "watch", "plot", "doctor", "slurm", "k8s")
+_LAUNCHING = ("train", "doctor")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,11 +42,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         sys.stdout.write(f"farstep {VERSION}\n")
         return 0
+    if arguments[0] in _LAUNCHING:
+        refuse_nested_launch()  # raised, not printed: the learner's program must hear of it
     try:
         return _command(arguments[0])(arguments[1:])
     except FarstepError as error:
         said: object = error
-        if isinstance(error, WorkerError) and isinstance(error, ConfigError):
+        if isinstance(error, WorkerError) and isinstance(error, (ConfigError, LaunchError)):
             said = f"{error.message} [{error.where}]"  # a sentence says it, and no traceback helps
         sys.stderr.write(f"farstep: {said}\n")
         return 1

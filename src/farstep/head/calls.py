@@ -15,15 +15,21 @@ from farstep.wire.codec import unpack
 
 
 class Calls:
-    """One call at a time."""
+    """One call at a time.
 
-    def __init__(self, server: Server) -> None:
-        self._server = server
+    Args:
+        server: the workers.
+        without_lost: whether a call goes on without workers that are lost, and has None as their answer; otherwise it
+            waits for the failure that the loss ends in, and raises that.
+    """
+
+    def __init__(self, server: Server, *, without_lost: bool) -> None:
+        self._server, self._without_lost = server, without_lost
         self._answers: dict[int, Any] = {}
         self._request = 0
 
     def call(self, name: str, *arguments: tuple[Any, ...]) -> list[Any]:
-        """What each worker returns; `arguments` is one tuple for all, or one each. None for one that was lost."""
+        """What each worker returns, in order; `arguments` is one tuple for all, or one each."""
         server = self._server
         parts = arguments if len(arguments) == len(server.seats) else arguments * len(server.seats)
         with server.locked():
@@ -34,7 +40,7 @@ class Calls:
                 if seat.ready:
                     server.send(seat, m.Call(self._request, name), [cloudpickle.dumps((args, {}))])
                 else:
-                    self._answers[seat.worker] = None
+                    self.lost(seat)
         server.wait(lambda: True if len(self._answers) >= len(server.seats) else None)
         for answer in self._answers.values():
             if isinstance(answer, WorkerError):
@@ -53,4 +59,5 @@ class Calls:
             self._answers[seat.worker] = error
 
     def lost(self, seat: Seat) -> None:
-        self._answers.setdefault(seat.worker, None)
+        if self._without_lost:
+            self._answers.setdefault(seat.worker, None)

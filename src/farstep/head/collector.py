@@ -100,7 +100,7 @@ class Collector:
         self._rollouts: Rollouts | None = None
         self._followed = np.full(self.server.seats[-1].stop, -1, np.int64)
         """Per slot, the last chunk that was handed to the learner (`Piece.key`)."""
-        self._calls = Calls(self.server)
+        self._calls = Calls(self.server, without_lost=True)
         self._first_version = 0
         """What versions are counted from: a run that is resumed goes on counting."""
         self.told: Callable[[], None] | None = None

@@ -39,6 +39,7 @@ from farstep.launch_config import LaunchConfig
 from farstep.wire import messages as m
 from farstep.wire.codec import unpack
 from farstep.wire.versions import mismatches
+from farstep.worker.nested_launch import refuse_nested_launch
 from farstep.worker.program import Program
 from farstep.worker.progress import CANCEL, PHASE, Phase, copy_words
 
@@ -82,6 +83,7 @@ class Server:
         restart_budget: int,
         client: Client,
     ) -> None:
+        refuse_nested_launch()
         self._pid = os.getpid()
         self._program = program.pickled()
         self._close_s = config.timeouts.close_s
@@ -367,9 +369,7 @@ class Server:
 
     def _ready(self, seat: Seat, message: m.Ready) -> None:
         spaces = (unpack(message.observation_space), unpack(message.action_space))
-        if self.spaces is None:
-            self.spaces = spaces
-        elif spaces != self.spaces:
+        if self.spaces is not None and spaces != self.spaces:
             self.fail(
                 HandshakeError(
                     f"worker {seat.worker} on {seat.host} has the spaces {spaces}, another worker has {self.spaces}. "
@@ -377,6 +377,8 @@ class Server:
                 )
             )
             return
+        if self.spaces is None or (seat.worker == 0 and not seat.incarnation):
+            self.spaces = spaces  # those of the first environment, with its generators, whichever worker is first
         seat.ready = True
         self.tickets.join(seat.worker)
         if not seat.incarnation:

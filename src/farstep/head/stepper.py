@@ -34,7 +34,7 @@ class Stepper:
         self._steps = 0
         self._reset: ResetOrder | None = None
         self._error: WorkerError | None = None
-        self._calls = Calls(self.server)
+        self._calls = Calls(self.server, without_lost=False)
         self._rollouts: Rollouts | None = None
 
     def start(self) -> tuple[Any, Any]:
@@ -132,7 +132,10 @@ class Stepper:
                 self._calls.replied(seat, message, received)
 
     def on_lost(self, seat: Seat) -> None:
-        self._calls.lost(seat)
+        """The learner would step into episodes that it did not begin if another worker took the place of this one."""
+        ended = seat.handle.poll() if seat.handle is not None else None
+        if ended is not None and ended.blameless and self._rollouts is not None:
+            self.server.fail(seat.died(ended))
 
     def on_error(self, seat: Seat, failure: m.Failure, error: WorkerError) -> None:
         if failure.ticket is not None:

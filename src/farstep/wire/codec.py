@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Mapping, Sequence
+from types import NoneType
 from typing import Any
 
 import msgspec
@@ -17,7 +18,8 @@ from gymnasium import spaces
 
 from farstep.errors import WireError
 
-_ARRAY, _SCALAR, _TUPLE, _SPACE, _BIGINT = 1, 2, 3, 4, 5
+_ARRAY, _SCALAR, _TUPLE, _SPACE, _BIGINT, _SEEDED_SPACE, _COMPLEX, _PAIRS = 1, 2, 3, 4, 5, 6, 7, 8
+_KEY_PARTS = (str, int, bool, float, complex, bytes, NoneType)
 _MAX_DEPTH = 32
 _MAX_BOX_BYTES = 2**28  # of all in a value: bounds travel as two numbers, so a few bytes could ask for all memory
 
@@ -46,10 +48,17 @@ def _data(value: object, opaque: bool, depth: int) -> object:
     if kind is int:
         big = not -(2**63) <= value < 2**64  # type: ignore[operator]
         return msgspec.msgpack.Ext(_BIGINT, str(value).encode()) if big else value
+    if kind is complex:
+        return msgspec.msgpack.Ext(_COMPLEX, struct.pack("<dd", value.real, value.imag))  # type: ignore[attr-defined]
     if isinstance(value, spaces.Space):  # before Mapping: a Dict space is one too
-        return _ext(_SPACE, _space_data(value, opaque, depth))
+        encoded = _ext(_SPACE, _space_data(value, opaque, depth))
+        state = _generator_state(value)
+        return encoded if state is None else _ext(_SEEDED_SPACE, [encoded, *(_data(x, opaque, depth) for x in state)])
     if isinstance(value, Mapping):
-        return {_key(key): _data(sub, opaque, depth + 1) for key, sub in value.items()}
+        entries = {_key(key): _data(sub, opaque, depth + 1) for key, sub in value.items()}
+        if any(isinstance(key, (tuple, complex, bytes)) for key in entries):  # which MessagePack's maps do not have
+            return _ext(_PAIRS, [[_data(key, opaque, depth + 1), sub] for key, sub in entries.items()])
+        return entries
     if kind is list:
         return [_data(sub, opaque, depth + 1) for sub in value]  # type: ignore[attr-defined]
     if kind is tuple:
@@ -84,7 +93,13 @@ def _key(key: object) -> object:
         return key
     if isinstance(key, np.generic):
         return key.item()
-    return repr(key)
+    return key if type(key) in (bytes, complex) or _is_tuple_of_data(key) else repr(key)
+
+
+def _is_tuple_of_data(key: object) -> bool:
+    return type(key) is tuple and all(
+        type(part) in _KEY_PARTS or isinstance(part, np.generic) or _is_tuple_of_data(part) for part in key
+    )
 
 
 def _ext(code: int, data: object) -> msgspec.msgpack.Ext:
@@ -116,14 +131,24 @@ def _value(data: object, room: _Room) -> Any:
 def _decode_ext(code: int, payload: bytes, room: _Room) -> Any:
     if code == _BIGINT:
         return int(payload)
+    if code == _COMPLEX:
+        return complex(*struct.unpack("<dd", payload))
     body = msgspec.msgpack.decode(payload)
     if code == _TUPLE:
         return tuple(_value(sub, room) for sub in body)
+    if code == _PAIRS:
+        return {_value(key, room): _value(sub, room) for key, sub in body}
     if code == _SCALAR:
         real = _dtype(body[0])
         return np.frombuffer(body[1], dtype=real)[0] if real.itemsize else real.type()  # an empty string has no bytes
     if code == _SPACE:
         return _space(body, room)
+    if code == _SEEDED_SPACE:
+        space, *state = (_value(entry, room) for entry in body)
+        if not isinstance(space, spaces.Space):
+            raise WireError(f"a generator for a {type(space).__name__}; only spaces have one.")
+        space._np_random = _generator(state)
+        return space
     if code != _ARRAY:
         raise WireError(f"unknown extension type {code}.")
     kind, shape, content = body
@@ -156,10 +181,38 @@ def _space_data(space: spaces.Space[Any], opaque: bool, depth: int) -> list[obje
         case spaces.MultiBinary():
             return ["multibinary", nested(space.n)]
         case spaces.Dict():
-            return ["dict", [[key, nested(sub)] for key, sub in space.spaces.items()]]
+            pairs = [[key, nested(sub)] for key, sub in space.spaces.items()]
+            return ["dict", pairs, getattr(space, "sort_keys", True)]
         case spaces.Tuple():
             return ["tuple", [nested(sub) for sub in space.spaces]]
     return ["other", type(space).__name__, repr(space)]
+
+
+def _generator_state(space: spaces.Space[Any]) -> list[int] | None:
+    """What a space samples with, as integers; None if it was not seeded, or not with Gymnasium's kind of generator."""
+    generator = space._np_random  # not `np_random`, which would seed it
+    if generator is None or not isinstance(generator.bit_generator, np.random.PCG64):
+        return None
+    state: Any = generator.bit_generator.state
+    return [state["state"]["state"], state["state"]["inc"], state["has_uint32"], state["uinteger"]]
+
+
+def _generator(state: Sequence[Any]) -> np.random.Generator:
+    """The generator with that state; no other kind than PCG64 is accepted, since NumPy does not check theirs."""
+    limits = (2**128, 2**128, 2, 2**32)
+    fits = len(state) == len(limits) and all(
+        type(x) is int and 0 <= x < limit for x, limit in zip(state, limits, strict=True)
+    )
+    if not fits or not state[1] % 2:
+        raise WireError("a space's generator with a state that PCG64 cannot have.")
+    bits = np.random.PCG64(0)
+    bits.state = {
+        "bit_generator": "PCG64",
+        "state": {"state": state[0], "inc": state[1]},
+        "has_uint32": state[2],
+        "uinteger": state[3],
+    }
+    return np.random.Generator(bits)
 
 
 def _shrunk(bound: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -184,7 +237,10 @@ def _space(body: list[Any], room: _Room) -> object:
     if kind == "multibinary":
         return spaces.MultiBinary(tuple(fields[0]) if isinstance(fields[0], tuple) else fields[0])
     if kind == "dict":
-        return spaces.Dict([(key, sub) for key, sub in fields[0]])  # pairs: a dict would be sorted
+        found = spaces.Dict([(key, sub) for key, sub in fields[0]])  # pairs: a dict would be sorted
+        if not fields[1]:
+            found.sort_keys = False
+        return found
     if kind == "tuple":
         return spaces.Tuple(fields[0])
     raise WireError(f"a space of kind {fields[0]!r} cannot be rebuilt here.")

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from farstep.worker.bootstrap import read_bootstrap
+from farstep.worker.nested_launch import mark_worker_process
 
 _F_SETSIG = 10
 
@@ -27,6 +28,7 @@ def main() -> None:
     where.add_argument("--bootstrap-fd", type=int, help="descriptor to read the bootstrap from")
     where.add_argument("--bootstrap", type=Path, help="file of mode 0600 to read the bootstrap from")
     arguments = parser.parse_args()
+    mark_worker_process()
     if os.getpgrp() != os.getpid():
         os.setpgid(0, 0)  # our group is what we kill at the end: nobody else may be in it
     bootstrap = read_bootstrap(arguments.bootstrap_fd, arguments.bootstrap)

@@ -20,8 +20,8 @@ from farstep.worker.sources import Source
 class SingleEnvs:
     """Builds environments, resets them, hands out their actions, replaces and closes them."""
 
-    def __init__(self, source: Source, count: int, progress: memoryview) -> None:
-        self._source, self._progress = source, progress
+    def __init__(self, source: Source, count: int, progress: memoryview, first: int = 0) -> None:
+        self._source, self._progress, self._first = source, progress, first
         self.envs = [self._build(i) for i in range(count)]
         self.spaces = self.envs[0].observation_space, self.envs[0].action_space
         self._obs, self._obs_schema = space_schema(self.spaces[0], "obs")
@@ -32,7 +32,7 @@ class SingleEnvs:
     def _build(self, i: int) -> gymnasium.Env[Any, Any]:
         self._progress[PHASE], self._progress[SLOT] = Phase.CONSTRUCT, i
         self._progress[COUNT] += 1
-        return self._source.build()
+        return self._source.build(self._first + i)
 
     def replace(self, i: int) -> None:
         """Build one anew, whatever became of the old one."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import gymnasium
+from gymnasium.envs.registration import EnvSpec
 
 from farstep.config import EnvConfig, is_dotted_path
 from farstep.errors import ConfigError
@@ -21,10 +22,12 @@ class Source:
     """What to build; travels to workers, so a callable in it is shipped after authentication."""
 
     type: str
-    env_name: str | Callable[..., Any]
+    env_name: str | EnvSpec | Callable[..., Any]
     env_kwargs: Mapping[str, Any] = field(default_factory=dict)
     wrappers: Sequence[Any] = ()
     seed_episodes: bool = True
+    thunks: Sequence[Callable[..., Any]] = ()
+    """A factory for each slot, instead of `env_name`."""
 
     @classmethod
     def of(cls, config: EnvConfig) -> Source:
@@ -36,16 +39,17 @@ class Source:
         """Whether one object steps all environments of a worker."""
         return self.type in ("vector", "envpool")
 
-    def build(self) -> gymnasium.Env[Any, Any]:
-        """One environment."""
-        with _advice(self.env_name, self.env_kwargs):
-            if self.type == "gymnasium":
-                env = _make(str(self.env_name), self.env_kwargs)
+    def build(self, slot: int = 0) -> gymnasium.Env[Any, Any]:
+        """The environment of a slot."""
+        name = self.thunks[slot] if self.thunks else self.env_name
+        with _advice(name, self.env_kwargs):
+            if isinstance(name, EnvSpec) or self.type == "gymnasium":
+                env = _make(name, self.env_kwargs)
             else:
-                env = _callable(self.env_name)(**self.env_kwargs)
+                env = _callable(name)(**self.env_kwargs)
         if not isinstance(env, gymnasium.Env):
             raise ConfigError(
-                f"the factory {self.env_name!r} returned a {type(env).__name__}; expected a gymnasium.Env "
+                f"the factory {name!r} returned a {type(env).__name__}; expected a gymnasium.Env "
                 "(use type='vector' for one that returns a VectorEnv)."
             )
         for wrapper in self.wrappers:
@@ -62,6 +66,7 @@ class Source:
                 threads = int(os.environ.get("OMP_NUM_THREADS", "1"))
                 options = {"num_envs": num_envs, "seed": seed, "num_threads": threads, **self.env_kwargs}
                 return envpool.make(str(self.env_name), env_type="gymnasium", **options)
+            assert not isinstance(self.env_name, EnvSpec)
             if isinstance(self.env_name, str) and not _is_path(self.env_name):
                 env = gymnasium.make_vec(self.env_name, num_envs, **self.env_kwargs)
             else:
@@ -80,16 +85,17 @@ class Source:
         return env
 
 
-def _make(name: str, kwargs: Mapping[str, Any]) -> gymnasium.Env[Any, Any]:
-    if name.startswith("ALE/") and name not in gymnasium.registry:
+def _make(name: Any, kwargs: Mapping[str, Any]) -> gymnasium.Env[Any, Any]:
+    if isinstance(name, str) and name.startswith("ALE/") and name not in gymnasium.registry:
         importlib.import_module("ale_py")  # registers its environments
     # The checker warns about the same things in every worker; a user runs it once where they write the environment.
     return gymnasium.make(name, **{"disable_env_checker": True, **kwargs})
 
 
 @contextlib.contextmanager
-def _advice(name: str | Callable[..., Any], kwargs: Mapping[str, Any]) -> Iterator[None]:
+def _advice(source: str | EnvSpec | Callable[..., Any], kwargs: Mapping[str, Any]) -> Iterator[None]:
     """Say what to do about what is not here, or not made with these arguments; errors of users' code stay theirs."""
+    name = source.id if isinstance(source, EnvSpec) else source
     try:
         yield
     except gymnasium.error.UnregisteredEnv as error:

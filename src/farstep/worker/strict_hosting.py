@@ -29,7 +29,7 @@ class StrictEnvs:
     def __init__(self, source: Source, slots: Slots, progress: memoryview, mode: AutoresetMode) -> None:
         self.slots, self._progress, self._mode = slots, progress, mode
         self.num_envs = len(slots.roots)
-        self._envs = SingleEnvs(source, self.num_envs, progress)
+        self._envs = SingleEnvs(source, self.num_envs, progress, slots.first)
         self.envs = self._envs.envs
         self.observation_space, self.action_space = self._envs.spaces
         self._check_spaces()

@@ -182,7 +182,7 @@ def split_infos(batched: Info, count: int) -> list[Info]:
     parts: list[Info] = [{} for _ in range(count)]
     for key, value in batched.items():
         mask = batched.get(f"_{key}")
-        if key == "final_obs" or (key.startswith("_") and key[1:] in batched):
+        if key == "final_obs" or (isinstance(key, str) and key.startswith("_") and key[1:] in batched):
             continue
         if isinstance(value, dict) and mask is not None:
             entries: Any = split_infos(value, count)

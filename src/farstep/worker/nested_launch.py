@@ -1,0 +1,62 @@
+"""Refusal to launch inside a worker: a module that launches when it is imported would otherwise start workers that
+import it and launch again, without end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from contextvars import ContextVar
+
+from farstep.errors import LaunchError
+
+_VARIABLE = "FARSTEP_WORKER"
+"""Set in worker processes and inherited by the processes that their environments start."""
+_in_worker: ContextVar[bool] = ContextVar("farstep_in_worker", default=False)
+
+
+def mark_worker_process() -> None:
+    """Refuse every launch in this process and in those that it starts."""
+    os.environ[_VARIABLE] = str(os.getpid())
+
+
+@contextlib.contextmanager
+def acting_as_worker() -> Iterator[None]:
+    """Refuse launches of this thread meanwhile, for a worker without a process of its own."""
+    token = _in_worker.set(True)
+    try:
+        yield
+    finally:
+        _in_worker.reset(token)
+
+
+def refuse_nested_launch() -> None:
+    """Raise if a worker, or a process that a worker started, is about to launch.
+
+    Raises:
+        LaunchError: names the module whose import launches, if it is one, and says what to change.
+    """
+    if not _in_worker.get() and _VARIABLE not in os.environ:
+        return
+    if (module := _imported_module()) is not None:
+        raise LaunchError(
+            f"importing the module {module} launches farstep, and a worker imports it, so workers would start workers "
+            "without end: put the launch under if __name__ == '__main__':, or into a function that only the "
+            "learner's program calls."
+        )
+    raise LaunchError(
+        "the code of an environment or an agent launches farstep inside a worker, and workers do not start workers of "
+        "their own: launch in the learner's program."
+    )
+
+
+def _imported_module() -> str | None:
+    """The innermost module on the stack that is being imported for the worker, with the line that launches."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__") != "farstep.worker.loop":
+        name = frame.f_globals.get("__name__")
+        if frame.f_code.co_name == "<module>" and name not in (None, "__main__"):
+            return f"{name!r} ({frame.f_code.co_filename}, line {frame.f_lineno})"
+        frame = frame.f_back  # type: ignore[assignment]
+    return None

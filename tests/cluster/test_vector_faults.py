@@ -1,0 +1,100 @@
+"""`make_vec` on workers that stick or die: every call raises what `reset` raises, none returns some of its values."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import farstep
+from farstep.testing import CountingEnv
+from farstep.testing.envs import do_fault
+
+SHELL = '#!/bin/sh\nshift\nexec sh -c "$*"\n'
+ERRORS = {"hang": farstep.WorkerStuck, "sigkill": farstep.WorkerDied}
+
+
+class TroubledEnv(CountingEnv):
+    """Sticks or dies when it is reset or asked for something, once `fault` is set."""
+
+    fault = ""
+
+    def reset(self, **options: Any) -> Any:
+        self._trouble()
+        return super().reset(**options)
+
+    def multiply(self, factor: int) -> int:
+        self._trouble()
+        return factor * 2
+
+    @property
+    def answer(self) -> int:
+        self._trouble()
+        return 42
+
+    @property
+    def parent(self) -> int:
+        return os.getppid()
+
+    def _trouble(self) -> None:
+        if self.fault:
+            do_fault(self.fault)
+
+
+CALLS: dict[str, Callable[[Any], Any]] = {
+    "reset": lambda vector: vector.reset(),
+    "call": lambda vector: vector.call("multiply", 3),
+    "get_attr": lambda vector: vector.get_attr("answer"),
+}
+
+
+@contextlib.contextmanager
+def troubled(faults: list[str]) -> Iterator[Any]:
+    config = farstep.LocalConfig(workers_per_node=2, timeouts={"step_s": 0.5, "reset_s": 0.5})
+    with contextlib.closing(farstep.make_vec(TroubledEnv, 2, config)) as vector:
+        vector.set_attr("fault", faults)
+        yield vector
+
+
+@pytest.mark.parametrize(
+    ("call", "faults"),
+    [
+        ("reset", ["hang", ""]),
+        ("call", ["hang", ""]),
+        ("call", ["hang", "hang"]),
+        ("call", ["", "sigkill"]),
+        ("get_attr", ["", "hang"]),
+    ],
+)
+def test_call_raises_when_workers_stick_or_die(call: str, faults: list[str]) -> None:
+    with troubled(faults) as vector:
+        with pytest.raises(ERRORS[faults[0] or faults[1]]):
+            CALLS[call](vector)
+        with pytest.raises(farstep.ClosedError, match="failed earlier"):
+            CALLS[call](vector)
+
+
+def test_vector_ends_when_its_node_is_lost(tmp_path: Path) -> None:
+    """Another worker in its place would have other episodes than those that the learner began."""
+    shell = tmp_path / "shell"
+    shell.write_text(SHELL)
+    shell.chmod(0o755)
+    config = farstep.SSHConfig(hosts=["host"], ssh=(str(shell),), workers_per_node=1, lease_s=2)
+    with contextlib.closing(farstep.make_vec(TroubledEnv, 1, config)) as vector:
+        vector.reset(seed=1)
+        os.kill(vector.get_attr("parent")[0], signal.SIGKILL)
+        with pytest.raises(farstep.WorkerDied):
+            while True:  # the worker may answer before it ends
+                vector.call("multiply", 3)
+
+
+def test_vector_refuses_nodes_that_may_be_missing() -> None:
+    for options in ({"min_nodes": 1}, {"max_nodes": 3}):
+        config = farstep.SSHConfig(hosts=["a", "b", "c"], nodes=2, **options)
+        with pytest.raises(farstep.ConfigError, match="needs all nodes at all times"):
+            farstep.make_vec(TroubledEnv, 2, config)
