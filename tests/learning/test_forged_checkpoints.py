@@ -269,7 +269,7 @@ def test_forged_moments_do_not_crash_the_process(forger: Forger) -> None:
     shutil.copytree(forger.real, forger.folder / "000001")
     forger.forge(("learner", "optimizer", "adam", "exp_avg"), torch.zeros(1))
     command = [sys.executable, "-c", RESUMING, str(Path(__file__).parent), str(forger.folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=170)
     assert (done.returncode, done.stdout) == (0, "6\n"), done.stderr
     assert "000002 is not used: optimizer.adam.exp_avg is float32[1]" in done.stderr
 

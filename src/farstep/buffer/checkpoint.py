@@ -175,7 +175,7 @@ def _plain(value: object, where: str) -> object:
 def _locked(root: Path, timeout_s: float) -> Iterator[None]:
     """The folder for this process alone; the kernel gives it back when the process ends."""
     deadline = time.monotonic() + timeout_s
-    with (root / _LOCK).open("ab") as stream:
+    with open(root / _LOCK, "ab", opener=files.no_follow) as stream:
         while True:
             try:
                 fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)

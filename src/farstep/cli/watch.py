@@ -16,6 +16,7 @@ from farstep.buffer import checkpoint
 from farstep.cli.options import parse
 from farstep.cli.recording import agent_of, check_recording, record
 from farstep.cli.train import load_config
+from farstep.cli.trust import check_trusted
 from farstep.config import check_count, check_seed
 from farstep.errors import ConfigError
 from farstep.learners.nets import ActorCritic
@@ -43,6 +44,8 @@ class Options:
     """of an episode"""
     fps: float | None = None
     """pictures per second; none given: as the environment says"""
+    trust: bool = False
+    """execute what the run's config.json names though its tag does not show that you wrote it"""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -56,7 +59,9 @@ def main(arguments: Sequence[str]) -> int:
     if options.fps is not None:
         check_fps(options.fps)
     folder = RunFolder.open(options.run)
-    run, config = load_config(folder.read_config())
+    saved, why_not = folder.read_signed_config()
+    run, config = load_config(saved)
+    check_trusted(folder, run, why_not, options.trust, "farstep watch")
     check_recording(run)
     agent = agent_of(run, config)
     steps = checkpoint.load_with(folder.checkpoints, partial(_restore, agent))
