@@ -22,6 +22,12 @@ def pytest_sessionfinish() -> None:
         shutil.rmtree(tempfile.gettempdir(), ignore_errors=True)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def own_state(tmp_path_factory):
+    """The key that tags runs is one of the tests' own, also in processes that they start."""
+    os.environ["XDG_STATE_HOME"] = str(tmp_path_factory.mktemp("state"))
+
+
 @pytest.fixture(autouse=True)
 def no_preloading(monkeypatch):
     """Workers import torch only for an agent that needs it, not because an earlier test imported it here."""

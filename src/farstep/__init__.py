@@ -6,10 +6,10 @@ Names are imported when they are first used, so that a worker can set its thread
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING
 
 from farstep.version import VERSION
 
+TYPE_CHECKING = False  # not from typing, which `python -m` looks for in the current folder first
 if TYPE_CHECKING:
     from farstep.batch import Batch as Batch
     from farstep.buffer.replay import Buffer as Buffer

@@ -16,9 +16,10 @@ import numpy as np
 from gymnasium.vector import VectorEnv
 
 from farstep.batch import Batch, Part
+from farstep.buffer.files import Refused
 from farstep.config import EnvConfig, check_count
 from farstep.core import Agent, Array, Nested
-from farstep.errors import ClosedError, ConfigError
+from farstep.errors import CheckpointError, ClosedError, ConfigError
 from farstep.head.collector import Collector
 from farstep.head.seats import ResetOrder
 from farstep.launch_config import LaunchConfig, LocalConfig
@@ -230,14 +231,28 @@ class ClusterEnv:
             return "workers may have acted with older weights, which are not kept"
         return ""
 
+    def check_saved(self, agent: Agent, saved: object, actions: Sequence[Mapping[str, Array]]) -> None:
+        """Raise `farstep.buffer.files.Refused`, with the reason, if `resume` would refuse these arguments."""
+        self._launched().check_saved(agent, saved, actions)
+
     def resume(self, agent: Agent, saved: Mapping[str, Any], actions: Sequence[Mapping[str, Array]]) -> None:
         """Go on with an agent where another process saved: versions, random numbers, recurrent states and episodes.
 
         `actions` are those that each slot's episode in progress was given, by the names they have in a batch: its
         environment is reset with the same seed and takes them again. Where that cannot be (other workers than then, a
         worker that was being replaced, `cannot_replay`), episodes begin anew, with seeds not used before.
+
+        Raises:
+            CheckpointError: If `saved` or `actions` do not fit this agent and these environments; nothing has changed.
         """
-        version, workers = int(saved["version"]), saved["workers"]
+        try:
+            self.check_saved(agent, saved, actions)
+        except Refused as error:
+            raise CheckpointError(
+                f"environments cannot go on from what was saved: {error}. Pass what save() returned for the same "
+                "environments and the same agent."
+            ) from None
+        version, workers = saved["version"], saved["workers"]
         if reason := self.cannot_replay:
             log.warning("episodes begin anew: %s", reason)
             workers = []

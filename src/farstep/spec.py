@@ -94,6 +94,15 @@ def _visit(space: spaces.Space[Any], name: str, schema: Schema) -> Structure:
     )
 
 
+def leaf_spaces(space: spaces.Space[Any], name: str) -> dict[str, spaces.Space[Any]]:
+    """The spaces of the arrays that a space is stored as, by their names."""
+    if isinstance(space, spaces.Dict):
+        return {n: s for key, sub in space.spaces.items() for n, s in leaf_spaces(sub, f"{name}.{key}").items()}
+    if isinstance(space, spaces.Tuple):
+        return {n: s for i, sub in enumerate(space.spaces) for n, s in leaf_spaces(sub, f"{name}.{i}").items()}
+    return {name: space}
+
+
 def value_structure(value: Nested, name: str, arrays: dict[str, Array]) -> Structure:
     """The nesting of an agent's output; its arrays are added to `arrays` under their paths."""
     if isinstance(value, Mapping):

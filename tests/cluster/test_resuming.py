@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import signal
 from functools import partial
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 
 import farstep
+from farstep.errors import CheckpointError
 from farstep.learners.journal import Journal
 from farstep.testing import CountingEnv, TableAgent
 
@@ -235,3 +237,43 @@ def test_with_other_workers_than_before_all_begin_anew(caplog: pytest.LogCapture
         assert other.env.version == saved[0]["version"] == 1
     assert not set(now) & set(first)
     assert "other workers" in caplog.text
+
+
+def forged_numpy(worker: dict[str, Any]) -> None:
+    worker["generators"]["numpy"][2] = 10_000  # a position behind the end of the table
+
+
+def forged_rng(worker: dict[str, Any]) -> None:
+    state = np.random.PCG64(1).state
+    worker["agent"]["generators"] = [state | {"state": {"state": -1, "inc": 1}}] + [state] * 2
+
+
+def forged_observation(worker: dict[str, Any]) -> None:
+    worker["obs"]["obs"] = worker["obs"]["obs"][:, :1]
+
+
+def forged_steps(worker: dict[str, Any]) -> None:
+    worker["steps"].pop()
+
+
+FORGED = {
+    "numpy": (forged_numpy, r"env is malformed: Expected `int` <= 624 - at `\$\.workers\[0\]\.generators\.numpy\[2\]`"),
+    "rng": (forged_rng, r"env.workers\[0\].agent.generators\[0\] is no state of a generator"),
+    "observation": (forged_observation, r"env.workers\[0\].obs\[obs\] is float32\[3, 1\], float32\[3, 3\] expected"),
+    "steps": (forged_steps, r"env.workers\[0\] has 3 roots, 3 episodes and 2 counts of steps"),
+}
+
+
+def test_saved_state_that_does_not_fit_is_refused_before_workers_are_told() -> None:
+    with Run(partial(CountingEnv, 50)) as run:
+        run.roll(2)
+        saved, actions = run.save()
+        for forge, words in FORGED.values():
+            forged = copy.deepcopy(saved)
+            forge(forged["workers"][0])
+            with pytest.raises(CheckpointError, match=words):
+                run.resume(forged, actions)
+        with pytest.raises(CheckpointError, match="the actions of slot 0, action, are not all in the space"):
+            run.resume(saved, [{"action": slot["action"] + 1000} for slot in actions])
+        (then,) = run.roll()
+        assert then.continues.all(), "a refusal leaves the episodes as they are"

@@ -21,10 +21,10 @@ import re
 import shutil
 import time
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import msgspec
 import numpy as np
@@ -35,6 +35,7 @@ from farstep.core import Array
 from farstep.errors import CheckpointError, ConfigError
 
 log = logging.getLogger("farstep")
+T = TypeVar("T")
 
 _META, _MANIFEST, _DONE, _LOCK, _TEMPORARY = "meta.json", "manifest.json", "DONE", ".lock", ".tmp-"
 _POLL_S = 0.02
@@ -104,6 +105,21 @@ def load(path: str | os.PathLike[str], *, mmap: bool = False) -> Loaded:
 
     With `mmap`, arrays are read-only views of the files instead of copies in memory; they are checked all the same.
     """
+    return load_with(path, lambda loaded: loaded, mmap=mmap)
+
+
+def load_with(path: str | os.PathLike[str], use: Callable[[Loaded], T], *, mmap: bool = False) -> T:
+    """Call `use` with the newest intact checkpoint of the folder `path`, and return its result.
+
+    Args:
+        path: The folder that was saved to.
+        use: Raises `files.Refused`, with the reason and before it changes anything, if the content does not fit what is
+            to be restored; it is then called with the checkpoint before.
+        mmap: As in `load`.
+
+    Raises:
+        CheckpointError: If there is no checkpoint that can be used; the message says why each was refused.
+    """
     root = Path(path)
     refused: list[str] = []
     for folder in numbered(root):
@@ -111,15 +127,21 @@ def load(path: str | os.PathLike[str], *, mmap: bool = False) -> Loaded:
             manifest = _inspect(folder)
             arrays = {name: files.read_array(folder, name, entry, mmap) for name, entry in manifest.arrays.items()}
             meta = _read_meta(folder, manifest.meta)
+            found = use(Loaded(arrays=arrays, meta=meta, folder=folder, refused=tuple(refused)))
         except files.Refused as reason:
             if not folder.exists():  # removed by a save meanwhile, so there are newer ones
-                return load(path, mmap=mmap)
+                return load_with(path, use, mmap=mmap)
             refused.append(f"{folder} is not used: {reason}")
-            log.warning("%s", refused[-1])
         else:
-            return Loaded(arrays=arrays, meta=meta, folder=folder, refused=tuple(refused))
+            for sentence in refused:
+                log.warning("%s", sentence)
+            return found
     if refused:
-        raise CheckpointError("\n  ".join([f"no checkpoint in {root} is intact:", *refused]))
+        advice = (
+            "If they were saved with other options or another version of farstep, use those; otherwise the files are "
+            "damaged: restore the folder from a backup, or start anew."
+        )
+        raise CheckpointError("\n  ".join([f"no checkpoint in {root} can be used:", *refused, advice]))
     if (root / _MANIFEST).exists():
         raise CheckpointError(f"{root} is a single checkpoint; load from the folder it is in, {root.parent}.")
     what = "holds no checkpoint" if root.is_dir() else "is not a folder" if root.exists() else "does not exist"
@@ -153,7 +175,7 @@ def _plain(value: object, where: str) -> object:
 def _locked(root: Path, timeout_s: float) -> Iterator[None]:
     """The folder for this process alone; the kernel gives it back when the process ends."""
     deadline = time.monotonic() + timeout_s
-    with (root / _LOCK).open("ab") as stream:
+    with open(root / _LOCK, "ab", opener=files.no_follow) as stream:
         while True:
             try:
                 fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -114,6 +114,11 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def no_follow(path: str, flags: int) -> int:
+    """For `open(opener=...)`: a symbolic link in place of the file is an error, not followed to a file elsewhere."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+
+
 @contextlib.contextmanager
 def opened(file: Path, size: int | None = None) -> Iterator[IO[bytes]]:
     """A file to read; whatever goes wrong with it inside is `Refused`, with its name."""

@@ -32,8 +32,8 @@ _LAUNCHING = ("train", "doctor")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; its exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if argv is None:
-        sys.path.insert(0, "")  # a module of one's own is found where one is, as by `python -m`
+    if argv is None and _imports_from_here(arguments):
+        sys.path.append("")  # behind all else: no file here takes the place of an installed module
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         sys.stdout.write(_HELP)
         return 0
@@ -54,6 +54,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
+
+
+def _imports_from_here(arguments: Sequence[str]) -> bool:
+    """Whether a command imports environments and wrappers, which may be modules of the current folder."""
+    is_given_env = any(argument.partition("=")[0] == "--env" for argument in arguments)
+    return arguments[:1] in (["train"], ["watch"]) or (arguments[:1] == ["doctor"] and is_given_env)
 
 
 def _command(name: str) -> Callable[[Sequence[str]], int]:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import gymnasium
 import numpy as np
-import torch
 
 from farstep.agents.policy import Policy
 from farstep.core import Array
@@ -23,16 +22,14 @@ from farstep.worker.sources import Source
 Env = gymnasium.Env[Any, Any]
 
 
-def load_agent(run: RunConfig, config: Any, parameters: Mapping[str, torch.Tensor]) -> ActorCritic:
-    """The agent of a run, with these parameters."""
+def agent_of(run: RunConfig, config: Any) -> ActorCritic:
+    """An agent for the environment of a run, with the run's network and its own first parameters."""
     env = _environment(run)
     try:
         net: NetConfig = config.net
-        agent = make_agent(env.observation_space, env.action_space, net, config.gamma)
+        return make_agent(env.observation_space, env.action_space, net, config.gamma)
     finally:
         env.close()
-    agent.load_state_dict(dict(parameters))
-    return agent
 
 
 def record(

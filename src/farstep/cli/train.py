@@ -19,6 +19,7 @@ import tyro
 from farstep.cli.launchers import ENGINES, NoOptions, check_options, chosen_launcher
 from farstep.cli.options import check_belonging, parse, typed
 from farstep.cli.recording import check_recording, record
+from farstep.cli.trust import check_trusted
 from farstep.cluster_env import ClusterEnv
 from farstep.errors import ConfigError, unknown_name
 from farstep.launch_config import EngineConfig
@@ -51,6 +52,8 @@ class Options(Generic[C, E]):
     """of a cluster, if --launcher names one"""
     resume: Path | None = None
     """go on with the run in this folder; its options stay, unless others are given"""
+    trust: bool = False
+    """with --resume: execute what the run's config.json names though its tag does not show that you wrote it"""
 
 
 @dataclass(frozen=True)
@@ -99,7 +102,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _options(name: str, arguments: Sequence[str]) -> Options[Any, Any]:
     command, resumed = f"farstep train {name}", _resumed(arguments)
-    default = None if resumed is None else _saved_options(name, resumed)
+    default, why_not = (None, "") if resumed is None else _saved_options(name, resumed)
     launcher = chosen_launcher(arguments, "local" if default is None else default.run.launcher)
     nodes: Any = ENGINES.get(launcher, NoOptions)
     if default is not None and type(default.nodes) is not nodes:  # it goes on elsewhere
@@ -109,8 +112,11 @@ def _options(name: str, arguments: Sequence[str]) -> Options[Any, Any]:
     learners = {f"'farstep train {other}'": algorithm.config for other, algorithm in ALGORITHMS.items()}
     check_belonging(kind, arguments, f"'{command}'", learners)
     options: Options[Any, Any] = parse(kind, arguments, command, default)
-    if default is not None:
+    if default is not None and resumed is not None:
         _check_same(default, options)
+        check_trusted(RunFolder(resumed), default.run, why_not, options.trust, f"{command} --resume")
+    elif options.trust:
+        raise ConfigError("--trust is about the folder of a run that goes on: give --resume, too.")
     return options
 
 
@@ -144,15 +150,16 @@ def _resumed(arguments: Sequence[str]) -> Path | None:
     return None
 
 
-def _saved_options(name: str, path: Path) -> Options[Any, Any]:
-    saved = RunFolder.open(path).read_config()
+def _saved_options(name: str, path: Path) -> tuple[Options[Any, Any], str]:
+    """The options of the run in a folder, and why they may not be this user's."""
+    saved, why_not = RunFolder.open(path).read_signed_config()
     if saved.get("algorithm") != name:
         raise ConfigError(
             f"{path} is a run of {saved.get('algorithm')}, not of {name}; go on with it by "
             f"'farstep train {saved.get('algorithm')} --resume {path}'."
         )
     run, learner = load_config(saved)
-    return Options(run=run, learner=learner, nodes=_load_nodes(saved, run), resume=path)
+    return Options(run=run, learner=learner, nodes=_load_nodes(saved, run), resume=path), why_not
 
 
 def _load_nodes(saved: dict[str, Any], run: RunConfig) -> EngineConfig | NoOptions:
@@ -166,11 +173,11 @@ def _load_nodes(saved: dict[str, Any], run: RunConfig) -> EngineConfig | NoOptio
 
 def load_config(saved: dict[str, Any]) -> tuple[RunConfig, Any]:
     """The options of a run, from its config.json."""
-    algorithm = ALGORITHMS[saved["algorithm"]]
     try:
+        algorithm = ALGORITHMS[saved["algorithm"]]
         run = msgspec.convert(saved["run"], RunConfig, dec_hook=_decoded)
         return run, msgspec.convert(saved["learner"], algorithm.config, dec_hook=_decoded)
-    except (KeyError, msgspec.ValidationError) as error:
+    except (KeyError, TypeError, msgspec.ValidationError) as error:
         raise ConfigError(f"config.json is not one of this version of farstep: {error}.") from error
 
 

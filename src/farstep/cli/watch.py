@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -13,11 +14,14 @@ import tyro
 
 from farstep.buffer import checkpoint
 from farstep.cli.options import parse
-from farstep.cli.recording import check_recording, load_agent, record
+from farstep.cli.recording import agent_of, check_recording, record
 from farstep.cli.train import load_config
+from farstep.cli.trust import check_trusted
 from farstep.config import check_count, check_seed
 from farstep.errors import ConfigError
-from farstep.learners.saving import put_together
+from farstep.learners.nets import ActorCritic
+from farstep.learners.saving import check_agent, put_together
+from farstep.learners.training import Progress
 from farstep.observe.run_folder import RunFolder
 from farstep.observe.video import check_fps
 
@@ -40,6 +44,8 @@ class Options:
     """of an episode"""
     fps: float | None = None
     """pictures per second; none given: as the environment says"""
+    trust: bool = False
+    """execute what the run's config.json names though its tag does not show that you wrote it"""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -53,14 +59,14 @@ def main(arguments: Sequence[str]) -> int:
     if options.fps is not None:
         check_fps(options.fps)
     folder = RunFolder.open(options.run)
-    run, config = load_config(folder.read_config())
+    saved, why_not = folder.read_signed_config()
+    run, config = load_config(saved)
+    check_trusted(folder, run, why_not, options.trust, "farstep watch")
     check_recording(run)
-    loaded = checkpoint.load(folder.checkpoints)
-    state = put_together(loaded.arrays, loaded.meta["state"])
-    agent = load_agent(run, config, state["agent"])
+    agent = agent_of(run, config)
+    steps = checkpoint.load_with(folder.checkpoints, partial(_restore, agent))
     agent.greedy = not options.sample
     torch.manual_seed(options.seed)
-    steps = int(state["progress"]["steps"])
     out = options.out or folder.videos / f"step-{steps:09d}.mp4"
     returns = record(
         agent, run, out, seed=options.seed, episodes=options.episodes, max_steps=options.max_steps, fps=options.fps
@@ -68,3 +74,12 @@ def main(arguments: Sequence[str]) -> int:
     said = ", ".join(f"{value:.1f}" for value in returns)
     sys.stdout.write(f"{out}: {len(returns)} episode{'s' * (len(returns) > 1)} after {steps:,} steps, return {said}\n")
     return 0
+
+
+def _restore(agent: ActorCritic, loaded: checkpoint.Loaded) -> int:
+    """Give the agent its parameters; the steps that it had been trained for."""
+    state = put_together(loaded)
+    check_agent(agent, state.get("agent"))
+    steps = Progress.of(state.get("progress")).steps
+    agent.load_state_dict(state["agent"])
+    return steps

@@ -61,7 +61,7 @@ class Probe(gymnasium.Env[Any, Any]):
 
         In a process of its own: one that crashes or hangs says so, too.
         """
-        command = [sys.executable, "-m", "farstep.doctor.make_env", asked]
+        command = [sys.executable, "-P", "-m", "farstep.doctor.make_env", asked]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(import_path())}
         status, said = Program(command, environment).end(time.monotonic() + timeout_s)
         if status == 0:

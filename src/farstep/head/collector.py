@@ -27,6 +27,7 @@ from farstep.head.parameters import ParameterStore
 from farstep.head.probes import Prober, Question
 from farstep.head.resuming import Place, lead_back
 from farstep.head.rollouts import Piece, Rollouts, agent_structures, base_rows, key_of
+from farstep.head.saved_state import check_saved
 from farstep.head.seats import ResetOrder, Seat
 from farstep.head.server import Server
 from farstep.head.stats import Counters
@@ -111,6 +112,7 @@ class Collector:
         observation_space, action_space = self.server.start()
         obs, self._obs_schema = space_schema(observation_space, "obs")
         _, self._action_schema = space_schema(action_space, "action")
+        self._action_space = action_space
         remote = not self.server.shares_memory
         self._rollouts = Rollouts(self.server.seats, obs, self._obs_schema, remote, self._transfer)
         return observation_space, action_space
@@ -346,6 +348,10 @@ class Collector:
         """What each worker must know to go on in another process; None of one that is being replaced."""
         self._end()
         return self._calls.call("save", ())
+
+    def check_saved(self, agent: Agent, saved: object, actions: Sequence[Mapping[str, Array]]) -> None:
+        """Raise `Refused` if `resume` could not go on from this."""
+        check_saved(saved, actions, agent, self._obs_schema, self._action_space)
 
     def resume(
         self, agent: Agent, version: int, root: int, workers: Sequence[Any], actions: Sequence[Mapping[str, Array]]

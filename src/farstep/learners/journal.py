@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated
 
+import msgspec
 import numpy as np
 
 from farstep.batch import Batch
+from farstep.buffer.checking import converted
+from farstep.buffer.files import Refused
 from farstep.core import Array
 
 _MOST_STEPS = 100_000
 """Of an episode; one that is longer begins anew after a resume, rather than take its time."""
+
+
+class _Saved(msgspec.Struct, forbid_unknown_fields=True):
+    lengths: list[Annotated[int, msgspec.Meta(ge=0, le=_MOST_STEPS)]]
+    actions: dict[str, np.ndarray]
 
 
 class Journal:
@@ -49,11 +57,21 @@ class Journal:
         joined = {name: np.concatenate([actions[name] for actions in found if actions]) for name in names}
         return {"lengths": [_length(actions) for actions in found], "actions": joined}
 
-    def load(self, state: Mapping[str, Any]) -> None:
-        stops = np.cumsum(state["lengths"], dtype=np.int64)
-        for stop, length in zip(stops.tolist(), state["lengths"], strict=True):
-            piece = {name: array[stop - length : stop] for name, array in state["actions"].items()}
-            self._pieces.append([piece] if length else [])
+    @classmethod
+    def of(cls, state: object) -> Journal:
+        """One that goes on with what `state` returned; `Refused` if it is malformed."""
+        saved = converted("journal", state, _Saved)
+        if sum(saved.lengths) and not saved.actions:
+            raise Refused(f"journal.actions is empty, {sum(saved.lengths)} rows expected")
+        for name, array in saved.actions.items():
+            if array.ndim == 0 or len(array) != sum(saved.lengths):
+                rows = f"{array.dtype}{list(array.shape)}"
+                raise Refused(f"journal.actions.{name} is {rows}, {sum(saved.lengths)} rows expected")
+        journal, stops = cls(), np.cumsum(saved.lengths, dtype=np.int64)
+        for stop, length in zip(stops.tolist(), saved.lengths, strict=True):
+            piece = {name: array[stop - length : stop] for name, array in saved.actions.items()}
+            journal._pieces.append([piece] if length else [])
+        return journal
 
 
 def _length(actions: Mapping[str, Array]) -> int:

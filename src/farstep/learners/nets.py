@@ -14,7 +14,6 @@ from typing import Any, Literal
 
 import gymnasium
 import torch
-from gymnasium import spaces
 from torch import Tensor, nn
 
 from farstep.config import check_count
@@ -23,7 +22,7 @@ from farstep.learners.checks import check_choice, check_counts
 from farstep.learners.encoders import encoder_for, initialised, is_image
 from farstep.learners.heads import GaussianHead, head_for
 from farstep.learners.normalizers import RewardScale
-from farstep.spec import leaf_names, leaves, map_leaves, nest, space_schema
+from farstep.spec import leaf_names, leaf_spaces, leaves, map_leaves, nest, space_schema
 
 Space = gymnasium.spaces.Space[Any]
 State = tuple[Tensor, ...]
@@ -238,15 +237,6 @@ def make_agent(observation_space: Space, action_space: Space, config: NetConfig,
     """The agent for these spaces."""
     kind = ActorCritic if config.recurrent == "none" else RecurrentActorCritic
     return kind(observation_space, action_space, config, gamma)
-
-
-def leaf_spaces(space: Space, name: str) -> dict[str, Space]:
-    """The spaces of the arrays that a space is stored as, by their names."""
-    if isinstance(space, spaces.Dict):
-        return {n: s for key, sub in space.spaces.items() for n, s in leaf_spaces(sub, f"{name}.{key}").items()}
-    if isinstance(space, spaces.Tuple):
-        return {n: s for i, sub in enumerate(space.spaces) for n, s in leaf_spaces(sub, f"{name}.{i}").items()}
-    return {name: space}
 
 
 def _core(config: NetConfig, width: int) -> nn.Module | None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 
 from farstep.batch import Batch
+from farstep.buffer.checking import converted
 from farstep.cluster_env import ClusterEnv
 from farstep.errors import RewardError
 from farstep.learners.nets import ActorCritic
@@ -29,6 +31,11 @@ class Rates(Protocol):
 
     @property
     def anneal_lr(self) -> bool: ...
+
+
+class _Saved(msgspec.Struct, forbid_unknown_fields=True):
+    optimizer: dict[str, Any]
+    statistics: dict[str, Any]
 
 
 class OnPolicy:
@@ -62,9 +69,12 @@ class OnPolicy:
         """What a checkpoint needs beside the agent's parameters."""
         return {"optimizer": self._optimizer.state(), "statistics": self._statistics.state()}
 
-    def load(self, state: Mapping[str, dict[str, object]]) -> None:
-        self._optimizer.load(state["optimizer"])
-        self._statistics.load(state["statistics"])
+    def load(self, state: Mapping[str, object]) -> None:
+        """Go on with what was saved; `Refused` before anything is changed if it does not fit."""
+        saved = converted("learner", state, _Saved)
+        optimizer, statistics = self._optimizer.check(saved.optimizer), self._statistics.check(saved.statistics)
+        self._optimizer.load(optimizer)
+        self._statistics.load(statistics)
 
 
 def _check_rewards(batch: Batch) -> None:

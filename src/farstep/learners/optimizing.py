@@ -6,13 +6,19 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from farstep.buffer.checking import check_keys, check_torch_generator, converted
+from farstep.buffer.files import Refused
 from farstep.learners.nets import ActorCritic
 from farstep.learners.rollout import Minibatch, Rollout, minibatches
+from farstep.learners.saving import check_tensor
 
+_MOST_STEPS = 2**24
+"""Adam counts its steps in float32, which counts no further."""
 _KL = "actor/proximal_k3"
 Loss = Callable[[Minibatch], tuple[Tensor, Mapping[str, Tensor]]]
 """The loss of some rows, a mean over the valid ones, and what else is worth knowing, as tensors."""
@@ -31,6 +37,13 @@ class Schedule:
     """Give advantages mean 0 and deviation 1 over the rows of each step, before these are portioned."""
     target_kl: float | None = None
     """No further epoch once the mean divergence from the policy that the update began with exceeds this over one."""
+
+
+class SavedOptimizer(msgspec.Struct, forbid_unknown_fields=True):
+    """The state of an `Optimizer`."""
+
+    adam: dict[str, Tensor]
+    generator: Tensor
 
 
 class Optimizer:
@@ -91,12 +104,28 @@ class Optimizer:
         return {"actor/grad_norm": norm, "actor/skipped_steps": ~finite}
 
     def state(self) -> dict[str, object]:
-        return {"adam": self.adam.state_dict(), "generator": self.generator.get_state()}
+        """Without hyper-parameters: those come from the options of the run."""
+        return {"adam": self.adam.state_dict()["state"].get(0, {}), "generator": self.generator.get_state()}
 
-    def load(self, state: Mapping[str, object]) -> None:
+    def check(self, state: object) -> SavedOptimizer:
+        """What was saved, if it fits this optimizer; else `Refused`: Adam's fused step would read past the end."""
+        saved = converted("optimizer", state, SavedOptimizer)
+        if saved.adam:  # empty until the first step
+            check_keys("optimizer.adam", saved.adam, ("step", "exp_avg", "exp_avg_sq"))
+            step = check_tensor("optimizer.adam.step", saved.adam["step"], torch.zeros(()))
+            if not (0 <= step <= _MOST_STEPS and step == np.floor(step)):
+                raise Refused(f"optimizer.adam.step is {step}, a whole number from 0 to {_MOST_STEPS} expected")
+            check_tensor("optimizer.adam.exp_avg", saved.adam["exp_avg"], self._flat)
+            if (check_tensor("optimizer.adam.exp_avg_sq", saved.adam["exp_avg_sq"], self._flat) < 0).any():
+                raise Refused("optimizer.adam.exp_avg_sq holds negative numbers, means of squares expected")
+        check_torch_generator("optimizer.generator", saved.generator.numpy(force=True))
+        return saved
+
+    def load(self, saved: SavedOptimizer) -> None:
         """Go on with what was saved, at the learning rate of now; the agent's parameters are loaded apart."""
-        self.adam.load_state_dict(state["adam"])  # type: ignore[arg-type]
-        self.generator.set_state(state["generator"])  # type: ignore[arg-type]
+        groups = self.adam.state_dict()["param_groups"]
+        self.adam.load_state_dict({"state": {0: saved.adam} if saved.adam else {}, "param_groups": groups})
+        self.generator.set_state(saved.generator)
         self.anneal(1.0)
 
 

@@ -1,4 +1,4 @@
-"""Nested state as a checkpoint has it: named arrays, and plain data for the rest."""
+"""Nested state as a checkpoint has it: named arrays, and plain data for the rest; and checks of what comes back."""
 
 from __future__ import annotations
 
@@ -8,7 +8,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from farstep.buffer.checking import check_array, check_finite, check_keys
+from farstep.buffer.checkpoint import Loaded
+from farstep.buffer.files import Refused
 from farstep.core import Array
+from farstep.learners.nets import ActorCritic
+from farstep.learners.normalizers import RunningMoments
 
 _ARRAY, _TENSOR, _ITEMS = "array", "tensor", "items"
 
@@ -39,16 +44,49 @@ def _apart(value: Any, name: str, arrays: dict[str, Array]) -> Any:
             return value
 
 
-def put_together(arrays: Mapping[str, Array], plain: Any) -> Any:
-    """What was taken apart; tuples are lists now."""
+def put_together(loaded: Loaded) -> dict[str, Any]:
+    """The state that was taken apart, with lists for tuples; `Refused` if the parts do not fit together."""
+    try:
+        state = _together(loaded.arrays, loaded.meta["state"])
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise Refused(f"meta.json does not describe the state of a run: {type(error).__name__}: {error}") from None
+    if not isinstance(state, dict):
+        raise Refused(f"meta.json describes {type(state).__name__}, the state of a run expected")
+    return state
+
+
+def _together(arrays: Mapping[str, Array], plain: Any) -> Any:
     match plain:
         case {"tensor": name}:
             return torch.from_numpy(np.array(arrays[name]))
         case {"array": name}:
             return np.array(arrays[name])
         case {"items": pairs}:
-            return {key: put_together(arrays, sub) for key, sub in pairs}
+            return {key: _together(arrays, sub) for key, sub in pairs}
         case list():
-            return [put_together(arrays, sub) for sub in plain]
+            return [_together(arrays, sub) for sub in plain]
         case _:
             return plain
+
+
+def check_tensor(where: str, value: object, like: torch.Tensor) -> Array:
+    """The tensor's numbers, if it has the shape and dtype of `like` and all are finite."""
+    found = value.numpy(force=True) if isinstance(value, torch.Tensor) else value
+    array = check_array(where, found, tuple(like.shape), like.detach().cpu().numpy().dtype)
+    check_finite(where, array)
+    return array
+
+
+def check_agent(agent: ActorCritic, saved: object) -> None:
+    """Raise `Refused` if these are not parameters and running statistics that the agent can act with."""
+    if not isinstance(saved, dict):
+        raise Refused(f"agent is {type(saved).__name__}, a mapping of parameters expected")
+    expected = agent.state_dict()
+    check_keys("agent", saved, expected)
+    for name, tensor in expected.items():
+        check_tensor(f"agent.{name}", saved[name], tensor)
+    for name, module in agent.named_modules():
+        if isinstance(module, RunningMoments) and not (saved[f"{name}.std"] > 0).all():
+            raise Refused(f"agent.{name}.std holds numbers that are not above 0")
+        if isinstance(module, RunningMoments) and saved[f"{name}.count"] < 0:
+            raise Refused(f"agent.{name}.count is {float(saved[f'{name}.count'])}, at least 0 expected")

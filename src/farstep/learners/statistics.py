@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import torch
 
 from farstep.batch import Batch
+from farstep.buffer.checking import check_array, check_finite, converted
 from farstep.core import Array
 from farstep.learners.nets import ActorCritic
 from farstep.spec import map_leaves
+
+
+class SavedStatistics(msgspec.Struct, forbid_unknown_fields=True):
+    """The state of `Statistics`."""
+
+    returns: np.ndarray
 
 
 class Statistics:
@@ -41,8 +49,16 @@ class Statistics:
     def state(self) -> dict[str, object]:
         return {"returns": self._returns}
 
-    def load(self, state: dict[str, object]) -> None:
-        self._returns = np.array(state["returns"], np.float32)
+    @staticmethod
+    def check(state: object) -> SavedStatistics:
+        """What was saved, if it is of any number of slots; else `Refused`."""
+        saved = converted("statistics", state, SavedStatistics)
+        check_array("statistics.returns", saved.returns, (saved.returns.size,), np.float32)
+        check_finite("statistics.returns", saved.returns)
+        return saved
+
+    def load(self, saved: SavedStatistics) -> None:
+        self._returns = saved.returns
 
 
 def _in_order(slots: Array) -> list[Array]:

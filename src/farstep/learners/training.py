@@ -12,20 +12,22 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
+import msgspec
 import numpy as np
 import torch
 
 from farstep.batch import Batch
 from farstep.buffer import checkpoint
+from farstep.buffer.checking import Count, Finite, check_torch_generator, converted
+from farstep.buffer.files import Refused
 from farstep.cluster_env import ClusterEnv
-from farstep.errors import ConfigError
 from farstep.learners.evaluation import Evaluated, Evaluator
 from farstep.learners.guards import Guards
 from farstep.learners.journal import Journal
 from farstep.learners.nets import ActorCritic
-from farstep.learners.saving import put_together, taken_apart
+from farstep.learners.saving import check_agent, put_together, taken_apart
 from farstep.learners.timing import Timer
 
 log = logging.getLogger("farstep")
@@ -50,7 +52,9 @@ class Learner(Protocol):
 
     def state(self) -> dict[str, object]: ...
 
-    def load(self, state: Mapping[str, Any]) -> None: ...
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go on with what `state` returned; raise, before anything is changed, if it does not fit."""
+        ...
 
 
 class Sink(Protocol):
@@ -74,9 +78,37 @@ class Progress:
     def state(self) -> dict[str, object]:
         return {**vars(self), "returns": list(self.returns), "lengths": list(self.lengths)}
 
-    def load(self, state: Mapping[str, Any]) -> None:
-        for name, value in state.items():
-            setattr(self, name, deque(value, maxlen=_LAST_EPISODES) if name in ("returns", "lengths") else value)
+    @classmethod
+    def of(cls, state: object) -> Progress:
+        """What `state` returned; `Refused` if it is malformed."""
+        saved = converted("progress", state, _SavedProgress)
+        if len(saved.returns) != len(saved.lengths):
+            raise Refused(f"progress has {len(saved.returns)} returns and {len(saved.lengths)} lengths of episodes")
+        last = {"returns": deque(saved.returns, _LAST_EPISODES), "lengths": deque(saved.lengths, _LAST_EPISODES)}
+        return cls(**{**msgspec.structs.asdict(saved), **last})
+
+
+class _SavedProgress(msgspec.Struct, forbid_unknown_fields=True):
+    steps: Count
+    updates: Count
+    seconds: Annotated[float, msgspec.Meta(ge=0, le=2**40)]
+    episodes: Count
+    returns: Annotated[list[Finite], msgspec.Meta(max_length=_LAST_EPISODES)]
+    lengths: Annotated[list[Count], msgspec.Meta(max_length=_LAST_EPISODES)]
+    next_evaluation: Count
+
+
+class _Saved(msgspec.Struct, forbid_unknown_fields=True):
+    """The state of a run in a checkpoint; what the mappings hold is checked by those who use it."""
+
+    agent: dict[str, Any]
+    learner: dict[str, Any]
+    progress: dict[str, Any]
+    torch: torch.Tensor
+    version: Count
+    env: dict[str, Any] | None = None
+    """None if the environments could not be led back."""
+    journal: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -282,26 +314,51 @@ class Training:
             return checkpoint.save(self._checkpoints, arrays, {"state": plain})
 
     def resume(self) -> None:
-        """Go on from the newest checkpoint that is whole."""
+        """Go on from the newest checkpoint that fits this learner and these environments.
+
+        Raises:
+            CheckpointError: If none does; learner, agent and environments are as they were.
+        """
         assert self._checkpoints is not None
-        loaded = checkpoint.load(self._checkpoints)
-        state = put_together(loaded.arrays, loaded.meta["state"])
-        agent = self._learner.agent
-        try:
-            agent.load_state_dict(state["agent"])
-            self._learner.load(state["learner"])
-        except (RuntimeError, KeyError, ValueError) as error:
-            raise ConfigError(
-                f"the checkpoint {loaded.folder} is of another network or learner than this one: {error}. Resume with "
-                "the options that the run was begun with."
-            ) from error
-        self.progress.load(state["progress"])
-        if self._journal is not None and "env" in state:
-            self._journal.load(state["journal"])
-            self._env.resume(agent, state["env"], self._journal.actions())
+        saved = checkpoint.load_with(self._checkpoints, self._restore)
+        if self._journal is not None and saved.env is not None:
+            self._env.resume(self._learner.agent, saved.env, self._journal.actions())
         else:
-            self._env.resume(agent, {"version": state["version"], "workers": []}, [])
-        torch.set_rng_state(state["torch"])
+            self._env.resume(self._learner.agent, {"version": saved.version, "workers": []}, [])
+        torch.set_rng_state(saved.torch)
+
+    def _restore(self, loaded: checkpoint.Loaded) -> _Saved:
+        """Everything but the environments as it was saved; `Refused` before anything is changed if something does not
+        fit."""
+        agent = self._learner.agent
+        saved = converted("the state", put_together(loaded), _Saved)
+        check_agent(agent, saved.agent)
+        progress = Progress.of(saved.progress)
+        check_torch_generator("torch", saved.torch.numpy())
+        journal = self._check_env(saved)
+        before = {name: tensor.clone() for name, tensor in agent.state_dict().items()}
+        agent.load_state_dict(saved.agent)
+        try:
+            self._learner.load(saved.learner)
+        except Exception as error:  # a user's own learner may raise anything
+            agent.load_state_dict(before)
+            if isinstance(error, Refused):
+                raise
+            raise Refused(f"the learner raised {type(error).__name__}: {error}") from error
+        self.progress, self._journal = progress, journal
+        return saved
+
+    def _check_env(self, saved: _Saved) -> Journal | None:
+        """The actions of episodes in progress, if environments can be led back."""
+        if (saved.env is None) != (saved.journal is None):
+            raise Refused("the state has only one of env and journal")
+        if self._journal is None or saved.env is None:
+            return self._journal
+        if saved.env.get("version") != saved.version:
+            raise Refused(f"the version is {saved.version}, and {saved.env.get('version')!r} of the environments")
+        journal = Journal.of(saved.journal)
+        self._env.check_saved(self._learner.agent, saved.env, journal.actions())
+        return journal
 
     # ---- signals ----
 

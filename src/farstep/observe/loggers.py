@@ -21,6 +21,7 @@ from itertools import count
 from pathlib import Path
 from typing import IO, Protocol
 
+from farstep.buffer.files import no_follow
 from farstep.errors import ConfigError, RunError
 from farstep.observe.extras import require
 from farstep.observe.files import read_row, replace_file
@@ -49,7 +50,7 @@ class JsonlLogger:
         try:
             if resume_step is not None:
                 _cut(self.path, resume_step)
-            self._stream: IO[bytes] = self.path.open("ab", buffering=0)
+            self._stream: IO[bytes] = open(self.path, "ab", buffering=0, opener=no_follow)  # noqa: SIM115
         except OSError as error:
             raise self._error(error) from error
         if resume_step is None and self._stream.tell():

@@ -1,7 +1,7 @@
 """The folder of a run: where its parts are, and who writes to it.
 
 runs/CartPole-v1-ppo-seed1-20260131-120000/
-├── config.json      the options it was started with
+├── config.json      the options it was started with, and a tag that shows which user wrote them
 ├── metrics.jsonl    one line per update
 ├── checkpoints/     what `--resume` goes on from
 ├── videos/
@@ -25,16 +25,20 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import msgspec
 
+from farstep.buffer.files import no_follow
 from farstep.errors import ConfigError, RunError
+from farstep.observe import signing
 from farstep.observe.files import replace_file
 
 log = logging.getLogger("farstep")
 
 _SHOWN = 5
+_TAG = "tag"
+"""The entry of config.json that shows who wrote the others."""
 
 
 def run_name(env_id: str, algorithm: str, seed: int | None = None, now: datetime.datetime | None = None) -> str:
@@ -55,13 +59,13 @@ class RunFolder:
         """A new folder under `root` with the run's options in it; a name that is taken gets -2, -3 and so on."""
         if not name or name.startswith(".") or "/" in name or "\0" in name:
             raise ConfigError(f"a run cannot be named {name!r}; expected a plain name without slashes, e.g. 'first'.")
-        content = _as_json(config)
+        content = _as_json(config)  # refused before anything is written
         try:
             Path(root).mkdir(parents=True, exist_ok=True)
             run = cls(_make_new(Path(root), name))
             for folder in (run.checkpoints, run.videos, run.plots):
                 folder.mkdir()
-            replace_file(run.config_file, content)
+            replace_file(run.config_file, run._signed(content))
         except OSError as error:
             raise RunError(f"no run can be written under {root}: {error}. Choose another folder.") from error
         return run
@@ -105,23 +109,36 @@ class RunFolder:
         return self.path / "tensorboard"
 
     def read_config(self) -> dict[str, Any]:
-        """The options the run was started with, as plain data."""
+        """The options the run was started with, as plain data; whoever wrote them."""
+        return self.read_signed_config()[0]
+
+    def read_signed_config(self) -> tuple[dict[str, Any], str]:
+        """The options, and why they may not be this user's, as a clause; "" if their tag shows that they are."""
         try:
             config = json.loads(self.config_file.read_bytes())
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise RunError(f"{self.config_file} cannot be read: {error}.") from error
         if not isinstance(config, dict):
             raise RunError(f"{self.config_file} holds {type(config).__name__}, expected an object with options.")
-        return config
+        tag = config.pop(_TAG, None)
+        return config, signing.why_not_ours(config, tag)
 
     def write_config(self, config: Mapping[str, object]) -> None:
-        """Replace the options, e.g. when a run is resumed for more steps."""
-        replace_file(self.config_file, _as_json(config))
+        """Replace the options, e.g. when a run is resumed for more steps, and tag them as this user's."""
+        replace_file(self.config_file, self._signed(_as_json(config)))
+
+    def _signed(self, content: bytes) -> bytes:
+        config = json.loads(content)
+        try:
+            config[_TAG] = signing.tag(config)
+        except signing.NoKey as reason:
+            log.warning("%s has no tag, so --resume and watch will need --trust: %s", self.config_file, reason)
+        return json.dumps(config, indent=2).encode() + b"\n"
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
         """Keep others from training in this folder meanwhile; the lock ends with the process, however that ends."""
-        with (self.path / ".lock").open("a+b") as stream:
+        with self._open_lock() as stream:
             try:
                 fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -135,6 +152,16 @@ class RunFolder:
             stream.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode())
             stream.flush()
             yield
+
+    def _open_lock(self) -> IO[bytes]:
+        path = self.path / ".lock"
+        try:
+            return open(path, "a+b", opener=no_follow)
+        except OSError as error:
+            hint = "Remove that symbolic link" if path.is_symlink() else "Make the folder writable"
+            raise RunError(
+                f"{path} cannot be opened to lock the run: {error.strerror}. {hint}, then try again."
+            ) from error
 
 
 def _make_new(root: Path, name: str) -> Path:

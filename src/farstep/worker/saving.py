@@ -54,7 +54,7 @@ class Saving:
             for i, (steps, actions) in enumerate(zip(part["steps"], part["actions"], strict=True))
         ]
         strayed = self._host.replay(past, self._failures)
-        if self._actor is not None:
+        if self._actor is not None and part["agent"]:
             self._actor.resume(part["agent"])
         if self._owns_process and "generators" in part:
             _set_global_generators(part["generators"])

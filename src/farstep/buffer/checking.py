@@ -1,0 +1,65 @@
+"""Checks of what a checkpoint holds, before anything uses it.
+
+Files with matching checksums can still be forged, or be of another version of farstep: types, keys, shapes, dtypes and
+ranges are compared with what will use them, and whatever differs is `Refused`.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+import numpy as np
+
+from farstep.buffer.files import Refused
+from farstep.core import Array
+
+T = TypeVar("T")
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+"""A counter or seed: far from the end of 64 bits, so that it can be counted on."""
+Finite = Annotated[float, msgspec.Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
+
+
+def converted(where: str, value: object, kind: type[T]) -> T:
+    """Plain data as the msgspec type `kind`, which says what is expected; `where` names it in the refusal."""
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise Refused(f"{where} is malformed: {error}") from None
+
+
+def check_array(where: str, array: object, shape: tuple[int, ...], dtype: Any) -> Array:
+    """The array, if it is one of this shape and dtype."""
+    expected = f"{np.dtype(dtype)}{list(shape)} expected"
+    if not isinstance(array, np.ndarray):
+        raise Refused(f"{where} is {type(array).__name__}, {expected}")
+    if array.shape != shape or array.dtype != np.dtype(dtype):
+        raise Refused(f"{where} is {array.dtype}{list(array.shape)}, {expected}")
+    return array
+
+
+def check_finite(where: str, array: Array) -> None:
+    """Refuse NaN and infinities."""
+    if array.dtype.kind in "fc" and not np.isfinite(array).all():
+        raise Refused(f"{where} holds {array[~np.isfinite(array)].flat[0]}, finite numbers expected")
+
+
+def check_keys(where: str, found: Any, expected: Any) -> None:
+    """Refuse a mapping that lacks an entry, or has one more."""
+    for key in (key for key in expected if key not in found):
+        raise Refused(f"{where} lacks {key}")
+    for key in (key for key in found if key not in expected):
+        raise Refused(f"{where} has {key!r}, which nothing uses")
+
+
+def check_torch_generator(where: str, state: object) -> None:
+    """Refuse bytes that are no state of torch's CPU generator; without torch, all that cannot be bytes."""
+    if not isinstance(state, np.ndarray) or state.dtype != np.uint8 or state.ndim != 1:
+        found = f"{state.dtype}{list(state.shape)}" if isinstance(state, np.ndarray) else type(state).__name__
+        raise Refused(f"{where} is {found}, uint8[n] expected")
+    if (torch := sys.modules.get("torch")) is not None:
+        try:
+            torch.Generator().set_state(torch.from_numpy(np.array(state)))
+        except (RuntimeError, TypeError) as error:
+            raise Refused(f"{where} is no state of a generator: {error}") from None

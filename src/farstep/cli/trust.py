@@ -1,0 +1,21 @@
+"""Options of a run are executed only if this user wrote them, or says that they can be trusted."""
+
+from __future__ import annotations
+
+from farstep.cli.launchers import ENGINES
+from farstep.errors import RunError
+from farstep.learners.run_config import RunConfig
+from farstep.observe.run_folder import RunFolder
+
+
+def check_trusted(folder: RunFolder, run: RunConfig, why_not: str, trust: bool, command: str) -> None:
+    """Raise unless `why_not` (of `RunFolder.read_signed_config`) is empty or `trust` was given."""
+    if not why_not or trust:
+        return
+    named = [f"the {run.env_type} environment {run.env!r}", *(f"the wrapper {wrapper!r}" for wrapper in run.wrappers)]
+    if run.launcher in ENGINES:
+        named.append(f"commands on nodes of --launcher {run.launcher}")
+    raise RunError(
+        f"{folder.config_file} is not known to be yours: {why_not}. '{command}' would execute what it names: "
+        f"{', '.join(named)}. Read the file; if you trust whoever wrote it, add --trust (docs/security.md says why)."
+    )

@@ -1,0 +1,104 @@
+"""Tags that show that a run's config.json was written by this user.
+
+config.json names code that `--resume` and `watch` execute: environments, wrappers, commands on nodes. A tag is a keyed
+hash (HMAC-SHA256) of the options under a key that only this user can read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import os
+import secrets
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+
+from farstep.buffer.files import no_follow
+
+_BYTES = 32
+_PURPOSE = b"farstep run configuration 1\0"
+
+
+class NoKey(Exception):
+    """Why there is no key to use, as a clause."""
+
+
+def key_file() -> Path:
+    """Where the key is: `$XDG_STATE_HOME/farstep/run.key`, by default in ~/.local/state."""
+    base = Path(os.environ.get("XDG_STATE_HOME", ""))
+    if not base.is_absolute():  # as the specification has it
+        try:
+            base = Path.home() / ".local" / "state"
+        except RuntimeError as error:
+            raise NoKey(f"this user has no home folder ({error})") from None
+    return base / "farstep" / "run.key"
+
+
+def tag(config: Mapping[str, object]) -> str:
+    """The tag of options as plain data; makes a key at first use, and raises `NoKey` if there can be none."""
+    return _tag(_read_key() or _make_key(), config)
+
+
+def why_not_ours(config: Mapping[str, object], found: object) -> str:
+    """Why the tag does not show that this user wrote the options, as a clause; "" if it does."""
+    if found is None:
+        return "it has no tag"
+    try:
+        key = _read_key()
+    except NoKey as reason:
+        return f"its tag cannot be checked, since {reason}"
+    if key is None:
+        return f"its tag cannot be checked, since {key_file()} does not exist"
+    same = isinstance(found, str) and hmac.compare_digest(_tag(key, config).encode(), found.encode(errors="replace"))
+    return "" if same else "its tag does not match: another user or machine wrote it, or it was changed"
+
+
+def _tag(key: bytes, config: Mapping[str, object]) -> str:
+    text = json.dumps(config, sort_keys=True, separators=(",", ":")).encode()
+    return hmac.new(key, _PURPOSE + text, hashlib.sha256).hexdigest()
+
+
+def _read_key() -> bytes | None:
+    """The key, or None if there is none yet."""
+    path = key_file()
+    try:
+        with open(path, "rb", opener=no_follow) as stream:
+            status, key = os.fstat(stream.fileno()), stream.read(_BYTES + 1)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise NoKey(f"{path} cannot be read ({error.strerror})") from None
+    if status.st_uid != os.geteuid():
+        raise NoKey(f"{path} belongs to another user")
+    if status.st_mode & 0o077:
+        mode = stat.S_IMODE(status.st_mode)
+        raise NoKey(f"others can read {path} (mode {mode:04o}, 0600 expected; remove it if they may have)")
+    if len(key) != _BYTES:
+        raise NoKey(f"{path} is damaged ({len(key)} bytes, {_BYTES} expected; remove it)")
+    return key
+
+
+def _make_key() -> bytes:
+    """A new key, or that of another process which was first."""
+    path = key_file()
+    partial = path.with_name(f".run.key.{os.getpid()}.{secrets.token_hex(4)}")
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            with open(partial, "xb", opener=lambda name, flags: os.open(name, flags, 0o600)) as stream:
+                stream.write(secrets.token_bytes(_BYTES))
+                stream.flush()
+                os.fsync(stream.fileno())
+            os.link(partial, path)  # whole, and only if no other process was first
+        except FileExistsError:
+            pass
+        finally:
+            partial.unlink(missing_ok=True)
+    except OSError as error:
+        raise NoKey(f"{path} cannot be made ({error.strerror})") from None
+    key = _read_key()
+    if key is None:
+        raise NoKey(f"{path} was removed meanwhile")
+    return key

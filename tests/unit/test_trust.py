@@ -1,0 +1,214 @@
+"""A folder of a run, or the current folder, executes nothing that this user has not written or trusted."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from farstep.buffer import checkpoint
+from farstep.cli import main
+from farstep.errors import CheckpointError, RunError
+from farstep.observe import signing
+from farstep.observe.loggers import JsonlLogger
+from farstep.observe.run_folder import RunFolder
+
+TRAIN = ["train", "ppo", "--env", "CartPole-v1", "--launcher", "inprocess", "--num-envs", "4", "--num-steps", "16"]
+PLANTED = """
+import pathlib
+pathlib.Path(__file__).with_name("executed").touch()
+raise ImportError("planted")
+"""
+FARSTEP = {
+    "module": [sys.executable, "-m", "farstep"],
+    "script": [str(Path(sys.executable).with_name("farstep"))],
+}
+
+
+@pytest.fixture
+def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A user who has no key yet."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    return tmp_path / "state"
+
+
+@pytest.fixture
+def run(state: Path, tmp_path: Path) -> Path:
+    """A run of this user, of 64 steps."""
+    assert main([*TRAIN, "--total-steps", "64", "--folder", str(tmp_path), "--name", "run"]) == 0
+    return tmp_path / "run"
+
+
+def resumed(run: Path, *more: str) -> int:
+    return main(["train", "ppo", "--resume", str(run), *more])
+
+
+def change_config(run: Path, **options: Any) -> None:
+    config = json.loads((run / "config.json").read_text())
+    config["run"] |= options
+    (run / "config.json").write_text(json.dumps(config))
+
+
+def test_runs_of_ones_own_go_on_without_a_question(run: Path, state: Path) -> None:
+    assert resumed(run, "--total-steps", "128") == 0
+    assert resumed(run, "--total-steps", "192") == 0, "config.json was written again"
+    key = state / "farstep" / "run.key"
+    assert key.stat().st_mode & 0o777 == 0o600 and key.parent.stat().st_mode & 0o777 == 0o700
+
+
+FOREIGN: dict[str, Callable[[Path, Path], object]] = {
+    "changed": lambda run, state: change_config(run, total_steps=128),
+    "without tag": lambda run, state: (run / "config.json").write_text(json.dumps(RunFolder(run).read_config())),
+    "of another user": lambda run, state: (state / "farstep" / "run.key").write_bytes(bytes(32)),
+    "of a user without a key": lambda run, state: (state / "farstep" / "run.key").unlink(),
+    "with a key that others can read": lambda run, state: (state / "farstep" / "run.key").chmod(0o644),
+    "with a damaged key": lambda run, state: (state / "farstep" / "run.key").write_bytes(b""),
+}
+REASONS = {
+    "changed": "its tag does not match",
+    "without tag": "it has no tag",
+    "of another user": "its tag does not match",
+    "of a user without a key": "run.key does not exist",
+    "with a key that others can read": "mode 0644, 0600 expected",
+    "with a damaged key": "0 bytes, 32 expected",
+}
+
+
+@pytest.mark.parametrize("how", FOREIGN)
+def test_a_config_of_others_needs_trust(how: str, run: Path, state: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    FOREIGN[how](run, state)
+    for arguments in (["watch", str(run)], ["train", "ppo", "--resume", str(run), "--total-steps", "256"]):
+        assert main(arguments) == 1
+        error = capsys.readouterr().err
+        assert REASONS[how] in error and "the gymnasium environment 'CartPole-v1'" in error and "--trust" in error
+    assert main(["plot", str(run)]) == 0, "to draw it executes nothing"
+
+
+def test_a_trusted_run_goes_on_and_is_ones_own_afterwards(run: Path, state: Path) -> None:
+    shutil.rmtree(state)  # as on another machine
+    assert main(["watch", str(run), "--max-steps", "2", "--trust"]) == 0
+    assert resumed(run, "--total-steps", "128") == 1
+    assert resumed(run, "--total-steps", "128", "--trust") == 0
+    assert resumed(run, "--total-steps", "192") == 0
+    assert main(["watch", str(run), "--max-steps", "2"]) == 0
+
+
+def test_trust_without_a_run_is_a_mistake(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*TRAIN, "--trust"]) == 1
+    assert "give --resume, too" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("trust", [False, True])
+def test_a_malicious_config_is_executed_only_on_trust(trust: bool, run: Path, tmp_path: Path) -> None:
+    (tmp_path / "planted.py").write_text(PLANTED)
+    change_config(run, env_type="factory", env="planted:make")
+    command = [*FARSTEP["module"], "train", "ppo", "--resume", str(run), "--total-steps", "128", *["--trust"] * trust]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=170)
+    assert done.returncode == 1, done.stderr
+    assert (tmp_path / "executed").exists() == trust
+    assert ("the factory environment 'planted:make'" in done.stderr) != trust
+
+
+def test_without_a_place_for_the_key_a_run_says_that_it_will_need_trust(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+    run = RunFolder.create(tmp_path, "run", {"seed": 1})
+    assert "has no tag, so --resume and watch will need --trust" in caplog.text and "Not a directory" in caplog.text
+    assert run.read_signed_config() == ({"seed": 1}, "it has no tag")
+
+
+def test_a_key_that_is_a_link_is_not_followed(state: Path, tmp_path: Path) -> None:
+    (tmp_path / "known").write_bytes(bytes(32))
+    (tmp_path / "known").chmod(0o600)
+    (state / "farstep").mkdir(parents=True)
+    (state / "farstep" / "run.key").symlink_to(tmp_path / "known")
+    with pytest.raises(signing.NoKey, match="cannot be read"):
+        signing.tag({})
+
+
+def test_a_relative_state_folder_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", "state")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert signing.key_file() == tmp_path / ".local/state/farstep/run.key"
+
+
+def test_processes_that_make_a_key_at_once_agree_on_one(state: Path) -> None:
+    tags: list[str] = []
+    start = threading.Barrier(8)
+
+    def make() -> None:
+        start.wait(timeout=30)
+        tags.append(signing.tag({"seed": 1}))
+
+    threads = [threading.Thread(target=make) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(tags) == 8 and len(set(tags)) == 1
+    assert [entry.name for entry in (state / "farstep").iterdir()] == ["run.key"]
+
+
+def test_no_file_is_written_through_a_link(tmp_path: Path) -> None:
+    run, target = RunFolder.create(tmp_path, "run", {}), tmp_path / "target"
+    target.write_text("mine")
+    (run.path / ".lock").symlink_to(target)
+    with pytest.raises(RunError, match="Remove that symbolic link"), run.lock():
+        pass
+    run.metrics_file.symlink_to(target)
+    with pytest.raises(RunError, match="metrics cannot be written"):
+        JsonlLogger(run.metrics_file)
+    assert target.read_text() == "mine"
+    (run.checkpoints / ".lock").symlink_to(tmp_path / "new")
+    with pytest.raises(CheckpointError, match="could not be saved"):
+        checkpoint.save(run.checkpoints, {"x": np.zeros(1)}, {})
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("program", FARSTEP)
+@pytest.mark.parametrize("command", [["plot", "run"], ["doctor"]], ids=" ".join)
+def test_modules_in_the_current_folder_are_not_imported(program: str, command: list[str], tmp_path: Path) -> None:
+    run = RunFolder.create(tmp_path, "run", {})
+    run.metrics_file.write_text('{"step": 1, "env/return_mean": 1.0}\n{"step": 2, "env/return_mean": 2.0}\n')
+    for name in ("json", "matplotlib", "typing", "tyro", "argparse", "numpy"):
+        (tmp_path / f"{name}.py").write_text(PLANTED)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    done = subprocess.run(
+        [*FARSTEP[program], *command], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=170
+    )
+    assert not (tmp_path / "executed").exists(), done.stdout + done.stderr
+    assert "planted" not in done.stdout + done.stderr and "Traceback" not in done.stderr
+    if command[0] == "plot":
+        assert done.returncode == 0 and (run.plots / "run.png").exists(), done.stderr
+
+
+def test_training_imports_modules_of_the_current_folder_behind_all_others(tmp_path: Path) -> None:
+    (tmp_path / "json.py").write_text(PLANTED)
+    (tmp_path / "mine.py").write_text("from farstep.testing import CountingEnv as Env\n")
+    options = [
+        "--env",
+        "mine:Env",
+        "--env-type",
+        "factory",
+        "--num-envs",
+        "2",
+        "--num-steps",
+        "8",
+        "--launcher",
+        "inprocess",
+    ]
+    command = [*FARSTEP["script"], "train", "ppo", *options, "--total-steps", "16"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=170)
+    assert done.returncode == 0, done.stderr
+    assert not (tmp_path / "executed").exists()
