@@ -16,7 +16,7 @@ from farstep.head.seats import Seat
 from farstep.head.switchboard import Switchboard
 from farstep.launch_config import RESTART_WINDOW_S, Timeouts
 from farstep.wire.messages import Stop, encode
-from farstep.worker.progress import BEAT_S, COUNT, SLOT, Phase
+from farstep.worker.progress import BEAT_S, COUNT, SLOT, Phase, check_words
 
 log = logging.getLogger("farstep")
 _MESSAGES_AT_ONCE = 64
@@ -149,14 +149,17 @@ class Crew:
                 return
             if received is None:
                 return
-            for fd in received.fds:  # no message of a worker has one
+            for fd in received.fds:
                 os.close(fd)
+            if received.fds:
+                self.distrust(seat, WireError(f"a message with {len(received.fds)} descriptors; workers send none."))
+                return
             self._watcher.receive(seat.worker, received)
 
     def distrust(self, seat: Seat, error: WireError) -> None:
         """A worker said what cannot be read, or cannot be true: it is replaced."""
         if self.membership.members[seat.worker].state is not life.State.DYING:
-            log.warning("worker %d sent what cannot be accepted: %s", seat.worker, error)
+            log.warning("worker %d sent what cannot be accepted: %s", seat.worker, str(error))
         self.act_on(life.Gone(seat.worker))
 
     def _read_output(self, seat: Seat) -> None:
@@ -178,6 +181,11 @@ class Crew:
             if time.monotonic() - seat.silent_since > _LAST_WORDS_S:
                 seat.silent_since = math.inf
                 self.act_on(life.Gone(seat.worker))
+            if self.launcher.shares_memory and self.membership.is_running(seat.worker):  # it writes its words itself
+                try:
+                    check_words(seat.words)
+                except WireError as error:
+                    self.distrust(seat, error)
             phase = seat.phase
             if phase == "idle":
                 phase = self._watcher.expected(seat)

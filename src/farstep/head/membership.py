@@ -32,6 +32,8 @@ class State(Enum):
     STOPPED = "stopped"
 
 
+RUNNING = (State.STARTING, State.CONSTRUCTING, State.ALIVE)
+
 # ---- events ----
 
 
@@ -152,6 +154,10 @@ class Membership:
     def count(self, *states: State) -> int:
         return sum(member.state in states for member in self.members)
 
+    def is_running(self, worker: int) -> bool:
+        """Whether its process is there and was not given up."""
+        return self.members[worker].state in RUNNING
+
     def start(self, now: float) -> Sequence[Action]:
         """Start everybody for the first time."""
         return [self._start(worker, now) for worker in range(len(self.members))]
@@ -168,7 +174,7 @@ class Membership:
             case Ready() if member.state is State.CONSTRUCTING:
                 self._enter(member, State.ALIVE, now)
                 member.failures = 0
-            case Gone() if member.state in (State.STARTING, State.CONSTRUCTING, State.ALIVE):
+            case Gone() if member.state in RUNNING:
                 self._enter(member, State.DYING, now)
                 return [Lost(event.worker), Kill(event.worker)]
             case Ended() if member.state not in (State.WAITING, State.STOPPED):
@@ -194,8 +200,7 @@ class Membership:
             if member.state is State.STARTING and phase != "queued":
                 phase = "connect"
             limit = self._limits_s.get(phase)
-            running = member.state in (State.STARTING, State.CONSTRUCTING, State.ALIVE)
-            if not running or limit is None:
+            if member.state not in RUNNING or limit is None:
                 continue
             if now - member.since > limit:
                 self._enter(member, State.DYING, now)

@@ -30,6 +30,7 @@ from farstep.errors import (
 )
 from farstep.head import membership as life
 from farstep.head.crew import Crew
+from farstep.head.message_rules import check_message, is_late
 from farstep.head.seats import Seat, expected, split
 from farstep.head.switchboard import Switchboard
 from farstep.head.tickets import Order, Tickets
@@ -40,7 +41,7 @@ from farstep.wire import messages as m
 from farstep.wire.codec import unpack
 from farstep.wire.versions import mismatches
 from farstep.worker.program import Program
-from farstep.worker.progress import CANCEL, PHASE, Phase, copy_words
+from farstep.worker.progress import CANCEL, PHASE, Phase, check_words, copy_words
 
 log = logging.getLogger("farstep")
 T = TypeVar("T")
@@ -289,12 +290,17 @@ class Server:
             self.crew.distrust(seat, error)
 
     def _handle(self, seat: Seat, message: m.FromWorker, received: Received) -> None:
+        state = self.crew.membership.members[seat.worker].state
+        check_message(message, received, state, self.shares_memory)
+        if is_late(message, state):
+            return
         match message:
             case m.Hello():
                 self._welcome(seat, message)
             case m.Ready():
                 self._ready(seat, message)
             case m.Progress():
+                check_words(message.words, len(seat.words))
                 copy_words(message.words, seat.words)
             case m.Failure():
                 self._failed(seat, message)

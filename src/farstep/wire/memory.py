@@ -10,8 +10,17 @@ import errno
 import fcntl
 import mmap
 import os
+import stat
+from collections.abc import Sequence
 
-_F_ADD_SEALS, _F_SEAL_SHRINK, _F_SEAL_FUTURE_WRITE = 1033, 0x0002, 0x0010
+from farstep.core import Buffer
+from farstep.errors import WireError
+
+_F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
+_F_SEAL_SHRINK, _F_SEAL_GROW, _F_SEAL_WRITE, _F_SEAL_FUTURE_WRITE = 0x0002, 0x0004, 0x0008, 0x0010
+_IMMUTABLE = _F_SEAL_SHRINK | _F_SEAL_GROW | _F_SEAL_WRITE
+_BLOCK_BYTES = 512
+"""The unit of `st_blocks`."""
 
 
 class SharedMemory:
@@ -52,3 +61,39 @@ class SharedMemory:
 
     def __del__(self) -> None:
         self.close()
+
+
+def write_immutable(frames: Sequence[Buffer]) -> int:
+    """A memfd that holds these frames and that no process can change any more; the caller closes it."""
+    fd = os.memfd_create("farstep-message", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        for frame in frames:
+            view = memoryview(frame).cast("B")
+            while view:
+                view = view[os.write(fd, view) :]
+        fcntl.fcntl(fd, _F_ADD_SEALS, _IMMUTABLE)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def map_immutable(fd: int, nbytes: int) -> memoryview:
+    """The contents of a peer's memfd, mapped: nothing is copied, so unread bytes take no memory of this process.
+
+    Raises:
+        WireError: The descriptor is no memfd, its contents could still change (reading could then raise SIGBUS), its
+            size is not `nbytes`, or it has holes, for which the kernel would allocate memory as they are read.
+    """
+    try:
+        seals = fcntl.fcntl(fd, _F_GET_SEALS)
+    except OSError as error:
+        raise WireError("a large message that is not in a memfd.") from error
+    about = os.fstat(fd)
+    if not stat.S_ISREG(about.st_mode) or seals & _IMMUTABLE != _IMMUTABLE:
+        raise WireError("a large message in memory that its sender can still change.")
+    if about.st_size != nbytes or not nbytes:
+        raise WireError(f"a large message of {about.st_size} bytes; its frame table says {nbytes}.")
+    if about.st_blocks * _BLOCK_BYTES < nbytes:
+        raise WireError(f"a large message of {nbytes} bytes, of which {about.st_blocks * _BLOCK_BYTES} were written.")
+    return memoryview(mmap.mmap(fd, nbytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ))

@@ -167,7 +167,7 @@ class Hub:
                 elif not packet.bulk and route.endswith(MAIN):
                     peer.route = route
                 elif not packet.bulk:  # a worker's heartbeat has a connection of its own; answers go to the main one
-                    yield peer, Received(packet.frames)
+                    yield peer, Received(packet.frames, heartbeat=True)
                     continue
                 yield from self._taken(peer, packet)
             if time.monotonic() > until:
