@@ -100,7 +100,7 @@ class Rollouts:
         memory = SharedMemory.create(layout.nbytes, "farstep-rollouts")
         self.close()
         self.layout, self.memory = layout, memory
-        self.blocks = layout.views(memoryview(memory.map))
+        self.blocks = layout.views(memory.map)
         self._stages = self._transfer.split(layout.names())
         return layout.message()
 

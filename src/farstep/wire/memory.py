@@ -6,11 +6,13 @@ however a process ends, and no helper process of Python's can unlink it under so
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import mmap
 import os
 import stat
+import weakref
 from collections.abc import Sequence
 
 from farstep.core import Buffer
@@ -24,12 +26,12 @@ _BLOCK_BYTES = 512
 
 
 class SharedMemory:
-    """A mapped memfd; arrays made from `view` keep the mapping alive."""
+    """A mapped memfd; arrays made from `map` keep the mapping alive."""
 
     def __init__(self, fd: int, nbytes: int) -> None:
         self.fd = -1
         self.nbytes = nbytes
-        self.map = mmap.mmap(fd, nbytes)
+        self.map = mapped(fd, nbytes)
         self.fd = fd
 
     @classmethod
@@ -96,4 +98,32 @@ def map_immutable(fd: int, nbytes: int) -> memoryview:
         raise WireError(f"a large message of {about.st_size} bytes; its frame table says {nbytes}.")
     if about.st_blocks * _BLOCK_BYTES < nbytes:
         raise WireError(f"a large message of {nbytes} bytes, of which {about.st_blocks * _BLOCK_BYTES} were written.")
-    return memoryview(mmap.mmap(fd, nbytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ))
+    return mapped(fd, nbytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ)
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_MAP_FAILED = ctypes.c_void_p(-1).value
+
+
+def mapped(
+    fd: int, nbytes: int, *, flags: int = mmap.MAP_SHARED, prot: int = mmap.PROT_READ | mmap.PROT_WRITE
+) -> memoryview:
+    """The first `nbytes` of a file, mapped until the last view of them is gone.
+
+    `mmap.mmap` would hold a duplicate of the descriptor for as long, so every batch that a learner keeps, and every
+    closed cluster that still has a name, would cost a descriptor.
+    """
+    size = os.fstat(fd).st_size
+    if not 0 < nbytes <= size:  # touching what is not there is a SIGBUS
+        raise ValueError(f"{nbytes} bytes of a file of {size} cannot be mapped")
+    address = _libc.mmap(None, nbytes, prot, flags, fd, 0)
+    if address == _MAP_FAILED:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    contents = (ctypes.c_char * nbytes).from_address(address)
+    weakref.finalize(contents, _libc.munmap, address, nbytes).atexit = False  # views may outlive Python's own exit
+    view = memoryview(contents).cast("B")
+    return view if prot & mmap.PROT_WRITE else view.toreadonly()

@@ -45,7 +45,7 @@ class Board:
     def __init__(self, workers: int, envs: int) -> None:
         self._width = EPISODES + envs
         self.memory = SharedMemory.create(workers * self._width * 8, "farstep-board")
-        self._all = memoryview(self.memory.map).cast("q")
+        self._all = self.memory.map.cast("q")
 
     def range(self, worker: int) -> tuple[int, int]:
         """Where a worker's words begin and end."""
