@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -66,6 +67,7 @@ class ClusterVectorEnv(VectorEnv[Any, Any, Any]):
 
     def __init__(self, env_config: EnvConfig, config: LaunchConfig, autoreset_mode: AutoresetMode) -> None:
         self.closed = True  # until there is something to close
+        self._closing = threading.RLock()
         self.num_envs = config.nodes * env_config.envs_per_node
         self._mode = autoreset_mode
         program = Program(Source.of(env_config), Always(), autoreset_mode=autoreset_mode.value)
@@ -174,7 +176,8 @@ class ClusterVectorEnv(VectorEnv[Any, Any, Any]):
         self._ask(name, "set_attr", *((name, each[seat.columns]) for seat in self._stepper.server.seats))
 
     def close_extras(self, **kwargs: Any) -> None:
-        self._finalizer()
+        with self._closing:  # a second call waits until the first is done
+            self._finalizer()
 
 
 def _checked_mask(mask: object, num_envs: int) -> Array:

@@ -11,6 +11,7 @@ import logging
 import math
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
@@ -100,6 +101,9 @@ class Server:
         self._started_at = 0.0
         self._failure: FarstepError | None = None
         self._closed = False
+        self._closer = 0
+        """The thread that closes, or closed."""
+        self._freed = threading.Event()
         limits = (config.timeouts.step_s, config.timeouts.reset_s, config.timeouts.act_s)
         self._tick_s = min(0.5, max(0.02, min(limits) / 4))
         self._next_tick = 0.0
@@ -144,23 +148,34 @@ class Server:
         return [seat for seat in self.seats if seat.worker not in self.tickets.absent]
 
     def close(self) -> None:
-        """Stop workers, kill the ones that do not stop in time, and free everything. Idempotent."""
+        """Stop workers, kill the ones that do not stop in time, and free everything.
+
+        Idempotent; a second call, from another thread, returns when the first has freed everything.
+        """
         if os.getpid() != self._pid:
             return  # a fork of the head: the workers are not ours
         with self._switchboard.lead():
             if self._closed:
+                if self._closer != threading.get_ident():  # else a signal's handler closes once more
+                    self._switchboard.wait_for(self._freed)
                 return
-            self._closed = True
-            self.crew.stop()
-            for seat in self.seats:
-                if seat.link is not None:
-                    seat.words[CANCEL] = 2**62
-                    with contextlib.suppress(OSError):
-                        seat.link.send([m.encode(m.Stop())])
+            self._closed, self._closer = True, threading.get_ident()
             try:
+                self._stop_all()
                 self._wait_for_ends(time.monotonic() + self._close_s)
             finally:  # also for somebody who has no patience and interrupts
-                self._end_all()
+                try:
+                    self._end_all()
+                finally:
+                    self._freed.set()
+
+    def _stop_all(self) -> None:
+        self.crew.stop()
+        for seat in self.seats:
+            if seat.link is not None:
+                seat.words[CANCEL] = 2**62
+                with contextlib.suppress(OSError):
+                    seat.link.send([m.encode(m.Stop())])
 
     def _end_all(self) -> None:
         self.crew.kill()
