@@ -187,6 +187,26 @@ class EndedError(FarstepError, AssertionError):
     """An environment was stepped after its episode had ended, without autoreset."""
 
 
+_LONGEST_TEXT = 1 << 18
+
+
+def described(error: BaseException) -> str:
+    """`Class: text` of an exception, also where its `__str__` raises."""
+    try:
+        text = str(error)
+    except Exception as another:
+        text = f"<its __str__ raised {type(another).__name__}>"
+    return printable(f"{type(error).__name__}: {text}".removesuffix(": "))
+
+
+def printable(text: str) -> str:
+    """The text as it can be encoded and sent: lone surrogates escaped, the middle of an overlong one left out."""
+    if len(text) > _LONGEST_TEXT:
+        half = _LONGEST_TEXT // 2
+        text = f"{text[:half]}\n[{len(text) - 2 * half} characters left out]\n{text[-half:]}"
+    return text.encode(errors="backslashreplace").decode()
+
+
 def unknown_name(what: str, got: str, known: Iterable[str]) -> str:
     """One sentence for a name that does not exist: the nearest ones, then all of them."""
     names = sorted(known)

@@ -365,3 +365,53 @@ class RogueEnv(CountingEnv):
     def _socket(self) -> socket.socket:
         sock: socket.socket = self.link._socket
         return sock
+
+
+class MuteError(Exception):
+    """Cannot be shown."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+    __repr__ = __str__
+
+
+class MuteEnv(CountingEnv):
+    """Raises `MuteError`, or an exception whose text cannot be encoded, in `phase`: construct, reset or step."""
+
+    def __init__(self, phase: str, error: str = "mute") -> None:
+        super().__init__()
+        self._phase, self._error = phase, error
+        self._maybe("construct")
+
+    def reset(self, **kwargs: Any) -> Any:
+        self._maybe("reset")
+        return super().reset(**kwargs)
+
+    def step(self, action: Any) -> Any:
+        self._maybe("step")
+        return super().step(action)
+
+    def _maybe(self, phase: str) -> None:
+        if phase == self._phase:
+            raise MuteError if self._error == "mute" else ValueError("a file named \udcff")
+
+
+class MuteAgent(TableAgent):
+    """Raises `MuteError` when it acts."""
+
+    def act(self, obs: Any) -> Any:
+        raise MuteError
+
+
+class SlowToCloseEnv(CountingEnv):
+    """Its close() takes until the file `gate` is there, and says in `closing` that it has begun."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__()
+        self._folder = Path(folder)
+
+    def close(self) -> None:
+        (self._folder / "closing").touch()
+        while not (self._folder / "gate").exists():
+            time.sleep(0.01)

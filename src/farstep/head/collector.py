@@ -18,7 +18,7 @@ from farstep.batch import Batch, Part
 from farstep.buffer.blocks import Layout
 from farstep.config import EnvConfig
 from farstep.core import Agent, Array, Buffer, Received
-from farstep.errors import AgentError, ClosedError, HandshakeError, WireError, WorkerError
+from farstep.errors import AgentError, ClosedError, HandshakeError, WireError, WorkerError, described
 from farstep.head.arrivals import Early
 from farstep.head.calls import Calls
 from farstep.head.notes import Notes
@@ -182,7 +182,7 @@ class Collector:
             if isinstance(error, AgentError):
                 raise AgentError(f"{error} Version {self.version()} stays in force.") from error
             raise AgentError(
-                f"{comparing_method(agent)}() of {type(agent).__name__} raised {type(error).__name__}: {error}; "
+                f"{comparing_method(agent)}() of {type(agent).__name__} raised {described(error)}; "
                 f"version {self.version()} stays in force."
             ) from error
 

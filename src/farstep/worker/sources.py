@@ -13,7 +13,7 @@ from typing import Any
 import gymnasium
 
 from farstep.config import EnvConfig, is_dotted_path
-from farstep.errors import ConfigError
+from farstep.errors import ConfigError, described
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def _advice(name: str | Callable[..., Any], kwargs: Mapping[str, Any]) -> Iterat
         if not _is_from_library(error):
             raise
         raise ConfigError(
-            f"{type(error).__name__}: {error} A worker knows only what it imports: if your script registers {name!r}, "
+            f"{described(error)} A worker knows only what it imports: if your script registers {name!r}, "
             f"do that in a module of its own and name it ('your_module:{name}'), or pass the class with type='factory'."
         ) from error
     except ModuleNotFoundError as error:
