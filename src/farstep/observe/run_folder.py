@@ -30,7 +30,7 @@ from typing import Any
 import msgspec
 
 from farstep.errors import ConfigError, RunError
-from farstep.observe.files import replace_file
+from farstep.observe.files import as_run_error, replace_file
 
 log = logging.getLogger("farstep")
 
@@ -116,12 +116,16 @@ class RunFolder:
 
     def write_config(self, config: Mapping[str, object]) -> None:
         """Replace the options, e.g. when a run is resumed for more steps."""
-        replace_file(self.config_file, _as_json(config))
+        content = _as_json(config)
+        with as_run_error(self.config_file):
+            replace_file(self.config_file, content)
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
         """Keep others from training in this folder meanwhile; the lock ends with the process, however that ends."""
-        with (self.path / ".lock").open("a+b") as stream:
+        with contextlib.ExitStack() as opened:
+            with as_run_error(self.path / ".lock"):
+                stream = opened.enter_context((self.path / ".lock").open("a+b"))
             try:
                 fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -131,9 +135,10 @@ class RunFolder:
                 if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
                     raise
                 log.warning("%s: this file system has no locks; see to it that only one run writes there", self.path)
-            stream.truncate(0)
-            stream.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode())
-            stream.flush()
+            with as_run_error(self.path / ".lock"):
+                stream.truncate(0)
+                stream.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode())
+                stream.flush()
             yield
 
 
