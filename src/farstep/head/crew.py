@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from farstep.core import Launcher, Received
-from farstep.errors import FarstepError, LaunchError, WireError, WorkerError
+from farstep.errors import FarstepError, LaunchError, ResourceError, WireError, WorkerError, typed_shortage
 from farstep.head import membership as life
 from farstep.head.seats import Seat
 from farstep.head.switchboard import Switchboard
@@ -144,6 +144,9 @@ class Crew:
                 self._switchboard.unregister(seat.link.fileno())
                 seat.silent_since = time.monotonic()
                 return
+            except OSError as error:
+                self.distrust(seat, WireError(f"a message that could not be received: {error}"))
+                return
             except WireError as error:
                 self.distrust(seat, error)
                 return
@@ -232,9 +235,9 @@ class Crew:
                     self._watcher.lost(seat)
                 case life.GiveUp():
                     undead = WorkerError("a worker does not end, although it was killed", seat.where(seat.phase))
-                    error = seat.error or undead
+                    error = seat.shortage or seat.error or undead
                     budget = self.membership.restart_budget
-                    if action.failures and budget:
+                    if action.failures and budget and isinstance(error, WorkerError):
                         error.preface(
                             f"restart_budget={budget} is used up: {action.failures} failures within "
                             f"{RESTART_WINDOW_S / 60:g} minutes. The last:"
@@ -246,13 +249,18 @@ class Crew:
         seat.incarnation, seat.ready, seat.error, seat.asked = incarnation, False, None, False
         seat.silent_since = math.inf
         try:
-            started = self.launcher.start(seat.worker, incarnation, self.run)
+            with typed_shortage(f"worker {seat.worker} could not be started"):
+                started = self.launcher.start(seat.worker, incarnation, self.run)
+        except ResourceError as error:
+            self._not_started(seat, error)
+            return
         except OSError as error:
             self._watcher.fail(WorkerError(f"a worker could not be started: {error}", seat.where("start")))
             return
         except LaunchError as error:
             self._watcher.fail(error)
             return
+        seat.shortage = None
         seat.handle, seat.link = started.handle, started.link
         seat.words, seat.host, seat.pid = started.words, started.host, started.handle.pid
         readers: list[tuple[int, Callable[[Seat], None]]] = [
@@ -264,6 +272,23 @@ class Crew:
             self._switchboard.register(fd, lambda reader=reader: reader(seat))  # type: ignore[misc]
         if seat.phase == "queued":
             self._watcher.absent(seat)
+
+    def _not_started(self, seat: Seat, error: ResourceError) -> None:
+        """A replacement may find next time what it needs; of a launch, the caller hears at once."""
+        if not seat.incarnation:
+            self._watcher.fail(error)
+            return
+        if not self.membership.members[seat.worker].attempts:
+            log.warning("%s Trying again for %g s.", str(error), self._timeouts.connect_s)
+        seat.incarnation -= 1
+        seat.shortage = error
+        self.act_on(life.NotStarted(seat.worker))
+
+    def cannot_tell(self, seat: Seat, error: OSError) -> None:
+        """What a worker had to know could not be sent: it is replaced, and told then."""
+        seat.error = WorkerError(str(error), seat.where(seat.phase))
+        log.warning("%s; it is replaced", str(seat.error).splitlines()[0])
+        self.act_on(life.Gone(seat.worker))
 
     def _process_ended(self, seat: Seat) -> None:
         ended = seat.handle.poll() if seat.handle is not None else None

@@ -64,6 +64,13 @@ class Ended:
 
 
 @dataclass(frozen=True)
+class NotStarted:
+    """There was no descriptor, process or memory for it; another attempt may find some."""
+
+    worker: int
+
+
+@dataclass(frozen=True)
 class Failed:
     """Its environment raised; the worker itself went on."""
 
@@ -79,7 +86,7 @@ class Observed:
     count: tuple[int, ...]
 
 
-Event = Hello | Ready | Gone | Ended | Failed | Observed
+Event = Hello | Ready | Gone | Ended | NotStarted | Failed | Observed
 
 # ---- actions ----
 
@@ -139,6 +146,10 @@ class Member:
     """Whether it was asked for its stacks, since it last made progress."""
     blameless: bool = False
     """It last ended because its node did."""
+    attempts: int = 0
+    """Starts in a row for which resources were missing."""
+    short_since: float = 0.0
+    """When the first of these was."""
 
 
 class Membership:
@@ -170,6 +181,7 @@ class Membership:
         member = self.members[event.worker]
         match event:
             case Hello() if member.state is State.STARTING:
+                member.attempts = 0
                 self._enter(member, State.CONSTRUCTING, now)
             case Ready() if member.state is State.CONSTRUCTING:
                 self._enter(member, State.ALIVE, now)
@@ -180,6 +192,8 @@ class Membership:
             case Ended() if member.state not in (State.WAITING, State.STOPPED):
                 lost = [] if member.state is State.DYING else [Lost(event.worker)]
                 return [*lost, *self._ended(event, now)]
+            case NotStarted() if member.state is State.STARTING:
+                return self._not_started(event.worker, now)
             case Failed():
                 return self._spend(event.worker, now)
             case Observed():
@@ -224,6 +238,24 @@ class Membership:
         member.seen = ("", ())
         self._enter(member, State.STARTING, now)
         return Start(worker, member.incarnation)
+
+    def _not_started(self, worker: int, now: float) -> Sequence[Action]:
+        """Try again for as long as a start may take. Nothing of the budget is spent: the worker did not fail."""
+        member = self.members[worker]
+        if self.stopping:
+            self._enter(member, State.STOPPED, now)
+            return []
+        if not member.attempts:
+            member.short_since = now
+        self._enter(member, State.WAITING, now)
+        self.restarts -= not member.blameless
+        member.incarnation -= 1
+        member.restart_at = now + _BACKOFF_S[min(1 + member.attempts, len(_BACKOFF_S) - 1)]
+        member.attempts += 1
+        if now - member.short_since > self._limits_s["connect"]:
+            self.stopping = True
+            return [GiveUp(worker)]
+        return []
 
     def _ended(self, event: Ended, now: float) -> Sequence[Action]:
         member = self.members[event.worker]

@@ -28,6 +28,7 @@ from farstep.errors import (
     WorkerError,
     is_own,
     remote_error,
+    typed_shortage,
 )
 from farstep.head import membership as life
 from farstep.head.crew import Crew
@@ -107,14 +108,14 @@ class Server:
         limits = (config.timeouts.step_s, config.timeouts.reset_s, config.timeouts.act_s)
         self._tick_s = min(0.5, max(0.02, min(limits) / 4))
         self._next_tick = 0.0
-        self._switchboard = Switchboard()
-        try:
+        with typed_shortage("the head could not be set up"), contextlib.ExitStack() as opened:
+            self._switchboard = Switchboard()
+            opened.callback(self._switchboard.close)
             launcher = launcher_for(config, workers, max(seat.num_envs for seat in self.seats))
-        except BaseException:
-            self._switchboard.close()
-            raise
-        self.shares_memory, self._driven = launcher.shares_memory, launcher.driven
-        self.crew = Crew(launcher, self.seats, config.timeouts, restart_budget, self._switchboard, self)
+            opened.callback(launcher.close)
+            self.shares_memory, self._driven = launcher.shares_memory, launcher.driven
+            self.crew = Crew(launcher, self.seats, config.timeouts, restart_budget, self._switchboard, self)
+            opened.pop_all()
 
     # ---- start and end ----
 
@@ -131,7 +132,8 @@ class Server:
         with self.locked():
             self.crew.start()
         if not self._driven:
-            self._switchboard.start_thread(self._pump_alone, self._tick_s)
+            with typed_shortage("the head's thread could not be started"):
+                self._switchboard.start_thread(self._pump_alone, self._tick_s)
 
     def _all_there(self) -> bool:
         """Whoever has a node is ready, and enough have one."""
@@ -338,7 +340,12 @@ class Server:
             return 0
         seat.asked = seat.asked or isinstance(message, (m.Ship, m.Call))
         said = [m.encode(message), *frames]
-        seat.link.send(said, fds if self.shares_memory else ())
+        try:
+            with typed_shortage(f"worker {seat.worker} could not be sent a message"):
+                seat.link.send(said, fds if self.shares_memory else ())
+        except OSError as error:
+            self.crew.cannot_tell(seat, error)
+            return 0
         return sum(memoryview(frame).nbytes for frame in said)
 
     def tell(self, message: m.FromHead, frames: Sequence[Any] = (), fds: Sequence[int] = ()) -> None:

@@ -91,8 +91,9 @@ class Switchboard:
 
     def start_thread(self, pump: Callable[[], None], tick_s: float) -> None:
         """From now on, `pump` runs when there is something to read or a tick has passed, and nobody leads."""
-        self._thread = threading.Thread(target=self._serve, args=(pump, tick_s), name="farstep-head", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._serve, args=(pump, tick_s), name="farstep-head", daemon=True)
+        thread.start()
+        self._thread = thread
 
     def _serve(self, pump: Callable[[], None], tick_s: float) -> None:
         while self.running:

@@ -7,6 +7,7 @@ which the receiver maps: of a message that it refuses, only the header was ever 
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import socket
@@ -46,12 +47,19 @@ class LocalLink:
         table = frame_lengths([len(frame) for frame in frames])
         total = sum(len(frame) for frame in frames)
         # Descriptors are duplicated, so that the caller may close its own while a message still waits.
-        held = [os.dup(fd) for fd in fds]
-        if total <= _INLINE_BYTES:
-            packet = b"".join((b"I", table, *frames))
-        else:
-            held.append(write_immutable(frames))
-            packet = b"M" + table
+        held: list[int] = []
+        try:
+            for fd in fds:
+                held.append(os.dup(fd))
+            if total <= _INLINE_BYTES:
+                packet = b"".join((b"I", table, *frames))
+            else:
+                held.append(write_immutable(frames))
+                packet = b"M" + table
+        except BaseException:
+            for fd in held:
+                os.close(fd)
+            raise
         self._outbox.append((packet, held))
         self.flush()
 
@@ -68,6 +76,10 @@ class LocalLink:
                 return False
             except (BrokenPipeError, ConnectionError):
                 pass  # the peer is gone: its end of file says so to whoever reads
+            except OSError as error:
+                if error.errno not in (errno.ETOOMANYREFS, errno.ENOBUFS, errno.ENOMEM):
+                    raise
+                return False  # too much is on its way already: later
             self._outbox.popleft()
             for fd in fds:
                 os.close(fd)
@@ -88,6 +100,8 @@ class LocalLink:
         try:
             if not packet:
                 raise EOFError("the other side is gone")
+            if flags & socket.MSG_CTRUNC and len(fds) < _MAX_FDS:
+                raise WireError("a descriptor that this process had no room for: raise the limit (ulimit -n).")
             if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
                 raise WireError("a packet larger than a link carries.")
             return _parse(packet, fds)

@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Sequence
 
 from farstep.core import Buffer
-from farstep.errors import WireError
+from farstep.errors import WireError, typed_shortage
 
 _F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
 _F_SEAL_SHRINK, _F_SEAL_GROW, _F_SEAL_WRITE, _F_SEAL_FUTURE_WRITE = 0x0002, 0x0004, 0x0008, 0x0010
@@ -37,15 +37,16 @@ class SharedMemory:
     @classmethod
     def create(cls, nbytes: int, name: str = "farstep") -> SharedMemory:
         """Zeroed memory; pages cost nothing until they are touched."""
-        fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        try:
-            os.ftruncate(fd, max(nbytes, 1))
-            # Nobody can shrink it, so nobody can make another process die of SIGBUS.
-            fcntl.fcntl(fd, _F_ADD_SEALS, _F_SEAL_SHRINK)
-            return cls(fd, max(nbytes, 1))
-        except BaseException:
-            os.close(fd)
-            raise
+        with typed_shortage(f"{nbytes} bytes of shared memory ({name}) could not be made"):
+            fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            try:
+                os.ftruncate(fd, max(nbytes, 1))
+                # Nobody can shrink it, so nobody can make another process die of SIGBUS.
+                fcntl.fcntl(fd, _F_ADD_SEALS, _F_SEAL_SHRINK)
+                return cls(fd, max(nbytes, 1))
+            except BaseException:
+                os.close(fd)
+                raise
 
     def refuse_other_writers(self) -> None:
         """From now on only this mapping writes: whoever else gets the descriptor can read, and no more."""
