@@ -52,6 +52,7 @@ class ClusterEnv:
         self._collector: Collector | None = None
         self._launching = threading.Lock()
         """Of several threads whose calls are the first, one launches and the others wait."""
+        self._closing = threading.RLock()
         self._closed = False
 
     def __repr__(self) -> str:
@@ -94,10 +95,11 @@ class ClusterEnv:
             raise ClosedError("this ClusterEnv is closed; make a new one.")
 
     def close(self) -> None:
-        """End all workers and free everything; idempotent."""
+        """End all workers and free everything; idempotent, and a second call waits until the first is done."""
         self._closed = True
-        if self._collector is not None:
-            self._finalizer()
+        with self._closing:
+            if self._collector is not None:
+                self._finalizer()
 
     def __enter__(self) -> Self:
         self.launch()

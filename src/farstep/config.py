@@ -17,7 +17,7 @@ from typing import Any, Literal
 from gymnasium.envs.registration import EnvSpec
 
 from farstep.core import SyncRule
-from farstep.errors import AgentError, ConfigError
+from farstep.errors import AgentError, ConfigError, described
 from farstep.options import Options as _Config
 from farstep.transfer_config import ALL_AT_ONCE, TransferTrigger
 
@@ -64,7 +64,7 @@ class WeightsConfig(_Config):
                 return bool(self.only(name))
             except Exception as error:
                 raise AgentError(
-                    f"the predicate weights.only raised {type(error).__name__}: {error}, for the parameter {name!r}. "
+                    f"the predicate weights.only raised {described(error)}, for the parameter {name!r}. "
                     "Nobody knows now what travels: let it return True or False for every name of get_parameters()."
                 ) from error
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.only)

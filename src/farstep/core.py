@@ -98,6 +98,8 @@ class Received:
 
     frames: Sequence[Buffer]
     fds: Sequence[int] = ()
+    heartbeat: bool = False
+    """It came over the connection that a worker without shared memory has for `Progress` alone."""
 
 
 class Launcher(Protocol):

@@ -15,6 +15,7 @@ FarstepError
 ├── WireError            a message that is malformed, oversized or not from an admitted peer
 ├── DeliveryError        a trigger's message that its consumer did not take, or did not finish
 ├── CheckpointError      a checkpoint that cannot be written, or none that can be read (also an OSError)
+├── ResourceError        the machine or a limit has no more descriptors, processes, memory or disk (also an OSError)
 ├── RewardError          rewards that nothing can be learned from (also a ValueError)
 ├── RunError             a run's folder that is not there, in use, or cannot be read or written (also an OSError)
 ├── EndedError           step() of an ended environment without autoreset (also an AssertionError)
@@ -23,8 +24,11 @@ FarstepError
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-from collections.abc import Iterable
+import errno
+import resource
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -154,6 +158,62 @@ class RunError(FarstepError, OSError):
     """The folder of a run is missing, in use by another process, or cannot be read or written."""
 
 
+class ResourceError(FarstepError, OSError):
+    """The machine, or a limit of this process, has no more of something; the message says of what and what to do."""
+
+    def __init__(self, message: str, number: int = 0) -> None:
+        super().__init__(message)
+        self.errno = number
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.args[0], self.errno)
+
+
+_DISK = "Make room there (df -h)."
+_MEMORY = "Use fewer environments or shorter rollouts, or a machine with more memory (free -h; df -h /dev/shm)."
+_ADVICE = {
+    errno.EMFILE: "This process may open {files} files: raise the limit (ulimit -n) or use fewer workers.",
+    errno.ENFILE: "The machine has no more file descriptors: close other programs or raise fs.file-max (sysctl).",
+    errno.EAGAIN: "This user may run {processes} processes and threads: raise that (ulimit -u) or use fewer workers.",
+    errno.ENOMEM: _MEMORY,
+    errno.ENOBUFS: _MEMORY,
+    errno.ENOSPC: _DISK,
+    errno.EFBIG: "A file of this process may have {bytes} bytes: raise the limit (ulimit -f).",
+    errno.EDQUOT: "Your quota is used up: make room (quota -s).",
+}
+
+
+_LIMITS = {"files": resource.RLIMIT_NOFILE, "processes": resource.RLIMIT_NPROC, "bytes": resource.RLIMIT_FSIZE}
+
+
+@contextlib.contextmanager
+def typed_shortage(what: str) -> Iterator[None]:
+    """Raise `ResourceError` instead of what says that descriptors, processes, memory or disk have run out.
+
+    Args:
+        what: What could not be done, as the beginning of a sentence.
+    """
+    try:
+        yield
+    except FarstepError:
+        raise
+    except Exception as error:
+        number = getattr(error, "errno", None)
+        if isinstance(error, RuntimeError) and "can't start new thread" in described(error):
+            number = errno.EAGAIN
+        if number not in _ADVICE:
+            raise
+        limits = {
+            name: "any number of" if (limit := resource.getrlimit(kind)[0]) == resource.RLIM_INFINITY else limit
+            for name, kind in _LIMITS.items()
+        }
+        advice = _ADVICE[number].format(**limits)
+        raise ResourceError(f"{what}: {described(error)}. {advice}", number) from error
+
+
 class ClosedError(FarstepError):
     """A call on a cluster that is closed or has failed."""
 
@@ -191,6 +251,26 @@ def is_own(kind: str) -> bool:
 
 class EndedError(FarstepError, AssertionError):
     """An environment was stepped after its episode had ended, without autoreset."""
+
+
+_LONGEST_TEXT = 1 << 18
+
+
+def described(error: BaseException) -> str:
+    """`Class: text` of an exception, also where its `__str__` raises."""
+    try:
+        text = str(error)
+    except Exception as another:
+        text = f"<its __str__ raised {type(another).__name__}>"
+    return printable(f"{type(error).__name__}: {text}".removesuffix(": "))
+
+
+def printable(text: str) -> str:
+    """The text as it can be encoded and sent: lone surrogates escaped, the middle of an overlong one left out."""
+    if len(text) > _LONGEST_TEXT:
+        half = _LONGEST_TEXT // 2
+        text = f"{text[:half]}\n[{len(text) - 2 * half} characters left out]\n{text[-half:]}"
+    return text.encode(errors="backslashreplace").decode()
 
 
 def unknown_name(what: str, got: str, known: Iterable[str]) -> str:

@@ -66,7 +66,11 @@ class LaunchConfig(Options):
     timeouts: Timeouts = Timeouts()
     """Limits per phase; a mapping of them is accepted."""
     restart_budget: int = 10
-    """Restarts of failed workers or environments allowed in any ten minutes; then the next call raises."""
+    """Restarts of failed workers or environments allowed in any ten minutes; then the next call raises.
+
+    A replacement for which there is no descriptor, process or memory is tried again for `Timeouts.connect_s` seconds,
+    which spends none of the budget; then the call raises `ResourceError`.
+    """
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "timeouts", Timeouts.of(self.timeouts))

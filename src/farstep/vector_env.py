@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import reprlib
+import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -106,6 +107,7 @@ class ClusterVectorEnv(VectorEnv[Any, Any, Any]):
         thunks: Sequence[Callable[..., Any]] = (),
     ) -> None:
         self.closed = True  # until there is something to close
+        self._closing = threading.RLock()
         self.num_envs = config.nodes * env_config.envs_per_node
         self.autoreset_mode = autoreset_mode
         source = dataclasses.replace(Source.of(env_config), thunks=thunks)
@@ -217,7 +219,8 @@ class ClusterVectorEnv(VectorEnv[Any, Any, Any]):
         self._ask(name, "set_attr", *((name, each[seat.columns]) for seat in self._stepper.server.seats))
 
     def close_extras(self, **kwargs: Any) -> None:
-        self._finalizer()
+        with self._closing:  # a second call waits until the first is done
+            self._finalizer()
 
 
 def _checked_mask(mask: object, num_envs: int) -> Array:

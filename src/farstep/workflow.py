@@ -32,7 +32,7 @@ from farstep.buffer.triggers import DataKeyTrigger
 from farstep.cluster_env import ClusterEnv
 from farstep.config import check_count, is_number
 from farstep.core import Agent, Array, Nested
-from farstep.errors import ClosedError, ConfigError, FarstepError, unknown_name
+from farstep.errors import ClosedError, ConfigError, FarstepError, described, unknown_name
 from farstep.head.arrivals import Early
 from farstep.head.collector import Collector
 from farstep.head.feed import Feed
@@ -530,7 +530,7 @@ class Workflow:
         raised = failure or (errors.pop(0) if errors else None)
         if raised is not None:
             for error in errors:
-                raised.add_note(f"Besides, a consumer failed: {type(error).__name__}: {error}")
+                raised.add_note(f"Besides, a consumer failed: {described(error)}")
         if raised is not failure and raised is not None:
             raise raised
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -17,7 +19,10 @@ from gymnasium.vector import SyncVectorEnv
 from farstep.testing import CountingEnv, FaultyEnv, TableAgent
 from farstep.testing.envs import do_fault
 from farstep.wire import messages
+from farstep.wire.codec import frame_lengths
 from farstep.wire.dealer import DealerLink
+from farstep.wire.local import LocalLink
+from farstep.worker.progress import CANCEL, EPISODES, PHASE, Phase
 
 
 def once(marker: str) -> bool:
@@ -300,3 +305,113 @@ class HeldBackEnv(CountingEnv):
             send(link, frames, fds)
 
         DealerLink.send = hold_back  # type: ignore[method-assign]
+
+
+class RogueEnv(CountingEnv):
+    """Its worker does each of `misdeeds` once, to the head's end of its local link."""
+
+    link: Any
+    """The worker's end."""
+
+    def __init__(self, misdeeds: list[str], folder: str) -> None:
+        super().__init__(length=4)
+        self._misdeeds, self._folder, self._steps = misdeeds, folder, 0
+        send = LocalLink.send
+        if send.__name__ == "noting":
+            return  # another environment of this worker has done it
+
+        def noting(link: LocalLink, frames: Any, fds: Any = ()) -> None:
+            RogueEnv.link = link
+            send(link, frames, fds)
+
+        LocalLink.send = noting  # type: ignore[method-assign]
+
+    def step(self, action: Any) -> Any:
+        self._steps += 1
+        for misdeed in self._misdeeds if self._steps == 6 else ():
+            if once(f"{self._folder}/{misdeed}"):
+                getattr(self, "_" + misdeed)()
+                break
+        return super().step(action)
+
+    def _holes(self) -> None:
+        """Four gigabytes that were never written, behind the valid header of a reply."""
+        size, header = 4 << 30, messages.encode(messages.Reply(0))
+        fd = os.memfd_create("holes", os.MFD_ALLOW_SEALING)
+        os.write(fd, header)
+        os.ftruncate(fd, size)
+        fcntl.fcntl(fd, 1033, 2 | 4 | 8)
+        socket.send_fds(self._socket(), [b"M" + frame_lengths([len(header), size - len(header)])], [fd])
+
+    def _progress(self) -> None:
+        words = [0] * (EPISODES + 1)
+        words[CANCEL] = 2**62  # no ticket is done any more
+        self.link.send([messages.encode(messages.Progress(words))])
+
+    def _hello_again(self) -> None:
+        self.link.send([messages.encode(messages.Hello(0, 0, "run", "host", 1, {}))])
+
+    def _descriptor(self) -> None:
+        socket.send_fds(self._socket(), [b"I" + frame_lengths([1]) + b"x"], [0])
+
+    def _endless_phase(self) -> None:
+        """Words that say it is queued, which has no time limit, and no answer ever."""
+        frame: Any = sys._getframe()
+        while "words" not in frame.f_locals:  # of whoever rolls
+            frame = frame.f_back
+        frame.f_locals["words"][PHASE] = Phase.QUEUED
+        do_fault("hang")
+
+    def _socket(self) -> socket.socket:
+        sock: socket.socket = self.link._socket
+        return sock
+
+
+class MuteError(Exception):
+    """Cannot be shown."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+    __repr__ = __str__
+
+
+class MuteEnv(CountingEnv):
+    """Raises `MuteError`, or an exception whose text cannot be encoded, in `phase`: construct, reset or step."""
+
+    def __init__(self, phase: str, error: str = "mute") -> None:
+        super().__init__()
+        self._phase, self._error = phase, error
+        self._maybe("construct")
+
+    def reset(self, **kwargs: Any) -> Any:
+        self._maybe("reset")
+        return super().reset(**kwargs)
+
+    def step(self, action: Any) -> Any:
+        self._maybe("step")
+        return super().step(action)
+
+    def _maybe(self, phase: str) -> None:
+        if phase == self._phase:
+            raise MuteError if self._error == "mute" else ValueError("a file named \udcff")
+
+
+class MuteAgent(TableAgent):
+    """Raises `MuteError` when it acts."""
+
+    def act(self, obs: Any) -> Any:
+        raise MuteError
+
+
+class SlowToCloseEnv(CountingEnv):
+    """Its close() takes until the file `gate` is there, and says in `closing` that it has begun."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__()
+        self._folder = Path(folder)
+
+    def close(self) -> None:
+        (self._folder / "closing").touch()
+        while not (self._folder / "gate").exists():
+            time.sleep(0.01)

@@ -24,14 +24,16 @@ import gymnasium
 import numpy as np
 import pytest
 import zmq
-from checks import assert_balanced, cluster
+from checks import assert_balanced, assert_sound, cluster
 from far_head import WideAgent, WideEnv
+from faulty import RogueEnv
 from mutations import mutated
 
 import farstep
 from farstep.buffer.passers import ZmqPasser, ZmqReceiver
 from farstep.core import Received
 from farstep.errors import WireError
+from farstep.head.collector import Request
 from farstep.head.tickets import Order
 from farstep.launch_config import SSHConfig
 from farstep.spec import ArraySpec
@@ -45,6 +47,7 @@ from farstep.wire.sealing import Seal, Side
 from farstep.wire.session import MAX_AHEAD, Kind, Packet, Session
 from farstep.wire.versions import versions
 from farstep.wire.zmq import Hub, bulk_address
+from farstep.worker.progress import Phase
 
 CASES = 25_000
 NODE = "0123456789abcdef"
@@ -247,6 +250,72 @@ def test_messages_of_an_admitted_worker_raise_nothing_but_wire_errors(monkeypatc
             server.tickets._outstanding.clear()
             server.tickets._arrived.clear()
         monkeypatch.undo()
+
+
+MISDEEDS = {
+    "holes": "were written",
+    "progress": "Progress from a worker with shared memory",
+    "hello_again": "Hello from a worker that is alive",
+    "descriptor": "with 1 descriptors; workers send none",
+    "endless_phase": "the phase 8",
+}
+
+
+@pytest.mark.timeout(120)
+def test_a_stream_goes_on_whatever_a_local_worker_sends(tmp_path: Path, caplog: Any) -> None:
+    """A worker on this host is replaced at its first message that has no business there, and never stalls the head."""
+    kwargs = {"misdeeds": list(MISDEEDS), "folder": str(tmp_path)}
+    options: Any = {"env_kwargs": kwargs, "restart_budget": len(MISDEEDS)}
+    before, peak = resident_bytes(), 0
+    with cluster(RogueEnv, envs=3, workers=3, **options) as env:
+        deadline = time.monotonic() + 90
+        for batch in env.stream(TableAgent(), steps=4, max_staleness=1):
+            assert_sound(batch)
+            peak = max(peak, resident_bytes())
+            if env.stats()["workers"]["restarts"] == len(MISDEEDS):
+                break
+            assert time.monotonic() < deadline
+        assert_balanced(env.stats())
+    assert peak - before < 64 << 20
+    refusals = [record.getMessage() for record in caplog.records if "cannot be accepted" in record.message]
+    assert all(any(said in refusal for refusal in refusals) for said in MISDEEDS.values()), refusals
+    assert len(refusals) == len(MISDEEDS)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_worker_without_shared_memory_keeps_to_its_channels(monkeypatch: pytest.MonkeyPatch) -> None:
+    with cluster(CountingEnv, workers=1, transport="tcp") as env:
+        env.collect(TableAgent(), steps=4)
+        collector = env._collector
+        assert collector is not None
+        server, refused = collector.server, []
+        monkeypatch.setattr(server.crew, "distrust", lambda seat, error: refused.append(str(error)))
+        version = collector._agent_id
+        cases = [
+            (m.Progress([0] * 10), [], False, "Progress outside of the heartbeat connection"),
+            (m.Progress([0] * 9), [], True, "9 progress words; expected 10"),
+            (m.Progress([int(Phase.QUEUED)] + [0] * 9), [], True, "the phase 8"),
+            (m.Reply(0), [b""], True, "Reply on the heartbeat connection"),
+            (m.Reply(99), [b""], False, "the reply to call 99"),
+            (m.Asking(1, 1), [], False, "in_turn"),
+            (m.WeightRequest(version, 0), [], False, "a second request for version 0"),
+            (m.AgentReady(99, {}, b""), [], False, "agent 99 is ready"),
+            (m.Ready(b"", b""), [], False, "Ready from a worker that is alive"),
+        ]
+        with server.locked():
+            for message, frames, heartbeat, said in cases:
+                server.receive(0, Received([m.encode(message), *frames], heartbeat=heartbeat))
+                assert len(refused) == 1 and said in refused.pop(), (message, said)
+            order = collector._open(Request(4), None, 1) and server.tickets.grant([0], 0)[0]
+            part = m.Part(order.seq, 9, -1, 0, ["reward"])
+            server.receive(0, Received([m.encode(part), b"", bytes(8)]))
+            assert "which EnvConfig.transfer does not have sent ahead" in refused.pop()
+            chunk = m.Chunk(order.seq, 0, bytes(16), infos=True, passed=0)
+            server.receive(0, Received([m.encode(chunk), b"", pack([{}, {}])]))
+            assert "infos, which its ticket does not ask for" in refused.pop()
+            server.cancel()
+        monkeypatch.undo()
+        assert_sound(env.collect(TableAgent(), steps=4))
 
 
 # ---- sockets, while a run goes on ----

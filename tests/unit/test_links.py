@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import select
 import socket
@@ -10,6 +11,7 @@ import struct
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zmq
@@ -21,8 +23,13 @@ from farstep.wire.codec import Limits, frame_lengths
 from farstep.wire.dealer import DealerLink
 from farstep.wire.keys import KeyPair
 from farstep.wire.local import LocalLink, local_pair
+from farstep.wire.memory import write_immutable
 from farstep.wire.messages import Hello, decode_from_worker, encode
 from farstep.wire.zmq import MAIN, Hub
+
+F_ADD_SEALS = 1033
+SHRINK, GROW, WRITE = 2, 4, 8
+IMMUTABLE = SHRINK | GROW | WRITE
 
 # ---- local links ----
 
@@ -39,9 +46,16 @@ def descriptors() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-def memory(content: bytes) -> int:
-    fd = os.memfd_create("farstep-test")
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def memory(content: bytes, size: int | None = None, seals: int = IMMUTABLE) -> int:
+    fd = os.memfd_create("farstep-test", os.MFD_ALLOW_SEALING)
     os.write(fd, content)
+    if size is not None:
+        os.ftruncate(fd, size)
+    fcntl.fcntl(fd, F_ADD_SEALS, seals)
     return fd
 
 
@@ -77,13 +91,53 @@ def test_a_broken_packet_is_refused(
     assert descriptors() == before
 
 
-def test_a_promise_of_gigabytes_costs_nothing(local: tuple[LocalLink, socket.socket]) -> None:
+SIZE = Limits.MESSAGE_BYTES
+UNFIT = {
+    "shorter-than-its-table": ({"content": b"not that much"}, "of 13 bytes; its frame table says"),
+    "longer-than-its-table": ({"content": b"", "size": SIZE + 1}, f"of {SIZE + 1} bytes; its frame table says"),
+    "all-holes": ({"content": b"", "size": SIZE}, "of which 0 were written"),
+    "nearly-all-holes": ({"content": b"x" * 4096, "size": SIZE}, "of which 4096 were written"),
+    "shrinkable": ({"content": b"", "size": SIZE, "seals": GROW | WRITE}, "can still change"),
+    "writable": ({"content": b"", "size": SIZE, "seals": SHRINK | GROW}, "can still change"),
+}
+
+
+@pytest.mark.parametrize(("made", "said"), UNFIT.values(), ids=UNFIT)
+def test_memory_that_does_not_hold_what_was_announced_is_never_read(
+    local: tuple[LocalLink, socket.socket], made: dict[str, Any], said: str
+) -> None:
     link, raw = local
-    fd = memory(b"not that much")
-    socket.send_fds(raw, [b"M" + frame_lengths([Limits.MESSAGE_BYTES])], [fd])
+    before, open_before = resident_bytes(), descriptors()
+    fd = memory(**made)
+    socket.send_fds(raw, [b"M" + frame_lengths([SIZE])], [fd])
     os.close(fd)
-    with pytest.raises(WireError, match="shorter"):
+    with pytest.raises(WireError, match=said):
         link.receive(10.0)
+    assert descriptors() == open_before
+    assert resident_bytes() - before < 16 << 20
+
+
+def test_a_file_is_not_memory(local: tuple[LocalLink, socket.socket], tmp_path: Path) -> None:
+    link, raw = local
+    (tmp_path / "file").write_bytes(b"abc")
+    with (tmp_path / "file").open("rb") as file:
+        socket.send_fds(raw, [b"M" + frame_lengths([3])], [file.fileno()])
+    with pytest.raises(WireError, match="not in a memfd"):
+        link.receive(10.0)
+
+
+def test_a_large_message_that_nobody_reads_takes_no_memory(local: tuple[LocalLink, socket.socket]) -> None:
+    link, raw = local
+    size = 64 << 20
+    fd = write_immutable([b"header", bytes(size)])
+    socket.send_fds(raw, [b"M" + frame_lengths([6, size])], [fd])
+    os.close(fd)
+    before, open_before = resident_bytes(), descriptors()
+    received = link.receive(10.0)
+    assert received is not None and bytes(received.frames[0]) == b"header" and len(received.frames[1]) == size
+    assert resident_bytes() - before < 16 << 20
+    del received
+    assert descriptors() == open_before
 
 
 def test_a_large_message_must_be_in_memory(local: tuple[LocalLink, socket.socket]) -> None:

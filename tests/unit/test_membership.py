@@ -17,6 +17,7 @@ from farstep.head.membership import (
     Kill,
     Lost,
     Membership,
+    NotStarted,
     Observed,
     Ready,
     Start,
@@ -165,3 +166,37 @@ def test_ends_are_expected_once_stopping() -> None:
     assert GiveUp not in map(type, membership.handle(Ended(0), clock()))
     assert membership.tick(clock.advance(10**6)) == []
     assert membership.members[0].state is State.STOPPED
+
+
+def test_a_start_without_resources_is_tried_again_for_as_long_as_a_start_may_take() -> None:
+    membership = Membership(1, {"connect": 10.0}, restart_budget=0)
+    clock = FakeClock()
+    membership.start(clock.now)
+    membership.handle(Hello(0), clock.now)
+    membership.handle(Ready(0), clock.now)
+    membership.restart_budget = 1
+    membership.handle(Ended(0), clock.now)
+    attempts = 0
+    while not (actions := membership.tick(clock.now)) or isinstance(actions[0], Start):
+        if actions:
+            assert actions == [Start(0, 1)], "the same incarnation each time"
+            attempts += 1
+            if actions := membership.handle(NotStarted(0), clock.now):
+                break
+            assert membership.restarts == 0
+        clock.advance(0.1)
+    assert actions == [GiveUp(0)]
+    assert 10.0 < clock.now <= 16.0 and 5 <= attempts <= 12
+
+
+def test_missing_resources_take_nothing_of_the_budget() -> None:
+    membership = Membership(1, {"connect": 10.0}, restart_budget=1)
+    membership.start(0.0)
+    membership.handle(Ended(0), 1.0)
+    for now in (1.0, 1.2, 2.0):
+        assert membership.tick(now) == [Start(0, 1)]
+        assert membership.handle(NotStarted(0), now) == []
+    assert membership.tick(4.0) == [Start(0, 1)]
+    membership.handle(Hello(0), 4.1)
+    membership.handle(Ready(0), 4.2)
+    assert membership.restarts == 1 and membership.count(State.ALIVE) == 1

@@ -18,7 +18,7 @@ import numpy as np
 
 from farstep.config import ALL_WEIGHTS, WeightsConfig
 from farstep.core import Agent, Array, Nested
-from farstep.errors import AgentError
+from farstep.errors import AgentError, described
 
 _ALIGN = 64
 _COMPARED_BYTES = 2**20  # below this, contents are compared even when version counters say "unchanged"
@@ -42,7 +42,7 @@ def given_parameters(agent: Agent) -> Nested:
         return list(parameters) if hasattr(parameters, "__next__") else parameters
     except Exception as error:
         raise AgentError(
-            f"get_parameters() of {type(agent).__name__} raised {type(error).__name__}: {error}. Without it no weights "
+            f"get_parameters() of {type(agent).__name__} raised {described(error)}. Without it no weights "
             "reach workers: let it return the policy's arrays or tensors whenever it is called."
         ) from error
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from farstep.agents.parameters import as_array, is_torch_module
 from farstep.core import Nested
-from farstep.errors import AgentError
+from farstep.errors import AgentError, described
 from farstep.spec import flat, map_leaves
 
 log = logging.getLogger(__name__)
@@ -215,7 +215,7 @@ class Policy:
             torch.set_rng_state(rng)
             difference = equal_results(_mapping(eager), _mapping(self._fast(*self._example)))
         except Exception as error:  # whatever a replay trips over, eager is right
-            return f"the recorded program failed: {type(error).__name__}: {error}"
+            return f"the recorded program failed: {described(error)}"
         finally:
             torch.set_rng_state(rng)
         return difference and f"the recorded program differs from act: {difference}"
@@ -247,7 +247,7 @@ def ship(agent: Any) -> bytes:
         _CpuPickler(buffer).dump(agent)
     except Exception as error:
         raise AgentError(
-            f"the agent ({type(agent).__name__}) cannot be sent to workers: {type(error).__name__}: {error}. "
+            f"the agent ({type(agent).__name__}) cannot be sent to workers: {described(error)}. "
             "Keep environments, loggers, locks and open files out of it."
         ) from error
     return buffer.getvalue()

@@ -61,7 +61,7 @@ class CyclicBlocks:
         self.cursors: Array = words[(2 + keys) * columns :].reshape(description.consumers, columns)
         """Per consumer and column, how many rows it has read."""
         start = _PAGE + _pages(words.nbytes)
-        blocks = _layout(description).views(memoryview(memory.map)[start:])
+        blocks = _layout(description).views(memory.map[start:])
         self.arrays: dict[str, Array] = {name: block[0] for name, block in blocks.items()}
 
     @classmethod

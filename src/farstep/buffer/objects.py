@@ -45,7 +45,7 @@ class SharedObject:
     def __init__(self, memory: SharedMemory, schema: Schema, structure: Structure) -> None:
         self._memory, self._schema, self._structure = memory, schema, structure
         self._words = np.frombuffer(memory.map, np.int64, _WORDS + 2)
-        self._copies = Layout(2, 0, 1, schema).views(memoryview(memory.map)[_header_bytes(int(self._words[1])) :])
+        self._copies = Layout(2, 0, 1, schema).views(memory.map[_header_bytes(int(self._words[1])) :])
         self._publishing = threading.Lock()
         self._pid = os.getpid()
 

@@ -21,7 +21,7 @@ import msgspec
 import zmq
 
 from farstep.buffer.dispatch import Message
-from farstep.errors import ClosedError, ConfigError, DeliveryError, WireError
+from farstep.errors import ClosedError, ConfigError, DeliveryError, WireError, printable
 from farstep.wire.codec import Limits, pack, unpack
 from farstep.wire.dealer import DealerLink
 from farstep.wire.keys import KeyPair
@@ -349,7 +349,7 @@ class ZmqReceiver:
     def done(self, message: Message, error: BaseException | None = None) -> None:
         """A message was handled, or handling it raised `error`."""
         self._check_open()
-        text = "" if error is None else "".join(traceback.format_exception(error))
+        text = "" if error is None else printable("".join(traceback.format_exception(error)))
         self._say("done", _id_of(message), text)
 
     def _say(self, kind: Literal["hello", "done", "bye"], trigger_id: str = "", error: str = "") -> None:

@@ -91,7 +91,7 @@ def records_of(ends: Buffer, seat: Seat, steps: int) -> Array:
     """Episode ends, believed only where they can be true."""
     if len(ends) % ENDS.itemsize or len(ends) // ENDS.itemsize > steps * seat.num_envs:
         raise WireError("a chunk with more episode ends than steps.")
-    records = np.frombuffer(ends, ENDS)
+    records = np.frombuffer(ends, ENDS).copy()  # a view would keep the whole message
     if len(records):
         rows_fit = records["row"].min() >= 0 and records["row"].max() < steps
         if not rows_fit or records["slot"].min() < seat.first or records["slot"].max() >= seat.stop:

@@ -48,10 +48,12 @@ class Calls:
         return [self._answers[worker] for worker in sorted(self._answers)]
 
     def replied(self, seat: Seat, reply: m.Reply, received: Received) -> None:
+        if reply.request > self._request:
+            raise WireError(f"the reply to call {reply.request}; the last one was {self._request}.")
         if reply.request != self._request:
             return
-        if len(received.frames) != 2:
-            raise WireError("a reply without its value.")
+        if seat.worker in self._answers:
+            raise WireError(f"a second reply to call {reply.request}.")
         self._answers[seat.worker] = unpack(received.frames[1])
 
     def failed(self, seat: Seat, failure: m.Failure, error: WorkerError) -> None:

@@ -19,7 +19,7 @@ from farstep.batch import Batch, Part
 from farstep.buffer.blocks import Layout
 from farstep.config import EnvConfig
 from farstep.core import Agent, Array, Buffer, Received
-from farstep.errors import AgentError, ClosedError, HandshakeError, WireError, WorkerError
+from farstep.errors import AgentError, ClosedError, HandshakeError, WireError, WorkerError, described
 from farstep.head.arrivals import Early
 from farstep.head.calls import Calls
 from farstep.head.notes import Notes
@@ -99,6 +99,8 @@ class Collector:
         self._agent_schemas: tuple[Schema, Schema] = ({}, {})
         self._request = Request()
         self._rollouts: Rollouts | None = None
+        self._handed: dict[int, tuple[int, int, int]] = {}
+        """Per worker, which weights it last asked for: incarnation, agent and version."""
         self._followed = np.full(self.server.seats[-1].stop, -1, np.int64)
         """Per slot, the last chunk that was handed to the learner (`Piece.key`)."""
         self._calls = Calls(self.server, without_lost=True)
@@ -186,7 +188,7 @@ class Collector:
             if isinstance(error, AgentError):
                 raise AgentError(f"{error} Version {self.version()} stays in force.") from error
             raise AgentError(
-                f"{prober.method}() of {type(agent).__name__} raised {type(error).__name__}: {error}; "
+                f"{prober.method}() of {type(agent).__name__} raised {described(error)}; "
                 f"version {self.version()} stays in force."
             ) from error
 
@@ -484,17 +486,25 @@ class Collector:
                 self._take(seat, message, received)
             case m.Part():
                 self._take_part(seat, message, received)
+            case m.Asking() if self._transfer.in_turn is None:
+                raise WireError("a worker that asks for its turn, although all send at once (TransferTrigger.in_turn).")
             case m.Asking():
                 order = self.server.tickets.order(message.ticket)
                 if order is not None and order.worker == seat.worker:  # else it was taken back meanwhile
                     self._turns.ask(seat.worker, seat.incarnation, message.order)
                     self._serve_turns()
+            case m.AgentReady() if message.agent > self._agent_id:
+                raise WireError(f"agent {message.agent} is ready; the last one that was sent is {self._agent_id}.")
             case m.AgentReady() if message.agent == self._agent_id:
                 agent_structures(message, self._action_schema)  # refused here, where we know who said it
                 self._answers[seat.worker] = message
             case m.Reply():
                 self._calls.replied(seat, message, received)
             case m.WeightRequest():
+                request = (seat.incarnation, message.agent, self.version())
+                if self._handed.get(seat.worker) == request:
+                    raise WireError(f"a second request for version {self.version()} of the weights.")
+                self._handed[seat.worker] = request
                 base: int = -1
                 frames: list[Buffer] = []
                 if self._store is not None and message.agent == self._agent_id:
@@ -534,6 +544,8 @@ class Collector:
             return  # cancelled, or its worker was given up: counted then
         if chunk.syncs and chunk.divergence is not None:
             self._notes.note_left(chunk.divergence)
+        if chunk.infos and not request.infos:
+            raise WireError("a chunk with infos, which its ticket does not ask for.")
         assert self._rollouts is not None
         began = time.monotonic()
         piece = self._rollouts.take(seat, order, request.steps, chunk, received, self.version())

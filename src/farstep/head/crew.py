@@ -10,13 +10,13 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from farstep.core import Launcher, Received
-from farstep.errors import FarstepError, LaunchError, WireError, WorkerError
+from farstep.errors import FarstepError, LaunchError, ResourceError, WireError, WorkerError, typed_shortage
 from farstep.head import membership as life
 from farstep.head.seats import Seat
 from farstep.head.switchboard import Switchboard
 from farstep.launch_config import RESTART_WINDOW_S, Timeouts
 from farstep.wire.messages import Stop, encode
-from farstep.worker.progress import BEAT_S, COUNT, SLOT, Phase
+from farstep.worker.progress import BEAT_S, COUNT, SLOT, Phase, check_words
 
 log = logging.getLogger("farstep")
 _MESSAGES_AT_ONCE = 64
@@ -148,19 +148,25 @@ class Crew:
                 self._switchboard.unregister(seat.link.fileno())
                 seat.silent_since = time.monotonic()
                 return
+            except OSError as error:
+                self.distrust(seat, WireError(f"a message that could not be received: {error}"))
+                return
             except WireError as error:
                 self.distrust(seat, error)
                 return
             if received is None:
                 return
-            for fd in received.fds:  # no message of a worker has one
+            for fd in received.fds:
                 os.close(fd)
+            if received.fds:
+                self.distrust(seat, WireError(f"a message with {len(received.fds)} descriptors; workers send none."))
+                return
             self._watcher.receive(seat.worker, received)
 
     def distrust(self, seat: Seat, error: WireError) -> None:
         """A worker said what cannot be read, or cannot be true: it is replaced."""
         if self.membership.members[seat.worker].state is not life.State.DYING:
-            log.warning("worker %d sent what cannot be accepted: %s", seat.worker, error)
+            log.warning("worker %d sent what cannot be accepted: %s", seat.worker, str(error))
         self.act_on(life.Gone(seat.worker))
 
     def _read_output(self, seat: Seat) -> None:
@@ -182,6 +188,11 @@ class Crew:
             if time.monotonic() - seat.silent_since > _LAST_WORDS_S:
                 seat.silent_since = math.inf
                 self.act_on(life.Gone(seat.worker))
+            if self.launcher.shares_memory and self.membership.is_running(seat.worker):  # it writes its words itself
+                try:
+                    check_words(seat.words)
+                except WireError as error:
+                    self.distrust(seat, error)
             phase = seat.phase
             if phase == "idle":
                 phase = self._watcher.expected(seat)
@@ -230,9 +241,9 @@ class Crew:
                     self._watcher.lost(seat)
                 case life.GiveUp():
                     undead = WorkerError("a worker does not end, although it was killed", seat.where(seat.phase))
-                    error = seat.error or undead
+                    error = seat.shortage or seat.error or undead
                     budget = self.membership.restart_budget
-                    if action.failures and budget:
+                    if action.failures and budget and isinstance(error, WorkerError):
                         error.preface(
                             f"restart_budget={budget} is used up: {action.failures} failures within "
                             f"{RESTART_WINDOW_S / 60:g} minutes. The last:"
@@ -244,13 +255,18 @@ class Crew:
         seat.incarnation, seat.ready, seat.error, seat.asked = incarnation, False, None, False
         seat.silent_since = math.inf
         try:
-            started = self.launcher.start(seat.worker, incarnation, self.run)
+            with typed_shortage(f"worker {seat.worker} could not be started"):
+                started = self.launcher.start(seat.worker, incarnation, self.run)
+        except ResourceError as error:
+            self._not_started(seat, error)
+            return
         except OSError as error:
             self._watcher.fail(WorkerError(f"a worker could not be started: {error}", seat.where("start")))
             return
         except LaunchError as error:
             self._watcher.fail(error)
             return
+        seat.shortage = None
         seat.handle, seat.link = started.handle, started.link
         seat.words, seat.host, seat.pid = started.words, started.host, started.handle.pid
         readers: list[tuple[int, Callable[[Seat], None]]] = [
@@ -262,6 +278,23 @@ class Crew:
             self._switchboard.register(fd, lambda reader=reader: reader(seat))  # type: ignore[misc]
         if seat.phase == "queued":
             self._watcher.absent(seat)
+
+    def _not_started(self, seat: Seat, error: ResourceError) -> None:
+        """A replacement may find next time what it needs; of a launch, the caller hears at once."""
+        if not seat.incarnation:
+            self._watcher.fail(error)
+            return
+        if not self.membership.members[seat.worker].attempts:
+            log.warning("%s Trying again for %g s.", str(error), self._timeouts.connect_s)
+        seat.incarnation -= 1
+        seat.shortage = error
+        self.act_on(life.NotStarted(seat.worker))
+
+    def cannot_tell(self, seat: Seat, error: OSError) -> None:
+        """What a worker had to know could not be sent: it is replaced, and told then."""
+        seat.error = WorkerError(str(error), seat.where(seat.phase))
+        log.warning("%s; it is replaced", str(seat.error).splitlines()[0])
+        self.act_on(life.Gone(seat.worker))
 
     def _process_ended(self, seat: Seat) -> None:
         ended = seat.handle.poll() if seat.handle is not None else None

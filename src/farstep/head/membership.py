@@ -32,6 +32,8 @@ class State(Enum):
     STOPPED = "stopped"
 
 
+RUNNING = (State.STARTING, State.CONSTRUCTING, State.ALIVE)
+
 # ---- events ----
 
 
@@ -62,6 +64,13 @@ class Ended:
 
 
 @dataclass(frozen=True)
+class NotStarted:
+    """There was no descriptor, process or memory for it; another attempt may find some."""
+
+    worker: int
+
+
+@dataclass(frozen=True)
 class Failed:
     """Its environment raised; the worker itself went on."""
 
@@ -77,7 +86,7 @@ class Observed:
     count: tuple[int, ...]
 
 
-Event = Hello | Ready | Gone | Ended | Failed | Observed
+Event = Hello | Ready | Gone | Ended | NotStarted | Failed | Observed
 
 # ---- actions ----
 
@@ -137,6 +146,10 @@ class Member:
     """Whether it was asked for its stacks, since it last made progress."""
     blameless: bool = False
     """It last ended because its node did."""
+    attempts: int = 0
+    """Starts in a row for which resources were missing."""
+    short_since: float = 0.0
+    """When the first of these was."""
 
 
 class Membership:
@@ -152,6 +165,10 @@ class Membership:
     def count(self, *states: State) -> int:
         return sum(member.state in states for member in self.members)
 
+    def is_running(self, worker: int) -> bool:
+        """Whether its process is there and was not given up."""
+        return self.members[worker].state in RUNNING
+
     def start(self, now: float) -> Sequence[Action]:
         """Start everybody for the first time."""
         return [self._start(worker, now) for worker in range(len(self.members))]
@@ -164,16 +181,19 @@ class Membership:
         member = self.members[event.worker]
         match event:
             case Hello() if member.state is State.STARTING:
+                member.attempts = 0
                 self._enter(member, State.CONSTRUCTING, now)
             case Ready() if member.state is State.CONSTRUCTING:
                 self._enter(member, State.ALIVE, now)
                 member.failures = 0
-            case Gone() if member.state in (State.STARTING, State.CONSTRUCTING, State.ALIVE):
+            case Gone() if member.state in RUNNING:
                 self._enter(member, State.DYING, now)
                 return [Lost(event.worker), Kill(event.worker)]
             case Ended() if member.state not in (State.WAITING, State.STOPPED):
                 lost = [] if member.state is State.DYING else [Lost(event.worker)]
                 return [*lost, *self._ended(event, now)]
+            case NotStarted() if member.state is State.STARTING:
+                return self._not_started(event.worker, now)
             case Failed():
                 return self._spend(event.worker, now)
             case Observed():
@@ -194,8 +214,7 @@ class Membership:
             if member.state is State.STARTING and phase != "queued":
                 phase = "connect"
             limit = self._limits_s.get(phase)
-            running = member.state in (State.STARTING, State.CONSTRUCTING, State.ALIVE)
-            if not running or limit is None:
+            if member.state not in RUNNING or limit is None:
                 continue
             if now - member.since > limit:
                 self._enter(member, State.DYING, now)
@@ -219,6 +238,24 @@ class Membership:
         member.seen = ("", ())
         self._enter(member, State.STARTING, now)
         return Start(worker, member.incarnation)
+
+    def _not_started(self, worker: int, now: float) -> Sequence[Action]:
+        """Try again for as long as a start may take. Nothing of the budget is spent: the worker did not fail."""
+        member = self.members[worker]
+        if self.stopping:
+            self._enter(member, State.STOPPED, now)
+            return []
+        if not member.attempts:
+            member.short_since = now
+        self._enter(member, State.WAITING, now)
+        self.restarts -= not member.blameless
+        member.incarnation -= 1
+        member.restart_at = now + _BACKOFF_S[min(1 + member.attempts, len(_BACKOFF_S) - 1)]
+        member.attempts += 1
+        if now - member.short_since > self._limits_s["connect"]:
+            self.stopping = True
+            return [GiveUp(worker)]
+        return []
 
     def _ended(self, event: Ended, now: float) -> Sequence[Action]:
         member = self.members[event.worker]

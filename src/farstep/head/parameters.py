@@ -46,7 +46,7 @@ class ParameterStore:
         self._stride = stride(self.schema.nbytes)
         self.memory = SharedMemory.create(PAGE + self._buffers * self._stride, "farstep-parameters")
         self.memory.refuse_other_writers()
-        self._word = memoryview(self.memory.map).cast("q")
+        self._word = self.memory.map.cast("q")
         self._changes = ChangeDetector()
         self._index = -1
         self._handed: dict[int, tuple[int, bytes]] = {}
@@ -112,7 +112,7 @@ class ParameterStore:
     def payload(self) -> Buffer:
         """The current version's bytes, for a worker that shares no memory."""
         start = self._start(self._index) + HEADER
-        return memoryview(self.memory.map)[start : start + self.schema.nbytes]
+        return self.memory.map[start : start + self.schema.nbytes]
 
     def handover(self, worker: int, held: int) -> tuple[int, list[Buffer]]:
         """What brings a worker from the version it has to the current one: frames, and the version to add them to

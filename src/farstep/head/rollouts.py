@@ -100,7 +100,7 @@ class Rollouts:
         memory = SharedMemory.create(layout.nbytes, "farstep-rollouts")
         self.close()
         self.layout, self.memory = layout, memory
-        self.blocks = layout.views(memoryview(memory.map))
+        self.blocks = layout.views(memory.map)
         self._stages = self._transfer.split(layout.names())
         return layout.message()
 
@@ -113,7 +113,9 @@ class Rollouts:
         if not -1 <= chunk.version <= chunk.passed <= version:
             raise WireError("a chunk whose header cannot be true.")
         ends, *frames = received.frames[1:] or [b""]
-        infos = _infos(frames.pop(), seat.num_envs) if chunk.infos and frames else None
+        if len(frames) != len(chunk.keys) + chunk.infos or (chunk.keys and not self._remote):
+            raise WireError(f"a chunk with {len(chunk.keys)} arrays and infos={chunk.infos} in {len(frames)} frames.")
+        infos = _infos(frames.pop(), seat.num_envs) if chunk.infos else None
         resume, key = _episodes(chunk.resume, seat.num_envs), key_of(seat, chunk.order)
         if not self._remote:
             records, nbytes = records_of(ends, seat, steps), self._chunk_bytes(seat, steps)
@@ -133,8 +135,11 @@ class Rollouts:
     def take_part(self, seat: Seat, order: Order, steps: int, part: m.Part, received: Received) -> Array | None:
         """Put what a remote worker sends ahead of its chunk into its columns; episode ends, if a stage is complete."""
         key_of(seat, part.order)  # refuses what can be none
+        early = self._remote and (part.stage >= 0 or self._transfer.sends_early)
+        if not early or not -1 <= part.stage < len(self._stages) - 1:
+            raise WireError(f"a part of stage {part.stage}, which EnvConfig.transfer does not have sent ahead.")
         arrival = self._arrival(seat, order, steps, part)
-        if not self._remote or part.stage not in (-1, arrival.stages) or part.stage >= len(self._stages) - 1:
+        if part.stage not in (-1, arrival.stages):
             raise WireError(f"a part of stage {part.stage} when it was the turn of {arrival.stages}.")
         ends, *frames = received.frames[1:] or [b""]
         if part.stage == 0:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from farstep.core import Array, Ended, HeadLink, WorkerHandle
-from farstep.errors import Where, WorkerDied, WorkerError, WorkerStuck
+from farstep.errors import ResourceError, Where, WorkerDied, WorkerError, WorkerStuck
 from farstep.wire.messages import Reset
 from farstep.worker.progress import EPISODES, PHASE, ROLLED, SLOT, Phase, private_words
 from farstep.worker.seeds import episode_seed
@@ -43,6 +43,8 @@ class Seat:
     """Environments are built."""
     error: WorkerError | None = None
     """What it last failed of."""
+    shortage: ResourceError | None = None
+    """Why its replacement could not be started yet."""
     asked: bool = False
     """It was sent an agent or a call and has not answered yet."""
     heard: int = 0

@@ -11,6 +11,7 @@ import logging
 import math
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
@@ -27,9 +28,11 @@ from farstep.errors import (
     WorkerError,
     is_own,
     remote_error,
+    typed_shortage,
 )
 from farstep.head import membership as life
 from farstep.head.crew import Crew
+from farstep.head.message_rules import check_message, is_late
 from farstep.head.seats import Seat, expected, split
 from farstep.head.switchboard import Switchboard
 from farstep.head.tickets import Order, Tickets
@@ -41,7 +44,7 @@ from farstep.wire.codec import unpack
 from farstep.wire.versions import mismatches
 from farstep.worker.nested_launch import refuse_nested_launch
 from farstep.worker.program import Program
-from farstep.worker.progress import CANCEL, PHASE, Phase, copy_words
+from farstep.worker.progress import CANCEL, PHASE, Phase, check_words, copy_words
 
 log = logging.getLogger("farstep")
 T = TypeVar("T")
@@ -101,17 +104,20 @@ class Server:
         self._started_at = 0.0
         self._failure: FarstepError | None = None
         self._closed = False
+        self._closer = 0
+        """The thread that closes, or closed."""
+        self._freed = threading.Event()
         limits = (config.timeouts.step_s, config.timeouts.reset_s, config.timeouts.act_s)
         self._tick_s = min(0.5, max(0.02, min(limits) / 4))
         self._next_tick = 0.0
-        self._switchboard = Switchboard()
-        try:
+        with typed_shortage("the head could not be set up"), contextlib.ExitStack() as opened:
+            self._switchboard = Switchboard()
+            opened.callback(self._switchboard.close)
             launcher = launcher_for(config, workers, max(seat.num_envs for seat in self.seats))
-        except BaseException:
-            self._switchboard.close()
-            raise
-        self.shares_memory, self._driven = launcher.shares_memory, launcher.driven
-        self.crew = Crew(launcher, self.seats, config.timeouts, restart_budget, self._switchboard, self)
+            opened.callback(launcher.close)
+            self.shares_memory, self._driven = launcher.shares_memory, launcher.driven
+            self.crew = Crew(launcher, self.seats, config.timeouts, restart_budget, self._switchboard, self)
+            opened.pop_all()
 
     # ---- start and end ----
 
@@ -128,7 +134,8 @@ class Server:
         with self.locked():
             self.crew.start()
         if not self._driven:
-            self._switchboard.start_thread(self._pump_alone, self._tick_s)
+            with typed_shortage("the head's thread could not be started"):
+                self._switchboard.start_thread(self._pump_alone, self._tick_s)
 
     def _all_there(self) -> bool:
         """Whoever has a node is ready, and enough have one."""
@@ -152,23 +159,34 @@ class Server:
         return seat.ready and seat.handle is not None and not seat.handle.leaving
 
     def close(self) -> None:
-        """Stop workers, kill the ones that do not stop in time, and free everything. Idempotent."""
+        """Stop workers, kill the ones that do not stop in time, and free everything.
+
+        Idempotent; a second call, from another thread, returns when the first has freed everything.
+        """
         if os.getpid() != self._pid:
             return  # a fork of the head: the workers are not ours
         with self._switchboard.lead():
             if self._closed:
+                if self._closer != threading.get_ident():  # else a signal's handler closes once more
+                    self._switchboard.wait_for(self._freed)
                 return
-            self._closed = True
-            self.crew.stop()
-            for seat in self.seats:
-                if seat.link is not None:
-                    seat.words[CANCEL] = 2**62
-                    with contextlib.suppress(OSError):
-                        seat.link.send([m.encode(m.Stop())])
+            self._closed, self._closer = True, threading.get_ident()
             try:
+                self._stop_all()
                 self._wait_for_ends(time.monotonic() + self._close_s)
             finally:  # also for somebody who has no patience and interrupts
-                self._end_all()
+                try:
+                    self._end_all()
+                finally:
+                    self._freed.set()
+
+    def _stop_all(self) -> None:
+        self.crew.stop()
+        for seat in self.seats:
+            if seat.link is not None:
+                seat.words[CANCEL] = 2**62
+                with contextlib.suppress(OSError):
+                    seat.link.send([m.encode(m.Stop())])
 
     def _end_all(self) -> None:
         self.crew.kill()
@@ -301,12 +319,17 @@ class Server:
             self.crew.distrust(seat, error)
 
     def _handle(self, seat: Seat, message: m.FromWorker, received: Received) -> None:
+        state = self.crew.membership.members[seat.worker].state
+        check_message(message, received, state, self.shares_memory)
+        if is_late(message, state):
+            return
         match message:
             case m.Hello():
                 self._welcome(seat, message)
             case m.Ready():
                 self._ready(seat, message)
             case m.Progress():
+                check_words(message.words, len(seat.words))
                 copy_words(message.words, seat.words)
             case m.Failure():
                 self._failed(seat, message)
@@ -329,7 +352,12 @@ class Server:
             return 0
         seat.asked = seat.asked or isinstance(message, (m.Ship, m.Call))
         said = [m.encode(message), *frames]
-        seat.link.send(said, fds if self.shares_memory else ())
+        try:
+            with typed_shortage(f"worker {seat.worker} could not be sent a message"):
+                seat.link.send(said, fds if self.shares_memory else ())
+        except OSError as error:
+            self.crew.cannot_tell(seat, error)
+            return 0
         return sum(memoryview(frame).nbytes for frame in said)
 
     def tell(self, message: m.FromHead, frames: Sequence[Any] = (), fds: Sequence[int] = ()) -> None:

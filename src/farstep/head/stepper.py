@@ -7,7 +7,7 @@ from typing import Any
 
 from farstep.core import Array, Buffer, Received
 from farstep.errors import WireError, WorkerError
-from farstep.head.arrivals import Arrival
+from farstep.head.arrivals import Arrival, records_of
 from farstep.head.calls import Calls
 from farstep.head.rollouts import Rollouts, base_rows
 from farstep.head.seats import ResetOrder, Seat
@@ -121,15 +121,27 @@ class Stepper:
 
     def on_message(self, seat: Seat, message: m.FromWorker, received: Received) -> None:
         match message:
-            case m.Chunk() if self.server.tickets.order(message.ticket) is not None:
-                _, *frames = received.frames[1:] or [b""]
-                infos = _infos(frames.pop(), seat) if message.infos and frames else []
-                if message.keys:
-                    assert self._rollouts is not None
-                    Arrival(self._rollouts.rows(seat, 0), self._steps).add(message.keys, frames)
-                self.server.tickets.accept(seat.worker, message.ticket, 0, infos)
+            case m.Chunk():
+                order = self.server.tickets.order(message.ticket)
+                if order is not None and order.worker == seat.worker:  # else it was taken back meanwhile
+                    self._take(seat, message, received)
             case m.Reply():
                 self._calls.replied(seat, message, received)
+            case _:
+                raise WireError(f"{type(message).__name__} from a worker of make_vec, which has no agent.")
+
+    def _take(self, seat: Seat, chunk: m.Chunk, received: Received) -> None:
+        ends, *frames = received.frames[1:]
+        infos = _infos(frames.pop(), seat) if chunk.infos and frames else []
+        if self.server.shares_memory and (frames or chunk.keys):
+            raise WireError("a chunk with arrays from a worker with shared memory.")
+        if not self.server.shares_memory:
+            assert self._rollouts is not None and self._rollouts.layout is not None
+            arrival = Arrival(self._rollouts.rows(seat, 0), self._steps)
+            arrival.ends = records_of(ends, seat, self._steps)
+            arrival.add(chunk.keys, frames, codecs=chunk.codecs)
+            arrival.complete([self._rollouts.layout.names()])
+        self.server.tickets.accept(seat.worker, chunk.ticket, 0, infos)
 
     def on_lost(self, seat: Seat) -> None:
         """The learner would step into episodes that it did not begin if another worker took the place of this one."""

@@ -84,10 +84,16 @@ class Switchboard:
             if reader is not None:
                 reader()
 
+    def wait_for(self, event: threading.Event) -> None:
+        """Wait with the lock let go, and Ctrl-C let in."""
+        with self._turn.let_go(), self._interrupts.let_in():
+            event.wait()
+
     def start_thread(self, pump: Callable[[], None], tick_s: float) -> None:
         """From now on, `pump` runs when there is something to read or a tick has passed, and nobody leads."""
-        self._thread = threading.Thread(target=self._serve, args=(pump, tick_s), name="farstep-head", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._serve, args=(pump, tick_s), name="farstep-head", daemon=True)
+        thread.start()
+        self._thread = thread
 
     def _serve(self, pump: Callable[[], None], tick_s: float) -> None:
         while self.running:

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from farstep.errors import RunError
+
+log = logging.getLogger("farstep")
+_SHOWN = 5
+_LARGEST = 1e300
 
 
 def replace_file(path: Path, content: bytes) -> None:
@@ -37,13 +44,40 @@ def read_row(line: bytes) -> dict[str, Any] | None:
         return None
     try:
         row = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     step = row.get("step") if isinstance(row, dict) else None
-    return row if isinstance(step, int) else None
+    return row if isinstance(step, int) and all(_is_metric(value) for value in row.values()) else None
+
+
+def _is_metric(value: object) -> bool:
+    return value is None or (isinstance(value, (int, float)) and abs(value) < _LARGEST)
+
+
+def read_lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
+    """The lines of a run's metrics, each as it is and as what it says; a warning names those that are left out."""
+    with path.open("rb") as stream:
+        lines = [(line, read_row(line)) for line in stream]
+    odd = [number for number, (_, row) in enumerate(lines, 1) if row is None]
+    if odd:
+        shown = ", ".join(map(str, odd[:_SHOWN])) + (f" and {len(odd) - _SHOWN} more" if len(odd) > _SHOWN else "")
+        log.warning("%s: line %s left out: cut off, or no metrics of farstep's", path, shown)
+    return [(line, row) for line, row in lines if row is not None]
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The metrics of a run; lines that are torn are left out."""
-    with path.open("rb") as stream:
-        return [row for row in map(read_row, stream) if row is not None]
+    """The metrics of a run; lines that are cut off or damaged are left out."""
+    return [row for _, row in read_lines(path)]
+
+
+@contextlib.contextmanager
+def as_run_error(path: Path) -> Iterator[None]:
+    """Raise `RunError` instead of what says that a file cannot be written."""
+    try:
+        yield
+    except RunError:
+        raise
+    except OSError as error:
+        raise RunError(
+            f"{path} cannot be written: {error}. Make room there (df -h), or choose a folder that you may write to."
+        ) from error

@@ -24,7 +24,7 @@ from typing import IO, Protocol
 from farstep.buffer.files import no_follow
 from farstep.errors import ConfigError, RunError
 from farstep.observe.extras import require
-from farstep.observe.files import read_row, replace_file
+from farstep.observe.files import as_run_error, read_lines, replace_file
 
 log = logging.getLogger("farstep")
 
@@ -88,11 +88,9 @@ def _cut(path: Path, resume_step: int) -> None:
     """Leave only whole lines up to a step; the file is replaced at once, so that a crash here loses nothing."""
     if not path.exists():
         return
-    with path.open("rb") as stream:
-        lines = stream.readlines()
-    kept = [line for line in lines if (row := read_row(line)) is not None and row["step"] <= resume_step]
-    if len(kept) != len(lines):
-        replace_file(path, b"".join(kept))
+    kept = b"".join(line for line, row in read_lines(path) if row["step"] <= resume_step)
+    if len(kept) != path.stat().st_size:
+        replace_file(path, kept)
 
 
 _FILES = count()
@@ -109,21 +107,24 @@ class TensorBoardLogger:
         records = require("tensorboard.summary.writer.record_writer", package, purpose, "RecordWriter")
         self._event = require("tensorboard.compat.proto.event_pb2", package, purpose, "Event")
         self._summary = require("tensorboard.compat.proto.summary_pb2", package, purpose, "Summary")
-        Path(folder).mkdir(parents=True, exist_ok=True)
         # TensorBoard reads the files of a folder in the order of their names: time comes first.
         name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(_FILES)}"
-        self._writer = records.RecordWriter((Path(folder) / name).open("xb"))
-        self._write(file_version="brain.Event:2")
-        if resume_step is not None:
-            start = self._event.SessionLog(status=self._event.SessionLog.START)
-            self._write(step=resume_step + 1, session_log=start)
-        self._writer.flush()
+        self._path = Path(folder) / name
+        with as_run_error(self._path):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._writer = records.RecordWriter(self._path.open("xb"))
+            self._write(file_version="brain.Event:2")
+            if resume_step is not None:
+                start = self._event.SessionLog(status=self._event.SessionLog.START)
+                self._write(step=resume_step + 1, session_log=start)
+            self._writer.flush()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         value = self._summary.Summary.Value
         values = [value(tag=name, simple_value=float(number)) for name, number in metrics.items()]
-        self._write(step=int(step), summary=self._summary.Summary(value=values))
-        self._writer.flush()
+        with as_run_error(self._path):
+            self._write(step=int(step), summary=self._summary.Summary(value=values))
+            self._writer.flush()
 
     def close(self) -> None:
         self._writer.close()

@@ -32,7 +32,7 @@ import msgspec
 from farstep.buffer.files import no_follow
 from farstep.errors import ConfigError, RunError
 from farstep.observe import signing
-from farstep.observe.files import replace_file
+from farstep.observe.files import as_run_error, replace_file
 
 log = logging.getLogger("farstep")
 
@@ -125,7 +125,9 @@ class RunFolder:
 
     def write_config(self, config: Mapping[str, object]) -> None:
         """Replace the options, e.g. when a run is resumed for more steps, and tag them as this user's."""
-        replace_file(self.config_file, self._signed(_as_json(config)))
+        content = self._signed(_as_json(config))
+        with as_run_error(self.config_file):
+            replace_file(self.config_file, content)
 
     def _signed(self, content: bytes) -> bytes:
         config = json.loads(content)
@@ -148,9 +150,10 @@ class RunFolder:
                 if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
                     raise
                 log.warning("%s: this file system has no locks; see to it that only one run writes there", self.path)
-            stream.truncate(0)
-            stream.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode())
-            stream.flush()
+            with as_run_error(self.path / ".lock"):
+                stream.truncate(0)
+                stream.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode())
+                stream.flush()
             yield
 
     def _open_lock(self) -> IO[bytes]:

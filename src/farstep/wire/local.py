@@ -1,15 +1,16 @@
 """The link between processes of one host: a socket pair, with shared memory for what is large.
 
 A worker inherits its end, so holding it is the authentication, and its end of file is the other side's death,
-noticed by the kernel at once. Messages keep their borders (SOCK_SEQPACKET); a large one travels as a memfd.
+noticed by the kernel at once. Messages keep their borders (SOCK_SEQPACKET); a large one travels as a sealed memfd,
+which the receiver maps: of a message that it refuses, only the header was ever read.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import socket
-import stat
 import struct
 from collections import deque
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from collections.abc import Sequence
 from farstep.core import Buffer, Received
 from farstep.errors import WireError
 from farstep.wire.codec import Limits, frame_lengths
+from farstep.wire.memory import map_immutable, write_immutable
 
 _INLINE_BYTES = 32 * 1024
 _MAX_FDS = 8
@@ -45,12 +47,19 @@ class LocalLink:
         table = frame_lengths([len(frame) for frame in frames])
         total = sum(len(frame) for frame in frames)
         # Descriptors are duplicated, so that the caller may close its own while a message still waits.
-        held = [os.dup(fd) for fd in fds]
-        if total <= _INLINE_BYTES:
-            packet = b"".join((b"I", table, *frames))
-        else:
-            held.append(_in_memory(frames))
-            packet = b"M" + table
+        held: list[int] = []
+        try:
+            for fd in fds:
+                held.append(os.dup(fd))
+            if total <= _INLINE_BYTES:
+                packet = b"".join((b"I", table, *frames))
+            else:
+                held.append(write_immutable(frames))
+                packet = b"M" + table
+        except BaseException:
+            for fd in held:
+                os.close(fd)
+            raise
         self._outbox.append((packet, held))
         self.flush()
 
@@ -67,6 +76,10 @@ class LocalLink:
                 return False
             except (BrokenPipeError, ConnectionError):
                 pass  # the peer is gone: its end of file says so to whoever reads
+            except OSError as error:
+                if error.errno not in (errno.ETOOMANYREFS, errno.ENOBUFS, errno.ENOMEM):
+                    raise
+                return False  # too much is on its way already: later
             self._outbox.popleft()
             for fd in fds:
                 os.close(fd)
@@ -87,6 +100,8 @@ class LocalLink:
         try:
             if not packet:
                 raise EOFError("the other side is gone")
+            if flags & socket.MSG_CTRUNC and len(fds) < _MAX_FDS:
+                raise WireError("a descriptor that this process had no room for: raise the limit (ulimit -n).")
             if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
                 raise WireError("a packet larger than a link carries.")
             return _parse(packet, fds)
@@ -115,19 +130,6 @@ class LocalLink:
         self._socket.close()
 
 
-def _in_memory(frames: Sequence[Buffer]) -> int:
-    fd = os.memfd_create("farstep-message", os.MFD_CLOEXEC)
-    try:
-        for frame in frames:
-            view = memoryview(frame).cast("B")
-            while view:
-                view = view[os.write(fd, view) :]
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
-
-
 def _parse(packet: bytes, fds: list[int]) -> Received:
     try:
         (count,) = struct.unpack_from("<I", packet, 1)
@@ -143,7 +145,7 @@ def _parse(packet: bytes, fds: list[int]) -> Received:
     if packet[:1] == b"M":
         if not fds:
             raise WireError("a large message without its memory.")
-        payload: Buffer = _read_all(fds[-1], sum(lengths))
+        payload: Buffer = map_immutable(fds[-1], sum(lengths))
         os.close(fds.pop())
     else:
         payload = memoryview(packet)[5 + 8 * count :]
@@ -154,18 +156,3 @@ def _parse(packet: bytes, fds: list[int]) -> Received:
         frames.append(view[start : start + length])
         start += length
     return Received(frames, fds)
-
-
-def _read_all(fd: int, nbytes: int) -> bytearray:
-    """Read, not map: the sender could shrink its memory while we look at it."""
-    kind = os.fstat(fd)
-    if not stat.S_ISREG(kind.st_mode) or kind.st_size < nbytes:  # before memory is given to a false promise
-        raise WireError("a large message shorter than its frame table says.")
-    payload = bytearray(nbytes)
-    view, offset = memoryview(payload), 0
-    while offset < nbytes:
-        got = os.preadv(fd, [view[offset:]], offset)
-        if got == 0:
-            raise WireError("a large message shorter than its frame table says.")
-        offset += got
-    return payload

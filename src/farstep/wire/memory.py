@@ -6,35 +6,47 @@ however a process ends, and no helper process of Python's can unlink it under so
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import mmap
 import os
+import stat
+import weakref
+from collections.abc import Sequence
 
-_F_ADD_SEALS, _F_SEAL_SHRINK, _F_SEAL_FUTURE_WRITE = 1033, 0x0002, 0x0010
+from farstep.core import Buffer
+from farstep.errors import WireError, typed_shortage
+
+_F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
+_F_SEAL_SHRINK, _F_SEAL_GROW, _F_SEAL_WRITE, _F_SEAL_FUTURE_WRITE = 0x0002, 0x0004, 0x0008, 0x0010
+_IMMUTABLE = _F_SEAL_SHRINK | _F_SEAL_GROW | _F_SEAL_WRITE
+_BLOCK_BYTES = 512
+"""The unit of `st_blocks`."""
 
 
 class SharedMemory:
-    """A mapped memfd; arrays made from `view` keep the mapping alive."""
+    """A mapped memfd; arrays made from `map` keep the mapping alive."""
 
     def __init__(self, fd: int, nbytes: int) -> None:
         self.fd = -1
         self.nbytes = nbytes
-        self.map = mmap.mmap(fd, nbytes)
+        self.map = mapped(fd, nbytes)
         self.fd = fd
 
     @classmethod
     def create(cls, nbytes: int, name: str = "farstep") -> SharedMemory:
         """Zeroed memory; pages cost nothing until they are touched."""
-        fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        try:
-            os.ftruncate(fd, max(nbytes, 1))
-            # Nobody can shrink it, so nobody can make another process die of SIGBUS.
-            fcntl.fcntl(fd, _F_ADD_SEALS, _F_SEAL_SHRINK)
-            return cls(fd, max(nbytes, 1))
-        except BaseException:
-            os.close(fd)
-            raise
+        with typed_shortage(f"{nbytes} bytes of shared memory ({name}) could not be made"):
+            fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            try:
+                os.ftruncate(fd, max(nbytes, 1))
+                # Nobody can shrink it, so nobody can make another process die of SIGBUS.
+                fcntl.fcntl(fd, _F_ADD_SEALS, _F_SEAL_SHRINK)
+                return cls(fd, max(nbytes, 1))
+            except BaseException:
+                os.close(fd)
+                raise
 
     def refuse_other_writers(self) -> None:
         """From now on only this mapping writes: whoever else gets the descriptor can read, and no more."""
@@ -52,3 +64,67 @@ class SharedMemory:
 
     def __del__(self) -> None:
         self.close()
+
+
+def write_immutable(frames: Sequence[Buffer]) -> int:
+    """A memfd that holds these frames and that no process can change any more; the caller closes it."""
+    fd = os.memfd_create("farstep-message", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        for frame in frames:
+            view = memoryview(frame).cast("B")
+            while view:
+                view = view[os.write(fd, view) :]
+        fcntl.fcntl(fd, _F_ADD_SEALS, _IMMUTABLE)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def map_immutable(fd: int, nbytes: int) -> memoryview:
+    """The contents of a peer's memfd, mapped: nothing is copied, so unread bytes take no memory of this process.
+
+    Raises:
+        WireError: The descriptor is no memfd, its contents could still change (reading could then raise SIGBUS), its
+            size is not `nbytes`, or it has holes, for which the kernel would allocate memory as they are read.
+    """
+    try:
+        seals = fcntl.fcntl(fd, _F_GET_SEALS)
+    except OSError as error:
+        raise WireError("a large message that is not in a memfd.") from error
+    about = os.fstat(fd)
+    if not stat.S_ISREG(about.st_mode) or seals & _IMMUTABLE != _IMMUTABLE:
+        raise WireError("a large message in memory that its sender can still change.")
+    if about.st_size != nbytes or not nbytes:
+        raise WireError(f"a large message of {about.st_size} bytes; its frame table says {nbytes}.")
+    if about.st_blocks * _BLOCK_BYTES < nbytes:
+        raise WireError(f"a large message of {nbytes} bytes, of which {about.st_blocks * _BLOCK_BYTES} were written.")
+    return mapped(fd, nbytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ)
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_MAP_FAILED = ctypes.c_void_p(-1).value
+
+
+def mapped(
+    fd: int, nbytes: int, *, flags: int = mmap.MAP_SHARED, prot: int = mmap.PROT_READ | mmap.PROT_WRITE
+) -> memoryview:
+    """The first `nbytes` of a file, mapped until the last view of them is gone.
+
+    `mmap.mmap` would hold a duplicate of the descriptor for as long, so every batch that a learner keeps, and every
+    closed cluster that still has a name, would cost a descriptor.
+    """
+    size = os.fstat(fd).st_size
+    if not 0 < nbytes <= size:  # touching what is not there is a SIGBUS
+        raise ValueError(f"{nbytes} bytes of a file of {size} cannot be mapped")
+    address = _libc.mmap(None, nbytes, prot, flags, fd, 0)
+    if address == _MAP_FAILED:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    contents = (ctypes.c_char * nbytes).from_address(address)
+    weakref.finalize(contents, _libc.munmap, address, nbytes).atexit = False  # views may outlive Python's own exit
+    view = memoryview(contents).cast("B")
+    return view if prot & mmap.PROT_WRITE else view.toreadonly()

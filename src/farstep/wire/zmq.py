@@ -11,6 +11,7 @@ shown there to be let in can be overheard, so it is good for one connection only
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,8 @@ _DOMAIN = b"farstep"
 MAIN, BEAT, NODE = b"main", b"beat", b"node"
 """What a routing id ends in: of a worker's connections, and of a node's agent."""
 _AT_ONCE = 64
+_DESCRIPTORS = 16
+"""Of a context with its threads and the head's sockets, and some to spare."""
 _WORTH_A_REPORT = 1 << 18
 UNSENT = 64
 """Segments that wait in a worker, and that wait at the head for being read, before a sender has to."""
@@ -83,6 +86,7 @@ class Hub:
         self._peers: dict[bytes, Peer] = {}
         self._keys: dict[int, bytes] = {}
         self._rooms = Rooms()
+        check_descriptors(_DESCRIPTORS + (2 if isinstance(address, str) else 2 * len(address)))
         self._context = zmq.Context()
         try:
             self._listen([address] if isinstance(address, str) else address)
@@ -167,7 +171,7 @@ class Hub:
                 elif not packet.bulk and route.endswith(MAIN):
                     peer.route = route
                 elif not packet.bulk:  # a worker's heartbeat has a connection of its own; answers go to the main one
-                    yield peer, Received(packet.frames)
+                    yield peer, Received(packet.frames, heartbeat=True)
                     continue
                 yield from self._taken(peer, packet)
             if time.monotonic() > until:
@@ -265,6 +269,13 @@ def _bound(router: zmq.Socket[bytes], addresses: Sequence[str]) -> list[str]:
         router.bind(address.replace(":*", f":{port}"))
         bound.append(bytes(cast(bytes, router.last_endpoint)).rstrip(b"\0").decode())
     return bound
+
+
+def check_descriptors(count: int) -> None:
+    """Raise `OSError` unless this process may open so many files: ZeroMQ aborts the process where its own fail."""
+    with contextlib.ExitStack() as opened:
+        for _ in range(count):
+            opened.callback(os.close, os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
 
 
 def keep_asking(socket: zmq.Socket[bytes], lease_s: float) -> None:

@@ -15,7 +15,7 @@ from farstep.agents.policy import Policy, same_randomness
 from farstep.batch import RESERVED
 from farstep.config import ALL_WEIGHTS, WeightsConfig
 from farstep.core import Array
-from farstep.errors import AgentError, SpaceError
+from farstep.errors import AgentError, SpaceError, described
 from farstep.spec import (
     ArraySpec,
     Schema,
@@ -196,7 +196,7 @@ class Actor:
             slots = ", ".join(str(self._slots.first + i) for i in found)
             raise SpaceError(
                 f"the observations that act was given have NaN, of environment slot{'s' * (len(found) > 1)} {slots}; "
-                f"it raised {type(error).__name__}: {error}. Mend the environment, or replace NaN in a wrapper."
+                f"it raised {described(error)}. Mend the environment, or replace NaN in a wrapper."
             ) from error
 
     def _generators(self, t: int) -> list[np.random.Generator] | None:
@@ -247,7 +247,7 @@ def _unpacked(payload: bytes) -> Any:
         return cloudpickle.loads(payload)
     except Exception as error:
         raise AgentError(
-            f"the agent cannot be loaded on the worker: {type(error).__name__}: {error}. Its modules must be "
+            f"the agent cannot be loaded on the worker: {described(error)}. Its modules must be "
             "importable there, and __setstate__ must work without what only the learner has."
         ) from error
 

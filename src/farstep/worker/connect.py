@@ -45,7 +45,7 @@ def _words(bootstrap: dict[str, Any]) -> memoryview:
     if "board_fd" not in bootstrap:
         return private_words(int(bootstrap["envs"]))
     board = SharedMemory(bootstrap["board_fd"], bootstrap["board_bytes"])
-    return memoryview(board.map).cast("q")[slice(*bootstrap["words"])]
+    return board.map.cast("q")[slice(*bootstrap["words"])]
 
 
 def _address(bootstrap: dict[str, Any]) -> tuple[str, bytes, Any]:

@@ -16,7 +16,7 @@ import gymnasium
 import numpy as np
 
 from farstep.core import Array
-from farstep.errors import AgentError
+from farstep.errors import AgentError, described
 from farstep.spec import Schema, leaves, space_schema
 from farstep.worker.progress import ACT, COUNT, EPISODES, PHASE, RESET, SLOT, STEP
 from farstep.worker.rows import Rows, Slots, with_nan
@@ -158,7 +158,7 @@ class HostedEnvs(Host):
             except failures as error:
                 self._replace(i)
                 self.slots.skip(i)
-                why = f"it raised {type(error).__name__}: {error}; it is built anew and begins its next episode"
+                why = f"it raised {described(error)}; it is built anew and begins its next episode"
             if why:
                 strayed[self.slots.first + i] = why
         return strayed

@@ -21,7 +21,7 @@ from gymnasium.vector import AutoresetMode
 
 from farstep.agents.divergence import Comparison, comparing_method
 from farstep.core import Buffer, Link, Received, SyncState
-from farstep.errors import ConfigError, WireError
+from farstep.errors import ConfigError, WireError, described, printable
 from farstep.spec import Schema, space_schema
 from farstep.sync.rules import divergence_of, name_of, probes_of, rows_of, threshold_of
 from farstep.wire import messages as m
@@ -362,7 +362,7 @@ class Worker:
             wanted = state.newest > state.held and bool(rule.should_pull(state))
         except Exception as error:
             raise ConfigError(
-                f"the sync rule {name_of(rule)} raised {type(error).__name__}: {error}, for {state}. Nobody knows now "
+                f"the sync rule {name_of(rule)} raised {described(error)}, for {state}. Nobody knows now "
                 "when workers pull weights: let should_pull(state) answer for every state (farstep.core.SyncState)."
             ) from error
         self._passed = self._kept_for(state)
@@ -416,10 +416,10 @@ class Worker:
         agent: int | None = None,
     ) -> None:
         phase = Phase(self._words[PHASE])
-        text = "".join(traceback.format_exception(error))
+        text = printable("".join(traceback.format_exception(error)))
         self._send(
             m.Failure(
-                message=f"{type(error).__name__}: {error}".removesuffix(": "),
+                message=described(error),
                 traceback=text,
                 phase=phase.label,
                 kind=type(error).__name__ if type(error).__module__ in _KNOWN_ERRORS else "",

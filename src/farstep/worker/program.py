@@ -9,7 +9,7 @@ import cloudpickle
 
 from farstep.config import ALL_WEIGHTS, Stagger, WeightsConfig
 from farstep.core import SyncRule
-from farstep.errors import ConfigError
+from farstep.errors import ConfigError, described
 from farstep.sync.rules import name_of
 from farstep.transfer_config import ALL_AT_ONCE, TransferTrigger
 from farstep.worker.sources import Source
@@ -44,7 +44,7 @@ class Program:
             self._check_parts()
             raise ConfigError(
                 "the environment's factory, arguments or wrappers cannot be sent to workers: "
-                f"{type(error).__name__}: {error}. Give a dotted path ('package.module:function'), or build what "
+                f"{described(error)}. Give a dotted path ('package.module:function'), or build what "
                 "cannot travel inside the factory."
             ) from error
 
@@ -55,6 +55,6 @@ class Program:
                 cloudpickle.dumps(part)
             except Exception as error:
                 raise ConfigError(
-                    f"the {what} cannot be sent to workers: {type(error).__name__}: {error}. Keep locks, open files, "
+                    f"the {what} cannot be sent to workers: {described(error)}. Keep locks, open files, "
                     "environments and the like out of it."
                 ) from error

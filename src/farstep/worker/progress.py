@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Sequence
 from enum import IntEnum
 
+from farstep.errors import WireError
 from farstep.wire.memory import SharedMemory
 
 PHASE, COUNT, SLOT, CANCEL, ROLLED = range(5)
@@ -44,7 +45,7 @@ class Board:
     def __init__(self, workers: int, envs: int) -> None:
         self._width = EPISODES + envs
         self.memory = SharedMemory.create(workers * self._width * 8, "farstep-board")
-        self._all = memoryview(self.memory.map).cast("q")
+        self._all = self.memory.map.cast("q")
 
     def range(self, worker: int) -> tuple[int, int]:
         """Where a worker's words begin and end."""
@@ -71,6 +72,14 @@ class Board:
 def private_words(envs: int) -> memoryview:
     """Words of a worker that shares no memory with the head."""
     return memoryview(array("q", [0] * (EPISODES + envs)))
+
+
+def check_words(words: Sequence[int], count: int | None = None) -> None:
+    """Raise `WireError` unless these can be a worker's words: `count` of them, and a phase that has a time limit."""
+    if count is not None and len(words) != count:
+        raise WireError(f"{len(words)} progress words; expected {count}.")
+    if not 0 <= words[PHASE] < Phase.QUEUED:  # only the head queues a worker
+        raise WireError(f"progress words with the phase {words[PHASE]}; expected 0 to {Phase.QUEUED - 1}.")
 
 
 def copy_words(source: Sequence[int], target: memoryview) -> None:

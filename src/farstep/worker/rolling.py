@@ -50,7 +50,7 @@ class Roller:
         first, count = self._host.slots.first, self._host.num_envs
         if fds:
             memory = SharedMemory(fds[0], layout.nbytes)
-            self._blocks = layout.views(memoryview(memory.map))
+            self._blocks = layout.views(memory.map)
             memory.close()
             self._columns = (first, first + count)
         else:

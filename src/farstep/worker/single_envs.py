@@ -11,7 +11,7 @@ import numpy as np
 from gymnasium import spaces
 
 from farstep.core import Array
-from farstep.errors import SpaceError
+from farstep.errors import SpaceError, described
 from farstep.spec import Schema, leaf_names, leaves, nest, space_schema
 from farstep.worker.progress import COUNT, PHASE, RESET, SLOT, Phase
 from farstep.worker.sources import Source
@@ -116,7 +116,7 @@ def as_info(info: Any) -> Any:
 
 def explain_step(error: Exception) -> None:
     """Say in the error what is wrong with an environment of the old Gym, also where a wrapper tripped over it."""
-    if isinstance(error, ValueError) and "unpack (expected 5, got 4)" in str(error):
+    if isinstance(error, ValueError) and "unpack (expected 5, got 4)" in described(error):
         error.args = (
             f"{error}: a step returned 4 values, as those of the old Gym do; Gymnasium's return 5: obs, reward, "
             "terminated, truncated, info. Split its done into terminated and truncated.",

@@ -14,7 +14,7 @@ import gymnasium
 from gymnasium.envs.registration import EnvSpec
 
 from farstep.config import EnvConfig, is_dotted_path
-from farstep.errors import ConfigError
+from farstep.errors import ConfigError, described
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def _advice(source: str | EnvSpec | Callable[..., Any], kwargs: Mapping[str, Any
         if not _is_from_library(error):
             raise
         raise ConfigError(
-            f"{type(error).__name__}: {error} A worker knows only what it imports: if your script registers {name!r}, "
+            f"{described(error)} A worker knows only what it imports: if your script registers {name!r}, "
             f"do that in a module of its own and name it ('your_module:{name}'), or pass the class with type='factory'."
         ) from error
     except ModuleNotFoundError as error:

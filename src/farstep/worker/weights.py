@@ -13,6 +13,7 @@ from farstep.agents.parameters import ParameterLoader, ParameterSchema
 from farstep.core import Buffer
 from farstep.errors import AgentError, WireError
 from farstep.wire.delta import decode
+from farstep.wire.memory import mapped
 
 # The shared memory of parameters: one word naming version and buffer, then the buffers, each with its version.
 PAGE = 4096
@@ -73,8 +74,8 @@ class SharedWeights:
 
     def __init__(self, fd: int, nbytes: int, buffers: int) -> None:
         self._fd, self._nbytes = fd, nbytes
-        self._map = mmap.mmap(fd, PAGE + buffers * stride(nbytes), prot=mmap.PROT_READ)
-        self._word = memoryview(self._map).cast("q")
+        self._map = mapped(fd, PAGE + buffers * stride(nbytes), prot=mmap.PROT_READ)
+        self._word = self._map.cast("q")
 
     def newest(self) -> int:
         return unpack_word(self._word[0])[0]

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from farstep.errors import described
+
 
 class Untraceable(Exception):
     """Why a function cannot be replayed: one clause, shown to the user after 'eager inference: '."""
@@ -27,5 +29,5 @@ def untraceable_if_failing(what: str) -> Iterator[None]:
     except Untraceable:
         raise
     except Exception as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise Untraceable(f"{what} fails with {type(error).__name__}: {reason}") from error
+        reason = described(error).strip().partition("\n")[0]
+        raise Untraceable(f"{what} fails with {reason}") from error
