@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 
 from farstep.errors import FarstepError, LaunchError
-from farstep.launch.engine import Engine, Group, Standing
+from farstep.launch.engine import Engine, EngineLost, Group, Standing
 from farstep.launch_config import RESTART_WINDOW_S, EngineConfig
 
 log = logging.getLogger("farstep")
@@ -63,6 +63,8 @@ class Watched:
     def expected(self) -> int:
         """Nodes of it that are there, or may come without being asked for again."""
         looked_at, standing = self._look
+        if standing.lost:
+            return self.here
         if looked_at > self._gone_at:
             self._forget(standing)
         return max(self.here, standing.nodes - self._unnoticed(standing))
@@ -114,7 +116,7 @@ class Watched:
                 self.ask()
         except Exception as error:  # an engine that was there may be there again soon
             log.warning("%s: %s Going on without for now.", type(error).__name__, error)
-            self._look = (time.monotonic(), Standing(str(error), 0))
+            self._look = (time.monotonic(), Standing(str(error), 0, lost=isinstance(error, EngineLost)))
         if self._group is None:
             return
         while self.standing.nodes and not self._cancelled.wait(_LOOK_S):
@@ -135,7 +137,7 @@ class Watched:
             text = f"the engine does not answer: {error if isinstance(error, FarstepError) else repr(error)}"
             if text != before.text:
                 log.warning("%s", text)
-            return Standing(text, before.nodes)
+            return Standing(text, before.nodes, lost=isinstance(error, EngineLost))
 
     def logs(self) -> str:
         if self._logs is not None:
@@ -213,6 +215,8 @@ class Groups:
         if not self._asked or missing <= 0:
             return
         too_few = expected < self._config.fewest_nodes
+        if too_few and (newest := self._asked[-1]).standing.lost:
+            raise LaunchError(f"{newest.standing.text}, and {missing} nodes are missing.\n{newest.logs()}".rstrip())
         if now < self._retry_at and not (self._given_up and too_few):
             return
         while self._retries and now - self._retries[0] >= RESTART_WINDOW_S:
