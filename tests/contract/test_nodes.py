@@ -21,7 +21,7 @@ from farstep.testing import CountingEnv, TableAgent, check_launcher
 SHELL = """#!/bin/sh
 [ "$1" != nowhere ] || exit 255
 shift
-exec sh -c "$*"
+exec sh -c "$*{options}"
 """
 
 
@@ -29,9 +29,11 @@ def kill_agent(node: dict[str, Any]) -> None:
     os.kill(node["pid"], signal.SIGKILL)
 
 
-def config(folder: Path, nodes: int = 1, max_nodes: int | None = None, **options: Any) -> SSHConfig:
+def config(
+    folder: Path, nodes: int = 1, max_nodes: int | None = None, daemon_options: str = "", **options: Any
+) -> SSHConfig:
     shell = folder / "shell"
-    shell.write_text(SHELL)
+    shell.write_text(SHELL.format(options=daemon_options))
     shell.chmod(0o755)
     hosts = [f"host{i}" for i in range(max_nodes or nodes)]
     return SSHConfig(hosts=hosts, ssh=(str(shell),), nodes=nodes, max_nodes=max_nodes, **options)
@@ -82,3 +84,16 @@ def test_a_node_that_was_taken_for_lost_comes_again(tmp_path: Path) -> None:
         os.kill(pid, signal.SIGCONT)
         wait_for_columns(env, 2)
         assert pid in [node["pid"] for node in env.stats()["nodes"]]
+
+
+@pytest.mark.timeout(300)
+def test_an_agent_that_is_given_while_the_only_node_is_away_waits_for_it(tmp_path: Path) -> None:
+    source = {"type": "factory", "env_name": CountingEnv, "envs_per_node": 1, "seed": 1}
+    with farstep.ClusterEnv(source, config(tmp_path, workers_per_node=1)) as env:
+        env.collect(TableAgent(), steps=4)
+        kill_agent(env.stats()["nodes"][0])
+        deadline = time.monotonic() + 60
+        while env.stats()["nodes"]:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert env.collect(TableAgent(), steps=4)["obs"].shape == (4, 1, 3)

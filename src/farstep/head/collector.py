@@ -237,7 +237,8 @@ class Collector:
                 self._store.close()
 
     def _all_answered(self) -> bool:
-        return all(seat.worker in self._answers for seat in self.server.present())
+        """By every worker that is there, and by at least one: all nodes may be away for a while."""
+        return bool(self._answers) and all(seat.worker in self._answers for seat in self.server.present())
 
     def _agree(self, agent: Agent) -> None:
         """All workers' copies of the agent must be usable and return the same arrays."""
