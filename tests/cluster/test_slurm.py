@@ -103,6 +103,21 @@ def test_nodes_that_a_job_holds_without_agents_are_freed(cluster: SlurmCluster, 
         assert_balanced(env.stats())
 
 
+def test_a_killed_node_daemon_is_restarted_inside_its_job(cluster: SlurmCluster, tmp_path: Path) -> None:
+    """All nodes of the cluster are in use, so that a replacement from the queue could never come."""
+    with start(tmp_path, nodes=4, slurm_extra=["--exclusive"]) as env:
+        agent = TableAgent()
+        assert columns(env, agent) == 12
+        (job,) = live_jobs(cluster)
+        before = env.stats()["nodes"]
+        kill_agent(before[0])
+        eventually(lambda: columns(env, agent) == 12 and before[0] not in env.stats()["nodes"], 60)
+        assert {node["place"] for node in env.stats()["nodes"]} == {node["place"] for node in before}
+        assert live_jobs(cluster) == [job]
+        assert_balanced(env.stats())
+    eventually(lambda: not live_jobs(cluster), 60)
+
+
 def test_a_job_that_is_queued_again_comes_back(cluster: SlurmCluster, tmp_path: Path) -> None:
     with start(tmp_path, nodes=2, lease_s=3) as env:
         agent = TableAgent()

@@ -87,6 +87,55 @@ def test_a_node_that_was_taken_for_lost_comes_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(300)
+def test_a_killed_daemon_is_restarted_by_its_supervisor_while_a_run_goes_on(tmp_path: Path) -> None:
+    """As SLURM starts it: no engine is asked for a replacement, and what ran goes on."""
+    source = {"type": "factory", "env_name": CountingEnv, "envs_per_node": 2, "seed": 1}
+    agent = TableAgent()
+    asked = config(tmp_path, workers_per_node=1, restart_budget=0, daemon_options=" --restarts 3")
+    with farstep.ClusterEnv(source, asked) as env:
+
+        def killed() -> int:
+            kill_agent(env.stats()["nodes"][0])
+            return int(env.stats()["nodes"][0]["pid"])
+
+        def replaced(pid: int) -> bool:
+            return [node["pid"] for node in env.stats()["nodes"]] not in ([], [pid])
+
+        env.collect(agent, steps=4)
+        pid = killed()
+        while not replaced(pid):
+            assert env.collect(agent, steps=4)["obs"].shape == (4, 2, 3)
+        stream = env.stream(agent, steps=4, max_staleness=1)
+        next(stream)
+        pid = killed()
+        while not replaced(pid):
+            assert next(stream)["obs"].shape == (4, 2, 3)
+        stream.close()
+        flow = farstep.Workflow(env, agent, farstep.Buffer(2 * 16, farstep.FullBatch()))
+        flow.on(farstep.DataKeyTrigger(n=1, size=4), lambda message: flow.batch(message))
+        flow.run(until=lambda: flow.ledger.env_steps >= 8)
+        pid = killed()
+        flow.run(until=lambda: replaced(pid))
+        stats = env.stats()
+        assert stats["rolled"] == (
+            stats["delivered"] + sum(stats["dropped"].values()) + stats["buffered"] + stats["in_flight"]
+        )
+
+
+@pytest.mark.timeout(60)
+def test_a_supervisor_gives_up_when_its_restarts_are_used_up(tmp_path: Path) -> None:
+    source = {"type": "factory", "env_name": CountingEnv, "envs_per_node": 1, "seed": 1}
+    asked = config(tmp_path, workers_per_node=1, restart_budget=0, daemon_options=" --restarts 1")
+    with farstep.ClusterEnv(source, asked) as env:
+        env.collect(TableAgent(), steps=4)
+        with pytest.raises(LaunchError, match="1 node is missing"):
+            while True:
+                for node in env.stats()["nodes"]:
+                    kill_agent(node)
+                env.collect(TableAgent(), steps=4)
+
+
+@pytest.mark.timeout(300)
 def test_an_agent_that_is_given_while_the_only_node_is_away_waits_for_it(tmp_path: Path) -> None:
     source = {"type": "factory", "env_name": CountingEnv, "envs_per_node": 1, "seed": 1}
     with farstep.ClusterEnv(source, config(tmp_path, workers_per_node=1)) as env:

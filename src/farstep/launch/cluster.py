@@ -267,6 +267,9 @@ class ClusterLauncher(Launcher):
                 log.warning("%s Going on without it.", said)
                 self.refused[hello.host] = what
             return
+        killed = self._nodes.get(hello.replaces or "")
+        if killed is not None and killed.group == group:
+            self._lose(killed, "lost its daemon, which was restarted there")
         free = next((i for i, held in enumerate(self._blocks[: self._wanted]) if held is None), None)
         if free is None or self._groups[group].is_cancelled:
             self._groups[group].turned_away(hello.node, hello.place)

@@ -140,7 +140,11 @@ def step_command(config: SlurmConfig, workers_per_node: int, nodes: int) -> list
 
 def _agent(config: SlurmConfig) -> list[str]:
     python = shlex.quote(config.python or sys.executable)
-    return [python, "-m", "farstep.launch.node_agent", "--place", "'SLURM job $SLURM_JOB_ID, node $SLURMD_NODENAME'"]
+    place = "'SLURM job $SLURM_JOB_ID, node $SLURMD_NODENAME'"
+    return [
+        *(python, "-m", "farstep.launch.node_agent", "--place", place),
+        *(["--restarts", str(config.restart_budget)] if config.restart_budget else []),
+    ]
 
 
 class Jobs(Group):

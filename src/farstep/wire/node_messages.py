@@ -23,7 +23,8 @@ OUTPUT_BYTES = 64 * 1024
 """Of one worker's output, at most so much is sent at a time."""
 MOST_WORKERS = 1 << 14
 """Of one node."""
-Name = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{16}\Z")]
+NAME_BYTES = 16
+Name = Annotated[str, msgspec.Meta(pattern=rf"\A[0-9a-f]{{{NAME_BYTES}}}\Z")]
 """Of a node: drawn by its agent, and known to that and to the head alone."""
 
 
@@ -42,6 +43,8 @@ class NodeHello(msgspec.Struct, tag="node-hello"):
     """Which of the head's addresses it reached."""
     setup_failed: Line = ""
     """What of the `setup` failed on the node, if something did."""
+    replaces: Name | None = None
+    """The daemon that was killed there, and that this one was started in place of."""
 
 
 class NodeBeat(msgspec.Struct, tag="node-beat"):
