@@ -230,6 +230,9 @@ class SlurmConfig(EngineConfig):
     slurm_constraint: str | None = None
     slurm_extra: Sequence[str] = ()
     """Further options of sbatch, e.g. `--exclusive`, `--mem=16G`."""
+    spread: bool = False
+    """Put every node on a host of its own although hosts are shared with other jobs: nodes that are asked for at the
+    same time are one job, of at least `min_nodes` nodes, which avoids the hosts of the run's other jobs."""
     log_folder: str = "slurm-logs"
     """Where jobs write what their nodes say; on a file system that this machine and the nodes share."""
 

@@ -14,7 +14,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from farstep.errors import LaunchError
@@ -57,7 +57,7 @@ class SlurmEngine:
         self._inside = "SLURM_JOB_ID" in os.environ
         self._guardian = Guardian()
         self._steps: list[Session] = []
-        self._asked = False
+        self._jobs: list[Jobs] = []
 
     def listen_on(self) -> Sequence[str]:
         return self._config.head_address or own_addresses()
@@ -78,32 +78,66 @@ class SlurmEngine:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise LaunchError(f"log_folder={str(folder)!r} cannot be made: {error.strerror}; choose another.") from None
+        together = [size for before in self._jobs for size in before.unreplaced()]
+        together = together if self._jobs else [self._config.fewest_nodes]
         jobs = Jobs(folder, self._guardian)
         try:
-            first, self._asked = 0 if self._asked else self._config.fewest_nodes, True
-            for size in job_sizes(nodes, first):
-                jobs.submit(batch_script(self._config, self._per_node, size, bootstrap.decode()), size)
+            for size, script in self._scripts(nodes, together, bootstrap.decode()):
+                jobs.submit(script, size)
         except BaseException:
             jobs.cancel()
             raise
+        for before in self._jobs:
+            before.were_replaced()
+        self._jobs.append(jobs)
         return jobs
+
+    def _scripts(self, nodes: int, together: Sequence[int], bootstrap: str) -> Iterator[tuple[int, str]]:
+        """The jobs to submit, each with its number of nodes."""
+        if self._config.spread:
+            least = min(nodes, max(together, default=1))
+            occupied = ",".join(filter(None, (before.hosts() for before in self._jobs)))
+            yield nodes, batch_script(self._config, self._per_node, nodes, bootstrap, least, occupied)
+            return
+        for size in job_sizes(nodes, *together):
+            yield size, batch_script(self._config, self._per_node, size, bootstrap)
 
     def close(self) -> None:
         end_sessions(self._steps)
         self._guardian.close()
 
 
-def job_sizes(nodes: int, together: int) -> list[int]:
-    """SLURM starts a job when all of its nodes are free: those that must be there together are one job, and others
+def job_sizes(nodes: int, *together: int) -> list[int]:
+    """SLURM starts a job when all of its nodes are free: nodes that were asked for together are one job, and the rest
     a job each, which may come later and go earlier."""
-    return [*([together] if together else []), *[1] * (nodes - together)]
+    sizes: list[int] = []
+    for size in together:
+        sizes += [min(size, nodes - sum(sizes))] if sum(sizes) < nodes else []
+    return [*sizes, *[1] * (nodes - sum(sizes))]
 
 
-def batch_script(config: SlurmConfig, workers_per_node: int, nodes: int, bootstrap: str = REDACTED) -> str:
-    """What `sbatch` is given, and `farstep slurm --print` shows."""
+def batch_script(
+    config: SlurmConfig,
+    workers_per_node: int,
+    nodes: int,
+    bootstrap: str = REDACTED,
+    least: int | None = None,
+    occupied: str = "",
+) -> str:
+    """What `sbatch` is given, and `farstep slurm --print` shows.
+
+    Args:
+        config: The options of the job.
+        workers_per_node: Workers that each node's cores are for.
+        nodes: Number of nodes.
+        bootstrap: What node daemons are told, with the keys of the run.
+        least: With how many nodes SLURM may start the job; None: all of them.
+        occupied: Hosts that the job must not use, as SLURM writes lists of them.
+    """
     options = {
         "job-name": config.job_name,
-        "nodes": nodes,
+        "nodes": nodes if least in (None, nodes) else f"{least}-{nodes}",
+        "exclude": occupied or None,
         "ntasks-per-node": 1,
         "cpus-per-task": workers_per_node * config.cpus_per_worker,
         "gpus-per-node": config.gpus_per_node or None,
@@ -157,17 +191,33 @@ class Jobs(Group):
         """Jobs of which agents are there."""
         self._came: set[str] = set()
         """Jobs of which some were, since the job last began."""
+        self._most: dict[str, int] = {}
+        """Nodes that each job asks for at most; `_sizes` has what SLURM gave it."""
+        self._ended: dict[str, int] = {}
+        """Jobs that did not end by themselves, with their number of nodes; 0 once these were asked for again."""
 
     def submit(self, script: str, nodes: int) -> None:
         answer = _run(["sbatch", "--parsable"], script)
         if not (found := re.match(r"\s*(\d+)", answer)):
             raise LaunchError(f"sbatch answered {answer.strip()!r} instead of the number of a job.")
-        self._sizes[found[1]] = nodes
+        self._sizes[found[1]] = self._most[found[1]] = nodes
         self._guardian.promise(found[1], ["scancel", found[1]])
 
     def there(self, places: Sequence[str]) -> None:
         self._here = {place.partition(",")[0].rpartition(" ")[2] for place in places}
         self._came |= self._here
+
+    def unreplaced(self) -> list[int]:
+        """Sizes of the jobs that were cancelled, failed or timed out, and were not asked for again."""
+        return [size for size in self._ended.values() if size]
+
+    def were_replaced(self) -> None:
+        self._ended = dict.fromkeys(self._ended, 0)
+
+    def hosts(self) -> str:
+        """Where its jobs run, as SLURM writes lists of hosts."""
+        options = ["--noheader", "--states=RUNNING,CONFIGURING", f"--jobs={','.join(self._sizes)}", "--format=%N"]
+        return ",".join(filter(None, map(str.strip, _run(["squeue", *options], missing="").splitlines())))
 
     def standing(self) -> Standing:
         options = ["--noheader", "--noconvert", "--states=all", f"--jobs={','.join(self._sizes)}"]
@@ -175,8 +225,9 @@ class Jobs(Group):
         lines = [line.split("|", 4) for line in said.splitlines() if line.count("|") >= 4]
         states = {number.strip(): (state, int(held), partition, why) for number, state, held, partition, why in lines}
         parts, nodes, over, anew = [], 0, [], []
-        for number, size in self._sizes.items():
+        for number in self._sizes:
             state, held, partition, reason = states.get(number, ("over", 0, "", ""))
+            size = self._size(number, state, held)
             parts.append(f"SLURM job {number} is {state}{_because(reason, partition)}")
             nodes += 0 if state in _ENDED else size
             over += [f"SLURM job {number}"] if state in _ENDED else []
@@ -190,6 +241,16 @@ class Jobs(Group):
                 # none had failed, agents may only be cut off for a while.)
                 self._cancel(number, "has lost all of its agents")
         return Standing("; ".join(parts), nodes, over=over, anew=anew)
+
+    def _size(self, number: str, state: str, held: int) -> int:
+        """How many nodes a job has, or asks for; also notes the size of one that has to be asked for again."""
+        if state in _WAITING:
+            self._sizes[number] = self._most[number]
+        elif state == "RUNNING" and number not in self._came and held:  # before a node of it can have failed
+            self._sizes[number] = min(held, self._most[number])
+        if state in _ENDED - {"COMPLETED"}:
+            self._ended.setdefault(number, self._sizes[number])
+        return self._sizes[number]
 
     def _cancel(self, number: str, why: str) -> None:
         log.warning("SLURM job %s %s: cancelled, so that others can be asked for", number, why)
