@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -17,11 +18,12 @@ from farstep.errors import LaunchError
 from farstep.launch.ssh import SSHEngine
 from farstep.launch_config import SSHConfig
 from farstep.testing import CountingEnv, TableAgent, check_launcher
+from farstep.version import VERSION
 
 SHELL = """#!/bin/sh
 [ "$1" != nowhere ] || exit 255
 shift
-exec sh -c "$*{options}"
+FARSTEP_RESTARTS={restarts} exec sh -c "$*"
 """
 
 
@@ -29,11 +31,9 @@ def kill_agent(node: dict[str, Any]) -> None:
     os.kill(node["pid"], signal.SIGKILL)
 
 
-def config(
-    folder: Path, nodes: int = 1, max_nodes: int | None = None, daemon_options: str = "", **options: Any
-) -> SSHConfig:
+def config(folder: Path, nodes: int = 1, max_nodes: int | None = None, restarts: int = 0, **options: Any) -> SSHConfig:
     shell = folder / "shell"
-    shell.write_text(SHELL.format(options=daemon_options))
+    shell.write_text(SHELL.format(restarts=restarts))
     shell.chmod(0o755)
     hosts = [f"host{i}" for i in range(max_nodes or nodes)]
     return SSHConfig(hosts=hosts, ssh=(str(shell),), nodes=nodes, max_nodes=max_nodes, **options)
@@ -91,7 +91,7 @@ def test_a_killed_daemon_is_restarted_by_its_supervisor_while_a_run_goes_on(tmp_
     """As SLURM starts it: no engine is asked for a replacement, and what ran goes on."""
     source = {"type": "factory", "env_name": CountingEnv, "envs_per_node": 2, "seed": 1}
     agent = TableAgent()
-    asked = config(tmp_path, workers_per_node=1, restart_budget=0, daemon_options=" --restarts 3")
+    asked = config(tmp_path, workers_per_node=1, restart_budget=0, restarts=3)
     with farstep.ClusterEnv(source, asked) as env:
 
         def killed() -> int:
@@ -125,7 +125,7 @@ def test_a_killed_daemon_is_restarted_by_its_supervisor_while_a_run_goes_on(tmp_
 @pytest.mark.timeout(60)
 def test_a_supervisor_gives_up_when_its_restarts_are_used_up(tmp_path: Path) -> None:
     source = {"type": "factory", "env_name": CountingEnv, "envs_per_node": 1, "seed": 1}
-    asked = config(tmp_path, workers_per_node=1, restart_budget=0, daemon_options=" --restarts 1")
+    asked = config(tmp_path, workers_per_node=1, restart_budget=0, restarts=1)
     with farstep.ClusterEnv(source, asked) as env:
         env.collect(TableAgent(), steps=4)
         with pytest.raises(LaunchError, match="1 node is missing"):
@@ -146,3 +146,21 @@ def test_an_agent_that_is_given_while_the_only_node_is_away_waits_for_it(tmp_pat
             assert time.monotonic() < deadline
             time.sleep(0.01)
         assert env.collect(TableAgent(), steps=4)["obs"].shape == (4, 1, 3)
+
+
+OTHER_VERSION = """
+import farstep.version
+farstep.version.VERSION = "9.9"
+import msgspec
+import farstep.wire.node_messages as n
+n.encode = lambda message: msgspec.msgpack.encode({**msgspec.to_builtins(message), "place": 7})
+"""
+
+
+def test_a_daemon_whose_hello_cannot_be_decoded_is_refused_with_both_versions(tmp_path: Path) -> None:
+    """Another version of farstep may say it in another way."""
+    (tmp_path / "sitecustomize.py").write_text(OTHER_VERSION)
+    folders = f"{tmp_path}:{Path(farstep.__file__).parents[1]}"
+    env = farstep.ClusterEnv({"env_name": "CartPole-v1"}, config(tmp_path, setup=[f"export PYTHONPATH={folders}"]))
+    with pytest.raises(LaunchError, match=rf"farstep {re.escape(VERSION)} here and 9\.9 on the worker"):
+        env.launch()

@@ -221,7 +221,7 @@ class Collector:
             self.server.tell(store.message(), fds=[store.memory.fd])
             self._announce()
         try:
-            self.server.wait(lambda: True if self._all_answered() else None)
+            self.server.wait(lambda: True if self._all_answered() else None, starting=True)
             self._agree(agent)
         except BaseException:
             self._forget_agent()

@@ -12,6 +12,8 @@ TAKEN_BACK = 75
 """The status of an agent that left because its engine said so (`EX_TEMPFAIL`: it would come again)."""
 
 SETUP_FAILED = "FARSTEP_SETUP_FAILED"
+RESTARTS = "FARSTEP_RESTARTS"
+"""The variable that tells a node daemon how often it is restarted in ten minutes after it was killed."""
 
 
 def setup_lines(setup: Sequence[str]) -> list[str]:

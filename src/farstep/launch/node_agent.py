@@ -26,7 +26,7 @@ from typing import Any
 import zmq
 
 from farstep.errors import FarstepError
-from farstep.launch.engine import SETUP_FAILED, TAKEN_BACK
+from farstep.launch.engine import RESTARTS, SETUP_FAILED, TAKEN_BACK
 from farstep.launch.process import ProcessStarter, WorkerProcess
 from farstep.launch.supervisor import keep_alive
 from farstep.machine import usable_cpus
@@ -271,12 +271,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m farstep.launch.node_agent", description=__doc__)
     parser.add_argument("--bootstrap", type=Path, help="file of mode 0600 to read the bootstrap from; else from stdin")
     parser.add_argument("--place", default="", help="what the engine calls this node ($VARIABLES are expanded)")
-    parser.add_argument("--restarts", type=int, default=0, help="how often in ten minutes to restart after a kill")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the head's to handle
     bootstrap = read_bootstrap(None if arguments.bootstrap else sys.stdin.fileno(), arguments.bootstrap)
-    named = keep_alive(arguments.restarts, n.NAME_BYTES) if arguments.restarts else None
+    restarts = int(os.environ.get(RESTARTS, "0"))
+    named = keep_alive(restarts, n.NAME_BYTES) if restarts else None
     agent = NodeAgent(bootstrap, os.path.expandvars(arguments.place), named)
     signal.signal(signal.SIGTERM, agent.told_to_go)
     try:

@@ -7,6 +7,7 @@ its owner and to administrators only.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
@@ -19,13 +20,15 @@ from pathlib import Path
 
 from farstep.errors import LaunchError
 from farstep.launch.addresses import own_addresses
-from farstep.launch.engine import TAKEN_BACK, Group, Standing, setup_lines
+from farstep.launch.engine import RESTARTS, TAKEN_BACK, Group, Standing, setup_lines
 from farstep.launch.guardian import Guardian
 from farstep.launch.sessions import Session, Sessions, after_setup, end_sessions
 from farstep.launch_config import SlurmConfig
 
 log = logging.getLogger("farstep")
 _COMMAND_S = 60.0
+_INTERRUPTED_S = 3.0
+"""How long sbatch may still take after Ctrl-C: a job that it has submitted by then has to be cancelled."""
 _ENDED = {
     *("COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "BOOT_FAIL", "DEADLINE", "OUT_OF_MEMORY"),
     *("PREEMPTED", "REVOKED", "over"),
@@ -175,10 +178,9 @@ def step_command(config: SlurmConfig, workers_per_node: int, nodes: int) -> list
 def _agent(config: SlurmConfig) -> list[str]:
     python = shlex.quote(config.python or sys.executable)
     place = "'SLURM job $SLURM_JOB_ID, node $SLURMD_NODENAME'"
-    return [
-        *(python, "-m", "farstep.launch.node_agent", "--place", place),
-        *(["--restarts", str(config.restart_budget)] if config.restart_budget else []),
-    ]
+    # Not as an option: a daemon of another version has to get as far as telling its version.
+    restarts = f"{RESTARTS}={config.restart_budget}"
+    return ["env", restarts, python, "-m", "farstep.launch.node_agent", "--place", place]
 
 
 class Jobs(Group):
@@ -191,13 +193,26 @@ class Jobs(Group):
         """Jobs of which agents are there."""
         self._came: set[str] = set()
         """Jobs of which some were, since the job last began."""
+        self._began: set[str] = set()
+        """Jobs that SLURM has started once."""
         self._most: dict[str, int] = {}
         """Nodes that each job asks for at most; `_sizes` has what SLURM gave it."""
         self._ended: dict[str, int] = {}
         """Jobs that did not end by themselves, with their number of nodes; 0 once these were asked for again."""
 
     def submit(self, script: str, nodes: int) -> None:
-        answer = _run(["sbatch", "--parsable"], script)
+        with _Command(["sbatch", "--parsable"]) as sbatch:
+            try:
+                answer = sbatch.output(script)
+            except LaunchError:
+                raise
+            except BaseException:
+                with contextlib.suppress(LaunchError):
+                    self._submitted(sbatch.output(timeout_s=_INTERRUPTED_S), nodes)
+                raise
+        self._submitted(answer, nodes)
+
+    def _submitted(self, answer: str, nodes: int) -> None:
         if not (found := re.match(r"\s*(\d+)", answer)):
             raise LaunchError(f"sbatch answered {answer.strip()!r} instead of the number of a job.")
         self._sizes[found[1]] = self._most[found[1]] = nodes
@@ -221,14 +236,16 @@ class Jobs(Group):
 
     def standing(self) -> Standing:
         options = ["--noheader", "--noconvert", "--states=all", f"--jobs={','.join(self._sizes)}"]
-        said = _run(["squeue", *options, "--format=%A|%T|%D|%P|%r"], missing="")
-        lines = [line.split("|", 4) for line in said.splitlines() if line.count("|") >= 4]
-        states = {number.strip(): (state, int(held), partition, why) for number, state, held, partition, why in lines}
+        said = _run(["squeue", *options, "--format=%A|%T|%D|%P|%N|%r"], missing="")
+        lines = [line.split("|", 5) for line in said.splitlines() if line.count("|") >= 5]
+        states = {number.strip(): rest for number, *rest in lines}
         parts, nodes, over, anew = [], 0, [], []
         for number in self._sizes:
-            state, held, partition, reason = states.get(number, ("over", 0, "", ""))
-            size = self._size(number, state, held)
+            state, count, partition, hosts, reason = states.get(number, ("over", "0", "", "", ""))
+            size = self._size(number, state, held := int(count))
             parts.append(f"SLURM job {number} is {state}{_because(reason, partition)}")
+            if hosts and state not in _WAITING:
+                self._began.add(number)
             nodes += 0 if state in _ENDED else size
             over += [f"SLURM job {number}"] if state in _ENDED else []
             anew += [f"SLURM job {number}"] if state in _WAITING else []
@@ -262,6 +279,8 @@ class Jobs(Group):
 
     def _log(self, number: str) -> str:
         path = self._folder / f"{number}.log"
+        if not path.exists() and number not in self._began:
+            return f"SLURM job {number} has not started, so it has no log."
         if not path.exists():
             return f"{path} is not there (yet, or not on this machine: log_folder must be on a file system of both)."
         lines = path.read_text(errors="replace").splitlines() or ["(nothing was written to it)"]
@@ -286,16 +305,40 @@ def _because(reason: str, partition: str) -> str:
     return f" ({reason}: {NEVER_STARTS})" if reason in _NEVER and not in_another else f" ({reason})"
 
 
-def _run(command: Sequence[str], text: str = "", missing: str | None = None) -> str:
-    """A command's output; where it fails, `missing`, or an error that says what it said."""
-    try:
-        done = subprocess.run(
-            command, input=text, capture_output=True, text=True, timeout=_COMMAND_S, check=False, start_new_session=True
+def _run(command: Sequence[str], missing: str | None = None) -> str:
+    """A command's output; if it knows no such job, `missing`."""
+    with _Command(command) as running:
+        return running.output(missing=missing)
+
+
+class _Command(contextlib.AbstractContextManager["_Command"]):
+    """One of SLURM's programs; it is killed at the end of the block."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self._name = command[0]
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, start_new_session=True
         )
-    except subprocess.TimeoutExpired:
-        raise LaunchError(f"{command[0]} did not answer for {_COMMAND_S:g} s; is slurmctld running?") from None
-    if done.returncode == 0:
-        return done.stdout
-    if missing is not None and "Invalid job id" in done.stderr:
-        return missing
-    raise LaunchError(f"{command[0]} failed: {done.stderr.strip() or f'status {done.returncode}'}")
+
+    def output(self, text: str | None = None, missing: str | None = None, timeout_s: float = _COMMAND_S) -> str:
+        """What it writes to stdout once it was given `text`; may be called again after an interruption.
+
+        Raises:
+            LaunchError: If it fails, with what it said, or does not end in time.
+        """
+        try:
+            output, errors = self._process.communicate(text, timeout_s)
+        except subprocess.TimeoutExpired:
+            said = f"{self._name} did not answer for {timeout_s:g} s; is slurmctld running, and is SLURM_CONF right?"
+            raise LaunchError(said) from None
+        if self._process.returncode == 0:
+            return output
+        if missing is not None and "Invalid job id" in errors:
+            return missing
+        raise LaunchError(f"{self._name} failed: {errors.strip() or f'status {self._process.returncode}'}")
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        with self._process:
+            return

@@ -16,6 +16,7 @@ from typing import Annotated
 import msgspec
 
 from farstep.core import Buffer
+from farstep.errors import WireError
 from farstep.wire.messages import Count, Line, Lines, Word, decoded
 
 BEAT_S = 1.0
@@ -126,3 +127,18 @@ def decode_from_node(frames: Sequence[Buffer]) -> FromNode:
 
 def decode_to_node(frames: Sequence[Buffer]) -> ToNode:
     return decoded(_to_node, frames)
+
+
+class _Versions(msgspec.Struct):
+    versions: Lines
+
+
+_versions = msgspec.msgpack.Decoder(_Versions)
+
+
+def versions_in(frames: Sequence[Buffer]) -> dict[str, str]:
+    """The versions that a message names, also one that cannot be decoded: a hello of another version of farstep."""
+    try:
+        return decoded(_versions, frames).versions
+    except WireError:
+        return {}
