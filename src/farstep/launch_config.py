@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from farstep.config import is_number
-from farstep.errors import ConfigError
+from farstep.errors import ConfigError, counted
 from farstep.machine import usable_cpus
 from farstep.options import Options
 
@@ -214,7 +214,9 @@ class SSHConfig(EngineConfig):
         object.__setattr__(self, "ssh", tuple(shlex.split(words[0])) if len(words) == 1 else words)
         super().__post_init__()
         if self.most_nodes > len(hosts):
-            raise ConfigError(f"SSHConfig asks for {self.most_nodes} nodes and has {len(hosts)} hosts.")
+            raise ConfigError(
+                f"SSHConfig asks for {counted(self.most_nodes, 'node')} and has {counted(len(hosts), 'host')}."
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

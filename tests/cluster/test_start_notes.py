@@ -74,6 +74,7 @@ def test_training_says_that_the_engine_does_not_answer_and_that_it_was_stopped(p
             (programs / "go").touch()
             _, rest = head.communicate(timeout=60)
         finally:
+            (programs / "go").touch()  # sbatch is in a session of its own
             head.kill()
     assert "stopped by SIGINT before training began" in rest and head.returncode == 130
     assert (programs / "cancelled").read_text().splitlines()[0] == "77"

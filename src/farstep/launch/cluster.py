@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 import zmq
 
 from farstep.core import Ended, Launcher, Received, Started
-from farstep.errors import LaunchError, WireError
+from farstep.errors import LaunchError, WireError, counted
 from farstep.launch.addresses import own_addresses
 from farstep.launch.engine import Engine
 from farstep.launch.groups import Groups
@@ -145,7 +145,7 @@ class ClusterLauncher(Launcher):
         elif self._misfit is not None:  # with enough nodes, a run goes on without it
             raise self._misfit
         elif now - self._enough_at > self._config.queue_s:
-            said = f"{there} of at least {fewest} nodes came within queue_s={self._config.queue_s:g} s"
+            said = f"{there} of at least {counted(fewest, 'node')} came within queue_s={self._config.queue_s:g} s"
             raise LaunchError(f"{said}: {self.waiting()}.\n{self.logs()}".rstrip())
 
     def stop(self) -> None:
@@ -171,7 +171,8 @@ class ClusterLauncher(Launcher):
         if not (missing := sum(node is None for node in self._blocks[: self._wanted])):
             return ""
         said = self._groups.standing()
-        return f"{missing} of {self._wanted} nodes not there yet{f': {said}' if said else ''}"
+        wanted = counted(self._wanted, "node")
+        return f"{missing} of {wanted} not there yet{f': {said}' if said else ''}"
 
     def spare(self) -> int:
         return sum(worker // self._per_node >= self._wanted for worker in self._queued)

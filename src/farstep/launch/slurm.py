@@ -18,7 +18,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from farstep.errors import LaunchError
+from farstep.errors import LaunchError, counted
 from farstep.launch.addresses import own_addresses
 from farstep.launch.engine import RESTARTS, TAKEN_BACK, Group, Standing, setup_lines
 from farstep.launch.guardian import Guardian
@@ -73,7 +73,7 @@ class SlurmEngine:
                 "or use LocalConfig."
             )
         if self._inside:
-            step = Session(step_command(self._config, self._per_node, nodes), f"{nodes} nodes", bootstrap, nodes)
+            step = Session(step_command(self._config, self._per_node, nodes), counted(nodes, "node"), bootstrap, nodes)
             self._steps.append(step)
             return Sessions("srun", [step])
         folder = Path(self._config.log_folder).absolute()
