@@ -114,6 +114,14 @@ class Launcher(Protocol):
     driven: bool
     """Workers live in the head's thread and move only when their link is read."""
 
+    def prepare(self) -> None:
+        """Called once, before the first `start`: ask for what workers run on. May take long, and may be interrupted.
+
+        Raises:
+            LaunchError: If it cannot be had.
+        """
+        return
+
     def start(self, worker: int, incarnation: int, run: str) -> Started: ...
 
     def filenos(self) -> Sequence[int]:

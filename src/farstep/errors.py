@@ -279,3 +279,8 @@ def unknown_name(what: str, got: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(got, names, n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     return f"unknown {what} {got!r}.{hint} Known: {', '.join(names)}."
+
+
+def counted(number: int, noun: str) -> str:
+    """A number with its noun: `1 node`, `2 nodes`."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"

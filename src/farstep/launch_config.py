@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from farstep.config import is_number
-from farstep.errors import ConfigError
+from farstep.errors import ConfigError, counted
 from farstep.machine import usable_cpus
 from farstep.options import Options
 
@@ -225,7 +225,9 @@ class SSHConfig(EngineConfig):
         object.__setattr__(self, "ssh", tuple(shlex.split(words[0])) if len(words) == 1 else words)
         super().__post_init__()
         if self.most_nodes > len(hosts):
-            raise ConfigError(f"SSHConfig asks for {self.most_nodes} nodes and has {len(hosts)} hosts.")
+            raise ConfigError(
+                f"SSHConfig asks for {counted(self.most_nodes, 'node')} and has {counted(len(hosts), 'host')}."
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -241,6 +243,9 @@ class SlurmConfig(EngineConfig):
     slurm_constraint: str | None = None
     slurm_extra: Sequence[str] = ()
     """Further options of sbatch, e.g. `--exclusive`, `--mem=16G`."""
+    spread: bool = False
+    """Put every node on a host of its own although hosts are shared with other jobs: nodes that are asked for at the
+    same time are one job, of at least `min_nodes` nodes, which avoids the hosts of the run's other jobs."""
     log_folder: str = "slurm-logs"
     """Where jobs write what their nodes say; on a file system that this machine and the nodes share."""
     gpu_type: str | None = None

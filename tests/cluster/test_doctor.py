@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 from collections.abc import Iterator
@@ -130,6 +131,66 @@ def test_python_that_is_elsewhere_on_hosts(capsys: pytest.CaptureFixture[str]) -
     assert not any("nodes" in text.splitlines() for text in found), "no host is left that could be asked"
 
 
+def stand_in(folder: Path, *lines: str) -> list[str]:
+    """Options for a shell in place of ssh, and a host."""
+    (folder / "shell").write_text("\n".join(["#!/bin/sh", "shift", *lines, ""]))
+    (folder / "shell").chmod(0o755)
+    return ["--launcher", "ssh", "--ssh", str(folder / "shell"), "--hosts", "one"]
+
+
+def test_nodes_that_came_with_slow_workers_are_not_said_to_be_missing(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    slow = "import sys, time\nif 'farstep.worker' in sys.orig_argv: time.sleep(60)\n"
+    (tmp_path / "sitecustomize.py").write_text(slow)
+    asked = stand_in(tmp_path, f"export PYTHONPATH={tmp_path}:{SOURCE}", 'exec sh -c "$*"')
+    # Long enough for the daemon to come, on a busy machine, too: it is the worker that does not.
+    status, found = doctor(capsys, *asked, "--wait-s", "20")
+    assert status == 1
+    one(found, "problem", "1 node came, but no worker was ready there within 20 s", "--wait-s")
+    assert "did not come" not in "".join(found)
+
+
+@pytest.mark.parametrize("wait_s", ["6", "60"], ids=["still trying", "given up"])
+def test_a_head_behind_a_firewall(capsys: pytest.CaptureFixture[str], tmp_path: Path, wait_s: str) -> None:
+    """The daemon runs in a network of its own, from which nothing can be reached."""
+    asked = stand_in(tmp_path, f"export PYTHONPATH={SOURCE}", 'exec unshare --net sh -c "$*"')
+    status, found = doctor(capsys, *asked, "--connect-s", "10", "--wait-s", wait_s)
+    assert status == 1
+    one(found, "ok", "one answers to ssh")
+    text = one(found, "problem", "ports", "--head-address")
+    assert ("the head answers at none of" in text) == (wait_s == "60"), text
+
+
+def test_gpus_that_slurm_does_not_know(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = {
+        "sinfo": "echo 'main|up|2|idle'",
+        "sbatch": "echo 'sbatch: error: Invalid generic resource (gres) specification' >&2; exit 1",
+        **dict.fromkeys(("squeue", "scancel"), "true"),
+    }
+    for name, line in said.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.chdir(tmp_path)
+    status, found = doctor(capsys, "--launcher", "slurm", "--gpus-per-node", "1")
+    assert status == 1
+    one(found, "problem", "gres", "lists GPUs", "--gpus-per-node")
+
+
+def test_a_cluster_that_kubernetes_is_not_configured_for(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("kubernetes")
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "no-such-file"))
+    status, found = doctor(capsys, "--launcher", "kubernetes", "--image", "farstep:1")
+    assert status == 1
+    one(found, "problem", "no Kubernetes cluster is configured", "-> set KUBECONFIG to a file")
+
+
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[SlurmCluster]:
     monkeypatch.chdir(tmp_path)
@@ -173,5 +234,6 @@ def test_a_queue_that_is_long(cluster: SlurmCluster, capsys: pytest.CaptureFixtu
     cluster.down("n2")
     status, found = doctor(capsys, "--launcher", "slurm", "--nodes", "2", "--wait-s", "5")
     assert status == 1
-    one(found, "problem", "2 of 2 nodes did not come", "is PENDING", "--wait-s")
+    text = one(found, "problem", "2 of 2 nodes did not come", "is PENDING", "--wait-s")
+    assert "SLURM job 1 has not started, so it has no log" in text
     assert not [job for job in cluster.jobs().values() if job.state in ("PENDING", "RUNNING")]

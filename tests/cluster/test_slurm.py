@@ -20,7 +20,7 @@ from slurm_cluster import SlurmCluster
 
 import farstep
 from farstep.errors import LaunchError
-from farstep.launch.slurm import batch_script
+from farstep.launch.slurm import batch_script, job_sizes
 from farstep.launch_config import SlurmConfig
 from farstep.testing import CountingEnv, TableAgent, check_launcher
 
@@ -106,6 +106,21 @@ def test_nodes_that_a_job_holds_without_agents_are_freed(cluster: SlurmCluster, 
         assert_balanced(env.stats())
 
 
+def test_a_killed_node_daemon_is_restarted_inside_its_job(cluster: SlurmCluster, tmp_path: Path) -> None:
+    """All nodes of the cluster are in use, so that a replacement from the queue could never come."""
+    with start(tmp_path, nodes=4, slurm_extra=["--exclusive"]) as env:
+        agent = TableAgent()
+        assert columns(env, agent) == 12
+        (job,) = live_jobs(cluster)
+        before = env.stats()["nodes"]
+        kill_agent(before[0])
+        eventually(lambda: columns(env, agent) == 12 and before[0] not in env.stats()["nodes"], 60)
+        assert {node["place"] for node in env.stats()["nodes"]} == {node["place"] for node in before}
+        assert live_jobs(cluster) == [job]
+        assert_balanced(env.stats())
+    eventually(lambda: not live_jobs(cluster), 60)
+
+
 def test_a_job_that_is_queued_again_comes_back(cluster: SlurmCluster, tmp_path: Path) -> None:
     with start(tmp_path, nodes=2, lease_s=3) as env:
         agent = TableAgent()
@@ -128,6 +143,35 @@ def test_a_job_that_somebody_cancels_is_asked_for_again(cluster: SlurmCluster, t
         eventually(lambda: live_jobs(cluster) not in ([job], []), 60)
         assert columns(env, agent) == 3
         assert_balanced(env.stats())
+
+
+def test_nodes_of_a_cancelled_job_are_asked_for_together_again(cluster: SlurmCluster, tmp_path: Path) -> None:
+    """One job of three nodes, on three hosts, while a stream goes on."""
+    with start(tmp_path, nodes=3, lease_s=3) as env:
+        stream = env.stream(TableAgent(), steps=4, max_staleness=1)
+        next(stream)
+        (job,) = live_jobs(cluster)
+        cluster.command("scancel", str(job))
+        eventually(lambda: not env.stats()["nodes"])
+        eventually(lambda: within(lambda: next(stream), 120) and len(env.stats()["nodes"]) == 3, 120)
+        assert next(stream)["obs"].shape[1] == 9
+        assert job not in live_jobs(cluster) and len(live_jobs(cluster)) == 1
+        assert len({node["place"].rpartition(" ")[2] for node in env.stats()["nodes"]}) == 3
+        stream.close()
+        assert_balanced(env.stats())
+
+
+def test_spread_nodes_are_on_different_hosts(cluster: SlurmCluster, tmp_path: Path) -> None:
+    """Those that come later, too; without it SLURM fills one host first."""
+    cluster.down("n4")
+    with start(tmp_path, nodes=3, min_nodes=2, max_nodes=4, spread=True) as env:
+        agent = TableAgent()
+        eventually(lambda: columns(env, agent) == 9, 60)
+        env.scale(4)
+        cluster.resume("n4")
+        eventually(lambda: columns(env, agent) == 12, 60)
+        places = sorted(node["place"].rpartition(" ")[2] for node in env.stats()["nodes"])
+        assert places == ["n1", "n2", "n3", "n4"]
 
 
 def test_a_node_that_is_preempted_hands_over_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -341,6 +385,14 @@ def test_a_job_whose_nodes_are_taken_back_stays_whatever_setup_says(tmp_path: Pa
     script = batch_script(config(tmp_path, setup=setup), 1, 1)
     done = subprocess.run(["bash"], input=script, text=True, env={"PATH": f"{tmp_path}:{os.environ['PATH']}"})
     assert done.returncode == 75 and int((tmp_path / "slept").read_text()) > 60
+
+
+@pytest.mark.parametrize(
+    ("nodes", "together", "sizes"),
+    [(4, [2], [2, 1, 1]), (3, [3], [3]), (2, [3], [2]), (3, [2, 2], [2, 1]), (2, [], [1, 1]), (3, [1, 2], [1, 2])],
+)
+def test_what_was_asked_for_together_is_one_job(nodes: int, together: list[int], sizes: list[int]) -> None:
+    assert job_sizes(nodes, *together) == sizes
 
 
 def test_the_script_says_what_was_asked_for(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -17,11 +18,12 @@ from farstep.errors import LaunchError
 from farstep.launch.ssh import SSHEngine
 from farstep.launch_config import SSHConfig
 from farstep.testing import CountingEnv, TableAgent, check_launcher
+from farstep.version import VERSION
 
 SHELL = """#!/bin/sh
 [ "$1" != nowhere ] || exit 255
 shift
-exec sh -c "$*"
+FARSTEP_RESTARTS={restarts} exec sh -c "$*"
 """
 
 
@@ -29,9 +31,9 @@ def kill_agent(node: dict[str, Any]) -> None:
     os.kill(node["pid"], signal.SIGKILL)
 
 
-def config(folder: Path, nodes: int = 1, max_nodes: int | None = None, **options: Any) -> SSHConfig:
+def config(folder: Path, nodes: int = 1, max_nodes: int | None = None, restarts: int = 0, **options: Any) -> SSHConfig:
     shell = folder / "shell"
-    shell.write_text(SHELL)
+    shell.write_text(SHELL.format(restarts=restarts))
     shell.chmod(0o755)
     hosts = [f"host{i}" for i in range(max_nodes or nodes)]
     return SSHConfig(hosts=hosts, ssh=(str(shell),), nodes=nodes, max_nodes=max_nodes, **options)
@@ -84,3 +86,83 @@ def test_a_node_that_was_taken_for_lost_comes_again(tmp_path: Path) -> None:
         os.kill(pid, signal.SIGCONT)
         wait_for_columns(env, 2)
         assert pid in [node["pid"] for node in env.stats()["nodes"]]
+
+
+@pytest.mark.timeout(300)
+def test_a_killed_daemon_is_restarted_by_its_supervisor_while_a_run_goes_on(tmp_path: Path) -> None:
+    """As SLURM starts it: no engine is asked for a replacement, and what ran goes on."""
+    source = {"type": "factory", "env_name": CountingEnv, "envs_per_node": 2, "seed": 1}
+    agent = TableAgent()
+    asked = config(tmp_path, workers_per_node=1, restart_budget=0, restarts=3)
+    with farstep.ClusterEnv(source, asked) as env:
+
+        def killed() -> int:
+            kill_agent(env.stats()["nodes"][0])
+            return int(env.stats()["nodes"][0]["pid"])
+
+        def replaced(pid: int) -> bool:
+            return [node["pid"] for node in env.stats()["nodes"]] not in ([], [pid])
+
+        env.collect(agent, steps=4)
+        pid = killed()
+        while not replaced(pid):
+            assert env.collect(agent, steps=4)["obs"].shape == (4, 2, 3)
+        stream = env.stream(agent, steps=4, max_staleness=1)
+        next(stream)
+        pid = killed()
+        while not replaced(pid):
+            assert next(stream)["obs"].shape == (4, 2, 3)
+        stream.close()
+        flow = farstep.Workflow(env, agent, farstep.Buffer(2 * 16, farstep.FullBatch()))
+        flow.on(farstep.DataKeyTrigger(n=1, size=4), lambda message: flow.batch(message))
+        flow.run(until=lambda: flow.ledger.env_steps >= 8)
+        pid = killed()
+        flow.run(until=lambda: replaced(pid))
+        stats = env.stats()
+        assert stats["rolled"] == (
+            stats["delivered"] + sum(stats["dropped"].values()) + stats["buffered"] + stats["in_flight"]
+        )
+
+
+@pytest.mark.timeout(60)
+def test_a_supervisor_gives_up_when_its_restarts_are_used_up(tmp_path: Path) -> None:
+    source = {"type": "factory", "env_name": CountingEnv, "envs_per_node": 1, "seed": 1}
+    asked = config(tmp_path, workers_per_node=1, restart_budget=0, restarts=1)
+    with farstep.ClusterEnv(source, asked) as env:
+        env.collect(TableAgent(), steps=4)
+        with pytest.raises(LaunchError, match="1 node is missing"):
+            while True:
+                for node in env.stats()["nodes"]:
+                    kill_agent(node)
+                env.collect(TableAgent(), steps=4)
+
+
+@pytest.mark.timeout(300)
+def test_an_agent_that_is_given_while_the_only_node_is_away_waits_for_it(tmp_path: Path) -> None:
+    source = {"type": "factory", "env_name": CountingEnv, "envs_per_node": 1, "seed": 1}
+    with farstep.ClusterEnv(source, config(tmp_path, workers_per_node=1)) as env:
+        env.collect(TableAgent(), steps=4)
+        kill_agent(env.stats()["nodes"][0])
+        deadline = time.monotonic() + 60
+        while env.stats()["nodes"]:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert env.collect(TableAgent(), steps=4)["obs"].shape == (4, 1, 3)
+
+
+OTHER_VERSION = """
+import farstep.version
+farstep.version.VERSION = "9.9"
+import msgspec
+import farstep.wire.node_messages as n
+n.encode = lambda message: msgspec.msgpack.encode({**msgspec.to_builtins(message), "place": 7})
+"""
+
+
+def test_a_daemon_whose_hello_cannot_be_decoded_is_refused_with_both_versions(tmp_path: Path) -> None:
+    """Another version of farstep may say it in another way."""
+    (tmp_path / "sitecustomize.py").write_text(OTHER_VERSION)
+    folders = f"{tmp_path}:{Path(farstep.__file__).parents[1]}"
+    env = farstep.ClusterEnv({"env_name": "CartPole-v1"}, config(tmp_path, setup=[f"export PYTHONPATH={folders}"]))
+    with pytest.raises(LaunchError, match=rf"farstep {re.escape(VERSION)} here and 9\.9 on the worker"):
+        env.launch()

@@ -9,7 +9,7 @@ import pytest
 
 from farstep.errors import LaunchError
 from farstep.launch import groups as module
-from farstep.launch.engine import Group, Standing
+from farstep.launch.engine import EngineLost, Group, Standing
 from farstep.launch.groups import Groups
 from farstep.launch_config import RESTART_WINDOW_S, SSHConfig
 
@@ -150,7 +150,7 @@ def test_too_few_nodes_and_no_budget_end_a_run(engine: Fake, make: Callable[...,
     groups[0].left("a node", for_good=True)
     attempts(groups, engine, 2, range(200))
     groups[0].left("a node", for_good=True)
-    with pytest.raises(LaunchError, match=r"2 nodes are missing"):
+    with pytest.raises(LaunchError, match=r"2 nodes are missing; restart_budget=3 is used up: .* again 3 times"):
         groups.ask_again(2, 200.0)
 
 
@@ -158,7 +158,8 @@ def test_too_few_nodes_and_no_budget_end_a_run(engine: Fake, make: Callable[...,
 def test_nodes_that_never_came_are_not_asked_for_again(engine: Fake, make: Callable[..., Groups], here: int) -> None:
     groups = make(here=here)
     stands(engine, 0, here)
-    with pytest.raises(LaunchError, match=rf"{2 - here} nodes are missing\.\nits last words"):
+    missing = "1 node is missing" if here else "2 nodes are missing"
+    with pytest.raises(LaunchError, match=rf"{missing}\.\nits last words"):
         groups.ask_again(2, 0.0)
     assert len(engine.jobs) == 1
 
@@ -347,3 +348,22 @@ def test_logs_that_cannot_be_read_hide_nothing(
     stands(engine, 0, 0)
     eventually(lambda: engine.jobs[0].cancelled)
     assert "stale file handle" in groups.logs() and not groups[0].standing.nodes
+
+
+def test_a_lost_engine_ends_a_run_that_needs_more_nodes_although_budget_is_left(
+    make: Callable[..., Groups], engine: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> Standing:
+        raise EngineLost("its controller is gone")
+
+    groups = make(2, here=2, min_nodes=1)
+    monkeypatch.setattr(engine.jobs[0], "standing", fail)
+    eventually(lambda: groups[0].standing.lost)
+    groups[0].left("a node", for_good=True)
+    groups.ask_again(2, 0.0)  # one node is enough to go on
+    groups[0].left("a node", for_good=True)
+    eventually(lambda: len(engine.jobs) == 2)
+    monkeypatch.setattr(engine.jobs[1], "standing", fail)
+    eventually(lambda: groups[1].standing.lost)
+    with pytest.raises(LaunchError, match=r"its controller is gone, and 2 nodes are missing"):
+        groups.ask_again(2, 0.1)

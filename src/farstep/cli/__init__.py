@@ -53,6 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"farstep: {said}\n")
         return 1
     except KeyboardInterrupt:
+        sys.stderr.write("farstep: stopped by SIGINT\n")
         return 130
 
 

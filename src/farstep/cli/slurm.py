@@ -39,8 +39,12 @@ def main(arguments: Sequence[str]) -> int:
     config = options.config
     if config.debug:
         raise ConfigError("with --debug, workers run on this machine: there is no job; leave it out to see one.")
+    if config.spread:
+        sys.stdout.write(batch_script(config, config.workers_on_node, config.nodes, least=config.fewest_nodes))
+        return 0
     first, *others = job_sizes(config.nodes, config.fewest_nodes)
     sys.stdout.write(batch_script(config, config.workers_on_node, first))
     if others:
-        sys.stderr.write(f"{len(others)} more jobs of one node each are submitted with it, which may come later.\n")
+        jobs = "job of one node is" if len(others) == 1 else "jobs of one node each are"
+        sys.stderr.write(f"{len(others)} more {jobs} submitted with it, which may come later.\n")
     return 0

@@ -86,8 +86,13 @@ def main(arguments: Sequence[str]) -> int:
     options = _options(name, rest)
     run = options.run
     _set_up(run)
-    with _cluster(options) as env:
-        learner = make_learner(name, run, options.learner, env)
+    with ExitStack() as stack:
+        try:
+            env = stack.enter_context(_cluster(options))
+            learner = make_learner(name, run, options.learner, env)
+        except KeyboardInterrupt:
+            sys.stderr.write("farstep: stopped by SIGINT before training began; nothing is left of the run\n")
+            return _SIGNALLED["SIGINT"]
         folder = _folder(name, options)  # when all else is there: a misspelt environment leaves nothing behind
         sys.stdout.write(f"run: {folder.path}\n{_normalized(options.learner.net)}\n")
         sys.stdout.flush()

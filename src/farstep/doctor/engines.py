@@ -13,7 +13,7 @@ from pathlib import Path
 
 from farstep.doctor.findings import Finding, Say, ok, problem
 from farstep.doctor.programs import Program
-from farstep.errors import unknown_name
+from farstep.errors import counted, unknown_name
 from farstep.launch_config import LaunchConfig, SlurmConfig, SSHConfig
 from farstep.version import VERSION
 
@@ -101,7 +101,7 @@ def _ssh(config: SSHConfig, say: Say) -> Iterator[Finding]:
     python = config.python or sys.executable
     line = "\n".join([*config.setup, f"{shlex.quote(python)} -c {shlex.quote(_VERSION)}"])
     asked = {host: Program([*config.ssh, host, line]) for host in config.hosts}
-    say(f"asking {len(asked)} hosts by ssh")
+    say(f"asking {counted(len(asked), 'host')} by ssh")
     deadline = time.monotonic() + _ANSWER_S
     for host, program in asked.items():
         yield _host(host, python, *program.end(deadline))

@@ -16,12 +16,13 @@ from farstep.config import EnvConfig
 from farstep.core import Received
 from farstep.doctor.findings import Finding, Say, ok, problem, warning
 from farstep.doctor.probe import Probe
-from farstep.errors import FarstepError, WireError, WorkerError
+from farstep.errors import FarstepError, WireError, WorkerError, counted
 from farstep.head.seats import Seat
 from farstep.head.server import Server
 from farstep.head.tickets import Order
 from farstep.launch.cluster import ClusterLauncher
 from farstep.launch.node_agent import UNANSWERED
+from farstep.launch.sessions import ENDED
 from farstep.launch.slurm import NEVER_STARTS
 from farstep.launch_config import EngineConfig, LaunchConfig, LocalConfig, SlurmConfig, SSHConfig
 from farstep.sync import Always
@@ -51,7 +52,13 @@ _FIXES = {
     "node configuration is not available": "ask for fewer cores, GPUs or nodes, or say another --partition.",
     "feature specification": "'sinfo --format %f' lists what --slurm-constraint may say.",
     "Invalid account": "'sacctmgr show user $USER withassoc' lists your accounts: say --slurm-account.",
+    "generic resource (gres)": "'sinfo --format \"%P %G\"' lists GPUs: say another --partition or --gpus-per-node.",
+    "is SLURM_CONF right": "try 'sinfo': where it answers, farstep does; SLURM_CONF names the cluster's slurm.conf.",
+    "no Kubernetes cluster is configured": "set KUBECONFIG to a file with which 'kubectl get pods' works.",
+    "the Kubernetes API server at": "try 'kubectl get pods': where it answers, farstep does; say --kube-context.",
+    UNANSWERED: "open the head's ports to the nodes, or say --head-address with an address that they can reach.",
 }
+_OTHERWISE = "change what this text names, then run the doctor again."
 """What to do about what engines say."""
 
 
@@ -61,7 +68,7 @@ def nodes(config: LaunchConfig, env: Mapping[str, object] | None, wait_s: float,
     try:
         visit = Visit(_small(config, needed, wait_s))
     except FarstepError as error:
-        yield problem(f"it does not start: {error}", "put that right first: no node was asked.")
+        yield problem(f"it does not start: {error}", _fix_of(str(error)))
         return
     try:
         yield from visit.wait_for_nodes(wait_s, say)
@@ -76,11 +83,15 @@ def nodes(config: LaunchConfig, env: Mapping[str, object] | None, wait_s: float,
                 )
     except FarstepError as error:
         misfits = list(visit.refused())
-        fix = next((fix for words, fix in _FIXES.items() if words in str(error)), "put that right, and ask again.")
-        yield from misfits or [problem(str(error), fix)]
+        yield from misfits or [problem(str(error), _fix_of(str(error)))]
     finally:
         say("ending")
         visit.close()
+
+
+def _fix_of(error: str) -> str:
+    """What to do about what an engine said."""
+    return next((fix for words, fix in _FIXES.items() if words in error), _OTHERWISE)
 
 
 def _small(config: LaunchConfig, cpus: int, wait_s: float) -> LaunchConfig:
@@ -135,7 +146,8 @@ def _resources(place: str, about: Mapping[str, Any], config: LaunchConfig, neede
     cpus, gpus = about["cpus"], about["gpus"]
     text = f"{place}: {cpus} cores, {about['memory'] / 2**30:,.1f} GiB of memory, {gpus} GPUs"
     if gpus < config.gpus_per_node:
-        return problem(f"{text}, but gpus_per_node={config.gpus_per_node}", "ask for another partition or fewer GPUs.")
+        other = ", or another --partition" if isinstance(config, SlurmConfig) else "; 'nvidia-smi' there lists them"
+        return problem(f"{text}, but gpus_per_node={config.gpus_per_node}", f"say fewer --gpus-per-node{other}.")
     if cpus < needed:
         return warning(f"{text}, for workers that want {needed} cores", f"say --workers-per-node {cpus} or fewer.")
     return ok(text)
@@ -193,26 +205,29 @@ class Visit:
             if NEVER_STARTS in whereabouts:
                 break
             say(f"waiting: {whereabouts}")
-        missing = len(self._server.seats) - len(self.there())
-        if not missing:
-            yield ok(f"all nodes came: {len(self._server.seats)}")
+        asked, ready = len(self._server.seats), len(self.there())
+        if ready == asked:
+            yield ok(f"all nodes came: {asked}")
             return
         yield from self.refused()
-        launcher = self._launcher
         with self._server.locked():
-            waiting = self._server.crew.whereabouts()
+            launcher, waiting = self._launcher, self._server.crew.whereabouts()
+            came = len(launcher.nodes()) if launcher else asked
             logs = launcher.logs() if launcher else ""
-        said = f"{missing} of {len(self._server.seats)} nodes did not come; {waiting}"
-        yield problem(f"{said}\n{logs}".rstrip(), self._fix(waiting, logs))
+        if came > ready:
+            late = counted(came - ready, "node")
+            text = f"{late} came, but no worker was ready there within {wait_s:g} s; {waiting}"
+            yield problem(text, "say a longer --wait-s; workers may import slowly from a shared file system.")
+        if came < asked:
+            text = f"{asked - came} of {counted(asked, 'node')} did not come; {waiting}\n{logs}".rstrip()
+            yield problem(text, self._fix(waiting, logs))
 
     def _fix(self, waiting: str, logs: str) -> str:
         """What may bring nodes that did not come."""
         if NEVER_STARTS in waiting:
             return "ask for fewer nodes, cores or minutes, or say another --partition."
-        if isinstance(self._config, SSHConfig) and UNANSWERED not in logs:
+        if isinstance(self._config, SSHConfig) and ENDED in waiting and UNANSWERED not in logs:
             return "put right what is said of these hosts above."
-        if self._launcher is None:
-            return "look at the log."
         return "if they need longer, --wait-s; if the head does not answer them, open its ports or say --head-address."
 
     def refused(self) -> Iterator[Finding]:

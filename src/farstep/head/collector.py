@@ -236,7 +236,7 @@ class Collector:
             self.server.tell(store.message(), fds=[store.memory.fd])
             self._announce()
         try:
-            self.server.wait(lambda: True if self._all_answered() else None)
+            self.server.wait(lambda: True if self._all_answered() else None, starting=True)
             self._agree(agent)
         except BaseException:
             self._forget_agent()
@@ -252,7 +252,8 @@ class Collector:
                 self._store.close()
 
     def _all_answered(self) -> bool:
-        return all(seat.worker in self._answers for seat in self.server.present())
+        """By every worker that is there, and by at least one: all nodes may be away for a while."""
+        return bool(self._answers) and all(seat.worker in self._answers for seat in self.server.present())
 
     def _agree(self, agent: Agent) -> None:
         """All workers' copies of the agent must be usable and return the same arrays."""

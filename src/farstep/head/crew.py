@@ -21,6 +21,8 @@ from farstep.worker.progress import BEAT_S, COUNT, SLOT, Phase, check_words
 log = logging.getLogger("farstep")
 _MESSAGES_AT_ONCE = 64
 """Read from one worker before others get their turn."""
+_MOST_NAMED = 8
+"""Workers that a note of what is waited for lists."""
 _LAST_WORDS_S = 1.0
 """A worker whose connection closed usually ends by itself; until then it may still say why."""
 
@@ -78,6 +80,12 @@ class Crew:
             switchboard.register(fd, lambda: None)
 
     def start(self) -> None:
+        try:
+            with self._switchboard.interruptible():  # an engine that does not answer is not waited for after Ctrl-C
+                self.launcher.prepare()
+        except LaunchError as error:
+            self._watcher.fail(error)
+            return
         self._perform(self.membership.start(time.monotonic()))
 
     def stop(self) -> None:
@@ -100,17 +108,20 @@ class Crew:
 
     def whereabouts(self) -> str:
         """What each worker that keeps somebody waiting is doing."""
-        parts = [waiting] if (waiting := self.launcher.waiting()) else []
+        queued = [waiting] if (waiting := self.launcher.waiting()) else []
+        parts: list[str] = []
         for seat, member in zip(self.seats, self.membership.members, strict=True):
             if seat.phase == "queued":
                 continue
             if member.state is not life.State.ALIVE:
-                parts.append(f"worker {seat.worker} is {member.state.value} (restart {member.incarnation})")
+                again = f" (restart {member.incarnation})" if member.incarnation else ""
+                parts.append(f"worker {seat.worker} is {member.state.value}{again}")
             elif seat.phase != "idle":
                 i = int(seat.words[SLOT])
                 slot = f", environment slot {seat.first + i}" if i >= 0 else ""
                 parts.append(f"worker {seat.worker} in {seat.phase}{slot}")
-        return "; ".join(parts) or "all workers are idle"
+        rest = [f"{len(parts) - _MOST_NAMED} more workers"] if len(parts) > _MOST_NAMED else []
+        return "; ".join([*queued, *parts[:_MOST_NAMED], *rest]) or "all workers are idle"
 
     # ---- reading ----
 

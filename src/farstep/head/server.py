@@ -34,11 +34,12 @@ from farstep.head import membership as life
 from farstep.head.crew import Crew
 from farstep.head.message_rules import check_message, is_late
 from farstep.head.seats import Seat, expected, split
+from farstep.head.slow_notes import FIRST_NOTE_S, NOTE_S, noted_while_slow
 from farstep.head.switchboard import Switchboard
 from farstep.head.tickets import Order, Tickets
 from farstep.launch import launcher_for
 from farstep.launch.process import import_path
-from farstep.launch_config import LaunchConfig
+from farstep.launch_config import EngineConfig, LaunchConfig
 from farstep.wire import messages as m
 from farstep.wire.codec import unpack
 from farstep.wire.versions import mismatches
@@ -48,8 +49,6 @@ from farstep.worker.progress import CANCEL, PHASE, Phase, check_words, copy_word
 
 log = logging.getLogger("farstep")
 T = TypeVar("T")
-_NOTE_S = 10.0
-"""A call that takes longer says what it waits for, this often."""
 _PRELOADED = ("torch",)
 """Heavy modules that workers import while the head is busy, if the head has them."""
 
@@ -90,6 +89,8 @@ class Server:
         self._pid = os.getpid()
         self._program = program.pickled()
         self._close_s = config.timeouts.close_s
+        engine = type(config).__name__.removesuffix("Config") if isinstance(config, EngineConfig) else ""
+        self._slow_start = f"{engine} has not answered yet" if engine else "worker processes are being started"
         self._client = client
         workers = config.num_workers(envs_per_node)
         self.seats = split(config.most_nodes, envs_per_node, workers, root)
@@ -113,7 +114,8 @@ class Server:
         with typed_shortage("the head could not be set up"), contextlib.ExitStack() as opened:
             self._switchboard = Switchboard()
             opened.callback(self._switchboard.close)
-            launcher = launcher_for(config, workers, max(seat.num_envs for seat in self.seats))
+            with noted_while_slow(self._slow_start):
+                launcher = launcher_for(config, workers, max(seat.num_envs for seat in self.seats))
             opened.callback(launcher.close)
             self.shares_memory, self._driven = launcher.shares_memory, launcher.driven
             self.crew = Crew(launcher, self.seats, config.timeouts, restart_budget, self._switchboard, self)
@@ -124,14 +126,14 @@ class Server:
     def start(self) -> tuple[Any, Any]:
         """Start all workers and wait until each has built its environments; the spaces of one of these."""
         self.begin()
-        self.wait(lambda: True if self._all_there() else None)
+        self.wait(lambda: True if self._all_there() else None, starting=True)
         assert self.spaces is not None
         return self.spaces
 
     def begin(self) -> None:
         """Start all workers, without waiting for them."""
         self._started_at = time.monotonic()
-        with self.locked():
+        with self.locked(), noted_while_slow(self._slow_start):
             self.crew.start()
         if not self._driven:
             with typed_shortage("the head's thread could not be started"):
@@ -202,26 +204,28 @@ class Server:
 
     # ---- waiting ----
 
-    def wait(self, done: Callable[[], T | None]) -> T:
+    def wait(self, done: Callable[[], T | None], *, starting: bool = False) -> T:
         """Pump until `done` answers; raises what the run failed of. Bounded: a worker without progress is killed
-        after its phase's limit, and the restart budget is finite."""
-        answer = self.wait_until(done, math.inf)
+        after its phase's limit, and the restart budget is finite. A start says sooner what it waits for."""
+        answer = self.wait_until(done, math.inf, starting=starting)
         assert answer is not None
         return answer
 
-    def wait_until(self, done: Callable[[], T | None], deadline: float) -> T | None:
+    def wait_until(self, done: Callable[[], T | None], deadline: float, *, starting: bool = False) -> T | None:
         """As `wait`, but None after the deadline."""
         with self._switchboard.lead():
             began = time.monotonic()
-            next_note = began + _NOTE_S
+            next_note = began + (FIRST_NOTE_S if starting else NOTE_S)
             while True:
                 self.raise_failure()
                 answer = done()
                 if answer is not None or (left := deadline - time.monotonic()) <= 0:
                     return answer
                 self._pump(min(left, self._tick_s))
-                if (now := time.monotonic()) > next_note and (self.tickets.in_flight or self.crew.launcher.waiting()):
-                    next_note = now + _NOTE_S
+                if (now := time.monotonic()) > next_note and (
+                    starting or self.tickets.in_flight or self.crew.launcher.waiting()
+                ):
+                    next_note = now + NOTE_S
                     log.warning("waiting for %.0f s: %s", now - began, self.crew.whereabouts())
 
     def watch(self, fd: int, reader: Callable[[], None]) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 import zmq
 
 from farstep.core import Ended, Launcher, Received, Started
-from farstep.errors import LaunchError, WireError
+from farstep.errors import LaunchError, WireError, counted
 from farstep.launch.addresses import own_addresses
 from farstep.launch.engine import Engine
 from farstep.launch.groups import Groups
@@ -82,9 +82,10 @@ class ClusterLauncher(Launcher):
 
     # ---- what the head calls ----
 
+    def prepare(self) -> None:
+        self._groups.ask(self._wanted)
+
     def start(self, worker: int, incarnation: int, run: str) -> Started:
-        if not self._groups:
-            self._groups.ask(self._wanted)
         bootstrap = admit_worker(self._hub, worker, incarnation, run, self._envs) | {
             "transport": "tcp",
             "threads": self._config.cpus_per_worker,
@@ -113,7 +114,10 @@ class ClusterLauncher(Launcher):
             try:
                 self._hear(group, n.decode_from_node(received.frames))
             except WireError as error:
-                self._misheard(group, error)
+                if (versions := n.versions_in(received.frames)) and (different := mismatches(versions)):
+                    self._refuse("(unnamed)", "; ".join(different))
+                else:
+                    self._misheard(group, error)
 
         return drain(self._hub, hear)
 
@@ -141,7 +145,7 @@ class ClusterLauncher(Launcher):
         elif self._misfit is not None:  # with enough nodes, a run goes on without it
             raise self._misfit
         elif now - self._enough_at > self._config.queue_s:
-            said = f"{there} of at least {fewest} nodes came within queue_s={self._config.queue_s:g} s"
+            said = f"{there} of at least {counted(fewest, 'node')} came within queue_s={self._config.queue_s:g} s"
             raise LaunchError(f"{said}: {self.waiting()}.\n{self.logs()}".rstrip())
 
     def stop(self) -> None:
@@ -167,7 +171,8 @@ class ClusterLauncher(Launcher):
         if not (missing := sum(node is None for node in self._blocks[: self._wanted])):
             return ""
         said = self._groups.standing()
-        return f"{missing} of {self._wanted} nodes not there yet{f': {said}' if said else ''}"
+        wanted = counted(self._wanted, "node")
+        return f"{missing} of {wanted} not there yet{f': {said}' if said else ''}"
 
     def spare(self) -> int:
         return sum(worker // self._per_node >= self._wanted for worker in self._queued)
@@ -250,6 +255,15 @@ class ClusterLauncher(Launcher):
         if self._nonsense[group].bit_count() == 1:
             log.warning("the agent of a node sent what cannot be accepted (%d): %s", self._nonsense[group], str(error))
 
+    def _refuse(self, host: str, different: str) -> None:
+        """A node whose versions differ from the head's."""
+        said = f"the node {host} does not fit: {different}. Install the same versions on all nodes."
+        if self._config.fewest_nodes == self._config.nodes:
+            self._misfit = LaunchError(said)
+        if host not in self.refused and len(self.refused) < _MOST_REFUSED:
+            log.warning("%s Going on without it.", said)
+            self.refused[host] = different
+
     def _welcome(self, group: int, hello: n.NodeHello) -> None:
         if hello.run != self._run:
             raise WireError("it belongs to another run.")
@@ -259,14 +273,12 @@ class ClusterLauncher(Launcher):
         if different := mismatches(hello.versions):
             what = "; ".join(different)
             tell(self._hub, hello.node, n.Leave(f"does not fit: {what}"))
-            said = f"the node {hello.host} does not fit: {what}. Install the same versions on all nodes."
-            if self._config.fewest_nodes == self._config.nodes:
-                self._misfit = LaunchError(said)
             self._groups[group].turned_away(hello.node, hello.place)
-            if hello.host not in self.refused and len(self.refused) < _MOST_REFUSED:
-                log.warning("%s Going on without it.", said)
-                self.refused[hello.host] = what
+            self._refuse(hello.host, what)
             return
+        killed = self._nodes.get(hello.replaces or "")
+        if killed is not None and killed.group == group:
+            self._lose(killed, "lost its daemon, which was restarted there")
         free = next((i for i, held in enumerate(self._blocks[: self._wanted]) if held is None), None)
         if free is None or self._groups[group].is_cancelled:
             self._groups[group].turned_away(hello.node, hello.place)

@@ -6,10 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from farstep.errors import LaunchError
+
 TAKEN_BACK = 75
 """The status of an agent that left because its engine said so (`EX_TEMPFAIL`: it would come again)."""
 
 SETUP_FAILED = "FARSTEP_SETUP_FAILED"
+RESTARTS = "FARSTEP_RESTARTS"
+"""The variable that tells a node daemon how often it is restarted in ten minutes after it was killed."""
 
 
 def setup_lines(setup: Sequence[str]) -> list[str]:
@@ -19,6 +23,10 @@ def setup_lines(setup: Sequence[str]) -> list[str]:
     in_bash, at_the_top = '[ -z "${BASH_VERSION-}" ] ||', '[ "${BASH_SOURCE-$0}" != "$0" ] ||'
     note = f"{in_bash} trap '{at_the_top} export {SETUP_FAILED}=\"$BASH_COMMAND\"' ERR"
     return [note, *setup, f"{in_bash} trap - ERR", "set +e"]  # what comes after it has its own ways to fail
+
+
+class EngineLost(LaunchError):
+    """The engine itself is gone, so that asking it for replacements cannot help."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +43,8 @@ class Standing:
     """Places, up to their first comma, whose agents have ended; None: the engine does not tell which of them have."""
     anew: Sequence[str] = ()
     """Such places whose agents have not begun, or are to begin once more."""
+    lost: bool = False
+    """The engine is gone (`EngineLost`): only nodes that are connected to the head count."""
 
     def is_over(self, place: str) -> bool:
         """Whether the agent that called its node so has ended, as far as the engine tells."""

@@ -8,8 +8,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from farstep.errors import FarstepError, LaunchError
-from farstep.launch.engine import Engine, Group, Standing
+from farstep.errors import FarstepError, LaunchError, counted
+from farstep.launch.engine import Engine, EngineLost, Group, Standing
 from farstep.launch_config import RESTART_WINDOW_S, EngineConfig
 
 log = logging.getLogger("farstep")
@@ -63,6 +63,8 @@ class Watched:
     def expected(self) -> int:
         """Nodes of it that are there, or may come without being asked for again."""
         looked_at, standing = self._look
+        if standing.lost:
+            return self.here
         if looked_at > self._gone_at:
             self._forget(standing)
         return max(self.here, standing.nodes - self._unnoticed(standing))
@@ -114,7 +116,7 @@ class Watched:
                 self.ask()
         except Exception as error:  # an engine that was there may be there again soon
             log.warning("%s: %s Going on without for now.", type(error).__name__, error)
-            self._look = (time.monotonic(), Standing(str(error), 0))
+            self._look = (time.monotonic(), Standing(str(error), 0, lost=isinstance(error, EngineLost)))
         if self._group is None:
             return
         while self.standing.nodes and not self._cancelled.wait(_LOOK_S):
@@ -135,7 +137,7 @@ class Watched:
             text = f"the engine does not answer: {error if isinstance(error, FarstepError) else repr(error)}"
             if text != before.text:
                 log.warning("%s", text)
-            return Standing(text, before.nodes)
+            return Standing(text, before.nodes, lost=isinstance(error, EngineLost))
 
     def logs(self) -> str:
         if self._logs is not None:
@@ -213,6 +215,8 @@ class Groups:
         if not self._asked or missing <= 0:
             return
         too_few = expected < self._config.fewest_nodes
+        if too_few and (newest := self._asked[-1]).standing.lost:
+            raise _missing(missing, newest)
         if now < self._retry_at and not (self._given_up and too_few):
             return
         while self._retries and now - self._retries[0] >= RESTART_WINDOW_S:
@@ -222,15 +226,24 @@ class Groups:
         self._retry_at = now + min(_MOST_PAUSE_S, 2.0 ** min(len(self._retries), 10))
         self._given_up = len(self._retries) >= self._config.restart_budget
         if too_few and (self._given_up or not self._complete):
-            raise LaunchError(f"{last.standing.text}, and {missing} nodes are missing.\n{last.logs()}".rstrip())
+            raise _missing(missing, last, self._budget_used())
         if self._given_up:
-            log.warning("%s; going on with %d nodes for a while", last.standing.text, expected)
+            what = f"{last.standing.text}{self._budget_used()}"
+            log.warning("%s; going on with %s for a while", what, counted(expected, "node"))
             self._retry_at = (self._retries[0] if self._retries else now) + RESTART_WINDOW_S
             return
         self._retries.append(now)
         words = f" ({last.last_words})" if last.last_words else ""
-        log.warning("%s%s; asking for %d nodes again", last.standing.text, words, missing)
+        log.warning("%s%s; asking for %s again", last.standing.text, words, counted(missing, "node"))
         self._new(missing).watch()
+
+    def _budget_used(self) -> str:
+        """A clause that names the restart budget, if it was used up."""
+        budget = self._config.restart_budget
+        if not budget or len(self._retries) < budget:
+            return ""
+        times, minutes = counted(budget, "time"), RESTART_WINDOW_S / 60
+        return f"; restart_budget={budget} is used up: nodes were asked for again {times} within {minutes:g} minutes"
 
     def give_back(self, wanted: int) -> None:
         """Cancel groups of which nobody is there and that are not needed for so many nodes."""
@@ -258,3 +271,9 @@ class Groups:
         deadline = time.monotonic() + _END_S
         for watched in self._asked:
             watched.join(deadline)
+
+
+def _missing(nodes: int, group: Watched, budget: str = "") -> LaunchError:
+    verb = "is" if nodes == 1 else "are"
+    said = f"{group.standing.text}, and {counted(nodes, 'node')} {verb} missing{budget}."
+    return LaunchError(f"{said}\n{group.logs()}".rstrip())

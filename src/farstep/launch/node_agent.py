@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import json
 import logging
+import mmap
 import os
 import signal
 import socket
@@ -25,8 +26,9 @@ from typing import Any
 import zmq
 
 from farstep.errors import FarstepError
-from farstep.launch.engine import SETUP_FAILED, TAKEN_BACK
+from farstep.launch.engine import RESTARTS, SETUP_FAILED, TAKEN_BACK
 from farstep.launch.process import ProcessStarter, WorkerProcess
+from farstep.launch.supervisor import keep_alive
 from farstep.machine import usable_cpus
 from farstep.wire import node_messages as n
 from farstep.wire.dealer import DealerLink
@@ -69,8 +71,9 @@ class _Child:
 class NodeAgent:
     """Starts and ends workers of one run on this node, as the head says."""
 
-    def __init__(self, bootstrap: Mapping[str, Any], place: str) -> None:
-        self._bootstrap, self._place = bootstrap, place
+    def __init__(self, bootstrap: Mapping[str, Any], place: str, named: mmap.mmap | None = None) -> None:
+        """`named` keeps the daemon's name for the one that replaces it if it is killed (see `keep_alive`)."""
+        self._bootstrap, self._place, self._named = bootstrap, place, named
         self._starter = ProcessStarter(1)
         self._leave_at: float | None = None
         self._told = ""
@@ -78,7 +81,10 @@ class NodeAgent:
         self._be_new()
 
     def _be_new(self) -> None:
-        self._node = os.urandom(8).hex()
+        self._node, self._replaces = os.urandom(8).hex(), ""
+        if self._named is not None:
+            self._replaces = self._named[:].decode().strip("\0")
+            self._named[:] = self._node.encode()
         self._children: dict[tuple[int, int], _Child] = {}
         self._begun: dict[tuple[int, int], n.WorkerEnded | None] = {}
         """Workers that were ever started, and how they ended: an order may come twice, and an answer be lost."""
@@ -182,7 +188,9 @@ class NodeAgent:
     def _hello(self) -> n.NodeHello:
         who = (socket.gethostname(), os.getpid(), usable_cpus(), versions())
         failed = "".join(letter for letter in os.environ.get(SETUP_FAILED, "")[:200] if letter.isprintable())
-        return n.NodeHello(self._node, self._bootstrap["run"], *who, self._place, self._address, failed)
+        hello = n.NodeHello(self._node, self._bootstrap["run"], *who, self._place, self._address, failed)
+        hello.replaces = self._replaces or None
+        return hello
 
     def _handle(self, link: DealerLink, message: n.ToNode) -> None:
         self._known = True
@@ -267,7 +275,9 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the head's to handle
     bootstrap = read_bootstrap(None if arguments.bootstrap else sys.stdin.fileno(), arguments.bootstrap)
-    agent = NodeAgent(bootstrap, os.path.expandvars(arguments.place))
+    restarts = int(os.environ.get(RESTARTS, "0"))
+    named = keep_alive(restarts, n.NAME_BYTES) if restarts else None
+    agent = NodeAgent(bootstrap, os.path.expandvars(arguments.place), named)
     signal.signal(signal.SIGTERM, agent.told_to_go)
     try:
         sys.exit(agent.run())

@@ -22,12 +22,14 @@ from typing import Any
 
 from farstep.errors import LaunchError
 from farstep.launch.addresses import own_addresses
-from farstep.launch.engine import Group, Standing
+from farstep.launch.engine import EngineLost, Group, Standing
 from farstep.launch.process import import_path
 from farstep.launch.sessions import file_tail
 from farstep.launch_config import RayConfig
 
-_KNOCK_S, _CONNECT_S, _ANSWER_S, _ENDING_S, _CLOSE_S = 5.0, 120.0, 30.0, 5.0, 10.0
+_KNOCK_S, _CONNECT_S, _ANSWER_S, _ENDING_S, _CLOSE_S = 5.0, 120.0, 10.0, 5.0, 10.0
+_GONE_S = 30.0
+"""Seconds of silence after which Ray's first node, and with it the cluster, is declared lost."""
 
 
 class RayEngine:
@@ -41,6 +43,8 @@ class RayEngine:
         if config.gpus_per_node:
             self._needs["GPU"] = float(config.gpus_per_node)
         self._driver: Driver | None = None
+        self._silent_since: float | None = None
+        """When Ray's first node was first found not to answer."""
 
     def listen_on(self) -> Sequence[str]:
         if self._config.head_address:
@@ -53,21 +57,40 @@ class RayEngine:
     def ask(self, nodes: int, bootstrap: bytes) -> Actors:
         driver = self._connected()
         number = driver.post("ask", nodes=nodes, needs=self._needs, bootstrap=bootstrap.decode())
-        return Actors(driver, number)
+        return Actors(self, driver, number)
 
     def _connected(self) -> Driver:
-        """Anew if Ray has gone meanwhile, and perhaps come back."""
-        if self._driver is not None and self._driver.ended:
-            self._driver.close()
-            self._driver = None
-        if self._driver is None:
+        """Reconnects if the driver process has ended."""
+        if self._driver is None or self._driver.ended:
             room = {name: amount * self._config.most_nodes for name, amount in self._needs.items()}
+            if self._driver is not None:
+                self.check(self._driver)
+                self._driver.close()
             self._driver = Driver(self._config, room)
         return self._driver
 
+    def check(self, driver: Driver) -> None:
+        """Raise if Ray's first node does not answer: `EngineLost` once it has been silent for `_GONE_S`."""
+        if driver.local or _answers(driver.gcs):  # one of our own is started again with its driver
+            self._silent_since = None
+            return
+        now = time.monotonic()
+        self._silent_since = self._silent_since or now
+        if now - self._silent_since > _GONE_S:
+            raise EngineLost(f"Ray's first node, {driver.gcs}, has not answered for {_GONE_S:g} s: its cluster is lost")
+        raise LaunchError(
+            f"Ray's first node, {driver.gcs}, does not answer. The other nodes go on until Ray ends them, by default "
+            "after a minute."
+        )
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether Ray's first node did not answer when it was last asked."""
+        return self._silent_since is not None
+
     def close(self) -> None:
         if self._driver is not None:
-            self._driver.close()
+            self._driver.close(0.0 if self.is_silent else _CLOSE_S)
 
 
 class Driver:
@@ -102,7 +125,7 @@ class Driver:
             if isinstance(error, LaunchError):
                 raise LaunchError(_cannot(address, str(error))) from None
             raise
-        self.address = str(said["address"])
+        self.address, self.gcs = str(said["address"]), str(said["gcs"])
 
     @property
     def local(self) -> bool:
@@ -164,13 +187,13 @@ class Driver:
         """The end of what Ray had to say in that process."""
         return "" if self._log.closed else file_tail(self._log)
 
-    def close(self) -> None:
+    def close(self, patience_s: float = _CLOSE_S) -> None:
         """Ray ends the actors of a driver that has gone."""
         assert self._process.stdin is not None and self._process.stdout is not None
         with self._writing, contextlib.suppress(OSError):
             self._process.stdin.close()
         try:
-            self._process.wait(_CLOSE_S)
+            self._process.wait(patience_s)
         except subprocess.TimeoutExpired:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -185,10 +208,11 @@ class Driver:
 class Actors(Group):
     """Actors that were asked for together."""
 
-    def __init__(self, driver: Driver, number: int) -> None:
-        self._driver, self._number = driver, number
+    def __init__(self, engine: RayEngine, driver: Driver, number: int) -> None:
+        self._engine, self._driver, self._number = engine, driver, number
 
     def standing(self) -> Standing:
+        self._engine.check(self._driver)
         try:
             said = self._driver.call("standing", group=self._number)
         except LaunchError:
@@ -198,8 +222,9 @@ class Actors(Group):
         return Standing(str(said["text"]), int(said["nodes"]))
 
     def logs(self) -> str:
-        with contextlib.suppress(LaunchError):
-            return str(self._driver.call("logs", group=self._number))
+        if not self._engine.is_silent:
+            with contextlib.suppress(LaunchError):
+                return str(self._driver.call("logs", group=self._number))
         return self._driver.tail()
 
     def cancel(self) -> None:

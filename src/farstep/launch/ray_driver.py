@@ -107,7 +107,7 @@ class RayDriver:
                 "_temp_dir": f"{folder}/r",  # which Ray opens to everybody; the one around it is ours alone
             }
         self._session = ray.init(address=address, **shared).address_info["session_dir"]
-        return {"address": ray.util.get_node_ip_address()}
+        return {"address": ray.util.get_node_ip_address(), "gcs": ray.get_runtime_context().gcs_address}
 
     def ask(self, number: int, nodes: int, needs: Needs, bootstrap: str) -> None:
         """A new group; whether that works says its standing."""

@@ -15,6 +15,7 @@ from farstep.launch.engine import Group, Standing, setup_lines
 
 _TAIL_BYTES = 4096
 _LEAVE_S = 2.0
+ENDED = "ended on"
 
 
 class Session:
@@ -90,7 +91,7 @@ class Sessions(Group):
         here = [session for session in self._sessions if not session.ended]
         parts = [
             f"{self._program} {what} {', '.join(session.where for session in some)}"
-            for what, some in (("runs on", here), ("ended on", ended))
+            for what, some in (("runs on", here), (ENDED, ended))
             if some
         ]
         text = "; ".join(parts) or f"no node is free for {self._program}"

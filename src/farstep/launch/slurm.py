@@ -7,6 +7,7 @@ its owner and to administrators only.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
@@ -14,18 +15,20 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from farstep.errors import LaunchError
+from farstep.errors import LaunchError, counted
 from farstep.launch.addresses import own_addresses
-from farstep.launch.engine import TAKEN_BACK, Group, Standing, setup_lines
+from farstep.launch.engine import RESTARTS, TAKEN_BACK, Group, Standing, setup_lines
 from farstep.launch.guardian import Guardian
 from farstep.launch.sessions import Session, Sessions, after_setup, end_sessions
 from farstep.launch_config import SlurmConfig
 
 log = logging.getLogger("farstep")
 _COMMAND_S = 60.0
+_INTERRUPTED_S = 3.0
+"""How long sbatch may still take after Ctrl-C: a job that it has submitted by then has to be cancelled."""
 _ENDED = {
     *("COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "BOOT_FAIL", "DEADLINE", "OUT_OF_MEMORY"),
     *("PREEMPTED", "REVOKED", "over"),
@@ -57,7 +60,7 @@ class SlurmEngine:
         self._inside = "SLURM_JOB_ID" in os.environ
         self._guardian = Guardian()
         self._steps: list[Session] = []
-        self._asked = False
+        self._jobs: list[Jobs] = []
 
     def listen_on(self) -> Sequence[str]:
         return self._config.head_address or own_addresses()
@@ -70,7 +73,7 @@ class SlurmEngine:
                 "or use LocalConfig."
             )
         if self._inside:
-            step = Session(step_command(self._config, self._per_node, nodes), f"{nodes} nodes", bootstrap, nodes)
+            step = Session(step_command(self._config, self._per_node, nodes), counted(nodes, "node"), bootstrap, nodes)
             self._steps.append(step)
             return Sessions("srun", [step])
         folder = Path(self._config.log_folder).absolute()
@@ -78,32 +81,66 @@ class SlurmEngine:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise LaunchError(f"log_folder={str(folder)!r} cannot be made: {error.strerror}; choose another.") from None
+        together = [size for before in self._jobs for size in before.unreplaced()]
+        together = together if self._jobs else [self._config.fewest_nodes]
         jobs = Jobs(folder, self._guardian)
         try:
-            first, self._asked = 0 if self._asked else self._config.fewest_nodes, True
-            for size in job_sizes(nodes, first):
-                jobs.submit(batch_script(self._config, self._per_node, size, bootstrap.decode()), size)
+            for size, script in self._scripts(nodes, together, bootstrap.decode()):
+                jobs.submit(script, size)
         except BaseException:
             jobs.cancel()
             raise
+        for before in self._jobs:
+            before.were_replaced()
+        self._jobs.append(jobs)
         return jobs
+
+    def _scripts(self, nodes: int, together: Sequence[int], bootstrap: str) -> Iterator[tuple[int, str]]:
+        """The jobs to submit, each with its number of nodes."""
+        if self._config.spread:
+            least = min(nodes, max(together, default=1))
+            occupied = ",".join(filter(None, (before.hosts() for before in self._jobs)))
+            yield nodes, batch_script(self._config, self._per_node, nodes, bootstrap, least, occupied)
+            return
+        for size in job_sizes(nodes, *together):
+            yield size, batch_script(self._config, self._per_node, size, bootstrap)
 
     def close(self) -> None:
         end_sessions(self._steps)
         self._guardian.close()
 
 
-def job_sizes(nodes: int, together: int) -> list[int]:
-    """SLURM starts a job when all of its nodes are free: those that must be there together are one job, and others
+def job_sizes(nodes: int, *together: int) -> list[int]:
+    """SLURM starts a job when all of its nodes are free: nodes that were asked for together are one job, and the rest
     a job each, which may come later and go earlier."""
-    return [*([together] if together else []), *[1] * (nodes - together)]
+    sizes: list[int] = []
+    for size in together:
+        sizes += [min(size, nodes - sum(sizes))] if sum(sizes) < nodes else []
+    return [*sizes, *[1] * (nodes - sum(sizes))]
 
 
-def batch_script(config: SlurmConfig, workers_per_node: int, nodes: int, bootstrap: str = REDACTED) -> str:
-    """What `sbatch` is given, and `farstep slurm --print` shows."""
+def batch_script(
+    config: SlurmConfig,
+    workers_per_node: int,
+    nodes: int,
+    bootstrap: str = REDACTED,
+    least: int | None = None,
+    occupied: str = "",
+) -> str:
+    """What `sbatch` is given, and `farstep slurm --print` shows.
+
+    Args:
+        config: The options of the job.
+        workers_per_node: Workers that each node's cores are for.
+        nodes: Number of nodes.
+        bootstrap: What node daemons are told, with the keys of the run.
+        least: With how many nodes SLURM may start the job; None: all of them.
+        occupied: Hosts that the job must not use, as SLURM writes lists of them.
+    """
     options = {
         "job-name": config.job_name,
-        "nodes": nodes,
+        "nodes": nodes if least in (None, nodes) else f"{least}-{nodes}",
+        "exclude": occupied or None,
         "ntasks-per-node": 1,
         "cpus-per-task": workers_per_node * config.cpus_per_worker,
         "partition": config.partition or config.slurm_partition,
@@ -140,7 +177,10 @@ def step_command(config: SlurmConfig, workers_per_node: int, nodes: int) -> list
 
 def _agent(config: SlurmConfig) -> list[str]:
     python = shlex.quote(config.python or sys.executable)
-    return [python, "-m", "farstep.launch.node_agent", "--place", "'SLURM job $SLURM_JOB_ID, node $SLURMD_NODENAME'"]
+    place = "'SLURM job $SLURM_JOB_ID, node $SLURMD_NODENAME'"
+    # Not as an option: a daemon of another version has to get as far as telling its version.
+    restarts = f"{RESTARTS}={config.restart_budget}"
+    return ["env", restarts, python, "-m", "farstep.launch.node_agent", "--place", place]
 
 
 class Jobs(Group):
@@ -153,27 +193,59 @@ class Jobs(Group):
         """Jobs of which agents are there."""
         self._came: set[str] = set()
         """Jobs of which some were, since the job last began."""
+        self._began: set[str] = set()
+        """Jobs that SLURM has started once."""
+        self._most: dict[str, int] = {}
+        """Nodes that each job asks for at most; `_sizes` has what SLURM gave it."""
+        self._ended: dict[str, int] = {}
+        """Jobs that did not end by themselves, with their number of nodes; 0 once these were asked for again."""
 
     def submit(self, script: str, nodes: int) -> None:
-        answer = _run(["sbatch", "--parsable"], script)
+        with _Command(["sbatch", "--parsable"]) as sbatch:
+            try:
+                answer = sbatch.output(script)
+            except LaunchError:
+                raise
+            except BaseException:
+                with contextlib.suppress(LaunchError):
+                    self._submitted(sbatch.output(timeout_s=_INTERRUPTED_S), nodes)
+                raise
+        self._submitted(answer, nodes)
+
+    def _submitted(self, answer: str, nodes: int) -> None:
         if not (found := re.match(r"\s*(\d+)", answer)):
             raise LaunchError(f"sbatch answered {answer.strip()!r} instead of the number of a job.")
-        self._sizes[found[1]] = nodes
+        self._sizes[found[1]] = self._most[found[1]] = nodes
         self._guardian.promise(found[1], ["scancel", found[1]])
 
     def there(self, places: Sequence[str]) -> None:
         self._here = {place.partition(",")[0].rpartition(" ")[2] for place in places}
         self._came |= self._here
 
+    def unreplaced(self) -> list[int]:
+        """Sizes of the jobs that were cancelled, failed or timed out, and were not asked for again."""
+        return [size for size in self._ended.values() if size]
+
+    def were_replaced(self) -> None:
+        self._ended = dict.fromkeys(self._ended, 0)
+
+    def hosts(self) -> str:
+        """Where its jobs run, as SLURM writes lists of hosts."""
+        options = ["--noheader", "--states=RUNNING,CONFIGURING", f"--jobs={','.join(self._sizes)}", "--format=%N"]
+        return ",".join(filter(None, map(str.strip, _run(["squeue", *options], missing="").splitlines())))
+
     def standing(self) -> Standing:
         options = ["--noheader", "--noconvert", "--states=all", f"--jobs={','.join(self._sizes)}"]
-        said = _run(["squeue", *options, "--format=%A|%T|%D|%P|%r"], missing="")
-        lines = [line.split("|", 4) for line in said.splitlines() if line.count("|") >= 4]
-        states = {number.strip(): (state, int(held), partition, why) for number, state, held, partition, why in lines}
+        said = _run(["squeue", *options, "--format=%A|%T|%D|%P|%N|%r"], missing="")
+        lines = [line.split("|", 5) for line in said.splitlines() if line.count("|") >= 5]
+        states = {number.strip(): rest for number, *rest in lines}
         parts, nodes, over, anew = [], 0, [], []
-        for number, size in self._sizes.items():
-            state, held, partition, reason = states.get(number, ("over", 0, "", ""))
+        for number in self._sizes:
+            state, count, partition, hosts, reason = states.get(number, ("over", "0", "", "", ""))
+            size = self._size(number, state, held := int(count))
             parts.append(f"SLURM job {number} is {state}{_because(reason, partition)}")
+            if hosts and state not in _WAITING:
+                self._began.add(number)
             nodes += 0 if state in _ENDED else size
             over += [f"SLURM job {number}"] if state in _ENDED else []
             anew += [f"SLURM job {number}"] if state in _WAITING else []
@@ -187,6 +259,16 @@ class Jobs(Group):
                 self._cancel(number, "has lost all of its agents")
         return Standing("; ".join(parts), nodes, over=over, anew=anew)
 
+    def _size(self, number: str, state: str, held: int) -> int:
+        """How many nodes a job has, or asks for; also notes the size of one that has to be asked for again."""
+        if state in _WAITING:
+            self._sizes[number] = self._most[number]
+        elif state == "RUNNING" and number not in self._came and held:  # before a node of it can have failed
+            self._sizes[number] = min(held, self._most[number])
+        if state in _ENDED - {"COMPLETED"}:
+            self._ended.setdefault(number, self._sizes[number])
+        return self._sizes[number]
+
     def _cancel(self, number: str, why: str) -> None:
         log.warning("SLURM job %s %s: cancelled, so that others can be asked for", number, why)
         _run(["scancel", number], missing="")
@@ -197,6 +279,8 @@ class Jobs(Group):
 
     def _log(self, number: str) -> str:
         path = self._folder / f"{number}.log"
+        if not path.exists() and number not in self._began:
+            return f"SLURM job {number} has not started, so it has no log."
         if not path.exists():
             return f"{path} is not there (yet, or not on this machine: log_folder must be on a file system of both)."
         lines = path.read_text(errors="replace").splitlines() or ["(nothing was written to it)"]
@@ -221,16 +305,40 @@ def _because(reason: str, partition: str) -> str:
     return f" ({reason}: {NEVER_STARTS})" if reason in _NEVER and not in_another else f" ({reason})"
 
 
-def _run(command: Sequence[str], text: str = "", missing: str | None = None) -> str:
-    """A command's output; where it fails, `missing`, or an error that says what it said."""
-    try:
-        done = subprocess.run(
-            command, input=text, capture_output=True, text=True, timeout=_COMMAND_S, check=False, start_new_session=True
+def _run(command: Sequence[str], missing: str | None = None) -> str:
+    """A command's output; if it knows no such job, `missing`."""
+    with _Command(command) as running:
+        return running.output(missing=missing)
+
+
+class _Command(contextlib.AbstractContextManager["_Command"]):
+    """One of SLURM's programs; it is killed at the end of the block."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self._name = command[0]
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, start_new_session=True
         )
-    except subprocess.TimeoutExpired:
-        raise LaunchError(f"{command[0]} did not answer for {_COMMAND_S:g} s; is slurmctld running?") from None
-    if done.returncode == 0:
-        return done.stdout
-    if missing is not None and "Invalid job id" in done.stderr:
-        return missing
-    raise LaunchError(f"{command[0]} failed: {done.stderr.strip() or f'status {done.returncode}'}")
+
+    def output(self, text: str | None = None, missing: str | None = None, timeout_s: float = _COMMAND_S) -> str:
+        """What it writes to stdout once it was given `text`; may be called again after an interruption.
+
+        Raises:
+            LaunchError: If it fails, with what it said, or does not end in time.
+        """
+        try:
+            output, errors = self._process.communicate(text, timeout_s)
+        except subprocess.TimeoutExpired:
+            said = f"{self._name} did not answer for {timeout_s:g} s; is slurmctld running, and is SLURM_CONF right?"
+            raise LaunchError(said) from None
+        if self._process.returncode == 0:
+            return output
+        if missing is not None and "Invalid job id" in errors:
+            return missing
+        raise LaunchError(f"{self._name} failed: {errors.strip() or f'status {self._process.returncode}'}")
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        with self._process:
+            return

@@ -16,6 +16,7 @@ from typing import Annotated
 import msgspec
 
 from farstep.core import Buffer
+from farstep.errors import WireError
 from farstep.wire.messages import Count, Line, Lines, Word, decoded
 
 BEAT_S = 1.0
@@ -23,7 +24,8 @@ OUTPUT_BYTES = 64 * 1024
 """Of one worker's output, at most so much is sent at a time."""
 MOST_WORKERS = 1 << 14
 """Of one node."""
-Name = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{16}\Z")]
+NAME_BYTES = 16
+Name = Annotated[str, msgspec.Meta(pattern=rf"\A[0-9a-f]{{{NAME_BYTES}}}\Z")]
 """Of a node: drawn by its agent, and known to that and to the head alone."""
 
 
@@ -42,6 +44,8 @@ class NodeHello(msgspec.Struct, tag="node-hello"):
     """Which of the head's addresses it reached."""
     setup_failed: Line = ""
     """What of the `setup` failed on the node, if something did."""
+    replaces: Name | None = None
+    """The daemon that was killed there, and that this one was started in place of."""
 
 
 class NodeBeat(msgspec.Struct, tag="node-beat"):
@@ -123,3 +127,18 @@ def decode_from_node(frames: Sequence[Buffer]) -> FromNode:
 
 def decode_to_node(frames: Sequence[Buffer]) -> ToNode:
     return decoded(_to_node, frames)
+
+
+class _Versions(msgspec.Struct):
+    versions: Lines
+
+
+_versions = msgspec.msgpack.Decoder(_Versions)
+
+
+def versions_in(frames: Sequence[Buffer]) -> dict[str, str]:
+    """The versions that a message names, also one that cannot be decoded: a hello of another version of farstep."""
+    try:
+        return decoded(_versions, frames).versions
+    except WireError:
+        return {}

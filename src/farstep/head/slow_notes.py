@@ -1,0 +1,33 @@
+"""Log what a blocking call waits for, while the thread that waits cannot do it itself."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Iterator
+
+log = logging.getLogger("farstep")
+FIRST_NOTE_S, NOTE_S = 5.0, 10.0
+"""Seconds until a start says what it waits for, and between further notes."""
+
+
+@contextlib.contextmanager
+def noted_while_slow(what: str) -> Iterator[None]:
+    """Log `what` after `FIRST_NOTE_S`, and every `NOTE_S` from then on, until the block ends."""
+    done, began = threading.Event(), time.monotonic()
+
+    def note() -> None:
+        pause_s = FIRST_NOTE_S
+        while not done.wait(pause_s):
+            log.warning("waiting for %.0f s: %s", time.monotonic() - began, what)
+            pause_s = NOTE_S
+
+    thread = threading.Thread(target=note, daemon=True, name="farstep-notes")
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()

@@ -1,0 +1,89 @@
+"""A start that takes longer than a few seconds says what it waits for, and Ctrl-C says that it stopped."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from checks import cluster, eventually, within
+
+import farstep
+from farstep.head import server
+from farstep.testing import CountingEnv
+
+pytestmark = pytest.mark.timeout(120)
+
+
+class GatedEnv(CountingEnv):
+    """Cannot be built before the file is there."""
+
+    def __init__(self, gate: str) -> None:
+        super().__init__()
+        while not Path(gate).exists():
+            time.sleep(0.01)
+
+
+def program(folder: Path, name: str, *lines: str) -> None:
+    (folder / name).write_text("\n".join(["#!/bin/sh", *lines, ""]))
+    (folder / name).chmod(0o755)
+
+
+@pytest.fixture
+def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder whose programs are found first."""
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    return tmp_path
+
+
+def test_workers_that_are_slow_to_build_environments_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("FIRST_NOTE_S", "NOTE_S"):
+        monkeypatch.setattr(server, name, 0.05)
+    gate = tmp_path / "gate"
+    env = cluster(GatedEnv, env_kwargs={"gate": str(gate)})
+    with caplog.at_level(logging.WARNING, "farstep"):
+        launching = threading.Thread(target=env.launch)
+        launching.start()
+        try:
+            eventually(lambda: "worker 0 is constructing" in caplog.text)
+        finally:
+            gate.touch()
+            launching.join(60)
+    env.close()
+
+
+def test_training_says_that_the_engine_does_not_answer_and_that_it_was_stopped(programs: Path) -> None:
+    """A job that is submitted in the moment of Ctrl-C is cancelled."""
+    program(programs, "sbatch", f"while [ ! -e {programs}/go ]; do sleep 0.05; done", "echo 77")
+    program(programs, "scancel", f"echo $* >> {programs}/cancelled")
+    command = [sys.executable, "-m", "farstep", "train", "ppo", "--env", "CartPole-v1", "--launcher", "slurm"]
+    with subprocess.Popen(command, cwd=programs, stderr=subprocess.PIPE, text=True) as head:
+        assert head.stderr is not None
+        try:
+            said = within(head.stderr.readline)
+            assert "Slurm has not answered yet" in said
+            head.send_signal(signal.SIGINT)
+            (programs / "go").touch()
+            _, rest = head.communicate(timeout=60)
+        finally:
+            (programs / "go").touch()  # sbatch is in a session of its own
+            head.kill()
+    assert "stopped by SIGINT before training began" in rest and head.returncode == 130
+    assert (programs / "cancelled").read_text().splitlines()[0] == "77"
+    assert not (programs / "runs").exists()
+
+
+def test_an_engine_that_refuses_is_asked_once_and_not_for_each_worker(programs: Path) -> None:
+    program(programs, "sbatch", f"echo asked >> {programs}/asked", "echo no such cluster >&2", "exit 1")
+    config = farstep.SlurmConfig(nodes=2, workers_per_node=2, log_folder=str(programs / "logs"))
+    with pytest.raises(farstep.LaunchError, match=r"sbatch failed: no such cluster"):
+        within(cluster(config=config).launch)
+    assert (programs / "asked").read_text() == "asked\n"
