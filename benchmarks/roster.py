@@ -116,6 +116,16 @@ BUFFERS = (
     BufferContender(name="numpy-out", script="buffer_numpy.py", venv=OWN, options=("--mode", "out")),
     BufferContender(name="farstep", script="buffer_farstep.py", venv=OWN),
     BufferContender(name="farstep-next-row", script="buffer_farstep.py", venv=OWN, options=("--mode", "next-row")),
+    *(
+        BufferContender(
+            name=f"farstep-remover-{kind}",
+            script="buffer_farstep.py",
+            venv=OWN,
+            options=("--mode", f"remover-{kind}"),
+            by_default=False,
+        )
+        for kind in ("lifo", "uniform", "prioritised", "heap")
+    ),
     BufferContender(name="torchrl", script="buffer_torchrl.py", venv="torchrl"),
     BufferContender(
         name="torchrl-tensordict", script="buffer_torchrl.py", venv="torchrl", options=("--mode", "tensordict")

@@ -1,4 +1,5 @@
-"""farstep's buffer, in its defaults; ``next-row``: without next_obs, which NStep(1) reads from the row that follows."""
+"""farstep's buffer, in its defaults; ``next-row``: without next_obs, which NStep(1) reads from the row that follows;
+``remover-...``: another remover than the default one, which removes the oldest rows."""
 
 from typing import Any
 
@@ -8,7 +9,14 @@ import _setup  # noqa: F401
 from replay import ALPHA, BETA, KEYS, Array, Rows, Store, Task, parse_arguments, run
 
 import farstep
-from farstep.buffer import NStep, Prioritized, Uniform
+from farstep.buffer import LIFO, MinHeap, NStep, Prioritized, Uniform
+
+REMOVERS = {
+    "remover-lifo": LIFO(),
+    "remover-uniform": Uniform(),
+    "remover-prioritised": Prioritized(),
+    "remover-heap": MinHeap(),
+}
 
 
 class FarstepBuffer(Store):
@@ -16,7 +24,8 @@ class FarstepBuffer(Store):
 
     def __init__(self, task: Task, rows_per_insert: int) -> None:
         sampler = Prioritized(alpha=ALPHA, beta=BETA) if task.prioritised else Uniform()
-        self.buffer = farstep.Buffer(task.capacity, NStep(1, by=sampler) if task.mode == "next-row" else sampler)
+        chosen = NStep(1, by=sampler) if task.mode == "next-row" else sampler
+        self.buffer = farstep.Buffer(task.capacity, chosen, remover=REMOVERS.get(task.mode or ""))
 
     def insert(self, rows: Rows) -> None:
         self.buffer.insert(rows)
@@ -40,8 +49,9 @@ class NextRowBuffer(FarstepBuffer):
 
 
 if __name__ == "__main__":
-    task = parse_arguments(modes=("plain", "next-row"))
-    if task.mode == "plain":
-        run("farstep", task, FarstepBuffer, packages=("farstep",))
-    else:
+    task = parse_arguments(modes=("plain", "next-row", *REMOVERS))
+    if task.mode == "next-row":
         run("farstep-next-row", task, NextRowBuffer, packages=("farstep",))
+    else:
+        name = "farstep" if task.mode == "plain" else f"farstep-{task.mode}"
+        run(name, task, FarstepBuffer, packages=("farstep",))

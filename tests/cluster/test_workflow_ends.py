@@ -24,7 +24,7 @@ from tables import (
 )
 
 import farstep
-from farstep.buffer import MaxHeap, Queue, RateLimiter, Uniform
+from farstep.buffer import LIFO, MaxHeap, Queue, RateLimiter, Uniform
 from farstep.buffer.passers import LocalQueue
 from farstep.buffer.triggers import DataKeyTrigger, ObjectKeyTrigger, TimeTrigger, Trigger
 from farstep.errors import BufferTimeout, ClosedError, ConfigError, FarstepError
@@ -298,7 +298,12 @@ STANDSTILLS: dict[str, Any] = {
     "rows without order": (
         lambda env: table(env, taking(), buffer=farstep.Buffer(64, Uniform(), remover=MaxHeap())),
         ConfigError,
-        "no order",
+        r"remover=MaxHeap\(\) removes rows in any order",
+    ),
+    "rows that leave in any order": (
+        lambda env: table(env, taking(), buffer=farstep.Buffer(64, LIFO())),
+        ConfigError,
+        r"LIFO\(\) with max_times_sampled=1 takes rows out in any order",
     ),
     "a buffer for others": (
         lambda env: table(env, taking(), buffer=farstep.Buffer(64, Uniform(), spec={"obs": ((3,), "f4")})),

@@ -152,7 +152,7 @@ class Contents:
         if valid is not None and valid.ndim == 1 and not valid.all():  # some are no steps, but a reset's
             filler, rows = np.flatnonzero(valid == 0), np.flatnonzero(valid)
             cells = np.full(len(filler), self._free[-1])
-            keys[filler] = table.put_cells(cells)
+            keys[filler] = table.put_cells(cells, is_distinct=False)
             table.remove(cells[:1])
         fitting = min(len(rows), self.capacity - table.size)
         if fitting:
@@ -186,13 +186,16 @@ class Contents:
             gone = np.unique(path)
             if len(path) > 1:
                 further, cells = rows[evicted + 1 : evicted + len(path)], path[:-1]
-                keys[further] = new = table.put_cells(cells)
+                is_distinct = len(gone) == len(path)
+                keys[further] = new = table.put_cells(cells, is_distinct)
                 for selector in self._selectors():
                     selector.removed(gone)
-                stay = _last_occurrences(cells)
-                stay = stay[cells[stay] != path[-1]]
-                if len(stay):
-                    self._write(cells[stay], values, further[stay], new[stay])
+                if not is_distinct:
+                    stay = _last_occurrences(cells)
+                    stay = stay[cells[stay] != path[-1]]
+                    cells, further, new = cells[stay], further[stay], new[stay]
+                if len(cells):
+                    self._write(cells, values, further, new)
                 gone = path[-1:]
             self.remove(gone)
             evicted += len(path)

@@ -274,29 +274,39 @@ class HeapSelector(Idle):
 
     def _push(self, cells: Array, priorities: Array) -> None:
         self.priorities[cells] = priorities
-        for cell, priority in zip(cells.tolist(), priorities.tolist(), strict=True):
-            self._stamp[cell] = self._count
-            heapq.heappush(self._heap, (self._sign * priority, self._count, cell))
-            self._count += 1
+        stamps = range(self._count, self._count + len(cells))
+        self._stamp[cells] = stamps
+        self._count = stamps.stop
+        for entry in zip((self._sign * priorities).tolist(), stamps, cells.tolist(), strict=True):
+            heapq.heappush(self._heap, entry)
         if len(self._heap) > 64 + 4 * self._table.size:
             self._heap = [entry for entry in self._heap if self._stamp[entry[2]] == entry[1]]
             heapq.heapify(self._heap)
 
     def select(self, n: int, rng: np.random.Generator) -> tuple[Array, Array]:
-        found: list[tuple[float, int, int]] = []
-        while self._heap and len(found) < n:
-            entry = heapq.heappop(self._heap)
-            if self._stamp[entry[2]] == entry[1]:
-                found.append(entry)
+        found = self._popped(n)
         for entry in found:
             heapq.heappush(self._heap, entry)
         return np.array([cell for _, _, cell in found], np.int64), np.ones(len(found))
 
     def displaced(self, n: int, rng: np.random.Generator) -> Array:
-        cells = self.select(n, rng)[0]
-        newest = np.flatnonzero(self._stamp[cells] == self._count - 1)
-        # Further items have the same priority as this one and come right after it, before all others.
-        return np.resize(cells[: newest[0] + 1], n) if len(newest) else cells
+        # All that are popped are removed. Further items have the same priority as the newest one and come right after
+        # it, before all others.
+        found = self._popped(n, self._count - 1)
+        cells = np.array([cell for _, _, cell in found], np.int64)
+        return np.resize(cells, n) if found[-1][1] == self._count - 1 else cells
+
+    def _popped(self, n: int, last: int = -1) -> list[tuple[float, int, int]]:
+        """The next `n` entries of the heap, or those up to the one with the stamp `last`."""
+        found: list[tuple[float, int, int]] = []
+        heap, stamp = self._heap, self._stamp
+        while heap and len(found) < n:
+            entry = heapq.heappop(heap)
+            if stamp[entry[2]] == entry[1]:
+                found.append(entry)
+                if entry[1] == last:
+                    break
+        return found
 
     def state(self) -> Mapping[str, Array]:
         true = sorted(entry for entry in self._heap if self._stamp[entry[2]] == entry[1])

