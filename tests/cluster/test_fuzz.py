@@ -282,6 +282,15 @@ def test_a_stream_goes_on_whatever_a_local_worker_sends(tmp_path: Path, caplog: 
     assert len(refusals) == len(MISDEEDS)
 
 
+def test_make_vec_says_what_a_worker_sent_that_cannot_be_accepted(tmp_path: Path) -> None:
+    kwargs = {"misdeeds": ["progress"], "folder": str(tmp_path)}
+    vector = farstep.make_vec(RogueEnv, 1, env_kwargs=kwargs)
+    with contextlib.closing(vector), pytest.raises(farstep.WorkerError, match="cannot be accepted: Progress from a"):
+        vector.reset()
+        while True:
+            vector.step(np.zeros(1, np.int64))
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_a_worker_without_shared_memory_keeps_to_its_channels(monkeypatch: pytest.MonkeyPatch) -> None:
     with cluster(CountingEnv, workers=1, transport="tcp") as env:

@@ -176,8 +176,10 @@ class Crew:
 
     def distrust(self, seat: Seat, error: WireError) -> None:
         """A worker said what cannot be read, or cannot be true: it is replaced."""
-        if self.membership.members[seat.worker].state is not life.State.DYING:
+        if self.membership.is_running(seat.worker):
             log.warning("worker %d sent what cannot be accepted: %s", seat.worker, str(error))
+            seat.blame(seat.phase)
+            seat.error = WorkerError(f"a worker sent what cannot be accepted: {error}", seat.where(seat.phase))
         self.act_on(life.Gone(seat.worker))
 
     def _read_output(self, seat: Seat) -> None:
