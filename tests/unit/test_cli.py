@@ -197,7 +197,7 @@ def test_a_run_of_another_learner_is_named(tmp_path: Path, capsys: pytest.Captur
     ("option", "before"),
     [
         ("--hidden 32", "--hidden 64 64"),
-        ("--normalize-obs", "--no-normalize-obs"),
+        ("--no-normalize-obs", "--normalize-obs"),
         ("--seed 3", "--seed 1"),
         ("--env-kwargs '{\"a\": 1}'", "--env-kwargs '{}'"),
     ],
