@@ -194,3 +194,24 @@ def unknown_name(what: str, got: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(got, names, n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     return f"unknown {what} {got!r}.{hint} Known: {', '.join(names)}."
+
+
+EXTRAS = {
+    "Box2D": "envs",
+    "ale_py": "envs",
+    "cv2": "envs",
+    "pygame": "envs",
+    "envpool": "envpool",
+    "imageio_ffmpeg": "video",
+    "matplotlib": "plot",
+    "tensorboard": "tensorboard",
+    "torch": "torch",
+    "wandb": "wandb",
+}
+"""By module, the extra of farstep that installs it."""
+
+
+def install_extra(module: str) -> str:
+    """The command that installs a module with farstep's extra; empty if no extra has it."""
+    extra = EXTRAS.get(module.partition(".")[0])
+    return "" if extra is None else f"pip install 'farstep[{extra}]'"
