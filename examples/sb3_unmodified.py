@@ -1,7 +1,8 @@
 """Stable-Baselines3's PPO and DQN as they are, their environments stepped by farstep's workers.
 
 `farstep.make_vec` is a Gymnasium vector environment. Stable-Baselines3 has a class of its own for that, older than
-Gymnasium's; `Adapter` is one in terms of the other, and takes any Gymnasium vector environment in SAME_STEP mode.
+Gymnasium's; `Adapter` is one in terms of the other, and takes any Gymnasium vector environment in SAME_STEP mode. With
+`env_kwargs={"render_mode": "rgb_array"}` in `make_vec`, `VecVideoRecorder(Adapter(envs), ...)` records videos.
 Needs `pip install stable-baselines3`.
 """
 
@@ -42,10 +43,16 @@ class Adapter(VecEnv):
         self._envs = envs
         self._actions: Any = None
         super().__init__(envs.num_envs, envs.single_observation_space, envs.single_action_space)
+        self.metadata = {**envs.metadata, **self.metadata}  # VecVideoRecorder looks for render_fps
 
     def reset(self) -> np.ndarray:
-        obs, _ = self._envs.reset(seed=self._seeds if any(seed is not None for seed in self._seeds) else None)
+        if any(options != self._options[0] for options in self._options):
+            raise NotImplementedError("a Gymnasium vector environment takes the same options for all its environments")
+        seeds = self._seeds if any(seed is not None for seed in self._seeds) else None
+        obs, info = self._envs.reset(seed=seeds, options=self._options[0] or None)
+        self.reset_infos = split(info, self.num_envs)
         self._reset_seeds()
+        self._reset_options()
         return obs
 
     def step_async(self, actions: np.ndarray) -> None:
@@ -53,10 +60,18 @@ class Adapter(VecEnv):
 
     def step_wait(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[dict[str, Any]]]:
         obs, reward, terminated, truncated, info = self._envs.step(self._actions)
-        infos: list[dict[str, Any]] = [{"TimeLimit.truncated": cut} for cut in (truncated & ~terminated).tolist()]
-        for i in np.flatnonzero(terminated | truncated):
-            infos[i]["terminal_observation"] = info["final_obs"][i]
-        return obs, reward, terminated | truncated, infos
+        done = terminated | truncated
+        infos = split(info, self.num_envs)
+        for i in np.flatnonzero(done):  # SAME_STEP: these have been reset, and what the episode ended with is aside
+            last = infos[i].pop("final_info", {})
+            last["terminal_observation"] = infos[i].pop("final_obs")
+            self.reset_infos[i], infos[i] = infos[i], last
+        for i, cut in enumerate((truncated & ~terminated).tolist()):
+            infos[i]["TimeLimit.truncated"] = cut
+        return obs, reward, done, infos
+
+    def get_images(self) -> Sequence[np.ndarray | None]:
+        return list(self._envs.render() or [None] * self.num_envs)
 
     def close(self) -> None:
         self._envs.close()
@@ -82,6 +97,17 @@ class Adapter(VecEnv):
 
     def _some(self, values: Sequence[Any], indices: int | Iterable[int] | None) -> list[Any]:
         return [values[i] for i in self._get_indices(indices)]
+
+
+def split(infos: dict[str, Any], num_envs: int) -> list[dict[str, Any]]:
+    """Each environment's own infos out of a vector's, which says in `_key` which of them have a `key`."""
+    parts: list[dict[str, Any]] = [{} for _ in range(num_envs)]
+    for key, value in infos.items():
+        if (owners := infos.get(f"_{key}")) is not None:
+            entries = split(value, num_envs) if isinstance(value, dict) else value
+            for i in np.flatnonzero(owners):
+                parts[i][key] = entries[i]
+    return parts
 
 
 class Progress(BaseCallback):

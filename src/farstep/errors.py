@@ -284,3 +284,24 @@ def unknown_name(what: str, got: str, known: Iterable[str]) -> str:
 def counted(number: int, noun: str) -> str:
     """A number with its noun: `1 node`, `2 nodes`."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+EXTRAS = {
+    "Box2D": "envs",
+    "ale_py": "envs",
+    "cv2": "envs",
+    "pygame": "envs",
+    "envpool": "envpool",
+    "imageio_ffmpeg": "video",
+    "matplotlib": "plot",
+    "tensorboard": "tensorboard",
+    "torch": "torch",
+    "wandb": "wandb",
+}
+"""By module, the extra of farstep that installs it."""
+
+
+def install_extra(module: str) -> str:
+    """The command that installs a module with farstep's extra; empty if no extra has it."""
+    extra = EXTRAS.get(module.partition(".")[0])
+    return "" if extra is None else f"pip install 'farstep[{extra}]'"

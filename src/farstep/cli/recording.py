@@ -17,7 +17,7 @@ from farstep.learners.nets import ActorCritic, NetConfig, make_agent
 from farstep.learners.run_config import RunConfig
 from farstep.observe.video import require_encoder, write_video
 from farstep.spec import leaves, map_leaves, nest, space_schema
-from farstep.worker.sources import Source
+from farstep.worker.sources import Source, explain_missing
 
 Env = gymnasium.Env[Any, Any]
 
@@ -58,6 +58,12 @@ def check_recording(run: RunConfig) -> None:
     if run.env_type in ("envpool", "vector"):
         raise ConfigError(f"environments of type {run.env_type} cannot be rendered one by one; use a gymnasium one.")
     require_encoder()
+    env = _environment(run)
+    try:
+        env.reset(seed=run.seed)
+        _picture(env)
+    finally:
+        env.close()
 
 
 def _environment(run: RunConfig) -> Env:
@@ -89,7 +95,11 @@ def _pictures(
 
 
 def _picture(env: Env) -> Array:
-    picture = env.render()
+    try:
+        picture = env.render()
+    except gymnasium.error.DependencyNotInstalled as error:
+        name = env.spec.id if env.spec is not None else type(env.unwrapped).__name__
+        raise ConfigError(f"to be rendered, {explain_missing(name, error)}") from error
     if not isinstance(picture, np.ndarray):
         raise ConfigError(
             f"the environment's render() returned {type(picture).__name__}; a video needs pictures: the environment "

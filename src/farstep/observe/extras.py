@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from farstep.errors import ConfigError
+from farstep.errors import ConfigError, install_extra
 
 
 def require(module: str, package: str, purpose: str, needed: str) -> Any:
@@ -19,4 +19,5 @@ def require(module: str, package: str, purpose: str, needed: str) -> Any:
             return found
         # A plain folder called `wandb`, such as Weights & Biases makes, can be imported, but holds nothing.
         reason = f"what is imported as {module} has no {needed}: {getattr(found, '__path__', found)}"
-    raise ConfigError(f"{purpose} needs the package {package} ({reason}). Install it: pip install {package}")
+    extra = f", or with farstep's extra: {command}" if (command := install_extra(module)) else ""
+    raise ConfigError(f"{purpose} needs the package {package} ({reason}). Install it: pip install {package}{extra}")

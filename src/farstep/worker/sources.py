@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import gymnasium
-from gymnasium.envs.registration import EnvSpec
+from gymnasium.envs.registration import EnvSpec, find_highest_version, get_env_id, parse_env_id
 
 from farstep.config import EnvConfig, is_dotted_path
-from farstep.errors import ConfigError, described
+from farstep.errors import ConfigError, described, install_extra
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,7 @@ class Source:
             else:
                 env = _callable(name)(**self.env_kwargs)
         if not isinstance(env, gymnasium.Env):
+            _refuse_agents(name, env)
             raise ConfigError(
                 f"the factory {name!r} returned a {type(env).__name__}; expected a gymnasium.Env "
                 "(use type='vector' for one that returns a VectorEnv)."
@@ -72,6 +73,7 @@ class Source:
             else:
                 env = _callable(self.env_name)(num_envs=num_envs, **self.env_kwargs)
         if not isinstance(env, gymnasium.vector.VectorEnv):
+            _refuse_agents(self.env_name, env)
             raise ConfigError(
                 f"{self.env_name!r} returned a {type(env).__name__}; type='vector' expects a "
                 "gymnasium.vector.VectorEnv (use type='factory' for a single environment)."
@@ -88,8 +90,31 @@ class Source:
 def _make(name: Any, kwargs: Mapping[str, Any]) -> gymnasium.Env[Any, Any]:
     if isinstance(name, str) and name.startswith("ALE/") and name not in gymnasium.registry:
         importlib.import_module("ale_py")  # registers its environments
+    if isinstance(name, str):
+        _check_version(name)
     # The checker warns about the same things in every worker; a user runs it once where they write the environment.
     return gymnasium.make(name, **{"disable_env_checker": True, **kwargs})
+
+
+def _check_version(name: str) -> None:
+    """Name the version that there is, where Gymnasium would warn and then raise."""
+    if name in gymnasium.registry or ":" in name:
+        return
+    with contextlib.suppress(gymnasium.error.Error):  # what is no id at all is Gymnasium's to say
+        namespace, stem, version = parse_env_id(name)
+        newest = find_highest_version(namespace, stem)
+        if version is not None and newest is not None:
+            known = get_env_id(namespace, stem, newest)
+            raise ConfigError(f"{name!r} is not registered; the newest version is {known!r}: use that one.")
+
+
+def explain_missing(name: object, error: gymnasium.error.DependencyNotInstalled | ModuleNotFoundError) -> str:
+    """One sentence for a package that an environment needs: how farstep's extra installs it, or what was said."""
+    missing = error if isinstance(error, ModuleNotFoundError) else error.__cause__
+    module = (getattr(missing, "name", None) or "").partition(".")[0]
+    if command := install_extra(module):
+        return f"{name!r} needs {module}, which is not installed. Install it: {command}"
+    return f"{name!r} needs a package that is not installed: {error}"
 
 
 @contextlib.contextmanager
@@ -105,7 +130,11 @@ def _advice(source: str | EnvSpec | Callable[..., Any], kwargs: Mapping[str, Any
             f"{described(error)} A worker knows only what it imports: if your script registers {name!r}, "
             f"do that in a module of its own and name it ('your_module:{name}'), or pass the class with type='factory'."
         ) from error
+    except gymnasium.error.DependencyNotInstalled as error:
+        raise ConfigError(explain_missing(name, error)) from error
     except ModuleNotFoundError as error:
+        if install_extra(error.name or ""):
+            raise ConfigError(explain_missing(name, error)) from error
         raise ConfigError(
             f"{name!r} cannot be imported: {error.__cause__ or error}. Install it, or start the run in its folder or "
             "with that in PYTHONPATH."
@@ -118,6 +147,18 @@ def _advice(source: str | EnvSpec | Callable[..., Any], kwargs: Mapping[str, Any
             f"{name!r} cannot be made with the arguments {dict(kwargs)}: {str(cause).rstrip('.')}. Give those that it "
             "takes: an environment's as env_kwargs, a wrapper's by a function of your own that takes the environment."
         ) from error
+
+
+def _refuse_agents(name: object, env: object) -> None:
+    """Say of an environment of PettingZoo what it is."""
+    agents = getattr(env, "possible_agents", None)
+    if agents is not None or any(kind.__module__.partition(".")[0] == "pettingzoo" for kind in type(env).__mro__):
+        raise ConfigError(
+            f"{name!r} returned a {type(env).__name__}, an environment of PettingZoo for several agents"
+            f"{f' ({len(agents)})' if agents else ''}; farstep steps environments with one agent. Write a "
+            "gymnasium.Env that is one agent's view of it and plays the others itself, or, if all agents share a "
+            "policy, turn it into a VectorEnv (SuperSuit does) and use type='vector'."
+        )
 
 
 def _is_from_library(error: BaseException) -> bool:
