@@ -110,7 +110,9 @@ def through_process(firings: int) -> list[float]:
 
 
 def main(args: Args) -> None:
-    cases = {f"call, {actors} actors, {1 + 2 * o} triggers": (actors, o) for actors in (4, 32, 256) for o in (0, 1, 5)}
+    cases = {
+        f"call, {actors} actors, {1 + 2 * o} triggers": (actors, o) for actors in (4, 64, 256, 1024) for o in (0, 1, 5)
+    }
     rows = {name: direct(actors, others, args.firings) for name, (actors, others) in cases.items()}
     rows["thread and back, 4 actors, 3 triggers"] = through_thread(args.firings)
     rows["process and back, 4 actors, 3 triggers"] = through_process(args.firings)

@@ -389,11 +389,14 @@ class Workflow:
             if needed > len(self._present) and not trigger.is_warm:
                 log.warning(
                     "%r waits for %d workers, and %d of at most %d are present, so it does not fire before others "
-                    'join. DataKeyTrigger(n="all", ...) goes on with those that are present.',
+                    "join. %s",
                     trigger,
                     needed,
                     len(self._present),
                     self.env.num_workers,
+                    "min_nodes requires them."
+                    if trigger.n is None
+                    else 'DataKeyTrigger(n="all", ...) goes on with those that are present.',
                 )
 
     def _fires_early(self, steps: int) -> bool:

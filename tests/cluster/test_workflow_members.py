@@ -64,6 +64,7 @@ def test_an_on_policy_table_goes_on_while_nodes_join_and_leave(tmp_path: Path) -
         os.kill(env.stats()["nodes"][0]["pid"], signal.SIGKILL)
         before = len(learner.batches)
         within(lambda: flow.run(until=lambda: 2 in learner.columns()[before:]), 120)
+        within(lambda: flow.run(until=lambda: learner.columns()[-2:] == [3, 3]), 120)  # it is replaced
         env.scale(nodes=1)
         within(lambda: flow.run(until=lambda: learner.columns()[-2:] == [1, 1]), 120)
         assert set(learner.lags) == {0}

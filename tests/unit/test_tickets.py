@@ -183,7 +183,9 @@ def test_a_feed_never_stands_still_and_never_runs_too_far_ahead(seed: int) -> No
             up.remove(worker)
             tickets.lost(worker)
         elif event < 0.2:
-            up.add(rng.randrange(workers))
+            back = rng.randrange(workers)
+            up.add(back)
+            tickets.join(back)
         elif open_tickets:
             order = rng.choice(open_tickets)
             tickets.accept(order.worker, order.seq, 0, None)

@@ -144,7 +144,9 @@ class TicketWorld:
         self.up[worker] = False
 
     def revive(self) -> None:
-        self.up[self.rng.randrange(self.workers)] = True
+        worker = self.rng.randrange(self.workers)
+        self.up[worker] = True
+        self.tickets.join(worker)
 
     def cancel(self) -> None:
         for worker, queue in self.queues.items():
@@ -188,6 +190,8 @@ class TicketWorld:
     def next_batch(self) -> list[Arrived]:
         """With everybody there and at work, the learner gets a batch: it is never starved."""
         self.up = [True] * self.workers
+        for worker in range(self.workers):
+            self.tickets.join(worker)
         self.learn()
         for _ in range((self.num_chunks or 1) + 2):
             if self.held:

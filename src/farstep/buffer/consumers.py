@@ -58,6 +58,8 @@ class Guard:
         self.samples = samples or int(len(by_data) > len(self.takers))
         self._open: list[Message] = []
         """Passed on and not done."""
+        self._held: dict[Actor, list[int]] = {}
+        """Per actor, where the windows of these begin."""
         self._passed = 0
         self._gaps: dict[Actor, int] = {}
         """Per actor, the row before which some were dropped that it had been the turn of."""
@@ -80,6 +82,8 @@ class Guard:
         self._passed += 1
         message = {**message, "message_id": f"{message['trigger_id']}/{self._passed}"}
         self._open.append(message)
+        for actor, start, _ in rows_of(message):
+            self._held.setdefault(actor, []).append(start)
         try:
             with self._updating(message):
                 done = self._passer(message) is not False
@@ -127,7 +131,10 @@ class Guard:
 
     def _finish(self, message: Message, unhandled: str | None) -> None:
         """A message is done; `unhandled` says why it was not handled: "stale", "cancelled", or "" (it raised)."""
-        self._open = [each for each in self._open if each is not message]
+        if any(each is message for each in self._open):
+            self._open = [each for each in self._open if each is not message]
+            for actor, start, _ in rows_of(message):
+                self._held[actor].remove(start)
         if self.takers:
             if unhandled:
                 self.skip(message)
@@ -162,8 +169,8 @@ class Guard:
 
     def unread_from(self, actor: int) -> int:
         """The first row of an actor that is in use, or that a message to come may name."""
-        held = (start for message in self._open for each, start, _ in rows_of(message) if each == actor)
-        return min([*(leaf.next_of(actor) for leaf in self.takers), *held])
+        found: list[int] = [*(leaf.next_of(actor) for leaf in self.takers), *self._held.get(actor, ())]
+        return min(found)
 
     def discard(self, state: Ledger) -> None:
         """What it was not told of is not wanted any more."""

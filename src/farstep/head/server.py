@@ -160,6 +160,10 @@ class Server:
     def _can_roll(self, seat: Seat) -> bool:
         return seat.ready and seat.handle is not None and not seat.handle.leaving
 
+    def __contains__(self, worker: object) -> bool:
+        """Whether a worker can be given a ticket."""
+        return isinstance(worker, int) and self._can_roll(self.seats[worker])
+
     def close(self) -> None:
         """Stop workers, kill the ones that do not stop in time, and free everything.
 
@@ -459,8 +463,7 @@ class Server:
         """Give every ticket that may be given now."""
         if self._failure is not None:
             return
-        available = [seat.worker for seat in self.seats if self._can_roll(seat)]
-        for order in self.tickets.grant(available, self._client.version()):
+        for order in self.tickets.grant(self, self._client.version()):
             ticket, frames = self._client.make_ticket(order)
             self.send(self.seats[order.worker], ticket, frames)
 

@@ -13,9 +13,11 @@ nobody can use. Without a bound on staleness only room holds workers back; `invi
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 _QUEUED_PER_WORKER = 2  # one being rolled, one to go on with at once
@@ -56,6 +58,10 @@ class FeedPlan:
     """Per worker, how many chunks it was asked for already; None: it rolls what it may."""
 
 
+Place = tuple[int, int, int]
+"""A worker's place in the queue for tickets: how many it has, how many it got so far, its number."""
+
+
 @dataclass
 class Session:
     """What the current call asked for, and how far it got."""
@@ -80,6 +86,13 @@ class Session:
     """Per worker, chunks that the learner has and is not done with (rounds count batches instead)."""
     invited: dict[int, int] | None = None
     """Per worker, how many tickets it was asked to take; None: it takes what it may have."""
+    held_total: int = 0
+    begun: Counter[int] = field(default_factory=Counter)
+    """Per worker, windows of a feed that it has begun and that were not consumed."""
+    begun_total: int = 0
+    completing: list[Place] = field(default_factory=list)
+    beginning: list[Place] = field(default_factory=list)
+    """Heaps of workers that may be given a ticket, by whether it goes on with a window; entries may be out of date."""
 
     @property
     def depth(self) -> int:
@@ -103,7 +116,11 @@ class Tickets:
         self._outstanding: dict[int, Order] = {}
         self._open: list[list[int]] = [[] for _ in range(num_workers)]
         """Per worker, the numbers of its open tickets, in order."""
-        self._arrived: deque[Arrived] = deque()
+        self._arrived: dict[int, Arrived] = {}
+        """By number of ticket, in order of arrival."""
+        self._arrived_of: Counter[int] = Counter()
+        self._oldest = 0
+        """No chunk that has arrived is of an older version."""
         self._session: Session | None = None
         self.issued = self.delivered = 0
         self.dropped: Counter[str] = Counter()
@@ -137,6 +154,8 @@ class Tickets:
         if feed is not None and feed.invited is not None:
             session.invited = {worker: feed.invited.get(worker, 0) for worker in range(self._workers)}
         self._session = session
+        for worker in range(self._workers):
+            self._touch(worker)
 
     @property
     def present(self) -> set[int]:
@@ -153,6 +172,7 @@ class Tickets:
         if self._session is not None and self._session.invited is not None:
             for worker in workers:
                 self._session.invited[worker] += chunks
+                self._touch(worker)
 
     def withdraw(self, worker: int) -> None:
         """The worker may not roll what it was asked for and has no ticket for."""
@@ -173,11 +193,11 @@ class Tickets:
 
     def is_live(self, seq: int) -> bool:
         """Whether the chunk of that ticket is still to come, or to be taken."""
-        return seq in self._outstanding or any(arrived.order.seq == seq for arrived in self._arrived)
+        return seq in self._outstanding or seq in self._arrived
 
     def arrived_of(self) -> list[int]:
         """The workers of chunks that nobody took yet, in order."""
-        return [arrived.order.worker for arrived in self._arrived]
+        return [arrived.order.worker for arrived in self._arrived.values()]
 
     def oldest_of(self, worker: int) -> int | None:
         """The open ticket that a worker got first: it does them in order."""
@@ -189,17 +209,19 @@ class Tickets:
 
     # ---- giving ----
 
-    def grant(self, available: Iterable[int], version: int) -> list[Order]:
-        """All tickets that the available workers may have now; `version` is the current one."""
+    def grant(self, available: Container[int], version: int) -> list[Order]:
+        """All tickets that the available workers may have now; `version` is the current one. `join` says that another
+        worker is available."""
         session = self._session
         if session is None:
             return []
         if session.num_chunks is None:
-            return [order for worker in available for order in self._rounds(session, worker, version)]
+            there = [worker for worker in range(self._workers) if worker in available]
+            return [order for worker in there for order in self._rounds(session, worker, version)]
         wanted = session.num_chunks
         if session.feed is not None and session.feed.actors is None:
-            wanted = max(1, len(self.present)) * session.feed.chunks
-        return self._first_come(session, wanted, list(available), version)
+            wanted = max(1, self._workers - len(self.absent | self._draining)) * session.feed.chunks
+        return self._first_come(session, wanted, available, version)
 
     def _rounds(self, session: Session, worker: int, version: int) -> list[Order]:
         orders = []
@@ -216,40 +238,89 @@ class Tickets:
             orders.append(self._order(session, worker, batch, lane, version + batch - session.released))
         return orders
 
-    def _first_come(self, session: Session, wanted: int, available: list[int], version: int) -> list[Order]:
+    def _first_come(self, session: Session, wanted: int, available: Container[int], version: int) -> list[Order]:
         orders: list[Order] = []
         while True:
-            ahead = len(self._outstanding) + len(self._arrived) + session.held.total()
-            free = [w for w in available if session.lanes[w] and self.busy(w) < _QUEUED_PER_WORKER]
-            if session.invited is not None:
-                free = [w for w in free if session.invited[w]]
-            if session.feed is not None:
-                free = self._admitted(session, session.feed, free)
-            elif ahead >= session.depth * wanted:
+            ahead = len(self._outstanding) + len(self._arrived) + session.held_total
+            if session.feed is None and ahead >= session.depth * wanted:
                 return orders
-            if not free:
+            # The worker that has least to do; among equals, the one that got least so far.
+            places = [self._first(session, session.completing, True, available)]
+            if self._may_begin(session):
+                places.append(self._first(session, session.beginning, False, available))
+            worker = min((place for place in places if place is not None), default=(0, 0, -1))[2]
+            if worker < 0:
                 return orders
-            # Whoever has least to do; among equals, whoever got least so far.
-            worker = min(free, key=lambda w: (self.busy(w), session.issued[w]))
             session.issued[worker] += 1
             if session.invited is not None:
                 session.invited[worker] -= 1
             lane = session.lanes[worker].pop()
             orders.append(self._order(session, worker, -1, lane, version + ahead // wanted))
 
-    def _admitted(self, session: Session, feed: FeedPlan, free: list[int]) -> list[int]:
-        """Those who may roll another chunk of a feed: to complete a window, or to begin one."""
-        if feed.max_staleness is None:
-            return free
-        chunks = session.held.copy()
-        chunks.update(order.worker for order in self._outstanding.values())
-        chunks.update(arrived.order.worker for arrived in self._arrived)
-        begun = sum(-(-count // feed.chunks) for count in chunks.values())
-        # Where all that are present are waited for, the bound of each is that of all: what one that has left still has
-        # in the buffer must not keep another from its own.
-        may_begin = feed.actors is None or begun < session.depth * feed.actors
-        most = session.depth * feed.chunks
-        return [w for w in free if chunks[w] % feed.chunks or (may_begin and chunks[w] < most)]
+    def _first(self, session: Session, queue: list[Place], inside: bool, available: Container[int]) -> Place | None:
+        """The first place of a queue that is up to date and whose worker may have a ticket."""
+        while queue:
+            worker = queue[0][2]
+            same = queue[0] == self._place(session, worker) and inside == self._is_inside(session, worker)
+            if same and self._may_roll(session, worker) and worker in available:
+                return queue[0]
+            heapq.heappop(queue)  # whatever changes that puts the worker into a queue again
+        return None
+
+    def _place(self, session: Session, worker: int) -> Place:
+        return self.busy(worker), session.issued[worker], worker
+
+    def _touch(self, worker: int) -> None:
+        """Something changed that may let a worker have a ticket."""
+        session = self._session
+        if session is None or session.num_chunks is None:
+            return
+        if session.feed is not None:
+            begun = -(-self._chunks_of(session, worker) // session.feed.chunks)
+            session.begun_total += begun - session.begun[worker]
+            session.begun[worker] = begun
+        if not self._may_roll(session, worker):
+            return
+        inside = self._is_inside(session, worker)
+        queue = session.completing if inside else session.beginning
+        if len(queue) > 4 * self._workers:
+            queue[:] = {
+                place
+                for place in queue
+                if place == self._place(session, place[2]) and inside == self._is_inside(session, place[2])
+            }
+            heapq.heapify(queue)
+        heapq.heappush(queue, self._place(session, worker))
+
+    def _chunks_of(self, session: Session, worker: int) -> int:
+        """How many chunks of a worker are being rolled, or wait, or are with the learner."""
+        return session.held[worker] + self.busy(worker) + self._arrived_of[worker]
+
+    def _may_roll(self, session: Session, worker: int) -> bool:
+        """Whether a worker could take another chunk as far as it alone is concerned."""
+        if not session.lanes[worker] or self.busy(worker) >= _QUEUED_PER_WORKER:
+            return False
+        if session.invited is not None and not session.invited[worker]:
+            return False
+        feed = session.feed
+        if feed is None or feed.max_staleness is None or self._is_inside(session, worker):
+            return True
+        return self._chunks_of(session, worker) < session.depth * feed.chunks
+
+    def _is_inside(self, session: Session, worker: int) -> bool:
+        """Whether its next chunk goes on with a window of a feed."""
+        feed = session.feed
+        if feed is None or feed.max_staleness is None:
+            return False
+        return self._chunks_of(session, worker) % feed.chunks > 0
+
+    def _may_begin(self, session: Session) -> bool:
+        """Whether another window may be begun. Where all that are present are waited for, the bound of each is that of
+        all: what one that has left still has in the buffer must not keep another from its own."""
+        feed = session.feed
+        if feed is None or feed.max_staleness is None or feed.actors is None:
+            return True
+        return session.begun_total < session.depth * feed.actors
 
     def _order(self, session: Session, worker: int, batch: int, lane: int, version_then: int) -> Order:
         """`version_then`: the version when the chunk is consumed, if the learner publishes once per batch."""
@@ -259,6 +330,7 @@ class Tickets:
         order = Order(self._seq, worker, batch, lane, bound)
         self._outstanding[order.seq] = order
         self._open[worker].append(order.seq)
+        self._touch(worker)
         return order
 
     # ---- taking ----
@@ -272,8 +344,10 @@ class Tickets:
         order = self._outstanding.get(seq)
         if order is None or order.worker != worker:
             return False
+        self._oldest = min(self._oldest, version) if self._arrived else version
+        self._arrived[seq] = Arrived(order, version, piece)
+        self._arrived_of[worker] += 1
         self._shut(order)
-        self._arrived.append(Arrived(order, version, piece))
         return True
 
     def give_back(self, worker: int, seq: int, cause: str) -> bool:
@@ -304,6 +378,7 @@ class Tickets:
         """The ticket is not open any more."""
         del self._outstanding[order.seq]
         self._open[order.worker].remove(order.seq)
+        self._touch(order.worker)
 
     def leave(self, worker: int) -> None:
         """The worker has no place to be, and nobody knows for how long: batches go on without it."""
@@ -331,6 +406,7 @@ class Tickets:
                 begun = max((session.issued[other] for other in others), default=0)
                 first = session.taken if len(others) < self._fewest else max(begun, session.taken)
                 session.since[worker] = session.issued[worker] = first
+        self._touch(worker)
 
     def _present(self, session: Session) -> set[int]:
         """Whose chunks the next batch needs."""
@@ -351,36 +427,47 @@ class Tickets:
             session.lanes[order.worker].append(order.lane)
             if session.invited is not None:
                 session.invited[order.worker] += 1
+            self._touch(order.worker)
 
     def take_one(self, wanted: Callable[[int], bool], version: int) -> Arrived | None:
         """The first chunk of a feed whose worker is wanted: held until `consumed`, its lane in use until `stored`."""
         session = self._session
         assert session is not None
         self._drop_stale(session, version)
-        for arrived in self._arrived:
-            if wanted(arrived.order.worker):
-                self._arrived.remove(arrived)
-                session.held[arrived.order.worker] += 1
+        for arrived in self._arrived.values():
+            worker = arrived.order.worker
+            if wanted(worker):
+                self._forget(arrived)
+                session.held[worker] += 1
+                session.held_total += 1
                 self.delivered += 1
                 return arrived
         return None
+
+    def _forget(self, arrived: Arrived) -> None:
+        del self._arrived[arrived.order.seq]
+        self._arrived_of[arrived.order.worker] -= 1
 
     def stored(self, arrived: Arrived) -> None:
         """A chunk of a feed was copied to where it stays."""
         if self._session is not None:
             self._session.lanes[arrived.order.worker].append(arrived.order.lane)
+            self._touch(arrived.order.worker)
 
     def consumed(self, worker: int, chunks: int, dropped: str | None = None) -> None:
         """The learner is done with some chunks of a feed, or they were dropped for a cause when it was their turn."""
         session = self._session
         if session is not None:
             # What an earlier session took is not held by this one.
-            session.held[worker] = max(0, session.held[worker] - chunks)
+            left = max(0, session.held[worker] - chunks)
+            session.held_total -= session.held[worker] - left
+            session.held[worker] = left
         if dropped is not None and chunks:
             self.delivered -= chunks
             self.dropped[dropped] += chunks
             if session is not None and session.invited is not None:
                 session.invited[worker] += chunks
+        self._touch(worker)
 
     def take(self, version: int) -> list[Arrived] | None:
         """The next batch if it is there, its chunks in order of workers; releases the one before."""
@@ -390,29 +477,32 @@ class Tickets:
         if session.num_chunks is None:
             if len(self._arrived) < self._workers - len(self.absent) - len(session.since):
                 return None  # as nearly always: not all of them are looked at for every one that arrives
-            batch = [arrived for arrived in self._arrived if arrived.order.batch == session.taken]
+            batch = [arrived for arrived in self._arrived.values() if arrived.order.batch == session.taken]
             missing = self._present(session) - {arrived.order.worker for arrived in batch}
             if missing or len(batch) < self._fewest:
                 return None
         else:
             if len(self._arrived) < session.num_chunks:
                 return None
-            batch = [self._arrived[i] for i in range(session.num_chunks)]
+            batch = list(islice(self._arrived.values(), session.num_chunks))
             session.held = Counter(arrived.order.worker for arrived in batch)
+            session.held_total = len(batch)
             for arrived in batch:  # copied together by the caller before anybody gets the next ticket
                 session.lanes[arrived.order.worker].append(arrived.order.lane)
-        taken = {arrived.order.seq for arrived in batch}
-        self._arrived = deque(arrived for arrived in self._arrived if arrived.order.seq not in taken)
+        for arrived in batch:
+            self._forget(arrived)
+            self._touch(arrived.order.worker)
         session.taken += 1
         self.delivered += len(batch)
         return sorted(batch, key=lambda arrived: (arrived.order.worker, arrived.order.seq))
 
     def _drop_stale(self, session: Session, version: int) -> None:
-        if session.max_staleness is None:
+        if session.max_staleness is None or not self._arrived or version - self._oldest <= session.max_staleness:
             return
-        for arrived in [a for a in self._arrived if version - a.version > session.max_staleness]:
-            self._arrived.remove(arrived)
+        for arrived in [a for a in self._arrived.values() if version - a.version > session.max_staleness]:
+            self._forget(arrived)
             self._drop(arrived.order, "stale")
+        self._oldest = min((arrived.version for arrived in self._arrived.values()), default=version)
 
     def release(self) -> None:
         """The learner is done with the batch it held."""
@@ -420,6 +510,7 @@ class Tickets:
         if session is not None:
             session.released = session.taken
             session.held.clear()
+            session.held_total = 0
 
     def cancel(self) -> int:
         """End the session; open tickets and unread chunks are dropped. Returns the last ticket's number."""
@@ -430,5 +521,6 @@ class Tickets:
         for numbers in self._open:
             numbers.clear()
         self._arrived.clear()
+        self._arrived_of.clear()
         self._session = None
         return self._seq

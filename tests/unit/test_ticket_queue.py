@@ -1,0 +1,115 @@
+"""Tickets look only at workers whose state changed, and give the same tickets as if they looked at every one."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Container
+
+import pytest
+
+from farstep.head.tickets import FeedPlan, Order, Session, Tickets
+
+
+class NaiveTickets(Tickets):
+    """Looks at every worker for every ticket."""
+
+    def _first_come(self, session: Session, wanted: int, available: Container[int], version: int) -> list[Order]:
+        orders: list[Order] = []
+        while True:
+            ahead = len(self._outstanding) + len(self._arrived) + session.held.total()
+            free = [w for w in range(self._workers) if w in available and session.lanes[w] and self.busy(w) < 2]
+            if session.invited is not None:
+                free = [w for w in free if session.invited[w]]
+            if session.feed is not None:
+                free = self._admitted(session, session.feed, free)
+            elif ahead >= session.depth * wanted:
+                return orders
+            if not free:
+                return orders
+            worker = min(free, key=lambda w: (self.busy(w), session.issued[w]))
+            session.issued[worker] += 1
+            if session.invited is not None:
+                session.invited[worker] -= 1
+            lane = session.lanes[worker].pop()
+            orders.append(self._order(session, worker, -1, lane, version + ahead // wanted))
+
+    def _admitted(self, session: Session, feed: FeedPlan, free: list[int]) -> list[int]:
+        if feed.max_staleness is None:
+            return free
+        chunks = session.held.copy()
+        chunks.update(order.worker for order in self._outstanding.values())
+        chunks.update(arrived.order.worker for arrived in self._arrived.values())
+        begun = sum(-(-count // feed.chunks) for count in chunks.values())
+        may_begin = feed.actors is None or begun < session.depth * feed.actors
+        most = session.depth * feed.chunks
+        return [w for w in free if chunks[w] % feed.chunks or (may_begin and chunks[w] < most)]
+
+
+@pytest.mark.parametrize("seed", range(80))
+def test_the_same_tickets_as_looking_at_everyone(seed: int) -> None:
+    rng = random.Random(seed)
+    workers, chunks, staleness = rng.randint(1, 6), rng.randint(1, 3), rng.choice([None, 0, 1, 2])
+    actors = rng.choice([None, rng.randint(1, workers)])
+    plan = None
+    if rng.random() < 0.75:
+        invited = {w: rng.randint(0, 2) for w in range(workers)} if rng.random() < 0.5 else None
+        plan = FeedPlan(staleness, actors, chunks, invited)
+    both = Tickets(workers, 1), NaiveTickets(workers, 1)
+    for tickets in both:
+        tickets.open(staleness if plan else staleness or 0, (actors or workers) * chunks, feed=plan)
+    up, held, version, given = set(range(workers)), Counter[int](), 0, 0
+    for _ in range(400):
+        granted = [tickets.grant(up, version) for tickets in both]
+        assert granted[0] == granted[1]
+        given += len(granted[0])
+        worker, event = rng.randrange(workers), rng.random()
+        open_tickets = list(both[0]._outstanding.values())
+        if event < 0.04:
+            up.discard(worker)
+            for tickets in both:
+                tickets.lost(worker)
+                if seed % 2:
+                    tickets.leave(worker)
+        elif event < 0.12:
+            up.add(worker)
+            for tickets in both:
+                tickets.join(worker)
+        elif event < 0.5 and open_tickets:
+            order = rng.choice(open_tickets)
+            for tickets in both:
+                assert tickets.accept(order.worker, order.seq, version - (order.seq % 3 == 0), None)
+        elif event < 0.55 and open_tickets:
+            order = rng.choice(open_tickets)
+            for tickets in both:
+                tickets.give_back(order.worker, order.seq, "failed")
+        elif event < 0.6:
+            version += 1
+        elif event < 0.65:
+            for tickets in both:
+                tickets.invite([worker], 1)
+        elif plan is None:
+            batches = [tickets.take(version) for tickets in both]
+            assert batches[0] == batches[1]
+            for tickets in both:
+                tickets.release()
+        elif event < 0.85:
+            taken = [tickets.take_one(lambda w, worker=worker: w >= worker, version) for tickets in both]  # type: ignore[misc]
+            assert taken[0] == taken[1]
+            for tickets, arrived in zip(both, taken, strict=True):
+                if arrived is not None:
+                    tickets.stored(arrived)
+            if taken[0] is not None:
+                held[taken[0].order.worker] += 1
+        elif held[worker]:
+            count = rng.randint(1, held[worker])
+            cause = rng.choice([None, "stale"])
+            held[worker] -= count
+            for tickets in both:
+                tickets.consumed(worker, count, cause)
+        assert (both[0].dropped, both[0].delivered, both[0].issued) == (
+            both[1].dropped,
+            both[1].delivered,
+            both[1].issued,
+        )
+    assert given
