@@ -242,7 +242,7 @@ class Jobs(Group):
         parts, nodes, over, anew = [], 0, [], []
         for number in self._sizes:
             state, count, partition, hosts, reason = states.get(number, ("over", "0", "", "", ""))
-            size = self._size(number, state, held := int(count))
+            size = self._size(number, state, held := int(count.partition("-")[0]))  # of a range, the least
             parts.append(f"SLURM job {number} is {state}{_because(reason, partition)}")
             if hosts and state not in _WAITING:
                 self._began.add(number)
