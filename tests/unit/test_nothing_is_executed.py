@@ -99,10 +99,10 @@ def findings(source: str) -> Iterator[tuple[str, str]]:
             return  # a docstring
         elif (
             isinstance(node, ast.Call)
-            and dotted(node.func, names) == "importlib.import_module"
+            and dotted(node.func, names) in ("importlib.import_module", "ctypes.CDLL")
             and isinstance(node.args[0], ast.Constant)
         ):
-            return  # a name in our own code
+            return  # a name in our own code, or None: the libraries that this process has loaded
         for child in ast.iter_child_nodes(node):
             yield from visit(child, function)
 
@@ -133,6 +133,7 @@ def is_dangerous(what: str) -> bool:
         "__import__(x)",
         "import yaml\nyaml.load(x)",
         "import importlib\nimportlib.import_module(x)",
+        "import ctypes\nctypes.CDLL(x)",
         "run(['python', '-c', 'import cloudpickle; cloudpickle.load(f)'])",
     ],
 )
@@ -143,7 +144,13 @@ def test_it_would_be_found(source: str) -> None:
 
 @pytest.mark.parametrize(
     "source",
-    ["import cloudpickle\ncloudpickle.dumps(x)", "import json\njson.loads(x)", "model.eval()", "re.compile(x)"],
+    [
+        "import cloudpickle\ncloudpickle.dumps(x)",
+        "import json\njson.loads(x)",
+        "model.eval()",
+        "re.compile(x)",
+        "import ctypes\nctypes.CDLL(None, use_errno=True)",
+    ],
 )
 def test_what_is_harmless_is_not(source: str) -> None:
     assert not list(findings(source))
