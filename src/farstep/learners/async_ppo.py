@@ -38,12 +38,12 @@ class AsyncPPOConfig:
     """learn from the first so many workers' chunks to arrive; None: one of every worker"""
     recompute_logprobs: bool = True
     """proximal log-probabilities by one forward over the batch; otherwise interpolated by the age of a row"""
-    behave_weight_threshold: float | None = 2.0
-    """rows that the proximal policy likes this much more than the one that acted are left out, or truncated"""
+    behave_weight_threshold: float | None = 1.5
+    """largest weight of a row, the ratio of the proximal policy to the one that acted (published: 2.0)"""
     behave_weight_lower: float | None = None
     """rows that it likes this much less, likewise; None: none are"""
-    behave_weight_mode: Literal["mask", "truncate"] = "mask"
-    """what happens to rows beyond these bounds"""
+    behave_weight_mode: Literal["mask", "truncate"] = "truncate"
+    """rows beyond these bounds are left out (mask, the published rule) or weighted by the bound (truncate)"""
     denominator: Literal["valid", "kept"] = "valid"
     """what a mean is taken over: all rows, or those that were not left out (the published rule)"""
     clip_ratio_low: float = 0.2
