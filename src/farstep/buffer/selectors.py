@@ -11,6 +11,7 @@ from typing import Protocol, TypeAlias
 
 import numpy as np
 
+from farstep.buffer.checking import check_finite, check_like, require
 from farstep.buffer.sums import SumTree
 from farstep.buffer.table import Table
 from farstep.core import Array
@@ -53,7 +54,9 @@ class Selector(Protocol):
         """What it keeps beside the table, for a checkpoint."""
         ...
 
-    def restore(self, state: Mapping[str, Array]) -> None: ...
+    def restore(self, state: Mapping[str, Array]) -> None:
+        """Apply what `state` returned, if it fits the table, which is already restored."""
+        ...
 
     def among(self, cells: Array, n: int, rng: np.random.Generator) -> tuple[Array, Array]:
         """As `select`, of these items only, but the probabilities are those in a draw of all: they can be compared."""
@@ -158,7 +161,12 @@ class OrderSelector(Idle):
         return {"log": self._log[self._first : self._stop]}
 
     def restore(self, state: Mapping[str, Array]) -> None:
-        self._log = state["log"].copy()
+        check_like(state, self.state())
+        log, table = state["log"], self._table
+        require(table.was_issued(log).all(), "log has a key that no item ever had")
+        items = np.sort(table.find(log))
+        require(np.array_equal(items, np.flatnonzero(table.keys >= 0)), "log does not name every item once")
+        self._log = log.copy()
         self._first, self._stop = 0, len(self._log)
 
 
@@ -246,8 +254,14 @@ class PrioritySelector(Idle):
         return {"weights": self.weights[: self._table.cells], "highest": np.array(self._highest)}
 
     def restore(self, state: Mapping[str, Array]) -> None:
-        self._tree.set(slice(0, self._table.cells), state["weights"])
-        self._raise(float(state["highest"]))
+        check_like(state, self.state())
+        weights, highest = state["weights"], float(state["highest"])
+        check_finite("weights", weights)
+        require(((weights >= 0) & (weights <= _MOST)).all(), f"weights is not within 0 and {_MOST:g}")
+        require(not weights[self._table.keys < 0].any(), "weights has one above 0 for a cell without an item")
+        require(1.0 <= highest < np.inf, f"highest is {highest}, a finite number of at least 1 expected")
+        self._tree.set(slice(0, self._table.cells), weights)
+        self._raise(highest)
 
 
 class HeapSelector(Idle):
@@ -313,7 +327,15 @@ class HeapSelector(Idle):
         return {"cells": np.array([cell for *_, cell in true], np.int64), "stamp": self._stamp, "of": self.priorities}
 
     def restore(self, state: Mapping[str, Array]) -> None:
-        self._stamp[:], self.priorities[:] = state["stamp"], state["of"]
+        check_like(state, self.state())
+        items, stamp = np.flatnonzero(self._table.keys >= 0), state["stamp"]
+        require(np.array_equal(np.sort(state["cells"]), items), "cells does not name every item once")
+        require(np.array_equal(np.flatnonzero(stamp != -1), items), "stamp and the items do not agree")
+        in_range = ((stamp >= -1) & (stamp <= 2**62)).all()
+        require(in_range and len(np.unique(stamp[items])) == len(items), "stamp does not number the items")
+        check_finite("of", state["of"])
+        require((state["of"] >= 0).all(), "of has a negative priority")
+        self._stamp[:], self.priorities[:] = stamp, state["of"]
         cells = state["cells"].tolist()
         self._heap = [(self._sign * float(self.priorities[c]), int(self._stamp[c]), c) for c in cells]
         self._count = int(self._stamp.max(initial=-1)) + 1
