@@ -262,7 +262,7 @@ MISDEEDS = {
 
 
 @pytest.mark.timeout(120)
-def test_a_stream_goes_on_whatever_a_local_worker_sends(tmp_path: Path, caplog: Any) -> None:
+def test_stream_survives_whatever_a_local_worker_sends(tmp_path: Path, caplog: Any) -> None:
     """A worker on this host is replaced at its first message that has no business there, and never stalls the head."""
     kwargs = {"misdeeds": list(MISDEEDS), "folder": str(tmp_path)}
     options: Any = {"env_kwargs": kwargs, "restart_budget": len(MISDEEDS)}

@@ -98,7 +98,7 @@ def test_shared_memory_beyond_a_limit_is_a_typed_error() -> None:
             SharedMemory.create(1 << 17)
 
 
-def test_rollouts_beyond_a_limit_are_a_typed_error_and_the_cluster_goes_on() -> None:
+def test_rollouts_beyond_a_limit_are_a_typed_error_and_the_cluster_stays_usable() -> None:
     with cluster(CountingEnv, config=farstep.InProcessConfig()) as env:
         agent = TableAgent()
         env.collect(agent, steps=4)

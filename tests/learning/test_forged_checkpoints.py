@@ -216,7 +216,7 @@ LEARNERS: dict[str, Config] = {
 
 
 @pytest.mark.parametrize("name", LEARNERS)
-def test_every_learner_goes_on_from_the_checkpoint_before(
+def test_every_learner_resumes_from_the_checkpoint_before(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with make_env("CartPole-v1", ENVS, launcher="inprocess") as env:

@@ -45,7 +45,7 @@ def test_jobs_and_steps_ask_for_gpus_of_a_type(options: dict[str, Any], asked: s
     ],
     ids=repr,
 )
-def test_what_cannot_be_asked_for(options: dict[str, Any], words: list[str]) -> None:
+def test_gpu_and_debug_options_that_do_not_fit_are_refused(options: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(ConfigError) as error:
         farstep.SlurmConfig(**options)
     assert all(word in str(error.value) for word in words), error.value
