@@ -86,7 +86,7 @@ class Retries(logging.Handler):
         self.seen = threading.Event()
 
     def emit(self, record: logging.LogRecord) -> None:
-        if "Trying again" in record.getMessage():
+        if "Retrying" in record.getMessage():
             self.seen.set()
             resource.setrlimit(resource.RLIMIT_NOFILE, (HARD, HARD))
 

@@ -185,7 +185,7 @@ def test_damaged_metrics_are_left_out_by_number(tmp_path: Path, caplog: Any) -> 
     good = [{"step": 1, "a": 1.0}, {"step": 4, "a": 4.0}]
     assert Run.read(run.path).rows == good
     assert Run.read(run.path).curve("a")[1].tolist() == [1.0, 4.0]
-    said = f"{run.metrics_file}: line 2, 3, 4, 5, 6 and 1 more left out: cut off, or no metrics of farstep's"
+    said = f"{run.metrics_file}: left out line 2, 3, 4, 5, 6 and 1 more: truncated, or not written by farstep"
     assert said in [record.getMessage() for record in caplog.records]
     caplog.clear()
     logger = JsonlLogger(run.metrics_file, resume_step=4)

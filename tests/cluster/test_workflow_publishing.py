@@ -247,7 +247,7 @@ def test_a_trigger_that_cannot_publish_ends_the_run() -> None:
         flow.on(DataKeyTrigger(n=1, size=2), lambda message: leave.wait(30), thread=True, name="slow")
         flow.on(TimeTrigger(0.001), flow.publish)
         try:
-            with pytest.raises(PublishTimeout, match="of trigger 'slow' has been at work"):
+            with pytest.raises(PublishTimeout, match="of trigger 'slow' has not finished within"):
                 within(flow.run)
         finally:
             leave.set()

@@ -89,7 +89,7 @@ def test_trigger_does_not_fire_below_the_quorum_or_without_actors() -> None:
     state.wrote("a", 4, 0)
     assert fired() == ["a@0", "a@4"], "what was completed is taken"
     assert fired() == []
-    with pytest.raises(ConfigError, match="nobody has said which are"):
+    with pytest.raises(ConfigError, match="the ledger does not know which are present"):
         DataKeyTrigger("all", 4).ready(Ledger())
     with pytest.raises(ConfigError, match=r"n is 'al'; expected a number of actors.*\"all\""):
         DataKeyTrigger("al", 4)  # type: ignore[arg-type]

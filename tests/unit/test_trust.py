@@ -104,7 +104,7 @@ def test_trusted_run_resumes_and_is_tagged_as_own(run: Path, state: Path) -> Non
 
 def test_trust_without_a_run_is_a_mistake(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*TRAIN, "--trust"]) == 1
-    assert "give --resume, too" in capsys.readouterr().err
+    assert "add --resume RUN" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("trust", [False, True])

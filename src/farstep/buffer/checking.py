@@ -1,7 +1,7 @@
-"""Checks of what a checkpoint holds, before anything uses it.
+"""Checks of a checkpoint's contents before they are used.
 
-Files with matching checksums can still be forged, or be of another version of farstep: types, keys, shapes, dtypes and
-ranges are compared with what will use them, and whatever differs is `Refused`.
+Files with matching checksums can still be forged, or come from another version of farstep: types, keys, shapes, dtypes
+and ranges must be those that the restored objects need, else `Refused` is raised.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from farstep.core import Array
 
 T = TypeVar("T")
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
-"""A counter or seed: far from the end of 64 bits, so that it can be counted on."""
+"""A counter or seed: at most 2**62, so that it can be incremented without overflowing 64 bits."""
 Finite = Annotated[float, msgspec.Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
 
 
@@ -79,7 +79,7 @@ def check_finite(where: str, array: Array) -> None:
 
 
 def check_keys(where: str, found: Any, expected: Any) -> None:
-    """Refuse a mapping that lacks an entry, or has one more."""
+    """Refuse a mapping that lacks an entry, or has an unknown one."""
     for key in (key for key in expected if key not in found):
         raise Refused(f"{where} lacks {key}")
     for key in (key for key in found if key not in expected):
@@ -87,7 +87,7 @@ def check_keys(where: str, found: Any, expected: Any) -> None:
 
 
 def check_torch_generator(where: str, state: object) -> None:
-    """Refuse bytes that are no state of torch's CPU generator; without torch, all that cannot be bytes."""
+    """Refuse an array that is not a state of torch's CPU generator; without torch, only one that is not `uint8[n]`."""
     if not isinstance(state, np.ndarray) or state.dtype != np.uint8 or state.ndim != 1:
         found = f"{state.dtype}{list(state.shape)}" if isinstance(state, np.ndarray) else type(state).__name__
         raise Refused(f"{where} is {found}, uint8[n] expected")

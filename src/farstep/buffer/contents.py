@@ -62,7 +62,7 @@ class Contents:
         self.is_plain = (
             columns == 1 and not tails and "valid" not in schema and not isinstance(self.selector, EpisodeSelector)
         )
-        """Rows are all there is to it: one column, no filler among them, no episodes to put together."""
+        """Whether items are single rows of one column, without filler rows or episodes to assemble."""
 
     @property
     def size(self) -> int:
@@ -144,14 +144,14 @@ class Contents:
         return keys, len(cells), evicted
 
     def put_anywhere(self, values: Mapping[str, Array], count: int) -> tuple[Array, int, int]:
-        """Rows `[count, ...]`, in order, each into a free cell; their keys, how many of them are items, and how many
-        items were removed for them.
+        """Put rows `[count, ...]`, in order, each into a free cell; returns their keys, how many of them are items, and
+        how many items were removed for them.
 
         Once there are too many, the remover decides after each row which item goes, perhaps the new one.
         """
         table = self.store.table
         valid, rows, keys = values.get("valid"), np.arange(count), np.empty(count, np.int64)
-        if valid is not None and valid.ndim == 1 and not valid.all():  # some are no steps, but a reset's
+        if valid is not None and valid.ndim == 1 and not valid.all():  # some rows are resets, not steps
             filler, rows = np.flatnonzero(valid == 0), np.flatnonzero(valid)
             cells = np.full(len(filler), self._free[-1])
             keys[filler] = table.put_cells(cells, is_distinct=False)
@@ -179,7 +179,7 @@ class Contents:
             selector.inserted(cells, keys)
 
     def _displace(self, values: Mapping[str, Array], rows: Array, keys: Array) -> int:
-        """Put rows into a full store, one after the other; how many items were removed for them."""
+        """Put rows into a full store, one after the other; returns how many items were removed for them."""
         assert self._remover is not None
         table, evicted = self.store.table, 0
         while evicted < len(rows):

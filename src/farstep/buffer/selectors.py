@@ -154,7 +154,7 @@ class OrderSelector(Idle):
         return cells, np.ones(len(cells))
 
     def displaced(self, n: int, rng: np.random.Generator) -> Array:
-        # The newest is the item just inserted, and so is every further one: all of them leave at once.
+        # The newest item is always the one just inserted: each is removed right after its insertion.
         return np.resize(self.select(1, rng)[0], n) if self._newest else self.select(n, rng)[0]
 
     def state(self) -> Mapping[str, Array]:
@@ -218,13 +218,13 @@ class PrioritySelector(Idle):
             if place < of_new or not weight_left > 0:
                 path.append(cells[min(int(place / new), len(cells) - 1)])
                 continue
-            # Draws are of the weights as they were at first: one of a cell that was refilled since does not count.
+            # Draws use the initial weights: reject a draw of a cell that was refilled since.
             found = next((each for each in candidates if each[0] not in refilled), None)
             if found is None:
                 tree.set(np.array(cells), 0.0)
                 weight_left = tree.total
                 candidates = self._independent_draws(n - len(path) if weight_left > 0 else 0, rng)
-                found = next(candidates, (cells[-1], 0.0))  # nothing was left but an error of rounding
+                found = next(candidates, (cells[-1], 0.0))  # the remaining weight was only a rounding error
             path.append(found[0])
             cells.append(found[0])
             refilled.add(found[0])
@@ -304,8 +304,7 @@ class HeapSelector(Idle):
         return np.array([cell for _, _, cell in found], np.int64), np.ones(len(found))
 
     def displaced(self, n: int, rng: np.random.Generator) -> Array:
-        # All that are popped are removed. Further items have the same priority as the newest one and come right after
-        # it, before all others.
+        # Every popped item is removed. Further items have the priority of the newest one and follow it directly.
         found = self._popped(n, self._count - 1)
         cells = np.array([cell for _, _, cell in found], np.int64)
         return np.resize(cells, n) if found[-1][1] == self._count - 1 else cells

@@ -53,8 +53,7 @@ class AsyncPPOConfig:
     clip_ratio_c: float | None = 3.0
     """dual clip: a bad action's loss grows to this many times its advantage at most"""
     value_clip: float | None = None
-    """how far a value may go from the recorded one before it no longer pays (published: 0.2); None: as far as it
-    likes"""
+    """how far a value may go from the recorded one before it no longer pays (published: 0.2); None: no bound"""
     huber_delta: float | None = None
     """value errors beyond this count linearly; None: squared however large"""
     value_coef: float = 0.5
@@ -68,12 +67,12 @@ class AsyncPPOConfig:
     gae_lambda: float = 0.95
     """of generalised advantage estimation"""
     num_steps: int | None = None
-    """steps of each environment per rollout; None: as many as make 4,096 rows of all environments, at least 16, at most
+    """steps of each environment per rollout; None: 4,096 divided by the number of environments, at least 16, at most
     128 for a recurrent agent"""
     update_epochs: int = 8
     """times that a rollout is learned"""
     global_batch_size: int | None = None
-    """rows per optimizer step, of a recurrent agent num_steps at least; None: 128, or an eighth of the rollout for a
+    """rows per optimizer step, for a recurrent agent at least num_steps; None: 128, or an eighth of the rollout for a
     recurrent agent"""
     micro_batch_size: int | None = None
     """rows per forward and backward, to save memory, of a recurrent agent num_steps at least; None: all of a step's"""
