@@ -14,7 +14,7 @@ import math
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -96,7 +96,9 @@ class Workflow:
         """Per worker, chunks that it was asked for and that have not arrived, over several runs."""
         self._present: frozenset[int] = frozenset()
         self._invited: frozenset[int] | None = None
-        """Who takes part in the rollout that was last asked for; None: none was."""
+        """With `_waits_for_all`, who takes part in the rollout that was last asked for; None: none was."""
+        self._waits_for_all = False
+        """Whether a trigger takes the rows of all workers that are present, instead of those of a number of them."""
         self._quorum, self._warn_at = 1, math.inf
         self._followed: Array | None = None
         """Per slot, the last chunk that was handed out when a run ended: others may roll between runs."""
@@ -189,8 +191,12 @@ class Workflow:
         return version
 
     def next_rollout(self, message: Message | None = None) -> None:
-        """Let every worker that is present roll what the largest window of a consuming trigger takes, or one chunk. A
-        workflow that has this as a consumer rolls nothing unasked; a worker that joins waits for the next call."""
+        """Let every worker roll what the largest window of a consuming trigger takes, or one chunk. A workflow that has
+        this as a consumer rolls nothing unasked.
+
+        A worker that is absent rolls when it joins; with `DataKeyTrigger(n="all")` it waits for the next call instead,
+        unless fewer than `min_nodes` requires are left of those that were asked.
+        """
         if self._feed is None or not self._on_demand:
             raise ConfigError(
                 "next_rollout is for a workflow that runs and has it as a consumer: "
@@ -200,12 +206,17 @@ class Workflow:
 
     def _invite(self) -> None:
         if self._feed is not None:
-            chunks = max((-(-leaf.size // self._chunk_steps) for leaf in self._takers), default=1)
             self._note_members(self._feed)
-            self._invited = self._present
-            self._owed.update(dict.fromkeys(self._invited, chunks))
-            self._feed.invite(self._invited, chunks)
+            if self._waits_for_all:
+                self._invited = self._present
+            self._ask(self._present if self._waits_for_all else range(self.env.num_workers), self._feed)
             self._tell_members()
+
+    def _ask(self, workers: Iterable[int], feed: Feed) -> None:
+        """Let these workers roll a window."""
+        chunks = max((-(-leaf.size // self._chunk_steps) for leaf in self._takers), default=1)
+        self._owed.update(dict.fromkeys(workers, chunks))
+        feed.invite(workers, chunks)
 
     def put(self, name: str, value: Nested) -> int:
         """Publish another object under a name (a noise scale, a target network): fires `ObjectKeyTrigger(name)`.
@@ -254,9 +265,10 @@ class Workflow:
         self._chunk_steps = steps
         self._bind(collector, steps)
         counts = [leaf.n for leaf in self._takers if leaf.n is not None]
+        self._waits_for_all = len(counts) < len(self._takers)
         plan = FeedPlan(
             self._max_staleness,
-            max(counts, default=1) if len(counts) == len(self._takers) else None,
+            None if self._waits_for_all else max(counts, default=1),
             max((_most_chunks(leaf.size, steps) for leaf in self._takers), default=1),
             self._owed if self._on_demand else None,
         )
@@ -369,18 +381,31 @@ class Workflow:
                 self._invited -= {worker}
             self.holdings.ahead.keep(self._is_live)
             self._drop_rest(worker, feed)
+        self._replace_invited(feed)
         self._tell_members()
 
     def _drop_rest(self, worker: int, feed: Feed) -> None:
-        """A worker has left: what it has not completed is dropped, and it is asked for nothing before it is back."""
-        self.holdings.left(worker)
-        self._owed[worker] = 0
-        feed.withdraw(worker)
+        """A worker has left: if a trigger goes on without it, what it has not completed is dropped, and it is asked for
+        nothing before it is back."""
+        if self._waits_for_all:
+            self.holdings.left(worker)
+            self._owed[worker] = 0
+            feed.withdraw(worker)
+
+    def _replace_invited(self, feed: Feed) -> None:
+        """Ask workers that have joined, if too few are left of those that were asked for a trigger to fire."""
+        if self._invited is None:
+            return
+        needed = max([self._quorum, *(leaf.n for leaf in self._takers if leaf.n is not None)])
+        if len(self._invited & self._present) < needed <= len(self._present):
+            joined = self._present - self._invited
+            self._invited |= joined
+            self._ask(joined, feed)
 
     def _tell_members(self) -> None:
         """Tell triggers whom to wait for: where workers roll when they are asked to, those that were."""
-        asked = self._invited if self._on_demand and self._invited is not None else self._present
-        self.ledger.members(asked & self._present, min(self._quorum, len(asked)) if asked else self._quorum)
+        asked = self._present if self._invited is None else self._invited & self._present
+        self.ledger.members(asked, self._quorum)
 
     def _warn_of_absent(self) -> None:
         """Name triggers that cannot fire until workers join."""

@@ -385,9 +385,10 @@ class Tickets:
         self.absent.add(worker)
         self.departed.add(worker)
         self.membership += 1
-        if self._session is not None:
-            self._session.redo[worker].clear()
-        self.withdraw(worker)  # it takes part again from the next invitation on
+        if (session := self._session) is not None:
+            session.redo[worker].clear()
+            if session.feed is not None and session.feed.actors is None:
+                self.withdraw(worker)  # others go on without it; it takes part again from the next invitation on
 
     def drain(self, worker: int) -> None:
         """The worker's node is to leave: it finishes what it has, and gets nothing new."""
