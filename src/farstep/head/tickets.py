@@ -398,10 +398,10 @@ class Tickets:
 
     def join(self, worker: int) -> None:
         """The worker is there: it is part of the batches that nobody has begun, or of all that cannot do without it."""
+        self.membership += worker in self.absent | self._draining
         self._draining.discard(worker)
         if worker in self.absent:
             self.absent.discard(worker)
-            self.membership += 1
             if (session := self._session) is not None:
                 others = self._present(session) - {worker}
                 begun = max((session.issued[other] for other in others), default=0)
