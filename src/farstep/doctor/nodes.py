@@ -58,8 +58,8 @@ _FIXES = {
     "the Kubernetes API server at": "try 'kubectl get pods': where it answers, farstep does; say --kube-context.",
     UNANSWERED: "open the head's ports to the nodes, or say --head-address with an address that they can reach.",
 }
-_OTHERWISE = "change what this text names, then run the doctor again."
 """What to do about what engines say."""
+_OTHERWISE = "change what this text names, then run the doctor again."
 
 
 def nodes(config: LaunchConfig, env: Mapping[str, object] | None, wait_s: float, say: Say) -> Iterator[Finding]:
