@@ -333,8 +333,10 @@ def _with_acting(infos: dict[str, Any], batch: Batch) -> dict[str, Any]:
     return {_own_name(key, acting): value for key, value in infos.items()} | acting
 
 
-def _own_name(key: str, taken: Container[str]) -> str:
+def _own_name(key: Any, taken: Container[str]) -> Any:
     """The key of an environment's info, or of its mask (`_key`), where the workers' arrays have taken that name."""
+    if not isinstance(key, str):
+        return key
     mask, name = ("_", key[1:]) if key.startswith("_") and key not in taken else ("", key)
     return f"{mask}env_{name}" if name in taken else key
 

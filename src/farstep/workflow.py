@@ -14,7 +14,7 @@ import math
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -96,7 +96,9 @@ class Workflow:
         """Per worker, chunks that it was asked for and that have not arrived, over several runs."""
         self._present: frozenset[int] = frozenset()
         self._invited: frozenset[int] | None = None
-        """Workers of the rollout that was last requested; None: none was requested."""
+        """With `_waits_for_all`, workers of the rollout that was last requested; None: none was requested."""
+        self._waits_for_all = False
+        """Whether a trigger takes the rows of all present workers, instead of those of a number of them."""
         self._quorum, self._warn_at = 1, math.inf
         self._followed: Array | None = None
         """Per slot, the last chunk that was handed out when a run ended: others may roll between runs."""
@@ -213,8 +215,9 @@ class Workflow:
     def next_rollout(self, message: Message | None = None) -> None:
         """Let every present worker roll the largest window of a consuming trigger, or one chunk if there is none.
 
-        In a workflow that has this method as a consumer, workers roll only when it is called; a worker that joins waits
-        for the next call.
+        In a workflow that has this method as a consumer, workers roll only when it is called. An absent worker rolls when
+        it joins; with `DataKeyTrigger(n="all")` it waits for the next call instead, unless fewer than `min_nodes`
+        requires are left of the workers that were asked.
 
         Args:
             message: Ignored, so that this method can be registered as a consumer.
@@ -231,12 +234,17 @@ class Workflow:
 
     def _invite(self) -> None:
         if self._feed is not None:
-            chunks = max((-(-leaf.size // self._chunk_steps) for leaf in self._takers), default=1)
             self._note_members(self._feed)
-            self._invited = self._present
-            self._owed.update(dict.fromkeys(self._invited, chunks))
-            self._feed.invite(self._invited, chunks)
+            if self._waits_for_all:
+                self._invited = self._present
+            self._ask(self._present if self._waits_for_all else range(self.env.num_workers), self._feed)
             self._tell_members()
+
+    def _ask(self, workers: Iterable[int], feed: Feed) -> None:
+        """Let these workers roll a window."""
+        chunks = max((-(-leaf.size // self._chunk_steps) for leaf in self._takers), default=1)
+        self._owed.update(dict.fromkeys(workers, chunks))
+        feed.invite(workers, chunks)
 
     def put(self, name: str, value: Nested) -> int:
         """Publish another object under a name (a noise scale, a target network): fires `ObjectKeyTrigger(name)`.
@@ -285,9 +293,10 @@ class Workflow:
         self._chunk_steps = steps
         self._bind(collector, steps)
         counts = [leaf.n for leaf in self._takers if leaf.n is not None]
+        self._waits_for_all = len(counts) < len(self._takers)
         plan = FeedPlan(
             self._max_staleness,
-            max(counts, default=1) if len(counts) == len(self._takers) else None,
+            None if self._waits_for_all else max(counts, default=1),
             max((_most_chunks(leaf.size, steps) for leaf in self._takers), default=1),
             self._owed if self._on_demand else None,
         )
@@ -400,18 +409,31 @@ class Workflow:
                 self._invited -= {worker}
             self.holdings.ahead.keep(self._is_live)
             self._drop_rest(worker, feed)
+        self._replace_invited(feed)
         self._tell_members()
 
     def _drop_rest(self, worker: int, feed: Feed) -> None:
-        """A worker has left: drop its incomplete window, and request nothing from it until it is back."""
-        self.holdings.left(worker)
-        self._owed[worker] = 0
-        feed.withdraw(worker)
+        """A worker has left. If a trigger does not wait for it, drop its incomplete window, and request nothing from it
+        until it is back."""
+        if self._waits_for_all:
+            self.holdings.left(worker)
+            self._owed[worker] = 0
+            feed.withdraw(worker)
+
+    def _replace_invited(self, feed: Feed) -> None:
+        """Request a rollout from workers that have joined if too few of those asked are left for a trigger to fire."""
+        if self._invited is None:
+            return
+        needed = max([self._quorum, *(leaf.n for leaf in self._takers if leaf.n is not None)])
+        if len(self._invited & self._present) < needed <= len(self._present):
+            joined = self._present - self._invited
+            self._invited |= joined
+            self._ask(joined, feed)
 
     def _tell_members(self) -> None:
         """Tell triggers which workers to wait for: with `next_rollout`, only those whose rollout was requested."""
-        asked = self._invited if self._on_demand and self._invited is not None else self._present
-        self.ledger.members(asked & self._present, min(self._quorum, len(asked)) if asked else self._quorum)
+        asked = self._present if self._invited is None else self._invited & self._present
+        self.ledger.members(asked, self._quorum)
 
     def _warn_of_absent(self) -> None:
         """Name triggers that cannot fire until workers join."""

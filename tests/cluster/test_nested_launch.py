@@ -3,6 +3,8 @@ workers must import: launches inside workers are refused, so that the number of 
 
 from __future__ import annotations
 
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -41,6 +43,12 @@ def env_config(name):
 """
 LOCAL = "farstep.LocalConfig(workers_per_node=2)"
 SHELL = '#!/bin/sh\nshift\nexec sh -c "$*"\n'
+OTHER_RUN = """
+import farstep
+from farstep.testing import CountingEnv
+
+farstep.make_vec(CountingEnv, 1, farstep.InProcessConfig()).close()
+"""
 CHILDREN = """
 import subprocess
 import sys
@@ -114,4 +122,23 @@ def test_environment_that_launches_is_refused(config: Any) -> None:
         cluster(LaunchingEnv, envs=1, config=config).launch()
     assert isinstance(caught.value, farstep.RemoteEnvError) and caught.value.where.phase == "construct"
     with cluster(envs=1, config=inprocess(1)) as env:
+        assert env.launch()
+
+
+class SubmittingEnv(CountingEnv):
+    """Starts a run of its own in another process, with or without the variable that refuses it."""
+
+    def __init__(self, unset: str) -> None:
+        super().__init__()
+        variables = {name: value for name, value in os.environ.items() if name != unset}
+        done = subprocess.run([sys.executable, "-c", OTHER_RUN], env=variables, capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(done.stderr)
+
+
+def test_a_process_that_an_environment_starts_may_launch_on_purpose() -> None:
+    with pytest.raises(farstep.RemoteEnvError) as caught:
+        cluster(SubmittingEnv, envs=1, workers=1, env_kwargs={"unset": ""}).launch()
+    (variable,) = re.findall(r"without (\w+) in its environment variables", caught.value.message)
+    with cluster(SubmittingEnv, envs=1, workers=1, env_kwargs={"unset": variable}) as env:
         assert env.launch()

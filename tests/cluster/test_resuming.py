@@ -277,3 +277,28 @@ def test_saved_state_that_does_not_fit_is_refused_before_workers_are_told() -> N
             run.resume(saved, [{"action": slot["action"] + 1000} for slot in actions])
         (then,) = run.roll()
         assert then.continues.all(), "a refusal leaves the episodes as they are"
+
+
+class WholeTorques:
+    """Returns integers for a space of floats, which environments take as well."""
+
+    def __init__(self) -> None:
+        self._parameters = np.zeros(1)
+
+    def act(self, obs: Any) -> dict[str, Any]:
+        return {"action": np.ones((len(obs), 1), np.int64)}
+
+    def get_parameters(self) -> Any:
+        return self._parameters
+
+
+def test_episodes_go_on_with_integers_for_a_box_of_floats() -> None:
+    make = partial(farstep.ClusterEnv, {"env_name": "Pendulum-v1", "envs_per_node": 2}, farstep.InProcessConfig())
+    agent, journal = WholeTorques(), Journal()
+    with make() as env:
+        batch = env.collect(agent, STEPS)
+        journal.add(batch)
+        saved, expected = env.save(), env.collect(agent, STEPS)["obs"].copy()
+    with make() as env:
+        env.resume(agent, saved, journal.actions())
+        np.testing.assert_array_equal(env.collect(agent, STEPS)["obs"], expected)

@@ -87,3 +87,18 @@ def test_an_engine_that_refuses_is_asked_once_and_not_for_each_worker(programs: 
     with pytest.raises(farstep.LaunchError, match=r"sbatch failed: no such cluster"):
         within(cluster(config=config).launch)
     assert (programs / "asked").read_text() == "asked\n"
+
+
+def test_a_start_without_a_thread_for_notes_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether the rest of it finds what it needs is for the rest to say, with a typed error."""
+
+    def none_left(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    env = cluster(envs=1, config=farstep.InProcessConfig())
+    monkeypatch.setattr(threading.Thread, "start", none_left)
+    try:
+        assert env.launch()
+    finally:
+        env.close()
+        monkeypatch.undo()

@@ -97,3 +97,16 @@ def test_rows_in_which_a_vector_environment_only_resets_itself_are_not_valid() -
     valid = np.stack([info["valid"] for info in infos])
     assert ended.any()
     np.testing.assert_array_equal(valid[1:], ~ended[:-1])
+
+
+class OddKeysEnv(CountingEnv):
+    def step(self, action: Any) -> Any:
+        *rest, _ = super().step(action)
+        return *rest, {("arm", 1): 2, 3: 4.5, b"raw": 6}
+
+
+@EVERYWHERE
+def test_keys_of_infos_that_are_no_strings_are_kept(config: farstep.LaunchConfig) -> None:
+    with cluster(OddKeysEnv, envs=2, config=config, env_kwargs={"length": None}) as env:
+        *_, info = env.step(TableAgent())
+    assert info[("arm", 1)].tolist() == [2, 2] and info[3].tolist() == [4.5, 4.5] and info[b"raw"].tolist() == [6, 6]

@@ -25,14 +25,14 @@ exec sh -c "$*"
 """
 
 
-def on_nodes(folder: Path, nodes: int, most: int, **options: Any) -> farstep.ClusterEnv:
+def on_nodes(folder: Path, nodes: int, most: int, fewest: int = 1, **options: Any) -> farstep.ClusterEnv:
     """A cluster of one worker with one environment per node."""
     shell = folder / "shell"
     shell.write_text(SHELL)
     shell.chmod(0o755)
     hosts = [f"host{i}" for i in range(most)]
     config = SSHConfig(
-        hosts=hosts, ssh=(str(shell),), nodes=nodes, min_nodes=1, max_nodes=most, workers_per_node=1, lease_s=4
+        hosts=hosts, ssh=(str(shell),), nodes=nodes, min_nodes=fewest, max_nodes=most, workers_per_node=1, lease_s=4
     )
     return cluster(envs=1, config=config, env_kwargs=ENDLESS, **options)
 
@@ -71,6 +71,28 @@ def test_on_policy_workflow_continues_while_nodes_join_and_leave(tmp_path: Path)
         assert_balanced(env.stats())
     for batch in learner.batches:
         assert_sound(batch)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("n", "fewest", "killed"), [(2, 1, 1), ("all", 1, 2), ("all", 2, 1)])
+def test_a_rollout_on_demand_outlives_the_nodes_that_were_asked_for_it(
+    n: Any, fewest: int, killed: int, tmp_path: Path
+) -> None:
+    """Nodes are killed before they have what the trigger needs: those that replace them roll it, so that the trigger
+    fires and asks for the next rollout, with no fewer workers than it waits for or `min_nodes` requires."""
+    with on_nodes(tmp_path, 2, 2, fewest) as env:
+        flow = farstep.Workflow(env, TableAgent(), full(2 * 16), steps=4)
+        learner = Ages(flow, flow.publish)
+        flow.on(DataKeyTrigger(n=n, size=8), learner)
+        flow.on(ObjectKeyTrigger("parameters"), flow.next_rollout)
+        within(lambda: flow.run(until=lambda: len(learner.batches) >= 2))
+        for node in env.stats()["nodes"][:killed]:
+            os.kill(node["pid"], signal.SIGKILL)
+        before = len(learner.batches)
+        within(lambda: flow.run(until=lambda: learner.columns()[before:][-2:] == [2, 2]), 120)
+        assert min(learner.columns()[before:]) >= (fewest if n == "all" else n)
+        assert set(learner.lags) == {0}
+        assert_balanced(env.stats())
 
 
 @pytest.mark.timeout(300)

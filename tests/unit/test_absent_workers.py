@@ -111,3 +111,13 @@ def test_whoever_comes_and_goes_batches_go_on(seed: int) -> None:
     roll(tickets, {0, 1, 2, 3})
     assert workers_of(tickets) == [0, 1, 2, 3]
     assert tickets.issued == tickets.delivered + sum(tickets.dropped.values()) + tickets.buffered + tickets.in_flight
+
+
+def test_a_worker_that_is_back_before_its_node_has_left_counts_as_joined() -> None:
+    """Another node has taken the place of the one that was to leave."""
+    tickets = Tickets(2, fewest=1)
+    tickets.drain(1)
+    before = tickets.membership
+    assert tickets.present == {0}
+    tickets.join(1)
+    assert tickets.present == {0, 1} and tickets.membership > before

@@ -23,6 +23,7 @@ from parameter_agents import (
 )
 
 from farstep.errors import AgentError
+from farstep.head import parameters
 from farstep.head.parameters import ParameterStore
 
 LARGE = 600_000  # elements: more bytes than are compared when counters say "unchanged"
@@ -254,3 +255,23 @@ def test_jax_is_noticed_by_a_new_array(size: int) -> None:
         assert not published_if_changed(store, agent)
         agent.w = agent.w.at[1].set(5.0)
         assert published_if_changed(store, agent)
+
+
+@pytest.mark.parametrize("read", ["publish", "changed"])
+def test_a_change_while_parameters_are_read_is_noticed_later(read: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread trains on: what it changes after its values were read is a change still."""
+    agent: Any = SetterAgent()
+    agent.parameters = {"first": torch.zeros(LARGE).add_(1), "last": torch.zeros(1).add_(1)}
+    with store_of(agent) as store:
+        cast = parameters._cast
+
+        def train_meanwhile(array: Any, dtype: Any) -> Any:
+            if array.size == 1:
+                agent.parameters["first"].add_(1)
+            return cast(array, dtype)
+
+        agent.parameters["first"].add_(0)  # its counter moves, so that contents are compared
+        monkeypatch.setattr(parameters, "_cast", train_meanwhile)
+        getattr(store, read)(agent)
+        monkeypatch.setattr(parameters, "_cast", cast)
+        assert store.changed(agent)

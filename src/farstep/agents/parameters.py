@@ -228,13 +228,14 @@ class ChangeDetector:
     def __init__(self) -> None:
         self._print: list[object] = []
 
-    def same_counters(self, leaves: list[tuple[str, Any]]) -> bool:
-        """True when every leaf has a counter or is immutable, and none moved since `note`."""
-        return bool(self._print) and self._fingerprint(leaves) == self._print
+    def same_counters(self, counters: list[object]) -> bool:
+        """True when every leaf has a counter or is immutable, and none moved since those that were noted."""
+        return bool(self._print) and counters == self._print
 
-    def note(self, leaves: list[tuple[str, Any]]) -> None:
-        """Remember the present state of the leaves."""
-        self._print = self._fingerprint(leaves)
+    def note(self, counters: list[object]) -> None:
+        """Remember the counters of leaves whose contents are known. They must have been read before the contents: else
+        a change in between, by another thread, would never be noticed."""
+        self._print = counters
 
     @staticmethod
     def trusted(nbytes: int) -> bool:
@@ -243,7 +244,8 @@ class ChangeDetector:
         return nbytes > _COMPARED_BYTES
 
     @staticmethod
-    def _fingerprint(leaves: list[tuple[str, Any]]) -> list[object]:
+    def counters(leaves: list[tuple[str, Any]]) -> list[object]:
+        """The counters of leaves now."""
         prints: list[object] = []
         for _, leaf in leaves:
             if is_tensor(leaf):

@@ -143,6 +143,7 @@ class UpdateGate:
                 self._failed.clear()
             self._run_ends = False
             self._advance()
+            self._changed.notify_all()
 
     def _failures(self) -> str:
         return " and ".join(dict.fromkeys(self._failed.values()))
@@ -231,7 +232,7 @@ class UpdateGate:
             turn.granted = True
             if turn.on_grant is not None:
                 turn.on_grant()
-        self._changed.notify_all()
+            self._changed.notify_all()  # only now: threads that wait call this, too, and would keep each other awake
 
     def _check(self, turn: Turn) -> None:
         if self._closed:

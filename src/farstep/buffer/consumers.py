@@ -263,6 +263,8 @@ class Publisher:
         self._turn: Turn | None = None
         self._waiting: list[str] = []
         """Messages that are not done."""
+        self._done: list[str] = []
+        """Messages that were done with a later one, and that `finished` has not named yet."""
         self._ends = self._drops = False
         self.failed: set[str] = set()
         """Messages that are done and published nothing."""
@@ -271,6 +273,7 @@ class Publisher:
         self._gate, self._ends, self._drops = gate, False, False
 
     def __call__(self, message: Message) -> bool:
+        before = list(self._waiting)
         self._waiting.append(message["message_id"])
         try:
             done = self._published()
@@ -279,12 +282,14 @@ class Publisher:
             raise
         if done:
             self._waiting.clear()
+            self._done += before
         return done
 
     def finished(self) -> list[str]:
-        if not self._waiting or not (self._published() or self._ends):
-            return []
-        done, self._waiting = self._waiting, []
+        if self._waiting and (self._published() or self._ends):
+            self._done += self._waiting
+            self._waiting.clear()
+        done, self._done = self._done, []
         return done
 
     def _published(self) -> bool:

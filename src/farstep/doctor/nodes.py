@@ -58,8 +58,8 @@ _FIXES = {
     "the Kubernetes API server at": "run 'kubectl get pods'; if it fails, choose another context with --kube-context.",
     UNANSWERED: "open the head's ports to the nodes, or set --head-address to an address that they can reach.",
 }
-_OTHERWISE = "fix the cause that this text names, then run the doctor again."
 """What to do about what engines say."""
+_OTHERWISE = "fix the cause that this text names, then run the doctor again."
 
 
 def nodes(config: LaunchConfig, env: Mapping[str, object] | None, wait_s: float, say: Say) -> Iterator[Finding]:

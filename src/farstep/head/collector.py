@@ -200,7 +200,7 @@ class Collector:
         with self.gate.publishing(), self._adopting:
             if self._is_current(agent):
                 return
-            if self._agent is agent:
+            if self._agent is not None and self._agent is agent:
                 self._publish(agent)
             else:
                 self._adopt(agent)

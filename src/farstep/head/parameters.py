@@ -69,7 +69,8 @@ class ParameterStore:
     def changed(self, agent: Agent) -> bool:
         """Whether the agent's parameters differ from the published ones."""
         leaves = self._leaves(agent)
-        if self._changes.same_counters(leaves) and self._changes.trusted(self.schema.nbytes):
+        counters = self._changes.counters(leaves)
+        if self._changes.same_counters(counters) and self._changes.trusted(self.schema.nbytes):
             return False
         self.schema.check(leaves)
         current = self.schema.views(self.memory.map, self._start(self._index) + HEADER)
@@ -77,7 +78,7 @@ class ParameterStore:
             new = as_stored(*leaf)
             if new.dtype != source or not np.array_equal(old, _cast(new, old.dtype)):
                 return True
-        self._changes.note(leaves)
+        self._changes.note(counters)
         return False
 
     def check(self, agent: Agent) -> None:
@@ -132,7 +133,7 @@ class ParameterStore:
         return PAGE + index * self._stride
 
     def _write(self, leaves: list[tuple[str, Any]]) -> None:
-        index = self._lock_free_buffer()
+        index, counters = self._lock_free_buffer(), self._changes.counters(leaves)
         try:
             start = self._start(index)
             views = self.schema.views(self.memory.map, start + HEADER)
@@ -151,7 +152,7 @@ class ParameterStore:
         self._differences.clear()
         self._index = index
         self._word[0] = pack_word(self.version, index)
-        self._changes.note(leaves)
+        self._changes.note(counters)
 
     def _lock_free_buffer(self) -> int:
         for index in range(self._buffers):

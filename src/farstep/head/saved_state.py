@@ -157,11 +157,12 @@ def _check_actions(where: str, actions: Mapping[str, Array], parts: Mapping[str,
     for name, space in parts.items():
         array = actions[name]
         check_array(f"{where}, {name},", array, (steps, *(space.shape or ())), array.dtype)
-        low, high = _bounds(space)
-        if array.dtype.kind not in ("f" if isinstance(space, spaces.Box) and low is None else "iub"):
+        if array.dtype.kind not in "fiub":  # act may return integers for a Box of floats, and whole floats for Discrete
             raise Refused(f"{where}, {name}, are {array.dtype}; the space is {space}")
         check_finite(f"{where}, {name},", array)
-        if low is not None and not ((array >= low) & (array <= high)).all():
+        low, high = _bounds(space)
+        is_whole = array.dtype.kind != "f" or (array % 1 == 0).all()
+        if low is not None and not (is_whole and ((array >= low) & (array <= high)).all()):
             raise Refused(f"{where}, {name}, are not all in the space {space}")
 
 

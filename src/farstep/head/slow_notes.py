@@ -25,9 +25,11 @@ def noted_while_slow(what: str) -> Iterator[None]:
             pause_s = NOTE_S
 
     thread = threading.Thread(target=note, daemon=True, name="farstep-notes")
-    thread.start()
+    with contextlib.suppress(RuntimeError):  # no thread is left: the block, which needs more, says so
+        thread.start()
     try:
         yield
     finally:
         done.set()
-        thread.join()
+        if thread.ident is not None:
+            thread.join()

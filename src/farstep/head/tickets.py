@@ -385,9 +385,10 @@ class Tickets:
         self.absent.add(worker)
         self.departed.add(worker)
         self.membership += 1
-        if self._session is not None:
-            self._session.redo[worker].clear()
-        self.withdraw(worker)  # it takes part again from the next `invite` on
+        if (session := self._session) is not None:
+            session.redo[worker].clear()
+            if session.feed is not None and session.feed.actors is None:
+                self.withdraw(worker)  # others go on without it; it takes part again from the next `invite` on
 
     def drain(self, worker: int) -> None:
         """The worker's node is about to leave: the worker finishes its tickets and gets no new ones."""
@@ -397,10 +398,10 @@ class Tickets:
 
     def join(self, worker: int) -> None:
         """The worker is there: it is part of the batches that nobody has begun, or of all that cannot do without it."""
+        self.membership += worker in self.absent | self._draining
         self._draining.discard(worker)
         if worker in self.absent:
             self.absent.discard(worker)
-            self.membership += 1
             if (session := self._session) is not None:
                 others = self._present(session) - {worker}
                 begun = max((session.issued[other] for other in others), default=0)

@@ -275,7 +275,7 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the head's to handle
     bootstrap = read_bootstrap(None if arguments.bootstrap else sys.stdin.fileno(), arguments.bootstrap)
-    restarts = int(os.environ.get(RESTARTS, "0"))
+    restarts = int(os.environ.pop(RESTARTS, "0"))  # not for processes that workers start
     named = keep_alive(restarts, n.NAME_BYTES) if restarts else None
     agent = NodeAgent(bootstrap, os.path.expandvars(arguments.place), named)
     signal.signal(signal.SIGTERM, agent.told_to_go)

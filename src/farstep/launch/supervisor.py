@@ -47,9 +47,9 @@ class _Supervisor:
 
     def run(self) -> bool:
         """True in each child; False in the supervisor, once no child is to follow."""
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
         default = signal.signal(signal.SIGTERM, self._terminate)
-        while True:
-            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+        while not self._terminated:
             parent = os.getpid()
             self._child = os.fork()
             if not self._child:
@@ -58,9 +58,12 @@ class _Supervisor:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
             if not self._child:
                 return True
-            _, ended = os.waitpid(self._child, 0)
-            if not self._replaces(ended):
-                return False
+            # Until SIGTERM is blocked again the child is not reaped: its process id cannot be another process's.
+            os.waitid(os.P_PID, self._child, os.WEXITED | os.WNOWAIT)
+            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+            if not self._replaces(os.waitpid(self._child, 0)[1]):
+                break
+        return False
 
     def _replaces(self, ended: int) -> bool:
         if not os.WIFSIGNALED(ended):

@@ -47,7 +47,8 @@ def refuse_nested_launch() -> None:
         )
     raise LaunchError(
         "the code of an environment or an agent launches farstep inside a worker, and workers do not start workers of "
-        "their own: launch in the learner's program."
+        "their own: launch in the learner's program. A process that an environment starts, or a job that it submits, "
+        f"may launch for itself if it is started without {_VARIABLE} in its environment variables."
     )
 
 

@@ -1,0 +1,36 @@
+"""The supervisor of a node daemon, in a process of its own."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+
+KILLED_ONCE = """
+import os
+import signal
+
+from farstep.launch import supervisor
+
+replaces = supervisor._Supervisor._replaces
+
+
+def taken_back(self, ended):
+    os.kill(os.getpid(), signal.SIGTERM)
+    return replaces(self, ended)
+
+
+supervisor._Supervisor._replaces = taken_back
+shared = supervisor.keep_alive(3, 1)
+if not shared[0]:
+    shared[0] = 1
+    os.kill(os.getpid(), signal.SIGKILL)
+signal.pause()
+"""
+
+
+def test_a_node_that_is_taken_back_just_when_its_daemon_was_killed_ends() -> None:
+    """The signal reaches the daemon that was started meanwhile, or none is started."""
+    ended = subprocess.run([sys.executable, "-c", KILLED_ONCE], capture_output=True, text=True, timeout=60)
+    assert "Traceback" not in ended.stderr
+    assert ended.returncode in (128 + signal.SIGKILL, 128 + signal.SIGTERM)
