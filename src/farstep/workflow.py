@@ -215,8 +215,8 @@ class Workflow:
     def next_rollout(self, message: Message | None = None) -> None:
         """Let every present worker roll the largest window of a consuming trigger, or one chunk if there is none.
 
-        In a workflow that has this method as a consumer, workers roll only when it is called. An absent worker rolls when
-        it joins; with `DataKeyTrigger(n="all")` it waits for the next call instead, unless fewer than `min_nodes`
+        In a workflow that has this method as a consumer, workers roll only when it is called. An absent worker rolls
+        when it joins; with `DataKeyTrigger(n="all")` it waits for the next call instead, unless fewer than `min_nodes`
         requires are left of the workers that were asked.
 
         Args:
