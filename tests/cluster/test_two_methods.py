@@ -11,7 +11,7 @@ from checks import assert_balanced, cluster, inprocess
 
 import farstep
 from farstep.sync import AAPS, MaxLag
-from farstep.testing import CountingEnv
+from farstep.testing import CountingEnv, TableAgent
 
 EVERYWHERE = pytest.mark.parametrize(
     "config",
@@ -203,3 +203,24 @@ def test_single_steps() -> None:
             *_, info = env.step(agent)
             found.append(int(info["version"][0]))
         assert found == [0, 0, 0, 0, 4, 4, 4]
+
+
+@pytest.mark.parametrize("entry", ["logits", "distribution"])
+def test_a_single_logit_is_not_taken_for_a_distribution(entry: str, caplog: pytest.LogCaptureFixture) -> None:
+    """The softmax of one number never changes: workers would keep their first weights for ever."""
+
+    class Sigmoid(TableAgent):
+        def act(self, obs: Any) -> dict[str, Any]:
+            logits = np.full((len(obs), 1), self.table[0], np.float32)
+            return {**super().act(obs), entry: logits if entry == "logits" else {"logits": logits}}
+
+    with cluster(envs=2, kl_threshold=0.05, config=inprocess(1)) as env:
+        agent = Sigmoid()
+        if entry == "distribution":
+            with pytest.raises(farstep.AgentError, match="logits of one choice"):
+                env.collect(agent, steps=2)
+            return
+        for version in range(4):
+            assert (env.collect(agent, steps=2)["version"] == version).all()
+            agent.table[0] += 1
+    assert "logits" in caplog.text

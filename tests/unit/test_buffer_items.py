@@ -116,3 +116,13 @@ def test_numbers_that_fit_are_stored_as_they_are() -> None:
         batch, _ = buffer.sample(3)
         assert batch["x"].tolist() == [[0, 255]] * 3
         np.testing.assert_array_equal(batch["y"], y.astype(np.float32))
+
+
+def test_signed_integers_that_fit_are_converted() -> None:
+    """NumPy's integers are signed unless told otherwise."""
+    buffer = Buffer(10, FIFO(), spec={"x": ((), "uint8")})
+    buffer.insert({"x": np.array([5, 255])})
+    assert buffer.sample(2)[0]["x"].tolist() == [5, 255]
+    for wrong in (300, -1):
+        with pytest.raises(ConfigError, match=f"insert got {wrong} in 'x', row 1"):
+            buffer.insert({"x": np.array([5, wrong])})

@@ -57,7 +57,9 @@ def _has_distribution(outputs: Schema) -> bool:
 def _has_logits(outputs: Schema) -> bool:
     """Whether `logits` has the numbers of each choice in a last dimension that actions do not have."""
     action, logits = outputs.get("action"), outputs.get("logits")
-    return action is not None and logits is not None and logits.shape[:-1] == action.shape != logits.shape
+    if action is None or logits is None or not logits.shape:
+        return False
+    return logits.shape[:-1] == action.shape and logits.shape[-1] > 1
 
 
 class Comparison:
@@ -152,7 +154,13 @@ class Comparison:
             return {"log_prob": found}
         if self._own is not None:
             return {name: as_floats(leaf, name) for name, leaf in leaves_of(said, "distribution")}
-        return flat_distribution(said)
+        parts = flat_distribution(said)
+        if all(name.rpartition(".")[2] == "logits" and array.shape[-1] == 1 for name, array in parts.items()):
+            raise AgentError(
+                f"{self._method}() returned logits of one choice, which is always certain, so no two versions differ. "
+                'Return one number for each of k actions, [n, k], or {"bernoulli": logits} for yes or no.'
+            )
+        return parts
 
     def check(self, rows: Mapping[str, Array]) -> Schema:
         """Try it, with both sides the same; what it says of an observation from now on."""

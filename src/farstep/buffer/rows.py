@@ -98,15 +98,22 @@ def check_rows(values: Mapping[str, Array], schema: Schema, leading: int = 1, sl
         if name not in values:
             raise ConfigError(f"insert got no {name!r}; every row has {', '.join(schema)}.")
         got = values[name]
-        if got.shape[leading:] != spec.shape or not np.can_cast(got.dtype, spec.dtype, "same_kind"):
+        if got.shape[leading:] != spec.shape or not _converts(got.dtype, np.dtype(spec.dtype)):
             what = f"{got.dtype}{list(got.shape[leading:])}"
-            raise ConfigError(f"insert got {name!r} as {what}; this buffer holds {spec}.")
+            raise ConfigError(
+                f"insert got {name!r} as {what}; this buffer holds {spec}. Convert it with .astype() or .reshape()."
+            )
         if got.dtype != spec.dtype and (place := first_misfit(got, np.dtype(spec.dtype))) is not None:
             where = f"row {place[0]}" if leading == 1 else f"row {place[0]} of slot {slots[place[1]]}"
             raise ConfigError(
                 f"insert got {got[place]} in {name!r}, {where}; this buffer holds {spec}, which cannot hold this "
                 "number. Give the buffer a wider dtype (spec), or clip the values."
             )
+
+
+def _converts(given: np.dtype[Any], held: np.dtype[Any]) -> bool:
+    """Whether numbers of one kind may stand for the other if they fit: signed and unsigned integers do."""
+    return np.can_cast(given, held, "same_kind") or (given.kind in "iu" and held.kind in "iu")
 
 
 def check_names(values: Mapping[str, Array], schema: Schema) -> None:

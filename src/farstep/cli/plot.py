@@ -12,6 +12,7 @@ import tyro
 
 from farstep.cli.options import parse
 from farstep.errors import ConfigError
+from farstep.observe.files import as_run_error
 from farstep.observe.plots import plot
 from farstep.observe.run_folder import RunFolder
 
@@ -32,6 +33,7 @@ def main(arguments: Sequence[str]) -> int:
     if not options.runs:
         raise ConfigError("'farstep plot' needs at least one run, e.g. farstep plot runs/NAME.")
     out = options.out or RunFolder.open(options.runs[0]).plots / "run.png"
-    plot(options.runs, out)
+    with as_run_error(out):
+        plot(options.runs, out)
     sys.stdout.write(f"{out}\n")
     return 0

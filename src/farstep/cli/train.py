@@ -16,12 +16,13 @@ import numpy as np
 import torch
 import tyro
 
+from farstep.buffer import checkpoint
 from farstep.cli.launchers import ENGINES, NoOptions, check_options, chosen_launcher
 from farstep.cli.options import check_belonging, parse, typed
 from farstep.cli.recording import check_recording, record
 from farstep.cli.trust import check_trusted
 from farstep.cluster_env import ClusterEnv
-from farstep.errors import ConfigError, unknown_name
+from farstep.errors import ConfigError, RunError, unknown_name
 from farstep.launch_config import EngineConfig
 from farstep.learners.async_ppo import AsyncPPO, AsyncPPOConfig
 from farstep.learners.evaluation import EVALUATION_SLOTS, Evaluator
@@ -231,6 +232,11 @@ def train(learner: Learner, name: str, options: Options[Any, Any], env: ClusterE
         )
         training = Training(learner, env, limits, checkpoints=folder.checkpoints, evaluator=evaluator)
         if resume:
+            if not checkpoint.numbered(folder.checkpoints):
+                raise RunError(
+                    f"{folder.path} ended before its first checkpoint, which is written after {run.checkpoint_every} "
+                    "updates (--checkpoint-every), so there is nothing to resume; start it again without --resume."
+                )
             training.resume()
             folder.write_config(_config(name, options))
         sink = _loggers(name, options, folder, training.progress.steps if resume else None)

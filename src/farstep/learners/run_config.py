@@ -51,7 +51,7 @@ class RunConfig:
     """where runs are kept"""
     name: str | None = None
     """of this run's folder; none given: environment, learner, seed and time"""
-    checkpoint_every: int = 50
+    checkpoint_every: int = 10
     """updates between checkpoints; one is also written at the end, on Ctrl-C and on SIGTERM"""
     eval_every: int | None = None
     """environment steps between evaluations, in environments of their own, while training goes on"""

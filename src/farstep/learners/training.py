@@ -117,7 +117,7 @@ class Limits:
 
     total_steps: int
     target_return: float | None = None
-    checkpoint_every: int = 50
+    checkpoint_every: int = 10
     eval_every: int | None = None
 
 

@@ -92,7 +92,8 @@ class Actor:
             if name not in schema or schema[name].shape != spec.shape:
                 raise AgentError(
                     f"act's {name} is {schema.get(name, 'absent')} per environment; the action space wants shape "
-                    f"{list(spec.shape)}. Return one such action for each environment, nested as the space is."
+                    f"{list(spec.shape)}. Return one such action for each environment, nested as the space is; beside "
+                    'other arrays in a mapping, {"action": ..., "logprob": ...}, not in a tuple.'
                 )
         self._state = self.policy.initial_state(count)
         states = {name: as_array(leaf) for name, leaf in leaves_of(self._state, "state")} if recurrent else {}
