@@ -130,7 +130,8 @@ def _check_acting(where: str, acting: _Acting, agent: Any, count: int) -> None:
         # NumPy agents may start with float64 zeros and go on in float32; torch modules have one dtype.
         loose = isinstance(leaf, np.ndarray) and array.dtype.kind == leaf.dtype.kind
         check_array(f"{where}.state[{i}]", array, as_array(leaf).shape, array.dtype if loose else as_array(leaf).dtype)
-        check_finite(f"{where}.state[{i}]", array)
+        if np.isfinite(as_array(leaf)).all():  # else infinity means something to this agent, e.g. "none so far"
+            check_finite(f"{where}.state[{i}]", array)
     if len(acting.generators) not in (0, count):
         raise Refused(f"{where} has {len(acting.generators)} generators, 0 or {count} expected")
     for i, state in enumerate(acting.generators):
