@@ -134,11 +134,19 @@ class ClusterEnv:
         return batch.last_obs, _merged(batch)
 
     def step(self, agent: Agent) -> tuple[Nested, Array, Array, Array, dict[str, Any]]:
-        """One step everywhere, workers act; ended environments are reset at once (SAME_STEP).
+        """Step every environment once; the workers act, and reset ended environments at once (SAME_STEP).
 
-        `info` also has what the workers did, one row per environment: `action`, whatever else `act` returned, and
-        `version`, `valid` and `episode_start` as in a batch. If an environment's info has one of these names, it is
-        under `env_` and that name.
+        Args:
+            agent: The policy; if its parameters have changed, they are published first.
+
+        Returns:
+            `obs, reward, terminated, truncated, info` with one row per environment, as in Gymnasium. `info` also has
+            what the workers did: `action`, everything else that `act` returned except a recurrent `state`, and
+            `version`, `valid` and `episode_start` as in a batch. If an environment's info has one of these names, it
+            gets the prefix `env_`.
+
+        Raises:
+            FarstepError: A worker, an environment or the agent failed for good; the error names it.
         """
         collector = self._launched()
         collector.adopt(agent)
@@ -234,7 +242,16 @@ class ClusterEnv:
         return ""
 
     def check_saved(self, agent: Agent, saved: object, actions: Sequence[Mapping[str, Array]]) -> None:
-        """Raise `farstep.buffer.files.Refused`, with the reason, if `resume` would refuse these arguments."""
+        """Check the arguments of `resume` without changing anything.
+
+        Args:
+            agent: As in `resume`.
+            saved: As in `resume`.
+            actions: As in `resume`.
+
+        Raises:
+            farstep.buffer.files.Refused: `resume` would refuse these arguments; the message gives the reason.
+        """
         self._launched().check_saved(agent, saved, actions)
 
     def resume(self, agent: Agent, saved: Mapping[str, Any], actions: Sequence[Mapping[str, Array]]) -> None:

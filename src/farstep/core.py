@@ -99,7 +99,7 @@ class Received:
     frames: Sequence[Buffer]
     fds: Sequence[int] = ()
     heartbeat: bool = False
-    """It came over the connection that a worker without shared memory has for `Progress` alone."""
+    """Whether it came over the heartbeat connection, on which a worker without shared memory sends only `Progress`."""
 
 
 class Launcher(Protocol):
@@ -115,10 +115,10 @@ class Launcher(Protocol):
     """Workers live in the head's thread and move only when their link is read."""
 
     def prepare(self) -> None:
-        """Called once, before the first `start`: ask for what workers run on. May take long, and may be interrupted.
+        """Request the nodes that workers run on; called once, before the first `start`. May block; can be interrupted.
 
         Raises:
-            LaunchError: If it cannot be had.
+            LaunchError: The engine refused the request.
         """
         return
 

@@ -159,7 +159,7 @@ class RunError(FarstepError, OSError):
 
 
 class ResourceError(FarstepError, OSError):
-    """The machine, or a limit of this process, has no more of something; the message says of what and what to do."""
+    """File descriptors, processes, memory or disk have run out; the message names the limit and says what to do."""
 
     def __init__(self, message: str, number: int = 0) -> None:
         super().__init__(message)
@@ -177,7 +177,7 @@ _MEMORY = "Use fewer environments or shorter rollouts, or a machine with more me
 _ADVICE = {
     errno.EMFILE: "This process may open {files} files: raise the limit (ulimit -n) or use fewer workers.",
     errno.ENFILE: "The machine has no more file descriptors: close other programs or raise fs.file-max (sysctl).",
-    errno.EAGAIN: "This user may run {processes} processes and threads: raise that (ulimit -u) or use fewer workers.",
+    errno.EAGAIN: "This user may run {processes} processes and threads: raise it (ulimit -u) or use fewer workers.",
     errno.ENOMEM: _MEMORY,
     errno.ENOBUFS: _MEMORY,
     errno.ENOSPC: _DISK,
@@ -191,10 +191,13 @@ _LIMITS = {"files": resource.RLIMIT_NOFILE, "processes": resource.RLIMIT_NPROC, 
 
 @contextlib.contextmanager
 def typed_shortage(what: str) -> Iterator[None]:
-    """Raise `ResourceError` instead of what says that descriptors, processes, memory or disk have run out.
+    """Turn an exception that means that descriptors, processes, memory or disk have run out into `ResourceError`.
 
     Args:
         what: What could not be done, as the beginning of a sentence.
+
+    Raises:
+        ResourceError: The block raised such an exception; any other one passes unchanged.
     """
     try:
         yield
@@ -266,7 +269,7 @@ def described(error: BaseException) -> str:
 
 
 def printable(text: str) -> str:
-    """The text as it can be encoded and sent: lone surrogates escaped, the middle of an overlong one left out."""
+    """A text that can be encoded and sent: lone surrogates are escaped, the middle of an overlong text is left out."""
     if len(text) > _LONGEST_TEXT:
         half = _LONGEST_TEXT // 2
         text = f"{text[:half]}\n[{len(text) - 2 * half} characters left out]\n{text[-half:]}"

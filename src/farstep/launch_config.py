@@ -68,8 +68,8 @@ class LaunchConfig(Options):
     restart_budget: int = 10
     """Restarts of failed workers or environments allowed in any ten minutes; then the next call raises.
 
-    A replacement for which there is no descriptor, process or memory is tried again for `Timeouts.connect_s` seconds,
-    which spends none of the budget; then the call raises `ResourceError`.
+    If descriptors, processes or memory run out, the start of a replacement is retried for `Timeouts.connect_s` seconds
+    without using the budget; then the call raises `ResourceError`.
     """
 
     def __post_init__(self) -> None:
@@ -101,7 +101,7 @@ class LaunchConfig(Options):
         return self.nodes
 
     def resolved(self) -> LaunchConfig:
-        """The configuration that is launched: this one, unless it asks for another."""
+        """The configuration to launch: this one, unless an option such as `SlurmConfig.debug` replaces it."""
         return self
 
     def gpu_of(self, rank: int) -> int | None:
@@ -244,15 +244,15 @@ class SlurmConfig(EngineConfig):
     slurm_extra: Sequence[str] = ()
     """Further options of sbatch, e.g. `--exclusive`, `--mem=16G`."""
     spread: bool = False
-    """Put every node on a host of its own although hosts are shared with other jobs: nodes that are asked for at the
-    same time are one job, of at least `min_nodes` nodes, which avoids the hosts of the run's other jobs."""
+    """Put every node on a host of its own, without reserving whole hosts: nodes that are requested at the same time are
+    one job of at least `min_nodes` nodes, which excludes the hosts of the run's other jobs."""
     log_folder: str = "slurm-logs"
     """Where jobs write what their nodes say; on a file system that this machine and the nodes share."""
     gpu_type: str | None = None
     """Which GPUs, as the cluster names them: `a100` asks for `--gres=gpu:a100:N`, N being `gpus_per_node` (at least 1);
     the paper's `gpu:a100` is the same, and its `gpu` means any."""
     debug: bool = False
-    """Run the same number of workers on this machine instead, on its CPU; SLURM is not asked."""
+    """Run the same number of workers on this machine instead, on its CPU, without SLURM."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -283,7 +283,7 @@ class SlurmConfig(EngineConfig):
         if chosen := re.search(r"(^|\s)(--gres|--gpus|-G)\S*", " ".join(extra)):
             raise ConfigError(
                 f"SlurmConfig has gpu_type={self.gpu_type!r}, and slurm_extra has {chosen[0].strip()!r}, which would "
-                "ask for other GPUs; give one of them."
+                "request other GPUs; use only one of them."
             )
         object.__setattr__(self, "gpu_type", None if kind == "gpu" else kind)
         object.__setattr__(self, "gpus_per_node", self.gpus_per_node or 1)
@@ -298,7 +298,7 @@ class SlurmConfig(EngineConfig):
     def resolved(self) -> LaunchConfig:
         if not self.debug:
             return self
-        log.warning("debug=True: SLURM is not asked; all workers of %d nodes run on this machine's CPU", self.nodes)
+        log.warning("debug=True: SLURM is not used; all workers of %d nodes run on this machine's CPU", self.nodes)
         return LocalConfig(
             nodes=self.nodes,
             workers_per_node=self.workers_on_node,

@@ -124,9 +124,9 @@ def value_structure(value: Nested, name: str, arrays: dict[str, Array]) -> Struc
 
 
 def first_misfit(array: Array, dtype: np.dtype[Any]) -> tuple[int, ...] | None:
-    """Where the first number is that `dtype` cannot hold; None if it holds all of them.
+    """Index of the first number that `dtype` cannot hold; None if it holds all of them.
 
-    Integers must stay what they are, and finite numbers finite; a float may be rounded.
+    Integers must keep their value, and finite numbers stay finite; a float may be rounded.
     """
     with np.errstate(all="ignore"):
         source = array if dtype.kind == "c" else array.real

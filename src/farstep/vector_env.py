@@ -219,7 +219,7 @@ class ClusterVectorEnv(VectorEnv[Any, Any, Any]):
         self._ask(name, "set_attr", *((name, each[seat.columns]) for seat in self._stepper.server.seats))
 
     def close_extras(self, **kwargs: Any) -> None:
-        with self._closing:  # a second call waits until the first is done
+        with self._closing:  # a concurrent call waits until the first is done
             self._finalizer()
 
 

@@ -41,7 +41,7 @@ from farstep.head.tickets import Arrived, FeedPlan
 log = logging.getLogger("farstep")
 _STEPS = 32  # of a chunk, where no trigger says what it needs
 _REMOTE_S = 0.05  # how often a passer to another process is asked whether its consumer is done
-_ABSENT_S = 5.0  # after so long without the workers that a trigger needs, it is named in a warning
+_ABSENT_S = 5.0  # seconds without the workers that a trigger needs until a warning names the trigger
 _UNTIL_S = 0.5  # how often `until` is asked at least: what it looks at may change where nobody wakes the loop
 
 
@@ -96,9 +96,9 @@ class Workflow:
         """Per worker, chunks that it was asked for and that have not arrived, over several runs."""
         self._present: frozenset[int] = frozenset()
         self._invited: frozenset[int] | None = None
-        """With `_waits_for_all`, who takes part in the rollout that was last asked for; None: none was."""
+        """With `_waits_for_all`, workers of the rollout that was last requested; None: none was requested."""
         self._waits_for_all = False
-        """Whether a trigger takes the rows of all workers that are present, instead of those of a number of them."""
+        """Whether a trigger takes the rows of all present workers, instead of those of a number of them."""
         self._quorum, self._warn_at = 1, math.inf
         self._followed: Array | None = None
         """Per slot, the last chunk that was handed out when a run ended: others may roll between runs."""
@@ -124,12 +124,24 @@ class Workflow:
         updates: bool = True,
         name: str | None = None,
     ) -> str:
-        """Call `consumer(message)` whenever the trigger fires: in the thread of `run`, or in one of its own.
+        """Call `consumer(message)` whenever the trigger fires.
 
-        One that samples so many rows at once, `samples`, is not called before the buffer's limiter would give them (by
-        default one, if the trigger is for replay). A passer (`farstep.buffer.passers`) hands messages elsewhere.
-        Publishing waits for consumers that are at work, since they may be in the middle of an update; not for one with
-        `updates=False`, which does not change the agent (it evaluates, or logs). Returns the trigger's name.
+        Args:
+            trigger: When to call the consumer.
+            consumer: A function of the message, or a passer (`farstep.buffer.passers`), which hands messages elsewhere.
+            thread: Call the consumer in a thread of its own instead of the thread of `run`.
+            max_outstanding: Messages that may be unfinished at a time; the trigger does not fire beyond that.
+            samples: Rows that the consumer samples at once; it is called only when the buffer's limiter would give
+                them. None: one row if the trigger is for replay.
+            updates: Whether the consumer may change the agent; publishing waits until it has returned from its message.
+                False for a consumer that only evaluates or logs.
+            name: The trigger's name in errors and messages; None: its class and a number, e.g. `TimeTrigger-1`.
+
+        Returns:
+            The trigger's name.
+
+        Raises:
+            ConfigError: The workflow is running, or an option does not fit the consumer.
         """
         if self._feed is not None:
             raise ConfigError("this workflow is running; register its triggers before.")
@@ -183,19 +195,35 @@ class Workflow:
     def publish(self, message: Message | None = None) -> int:
         """Publish the agent's parameters; fires `ObjectKeyTrigger("parameters")`. Can be a consumer itself.
 
-        What is published is a whole snapshot: this waits until other consumers have returned from their messages (see
-        `on`), and raises `PublishTimeout` after `end_s` seconds. A consumer that calls it publishes what is there.
+        Publishes a whole snapshot: waits until the other consumers have returned from their messages (see `updates` of
+        `on`). A consumer that calls it in the middle of its own update publishes the parameters as they are.
+
+        Args:
+            message: Ignored, so that this method can be registered as a consumer.
+
+        Returns:
+            The new version.
+
+        Raises:
+            PublishTimeout: A consumer did not return within `end_s` seconds.
+            ClosedError: The cluster was closed, or a consumer raised in the middle of an update and ended the run.
         """
         version = self.env.publish(self.agent)
         self._say(lambda: self.ledger.published("parameters", version))
         return version
 
     def next_rollout(self, message: Message | None = None) -> None:
-        """Let every worker roll what the largest window of a consuming trigger takes, or one chunk. A workflow that has
-        this as a consumer rolls nothing unasked.
+        """Let every present worker roll the largest window of a consuming trigger, or one chunk if there is none.
 
-        A worker that is absent rolls when it joins; with `DataKeyTrigger(n="all")` it waits for the next call instead,
-        unless fewer than `min_nodes` requires are left of those that were asked.
+        In a workflow that has this method as a consumer, workers roll only when it is called. An absent worker rolls
+        when it joins; with `DataKeyTrigger(n="all")` it waits for the next call instead, unless fewer than `min_nodes`
+        requires are left of the workers that were asked.
+
+        Args:
+            message: Ignored, so that this method can be registered as a consumer.
+
+        Raises:
+            ConfigError: The workflow is not running, or does not have this method as a consumer.
         """
         if self._feed is None or not self._on_demand:
             raise ConfigError(
@@ -297,7 +325,7 @@ class Workflow:
             failure = None  # else it and this frame would keep each other alive
 
     def _watch_updates(self, gate: UpdateGate) -> None:
-        """Let nobody publish what a consumer is in the middle of updating."""
+        """Keep publishers waiting while a consumer is in the middle of an update."""
         gate.limit_s = self._end_s
         self.buffer.between_updates = gate.between_updates
         for guard in self._updaters:
@@ -368,10 +396,10 @@ class Workflow:
             self._warn_at = math.inf
             self._warn_of_absent()
 
-    # ---- who is present ----
+    # ---- present workers ----
 
     def _note_members(self, feed: Feed) -> None:
-        """Take in which workers have joined and left."""
+        """Note which workers have joined and left."""
         if (members := feed.members()) is None:
             return
         self._present, self._quorum = members.present, members.quorum
@@ -385,15 +413,15 @@ class Workflow:
         self._tell_members()
 
     def _drop_rest(self, worker: int, feed: Feed) -> None:
-        """A worker has left: if a trigger goes on without it, what it has not completed is dropped, and it is asked for
-        nothing before it is back."""
+        """A worker has left. If a trigger does not wait for it, drop its incomplete window, and request nothing from it
+        until it is back."""
         if self._waits_for_all:
             self.holdings.left(worker)
             self._owed[worker] = 0
             feed.withdraw(worker)
 
     def _replace_invited(self, feed: Feed) -> None:
-        """Ask workers that have joined, if too few are left of those that were asked for a trigger to fire."""
+        """Request a rollout from workers that have joined if too few of those asked are left for a trigger to fire."""
         if self._invited is None:
             return
         needed = max([self._quorum, *(leaf.n for leaf in self._takers if leaf.n is not None)])
@@ -403,7 +431,7 @@ class Workflow:
             self._ask(joined, feed)
 
     def _tell_members(self) -> None:
-        """Tell triggers whom to wait for: where workers roll when they are asked to, those that were."""
+        """Tell triggers which workers to wait for: with `next_rollout`, only those whose rollout was requested."""
         asked = self._present if self._invited is None else self._invited & self._present
         self.ledger.members(asked, self._quorum)
 
@@ -413,15 +441,15 @@ class Workflow:
             needed = self._quorum if trigger.n is None else trigger.n
             if needed > len(self._present) and not trigger.is_warm:
                 log.warning(
-                    "%r waits for %d workers, and %d of at most %d are present, so it does not fire before others "
-                    "join. %s",
+                    "%r waits for %d workers, but %d of at most %d are present, so it cannot fire until others join. "
+                    "%s",
                     trigger,
                     needed,
                     len(self._present),
                     self.env.num_workers,
                     "min_nodes requires them."
                     if trigger.n is None
-                    else 'DataKeyTrigger(n="all", ...) goes on with those that are present.',
+                    else 'DataKeyTrigger(n="all", ...) waits only for those that are present.',
                 )
 
     def _fires_early(self, steps: int) -> bool:
@@ -441,7 +469,7 @@ class Workflow:
             if trigger.n is not None and trigger.n > self.env.num_workers:
                 raise ConfigError(
                     f"{trigger!r} waits for {trigger.n} actors; there are {self.env.num_workers} workers. Lower n, or "
-                    'let it wait for all that are present: n="all".'
+                    'wait for all present workers with n="all".'
                 )
             for name in (name for stage in trigger.stages for name in stage or ()):
                 if name not in schema:

@@ -357,7 +357,7 @@ class RogueEnv(CountingEnv):
     def _endless_phase(self) -> None:
         """Words that say it is queued, which has no time limit, and no answer ever."""
         frame: Any = sys._getframe()
-        while "words" not in frame.f_locals:  # of whoever rolls
+        while "words" not in frame.f_locals:  # the frame of the worker's rollout loop
             frame = frame.f_back
         frame.f_locals["words"][PHASE] = Phase.QUEUED
         do_fault("hang")

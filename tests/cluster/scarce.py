@@ -38,7 +38,7 @@ def children() -> list[str]:
 
 
 def set_left(count: int) -> None:
-    """Let this process open so many more files."""
+    """Let this process open `count` more files."""
     used, limit = open_files(), 0
     while count or limit in used:
         count -= limit not in used
@@ -86,13 +86,13 @@ class Retries(logging.Handler):
         self.seen = threading.Event()
 
     def emit(self, record: logging.LogRecord) -> None:
-        if "Trying again" in record.getMessage():
+        if "Retrying" in record.getMessage():
             self.seen.set()
             resource.setrlimit(resource.RLIMIT_NOFILE, (HARD, HARD))
 
 
 def replace(config: str, count: int) -> str:
-    """Its worker is killed when there are few descriptors; more are there when it has been noticed."""
+    """Kill the worker while few descriptors are left; the limit is raised once a restart has failed."""
     retries = Retries()
     logging.getLogger("farstep").addHandler(retries)
     env = make(config, restart_budget=1)

@@ -1,4 +1,4 @@
-"""What close() leaves behind and for whom it waits; exceptions that cannot be shown are reported all the same."""
+"""close() leaves nothing behind and concurrent calls wait for it; exceptions that cannot be formatted are reported."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ LAUNCHES: dict[str, Callable[[Path], Any]] = {
 
 @pytest.mark.parametrize("launch", LAUNCHES.values(), ids=LAUNCHES)
 def test_a_closed_cluster_keeps_no_descriptor(launch: Callable[[Path], Any], tmp_path: Path) -> None:
-    """However long the learner keeps the cluster and what it returned."""
+    """Even while the learner still holds the closed cluster and its batches."""
     before = descriptors()
     env = cluster(config=launch(tmp_path))
     kept = [env.collect(TableAgent(), steps=4), env.reset(), env.stats()]

@@ -262,7 +262,7 @@ MISDEEDS = {
 
 
 @pytest.mark.timeout(120)
-def test_a_stream_goes_on_whatever_a_local_worker_sends(tmp_path: Path, caplog: Any) -> None:
+def test_stream_survives_whatever_a_local_worker_sends(tmp_path: Path, caplog: Any) -> None:
     """A worker on this host is replaced at its first message that has no business there, and never stalls the head."""
     kwargs = {"misdeeds": list(MISDEEDS), "folder": str(tmp_path)}
     options: Any = {"env_kwargs": kwargs, "restart_budget": len(MISDEEDS)}
@@ -305,7 +305,7 @@ def test_a_worker_without_shared_memory_keeps_to_its_channels(monkeypatch: pytes
             (m.Progress([0] * 9), [], True, "9 progress words; expected 10"),
             (m.Progress([int(Phase.QUEUED)] + [0] * 9), [], True, "the phase 8"),
             (m.Reply(0), [b""], True, "Reply on the heartbeat connection"),
-            (m.Reply(99), [b""], False, "the reply to call 99"),
+            (m.Reply(99), [b""], False, "a reply to call 99"),
             (m.Asking(1, 1), [], False, "in_turn"),
             (m.WeightRequest(version, 0), [], False, "a second request for version 0"),
             (m.AgentReady(99, {}, b""), [], False, "agent 99 is ready"),
@@ -321,7 +321,7 @@ def test_a_worker_without_shared_memory_keeps_to_its_channels(monkeypatch: pytes
             assert "which EnvConfig.transfer does not have sent ahead" in refused.pop()
             chunk = m.Chunk(order.seq, 0, bytes(16), infos=True, passed=0)
             server.receive(0, Received([m.encode(chunk), b"", pack([{}, {}])]))
-            assert "infos, which its ticket does not ask for" in refused.pop()
+            assert "infos that its ticket does not request" in refused.pop()
             server.cancel()
         monkeypatch.undo()
         assert_sound(env.collect(TableAgent(), steps=4))

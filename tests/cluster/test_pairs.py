@@ -1,4 +1,4 @@
-"""Every pair of features in one run that counts: no row lost, doubled, misnumbered or rolled with mixed weights."""
+"""Every pair of features in one run: no row is lost, duplicated, misnumbered or rolled with mixed weights."""
 
 from __future__ import annotations
 

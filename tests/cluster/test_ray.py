@@ -193,7 +193,7 @@ def test_a_lost_cluster_is_an_error_and_not_the_end_of_the_learner(monkeypatch: 
 
 
 @pytest.mark.timeout(300)
-def test_batches_go_on_without_the_first_node_until_ray_ends_the_others(
+def test_batches_continue_without_rays_first_node_until_ray_ends_the_others(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("RAY_gcs_rpc_server_reconnect_timeout_s", "12")

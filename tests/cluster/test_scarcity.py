@@ -98,7 +98,7 @@ def test_shared_memory_beyond_a_limit_is_a_typed_error() -> None:
             SharedMemory.create(1 << 17)
 
 
-def test_rollouts_beyond_a_limit_are_a_typed_error_and_the_cluster_goes_on() -> None:
+def test_rollouts_beyond_a_limit_are_a_typed_error_and_the_cluster_stays_usable() -> None:
     with cluster(CountingEnv, config=farstep.InProcessConfig()) as env:
         agent = TableAgent()
         env.collect(agent, steps=4)
@@ -185,7 +185,7 @@ def test_damaged_metrics_are_left_out_by_number(tmp_path: Path, caplog: Any) -> 
     good = [{"step": 1, "a": 1.0}, {"step": 4, "a": 4.0}]
     assert Run.read(run.path).rows == good
     assert Run.read(run.path).curve("a")[1].tolist() == [1.0, 4.0]
-    said = f"{run.metrics_file}: line 2, 3, 4, 5, 6 and 1 more left out: cut off, or no metrics of farstep's"
+    said = f"{run.metrics_file}: left out line 2, 3, 4, 5, 6 and 1 more: truncated, or not written by farstep"
     assert said in [record.getMessage() for record in caplog.records]
     caplog.clear()
     logger = JsonlLogger(run.metrics_file, resume_step=4)

@@ -145,8 +145,8 @@ def test_a_job_that_somebody_cancels_is_asked_for_again(cluster: SlurmCluster, t
         assert_balanced(env.stats())
 
 
-def test_nodes_of_a_cancelled_job_are_asked_for_together_again(cluster: SlurmCluster, tmp_path: Path) -> None:
-    """One job of three nodes, on three hosts, while a stream goes on."""
+def test_nodes_of_a_cancelled_job_are_requested_together_again(cluster: SlurmCluster, tmp_path: Path) -> None:
+    """One job of three nodes, on three hosts, during a stream."""
     with start(tmp_path, nodes=3, lease_s=3) as env:
         stream = env.stream(TableAgent(), steps=4, max_staleness=1)
         next(stream)
@@ -391,7 +391,7 @@ def test_a_job_whose_nodes_are_taken_back_stays_whatever_setup_says(tmp_path: Pa
     ("nodes", "together", "sizes"),
     [(4, [2], [2, 1, 1]), (3, [3], [3]), (2, [3], [2]), (3, [2, 2], [2, 1]), (2, [], [1, 1]), (3, [1, 2], [1, 2])],
 )
-def test_what_was_asked_for_together_is_one_job(nodes: int, together: list[int], sizes: list[int]) -> None:
+def test_nodes_requested_together_are_one_job(nodes: int, together: list[int], sizes: list[int]) -> None:
     assert job_sizes(nodes, *together) == sizes
 
 

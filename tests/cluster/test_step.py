@@ -77,7 +77,7 @@ class NamesakeEnv(CountingEnv):
 
 
 @EVERYWHERE
-def test_infos_of_environments_with_the_same_names_are_kept_beside(config: farstep.LaunchConfig) -> None:
+def test_environment_infos_with_the_workers_names_get_a_prefix(config: farstep.LaunchConfig) -> None:
     with cluster(NamesakeEnv, config=config, env_kwargs={"length": None}) as env:
         _, (first, second) = stepped(env, TableAgent(), 2)
         assert list(first["env_action"]) == [f"move {action}" for action in first["action"]]

@@ -1,4 +1,4 @@
-"""Adaptive synchronization of agents that have `act` and `get_parameters` alone, together with what it can meet."""
+"""AAPS with agents that have only `act` and `get_parameters`, with streams, workflows, stagger and `MaxLag`."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class RecurrentAgent(LogitsAgent):
 
 
 class GaussianAgent(LogitsAgent):
-    """Says the parameters of a Gaussian under `distribution`."""
+    """Returns the parameters of a Gaussian under `distribution`."""
 
     def act(self, obs: Any) -> dict[str, Any]:
         mean = np.tile(self.logits, (len(obs), 1))

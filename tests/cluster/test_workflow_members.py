@@ -50,7 +50,7 @@ class Ages(Recorder):
 
 
 @pytest.mark.timeout(300)
-def test_an_on_policy_table_goes_on_while_nodes_join_and_leave(tmp_path: Path) -> None:
+def test_on_policy_workflow_continues_while_nodes_join_and_leave(tmp_path: Path) -> None:
     """Two of at most three nodes are enough, the third takes part when it joins, and one that is killed is not waited
     for: every row is of the newest version, and nothing is lost or counted twice."""
     with on_nodes(tmp_path, 2, 3) as env:
@@ -133,7 +133,7 @@ def test_a_trigger_that_waits_for_absent_workers_is_named(
 
 @pytest.mark.parametrize(("thread", "max_staleness"), [(True, 2)])
 def test_all_workers_of_one_machine(thread: bool, max_staleness: int, tmp_path: Path) -> None:
-    """As with their number: nobody is absent, and one that is killed is waited for, as `collect` does."""
+    """`n="all"` equals the number of workers, and the trigger waits for one that is killed, as `collect` does."""
     fault = {"fault": "sigkill", "phase": "step", "at": 30, "marker": str(tmp_path / "killed")}
     with cluster(FaultyEnv, envs=4, workers=2, env_kwargs=fault) as env:
         flow = farstep.Workflow(env, TableAgent(), full(4 * 32), steps=4, max_staleness=max_staleness)

@@ -134,7 +134,7 @@ def test_two_consumers_that_publish_do_not_wait_for_each_other() -> None:
 
 
 def test_a_consumer_publishes_what_it_has() -> None:
-    """Half-way if it says so, also while it waits for another one; the others' updates are whole."""
+    """Its own half update if it publishes in the middle, also while it waits; the updates of others are whole."""
     with endless() as env:
         flow, learner = torn_flow(env)
         half_way = set[int]()
@@ -170,7 +170,7 @@ def test_probes_are_answered_with_the_weights_that_are_published() -> None:
     assert all(len(set(numbers)) == 1 for numbers in agent.published)
 
 
-def test_chunks_go_on_arriving_while_a_trigger_waits_to_publish() -> None:
+def test_chunks_keep_arriving_while_a_trigger_waits_to_publish() -> None:
     with endless() as env:
         flow, _ = torn_flow(env)
         arrived, asked = list[bool](), threading.Event()
@@ -189,7 +189,7 @@ def test_chunks_go_on_arriving_while_a_trigger_waits_to_publish() -> None:
     assert arrived == [True]
 
 
-def test_a_consumer_that_waits_for_rows_keeps_nobody_from_publishing() -> None:
+def test_consumer_waiting_for_rows_does_not_block_publishing() -> None:
     """Nothing is rolled before the next version is there, and the consumer waits for rows of that."""
     with endless() as env:
         buffer = farstep.Buffer(256, Uniform(), seed=1, limiter=farstep.buffer.Queue(64))
@@ -247,13 +247,13 @@ def test_a_trigger_that_cannot_publish_ends_the_run() -> None:
         flow.on(DataKeyTrigger(n=1, size=2), lambda message: leave.wait(30), thread=True, name="slow")
         flow.on(TimeTrigger(0.001), flow.publish)
         try:
-            with pytest.raises(PublishTimeout, match="of trigger 'slow' has been at work"):
+            with pytest.raises(PublishTimeout, match="of trigger 'slow' has not finished within"):
                 within(flow.run)
         finally:
             leave.set()
 
 
-def test_one_that_does_not_update_is_not_waited_for() -> None:
+def test_publishing_does_not_wait_for_a_consumer_with_updates_false() -> None:
     with endless() as env:
         flow, learner = torn_flow(env)
         leave = threading.Event()
@@ -330,7 +330,7 @@ def test_ctrl_c_reaches_a_loop_that_waits_to_publish(
         flow.run(total_steps=flow.ledger.env_steps + 32)
 
 
-def test_what_a_consumer_left_half_updated_is_not_published(
+def test_half_updated_agent_of_a_failed_consumer_is_not_published(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(update_gate, "WARN_S", 0.01)
@@ -359,7 +359,7 @@ def test_what_a_consumer_left_half_updated_is_not_published(
         assert env.publish(flow.agent) == env.version == versions[0] + 1, "the caller may"
 
 
-def test_a_version_that_was_asked_for_is_published_before_the_run_returns() -> None:
+def test_requested_version_is_published_before_the_run_returns() -> None:
     with endless() as env:
         flow, _ = torn_flow(env)
 

@@ -89,8 +89,8 @@ def test_a_node_that_was_taken_for_lost_comes_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_a_killed_daemon_is_restarted_by_its_supervisor_while_a_run_goes_on(tmp_path: Path) -> None:
-    """As SLURM starts it: no engine is asked for a replacement, and what ran goes on."""
+def test_killed_daemon_is_restarted_by_its_supervisor_during_a_run(tmp_path: Path) -> None:
+    """As SLURM starts it: the engine is not asked for a replacement, and the run continues."""
     source = {"type": "factory", "env_name": CountingEnv, "envs_per_node": 2, "seed": 1}
     agent = TableAgent()
     asked = config(tmp_path, workers_per_node=1, restart_budget=0, restarts=3)

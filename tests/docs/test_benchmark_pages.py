@@ -1,4 +1,4 @@
-"""What pages say of benchmarks: every file, command and option is there, and every table is that of its results."""
+"""Pages about benchmarks: every file, command and option that they name exists, and every table matches its results."""
 
 from __future__ import annotations
 

@@ -51,5 +51,5 @@ def test_a_present_podman_hides_none_of_its_packages(tmp_path: Path) -> None:
     assert required_packages() - installed_by_ci(tmp_path, present={"podman"}) == {"podman"}
 
 
-def test_nothing_is_installed_where_all_is_there(tmp_path: Path) -> None:
+def test_nothing_is_installed_if_all_packages_are_present(tmp_path: Path) -> None:
     assert installed_by_ci(tmp_path, present=required_packages() | {"procps"}) == set()

@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import copy
-import json
 import logging
-import math
 import os
 import shutil
 import subprocess
 import sys
-import zlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 import torch
 from tasks import Config, make_env, make_training
 
 import farstep
+import forging
 from farstep.buffer import checkpoint
-from farstep.buffer.files import file_name, write_array, write_file
 from farstep.errors import CheckpointError
 from farstep.learners.async_ppo import AsyncPPOConfig
 from farstep.learners.impala import ImpalaConfig
@@ -31,18 +26,17 @@ from farstep.learners.nets import NetConfig, make_agent
 from farstep.learners.ppo import PPO, PPOConfig
 from farstep.learners.saving import put_together, taken_apart
 from farstep.learners.training import Limits, Training
+from forging import REMOVED, Way, changed, fields
 
 CONFIG = PPOConfig(
     num_steps=8,
-    num_minibatches=2,
+    minibatch_size=16,
     update_epochs=1,
     net=NetConfig(hidden=(4,), recurrent="gru", core=4, normalize_obs=True, normalize_reward=True),
 )
 ENVS = 4
 ROWS = ENVS * CONFIG.num_steps
 PARTS = ["agent", "learner", "progress", "torch", "version", "env", "journal"]
-REMOVED = object()
-Way = tuple[Any, ...]
 
 
 @pytest.fixture(scope="module")
@@ -54,57 +48,12 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> checkpoint.Loaded:
     return checkpoint.load(folder)
 
 
-def fields(value: Any, way: Way = ()) -> Iterator[tuple[Way, Any]]:
-    """Every value inside nested mappings and lists, and these themselves, with the keys that lead there."""
-    if way:
-        yield way, value
-    if isinstance(value, dict):
-        for key, sub in value.items():
-            yield from fields(sub, (*way, key))
-    elif isinstance(value, list):  # its entries are alike, but for a few short ones
-        for i in range(len(value)) if len({type(entry) for entry in value}) > 1 else {len(value) - 1} - {-1}:
-            yield from fields(value[i], (*way, i))
-
-
-def changed(value: Any, way: Way, new: Any) -> Any:
-    """A copy with another value there; what lies beside the way is shared."""
-    if not way:
-        return new
-    value, key = copy.copy(value), way[0]
-    if len(way) == 1 and new is REMOVED:
-        del value[key]
-    else:
-        value[key] = changed(value[key], way[1:], new)
-    return value
-
-
 def forgeries(value: Any) -> dict[str, Any]:
     """What can be wrong with a value."""
-    found: dict[str, Any] = {"removed": REMOVED, "text": "x"} | ({} if value is None else {"none": None})
     if isinstance(value, torch.Tensor):
-        return found | {name: torch.from_numpy(array) for name, array in forged_arrays(value.numpy()).items()}
-    if isinstance(value, np.ndarray):
-        return found | forged_arrays(value)
-    found |= {"list": [[]], "mapping": {"x": 1}}
-    if isinstance(value, int):
-        return found | {"fraction": value + 0.5, "bool": True, "negative": -1, "huge": 2**70, "nan": math.nan}
-    if isinstance(value, float):
-        return found | {"bool": True, "negative": -1.0, "huge": 1e300, "infinite": math.inf, "nan": math.nan}
-    return found | {"number": 3}
-
-
-def forged_arrays(array: np.ndarray) -> dict[str, np.ndarray]:
-    def with_first(value: Any) -> np.ndarray:
-        other = array.copy()
-        other.reshape(-1)[:1] = value
-        return other
-
-    found = {"shape": array[None], "dtype": array.astype(np.int16), "wider": array.astype(np.float64)}
-    if array.ndim:
-        found["longer"] = np.concatenate([array, array[-1:] if len(array) else np.ones(1, array.dtype)])
-    if array.dtype.kind == "f":
-        return found | {"negative": with_first(-1), "infinite": with_first(math.inf), "nan": with_first(math.nan)}
-    return found | {"huge": with_first(np.iinfo(array.dtype).max)}
+        forged = forging.forgeries(value.numpy())
+        return {name: torch.from_numpy(new) if isinstance(new, np.ndarray) else new for name, new in forged.items()}
+    return forging.forgeries(value)
 
 
 def is_possible(way: Way, kind: str) -> bool:
@@ -141,33 +90,18 @@ def is_possible(way: Way, kind: str) -> bool:
     return False
 
 
-class Forger:
+class Forger(forging.Folder):
     """Writes checkpoints that differ from a real one in one value, with matching checksums."""
 
     def __init__(self, folder: Path, saved: checkpoint.Loaded) -> None:
         self.state = put_together(saved)
-        self._arrays, plain = taken_apart(self.state)
-        self.real = checkpoint.save(folder / "real", self._arrays, {"state": plain})
-        self.folder = folder / "forged"
-        self._manifest = json.loads((self.real / "manifest.json").read_bytes())
+        arrays, plain = taken_apart(self.state)
+        super().__init__(folder, arrays, {"state": plain})
 
     def forge(self, way: Way, new: Any) -> None:
         """The newest checkpoint is one with `new` there."""
         arrays, plain = taken_apart(changed(self.state, way, new))
-        newest = self.folder / "000002"
-        shutil.rmtree(newest, ignore_errors=True)
-        newest.mkdir(parents=True)
-        entries = {}
-        for name, array in arrays.items():
-            if array is self._arrays.get(name):
-                os.link(self.real / file_name(name), newest / file_name(name))
-                entries[name] = self._manifest["arrays"][name]
-            else:
-                entries[name] = msgspec.to_builtins(write_array(newest, name, array))
-        meta = msgspec.to_builtins(write_file(newest / "meta.json", [json.dumps({"state": plain}).encode()]))
-        manifest = json.dumps({"format": 1, "arrays": entries, "meta": meta}).encode()
-        (newest / "manifest.json").write_bytes(manifest)
-        (newest / "DONE").write_bytes(b"%08x\n" % zlib.crc32(manifest))
+        self.write(arrays, {"state": plain})
 
 
 @pytest.fixture
@@ -255,7 +189,7 @@ def test_metadata_that_describes_no_state_is_refused(tmp_path: Path, caplog: pyt
 RESUMING = """
 import sys
 from pathlib import Path
-sys.path.insert(0, sys.argv[1])
+sys.path[:0] = [sys.argv[1], str(Path(sys.argv[1]).parent)]
 from test_forged_checkpoints import CONFIG, ENVS, ROWS
 from tasks import Config, make_env, make_training
 with make_env("CartPole-v1", ENVS, launcher="inprocess") as env:
@@ -282,7 +216,7 @@ LEARNERS: dict[str, Config] = {
 
 
 @pytest.mark.parametrize("name", LEARNERS)
-def test_every_learner_goes_on_from_the_checkpoint_before(
+def test_every_learner_resumes_from_the_checkpoint_before(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with make_env("CartPole-v1", ENVS, launcher="inprocess") as env:

@@ -210,7 +210,7 @@ def survivors(weights: dict[int, float], new: list[int], weight: float) -> Count
 
 
 @pytest.mark.parametrize("remover", [Uniform(), Prioritized(alpha=1)], ids=repr)
-def test_rows_removed_by_chance_are_as_likely_for_many_at_once(remover: Sampler) -> None:
+def test_random_removal_has_the_same_distribution_for_many_rows_at_once(remover: Sampler) -> None:
     priorities = [1.0, 2.0, 4.0]
     weights = priorities if isinstance(remover, Prioritized) else [1.0] * 3
     expected = survivors(dict(enumerate(weights)), [3, 4, 5], weights[-1])

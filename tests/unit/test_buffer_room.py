@@ -76,7 +76,7 @@ class RoomMachine(RuleBasedStateMachine):
     def take(self, count: int) -> None:
         try:
             batch, info = self.buffer.sample(count, timeout_s=0)
-        except (BufferTimeout, ConfigError):  # there are not so many, or never will be
+        except (BufferTimeout, ConfigError):  # fewer rows than asked for, now or for ever
             return
         got = batch["number"].tolist()
         assert info.keys.tolist() == [self.key_of[number] for number in got]
@@ -190,7 +190,7 @@ def test_checkpoint_of_a_ring_with_holes_is_refused_by_name(tmp_path: Path) -> N
         Buffer.restore(tmp_path)
 
 
-def test_freed_room_is_known_after_a_restart(tmp_path: Path) -> None:
+def test_free_cells_are_known_after_a_restart(tmp_path: Path) -> None:
     with Buffer(8, LIFO(), limiter=Stack(8)) as buffer:
         buffer.insert(rows(0, 8))
         buffer.sample(3)

@@ -106,7 +106,7 @@ def test_a_dict_space_keeps_its_order() -> None:
 
 
 @pytest.mark.parametrize("space", SPACES, ids=lambda s: type(s).__name__)
-def test_seeded_spaces_go_on_sampling_where_they_were(space: spaces.Space[Any]) -> None:
+def test_seeded_spaces_continue_their_samples_after_decoding(space: spaces.Space[Any]) -> None:
     space = deepcopy(space)
     space.seed(5)
     space.sample()
@@ -115,7 +115,7 @@ def test_seeded_spaces_go_on_sampling_where_they_were(space: spaces.Space[Any]) 
         assert repr(got.sample()) == repr(space.sample())
 
 
-def test_generators_of_other_kinds_stay_where_they_are() -> None:
+def test_spaces_with_other_generators_than_pcg64_can_be_sent() -> None:
     space = spaces.Discrete(1000, seed=np.random.Generator(np.random.MT19937(1)))
     assert unpack(pack(space)) == space
 

@@ -117,7 +117,7 @@ def test_memory_that_does_not_hold_what_was_announced_is_never_read(
     assert resident_bytes() - before < 16 << 20
 
 
-def test_a_file_is_not_memory(local: tuple[LocalLink, socket.socket], tmp_path: Path) -> None:
+def test_file_in_place_of_a_memfd_is_refused(local: tuple[LocalLink, socket.socket], tmp_path: Path) -> None:
     link, raw = local
     (tmp_path / "file").write_bytes(b"abc")
     with (tmp_path / "file").open("rb") as file:
@@ -126,7 +126,7 @@ def test_a_file_is_not_memory(local: tuple[LocalLink, socket.socket], tmp_path: 
         link.receive(10.0)
 
 
-def test_a_large_message_that_nobody_reads_takes_no_memory(local: tuple[LocalLink, socket.socket]) -> None:
+def test_an_unread_large_message_takes_no_memory(local: tuple[LocalLink, socket.socket]) -> None:
     link, raw = local
     size = 64 << 20
     fd = write_immutable([b"header", bytes(size)])

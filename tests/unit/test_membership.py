@@ -168,7 +168,7 @@ def test_ends_are_expected_once_stopping() -> None:
     assert membership.members[0].state is State.STOPPED
 
 
-def test_a_start_without_resources_is_tried_again_for_as_long_as_a_start_may_take() -> None:
+def test_start_without_resources_is_retried_for_connect_s() -> None:
     membership = Membership(1, {"connect": 10.0}, restart_budget=0)
     clock = FakeClock()
     membership.start(clock.now)
@@ -189,7 +189,7 @@ def test_a_start_without_resources_is_tried_again_for_as_long_as_a_start_may_tak
     assert 10.0 < clock.now <= 16.0 and 5 <= attempts <= 12
 
 
-def test_missing_resources_take_nothing_of_the_budget() -> None:
+def test_missing_resources_do_not_use_the_restart_budget() -> None:
     membership = Membership(1, {"connect": 10.0}, restart_budget=1)
     membership.start(0.0)
     membership.handle(Ended(0), 1.0)

@@ -1,4 +1,4 @@
-"""Every kind of message has a state and a channel; whatever comes otherwise is refused."""
+"""Every kind of message has its states and its channel; in any other state or channel it is refused."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_message_is_accepted_in_its_states_and_on_its_channel_only(
                     assert accepted == fits, (state, shares_memory, heartbeat, count)
 
 
-def test_of_a_worker_that_was_given_up_only_the_reason_counts() -> None:
+def test_only_the_failure_of_a_worker_that_was_given_up_is_not_ignored() -> None:
     late = {type(message).__name__ for message, *_ in VALID if is_late(message, State.DYING)}
     assert late == {type(message).__name__ for message, *_ in VALID} - {"Failure"}
     assert not any(is_late(message, state) for message, *_ in VALID for state in (S, C, A))

@@ -170,12 +170,12 @@ def test_any_number_of_arrays_is_published(model: ModelBlock):
         ({"a": None}, r"object\['a'\] .* got NoneType"),
     ],
 )
-def test_what_cannot_be_published_is_named(model: ModelBlock, value, said):
+def test_unpublishable_values_are_named(model: ModelBlock, value, said):
     with pytest.raises(ConfigError, match=said):
         model.publish("bad", value)
 
 
-def test_another_array_of_a_later_version_is_named(model: ModelBlock):
+def test_changed_array_in_a_later_version_is_named(model: ModelBlock):
     model.publish("net", {"0.weight": np.zeros(3)})
     with pytest.raises(ConfigError, match=r"object\['0.weight'\] is float64\[3\] here and float64\[4\] there"):
         model.publish("net", {"0.weight": np.zeros(4)})

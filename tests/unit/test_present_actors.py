@@ -1,5 +1,5 @@
-"""`DataKeyTrigger(n="all")` over histories of actors that join and leave; and that a trigger which looks only at what
-changed fires as one that looks at everything."""
+"""`DataKeyTrigger(n="all")` over histories of actors that join and leave; the incremental trigger fires exactly when a
+naive one that checks every actor does."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def leave(state: Ledger, trigger: DataKeyTrigger, actor: str) -> None:
     state.members(state.present - {actor}, state.quorum)
 
 
-def test_it_waits_for_all_that_are_present() -> None:
+def test_trigger_waits_for_all_present_actors() -> None:
     state, fired = world(DataKeyTrigger("all", 4), "ab")
     state.wrote("a", 8, 0)
     assert fired() == []
@@ -42,7 +42,7 @@ def test_it_waits_for_all_that_are_present() -> None:
     assert fired() == ["a@4 b@4 c@0"]
 
 
-def test_one_that_leaves_is_not_waited_for_any_more() -> None:
+def test_trigger_stops_waiting_for_an_actor_that_leaves() -> None:
     trigger = DataKeyTrigger("all", 4)
     state, fired = world(trigger, "abc")
     for actor in "ab":
@@ -53,7 +53,7 @@ def test_one_that_leaves_is_not_waited_for_any_more() -> None:
     assert fired() == ["a@0 b@0"]
 
 
-def test_what_one_that_leaves_has_completed_is_taken_and_the_rest_is_dropped() -> None:
+def test_completed_windows_of_a_leaving_actor_are_taken_and_the_rest_dropped() -> None:
     trigger = DataKeyTrigger("all", 4)
     state, fired = world(trigger, "ab")
     state.wrote("b", 6, 1)
@@ -69,7 +69,7 @@ def test_what_one_that_leaves_has_completed_is_taken_and_the_rest_is_dropped() -
     assert fired() == ["a@4 b@6"]
 
 
-def test_nothing_is_dropped_of_one_that_leaves_between_two_windows() -> None:
+def test_actor_leaving_between_two_windows_drops_nothing() -> None:
     trigger = DataKeyTrigger("all", 4)
     state, fired = world(trigger, "ab")
     for actor in "ab":
@@ -79,7 +79,7 @@ def test_nothing_is_dropped_of_one_that_leaves_between_two_windows() -> None:
     assert trigger.next_of("b") == 4
 
 
-def test_it_does_not_fire_below_the_quorum_or_for_nobody() -> None:
+def test_trigger_does_not_fire_below_the_quorum_or_without_actors() -> None:
     trigger = DataKeyTrigger("all", 4)
     state, fired = world(trigger, "ab", quorum=2)
     state.wrote("a", 4, 0)
@@ -89,13 +89,13 @@ def test_it_does_not_fire_below_the_quorum_or_for_nobody() -> None:
     state.wrote("a", 4, 0)
     assert fired() == ["a@0", "a@4"], "what was completed is taken"
     assert fired() == []
-    with pytest.raises(ConfigError, match="nobody has said which are"):
+    with pytest.raises(ConfigError, match="the ledger does not know which are present"):
         DataKeyTrigger("all", 4).ready(Ledger())
     with pytest.raises(ConfigError, match=r"n is 'al'; expected a number of actors.*\"all\""):
         DataKeyTrigger("al", 4)  # type: ignore[arg-type]
 
 
-def test_replay_is_warm_when_all_that_are_present_have_enough() -> None:
+def test_replay_is_warm_when_all_present_actors_have_enough() -> None:
     trigger = DataKeyTrigger("all", 4, consume=False, min_new=2)
     state, fired = world(trigger, "abc")
     for actor in "ab":
@@ -108,7 +108,7 @@ def test_replay_is_warm_when_all_that_are_present_have_enough() -> None:
     assert fired() == ["a@2 b@0"], "one that joins later is not waited for"
 
 
-def test_stages_come_again_without_the_one_that_left() -> None:
+def test_stages_are_repeated_without_an_actor_that_left() -> None:
     trigger = DataKeyTrigger("all", 2, keys=(("reward",), ("obs",)))
     state, dispatcher = Ledger(KEYS), Dispatcher()
     state.members("ab")
@@ -145,8 +145,8 @@ def test_a_fragment_of_actors_that_all_left_is_forgotten() -> None:
 
 @pytest.mark.parametrize("seed", range(60))
 def test_histories_of_actors_that_come_and_go(seed: int) -> None:
-    """It fires exactly when all that are present have a window; steps are contiguous but for what was dropped of one
-    that left; and no window has steps from before its actor left and from after."""
+    """The trigger fires exactly when all present actors have a window; steps are contiguous except where an actor left
+    and its steps were dropped; and no window spans the time that its actor was away."""
     chance = random.Random(seed)
     actors, size, staged = range(5), chance.randint(1, 4), chance.random() < 0.3
     keys = (("reward",), ("obs",)) if staged else None
@@ -195,7 +195,7 @@ def test_histories_of_actors_that_come_and_go(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_looking_at_what_changed_fires_as_looking_at_everything(seed: int) -> None:
+def test_incremental_trigger_fires_like_the_naive_one(seed: int) -> None:
     chance = random.Random(seed)
     n = chance.choice([1, 2, 3, None])
     size, min_new = chance.randint(1, 5), chance.choice([None, None, 1, 3])
@@ -218,7 +218,7 @@ def test_looking_at_what_changed_fires_as_looking_at_everything(seed: int) -> No
                 naive.taken_to[actor] = state.written(actor)
         elif event < 0.8:
             state.wrote(actor, chance.randint(1, 4), chance.randint(0, 9), chance.choice([None, KEYS[:1], KEYS[1:]]))
-        for _ in range(chance.choice([0, 1, 1, 9])):  # sometimes nobody looks, or the consumer is slow
+        for _ in range(chance.choice([0, 1, 1, 9])):  # sometimes the trigger is not evaluated, or the consumer is slow
             expected: Message | None = naive.ready(state)
             assert quick.ready(state) == expected == quick.ready(state)
             if expected is None:

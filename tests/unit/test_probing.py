@@ -302,7 +302,7 @@ class CountingTorchActs(torch.nn.Module):
 
 
 @pytest.mark.parametrize("kind", [CountingActs, CountingTorchActs])
-def test_asking_act_leaves_no_trace(kind: Any) -> None:
+def test_comparing_by_act_does_not_change_the_agent(kind: Any) -> None:
     agent, twin = kind(), kind()
     outputs = {"action": ArraySpec((), "<i8"), "logits": ArraySpec((4,), "<f4")}
     if kind is CountingTorchActs:

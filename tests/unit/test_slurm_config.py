@@ -45,7 +45,7 @@ def test_jobs_and_steps_ask_for_gpus_of_a_type(options: dict[str, Any], asked: s
     ],
     ids=repr,
 )
-def test_what_cannot_be_asked_for(options: dict[str, Any], words: list[str]) -> None:
+def test_gpu_and_debug_options_that_do_not_fit_are_refused(options: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(ConfigError) as error:
         farstep.SlurmConfig(**options)
     assert all(word in str(error.value) for word in words), error.value
@@ -55,7 +55,7 @@ def test_debug_runs_as_many_workers_on_this_machine(caplog: pytest.LogCaptureFix
     source = {"type": "factory", "env_name": CountingEnv, "envs_per_node": 3, "seed": 1}
     config = farstep.SlurmConfig(nodes=2, workers_per_node=1, debug=True, gpu_type="a100", partition="gpu")
     with caplog.at_level(logging.WARNING, "farstep"), farstep.ClusterEnv(source, config) as env:
-        assert "SLURM is not asked; all workers of 2 nodes run on this machine" in caplog.text
+        assert "SLURM is not used; all workers of 2 nodes run on this machine" in caplog.text
         assert env.collect(TableAgent(), steps=2)["obs"].shape == (2, 6, 3)
         assert env.stats()["workers"]["alive"] == env.num_workers == 2
 
@@ -72,4 +72,4 @@ def test_debug_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert slurm(["--print", "--gpu-type", "a100"]) == 0
     assert "--gres=gpu:a100:1" in capsys.readouterr().out
     assert doctor(["--launcher", "slurm", "--debug", "--workers-per-node", "1"]) == 0
-    assert "SLURM is not asked" in capsys.readouterr().out
+    assert "SLURM is not used" in capsys.readouterr().out

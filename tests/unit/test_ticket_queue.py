@@ -47,7 +47,7 @@ class NaiveTickets(Tickets):
 
 
 @pytest.mark.parametrize("seed", range(80))
-def test_the_same_tickets_as_looking_at_everyone(seed: int) -> None:
+def test_grants_the_same_tickets_as_checking_every_worker(seed: int) -> None:
     rng = random.Random(seed)
     workers, chunks, staleness = rng.randint(1, 6), rng.randint(1, 3), rng.choice([None, 0, 1, 2])
     actors = rng.choice([None, rng.randint(1, workers)])

@@ -1,4 +1,4 @@
-"""A folder of a run, or the current folder, executes nothing that this user has not written or trusted."""
+"""farstep executes nothing from a run folder or the current folder that this user has not written or trusted."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def change_config(run: Path, **options: Any) -> None:
     (run / "config.json").write_text(json.dumps(config))
 
 
-def test_runs_of_ones_own_go_on_without_a_question(run: Path, state: Path) -> None:
+def test_own_runs_resume_without_trust(run: Path, state: Path) -> None:
     assert resumed(run, "--total-steps", "128") == 0
     assert resumed(run, "--total-steps", "192") == 0, "config.json was written again"
     key = state / "farstep" / "run.key"
@@ -93,7 +93,7 @@ def test_a_config_of_others_needs_trust(how: str, run: Path, state: Path, capsys
     assert main(["plot", str(run)]) == 0, "to draw it executes nothing"
 
 
-def test_a_trusted_run_goes_on_and_is_ones_own_afterwards(run: Path, state: Path) -> None:
+def test_trusted_run_resumes_and_is_tagged_as_own(run: Path, state: Path) -> None:
     shutil.rmtree(state)  # as on another machine
     assert main(["watch", str(run), "--max-steps", "2", "--trust"]) == 0
     assert resumed(run, "--total-steps", "128") == 1
@@ -104,7 +104,7 @@ def test_a_trusted_run_goes_on_and_is_ones_own_afterwards(run: Path, state: Path
 
 def test_trust_without_a_run_is_a_mistake(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*TRAIN, "--trust"]) == 1
-    assert "give --resume, too" in capsys.readouterr().err
+    assert "add --resume RUN" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("trust", [False, True])

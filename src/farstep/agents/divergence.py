@@ -109,7 +109,7 @@ class Comparison:
 
     @property
     def method(self) -> str:
-        """The agent's method that is asked."""
+        """The agent's method that describes the policy."""
         return self._method
 
     @property
@@ -141,7 +141,7 @@ class Comparison:
             return self._policy.ask(self._method, inputs)
         said = self._policy.rehearse(inputs).get(self._entry)
         if said is None:
-            raise AgentError(f"act returned no {self._entry!r} now, and did when it was tried; return it every time.")
+            raise AgentError(f"act returned no {self._entry!r}, but did in its first call; return it every time.")
         return said if self._entry == "distribution" else {"logits": said}
 
     def _flat(self, said: Any) -> dict[str, Array]:

@@ -93,15 +93,14 @@ class Policy:
         return self._ask(self.agent, method, arguments)
 
     def rehearse(self, arguments: Sequence[Nested]) -> dict[str, Any]:
-        """What `act` returns for these arrays, asked as other methods are, but of a copy of the agent: `act` may count
-        its calls, or draw from generators of its own."""
+        """What `act` returns for these arrays, called on a copy of the agent: `act` may count its calls, or draw from
+        generators of its own."""
         count = len(next(flat(arguments[0])))
         generators = self._generators([np.random.default_rng(0) for _ in range(count)])
         return _mapping(self._ask(self._copied(), "act", arguments, **generators))
 
     def _copied(self) -> Any:
-        """The agent with all its state; parameters of a module, and results that it keeps for a backward pass, are
-        shared."""
+        """A copy of the agent that shares a module's parameters and the tensors that it keeps for a backward pass."""
         shared: list[Any] = []
         if self.is_torch:
             kept = [value for module in self._torch.nn.Module.modules(self.agent) for value in vars(module).values()]
@@ -113,7 +112,7 @@ class Policy:
             name = type(self.agent).__name__
             raise AgentError(
                 f"policies are compared by what act returns on a copy of {name}, and copy.deepcopy cannot make one "
-                f"({type(error).__name__}: {error}). Add distribution(obs), which is asked of {name} itself."
+                f"({type(error).__name__}: {error}). Add distribution(obs), which is called on {name} itself."
             ) from error
 
     def _ask(self, agent: Any, method: str, arguments: Sequence[Nested], **generators: Any) -> Any:

@@ -24,7 +24,7 @@ from farstep.errors import ClosedError, PublishTimeout
 log = logging.getLogger("farstep")
 WARN_S = 10.0
 """A publisher that has waited this long names the consumers it waits for."""
-_POLL_S = 1.0  # how often a waiting publisher looks whether the thread of an update has died
+_POLL_S = 1.0  # how often a waiting publisher checks whether the thread of an update has died
 
 
 @dataclass(eq=False)
@@ -36,7 +36,7 @@ class Turn:
     since: float
     limit_s: float
     in_place: bool = True
-    """The thread waits for the turn; else it goes on, and its own updates count."""
+    """Whether the thread blocks until its turn, so that its own update does not hold it up."""
     on_grant: Callable[[], None] | None = None
     granted: bool = False
     refused: str = ""
@@ -44,7 +44,7 @@ class Turn:
 
     @property
     def next_check(self) -> float:
-        """When `UpdateGate.check` has something to say, if the turn was not granted before."""
+        """When to call `UpdateGate.check` if the turn has not been granted: it warns or raises then."""
         return self.since + (self.limit_s if self.warned else min(WARN_S, self.limit_s))
 
 
@@ -55,15 +55,15 @@ class _Update:
 
 
 class UpdateGate:
-    """Which threads may be changing the agent, and whose turn it is to publish it."""
+    """Tracks the threads that may be changing the agent, and grants publishers their turns."""
 
     def __init__(self) -> None:
         self.limit_s = 300.0
-        """How long a publisher waits for updates to end."""
+        """Seconds that a publisher waits for updates to end."""
         self._changed = threading.Condition()
         self._updates: dict[Hashable, _Update] = {}
         self._failed: dict[Hashable, str] = {}
-        """Updates that raised: the agent may be half-updated until the run has ended."""
+        """Updates that raised, with their consumers: the agent may be half-updated until the run has ended."""
         self._paused: Counter[int] = Counter()
         """Threads that are between two updates of one message."""
         self._turns: deque[Turn] = deque()
@@ -73,8 +73,8 @@ class UpdateGate:
     # ---- updates ----
 
     def begin(self, key: Hashable, consumer: str, patient: bool = True) -> None:
-        """The calling thread may change the agent from now on; waits while another thread publishes, and if `patient`
-        while one waits to."""
+        """Start an update in the calling thread. Waits while another thread publishes and, if `patient`, while one is
+        waiting to publish."""
         me = threading.get_ident()
 
         def may_begin() -> bool:
@@ -89,7 +89,7 @@ class UpdateGate:
             self._updates[key] = _Update(threading.current_thread(), consumer)
 
     def end(self, key: Hashable, raised: bool = False) -> None:
-        """The update is complete, or it raised: then publishers wait until the run has ended."""
+        """End an update. If it raised, publishers wait until the run has ended."""
         with self._changed:
             update = self._updates.pop(key, None)
             if raised and update is not None:
@@ -98,7 +98,7 @@ class UpdateGate:
 
     @contextlib.contextmanager
     def updating(self, key: Hashable, consumer: str) -> Iterator[None]:
-        """One update, in the thread of the loop: it does not wait for publishers that wait, only between two."""
+        """One update in the loop's thread; begins even if publishers are waiting, but not while one publishes."""
         raised = True
         try:
             self.begin(key, consumer, patient=False)
@@ -109,7 +109,7 @@ class UpdateGate:
 
     @contextlib.contextmanager
     def between_updates(self) -> Iterator[None]:
-        """The calling thread changes nothing meanwhile, although its message is not done."""
+        """Allow publishing during the block: the calling thread does not change the agent there."""
         me = threading.get_ident()
         with self._changed:
             if not self._updates_in(me):
@@ -128,13 +128,13 @@ class UpdateGate:
                     self._paused[me] -= 1
 
     def ending_run(self) -> None:
-        """The run ends: publishers do not wait for updates that raised, they have a ClosedError."""
+        """The run is ending: publishers that wait for updates that raised get a `ClosedError`."""
         with self._changed:
             self._run_ends = True
             self._changed.notify_all()
 
     def end_run(self) -> None:
-        """Nothing of the run is under way any more: what is half-updated is the caller's to repair and to publish."""
+        """The run has ended: forget updates that raised; the caller repairs a half-updated agent and publishes it."""
         with self._changed:
             if self._failed:
                 for turn in self._turns:
@@ -155,8 +155,12 @@ class UpdateGate:
 
     @contextlib.contextmanager
     def publishing(self) -> Iterator[None]:
-        """No update is under way, other than one of the calling thread itself; raises `PublishTimeout` after `limit_s`
-        seconds of waiting for one."""
+        """Wait until no other thread is in an update, and keep updates from starting during the block.
+
+        Raises:
+            PublishTimeout: An update did not end within `limit_s` seconds.
+            ClosedError: The cluster was closed, or an update raised and the run ends.
+        """
         turn = Turn(threading.get_ident(), time.monotonic(), self.limit_s)
         try:
             self._wait(turn)
@@ -179,8 +183,8 @@ class UpdateGate:
         return self._active is not None and self._active.thread == thread
 
     def request(self, on_grant: Callable[[], None]) -> Turn:
-        """A turn for the calling thread, which does not wait for it; `on_grant` is called, in any thread, when it is
-        granted. Whoever has it calls `check` at `turn.next_check`, and `release` in the end."""
+        """Queue a turn without blocking; `on_grant` is called, from any thread, when it is granted. The caller must
+        call `check` at `turn.next_check`, and `release` at the end."""
         turn = Turn(threading.get_ident(), time.monotonic(), self.limit_s, in_place=False, on_grant=on_grant)
         with self._changed:
             self._turns.append(turn)
@@ -188,14 +192,14 @@ class UpdateGate:
         return turn
 
     def check(self, turn: Turn) -> None:
-        """Warn, or raise, if a turn has waited for too long."""
+        """Warn if a turn has waited for `WARN_S` seconds; raise `PublishTimeout` after `limit_s`."""
         with self._changed:
             self._advance()
             if not turn.granted:
                 self._check(turn)
 
     def release(self, turn: Turn) -> None:
-        """The turn is over, or not wanted any more."""
+        """End a turn, or leave the queue."""
         with self._changed:
             if self._active is turn:
                 self._active = None
@@ -205,7 +209,7 @@ class UpdateGate:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Publishers that wait have a ClosedError, updates that wait begin."""
+        """Let waiting publishers raise `ClosedError`, and waiting updates begin."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -222,7 +226,7 @@ class UpdateGate:
         return [*updating, *self._failed.values()]
 
     def _advance(self) -> None:
-        """Grant the next turn if nothing is in its way."""
+        """Grant the next turn if no update blocks it."""
         if self._active is None and self._turns and not self._blockers():
             turn = self._active = self._turns.popleft()
             turn.granted = True
@@ -237,12 +241,12 @@ class UpdateGate:
         if refused:
             raise ClosedError(
                 f"nothing was published: {refused} raised in the middle of its message and ended the run, so the "
-                "agent may be half-updated. Bring it to a state that workers may act with, and publish again."
+                "agent may be half-updated. Restore parameters that workers can act with, and publish again."
             )
         waited = time.monotonic() - turn.since
         if waited >= turn.limit_s:
             raise PublishTimeout(
-                f"nothing was published: {self._names()} for {turn.limit_s:g} s (end_s). Publish in that consumer, "
+                f"nothing was published: {self._names()} within {turn.limit_s:g} s (end_s). Publish in that consumer, "
                 "between its updates, or let it return more often; if it does not change the agent, register it with "
                 "flow.on(..., updates=False); if it needs longer, raise Workflow(end_s=...)."
             )
@@ -257,4 +261,4 @@ class UpdateGate:
 
     def _names(self) -> str:
         found = self._blockers() or ["another publisher"]
-        return f"{' and '.join(dict.fromkeys(found))} {'has' if len(found) == 1 else 'have'} been at work"
+        return f"{' and '.join(dict.fromkeys(found))} {'has' if len(found) == 1 else 'have'} not finished"

@@ -139,7 +139,7 @@ def load_with(path: str | os.PathLike[str], use: Callable[[Loaded], T], *, mmap:
     if refused:
         advice = (
             "If they were saved with other options or another version of farstep, use those; otherwise the files are "
-            "damaged: restore the folder from a backup, or start anew."
+            "damaged: restore the folder from a backup, or start without a checkpoint."
         )
         raise CheckpointError("\n  ".join([f"no checkpoint in {root} can be used:", *refused, advice]))
     if (root / _MANIFEST).exists():

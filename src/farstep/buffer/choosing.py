@@ -62,7 +62,7 @@ class Chooser:
         self._sampler, self._max_times_sampled = sampler, max_times_sampled
 
     def least_rows(self, count: int) -> int:
-        """How many rows a batch of `count` items has at least."""
+        """Fewest rows that a batch of `count` items can have."""
         return count * self._sampler.item_rows[0]
 
     def most(self, capacity: int, contents: Contents | None) -> float:

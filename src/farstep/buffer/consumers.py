@@ -254,8 +254,8 @@ class ConsumerThread:
 
 
 class Publisher:
-    """The passer of a workflow's own `publish`: it publishes at once if no consumer is in the middle of an update, else
-    as soon as none is. The loop, whose thread uses it, goes on meanwhile."""
+    """The passer of a workflow's own `publish`: publishes as soon as no consumer is in the middle of an update. It runs
+    in the loop's thread and does not block while it waits."""
 
     def __init__(self, publish: Callable[[], object], wake: Callable[[], None]) -> None:
         self._publish, self._wake = publish, wake
@@ -267,7 +267,7 @@ class Publisher:
         """Messages that were done with a later one, and that `finished` has not named yet."""
         self._ends = self._drops = False
         self.failed: set[str] = set()
-        """Of those that are done, which published nothing."""
+        """Messages that are done and published nothing."""
 
     def start(self, gate: UpdateGate) -> None:
         self._gate, self._ends, self._drops = gate, False, False
@@ -293,7 +293,7 @@ class Publisher:
         return done
 
     def _published(self) -> bool:
-        """Publish if it is our turn; while it is not, stay in the queue."""
+        """Publish if it is this publisher's turn; otherwise stay in the queue."""
         if self._drops:
             self.failed.update(self._waiting)
             return False
@@ -315,12 +315,11 @@ class Publisher:
 
     @property
     def next_check(self) -> float | None:
-        """When to look again if nothing else happens."""
+        """When the loop must call again even if nothing else happens."""
         return None if self._turn is None else self._turn.next_check
 
     def close(self, drop: bool) -> None:
-        """The run ends: leave the queue, so that consumers finish what they have, and publish after that unless it is
-        to be dropped."""
+        """The run ends: leave the queue so that consumers can finish their messages, then publish unless `drop`."""
         self._ends, self._drops = True, drop
         self._release()
 

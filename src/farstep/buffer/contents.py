@@ -14,8 +14,10 @@ from typing import Any
 import numpy as np
 
 from farstep.batch import Batch
+from farstep.buffer.checking import check_array, check_keys, check_like, check_numpy_generator, prefixed, require
 from farstep.buffer.cyclic import spans
 from farstep.buffer.episodes import Episodes
+from farstep.buffer.files import Refused
 from farstep.buffer.rows import arrays_of, check_names, check_rows
 from farstep.buffer.samplers import EpisodeSelector, Sampler
 from farstep.buffer.selectors import Selector
@@ -60,7 +62,7 @@ class Contents:
         self.is_plain = (
             columns == 1 and not tails and "valid" not in schema and not isinstance(self.selector, EpisodeSelector)
         )
-        """Rows are all there is to it: one column, no filler among them, no episodes to put together."""
+        """Whether items are single rows of one column, without filler rows or episodes to assemble."""
 
     @property
     def size(self) -> int:
@@ -142,14 +144,14 @@ class Contents:
         return keys, len(cells), evicted
 
     def put_anywhere(self, values: Mapping[str, Array], count: int) -> tuple[Array, int, int]:
-        """Rows `[count, ...]`, in order, each into a free cell; their keys, how many of them are items, and how many
-        items were removed for them.
+        """Put rows `[count, ...]`, in order, each into a free cell; returns their keys, how many of them are items, and
+        how many items were removed for them.
 
         Once there are too many, the remover decides after each row which item goes, perhaps the new one.
         """
         table = self.store.table
         valid, rows, keys = values.get("valid"), np.arange(count), np.empty(count, np.int64)
-        if valid is not None and valid.ndim == 1 and not valid.all():  # some are no steps, but a reset's
+        if valid is not None and valid.ndim == 1 and not valid.all():  # some rows are resets, not steps
             filler, rows = np.flatnonzero(valid == 0), np.flatnonzero(valid)
             cells = np.full(len(filler), self._free[-1])
             keys[filler] = table.put_cells(cells, is_distinct=False)
@@ -177,7 +179,7 @@ class Contents:
             selector.inserted(cells, keys)
 
     def _displace(self, values: Mapping[str, Array], rows: Array, keys: Array) -> int:
-        """Put rows into a full store, one after the other; how many items were removed for them."""
+        """Put rows into a full store, one after the other; returns how many items were removed for them."""
         assert self._remover is not None
         table, evicted = self.store.table, 0
         while evicted < len(rows):
@@ -272,18 +274,64 @@ class Contents:
         return arrays, {"rng": self.rng.bit_generator.state, "free": self._free}
 
     def restore(self, arrays: Mapping[str, Array], plain: Mapping[str, Any]) -> None:
-        def part(name: str) -> dict[str, Array]:
-            return {n.removeprefix(name): array for n, array in arrays.items() if n.startswith(name)}
+        """Apply what `state` returned to empty contents.
 
-        for name, rows in part("rows/").items():
-            self.store.blocks.arrays[name][: len(rows)] = rows
-        self.store.table.restore(part("table/"))
-        self.store.restore(part("store/"))
-        for place, selector in enumerate(self._selectors()):
-            selector.restore(part(f"selector{place}/"))
-        self._episodes.begun[:], self._slots[:] = arrays["begun"], arrays["slots"]
+        Raises:
+            Refused: If it is not a state that these contents can have; they are of no use then.
+        """
+        store, table, selectors = self.store, self.store.table, self._selectors()
+        parts: dict[str, dict[str, Array]] = {"rows": {}, "table": {}, "store": {}, "": {}}
+        parts |= {f"selector{place}": {} for place in range(len(selectors))}
+        for name, array in arrays.items():
+            part, rest = name.split("/", 1) if "/" in name else ("", name)
+            require(part in parts, f"the checkpoint has {name!r}, which nothing uses")
+            parts[part][rest] = array
+
+        with prefixed("table"):
+            table.restore(parts["table"])
+        with prefixed("rows"):
+            self._restore_rows(parts["rows"])
+        with prefixed("store"):
+            store.restore(parts["store"])
+            filled = np.minimum(store.blocks.written[0], store.rows)
+            require((filled == (table.used if self.is_cyclic else 0)).all(), "written and table/used do not agree")
+        for place, selector in enumerate(selectors):
+            with prefixed(f"selector{place}"):
+                try:
+                    selector.restore(parts[f"selector{place}"])
+                except Refused:
+                    raise
+                except Exception as error:  # a user's own selector may raise anything
+                    raise Refused(f"{type(selector).__name__} raised {type(error).__name__}: {error}") from error
+        self._restore_columns(parts[""])
+        free = plain["free"]
+        expected = [] if self.is_cyclic else np.flatnonzero(table.keys < 0).tolist()
+        require(sorted(free) == expected, "free does not name every cell without an item once")
+        require(table.size <= self.capacity, f"there are {table.size} items, at most {self.capacity} expected")
+        self._free[:] = free
+        check_numpy_generator("rng", plain["rng"])
         self.rng.bit_generator.state = plain["rng"]
-        self._free[:] = plain["free"]
+
+    def _restore_rows(self, rows: Mapping[str, Array]) -> None:
+        store, used = self.store, int(self.store.table.used.max())
+        check_keys("the checkpoint", rows, store.schema)
+        for name, spec in store.schema.items():
+            check_array(name, rows[name], (used, store.columns, *spec.shape), spec.dtype)
+            store.blocks.arrays[name][:used] = rows[name]
+
+    def _restore_columns(self, state: Mapping[str, Array]) -> None:
+        check_like(state, {"begun": self._episodes.begun, "slots": self._slots})
+        begun, slots, columns = state["begun"], state["slots"], np.arange(self.store.columns)
+        is_key = self.store.table.was_issued(begun) & (begun % self.store.columns == columns)
+        require((is_key | (begun == -1)).all(), "begun has a key that no row of its column ever had")
+        is_slot = (slots >= 0) & (slots <= 2**62) & (slots % self.store.columns == columns)
+        require((is_slot | (slots == -1)).all(), "slots has an environment slot of another column")
+        self._episodes.begun[:], self._slots[:] = begun, slots
+
+
+def cells_of(capacity: int, columns: int, is_cyclic: bool) -> int:
+    """Number of cells of a store for this many rows."""
+    return (capacity // columns + _spare_rows(is_cyclic)) * columns
 
 
 def _spare_rows(is_cyclic: bool) -> int:

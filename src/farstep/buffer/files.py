@@ -115,7 +115,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def no_follow(path: str, flags: int) -> int:
-    """For `open(opener=...)`: a symbolic link in place of the file is an error, not followed to a file elsewhere."""
+    """For `open(opener=...)`: raise an error if the file is a symbolic link, instead of following it."""
     return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
 
 

@@ -41,7 +41,7 @@ class Holder(Protocol):
         ...
 
     def left(self, state: Ledger, actor: int) -> None:
-        """An actor is not present any more."""
+        """An actor has left."""
         ...
 
 
@@ -115,7 +115,7 @@ class Holdings:
         self.free(actors, "cancelled")
 
     def left(self, actor: int) -> None:
-        """An actor is not present any more: what it has begun and not completed is not waited for."""
+        """An actor has left: free the rows of its incomplete window."""
         for holder in self.holders:
             holder.left(self._ledger, actor)
         self.free({actor}, "worker left")

@@ -77,11 +77,11 @@ class Ledger:
         """The newest version of every published object."""
         self._tracks: dict[Actor, dict[str, _Track]] = {}  # by key; under "" alone while all keys are alike
         self._touched: dict[Actor, int] = {}
-        """The last change of each actor, in order of these."""
+        """Per actor, its last change; in order of change."""
         self.present: frozenset[Actor] | None = None
-        """The actors that `DataKeyTrigger(n="all")` waits for; None: nobody has said."""
+        """The actors that `DataKeyTrigger(n="all")` waits for; None: `members` was not called."""
         self.quorum = 1
-        """It does not fire while fewer are present."""
+        """Actors that must be present for `DataKeyTrigger(n="all")` to fire."""
 
     # What happens
 
@@ -116,7 +116,7 @@ class Ledger:
         self._touched[actor] = self.changes
 
     def members(self, present: Iterable[Actor], quorum: int = 1) -> None:
-        """These actors are present, and `quorum` of them are needed to go on."""
+        """Note which actors are present, and that triggers need at least `quorum` of them to fire."""
         found = frozenset(present)
         if (found, quorum) != (self.present, self.quorum):
             self.present, self.quorum = found, quorum
@@ -147,7 +147,7 @@ class Ledger:
         return self._tracks.keys()
 
     def touched_since(self, change: int) -> Iterator[Actor]:
-        """The actors whose steps changed after that change, the latest first."""
+        """Actors whose steps changed after `change`, the latest first."""
         for actor in reversed(self._touched):
             if self._touched[actor] <= change:
                 return

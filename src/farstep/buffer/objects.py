@@ -141,7 +141,7 @@ class ModelBlock:
         """Publish a new version of an object.
 
         Args:
-            name: Under which `read` and `path` find it.
+            name: The name by which `read` and `path` find it.
             value: A number, an array, a torch tensor, or mappings with strings as keys, tuples and lists of these; for
                 every version the same nesting, shapes and dtypes.
 
@@ -149,9 +149,10 @@ class ModelBlock:
             The version: 0, 1, 2, ...
 
         Raises:
-            ConfigError: Something in `value` is no array of numbers, or is not as in the versions before.
+            ConfigError: A part of `value` is not an array of numbers, or differs in nesting, shape or dtype from the
+                versions before.
         """
-        if hasattr(value, "__next__"):  # e.g. of network.parameters(), which can be looked at once
+        if hasattr(value, "__next__"):  # e.g. network.parameters(), which can be iterated only once
             value = list(value)
         with self._making:
             if name not in self._objects:

@@ -75,7 +75,7 @@ class LocalQueue:
         self._closed = False
         self._changed = threading.Condition()
         self.updates: Updates | None = None
-        """Told of each message from when a thread takes it until it is done."""
+        """Notified when a thread takes a message, and when the message is done."""
 
     @property
     def full(self) -> bool:

@@ -58,7 +58,7 @@ class Buffer:
         self.max_times_sampled = check_count("max_times_sampled", limit, minimum=0)
         check_remover(self.remover, self.sampler)
         in_turn = self.sampler.needs_order or not self.max_times_sampled or isinstance(self.sampler, FIFO)
-        # Items that leave otherwise than oldest first would leave holes in a ring: their cells are to be used again.
+        # Items that are not removed oldest first would leave holes in a ring, so their cells must be reused.
         self._cyclic = type(self.remover) is FIFO and in_turn
         self._check_limiter(self.capacity)
         self.sampler.check_room(self.capacity)
@@ -74,7 +74,7 @@ class Buffer:
         self.told: Callable[[], None] | None = None
         """Called when another thread than that took samples or changed the limiter: there may be room again."""
         self.between_updates: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
-        """Entered by whoever samples: a workflow publishes then, as a consumer that samples is between two updates."""
+        """Entered during `sample`: a workflow may publish then, since a sampling consumer is between two updates."""
         self._told_unused = False
         self.removed: dict[str, int] = {"evicted": 0, "sampled": 0, "deleted": 0}
         if spec is not None:
@@ -110,14 +110,14 @@ class Buffer:
 
     @property
     def unordered_reason(self) -> str:
-        """Why rows do not stay in order, for an error; only where they do not."""
+        """Why rows do not stay in order, as the beginning of an error; only valid if they do not."""
         if type(self.remover) is not FIFO:
             return f"remover={self.remover!r} removes rows in any order"
         return f"{self.sampler!r} with max_times_sampled={self.max_times_sampled} takes rows out in any order"
 
     @property
     def _uses_per_row(self) -> float:
-        """How many samples a row gives at most before it is gone."""
+        """Most samples that a row gives before it is removed."""
         return self.max_times_sampled * self.sampler.item_rows[1] or math.inf
 
     def _check_limiter(self, capacity: int) -> None:

@@ -86,7 +86,7 @@ def schema_of(values: Mapping[str, Array], leading: int = 1) -> Schema:
 
 
 def check_rows(values: Mapping[str, Array], schema: Schema, leading: int = 1, slots: Sequence[int] = ()) -> None:
-    """Refuse what a buffer with this schema does not hold.
+    """Raise `ConfigError` if a buffer with this schema cannot hold these rows.
 
     Args:
         values: Arrays `[rows, ...]`, or `[rows, slots, ...]` with `leading=2`.
@@ -104,8 +104,8 @@ def check_rows(values: Mapping[str, Array], schema: Schema, leading: int = 1, sl
         if got.dtype != spec.dtype and (place := first_misfit(got, np.dtype(spec.dtype))) is not None:
             where = f"row {place[0]}" if leading == 1 else f"row {place[0]} of slot {slots[place[1]]}"
             raise ConfigError(
-                f"insert got {got[place]} in {name!r}, {where}; this buffer holds {spec}, which cannot be this number. "
-                "Give it a wider dtype (spec), or clip the values."
+                f"insert got {got[place]} in {name!r}, {where}; this buffer holds {spec}, which cannot hold this "
+                "number. Give the buffer a wider dtype (spec), or clip the values."
             )
 
 

@@ -39,8 +39,8 @@ class Sampler:
     reach: int = 1
     """How many rows `usable` looks at for each."""
     item_rows: tuple[int, int] = (1, 1)
-    """Rows of a batch for each item, at least and at most, as far as that is known before it is drawn. A limiter lets
-    a batch be taken that has at least as many rows as it allows, and counts those that it really has."""
+    """Fewest and most rows per item, as far as they are known before drawing. The limiter admits a batch by its fewest
+    rows, and counts the rows that it turned out to have."""
 
     def selector(self, table: Table) -> Selector:
         raise NotImplementedError

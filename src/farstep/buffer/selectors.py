@@ -11,6 +11,7 @@ from typing import Protocol, TypeAlias
 
 import numpy as np
 
+from farstep.buffer.checking import check_finite, check_like, require
 from farstep.buffer.sums import SumTree
 from farstep.buffer.table import Table
 from farstep.core import Array
@@ -53,7 +54,9 @@ class Selector(Protocol):
         """What it keeps beside the table, for a checkpoint."""
         ...
 
-    def restore(self, state: Mapping[str, Array]) -> None: ...
+    def restore(self, state: Mapping[str, Array]) -> None:
+        """Apply what `state` returned, if it fits the table, which is already restored."""
+        ...
 
     def among(self, cells: Array, n: int, rng: np.random.Generator) -> tuple[Array, Array]:
         """As `select`, of these items only, but the probabilities are those in a draw of all: they can be compared."""
@@ -151,14 +154,19 @@ class OrderSelector(Idle):
         return cells, np.ones(len(cells))
 
     def displaced(self, n: int, rng: np.random.Generator) -> Array:
-        # The newest is the item just inserted, and so is every further one: all of them leave at once.
+        # The newest item is always the one just inserted: each is removed right after its insertion.
         return np.resize(self.select(1, rng)[0], n) if self._newest else self.select(n, rng)[0]
 
     def state(self) -> Mapping[str, Array]:
         return {"log": self._log[self._first : self._stop]}
 
     def restore(self, state: Mapping[str, Array]) -> None:
-        self._log = state["log"].copy()
+        check_like(state, self.state())
+        log, table = state["log"], self._table
+        require(table.was_issued(log).all(), "log has a key that no item ever had")
+        items = np.sort(table.find(log))
+        require(np.array_equal(items, np.flatnonzero(table.keys >= 0)), "log does not name every item once")
+        self._log = log.copy()
         self._first, self._stop = 0, len(self._log)
 
 
@@ -210,13 +218,13 @@ class PrioritySelector(Idle):
             if place < of_new or not weight_left > 0:
                 path.append(cells[min(int(place / new), len(cells) - 1)])
                 continue
-            # Draws are of the weights as they were at first: one of a cell that was refilled since does not count.
+            # Draws use the initial weights: reject a draw of a cell that was refilled since.
             found = next((each for each in candidates if each[0] not in refilled), None)
             if found is None:
                 tree.set(np.array(cells), 0.0)
                 weight_left = tree.total
                 candidates = self._independent_draws(n - len(path) if weight_left > 0 else 0, rng)
-                found = next(candidates, (cells[-1], 0.0))  # nothing was left but an error of rounding
+                found = next(candidates, (cells[-1], 0.0))  # the remaining weight was only a rounding error
             path.append(found[0])
             cells.append(found[0])
             refilled.add(found[0])
@@ -246,8 +254,14 @@ class PrioritySelector(Idle):
         return {"weights": self.weights[: self._table.cells], "highest": np.array(self._highest)}
 
     def restore(self, state: Mapping[str, Array]) -> None:
-        self._tree.set(slice(0, self._table.cells), state["weights"])
-        self._raise(float(state["highest"]))
+        check_like(state, self.state())
+        weights, highest = state["weights"], float(state["highest"])
+        check_finite("weights", weights)
+        require(((weights >= 0) & (weights <= _MOST)).all(), f"weights is not within 0 and {_MOST:g}")
+        require(not weights[self._table.keys < 0].any(), "weights has one above 0 for a cell without an item")
+        require(1.0 <= highest < np.inf, f"highest is {highest}, a finite number of at least 1 expected")
+        self._tree.set(slice(0, self._table.cells), weights)
+        self._raise(highest)
 
 
 class HeapSelector(Idle):
@@ -290,8 +304,7 @@ class HeapSelector(Idle):
         return np.array([cell for _, _, cell in found], np.int64), np.ones(len(found))
 
     def displaced(self, n: int, rng: np.random.Generator) -> Array:
-        # All that are popped are removed. Further items have the same priority as the newest one and come right after
-        # it, before all others.
+        # Every popped item is removed. Further items have the priority of the newest one and follow it directly.
         found = self._popped(n, self._count - 1)
         cells = np.array([cell for _, _, cell in found], np.int64)
         return np.resize(cells, n) if found[-1][1] == self._count - 1 else cells
@@ -313,7 +326,15 @@ class HeapSelector(Idle):
         return {"cells": np.array([cell for *_, cell in true], np.int64), "stamp": self._stamp, "of": self.priorities}
 
     def restore(self, state: Mapping[str, Array]) -> None:
-        self._stamp[:], self.priorities[:] = state["stamp"], state["of"]
+        check_like(state, self.state())
+        items, stamp = np.flatnonzero(self._table.keys >= 0), state["stamp"]
+        require(np.array_equal(np.sort(state["cells"]), items), "cells does not name every item once")
+        require(np.array_equal(np.flatnonzero(stamp != -1), items), "stamp and the items do not agree")
+        in_range = ((stamp >= -1) & (stamp <= 2**62)).all()
+        require(in_range and len(np.unique(stamp[items])) == len(items), "stamp does not number the items")
+        check_finite("of", state["of"])
+        require((state["of"] >= 0).all(), "of has a negative priority")
+        self._stamp[:], self.priorities[:] = stamp, state["of"]
         cells = state["cells"].tolist()
         self._heap = [(self._sign * float(self.priorities[c]), int(self._stamp[c]), c) for c in cells]
         self._count = int(self._stamp.max(initial=-1)) + 1

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from farstep.buffer.checking import check_like, require
 from farstep.buffer.cyclic import CyclicBlocks, Writer, spans
 from farstep.buffer.table import Table
 from farstep.core import Array
@@ -254,11 +255,43 @@ class Store:
         return {**own, **tails}
 
     def restore(self, state: Mapping[str, Array]) -> None:
+        """Apply a state to a store whose rows are already restored."""
+        self._check(state)
         self.cut[:], self._open[:], self._newest[:] = state["cut"], state["open"], state["newest"]
         self.blocks.written[:] = state["written"]
         self.blocks.claimed[:] = self.blocks.committed()
         if self.tails is not None:
             self.tails.restore(state)
+
+    def _check(self, state: Mapping[str, Array]) -> None:
+        """Refuse a state that does not belong to these rows, or that no insertion leads to."""
+        check_like(state, self.state())
+        cut, written = state["cut"], state["written"][0]
+        require((state["written"] == written).all(), "written differs between arrays of the same rows")
+        require(((written >= 0) & (written <= 2**62)).all(), "written is not a number of rows")
+        columns = np.flatnonzero(written)
+        newest = np.full(self.columns, -1)
+        newest[columns] = (written[columns] - 1) % self.rows * self.columns + columns
+        require((state["newest"] == newest).all(), "newest is not the last row that was written")
+        is_used = np.arange(self.rows)[:, None] < written
+        ended, starts = np.zeros_like(cut), np.zeros_like(cut)
+        if len(columns):
+            ended[...] = self._ended(slice(None), slice(None))
+            if "episode_start" in self.schema:
+                starts[...] = self.blocks.arrays["episode_start"].astype(bool)
+        must = ~is_used | ended | np.roll(starts & is_used, -1, axis=0)
+        must.reshape(-1)[newest[columns]] = True
+        require((cut | ~must).all(), "cut lets a row follow the last one of its episode or column")
+        is_open = np.zeros(self.columns, bool)
+        is_open[columns] = ~ended.reshape(-1)[newest[columns]]
+        require((state["open"] == is_open).all(), "open does not say which episodes are still running")
+        if self.tails is not None:
+            cells = state["tails"]
+            is_cell = ((cells >= 0) & (cells < self.table.cells)).all() and (np.diff(cells) > 0).all()
+            require(is_cell and (cut & is_used).reshape(-1)[cells].all(), "tails names a row that has none")
+            require(
+                all(len(v) == len(cells) for n, v in state.items() if n.startswith("tails")), "tails differ in length"
+            )
 
     def close(self) -> None:
         self.blocks.close()

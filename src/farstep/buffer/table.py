@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from farstep.buffer.checking import check_like, require
 from farstep.core import Array
 
 
@@ -105,9 +106,33 @@ class Table:
         return {"keys": self.keys, "times": self.times, "used": self.used, "laps": laps}
 
     def restore(self, state: Mapping[str, Array]) -> None:
+        self._check(state)
         self.keys[:], self.times[:], self.used[:] = state["keys"], state["times"], state["used"]
         self.size = int(np.count_nonzero(self.keys >= 0))
         self._lap, self._next = map(int, state["laps"])
+
+    def _check(self, state: Mapping[str, Array]) -> None:
+        """Refuse a state that insertions and removals cannot lead to."""
+        check_like(state, self.state())
+        keys, used, (lap, first_left) = state["keys"], state["used"], state["laps"].tolist()
+        cells = np.arange(self.cells)
+        latest = np.maximum(keys, ~keys)
+        require((latest % self.cells == cells).all(), "keys has one that belongs to another cell")
+        require(((used >= 0) & (used <= self.rows)).all(), f"used is not within 0 and {self.rows}")
+        laps, is_used = latest // self.cells, (cells // self.columns < used[cells % self.columns])
+        require((np.where(is_used, laps > 0, keys == ~cells)).all(), "keys and used do not agree")
+        require(laps.max() <= lap <= 2**62 // self.cells, f"laps has {lap}, at least {laps.max()} expected")
+        is_free = first_left == -1 or (
+            self.columns == 1 and 0 <= first_left <= self.rows and (laps[first_left:] < lap).all()
+        )
+        require(is_free, f"laps has row {first_left}, from which on keys are already in use")
+        require((state["times"] >= 0).all(), "times has a negative number")
+
+    def was_issued(self, keys: Array) -> Array:
+        """Which of these keys belong to an item that is, or was, in the table."""
+        latest = np.maximum(self.keys, ~self.keys)
+        issued: Array = (keys >= self.cells) & (latest[keys % self.cells] >= keys)
+        return issued
 
     def find(self, keys: Array) -> Array:
         """The cell of each key that is still there; others are left out."""

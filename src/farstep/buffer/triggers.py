@@ -46,8 +46,8 @@ class DataKeyTrigger(Trigger):
     It takes the `n` actors that were ready first; `start`, `versions` and `actor_ids` of the message go together. A
     step is one of an actor, whatever number of environments the actor steps at a time.
 
-    `n="all"` waits for all actors that are present, whichever these are at the time. One that leaves is not waited for
-    any more: windows that it has completed are taken with the next firing, and what it has of another one is dropped.
+    `n="all"` waits for all actors that are present at the time. When an actor leaves, the trigger stops waiting for it:
+    its completed windows are part of the next messages, and the steps of an incomplete one are dropped.
 
     `keys=((...), (...))` are stages of a fragment: it fires for each stage, in order, as soon as that is there, with
     `stage` and the `fragment`'s number. If steps are lost between two stages, all come again.
@@ -65,7 +65,7 @@ class DataKeyTrigger(Trigger):
         min_new: int | None = None,
     ) -> None:
         self.n: int | None = None if n == "all" else _whole(self, "n", n, "a number of actors", ' (or "all")')
-        """None: all that are present."""
+        """Actors to wait for; None: all that are present."""
         self.size = _whole(self, "size", size, "a number of steps")
         self.staged = keys is not None and not isinstance(keys, str) and not any(isinstance(key, str) for key in keys)
         self.stages: tuple[tuple[str, ...] | None, ...] = (None,)
@@ -84,12 +84,12 @@ class DataKeyTrigger(Trigger):
             )
         self._taken_to: dict[Actor, int] = {}
         self._cuts: dict[Actor, list[int]] = {}
-        """Per actor that has left, where its steps ended each time: no window goes across."""
+        """Per actor, the step counts at which it left: no window spans one of them."""
         self._open: list[_Fragment] = []
         self._fragments = 0
         self._warm = False
         self._taken = 0
-        """For replay: of all steps of all actors, how many are not new any more."""
+        """For replay: steps of all actors that were already counted as new."""
         self._ready: _Ready | None = None
 
     def __repr__(self) -> str:
@@ -136,7 +136,7 @@ class DataKeyTrigger(Trigger):
 
     @property
     def is_warm(self) -> bool:
-        """For replay: it has fired before, so that it waits for new steps of any actors."""
+        """For replay: whether it has fired before, so that it waits only for new steps, of any actor."""
         return self._warm
 
     def _ready_of(self, state: Ledger) -> _Ready:
@@ -173,16 +173,16 @@ class DataKeyTrigger(Trigger):
         self._look_at(actor)
 
     def left(self, state: Ledger, actor: Actor) -> None:
-        """An actor has left, perhaps for long: windows that it has completed stay, what it has of another is dropped.
+        """An actor has left: keep its completed windows, drop the steps of an incomplete one.
 
-        With a number of actors the trigger waits until there are so many again, and drops nothing.
+        A trigger with a fixed `n` drops nothing: it waits until `n` actors are ready again.
         """
         if self.n is not None or self.min_new is not None:
             return
         for fragment in self._open:
             start = fragment.starts.get(actor)
             if start is not None and state.written(actor) < start + self.size:
-                del fragment.starts[actor]  # its later stages will not come: the first comes again, without it
+                del fragment.starts[actor]  # its later stages will not arrive: repeat the first stage without it
                 fragment.stage = 0
         self._open = [fragment for fragment in self._open if fragment.starts]
         start, written = self._start_of(actor), state.written(actor)
@@ -230,9 +230,9 @@ class DataKeyTrigger(Trigger):
 
 
 class _Ready:
-    """Which actors have what a trigger waits for, kept up to date actor by actor as their steps change.
+    """Which actors have the steps that a trigger waits for, updated incrementally.
 
-    A look costs as much as there are actors that changed since the last one, not as there are actors.
+    An update costs time in proportion to the number of actors that changed since the last one, not to all actors.
     """
 
     def __init__(self, state: Ledger) -> None:
@@ -240,10 +240,10 @@ class _Ready:
         self._seen = -1
         self._again: dict[Actor, None] = {}
         self.arrivals: dict[Actor, int] = {}
-        """Of those that are ready, when they were (for replay: where their newest steps begin)."""
+        """Per ready actor, the change at which it became ready (for replay: where its newest steps begin)."""
         self.spans: dict[Actor, Span] = {}
         self._order: list[tuple[int, int, Actor]] = []
-        """A heap of these; entries that are not in `arrivals` any more are skipped."""
+        """A heap of these; entries that are no longer in `arrivals` are skipped."""
         self._pushed = 0
         self._missing: set[Actor] = set()
         """The actors that are present and not ready."""
@@ -253,18 +253,18 @@ class _Ready:
         self._sorted = True
 
     def to_look_at(self) -> list[Actor]:
-        """The actors that may have become ready, or ceased to be, since the last call."""
+        """Actors that may have become ready, or stopped being ready, since the last call."""
         found = {**dict.fromkeys(self.state.touched_since(self._seen)), **self._again}
         self._seen = self.state.changes
         self._again = {}
         return list(found)
 
     def look_at(self, actor: Actor) -> None:
-        """Look at an actor again: the trigger has taken some of its steps."""
+        """Check an actor again: the trigger has taken some of its steps."""
         self._again[actor] = None
 
     def put(self, actor: Actor, arrival: int | None, span: Span | None = None) -> None:
-        """An actor is ready since then, or (None) it is not."""
+        """Note that an actor became ready at `arrival`, or that it is not ready (None)."""
         if arrival is None:
             if self.arrivals.pop(actor, None) is not None and actor in (self._present or ()):
                 self._missing.add(actor)
@@ -290,7 +290,7 @@ class _Ready:
             return len(self.arrivals) >= n
         if state.present is None:
             raise ConfigError(
-                'DataKeyTrigger(n="all") waits for all actors that are present, and nobody has said which are: '
+                'DataKeyTrigger(n="all") waits for all present actors, but the ledger does not know which are present: '
                 "call Ledger.members(actors), or give a number."
             )
         if state.present is not self._present:

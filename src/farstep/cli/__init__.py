@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; its exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if argv is None and _imports_from_here(arguments):
-        sys.path.append("")  # behind all else: no file here takes the place of an installed module
+        sys.path.append("")  # last, so that no file here replaces an installed module
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         sys.stdout.write(_HELP)
         return 0
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.write(f"farstep {VERSION}\n")
         return 0
     if arguments[0] in _LAUNCHING:
-        refuse_nested_launch()  # raised, not printed: the learner's program must hear of it
+        refuse_nested_launch()  # raised, not printed, so that the learner's program reports it
     try:
         return _command(arguments[0])(arguments[1:])
     except FarstepError as error:

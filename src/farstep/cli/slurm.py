@@ -38,7 +38,9 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError("'farstep slurm' shows the job that a run would submit, and does nothing else; say --print.")
     config = options.config
     if config.debug:
-        raise ConfigError("with --debug, workers run on this machine: there is no job; leave it out to see one.")
+        raise ConfigError(
+            "with --debug, workers run on this machine and no job is submitted; omit --debug to print one."
+        )
     if config.spread:
         sys.stdout.write(batch_script(config, config.workers_on_node, config.nodes, least=config.fewest_nodes))
         return 0
@@ -46,5 +48,5 @@ def main(arguments: Sequence[str]) -> int:
     sys.stdout.write(batch_script(config, config.workers_on_node, first))
     if others:
         jobs = "job of one node is" if len(others) == 1 else "jobs of one node each are"
-        sys.stderr.write(f"{len(others)} more {jobs} submitted with it, which may come later.\n")
+        sys.stderr.write(f"{len(others)} more {jobs} submitted with it and may start later.\n")
     return 0

@@ -53,7 +53,7 @@ class Options(Generic[C, E]):
     resume: Path | None = None
     """go on with the run in this folder; its options stay, unless others are given"""
     trust: bool = False
-    """with --resume: execute what the run's config.json names though its tag does not show that you wrote it"""
+    """with --resume: execute code that the run's config.json names even if its tag does not show that you wrote it"""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def main(arguments: Sequence[str]) -> int:
             env = stack.enter_context(_cluster(options))
             learner = make_learner(name, run, options.learner, env)
         except KeyboardInterrupt:
-            sys.stderr.write("farstep: stopped by SIGINT before training began; nothing is left of the run\n")
+            sys.stderr.write("farstep: stopped by SIGINT before training began; no run folder was created\n")
             return _SIGNALLED["SIGINT"]
         folder = _folder(name, options)  # when all else is there: a misspelt environment leaves nothing behind
         sys.stdout.write(f"run: {folder.path}\n{_normalized(options.learner.net)}\n")
@@ -121,7 +121,7 @@ def _options(name: str, arguments: Sequence[str]) -> Options[Any, Any]:
         _check_same(default, options)
         check_trusted(RunFolder(resumed), default.run, why_not, options.trust, f"{command} --resume")
     elif options.trust:
-        raise ConfigError("--trust is about the folder of a run that goes on: give --resume, too.")
+        raise ConfigError("--trust was given without --resume; it is about the run folder to resume: add --resume RUN.")
     return options
 
 

@@ -1,4 +1,4 @@
-"""Options of a run are executed only if this user wrote them, or says that they can be trusted."""
+"""Execute the code that a run's options name only if this user wrote them or passed --trust."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from farstep.observe.run_folder import RunFolder
 
 
 def check_trusted(folder: RunFolder, run: RunConfig, why_not: str, trust: bool, command: str) -> None:
-    """Raise unless `why_not` (of `RunFolder.read_signed_config`) is empty or `trust` was given."""
+    """Raise `ConfigError` unless `why_not` (of `RunFolder.read_signed_config`) is empty or `trust` was given."""
     if not why_not or trust:
         return
     named = [f"the {run.env_type} environment {run.env!r}", *(f"the wrapper {wrapper!r}" for wrapper in run.wrappers)]
@@ -17,5 +17,5 @@ def check_trusted(folder: RunFolder, run: RunConfig, why_not: str, trust: bool, 
         named.append(f"commands on nodes of --launcher {run.launcher}")
     raise RunError(
         f"{folder.config_file} is not known to be yours: {why_not}. '{command}' would execute what it names: "
-        f"{', '.join(named)}. Read the file; if you trust whoever wrote it, add --trust (docs/security.md says why)."
+        f"{', '.join(named)}. Read the file; if you trust its author, add --trust (docs/security.md says why)."
     )

@@ -45,7 +45,7 @@ class Options:
     fps: float | None = None
     """pictures per second; none given: as the environment says"""
     trust: bool = False
-    """execute what the run's config.json names though its tag does not show that you wrote it"""
+    """execute code that the run's config.json names even if its tag does not show that you wrote it"""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -77,7 +77,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _restore(agent: ActorCritic, loaded: checkpoint.Loaded) -> int:
-    """Give the agent its parameters; the steps that it had been trained for."""
+    """Load the agent's parameters; returns the number of steps that it was trained for."""
     state = put_together(loaded)
     check_agent(agent, state.get("agent"))
     steps = Progress.of(state.get("progress")).steps

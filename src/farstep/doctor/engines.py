@@ -51,7 +51,7 @@ def engine(config: LaunchConfig, say: Say) -> Iterator[Finding]:
 
 def _slurm(config: SlurmConfig) -> Iterator[Finding]:
     if config.debug:
-        yield ok("with --debug SLURM is not asked: the nodes below are workers of this machine")
+        yield ok("with --debug SLURM is not used: the nodes below are workers of this machine")
         return
     inside = os.environ.get("SLURM_JOB_ID")
     needed = ["srun"] if inside else ["sbatch", "squeue", "scancel", "sinfo"]

@@ -52,14 +52,14 @@ _FIXES = {
     "node configuration is not available": "ask for fewer cores, GPUs or nodes, or say another --partition.",
     "feature specification": "'sinfo --format %f' lists what --slurm-constraint may say.",
     "Invalid account": "'sacctmgr show user $USER withassoc' lists your accounts: say --slurm-account.",
-    "generic resource (gres)": "'sinfo --format \"%P %G\"' lists GPUs: say another --partition or --gpus-per-node.",
-    "is SLURM_CONF right": "try 'sinfo': where it answers, farstep does; SLURM_CONF names the cluster's slurm.conf.",
+    "generic resource (gres)": "'sinfo --format \"%P %G\"' lists GPUs: change --partition or --gpus-per-node.",
+    "is SLURM_CONF right": "run 'sinfo'; if it fails, set SLURM_CONF to the path of the cluster's slurm.conf.",
     "no Kubernetes cluster is configured": "set KUBECONFIG to a file with which 'kubectl get pods' works.",
-    "the Kubernetes API server at": "try 'kubectl get pods': where it answers, farstep does; say --kube-context.",
-    UNANSWERED: "open the head's ports to the nodes, or say --head-address with an address that they can reach.",
+    "the Kubernetes API server at": "run 'kubectl get pods'; if it fails, choose another context with --kube-context.",
+    UNANSWERED: "open the head's ports to the nodes, or set --head-address to an address that they can reach.",
 }
 """What to do about what engines say."""
-_OTHERWISE = "change what this text names, then run the doctor again."
+_OTHERWISE = "fix the cause that this text names, then run the doctor again."
 
 
 def nodes(config: LaunchConfig, env: Mapping[str, object] | None, wait_s: float, say: Say) -> Iterator[Finding]:
@@ -90,7 +90,7 @@ def nodes(config: LaunchConfig, env: Mapping[str, object] | None, wait_s: float,
 
 
 def _fix_of(error: str) -> str:
-    """What to do about what an engine said."""
+    """The remedy for an engine's error message."""
     return next((fix for words, fix in _FIXES.items() if words in error), _OTHERWISE)
 
 
@@ -146,8 +146,8 @@ def _resources(place: str, about: Mapping[str, Any], config: LaunchConfig, neede
     cpus, gpus = about["cpus"], about["gpus"]
     text = f"{place}: {cpus} cores, {about['memory'] / 2**30:,.1f} GiB of memory, {gpus} GPUs"
     if gpus < config.gpus_per_node:
-        other = ", or another --partition" if isinstance(config, SlurmConfig) else "; 'nvidia-smi' there lists them"
-        return problem(f"{text}, but gpus_per_node={config.gpus_per_node}", f"say fewer --gpus-per-node{other}.")
+        other = ", or change --partition" if isinstance(config, SlurmConfig) else "; 'nvidia-smi' there lists them"
+        return problem(f"{text}, but gpus_per_node={config.gpus_per_node}", f"lower --gpus-per-node{other}.")
     if cpus < needed:
         return warning(f"{text}, for workers that want {needed} cores", f"say --workers-per-node {cpus} or fewer.")
     return ok(text)
@@ -217,7 +217,7 @@ class Visit:
         if came > ready:
             late = counted(came - ready, "node")
             text = f"{late} came, but no worker was ready there within {wait_s:g} s; {waiting}"
-            yield problem(text, "say a longer --wait-s; workers may import slowly from a shared file system.")
+            yield problem(text, "raise --wait-s; workers may import slowly from a shared file system.")
         if came < asked:
             text = f"{asked - came} of {counted(asked, 'node')} did not come; {waiting}\n{logs}".rstrip()
             yield problem(text, self._fix(waiting, logs))

@@ -29,7 +29,7 @@ class Calls:
         self._request = 0
 
     def call(self, name: str, *arguments: tuple[Any, ...]) -> list[Any]:
-        """What each worker returns, in order; `arguments` is one tuple for all, or one each."""
+        """Return each worker's result, in order; `arguments` is one tuple for all workers, or one per worker."""
         server = self._server
         parts = arguments if len(arguments) == len(server.seats) else arguments * len(server.seats)
         with server.locked():
@@ -49,7 +49,7 @@ class Calls:
 
     def replied(self, seat: Seat, reply: m.Reply, received: Received) -> None:
         if reply.request > self._request:
-            raise WireError(f"the reply to call {reply.request}; the last one was {self._request}.")
+            raise WireError(f"a reply to call {reply.request}; the current call is {self._request}.")
         if reply.request != self._request:
             return
         if seat.worker in self._answers:

@@ -90,7 +90,7 @@ class Collector:
         self._adopting = threading.Lock()
         """Of several threads with an agent, one after the other."""
         self.gate = UpdateGate()
-        """Whatever reads the agent's parameters does so between updates; entered before any lock is taken."""
+        """Entered to read the agent's parameters between updates, before any lock is taken."""
         self._agent: Agent | None = None
         self._agent_id = 0
         self._answers: dict[int, m.AgentReady | WorkerError] = {}
@@ -100,7 +100,7 @@ class Collector:
         self._request = Request()
         self._rollouts: Rollouts | None = None
         self._handed: dict[int, tuple[int, int, int]] = {}
-        """Per worker, which weights it last asked for: incarnation, agent and version."""
+        """Per worker, the weights that it last requested: incarnation, agent and version."""
         self._followed = np.full(self.server.seats[-1].stop, -1, np.int64)
         """Per slot, the last chunk that was handed to the learner (`Piece.key`)."""
         self._calls = Calls(self.server, without_lost=True)
@@ -200,7 +200,7 @@ class Collector:
         with self.gate.publishing(), self._adopting:
             if self._is_current(agent):
                 return
-            if self._agent is agent:
+            if self._agent is not None and self._agent is agent:
                 self._publish(agent)
             else:
                 self._adopt(agent)
@@ -252,7 +252,7 @@ class Collector:
                 self._store.close()
 
     def _all_answered(self) -> bool:
-        """By every worker that is there, and by at least one: all nodes may be away for a while."""
+        """By every present worker, and by at least one: all nodes may be absent for some time."""
         return bool(self._answers) and all(seat.worker in self._answers for seat in self.server.present())
 
     def _agree(self, agent: Agent) -> None:
@@ -488,14 +488,14 @@ class Collector:
             case m.Part():
                 self._take_part(seat, message, received)
             case m.Asking() if self._transfer.in_turn is None:
-                raise WireError("a worker that asks for its turn, although all send at once (TransferTrigger.in_turn).")
+                raise WireError("a request for a turn, although all workers send at once (TransferTrigger.in_turn).")
             case m.Asking():
                 order = self.server.tickets.order(message.ticket)
                 if order is not None and order.worker == seat.worker:  # else it was taken back meanwhile
                     self._turns.ask(seat.worker, seat.incarnation, message.order)
                     self._serve_turns()
             case m.AgentReady() if message.agent > self._agent_id:
-                raise WireError(f"agent {message.agent} is ready; the last one that was sent is {self._agent_id}.")
+                raise WireError(f"a report that agent {message.agent} is ready; the last one sent is {self._agent_id}.")
             case m.AgentReady() if message.agent == self._agent_id:
                 agent_structures(message, self._action_schema)  # refused here, where we know who said it
                 self._answers[seat.worker] = message
@@ -546,7 +546,7 @@ class Collector:
         if chunk.syncs and chunk.divergence is not None:
             self._notes.note_left(chunk.divergence)
         if chunk.infos and not request.infos:
-            raise WireError("a chunk with infos, which its ticket does not ask for.")
+            raise WireError("a chunk with infos that its ticket does not request.")
         assert self._rollouts is not None
         began = time.monotonic()
         piece = self._rollouts.take(seat, order, request.steps, chunk, received, self.version())

@@ -22,7 +22,7 @@ log = logging.getLogger("farstep")
 _MESSAGES_AT_ONCE = 64
 """Read from one worker before others get their turn."""
 _MOST_NAMED = 8
-"""Workers that a note of what is waited for lists."""
+"""Workers that a log line about waiting lists by name."""
 _LAST_WORDS_S = 1.0
 """A worker whose connection closed usually ends by itself; until then it may still say why."""
 
@@ -47,7 +47,7 @@ class Watcher(Protocol):
         ...
 
     def draining(self, seat: Seat) -> None:
-        """Its node is to leave."""
+        """The worker's node is about to leave."""
         ...
 
     def fail(self, error: FarstepError) -> None:
@@ -81,7 +81,7 @@ class Crew:
 
     def start(self) -> None:
         try:
-            with self._switchboard.interruptible():  # an engine that does not answer is not waited for after Ctrl-C
+            with self._switchboard.interruptible():  # Ctrl-C stops waiting for an engine that does not answer
                 self.launcher.prepare()
         except LaunchError as error:
             self._watcher.fail(error)
@@ -177,9 +177,11 @@ class Crew:
     def distrust(self, seat: Seat, error: WireError) -> None:
         """A worker said what cannot be read, or cannot be true: it is replaced."""
         if self.membership.is_running(seat.worker):
-            log.warning("worker %d sent what cannot be accepted: %s", seat.worker, str(error))
+            log.warning("worker %d sent a message that cannot be accepted: %s", seat.worker, str(error))
             seat.blame(seat.phase)
-            seat.error = WorkerError(f"a worker sent what cannot be accepted: {error}", seat.where(seat.phase))
+            seat.error = WorkerError(
+                f"a worker sent a message that cannot be accepted: {error}", seat.where(seat.phase)
+            )
         self.act_on(life.Gone(seat.worker))
 
     def _read_output(self, seat: Seat) -> None:
@@ -293,20 +295,20 @@ class Crew:
             self._watcher.absent(seat)
 
     def _not_started(self, seat: Seat, error: ResourceError) -> None:
-        """A replacement may find next time what it needs; of a launch, the caller hears at once."""
+        """Retry a replacement later; during the launch, fail at once."""
         if not seat.incarnation:
             self._watcher.fail(error)
             return
         if not self.membership.members[seat.worker].attempts:
-            log.warning("%s Trying again for %g s.", str(error), self._timeouts.connect_s)
+            log.warning("%s Retrying for %g s.", str(error), self._timeouts.connect_s)
         seat.incarnation -= 1
         seat.shortage = error
         self.act_on(life.NotStarted(seat.worker))
 
     def cannot_tell(self, seat: Seat, error: OSError) -> None:
-        """What a worker had to know could not be sent: it is replaced, and told then."""
+        """Replace a worker to which a message could not be sent; its replacement gets the message."""
         seat.error = WorkerError(str(error), seat.where(seat.phase))
-        log.warning("%s; it is replaced", str(seat.error).splitlines()[0])
+        log.warning("%s; replacing the worker", str(seat.error).splitlines()[0])
         self.act_on(life.Gone(seat.worker))
 
     def _process_ended(self, seat: Seat) -> None:

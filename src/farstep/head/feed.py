@@ -20,13 +20,13 @@ from farstep.head.tickets import Arrived, FeedPlan
 
 @dataclass(frozen=True)
 class Members:
-    """The workers of a run at some moment."""
+    """The workers of a run at one time."""
 
     present: frozenset[int]
     departed: frozenset[int]
-    """Those that have left since the moment before; some may be back."""
+    """Workers that have left since the last call of `Feed.members`; some may be back."""
     quorum: int
-    """How many must be present to go on."""
+    """Workers that must be present to continue."""
 
 
 class Feed:
@@ -125,13 +125,13 @@ class Feed:
             self._server.tickets.consumed(worker, chunks, dropped)
 
     def invite(self, workers: Iterable[int], chunks: int) -> None:
-        """These workers roll so many more chunks."""
+        """Let each of these workers roll `chunks` more chunks."""
         with self._server.locked():
             self._server.tickets.invite(workers, chunks)
             self._server.grant()
 
     def withdraw(self, worker: int) -> None:
-        """A worker rolls no chunks that it was asked for and has not begun."""
+        """Cancel the chunks that a worker was asked for and has not begun."""
         with self._server.locked():
             self._server.tickets.withdraw(worker)
 

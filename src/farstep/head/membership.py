@@ -65,7 +65,7 @@ class Ended:
 
 @dataclass(frozen=True)
 class NotStarted:
-    """There was no descriptor, process or memory for it; another attempt may find some."""
+    """Its process could not be started for lack of descriptors, processes or memory; a retry may succeed."""
 
     worker: int
 
@@ -166,7 +166,7 @@ class Membership:
         return sum(member.state in states for member in self.members)
 
     def is_running(self, worker: int) -> bool:
-        """Whether its process is there and was not given up."""
+        """Whether the worker's process runs and was not given up."""
         return self.members[worker].state in RUNNING
 
     def start(self, now: float) -> Sequence[Action]:
@@ -240,7 +240,7 @@ class Membership:
         return Start(worker, member.incarnation)
 
     def _not_started(self, worker: int, now: float) -> Sequence[Action]:
-        """Try again for as long as a start may take. Nothing of the budget is spent: the worker did not fail."""
+        """Retry for as long as a start may take. Uses no restart budget: the worker did not fail."""
         member = self.members[worker]
         if self.stopping:
             self._enter(member, State.STOPPED, now)

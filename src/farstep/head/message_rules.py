@@ -1,6 +1,7 @@
 """Which messages a worker may send, in which state and over which channel.
 
-A worker whose message breaks a rule is replaced (`Crew.distrust`). What a message says is checked where it is used.
+A worker whose message breaks a rule is replaced (`Crew.distrust`). The contents of a message are checked where they are
+used.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class Rule:
     only_remote: bool = False
     """Only workers without shared memory send it."""
     heartbeat: bool = False
-    """It has the heartbeat connection to itself."""
+    """Whether it is sent on the heartbeat connection, which carries nothing else."""
     frames: tuple[int, int | None] = (0, 0)
     """Fewest and most frames after the header; None: as many as its header lists."""
     shared_frames: tuple[int, int] | None = None
@@ -49,7 +50,7 @@ def check_message(message: m.FromWorker, received: Received, state: State, share
     Args:
         message: What the header frame says.
         received: The message as it arrived.
-        state: The worker's state; one that is not running any more may only say why (see `is_late`).
+        state: The worker's state; one that no longer runs may only report why (see `is_late`).
         shares_memory: Whether the worker shares memory with the head.
     """
     rule, kind = RULES[type(message)], type(message).__name__
@@ -66,5 +67,5 @@ def check_message(message: m.FromWorker, received: Received, state: State, share
 
 
 def is_late(message: m.FromWorker, state: State) -> bool:
-    """Whether a message came from a worker that was given up and is no reason for that: it is ignored."""
+    """Whether to ignore a message: its worker was given up, and it does not report why that worker failed."""
     return state not in RUNNING and not isinstance(message, m.Failure)

@@ -34,7 +34,7 @@ class Notes:
         self.inference = note
 
     def note_incomparable(self, why: str) -> None:
-        """No divergence can be measured with this agent."""
+        """Warn that no divergence can be measured with this agent."""
         if why != self._incomparable:
             log.warning(
                 "workers pull every version, as without kl_threshold, since policies cannot be compared: %s", why

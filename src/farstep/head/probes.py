@@ -45,7 +45,7 @@ class Prober:
 
     @property
     def method(self) -> str:
-        """The agent's method that is asked."""
+        """The agent's method that describes the policy."""
         return self._comparison.method
 
     def remember(self, seat: Seat, chunk: Chunk, rows: Rows, steps: int) -> None:

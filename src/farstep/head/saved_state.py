@@ -1,4 +1,4 @@
-"""What `ClusterEnv.save` returned, checked before workers are told to go on from it.
+"""Checks of a state that `ClusterEnv.save` returned, before workers resume from it.
 
 A worker trusts the head: a generator whose position lies outside its table, or an action outside its space, would reach
 native code there.
@@ -91,7 +91,7 @@ def check_saved(
     obs_schema: Schema,
     action_space: spaces.Space[Any],
 ) -> None:
-    """Raise `Refused` if the state does not fit the agent and the spaces; the number of workers may be another one."""
+    """Raise `Refused` if the state does not fit the agent and the spaces; the number of workers may differ."""
     found = converted("env", saved, _Saved)
     for i, worker in enumerate(found.workers):
         if worker is not None:

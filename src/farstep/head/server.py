@@ -106,7 +106,7 @@ class Server:
         self._failure: FarstepError | None = None
         self._closed = False
         self._closer = 0
-        """The thread that closes, or closed."""
+        """The thread that called `close` first."""
         self._freed = threading.Event()
         limits = (config.timeouts.step_s, config.timeouts.reset_s, config.timeouts.act_s)
         self._tick_s = min(0.5, max(0.02, min(limits) / 4))
@@ -154,7 +154,7 @@ class Server:
         return [seat for seat in self.seats if seat.worker not in self.tickets.absent]
 
     def unsettled(self) -> bool:
-        """Whether workers are missing, or about to leave: others are waited for soon, or fewer."""
+        """Whether workers are missing or about to leave, so that the set of workers to wait for will change."""
         return not all(self._can_roll(seat) for seat in self.seats)
 
     def _can_roll(self, seat: Seat) -> bool:
@@ -173,7 +173,7 @@ class Server:
             return  # a fork of the head: the workers are not ours
         with self._switchboard.lead():
             if self._closed:
-                if self._closer != threading.get_ident():  # else a signal's handler closes once more
+                if self._closer != threading.get_ident():  # a signal handler of that thread may close again
                     self._switchboard.wait_for(self._freed)
                 return
             self._closed, self._closer = True, threading.get_ident()
@@ -210,7 +210,8 @@ class Server:
 
     def wait(self, done: Callable[[], T | None], *, starting: bool = False) -> T:
         """Pump until `done` answers; raises what the run failed of. Bounded: a worker without progress is killed
-        after its phase's limit, and the restart budget is finite. A start says sooner what it waits for."""
+        after its phase's limit, and the restart budget is finite. With `starting`, it logs what it waits for after
+        `FIRST_NOTE_S` instead of `NOTE_S`."""
         answer = self.wait_until(done, math.inf, starting=starting)
         assert answer is not None
         return answer
@@ -414,7 +415,7 @@ class Server:
             )
             return
         if self.spaces is None or (seat.worker == 0 and not seat.incarnation):
-            self.spaces = spaces  # those of the first environment, with its generators, whichever worker is first
+            self.spaces = spaces  # those of slot 0, with its generators, in whatever order workers get ready
         seat.ready = True
         self.tickets.join(seat.worker)
         if not seat.incarnation:

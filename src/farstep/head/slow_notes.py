@@ -1,4 +1,4 @@
-"""Log what a blocking call waits for, while the thread that waits cannot do it itself."""
+"""Log what a blocking call waits for, from another thread than the blocked one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 log = logging.getLogger("farstep")
 FIRST_NOTE_S, NOTE_S = 5.0, 10.0
-"""Seconds until a start says what it waits for, and between further notes."""
+"""Seconds until a start logs what it waits for, and between further log lines."""
 
 
 @contextlib.contextmanager

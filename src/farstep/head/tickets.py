@@ -51,7 +51,7 @@ class FeedPlan:
 
     max_staleness: int | None = None
     actors: int | None = 1
-    """None: all that are present."""
+    """Workers whose windows make a batch; None: all that are present."""
     chunks: int = 1
     """Of each actor."""
     invited: Mapping[int, int] | None = None
@@ -59,7 +59,7 @@ class FeedPlan:
 
 
 Place = tuple[int, int, int]
-"""A worker's place in the queue for tickets: how many it has, how many it got so far, its number."""
+"""A worker's key in the queue for tickets: tickets that it holds, tickets that it was given so far, its number."""
 
 
 @dataclass
@@ -92,7 +92,7 @@ class Session:
     begun_total: int = 0
     completing: list[Place] = field(default_factory=list)
     beginning: list[Place] = field(default_factory=list)
-    """Heaps of workers that may be given a ticket, by whether it goes on with a window; entries may be out of date."""
+    """Heaps of workers that may get a ticket: those with an incomplete window, and the others. Entries may be stale."""
 
     @property
     def depth(self) -> int:
@@ -109,7 +109,7 @@ class Tickets:
         self.absent: set[int] = set()
         self._draining: set[int] = set()
         self.departed: set[int] = set()
-        """Workers that left since somebody emptied this."""
+        """Workers that left since `Feed.members` last cleared this."""
         self.membership = 0
         """Increases whenever a worker joins or leaves."""
         self._seq = 0
@@ -117,7 +117,7 @@ class Tickets:
         self._open: list[list[int]] = [[] for _ in range(num_workers)]
         """Per worker, the numbers of its open tickets, in order."""
         self._arrived: dict[int, Arrived] = {}
-        """By number of ticket, in order of arrival."""
+        """By ticket id, in order of arrival."""
         self._arrived_of: Counter[int] = Counter()
         self._oldest = 0
         """No chunk that has arrived is of an older version."""
@@ -159,23 +159,23 @@ class Tickets:
 
     @property
     def present(self) -> set[int]:
-        """All workers but those that have no node, or whose node is to leave."""
+        """All workers except those that have no node, or whose node is about to leave."""
         return set(range(self._workers)) - self.absent - self._draining
 
     @property
     def quorum(self) -> int:
-        """How many workers must be present to go on."""
+        """Workers that must be present to continue."""
         return self._fewest
 
     def invite(self, workers: Iterable[int], chunks: int = 1) -> None:
-        """These workers may roll so many more chunks."""
+        """Let each of these workers roll `chunks` more chunks."""
         if self._session is not None and self._session.invited is not None:
             for worker in workers:
                 self._session.invited[worker] += chunks
                 self._touch(worker)
 
     def withdraw(self, worker: int) -> None:
-        """The worker may not roll what it was asked for and has no ticket for."""
+        """Cancel the chunks that a worker was asked for and has no ticket for."""
         if self._session is not None and self._session.invited is not None:
             self._session.invited[worker] = 0
 
@@ -210,8 +210,8 @@ class Tickets:
     # ---- giving ----
 
     def grant(self, available: Container[int], version: int) -> list[Order]:
-        """All tickets that the available workers may have now; `version` is the current one. `join` says that another
-        worker is available."""
+        """All tickets that the available workers may get now; `version` is the current one. Call `join` first when
+        another worker has become available."""
         session = self._session
         if session is None:
             return []
@@ -244,7 +244,7 @@ class Tickets:
             ahead = len(self._outstanding) + len(self._arrived) + session.held_total
             if session.feed is None and ahead >= session.depth * wanted:
                 return orders
-            # The worker that has least to do; among equals, the one that got least so far.
+            # The worker with the fewest open tickets; among equals, the one that was given the fewest so far.
             places = [self._first(session, session.completing, True, available)]
             if self._may_begin(session):
                 places.append(self._first(session, session.beginning, False, available))
@@ -264,14 +264,14 @@ class Tickets:
             same = queue[0] == self._place(session, worker) and inside == self._is_inside(session, worker)
             if same and self._may_roll(session, worker) and worker in available:
                 return queue[0]
-            heapq.heappop(queue)  # whatever changes that puts the worker into a queue again
+            heapq.heappop(queue)  # `_touch` queues the worker again when this changes
         return None
 
     def _place(self, session: Session, worker: int) -> Place:
         return self.busy(worker), session.issued[worker], worker
 
     def _touch(self, worker: int) -> None:
-        """Something changed that may let a worker have a ticket."""
+        """Queue a worker again after a change that may let it get a ticket."""
         session = self._session
         if session is None or session.num_chunks is None:
             return
@@ -293,11 +293,11 @@ class Tickets:
         heapq.heappush(queue, self._place(session, worker))
 
     def _chunks_of(self, session: Session, worker: int) -> int:
-        """How many chunks of a worker are being rolled, or wait, or are with the learner."""
+        """Chunks of a worker that are being rolled, wait to be taken, or are held by the learner."""
         return session.held[worker] + self.busy(worker) + self._arrived_of[worker]
 
     def _may_roll(self, session: Session, worker: int) -> bool:
-        """Whether a worker could take another chunk as far as it alone is concerned."""
+        """Whether a worker's own limits allow it another chunk."""
         if not session.lanes[worker] or self.busy(worker) >= _QUEUED_PER_WORKER:
             return False
         if session.invited is not None and not session.invited[worker]:
@@ -308,15 +308,15 @@ class Tickets:
         return self._chunks_of(session, worker) < session.depth * feed.chunks
 
     def _is_inside(self, session: Session, worker: int) -> bool:
-        """Whether its next chunk goes on with a window of a feed."""
+        """Whether the worker's next chunk continues a window of a feed."""
         feed = session.feed
         if feed is None or feed.max_staleness is None:
             return False
         return self._chunks_of(session, worker) % feed.chunks > 0
 
     def _may_begin(self, session: Session) -> bool:
-        """Whether another window may be begun. Where all that are present are waited for, the bound of each is that of
-        all: what one that has left still has in the buffer must not keep another from its own."""
+        """Whether another window may be begun. With `n="all"` each worker has a bound of its own instead: windows that
+        a departed worker left in the buffer must not block the others."""
         feed = session.feed
         if feed is None or feed.max_staleness is None or feed.actors is None:
             return True
@@ -388,10 +388,10 @@ class Tickets:
         if (session := self._session) is not None:
             session.redo[worker].clear()
             if session.feed is not None and session.feed.actors is None:
-                self.withdraw(worker)  # others go on without it; it takes part again from the next invitation on
+                self.withdraw(worker)  # others go on without it; it takes part again from the next `invite` on
 
     def drain(self, worker: int) -> None:
-        """The worker's node is to leave: it finishes what it has, and gets nothing new."""
+        """The worker's node is about to leave: the worker finishes its tickets and gets no new ones."""
         if worker not in self._draining:
             self._draining.add(worker)
             self.membership += 1

@@ -172,7 +172,7 @@ class ClusterLauncher(Launcher):
             return ""
         said = self._groups.standing()
         wanted = counted(self._wanted, "node")
-        return f"{missing} of {wanted} not there yet{f': {said}' if said else ''}"
+        return f"{missing} of {wanted} not connected yet{f': {said}' if said else ''}"
 
     def spare(self) -> int:
         return sum(worker // self._per_node >= self._wanted for worker in self._queued)
@@ -256,12 +256,12 @@ class ClusterLauncher(Launcher):
             log.warning("the agent of a node sent what cannot be accepted (%d): %s", self._nonsense[group], str(error))
 
     def _refuse(self, host: str, different: str) -> None:
-        """A node whose versions differ from the head's."""
+        """Refuse a node whose versions differ from the head's."""
         said = f"the node {host} does not fit: {different}. Install the same versions on all nodes."
         if self._config.fewest_nodes == self._config.nodes:
             self._misfit = LaunchError(said)
         if host not in self.refused and len(self.refused) < _MOST_REFUSED:
-            log.warning("%s Going on without it.", said)
+            log.warning("%s Continuing without it.", said)
             self.refused[host] = different
 
     def _welcome(self, group: int, hello: n.NodeHello) -> None:
@@ -278,7 +278,7 @@ class ClusterLauncher(Launcher):
             return
         killed = self._nodes.get(hello.replaces or "")
         if killed is not None and killed.group == group:
-            self._lose(killed, "lost its daemon, which was restarted there")
+            self._lose(killed, "lost its daemon, which was restarted on the same node")
         free = next((i for i, held in enumerate(self._blocks[: self._wanted]) if held is None), None)
         if free is None or self._groups[group].is_cancelled:
             self._groups[group].turned_away(hello.node, hello.place)

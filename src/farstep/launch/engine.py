@@ -13,7 +13,7 @@ TAKEN_BACK = 75
 
 SETUP_FAILED = "FARSTEP_SETUP_FAILED"
 RESTARTS = "FARSTEP_RESTARTS"
-"""The variable that tells a node daemon how often it is restarted in ten minutes after it was killed."""
+"""Environment variable: how many times in ten minutes a killed node daemon is restarted."""
 
 
 def setup_lines(setup: Sequence[str]) -> list[str]:
@@ -26,7 +26,7 @@ def setup_lines(setup: Sequence[str]) -> list[str]:
 
 
 class EngineLost(LaunchError):
-    """The engine itself is gone, so that asking it for replacements cannot help."""
+    """The engine itself is lost, so that replacements cannot be requested from it."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Standing:
     anew: Sequence[str] = ()
     """Such places whose agents have not begun, or are to begin once more."""
     lost: bool = False
-    """The engine is gone (`EngineLost`): only nodes that are connected to the head count."""
+    """Whether the engine is lost (`EngineLost`): then only nodes that are connected to the head count."""
 
     def is_over(self, place: str) -> bool:
         """Whether the agent that called its node so has ended, as far as the engine tells."""

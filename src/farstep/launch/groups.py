@@ -229,12 +229,17 @@ class Groups:
             raise _missing(missing, last, self._budget_used())
         if self._given_up:
             what = f"{last.standing.text}{self._budget_used()}"
-            log.warning("%s; going on with %s for a while", what, counted(expected, "node"))
+            log.warning(
+                "%s; continuing with %s, and requesting more in at most %g minutes",
+                what,
+                counted(expected, "node"),
+                RESTART_WINDOW_S / 60,
+            )
             self._retry_at = (self._retries[0] if self._retries else now) + RESTART_WINDOW_S
             return
         self._retries.append(now)
         words = f" ({last.last_words})" if last.last_words else ""
-        log.warning("%s%s; asking for %s again", last.standing.text, words, counted(missing, "node"))
+        log.warning("%s%s; requesting %s again", last.standing.text, words, counted(missing, "node"))
         self._new(missing).watch()
 
     def _budget_used(self) -> str:
@@ -243,7 +248,7 @@ class Groups:
         if not budget or len(self._retries) < budget:
             return ""
         times, minutes = counted(budget, "time"), RESTART_WINDOW_S / 60
-        return f"; restart_budget={budget} is used up: nodes were asked for again {times} within {minutes:g} minutes"
+        return f"; restart_budget={budget} is used up: nodes were requested again {times} within {minutes:g} minutes"
 
     def give_back(self, wanted: int) -> None:
         """Cancel groups of which nobody is there and that are not needed for so many nodes."""

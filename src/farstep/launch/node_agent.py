@@ -72,7 +72,7 @@ class NodeAgent:
     """Starts and ends workers of one run on this node, as the head says."""
 
     def __init__(self, bootstrap: Mapping[str, Any], place: str, named: mmap.mmap | None = None) -> None:
-        """`named` keeps the daemon's name for the one that replaces it if it is killed (see `keep_alive`)."""
+        """`named` is shared memory that hands the daemon's name to its replacement (see `keep_alive`)."""
         self._bootstrap, self._place, self._named = bootstrap, place, named
         self._starter = ProcessStarter(1)
         self._leave_at: float | None = None

@@ -41,7 +41,7 @@ class ProcessStarter:
             os.write(bootstrap_fd, json.dumps({**contents, "death_fd": death}).encode())
             os.lseek(bootstrap_fd, 0, os.SEEK_SET)
             process = subprocess.Popen(
-                # -P: the current folder is on its path only where it is on the head's.
+                # -P: Python adds the current folder to the worker's path only if it is on the head's.
                 [sys.executable, "-P", "-m", "farstep.worker", "--bootstrap-fd", str(bootstrap_fd)],
                 pass_fds=[bootstrap_fd, death, *fds],
                 stdin=subprocess.DEVNULL,

@@ -44,7 +44,7 @@ class RayEngine:
             self._needs["GPU"] = float(config.gpus_per_node)
         self._driver: Driver | None = None
         self._silent_since: float | None = None
-        """When Ray's first node was first found not to answer."""
+        """When Ray's first node first failed to answer; reset when it answers."""
 
     def listen_on(self) -> Sequence[str]:
         if self._config.head_address:
@@ -71,7 +71,7 @@ class RayEngine:
 
     def check(self, driver: Driver) -> None:
         """Raise if Ray's first node does not answer: `EngineLost` once it has been silent for `_GONE_S`."""
-        if driver.local or _answers(driver.gcs):  # one of our own is started again with its driver
+        if driver.local or _answers(driver.gcs):  # a cluster of our own is restarted with its driver
             self._silent_since = None
             return
         now = time.monotonic()
@@ -79,13 +79,13 @@ class RayEngine:
         if now - self._silent_since > _GONE_S:
             raise EngineLost(f"Ray's first node, {driver.gcs}, has not answered for {_GONE_S:g} s: its cluster is lost")
         raise LaunchError(
-            f"Ray's first node, {driver.gcs}, does not answer. The other nodes go on until Ray ends them, by default "
-            "after a minute."
+            f"Ray's first node, {driver.gcs}, does not answer. The other nodes keep working until Ray ends them, by "
+            "default after a minute."
         )
 
     @property
     def is_silent(self) -> bool:
-        """Whether Ray's first node did not answer when it was last asked."""
+        """Whether Ray's first node failed to answer the last check."""
         return self._silent_since is not None
 
     def close(self) -> None:

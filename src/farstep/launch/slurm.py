@@ -28,7 +28,7 @@ from farstep.launch_config import SlurmConfig
 log = logging.getLogger("farstep")
 _COMMAND_S = 60.0
 _INTERRUPTED_S = 3.0
-"""How long sbatch may still take after Ctrl-C: a job that it has submitted by then has to be cancelled."""
+"""Seconds that sbatch may still take after Ctrl-C: a job that it submits in that time is cancelled."""
 _ENDED = {
     *("COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "BOOT_FAIL", "DEADLINE", "OUT_OF_MEMORY"),
     *("PREEMPTED", "REVOKED", "over"),
@@ -111,7 +111,7 @@ class SlurmEngine:
 
 
 def job_sizes(nodes: int, *together: int) -> list[int]:
-    """SLURM starts a job when all of its nodes are free: nodes that were asked for together are one job, and the rest
+    """SLURM starts a job when all of its nodes are free: nodes that were requested together are one job, and the rest
     a job each, which may come later and go earlier."""
     sizes: list[int] = []
     for size in together:
@@ -127,15 +127,15 @@ def batch_script(
     least: int | None = None,
     occupied: str = "",
 ) -> str:
-    """What `sbatch` is given, and `farstep slurm --print` shows.
+    """The script that is given to `sbatch`, and that `farstep slurm --print` shows.
 
     Args:
         config: The options of the job.
         workers_per_node: Workers that each node's cores are for.
         nodes: Number of nodes.
-        bootstrap: What node daemons are told, with the keys of the run.
-        least: With how many nodes SLURM may start the job; None: all of them.
-        occupied: Hosts that the job must not use, as SLURM writes lists of them.
+        bootstrap: The configuration that node daemons get, with the keys of the run.
+        least: Fewest nodes with which SLURM may start the job; None: all of them.
+        occupied: Hosts that the job must not use, in SLURM's list format.
     """
     options = {
         "job-name": config.job_name,
@@ -178,7 +178,7 @@ def step_command(config: SlurmConfig, workers_per_node: int, nodes: int) -> list
 def _agent(config: SlurmConfig) -> list[str]:
     python = shlex.quote(config.python or sys.executable)
     place = "'SLURM job $SLURM_JOB_ID, node $SLURMD_NODENAME'"
-    # Not as an option: a daemon of another version has to get as far as telling its version.
+    # Not a command-line option: a daemon of another version would reject it before it reports its version.
     restarts = f"{RESTARTS}={config.restart_budget}"
     return ["env", restarts, python, "-m", "farstep.launch.node_agent", "--place", place]
 
@@ -194,11 +194,11 @@ class Jobs(Group):
         self._came: set[str] = set()
         """Jobs of which some were, since the job last began."""
         self._began: set[str] = set()
-        """Jobs that SLURM has started once."""
+        """Jobs that SLURM has started at least once."""
         self._most: dict[str, int] = {}
-        """Nodes that each job asks for at most; `_sizes` has what SLURM gave it."""
+        """Most nodes that each job requests; `_sizes` has the number that SLURM granted."""
         self._ended: dict[str, int] = {}
-        """Jobs that did not end by themselves, with their number of nodes; 0 once these were asked for again."""
+        """Jobs that did not end by themselves, with their number of nodes; 0 once these were requested again."""
 
     def submit(self, script: str, nodes: int) -> None:
         with _Command(["sbatch", "--parsable"]) as sbatch:
@@ -223,14 +223,14 @@ class Jobs(Group):
         self._came |= self._here
 
     def unreplaced(self) -> list[int]:
-        """Sizes of the jobs that were cancelled, failed or timed out, and were not asked for again."""
+        """Sizes of the jobs that were cancelled, failed or timed out, and were not requested again."""
         return [size for size in self._ended.values() if size]
 
     def were_replaced(self) -> None:
         self._ended = dict.fromkeys(self._ended, 0)
 
     def hosts(self) -> str:
-        """Where its jobs run, as SLURM writes lists of hosts."""
+        """The hosts of its jobs, in SLURM's list format."""
         options = ["--noheader", "--states=RUNNING,CONFIGURING", f"--jobs={','.join(self._sizes)}", "--format=%N"]
         return ",".join(filter(None, map(str.strip, _run(["squeue", *options], missing="").splitlines())))
 
@@ -260,10 +260,10 @@ class Jobs(Group):
         return Standing("; ".join(parts), nodes, over=over, anew=anew)
 
     def _size(self, number: str, state: str, held: int) -> int:
-        """How many nodes a job has, or asks for; also notes the size of one that has to be asked for again."""
+        """Nodes that a job has or requests; also notes the size of a job that must be requested again."""
         if state in _WAITING:
             self._sizes[number] = self._most[number]
-        elif state == "RUNNING" and number not in self._came and held:  # before a node of it can have failed
+        elif state == "RUNNING" and number not in self._came and held:  # before one of its nodes can have failed
             self._sizes[number] = min(held, self._most[number])
         if state in _ENDED - {"COMPLETED"}:
             self._ended.setdefault(number, self._sizes[number])
@@ -306,7 +306,7 @@ def _because(reason: str, partition: str) -> str:
 
 
 def _run(command: Sequence[str], missing: str | None = None) -> str:
-    """A command's output; if it knows no such job, `missing`."""
+    """A command's output; `missing` if it does not know the job."""
     with _Command(command) as running:
         return running.output(missing=missing)
 
@@ -322,10 +322,10 @@ class _Command(contextlib.AbstractContextManager["_Command"]):
         )
 
     def output(self, text: str | None = None, missing: str | None = None, timeout_s: float = _COMMAND_S) -> str:
-        """What it writes to stdout once it was given `text`; may be called again after an interruption.
+        """Write `text` to the program and return its stdout; may be called again after an interruption.
 
         Raises:
-            LaunchError: If it fails, with what it said, or does not end in time.
+            LaunchError: The program failed (the message quotes its stderr), or did not end within `timeout_s`.
         """
         try:
             output, errors = self._process.communicate(text, timeout_s)

@@ -25,7 +25,7 @@ def keep_alive(restarts: int, shared_bytes: int) -> mmap.mmap:
     supervisor exits with the status of its last child.
 
     Args:
-        restarts: How many children are replaced within ten minutes.
+        restarts: Most children that are replaced within ten minutes.
         shared_bytes: Size of the memory that all children share.
 
     Returns:
@@ -83,7 +83,7 @@ class _Supervisor:
         return True
 
     def _terminate(self, number: int, frame: FrameType | None) -> None:
-        """The engine takes the node back; it may have signalled the child itself, which then hears it twice."""
+        """Pass SIGTERM on: the engine takes the node back. The child gets it twice if the engine signalled it, too."""
         self._terminated = True
         os.kill(self._child, number)
 

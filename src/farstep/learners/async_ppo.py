@@ -38,12 +38,12 @@ class AsyncPPOConfig:
     """learn from the first so many workers' chunks to arrive; None: one of every worker"""
     recompute_logprobs: bool = True
     """proximal log-probabilities by one forward over the batch; otherwise interpolated by the age of a row"""
-    behave_weight_threshold: float | None = 2.0
-    """rows that the proximal policy likes this much more than the one that acted are left out, or truncated"""
+    behave_weight_threshold: float | None = 1.5
+    """largest weight of a row, the ratio of the proximal policy to the one that acted (published: 2.0)"""
     behave_weight_lower: float | None = None
     """rows that it likes this much less, likewise; None: none are"""
-    behave_weight_mode: Literal["mask", "truncate"] = "mask"
-    """what happens to rows beyond these bounds"""
+    behave_weight_mode: Literal["mask", "truncate"] = "truncate"
+    """rows beyond these bounds are left out (mask, the published rule) or weighted by the bound (truncate)"""
     denominator: Literal["valid", "kept"] = "valid"
     """what a mean is taken over: all rows, or those that were not left out (the published rule)"""
     clip_ratio_low: float = 0.2
@@ -53,8 +53,7 @@ class AsyncPPOConfig:
     clip_ratio_c: float | None = 3.0
     """dual clip: a bad action's loss grows to this many times its advantage at most"""
     value_clip: float | None = None
-    """how far a value may go from the recorded one before it no longer pays (published: 0.2); None: as far as it
-    likes"""
+    """how far a value may go from the recorded one before it no longer pays (published: 0.2); None: no bound"""
     huber_delta: float | None = None
     """value errors beyond this count linearly; None: squared however large"""
     value_coef: float = 0.5
@@ -68,12 +67,12 @@ class AsyncPPOConfig:
     gae_lambda: float = 0.95
     """of generalised advantage estimation"""
     num_steps: int | None = None
-    """steps of each environment per rollout; None: as many as make 4,096 rows of all environments, at least 16, at most
+    """steps of each environment per rollout; None: 4,096 divided by the number of environments, at least 16, at most
     128 for a recurrent agent"""
     update_epochs: int = 8
     """times that a rollout is learned"""
     global_batch_size: int | None = None
-    """rows per optimizer step, of a recurrent agent num_steps at least; None: 128, or an eighth of the rollout for a
+    """rows per optimizer step, for a recurrent agent at least num_steps; None: 128, or an eighth of the rollout for a
     recurrent agent"""
     micro_batch_size: int | None = None
     """rows per forward and backward, to save memory, of a recurrent agent num_steps at least; None: all of a step's"""

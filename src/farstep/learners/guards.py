@@ -1,6 +1,6 @@
-"""Warnings about a run that will not learn, from its metrics alone, each with its remedy.
+"""Warnings about a run that does not learn, derived from its metrics, each with its remedy.
 
-A guard is a pure function of the last updates' metrics; `Guards` keeps those and says each warning once.
+A guard is a pure function of the last updates' metrics; `Guards` keeps these and gives each warning once.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ Metrics = Mapping[str, float]
 Guard = Callable[[Sequence[Metrics]], str | None]
 
 _WINDOW = 20
-"""Updates that a guard looks at; none warns before."""
+"""Updates that a guard sees; no guard warns earlier."""
 _CLIPPED, _WORTH, _DIVERGED = 0.5, 0.3, 0.5
 
 
 def clip_saturated(window: Sequence[Metrics]) -> str | None:
-    """Most rows are outside the clip range, update after update, so that they have no gradient."""
+    """Most rows are outside the clip range, update after update, so they contribute no gradient."""
     share = _mean(window, "train/actor/clip_fraction")
     if share is None or share <= _CLIPPED:
         return None
     if (_mean(window, "lag/versions_mean") or 0.0) >= 1 and not (_mean(window, "train/actor/behave_k3") or 0.0):
         return (
             f"clipping leaves out {share:.0%} of the rows: workers act with older weights and the loss clips around "
-            "those, so the learner cannot move on. Use --decoupled, or pull weights more often (a smaller "
+            "those, so the learner stalls. Use --decoupled, or pull weights more often (a smaller "
             "--kl-threshold)."
         )
     return f"clipping leaves out {share:.0%} of the rows: lower --learning-rate or --update-epochs, or set --target-kl."
@@ -60,7 +60,7 @@ def weights_held(window: Sequence[Metrics]) -> str | None:
         return None
     return (
         f"no worker has pulled weights for {lag:.0f} versions: the policy hardly changes, or --kl-threshold is too "
-        "large for it. Lower the threshold; if the return stands still as well, raise --learning-rate."
+        "large. Lower the threshold; if the return does not change either, raise --learning-rate."
     )
 
 
@@ -68,14 +68,14 @@ GUARDS: tuple[Guard, ...] = (clip_saturated, samples_worthless, behaviour_diverg
 
 
 class Guards:
-    """Says each warning once in a run."""
+    """Gives each warning once per run."""
 
     def __init__(self, guards: Sequence[Guard] = GUARDS) -> None:
         self._guards = list(guards)
         self._window: deque[Metrics] = deque(maxlen=_WINDOW)
 
     def observe(self, metrics: Metrics) -> Iterator[str]:
-        """Take the metrics of an update into account; the warnings that are due for the first time."""
+        """Add the metrics of an update; yields the warnings that apply for the first time."""
         self._window.append(metrics)
         if len(self._window) < _WINDOW:
             return
@@ -87,6 +87,6 @@ class Guards:
 
 
 def _mean(window: Sequence[Metrics], name: str) -> float | None:
-    """The mean over the updates that have the metric; None if none has."""
+    """Mean over the updates that have the metric; None if none has it."""
     values = [metrics[name] for metrics in window if name in metrics]
     return sum(values) / len(values) if values else None

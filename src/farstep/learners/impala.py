@@ -29,7 +29,7 @@ class ImpalaConfig:
     """IMPALA: every row is learned from once, whoever acted it."""
 
     num_steps: int | None = None
-    """steps of each environment per chunk; None: as many as make 512 rows of all environments, at least 8"""
+    """steps of each environment per chunk; None: 512 divided by the number of environments, at least 8"""
     num_chunks: int = 2
     """chunks per update, the first to arrive"""
     max_staleness: int = 1

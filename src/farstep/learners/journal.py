@@ -59,7 +59,7 @@ class Journal:
 
     @classmethod
     def of(cls, state: object) -> Journal:
-        """One that goes on with what `state` returned; `Refused` if it is malformed."""
+        """A journal restored from what `state` returned; raises `Refused` if it is malformed."""
         saved = converted("journal", state, _Saved)
         if sum(saved.lengths) and not saved.actions:
             raise Refused(f"journal.actions is empty, {sum(saved.lengths)} rows expected")

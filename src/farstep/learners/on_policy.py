@@ -70,7 +70,7 @@ class OnPolicy:
         return {"optimizer": self._optimizer.state(), "statistics": self._statistics.state()}
 
     def load(self, state: Mapping[str, object]) -> None:
-        """Go on with what was saved; `Refused` before anything is changed if it does not fit."""
+        """Restore a saved state; raises `Refused` before anything is changed if it does not fit."""
         saved = converted("learner", state, _Saved)
         optimizer, statistics = self._optimizer.check(saved.optimizer), self._statistics.check(saved.statistics)
         self._optimizer.load(optimizer)

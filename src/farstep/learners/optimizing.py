@@ -18,7 +18,7 @@ from farstep.learners.rollout import Minibatch, Rollout, minibatches
 from farstep.learners.saving import check_tensor
 
 _MOST_STEPS = 2**24
-"""Adam counts its steps in float32, which counts no further."""
+"""Adam counts its steps in float32, which cannot count further."""
 _KL = "actor/proximal_k3"
 Loss = Callable[[Minibatch], tuple[Tensor, Mapping[str, Tensor]]]
 """The loss of some rows, a mean over the valid ones, and what else is worth knowing, as tensors."""
@@ -104,11 +104,12 @@ class Optimizer:
         return {"actor/grad_norm": norm, "actor/skipped_steps": ~finite}
 
     def state(self) -> dict[str, object]:
-        """Without hyper-parameters: those come from the options of the run."""
+        """The state without hyper-parameters, which come from the options of the run."""
         return {"adam": self.adam.state_dict()["state"].get(0, {}), "generator": self.generator.get_state()}
 
     def check(self, state: object) -> SavedOptimizer:
-        """What was saved, if it fits this optimizer; else `Refused`: Adam's fused step would read past the end."""
+        """Check that a saved state fits this optimizer, else raise `Refused`: Adam's fused step would read past the end
+        of shorter arrays."""
         saved = converted("optimizer", state, SavedOptimizer)
         if saved.adam:  # empty until the first step
             check_keys("optimizer.adam", saved.adam, ("step", "exp_avg", "exp_avg_sq"))

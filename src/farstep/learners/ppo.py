@@ -23,14 +23,14 @@ from farstep.learners.timing import Timer
 
 @dataclass(frozen=True, kw_only=True)
 class PPOConfig:
-    """Synchronous PPO; names are CleanRL's, defaults are measured with 16 to 128 environments."""
+    """Synchronous PPO; names are CleanRL's, defaults were tuned with 16 to 128 environments."""
 
     learning_rate: float = 5e-4
     """of Adam"""
     anneal_lr: bool = False
     """let the learning rate fall to zero over total_steps"""
     num_steps: int | None = None
-    """steps of each environment per rollout; None: as many as make 4,096 rows of all environments, at least 16, at most
+    """steps of each environment per rollout; None: 4,096 divided by the number of environments, at least 16, at most
     128 for a recurrent agent"""
     gamma: float = 0.99
     """discount"""
@@ -48,9 +48,9 @@ class PPOConfig:
     decoupled: bool = True
     """where older weights acted (AAPS), clip around the learner's policy at the start of the update and weight rows by
     its ratio to the policy that acted; rows of the current version are not affected. False: clip around the policy that
-    acted, which stalls once it is the clip range away"""
+    acted; the learner stalls once it is the clip range away from it"""
     behave_weight_threshold: float | None = 2.0
-    """largest of these weights; None: no bound"""
+    """largest weight of a row with --decoupled; None: no bound"""
     value_clip: float | None = None
     """how far a value may go from the recorded one before it no longer pays; None: as far as it likes"""
     ent_coef: float = 0.01

@@ -33,7 +33,7 @@ class RunConfig:
     launcher: LauncherName = "local"
     """where workers run: processes of this machine, inside this one (to debug), or on a cluster: --launcher NAME --help
     shows the options of its nodes, too"""
-    total_steps: int = 500_000
+    total_steps: int = 1_000_000
     """environment steps to train for"""
     target_return: float | None = None
     """stop as soon as the mean return of the last 100 episodes reaches this"""

@@ -1,4 +1,4 @@
-"""Nested state as a checkpoint has it: named arrays, and plain data for the rest; and checks of what comes back."""
+"""Nested state as a checkpoint stores it, named arrays and plain data for the rest; and checks when it is loaded."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _apart(value: Any, name: str, arrays: dict[str, Array]) -> Any:
 
 
 def put_together(loaded: Loaded) -> dict[str, Any]:
-    """The state that was taken apart, with lists for tuples; `Refused` if the parts do not fit together."""
+    """The state of a run from a checkpoint, with lists for tuples; raises `Refused` if its parts do not match."""
     try:
         state = _together(loaded.arrays, loaded.meta["state"])
     except (KeyError, TypeError, ValueError, RecursionError) as error:

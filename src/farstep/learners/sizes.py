@@ -1,7 +1,8 @@
-"""Sizes that learners choose by themselves: how long a rollout is, and how many rows an optimizer step takes.
+"""Default sizes of learners: the length of a rollout, and the rows per optimizer step.
 
-Measured on LunarLander-v3 and CartPole-v1 with 16 to 128 environments: what counts is the number of rows per update
-and per optimizer step, not the number of steps or of minibatches, so both follow the number of environments.
+In measurements on LunarLander-v3 and CartPole-v1 with 16 to 128 environments, learning depended on the rows per update
+and per optimizer step, not on the number of steps or minibatches. So these rows are fixed, and the number of steps and
+minibatches follows from the number of environments.
 """
 
 from __future__ import annotations
@@ -17,10 +18,13 @@ def rollout_steps(given: int | None, num_envs: int, recurrent: bool) -> int:
     """Steps of each environment per rollout.
 
     Args:
-        given: The user's choice; None: as many as make about 4,096 rows of all environments, at least 16, and at most
-            128 for a recurrent agent, which is differentiated through all of them.
+        given: The user's choice; None: 4,096 divided by `num_envs`, at least 16, and at most 128 for a recurrent agent,
+            whose gradient is backpropagated through all of them.
         num_envs: Environments of the run.
         recurrent: Whether the agent learns from whole sequences.
+
+    Returns:
+        The number of steps.
     """
     if given is not None:
         return given
@@ -29,13 +33,29 @@ def rollout_steps(given: int | None, num_envs: int, recurrent: bool) -> int:
 
 
 def chunk_steps(given: int | None, num_envs: int) -> int:
-    """Steps of each environment per chunk of a learner that learns from every row once: as given, else as many as make
-    about 512 rows of all environments, at least 8."""
+    """Steps of each environment per chunk, for a learner that learns from every row once.
+
+    Args:
+        given: The user's choice; None: 512 divided by `num_envs`, at least 8.
+        num_envs: Environments of the run.
+
+    Returns:
+        The number of steps.
+    """
     return given if given is not None else max(_SHORTEST_CHUNK, _CHUNK_ROWS // num_envs)
 
 
 def minibatch_rows(given: int | None, rows: int, recurrent: bool) -> int:
-    """Rows per optimizer step: as given, else 128, or an eighth of the rollout's `rows` for a recurrent agent."""
+    """Rows per optimizer step.
+
+    Args:
+        given: The user's choice; None: 128, or an eighth of the rollout for a recurrent agent.
+        rows: Rows of the rollout.
+        recurrent: Whether the agent learns from whole sequences.
+
+    Returns:
+        The number of rows.
+    """
     if given is not None:
         return given
     return -(-rows // _SEQUENCE_MINIBATCHES) if recurrent else _MINIBATCH_ROWS

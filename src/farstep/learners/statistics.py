@@ -51,7 +51,7 @@ class Statistics:
 
     @staticmethod
     def check(state: object) -> SavedStatistics:
-        """What was saved, if it is of any number of slots; else `Refused`."""
+        """Check a saved state, of any number of slots; raises `Refused` if it is malformed."""
         saved = converted("statistics", state, SavedStatistics)
         check_array("statistics.returns", saved.returns, (saved.returns.size,), np.float32)
         check_finite("statistics.returns", saved.returns)

@@ -53,7 +53,7 @@ class Learner(Protocol):
     def state(self) -> dict[str, object]: ...
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on with what `state` returned; raise, before anything is changed, if it does not fit."""
+        """Restore what `state` returned; raise before anything is changed if it does not fit."""
         ...
 
 
@@ -80,7 +80,7 @@ class Progress:
 
     @classmethod
     def of(cls, state: object) -> Progress:
-        """What `state` returned; `Refused` if it is malformed."""
+        """Restore what `state` returned; raises `Refused` if it is malformed."""
         saved = converted("progress", state, _SavedProgress)
         if len(saved.returns) != len(saved.lengths):
             raise Refused(f"progress has {len(saved.returns)} returns and {len(saved.lengths)} lengths of episodes")
@@ -99,7 +99,7 @@ class _SavedProgress(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _Saved(msgspec.Struct, forbid_unknown_fields=True):
-    """The state of a run in a checkpoint; what the mappings hold is checked by those who use it."""
+    """The state of a run in a checkpoint; the objects that are restored check the contents of the mappings."""
 
     agent: dict[str, Any]
     learner: dict[str, Any]
@@ -314,10 +314,10 @@ class Training:
             return checkpoint.save(self._checkpoints, arrays, {"state": plain})
 
     def resume(self) -> None:
-        """Go on from the newest checkpoint that fits this learner and these environments.
+        """Continue from the newest checkpoint that fits this learner and these environments.
 
         Raises:
-            CheckpointError: If none does; learner, agent and environments are as they were.
+            CheckpointError: No checkpoint fits; learner, agent and environments are unchanged.
         """
         assert self._checkpoints is not None
         saved = checkpoint.load_with(self._checkpoints, self._restore)
@@ -328,7 +328,7 @@ class Training:
         torch.set_rng_state(saved.torch)
 
     def _restore(self, loaded: checkpoint.Loaded) -> _Saved:
-        """Everything but the environments as it was saved; `Refused` before anything is changed if something does not
+        """Restore everything except the environments; raises `Refused` before anything is changed if a part does not
         fit."""
         agent = self._learner.agent
         saved = converted("the state", put_together(loaded), _Saved)
@@ -349,7 +349,7 @@ class Training:
         return saved
 
     def _check_env(self, saved: _Saved) -> Journal | None:
-        """The actions of episodes in progress, if environments can be led back."""
+        """The actions of episodes in progress, if environments can replay them."""
         if (saved.env is None) != (saved.journal is None):
             raise Refused("the state has only one of env and journal")
         if self._journal is None or saved.env is None:

@@ -55,13 +55,13 @@ def _is_metric(value: object) -> bool:
 
 
 def read_lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
-    """The lines of a run's metrics, each as it is and as what it says; a warning names those that are left out."""
+    """The lines of a run's metrics, as bytes and decoded; a warning names the lines that are left out."""
     with path.open("rb") as stream:
         lines = [(line, read_row(line)) for line in stream]
     odd = [number for number, (_, row) in enumerate(lines, 1) if row is None]
     if odd:
         shown = ", ".join(map(str, odd[:_SHOWN])) + (f" and {len(odd) - _SHOWN} more" if len(odd) > _SHOWN else "")
-        log.warning("%s: line %s left out: cut off, or no metrics of farstep's", path, shown)
+        log.warning("%s: left out line %s: truncated, or not written by farstep", path, shown)
     return [(line, row) for line, row in lines if row is not None]
 
 
@@ -72,7 +72,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 @contextlib.contextmanager
 def as_run_error(path: Path) -> Iterator[None]:
-    """Raise `RunError` instead of what says that a file cannot be written."""
+    """Turn the error of a write that failed into `RunError`."""
     try:
         yield
     except RunError:

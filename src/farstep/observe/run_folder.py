@@ -59,7 +59,7 @@ class RunFolder:
         """A new folder under `root` with the run's options in it; a name that is taken gets -2, -3 and so on."""
         if not name or name.startswith(".") or "/" in name or "\0" in name:
             raise ConfigError(f"a run cannot be named {name!r}; expected a plain name without slashes, e.g. 'first'.")
-        content = _as_json(config)  # refused before anything is written
+        content = _as_json(config)  # raises before anything is written
         try:
             Path(root).mkdir(parents=True, exist_ok=True)
             run = cls(_make_new(Path(root), name))
@@ -109,7 +109,7 @@ class RunFolder:
         return self.path / "tensorboard"
 
     def read_config(self) -> dict[str, Any]:
-        """The options the run was started with, as plain data; whoever wrote them."""
+        """The options the run was started with, as plain data; their tag is not checked."""
         return self.read_signed_config()[0]
 
     def read_signed_config(self) -> tuple[dict[str, Any], str]:

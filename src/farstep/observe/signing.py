@@ -28,7 +28,7 @@ class NoKey(Exception):
 def key_file() -> Path:
     """Where the key is: `$XDG_STATE_HOME/farstep/run.key`, by default in ~/.local/state."""
     base = Path(os.environ.get("XDG_STATE_HOME", ""))
-    if not base.is_absolute():  # as the specification has it
+    if not base.is_absolute():  # the XDG specification ignores relative paths
         try:
             base = Path.home() / ".local" / "state"
         except RuntimeError as error:
@@ -37,7 +37,7 @@ def key_file() -> Path:
 
 
 def tag(config: Mapping[str, object]) -> str:
-    """The tag of options as plain data; makes a key at first use, and raises `NoKey` if there can be none."""
+    """The tag of options as plain data; creates the key at first use, and raises `NoKey` if it cannot be stored."""
     return _tag(_read_key() or _make_key(), config)
 
 
@@ -74,14 +74,14 @@ def _read_key() -> bytes | None:
         raise NoKey(f"{path} belongs to another user")
     if status.st_mode & 0o077:
         mode = stat.S_IMODE(status.st_mode)
-        raise NoKey(f"others can read {path} (mode {mode:04o}, 0600 expected; remove it if they may have)")
+        raise NoKey(f"others can read {path} (mode {mode:04o}, 0600 expected; chmod 600, or remove it if it was read)")
     if len(key) != _BYTES:
         raise NoKey(f"{path} is damaged ({len(key)} bytes, {_BYTES} expected; remove it)")
     return key
 
 
 def _make_key() -> bytes:
-    """A new key, or that of another process which was first."""
+    """Create a key, or read the key of another process that was first."""
     path = key_file()
     partial = path.with_name(f".run.key.{os.getpid()}.{secrets.token_hex(4)}")
     try:
@@ -91,14 +91,14 @@ def _make_key() -> bytes:
                 stream.write(secrets.token_bytes(_BYTES))
                 stream.flush()
                 os.fsync(stream.fileno())
-            os.link(partial, path)  # whole, and only if no other process was first
+            os.link(partial, path)  # atomic, and fails if another process was first
         except FileExistsError:
             pass
         finally:
             partial.unlink(missing_ok=True)
     except OSError as error:
-        raise NoKey(f"{path} cannot be made ({error.strerror})") from None
+        raise NoKey(f"{path} cannot be created ({error.strerror})") from None
     key = _read_key()
     if key is None:
-        raise NoKey(f"{path} was removed meanwhile")
+        raise NoKey(f"{path} was removed by another process")
     return key

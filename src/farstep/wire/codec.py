@@ -56,7 +56,7 @@ def _data(value: object, opaque: bool, depth: int) -> object:
         return encoded if state is None else _ext(_SEEDED_SPACE, [encoded, *(_data(x, opaque, depth) for x in state)])
     if isinstance(value, Mapping):
         entries = {_key(key): _data(sub, opaque, depth + 1) for key, sub in value.items()}
-        if any(isinstance(key, (tuple, complex, bytes)) for key in entries):  # which MessagePack's maps do not have
+        if any(isinstance(key, (tuple, complex, bytes)) for key in entries):  # not possible as keys in MessagePack
             return _ext(_PAIRS, [[_data(key, opaque, depth + 1), sub] for key, sub in entries.items()])
         return entries
     if kind is list:
@@ -189,7 +189,7 @@ def _space_data(space: spaces.Space[Any], opaque: bool, depth: int) -> list[obje
 
 
 def _generator_state(space: spaces.Space[Any]) -> list[int] | None:
-    """What a space samples with, as integers; None if it was not seeded, or not with Gymnasium's kind of generator."""
+    """The state of a space's generator, as integers; None if it was not seeded, or is not Gymnasium's PCG64."""
     generator = space._np_random  # not `np_random`, which would seed it
     if generator is None or not isinstance(generator.bit_generator, np.random.PCG64):
         return None

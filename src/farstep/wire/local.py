@@ -79,7 +79,7 @@ class LocalLink:
             except OSError as error:
                 if error.errno not in (errno.ETOOMANYREFS, errno.ENOBUFS, errno.ENOMEM):
                     raise
-                return False  # too much is on its way already: later
+                return False  # the socket is full: retry later
             self._outbox.popleft()
             for fd in fds:
                 os.close(fd)
@@ -101,7 +101,7 @@ class LocalLink:
             if not packet:
                 raise EOFError("the other side is gone")
             if flags & socket.MSG_CTRUNC and len(fds) < _MAX_FDS:
-                raise WireError("a descriptor that this process had no room for: raise the limit (ulimit -n).")
+                raise WireError("a descriptor beyond this process's limit of open files: raise it (ulimit -n).")
             if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
                 raise WireError("a packet larger than a link carries.")
             return _parse(packet, fds)

@@ -41,7 +41,7 @@ class SharedMemory:
             fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             try:
                 os.ftruncate(fd, max(nbytes, 1))
-                # Nobody can shrink it, so nobody can make another process die of SIGBUS.
+                # Sealed against shrinking, which would kill a process that reads it with SIGBUS.
                 fcntl.fcntl(fd, _F_ADD_SEALS, _F_SEAL_SHRINK)
                 return cls(fd, max(nbytes, 1))
             except BaseException:
@@ -67,7 +67,7 @@ class SharedMemory:
 
 
 def write_immutable(frames: Sequence[Buffer]) -> int:
-    """A memfd that holds these frames and that no process can change any more; the caller closes it."""
+    """A sealed memfd that holds these frames and that no process can change; the caller closes it."""
     fd = os.memfd_create("farstep-message", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         for frame in frames:
@@ -112,13 +112,13 @@ _MAP_FAILED = ctypes.c_void_p(-1).value
 def mapped(
     fd: int, nbytes: int, *, flags: int = mmap.MAP_SHARED, prot: int = mmap.PROT_READ | mmap.PROT_WRITE
 ) -> memoryview:
-    """The first `nbytes` of a file, mapped until the last view of them is gone.
+    """Map the first `nbytes` of a file until the last view of them is released.
 
     `mmap.mmap` would hold a duplicate of the descriptor for as long, so every batch that a learner keeps, and every
     closed cluster that still has a name, would cost a descriptor.
     """
     size = os.fstat(fd).st_size
-    if not 0 < nbytes <= size:  # touching what is not there is a SIGBUS
+    if not 0 < nbytes <= size:  # reading past the end of the file raises SIGBUS
         raise ValueError(f"{nbytes} bytes of a file of {size} cannot be mapped")
     address = _libc.mmap(None, nbytes, prot, flags, fd, 0)
     if address == _MAP_FAILED:

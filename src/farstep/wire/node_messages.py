@@ -45,7 +45,7 @@ class NodeHello(msgspec.Struct, tag="node-hello"):
     setup_failed: Line = ""
     """What of the `setup` failed on the node, if something did."""
     replaces: Name | None = None
-    """The daemon that was killed there, and that this one was started in place of."""
+    """The killed daemon of the same node that this one replaces."""
 
 
 class NodeBeat(msgspec.Struct, tag="node-beat"):
@@ -137,7 +137,7 @@ _versions = msgspec.msgpack.Decoder(_Versions)
 
 
 def versions_in(frames: Sequence[Buffer]) -> dict[str, str]:
-    """The versions that a message names, also one that cannot be decoded: a hello of another version of farstep."""
+    """The versions in a message, even if the rest cannot be decoded: a hello from another version of farstep."""
     try:
         return decoded(_versions, frames).versions
     except WireError:

@@ -272,7 +272,7 @@ def _bound(router: zmq.Socket[bytes], addresses: Sequence[str]) -> list[str]:
 
 
 def check_descriptors(count: int) -> None:
-    """Raise `OSError` unless this process may open so many files: ZeroMQ aborts the process where its own fail."""
+    """Raise `OSError` unless this process may open `count` more files: ZeroMQ aborts the process if it cannot."""
     with contextlib.ExitStack() as opened:
         for _ in range(count):
             opened.callback(os.close, os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))

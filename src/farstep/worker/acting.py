@@ -129,7 +129,7 @@ class Actor:
             raise
         if self.policy.recurrent:
             if "state" not in out:
-                raise AgentError(f"act returned {list(out)} without 'state' now; return the new state every time.")
+                raise AgentError(f"act returned {list(out)} without 'state'; return the new state in every call.")
             self._state = out.pop("state")
         if not self._flat or out.keys() != self.structure.keys():
             out = self._flattened(out)
@@ -144,30 +144,33 @@ class Actor:
                 slot, value = self._first_of(np.argwhere(np.isnan(row))[0], row)
                 raise AgentError(
                     f"act returned {name} {value} for environment slot {slot}, which no environment can step with. "
-                    "Look for weights or observations that are NaN or infinite."
+                    "Check the weights and observations for NaN and infinity."
                 )
 
     def _flattened(self, out: dict[str, Any]) -> dict[str, Any]:
-        """The arrays of an output by name, if it is nested as when `act` was tried."""
+        """The arrays of an output by name; raises `AgentError` if it is not nested as in the first call of `act`."""
         if clause := _unlike(self.structure, out, "the output"):
-            raise AgentError(f"{clause}, unlike when act was tried: return the same keys every time.")
+            raise AgentError(f"{clause}, unlike in the first call of act: return the same keys every time.")
         return dict(leaves(self.structure, out))
 
     def _converted(self, name: str, leaf: Any, row: Array) -> Array:
-        """An output of another kind than when `act` was tried, if that changes none of its values."""
+        """An output in the dtype of the first call of `act`; raises `AgentError` if that changes its values."""
         array = np.asarray(leaf)
         if array.shape != row.shape:  # NumPy would spread a single value over all environments
             raise AgentError(
-                f"act returned {name} as {list(array.shape)} now, and {list(row.shape)} when it was tried: "
+                f"act returned {name} with shape {list(array.shape)}, but {list(row.shape)} in its first call: "
                 "return one value for each environment every time."
             )
         if array.dtype.kind not in "biufc":
-            raise AgentError(f"act returned {name} as {array.dtype} now, and {row.dtype} when it was tried.")
+            raise AgentError(
+                f"act returned {name} as {array.dtype}, but {row.dtype} in its first call: return the same dtype every "
+                "time."
+            )
         if (place := first_misfit(array, row.dtype)) is not None:
             slot, value = self._first_of(place, array)
             raise AgentError(
-                f"act returned {name} {value} ({array.dtype}) for environment slot {slot}; {name} was {row.dtype} when "
-                "act was tried, which cannot be this number. Return the same dtype every time."
+                f"act returned {name} {value} ({array.dtype}) for environment slot {slot}; {name} was {row.dtype} in "
+                "its first call, which cannot hold this number. Return the same dtype every time."
             )
         return array
 
@@ -197,7 +200,7 @@ class Actor:
             slots = ", ".join(str(self._slots.first + i) for i in found)
             raise SpaceError(
                 f"the observations that act was given have NaN, of environment slot{'s' * (len(found) > 1)} {slots}; "
-                f"it raised {described(error)}. Mend the environment, or replace NaN in a wrapper."
+                f"it raised {described(error)}. Fix the environment, or replace NaN in a wrapper."
             ) from error
 
     def _generators(self, t: int) -> list[np.random.Generator] | None:
@@ -254,10 +257,10 @@ def _unpacked(payload: bytes) -> Any:
 
 
 def _unlike(structure: Any, value: Any, name: str) -> str | None:
-    """A clause that says where a value is nested in another way than a structure; None if it is not."""
+    """A clause that names where the nesting of a value differs from a structure; None if it does not."""
     if isinstance(structure, dict):
         if not isinstance(value, Mapping):
-            return f"{name} is now a {type(value).__name__} and no mapping of {', '.join(structure)}"
+            return f"{name} is now a {type(value).__name__}, not a mapping with {', '.join(structure)}"
         if missing := structure.keys() - value.keys():
             return f"{name} has no {', '.join(sorted(missing))} now"
         if further := value.keys() - structure.keys():
@@ -265,7 +268,7 @@ def _unlike(structure: Any, value: Any, name: str) -> str | None:
         parts: Iterable[tuple[Any, Any, Any]] = ((key, sub, value[key]) for key, sub in structure.items())
     elif isinstance(structure, tuple):
         if not isinstance(value, tuple | list) or len(value) != len(structure):
-            return f"{name} is now no sequence of {len(structure)}"
+            return f"{name} is now not a sequence of {len(structure)}"
         parts = ((i, sub, value[i]) for i, sub in enumerate(structure))
     else:
         return None

@@ -158,7 +158,7 @@ class HostedEnvs(Host):
             except failures as error:
                 self._replace(i)
                 self.slots.skip(i)
-                why = f"it raised {described(error)}; it is built anew and begins its next episode"
+                why = f"it raised {described(error)}; it is rebuilt and starts its next episode"
             if why:
                 strayed[self.slots.first + i] = why
         return strayed

@@ -353,7 +353,7 @@ class Worker:
         actor, weights, probing, rule = self._actor, self._weights, self._probing, self._program.sync
         if actor is None or weights is None or not ticket.steps:
             return
-        # What an agent cannot say counts as too far.
+        # A divergence that cannot be measured counts as too large.
         divergences = probing.divergences if probing is not None else (math.inf,) * (probes_of(rule) > 0)
         state = SyncState(actor.version, weights.newest(), time.monotonic() - self._pulled_at, divergences)
         self._words[PHASE] = Phase.LOAD  # a rule that raises once would raise again: the run is over
@@ -362,7 +362,7 @@ class Worker:
             wanted = state.newest > state.held and bool(rule.should_pull(state))
         except Exception as error:
             raise ConfigError(
-                f"the sync rule {name_of(rule)} raised {described(error)}, for {state}. Nobody knows now "
+                f"the sync rule {name_of(rule)} raised {described(error)}, for {state}, so it is unknown "
                 "when workers pull weights: let should_pull(state) answer for every state (farstep.core.SyncState)."
             ) from error
         self._passed = self._kept_for(state)

@@ -35,7 +35,7 @@ def refuse_nested_launch() -> None:
     """Raise if a worker, or a process that a worker started, is about to launch.
 
     Raises:
-        LaunchError: names the module whose import launches, if it is one, and says what to change.
+        LaunchError: A worker is launching; the message names the module whose import does so, if any, and the remedy.
     """
     if not _in_worker.get() and _VARIABLE not in os.environ:
         return

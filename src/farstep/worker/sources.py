@@ -97,10 +97,10 @@ def _make(name: Any, kwargs: Mapping[str, Any]) -> gymnasium.Env[Any, Any]:
 
 
 def _check_version(name: str) -> None:
-    """Name the version that there is, where Gymnasium would warn and then raise."""
+    """Raise `ConfigError` with the newest registered version of an id, where Gymnasium would warn and then raise."""
     if name in gymnasium.registry or ":" in name:
         return
-    with contextlib.suppress(gymnasium.error.Error):  # what is no id at all is Gymnasium's to say
+    with contextlib.suppress(gymnasium.error.Error):  # Gymnasium reports a malformed id itself
         namespace, stem, version = parse_env_id(name)
         newest = find_highest_version(namespace, stem)
         if version is not None and newest is not None:
@@ -109,7 +109,7 @@ def _check_version(name: str) -> None:
 
 
 def explain_missing(name: object, error: gymnasium.error.DependencyNotInstalled | ModuleNotFoundError) -> str:
-    """One sentence for a package that an environment needs: how farstep's extra installs it, or what was said."""
+    """One sentence about a missing package: the pip command of farstep's extra, or the original error."""
     missing = error if isinstance(error, ModuleNotFoundError) else error.__cause__
     module = (getattr(missing, "name", None) or "").partition(".")[0]
     if command := install_extra(module):
@@ -150,7 +150,7 @@ def _advice(source: str | EnvSpec | Callable[..., Any], kwargs: Mapping[str, Any
 
 
 def _refuse_agents(name: object, env: object) -> None:
-    """Say of an environment of PettingZoo what it is."""
+    """Raise an error that explains how to use a PettingZoo environment, if this is one."""
     agents = getattr(env, "possible_agents", None)
     if agents is not None or any(kind.__module__.partition(".")[0] == "pettingzoo" for kind in type(env).__mro__):
         raise ConfigError(
