@@ -302,3 +302,26 @@ def test_episodes_go_on_with_integers_for_a_box_of_floats() -> None:
     with make() as env:
         env.resume(agent, saved, journal.actions())
         np.testing.assert_array_equal(env.collect(agent, STEPS)["obs"], expected)
+
+
+class BestSoFar(WholeTorques):
+    """Its state begins with minus infinity, as that of whatever keeps a maximum."""
+
+    def initial_state(self, count: int) -> Any:
+        return np.full((count, 1), -np.inf, np.float32)
+
+    def act(self, obs: Any, state: Any, episode_start: Any) -> dict[str, Any]:  # type: ignore[override]
+        best = np.where(obs[:, :1] > 0.9, np.maximum(state, obs[:, :1]), state)
+        return {"action": np.ones((len(obs), 1), np.float32), "state": best}
+
+
+def test_a_recurrent_state_that_begins_with_infinity_is_resumed() -> None:
+    make = partial(farstep.ClusterEnv, {"env_name": "Pendulum-v1", "envs_per_node": 4}, farstep.InProcessConfig())
+    agent, journal = BestSoFar(), Journal()
+    with make() as env:
+        journal.add(env.collect(agent, STEPS))
+        saved, expected = env.save(), env.collect(agent, STEPS).initial_state
+        assert np.isinf(expected).any()
+    with make() as env:
+        env.resume(agent, saved, journal.actions())
+        np.testing.assert_array_equal(env.collect(agent, STEPS).initial_state, expected)

@@ -130,7 +130,8 @@ def _check_acting(where: str, acting: _Acting, agent: Any, count: int) -> None:
         # NumPy agents may start with float64 zeros and go on in float32; torch modules have one dtype.
         loose = isinstance(leaf, np.ndarray) and array.dtype.kind == leaf.dtype.kind
         check_array(f"{where}.state[{i}]", array, as_array(leaf).shape, array.dtype if loose else as_array(leaf).dtype)
-        check_finite(f"{where}.state[{i}]", array)
+        if np.isfinite(as_array(leaf)).all():  # else infinity means something to this agent, e.g. "none so far"
+            check_finite(f"{where}.state[{i}]", array)
     if len(acting.generators) not in (0, count):
         raise Refused(f"{where} has {len(acting.generators)} generators, 0 or {count} expected")
     for i, state in enumerate(acting.generators):
@@ -157,12 +158,12 @@ def _check_actions(where: str, actions: Mapping[str, Array], parts: Mapping[str,
     for name, space in parts.items():
         array = actions[name]
         check_array(f"{where}, {name},", array, (steps, *(space.shape or ())), array.dtype)
-        if array.dtype.kind not in "fiub":  # act may return integers for a Box of floats, and whole floats for Discrete
+        low, high = _bounds(space)
+        # act may return integers for a Box of floats.
+        if array.dtype.kind not in ("fiub" if isinstance(space, spaces.Box) and low is None else "iub"):
             raise Refused(f"{where}, {name}, are {array.dtype}; the space is {space}")
         check_finite(f"{where}, {name},", array)
-        low, high = _bounds(space)
-        is_whole = array.dtype.kind != "f" or (array % 1 == 0).all()
-        if low is not None and not (is_whole and ((array >= low) & (array <= high)).all()):
+        if low is not None and not ((array >= low) & (array <= high)).all():
             raise Refused(f"{where}, {name}, are not all in the space {space}")
 
 
