@@ -128,7 +128,7 @@ def test_a_trigger_that_waits_for_absent_workers_is_named(
         flow = farstep.Workflow(env, TableAgent(), full(64))
         flow.on(DataKeyTrigger(n=2, size=8), lambda message: None)
         within(lambda: flow.run(until=lambda: "DataKeyTrigger" in caplog.text))
-    assert "waits for 2 workers, and 1 of at most 2 are present" in caplog.text and 'n="all"' in caplog.text
+    assert "waits for 2 workers, but 1 of at most 2 are present" in caplog.text and 'n="all"' in caplog.text
 
 
 @pytest.mark.parametrize(("thread", "max_staleness"), [(True, 2)])
