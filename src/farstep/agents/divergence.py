@@ -154,17 +154,17 @@ class Comparison:
             return {"log_prob": found}
         if self._own is not None:
             return {name: as_floats(leaf, name) for name, leaf in leaves_of(said, "distribution")}
-        parts = flat_distribution(said)
-        if all(name.rpartition(".")[2] == "logits" and array.shape[-1] == 1 for name, array in parts.items()):
-            raise AgentError(
-                f"{self._method}() returned logits of one choice, which is always certain, so no two versions differ. "
-                'Return one number for each of k actions, [n, k], or {"bernoulli": logits} for yes or no.'
-            )
-        return parts
+        return flat_distribution(said)
 
     def check(self, rows: Mapping[str, Array]) -> Schema:
         """Try it, with both sides the same; what it says of an observation from now on."""
         said = self.describe(rows)
+        single = (name.rpartition(".")[2] == "logits" and array.shape[-1] == 1 for name, array in said.items())
+        if self._own is None and all(single):
+            raise AgentError(
+                f"{self._method}() returned logits of one choice, which is always certain, so no two versions differ. "
+                'Return one number for each of k actions, [n, k], or {"bernoulli": logits} for yes or no.'
+            )
         self.compare(said, said)
         self.note = ""
         self.expected = {name: ArraySpec.of(array) for name, array in said.items()}
