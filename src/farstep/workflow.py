@@ -152,7 +152,7 @@ class Workflow:
             raise ConfigError(f"{consumer!r} hands messages elsewhere by itself; leave out thread=True.")
         passer: Passer = consumer if is_passer else Direct(consumer)  # type: ignore[assignment]
         started: ConsumerThread | None = None
-        publisher = Publisher(self.publish, self.wake) if consumer == self.publish and not thread else None
+        publisher = Publisher(self.publish, self.agent, self.wake) if consumer == self.publish and not thread else None
         if publisher is not None:
             passer = publisher
         if thread:

@@ -177,14 +177,15 @@ def test_chunks_keep_arriving_while_a_trigger_waits_to_publish() -> None:
 
         def update(message: Any) -> None:
             if not arrived:
+                flow.put("entered", np.zeros(1))
                 assert asked.wait(30)  # the trigger has fired meanwhile
                 before = flow.ledger.env_steps
                 eventually(lambda: flow.ledger.env_steps > before)
                 arrived.append(env.version == 0)
 
         flow.on(DataKeyTrigger(n=1, size=2), update, thread=True)
-        flow.on(TimeTrigger(8, unit="env_steps"), flow.publish)
-        flow.on(TimeTrigger(16, unit="env_steps"), lambda message: asked.set())
+        flow.on(ObjectKeyTrigger("entered"), flow.publish)
+        flow.on(ObjectKeyTrigger("entered"), lambda message: asked.set())
         within(lambda: flow.run(until=lambda: bool(arrived) and env.version > 0))
     assert arrived == [True]
 
@@ -364,12 +365,13 @@ def test_requested_version_is_published_before_the_run_returns() -> None:
         flow, _ = torn_flow(env)
 
         def update(message: Any) -> None:
+            flow.put("entered", np.zeros(1))
             eventually(lambda: flow.stopped)
             flow.agent.update()  # type: ignore[attr-defined]
 
         flow.on(DataKeyTrigger(n=1, size=2), update, thread=True)
-        flow.on(TimeTrigger(8, unit="env_steps"), flow.publish)
-        flow.on(TimeTrigger(16, unit="env_steps"), lambda message: flow.stop())
+        flow.on(ObjectKeyTrigger("entered"), flow.publish)
+        flow.on(ObjectKeyTrigger("entered"), lambda message: flow.stop())
         within(flow.run)
         assert env.version == 1
         batch = env.collect(flow.agent, steps=1)

@@ -122,7 +122,7 @@ def test_file_in_place_of_a_memfd_is_refused(local: tuple[LocalLink, socket.sock
     (tmp_path / "file").write_bytes(b"abc")
     with (tmp_path / "file").open("rb") as file:
         socket.send_fds(raw, [b"M" + frame_lengths([3])], [file.fileno()])
-    with pytest.raises(WireError, match="not in a memfd"):
+    with pytest.raises(WireError, match=r"not in a memfd|can still change"):
         link.receive(10.0)
 
 

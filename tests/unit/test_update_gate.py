@@ -10,6 +10,10 @@ import pytest
 from farstep.agents import update_gate
 from farstep.agents.update_gate import UpdateGate
 from farstep.buffer.consumers import Publisher
+from farstep.errors import PublishTimeout
+from farstep.testing import TableAgent
+
+AGENT = TableAgent()
 
 
 class Watched(threading.Condition):
@@ -38,14 +42,14 @@ def test_threads_that_wait_do_not_keep_each_other_awake(monkeypatch: pytest.Monk
     monkeypatch.setattr(update_gate, "_POLL_S", 0.01)
     gate, order = UpdateGate(), list[str]()
     changed = gate._changed = Watched()
-    gate.begin("first", "a consumer")
+    gate.begin("first", "a consumer", AGENT)
 
     def publish() -> None:
-        with gate.publishing():
+        with gate.publishing(AGENT):
             order.append("published")
 
     def update() -> None:
-        gate.begin("second", "another consumer")
+        gate.begin("second", "another consumer", AGENT)
         order.append("updated")
         gate.end("second")
 
@@ -67,15 +71,38 @@ def test_threads_that_wait_do_not_keep_each_other_awake(monkeypatch: pytest.Monk
 def test_messages_that_one_publication_answers_are_all_done() -> None:
     """With `max_outstanding=2`, the second message may find the turn that the first one waits for."""
     gate, published = UpdateGate(), list[int]()
-    publisher = Publisher(lambda: published.append(1), lambda: None)
+    publisher = Publisher(lambda: published.append(1), AGENT, lambda: None)
     publisher.start(gate)
 
     def message(name: str) -> Any:
         return {"message_id": name, "trigger_id": name}
 
-    gate.begin("update", "a consumer")
+    gate.begin("update", "a consumer", AGENT)
     assert not publisher(message("first")) and not publisher.finished()
     gate.end("update")
     assert publisher(message("second"))
     assert publisher.finished() == ["first"] and published == [1]
     assert publisher.finished() == []
+
+
+def test_updates_of_another_agent_hold_nothing_up() -> None:
+    """A consumer that outlives its workflow must not block the next one, which has an agent of its own."""
+    gate, begun, returns = UpdateGate(), threading.Event(), threading.Event()
+    gate.limit_s = 0.0
+
+    def consume() -> None:
+        gate.begin("late", "a consumer that has not returned", AGENT)
+        begun.set()
+        returns.wait(30)
+
+    consumer = threading.Thread(target=consume)
+    consumer.start()
+    try:
+        assert begun.wait(30)
+        with gate.publishing(TableAgent()):
+            pass
+        with pytest.raises(PublishTimeout, match="a consumer that has not returned"), gate.publishing(AGENT):
+            pass
+    finally:
+        returns.set()
+        consumer.join(30)

@@ -35,6 +35,8 @@ class Turn:
     """The thread that publishes."""
     since: float
     limit_s: float
+    agent: object
+    """What is published: updates of other agents do not hold it up."""
     in_place: bool = True
     """Whether the thread blocks until its turn, so that its own update does not hold it up."""
     on_grant: Callable[[], None] | None = None
@@ -52,6 +54,7 @@ class Turn:
 class _Update:
     thread: threading.Thread
     consumer: str
+    agent: object
 
 
 class UpdateGate:
@@ -72,7 +75,7 @@ class UpdateGate:
 
     # ---- updates ----
 
-    def begin(self, key: Hashable, consumer: str, patient: bool = True) -> None:
+    def begin(self, key: Hashable, consumer: str, agent: object, patient: bool = True) -> None:
         """Start an update in the calling thread. Waits while another thread publishes and, if `patient`, while one is
         waiting to publish."""
         me = threading.get_ident()
@@ -86,7 +89,7 @@ class UpdateGate:
             while not may_begin() and not self._closed:
                 self._changed.wait(_POLL_S)
                 self._advance()
-            self._updates[key] = _Update(threading.current_thread(), consumer)
+            self._updates[key] = _Update(threading.current_thread(), consumer, agent)
 
     def end(self, key: Hashable, raised: bool = False) -> None:
         """End an update. If it raised, publishers wait until the run has ended."""
@@ -97,11 +100,11 @@ class UpdateGate:
             self._advance()
 
     @contextlib.contextmanager
-    def updating(self, key: Hashable, consumer: str) -> Iterator[None]:
+    def updating(self, key: Hashable, consumer: str, agent: object) -> Iterator[None]:
         """One update in the loop's thread; begins even if publishers are waiting, but not while one publishes."""
         raised = True
         try:
-            self.begin(key, consumer, patient=False)
+            self.begin(key, consumer, agent, patient=False)
             yield
             raised = False
         finally:
@@ -154,14 +157,14 @@ class UpdateGate:
     # ---- publishing ----
 
     @contextlib.contextmanager
-    def publishing(self) -> Iterator[None]:
-        """Wait until no other thread is in an update, and keep updates from starting during the block.
+    def publishing(self, agent: object) -> Iterator[None]:
+        """Wait until no other thread is in an update of this agent, and keep updates from starting during the block.
 
         Raises:
             PublishTimeout: An update did not end within `limit_s` seconds.
             ClosedError: The cluster was closed, or an update raised and the run ends.
         """
-        turn = Turn(threading.get_ident(), time.monotonic(), self.limit_s)
+        turn = Turn(threading.get_ident(), time.monotonic(), self.limit_s, agent)
         try:
             self._wait(turn)
             yield
@@ -182,10 +185,10 @@ class UpdateGate:
     def _holds_turn(self, thread: int) -> bool:
         return self._active is not None and self._active.thread == thread
 
-    def request(self, on_grant: Callable[[], None]) -> Turn:
+    def request(self, on_grant: Callable[[], None], agent: object) -> Turn:
         """Queue a turn without blocking; `on_grant` is called, from any thread, when it is granted. The caller must
         call `check` at `turn.next_check`, and `release` at the end."""
-        turn = Turn(threading.get_ident(), time.monotonic(), self.limit_s, in_place=False, on_grant=on_grant)
+        turn = Turn(threading.get_ident(), time.monotonic(), self.limit_s, agent, in_place=False, on_grant=on_grant)
         with self._changed:
             self._turns.append(turn)
             self._advance()
@@ -214,20 +217,20 @@ class UpdateGate:
             self._closed = True
             self._changed.notify_all()
 
-    def _blockers(self) -> list[str]:
+    def _blockers(self, agent: object) -> list[str]:
         """The consumers that may be changing the agent now."""
         still = {turn.thread for turn in self._turns if turn.in_place}
         still |= {thread for thread, count in self._paused.items() if count}
         updating = [
             update.consumer
             for update in self._updates.values()
-            if update.thread.ident not in still and update.thread.is_alive()
+            if update.agent is agent and update.thread.ident not in still and update.thread.is_alive()
         ]
         return [*updating, *self._failed.values()]
 
     def _advance(self) -> None:
         """Grant the next turn if no update blocks it."""
-        if self._active is None and self._turns and not self._blockers():
+        if self._active is None and self._turns and not self._blockers(self._turns[0].agent):
             turn = self._active = self._turns.popleft()
             turn.granted = True
             if turn.on_grant is not None:
@@ -246,9 +249,9 @@ class UpdateGate:
         waited = time.monotonic() - turn.since
         if waited >= turn.limit_s:
             raise PublishTimeout(
-                f"nothing was published: {self._names()} within {turn.limit_s:g} s (end_s). Publish in that consumer, "
-                "between its updates, or let it return more often; if it does not change the agent, register it with "
-                "flow.on(..., updates=False); if it needs longer, raise Workflow(end_s=...)."
+                f"nothing was published: {self._names(turn)} within {turn.limit_s:g} s (end_s). Publish in that "
+                "consumer, between its updates, or let it return more often; if it does not change the agent, register "
+                "it with flow.on(..., updates=False); if it needs longer, raise Workflow(end_s=...)."
             )
         if waited >= WARN_S and not turn.warned:
             turn.warned = True
@@ -256,9 +259,9 @@ class UpdateGate:
                 "publishing has waited for %.0f s: %s. If that consumer does not change the agent, register it with "
                 "flow.on(..., updates=False).",
                 waited,
-                self._names(),
+                self._names(turn),
             )
 
-    def _names(self) -> str:
-        found = self._blockers() or ["another publisher"]
+    def _names(self, turn: Turn) -> str:
+        found = self._blockers(turn.agent) or ["another publisher"]
         return f"{' and '.join(dict.fromkeys(found))} {'has' if len(found) == 1 else 'have'} not finished"

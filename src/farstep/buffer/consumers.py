@@ -16,6 +16,7 @@ from farstep.buffer.ledger import Actor, Ledger
 from farstep.buffer.passers import Direct, LocalQueue
 from farstep.buffer.replay import Buffer
 from farstep.buffer.triggers import DataKeyTrigger
+from farstep.core import Agent
 from farstep.errors import ClosedError, FarstepError
 
 Consumer = Callable[[Message], object]
@@ -24,6 +25,7 @@ Consumer = Callable[[Message], object]
 class Flow(Protocol):
     """What a workflow does for its consumers."""
 
+    agent: Agent
     buffer: Buffer
     ledger: Ledger
     holdings: Holdings
@@ -105,10 +107,10 @@ class Guard:
     def _updating(self, message: Message) -> AbstractContextManager[None]:
         if not isinstance(self._passer, Direct):
             return contextlib.nullcontext()
-        return self._gate.updating(self._key(message), self._name(message))
+        return self._gate.updating(self._key(message), self._name(message), self._flow.agent)
 
     def begin(self, message: Message) -> None:
-        self._gate.begin(self._key(message), self._name(message))
+        self._gate.begin(self._key(message), self._name(message), self._flow.agent)
 
     def end(self, message: Message, raised: bool) -> None:
         self._gate.end(self._key(message), raised)
@@ -257,8 +259,8 @@ class Publisher:
     """The passer of a workflow's own `publish`: publishes as soon as no consumer is in the middle of an update. It runs
     in the loop's thread and does not block while it waits."""
 
-    def __init__(self, publish: Callable[[], object], wake: Callable[[], None]) -> None:
-        self._publish, self._wake = publish, wake
+    def __init__(self, publish: Callable[[], object], agent: Agent, wake: Callable[[], None]) -> None:
+        self._publish, self._agent, self._wake = publish, agent, wake
         self._gate = UpdateGate()
         self._turn: Turn | None = None
         self._waiting: list[str] = []
@@ -297,7 +299,7 @@ class Publisher:
         if self._drops:
             self.failed.update(self._waiting)
             return False
-        turn = self._turn = self._turn or self._gate.request(self._wake)
+        turn = self._turn = self._turn or self._gate.request(self._wake, self._agent)
         try:
             if turn.granted:
                 self._publish()

@@ -149,7 +149,7 @@ class Collector:
 
     def publish(self, agent: Agent) -> int:
         """A new version from the agent's parameters."""
-        with self.gate.publishing(), self._adopting:
+        with self.gate.publishing(agent), self._adopting:
             self.server.raise_failure()
             if self._agent is not None and self._agent is agent:
                 self._publish(agent)
@@ -197,7 +197,7 @@ class Collector:
         with self._adopting:
             if self._is_current(agent):
                 return  # nothing to publish, so no update to wait for
-        with self.gate.publishing(), self._adopting:
+        with self.gate.publishing(agent), self._adopting:
             if self._is_current(agent):
                 return
             if self._agent is not None and self._agent is agent:

@@ -143,10 +143,12 @@ class Actor:
             row = rows[name][t]
             if (squares := np.vdot(row, row)) != squares:  # NaN; in half the time of np.isnan(row).any()
                 slot, value = self._first_of(np.argwhere(np.isnan(row))[0], row)
-                raise AgentError(
+                refused = AgentError(
                     f"act returned {name} {value} for environment slot {slot}, which no environment can step with. "
                     "Check the weights and observations for NaN and infinity."
                 )
+                self._explain(refused, [rows[name][t] for name in leaf_names(self._obs)])
+                raise refused
 
     def _flattened(self, out: dict[str, Any]) -> dict[str, Any]:
         """The arrays of an output by name; raises `AgentError` if it is not nested as in the first call of `act`."""
