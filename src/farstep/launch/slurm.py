@@ -197,6 +197,8 @@ class Jobs(Group):
         """Jobs that SLURM has started at least once."""
         self._most: dict[str, int] = {}
         """Most nodes that each job requests; `_sizes` has the number that SLURM granted."""
+        self._granted: set[str] = set()
+        """Jobs whose number of nodes was read since they last began; later a smaller one means that a node failed."""
         self._ended: dict[str, int] = {}
         """Jobs that did not end by themselves, with their number of nodes; 0 once these were requested again."""
 
@@ -263,8 +265,10 @@ class Jobs(Group):
         """Nodes that a job has or requests; also notes the size of a job that must be requested again."""
         if state in _WAITING:
             self._sizes[number] = self._most[number]
-        elif state == "RUNNING" and number not in self._came and held:  # before one of its nodes can have failed
+            self._granted.discard(number)
+        elif state == "RUNNING" and number not in self._granted and held:
             self._sizes[number] = min(held, self._most[number])
+            self._granted.add(number)
         if state in _ENDED - {"COMPLETED"}:
             self._ended.setdefault(number, self._sizes[number])
         return self._sizes[number]
