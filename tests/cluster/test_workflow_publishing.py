@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -120,17 +121,18 @@ def test_two_consumers_that_publish_do_not_wait_for_each_other() -> None:
     """Each publishes in the middle of its message, when the other one is in its own."""
     with endless() as env:
         flow, _ = torn_flow(env)
-        both, done = threading.Barrier(2, timeout=30), list[int]()
+        both = threading.Barrier(2, timeout=30)
+        done: tuple[list[int], list[int]] = ([], [])
 
-        def publish(message: Any) -> None:
-            if len(done) < 2 * VERSIONS:
+        def publish(mine: list[int], message: Any) -> None:
+            if len(mine) < VERSIONS:
                 both.wait()
-                done.append(flow.publish())
+                mine.append(flow.publish())
 
-        flow.on(DataKeyTrigger(n=1, size=2), publish, thread=True)
-        flow.on(DataKeyTrigger(n=1, size=2), publish, thread=True)
-        within(lambda: flow.run(until=lambda: len(done) >= 2 * VERSIONS))
-    assert sorted(done) == list(range(1, 2 * VERSIONS + 1))
+        for mine in done:
+            flow.on(DataKeyTrigger(n=1, size=2), partial(publish, mine), thread=True)
+        within(lambda: flow.run(until=lambda: all(len(mine) == VERSIONS for mine in done)))
+    assert sorted(done[0] + done[1]) == list(range(1, 2 * VERSIONS + 1))
 
 
 def test_a_consumer_publishes_what_it_has() -> None:
