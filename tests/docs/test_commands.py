@@ -81,5 +81,5 @@ def test_the_page_of_training_has_every_option():
 def test_a_run_is_trained_resumed_watched_and_plotted(tmp_path):
     shell(commands("training.md"), tmp_path)
     run = tmp_path / "runs" / "first"
-    assert [row["step"] for row in metrics(run)] == [2048, 4096, 6144, 8192, 10240, 12288]
+    assert [row["step"] for row in metrics(run)] == [4096, 8192, 12288]
     assert list((run / "videos").glob("*.mp4")) and list((run / "plots").glob("*.png"))
