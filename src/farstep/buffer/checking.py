@@ -20,6 +20,7 @@ from farstep.core import Array
 T = TypeVar("T")
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 """A counter or seed: at most 2**62, so that it can be incremented without overflowing 64 bits."""
+Word = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
 Finite = Annotated[float, msgspec.Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
 
 
@@ -103,16 +104,18 @@ class _PCG64State(msgspec.Struct, forbid_unknown_fields=True):
     inc: int
 
 
-class _PCG64(msgspec.Struct, forbid_unknown_fields=True):
+class PCG64(msgspec.Struct, forbid_unknown_fields=True):
+    """The state of the generator that `np.random.default_rng` makes, as plain data."""
+
     bit_generator: Literal["PCG64"]
     state: _PCG64State
-    has_uint32: int
-    uinteger: int
+    has_uint32: Annotated[int, msgspec.Meta(ge=0, le=1)]
+    uinteger: Word
 
 
 def check_numpy_generator(where: str, state: object) -> None:
     """Refuse what is no state of the generator that `np.random.default_rng` makes."""
-    words = converted(where, state, _PCG64)
-    in_range = 0 <= words.state.state < 2**128 and 0 <= words.state.inc < 2**128 and 0 <= words.uinteger < 2**32
-    require(in_range and words.has_uint32 in (0, 1), f"{where} has a number that is out of range")
+    words = converted(where, state, PCG64)
+    in_range = 0 <= words.state.state < 2**128 and 0 <= words.state.inc < 2**128
+    require(in_range, f"{where} has a number that is out of range")
     require(words.state.inc % 2, f"{where} has the even increment {words.state.inc}, an odd one expected")

@@ -19,8 +19,8 @@ class Calls:
 
     Args:
         server: the workers.
-        without_lost: whether a call goes on without workers that are lost, and has None as their answer; otherwise it
-            waits for the failure that the loss ends in, and raises that.
+        without_lost: Whether a call returns None for a lost worker; otherwise it waits until the loss ends the run and
+            raises that failure.
     """
 
     def __init__(self, server: Server, *, without_lost: bool) -> None:

@@ -16,8 +16,10 @@ from gymnasium import spaces
 
 from farstep.agents.parameters import as_array, leaves_of
 from farstep.buffer.checking import (
+    PCG64,
     Count,
     Finite,
+    Word,
     check_array,
     check_finite,
     check_keys,
@@ -29,7 +31,6 @@ from farstep.core import Array
 from farstep.spec import Schema, leaf_spaces
 
 _Seed = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
-_Word = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
 _MERSENNE_WORDS = 624
 _Mersenne = tuple[
     Literal["MT19937"],
@@ -38,7 +39,7 @@ _Mersenne = tuple[
     Annotated[int, msgspec.Meta(ge=0, le=1)],
     Finite,
 ]
-_PythonRandom = tuple[Literal[3], list[_Word], Finite | None]
+_PythonRandom = tuple[Literal[3], list[Word], Finite | None]
 
 
 class _Generators(msgspec.Struct, forbid_unknown_fields=True):
@@ -49,23 +50,11 @@ class _Generators(msgspec.Struct, forbid_unknown_fields=True):
     torch: np.ndarray | None = None
 
 
-class _PCG64State(msgspec.Struct, forbid_unknown_fields=True):
-    state: int
-    inc: int
-
-
-class _PCG64(msgspec.Struct, forbid_unknown_fields=True):
-    bit_generator: Literal["PCG64"]
-    state: _PCG64State
-    has_uint32: Annotated[int, msgspec.Meta(ge=0, le=1)]
-    uinteger: _Word
-
-
 class _Acting(msgspec.Struct, forbid_unknown_fields=True):
     """Of the agent on a worker: its recurrent state, and a generator for each slot if it takes `rng`."""
 
     state: list[np.ndarray]
-    generators: list[_PCG64]
+    generators: list[PCG64]
 
 
 class _Worker(msgspec.Struct, forbid_unknown_fields=True):
