@@ -75,7 +75,8 @@ def test_an_engine_that_fails_for_a_while_does_not_end_a_run(tmp_path: Path, mon
 @pytest.mark.timeout(300)
 def test_a_node_that_was_taken_for_lost_comes_again(tmp_path: Path) -> None:
     """By itself: its engine sees nothing to do."""
-    source = {"type": "factory", "env_name": CountingEnv, "envs_per_node": 1, "seed": 1}
+    endless = functools.partial(CountingEnv, length=None)  # the info of a step that ends an episode is the reset's
+    source = {"type": "factory", "env_name": endless, "envs_per_node": 1, "seed": 1}
     with farstep.ClusterEnv(source, config(tmp_path, nodes=2, min_nodes=1, workers_per_node=1, lease_s=2)) as env:
         wait_for_columns(env, 2)
         pid = env.stats()["nodes"][1]["pid"]
