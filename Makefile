@@ -2,25 +2,32 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+PIP    := $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt
+UV     := $(shell command -v uv 2>/dev/null)
+# uv is used where it is installed, except for torch: pip finds the CPU build where one is configured.
+ADD    := $(if $(UV),$(UV) pip install --python $(BIN)/python --constraint constraints.txt,$(PIP))
 EXTRAS := torch,envs,envpool,tensorboard,ray,kubernetes,dev
 
 .PHONY: help setup demo test test-kubernetes lint format bench bench-buffer scaling aaps stagger learning async scale bench-peers clean
 help:            ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
 
-setup: $(VENV)/.ready  ## create .venv and install farstep with all that its tests and benchmarks need
-$(VENV)/.ready: pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "farstep needs Python 3.11 or newer; try: make PYTHON=python3.11 setup")'
-	@echo "creating $(VENV) (a few minutes the first time: torch, environments, tools)"
+$(VENV)/.demo-ready: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "farstep needs Python 3.11 or newer; try: make PYTHON=python3.11 demo")'
+	@echo "creating $(VENV): torch (about 200 MB), farstep and Gymnasium"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "  torch"; $(PIP) torch==2.13.0
-	@# box2d has no wheel for ARM: box2d-py is compiled, with the swig that pip brings.
-	@test "$$(uname -m)" = x86_64 || { echo "  box2d (compiling, about a minute)"; $(PIP) swig setuptools wheel && PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) --no-build-isolation box2d-py==2.3.8; }
-	@echo "  farstep[$(EXTRAS)]"; $(PIP) --editable '.[$(EXTRAS)]'
+	@$(if $(UV),$(PIP) torch==2.13.0 && $(ADD),$(PIP) torch==2.13.0) --editable '.[torch]'
 	@touch $@
 
-demo: setup      ## train CartPole-v1 on two local workers until it is solved
+setup: $(VENV)/.ready  ## create .venv and install farstep with all that its tests and benchmarks need
+$(VENV)/.ready: $(VENV)/.demo-ready
+	@echo "adding what tests and benchmarks need (a few minutes the first time: environments, Ray, JAX, tools)"
+	@# box2d has no wheel for ARM: box2d-py is compiled, with the swig that pip brings.
+	@test "$$(uname -m)" = x86_64 || { echo "  box2d (compiling, about a minute)"; $(PIP) --quiet swig setuptools wheel && PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) --quiet --no-build-isolation box2d-py==2.3.8; }
+	@$(ADD) --quiet --editable '.[$(EXTRAS)]'
+	@touch $@
+
+demo: $(VENV)/.demo-ready  ## train CartPole-v1 on two local workers until it is solved; installs only what that needs
 	@$(BIN)/python examples/cartpole_ppo.py
 
 test: setup      ## all tests, in two processes: many of them only wait
