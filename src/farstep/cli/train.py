@@ -33,7 +33,14 @@ from farstep.learners.run_config import RunConfig
 from farstep.learners.training import Learner, Limits, Progress, Stopped, Training
 from farstep.machine import usable_cpus
 from farstep.observe.console import console_logger
-from farstep.observe.loggers import JsonlLogger, Loggers, TensorBoardLogger, WandbLogger
+from farstep.observe.loggers import (
+    JsonlLogger,
+    Loggers,
+    TensorBoardLogger,
+    WandbLogger,
+    require_tensorboard,
+    require_wandb,
+)
 from farstep.observe.run_folder import RunFolder, run_name
 
 _FIXED = ("env", "env_type", "env_kwargs", "wrappers", "seed", "name", "folder")
@@ -250,6 +257,10 @@ def _set_up(run: RunConfig) -> None:
         raise ConfigError(f"device is {run.device!r}, which torch does not find here; use {' or '.join(known)}.")
     if run.capture_video:
         check_recording(run)
+    if run.tensorboard:
+        require_tensorboard()
+    if run.wandb is not None:
+        require_wandb()
     logging.getLogger("farstep").setLevel(logging.WARNING)
     # Rewards that are too large are told of by `RewardError` and by updates that change nothing.
     warnings.filterwarnings("ignore", "overflow encountered", RuntimeWarning, "farstep")
