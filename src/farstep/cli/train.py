@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -42,6 +42,7 @@ from farstep.observe.loggers import (
     require_wandb,
 )
 from farstep.observe.run_folder import RunFolder, run_name
+from farstep.version import VERSION
 
 _FIXED = ("env", "env_type", "env_kwargs", "wrappers", "seed", "name", "folder")
 _SIGNALLED = {"SIGINT": 130, "SIGTERM": 143}
@@ -179,9 +180,11 @@ def _load_nodes(saved: dict[str, Any], run: RunConfig) -> EngineConfig | NoOptio
     if run.launcher not in ENGINES:
         return NoOptions()
     try:
-        return msgspec.convert(saved["nodes"], ENGINES[run.launcher])
+        nodes: EngineConfig = msgspec.convert(saved["nodes"], ENGINES[run.launcher])
     except (KeyError, msgspec.ValidationError) as error:
         raise ConfigError(f"config.json is not one of this version of farstep: {error}.") from error
+    _check_known(saved["nodes"], vars(nodes), "nodes.")
+    return nodes
 
 
 def load_config(saved: dict[str, Any]) -> tuple[RunConfig, Any]:
@@ -189,9 +192,23 @@ def load_config(saved: dict[str, Any]) -> tuple[RunConfig, Any]:
     try:
         algorithm = ALGORITHMS[saved["algorithm"]]
         run = msgspec.convert(saved["run"], RunConfig, dec_hook=_decoded)
-        return run, msgspec.convert(saved["learner"], algorithm.config, dec_hook=_decoded)
+        learner = msgspec.convert(saved["learner"], algorithm.config, dec_hook=_decoded)
     except (KeyError, TypeError, msgspec.ValidationError) as error:
         raise ConfigError(f"config.json is not one of this version of farstep: {error}.") from error
+    _check_known(saved, {"algorithm": None, "run": run, "learner": learner, "nodes": None})
+    return run, learner
+
+
+def _check_known(saved: Mapping[str, object], known: Mapping[str, object], path: str = "") -> None:
+    """Raise `ConfigError` if saved options have a name that is not known: ignoring it would train something else."""
+    for name, value in saved.items():
+        if name not in known:
+            raise ConfigError(
+                f"config.json has {path + name!r}, which farstep {VERSION} does not know. Use the version that wrote "
+                "it, or remove that entry and pass --trust."
+            )
+        if isinstance(value, Mapping) and is_dataclass(part := known[name]):
+            _check_known(value, vars(part), f"{path}{name}.")
 
 
 def _decoded(kind: type, value: Any) -> Any:
