@@ -22,11 +22,14 @@ if TYPE_CHECKING:
     from farstep.config import WeightsConfig as WeightsConfig
     from farstep.errors import AgentError as AgentError
     from farstep.errors import BufferTimeout as BufferTimeout
+    from farstep.errors import CheckpointError as CheckpointError
     from farstep.errors import ClosedError as ClosedError
     from farstep.errors import ConfigError as ConfigError
     from farstep.errors import FarstepError as FarstepError
     from farstep.errors import LaunchError as LaunchError
+    from farstep.errors import PublishTimeout as PublishTimeout
     from farstep.errors import RemoteEnvError as RemoteEnvError
+    from farstep.errors import ResourceError as ResourceError
     from farstep.errors import WorkerDied as WorkerDied
     from farstep.errors import WorkerError as WorkerError
     from farstep.errors import WorkerStuck as WorkerStuck
@@ -65,11 +68,14 @@ _HOMES = {
     "Workflow": "workflow",
     "AgentError": "errors",
     "BufferTimeout": "errors",
+    "CheckpointError": "errors",
     "ClosedError": "errors",
     "ConfigError": "errors",
     "FarstepError": "errors",
     "LaunchError": "errors",
+    "PublishTimeout": "errors",
     "RemoteEnvError": "errors",
+    "ResourceError": "errors",
     "WorkerDied": "errors",
     "WorkerError": "errors",
     "WorkerStuck": "errors",

@@ -6,7 +6,7 @@ import dataclasses
 import reprlib
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import cloudpickle
@@ -58,6 +58,14 @@ def make_vec(
     if isinstance(env_name, (list, tuple)):
         thunks = _checked_thunks(env_name, num_envs)
         env_name = thunks[0]
+    elif not isinstance(env_name, (str, EnvSpec)) and not callable(env_name):
+        hint = " Call list() on it first." if isinstance(env_name, Iterable) else ""
+        if isinstance(env_name, gymnasium.Env):
+            hint = " Pass a function that makes it: each worker makes its own."
+        raise ConfigError(
+            f"make_vec's env_name is {reprlib.repr(env_name)}; expected a Gymnasium id, an EnvSpec, a callable that "
+            f"returns an environment, or a list of such callables.{hint}"
+        )
     num_envs = check_count("num_envs", (len(thunks) or 1) if num_envs is None else num_envs)
     if num_envs % launch.nodes:
         raise ConfigError(f"num_envs={num_envs} does not divide over nodes={launch.nodes}.")

@@ -194,6 +194,16 @@ def test_thunks_that_do_not_fit_are_refused() -> None:
         farstep.make_vec([InfosEnv, InfosEnv], 3, IN_PROCESS)
 
 
+@pytest.mark.parametrize(
+    ("given", "hint"),
+    [((make for make in [InfosEnv]), "Call list"), (InfosEnv(), "Pass a function that makes it"), (None, "callables")],
+    ids=["generator", "instance", "none"],
+)
+def test_other_objects_are_refused_in_terms_of_make_vec(given: Any, hint: str) -> None:
+    with pytest.raises(ConfigError, match=rf"make_vec's env_name is .*expected a Gymnasium id.*{hint}"):
+        farstep.make_vec(given, config=IN_PROCESS)
+
+
 def test_an_environments_spec() -> None:
     spec = deepcopy(gymnasium.spec("CartPole-v1"))
     spec.max_episode_steps = 7

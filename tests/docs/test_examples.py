@@ -47,6 +47,11 @@ def test_an_example_runs_and_says_how_it_goes(name, options, tmp_path):
     assert "return" in run(name, options, tmp_path)
 
 
+def test_the_papers_loop_reports_every_update(tmp_path):
+    options = "--debug --nodes 1 --envs-per-node 2 --num-steps 16 --num-updates 3 --update-epochs 1"
+    assert re.findall(r"^update ([0-9]+): ", run("clusterenv_ppo.py", options, tmp_path), re.M) == ["1", "2", "3"]
+
+
 def test_evolution_solves_cartpole(tmp_path):
     assert float(re.findall(r"return +([0-9.]+)", run("evolution.py", "", tmp_path))[-1]) >= 475
 

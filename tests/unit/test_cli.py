@@ -14,6 +14,7 @@ import pytest
 from gymnasium import spaces
 
 from farstep.cli import main
+from farstep.observe.run_folder import RunFolder
 from farstep.testing import CountingEnv
 
 TRAIN = ["train", "ppo", "--env", "CartPole-v1"]
@@ -218,3 +219,16 @@ def test_what_torch_is_needed_for_says_so(
     status, _, error = said(capsys, command, "runs/NAME")
     assert status == 1
     assert f"'farstep {command}' needs the package torch" in error and "pip install torch" in error
+
+
+def test_comparison_does_not_replace_the_picture_of_its_first_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = [RunFolder.create(tmp_path, name, {}) for name in ("one", "other")]
+    for run in runs:
+        run.metrics_file.write_text('{"step": 1, "env/return_mean": 1.0}\n{"step": 2, "env/return_mean": 2.0}\n')
+    assert said(capsys, "plot", str(runs[0].path))[:2] == (0, f"{runs[0].plots / 'run.png'}\n")
+    picture = (runs[0].plots / "run.png").read_bytes()
+    compared = runs[0].plots / "comparison.png"
+    assert said(capsys, "plot", *(str(run.path) for run in runs))[:2] == (0, f"{compared}\n")
+    assert (runs[0].plots / "run.png").read_bytes() == picture != compared.read_bytes()

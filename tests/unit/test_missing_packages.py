@@ -155,3 +155,15 @@ def test_class_of_pettingzoo_is_recognised_without_agents(monkeypatch: pytest.Mo
     game = type("Chess", (base,), {"__module__": __name__})
     with pytest.raises(farstep.ConfigError, match="a Chess, an environment of PettingZoo"):
         farstep.make_vec(lambda: game(), 1, farstep.InProcessConfig())
+
+
+@pytest.mark.parametrize(("option", "module"), [(["--tensorboard"], "tensorboard"), (["--wandb", "project"], "wandb")])
+def test_run_folder_is_not_created_if_a_logger_is_missing(
+    option: list[str], module: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    block(monkeypatch, module)
+    monkeypatch.chdir(tmp_path)
+    assert f"Install it: pip install {module}" in only_line(
+        capsys, "train", "ppo", "--env", "CartPole-v1", *HERE, *option
+    )
+    assert not list(tmp_path.iterdir())

@@ -9,9 +9,32 @@ import pytest
 
 import farstep
 
+ERRORS = {
+    "AgentError",
+    "BufferTimeout",
+    "CheckpointError",
+    "ClosedError",
+    "ConfigError",
+    "FarstepError",
+    "LaunchError",
+    "PublishTimeout",
+    "RemoteEnvError",
+    "ResourceError",
+    "WorkerDied",
+    "WorkerError",
+    "WorkerStuck",
+}
+"""The errors that programs catch."""
+
+
+def test_errors_that_programs_catch_are_public() -> None:
+    assert set(farstep.__all__) >= ERRORS
+    assert all(issubclass(getattr(farstep, name), farstep.FarstepError) for name in ERRORS)
+
 
 def test_there_are_few_public_names() -> None:
-    assert 0 < len(farstep.__all__) <= 30
+    others = [name for name in farstep.__all__ if name not in ERRORS]
+    assert 0 < len(others) <= 20
     assert len(set(farstep.__all__)) == len(farstep.__all__)
     assert set(farstep.__all__) <= set(dir(farstep))
 

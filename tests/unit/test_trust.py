@@ -21,6 +21,7 @@ from farstep.errors import CheckpointError, RunError
 from farstep.observe import signing
 from farstep.observe.loggers import JsonlLogger
 from farstep.observe.run_folder import RunFolder
+from farstep.version import VERSION
 
 TRAIN = ["train", "ppo", "--env", "CartPole-v1", "--launcher", "inprocess", "--num-envs", "4", "--num-steps", "16"]
 PLANTED = """
@@ -100,6 +101,27 @@ def test_trusted_run_resumes_and_is_tagged_as_own(run: Path, state: Path) -> Non
     assert resumed(run, "--total-steps", "128", "--trust") == 0
     assert resumed(run, "--total-steps", "192") == 0
     assert main(["watch", str(run), "--max-steps", "2"]) == 0
+
+
+@pytest.mark.parametrize("part", ["", "run", "learner", "learner.net", "nodes"])
+def test_option_that_this_version_does_not_know_is_an_error(
+    part: str, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of another version of farstep: without the option, something else would be trained."""
+    config = json.loads((run / "config.json").read_text())
+    if part == "nodes":
+        config["run"]["launcher"], config["nodes"] = "ssh", {"hosts": ["a"]}
+    place = config
+    for name in filter(None, part.split(".")):
+        place = place[name]
+    place["new_option"] = 1
+    (run / "config.json").write_text(json.dumps(config))
+    known = f"config.json has {f'{part}.new_option'.lstrip('.')!r}, which farstep {VERSION} does not know"
+    assert resumed(run, "--total-steps", "128", "--trust") == 1
+    assert known in capsys.readouterr().err
+    if part != "nodes":  # which only training uses
+        assert main(["watch", str(run), "--trust"]) == 1
+        assert known in capsys.readouterr().err
 
 
 def test_trust_without_a_run_is_a_mistake(capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,7 +24,7 @@ class Options:
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
     """folders of runs"""
     out: Path | None = None
-    """the PNG; none given: plots/ in the first run's folder"""
+    """the PNG; none given: plots/run.png in the run's folder, or plots/comparison.png in the first of several runs'"""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -32,7 +32,8 @@ def main(arguments: Sequence[str]) -> int:
     options = parse(Options, arguments, "farstep plot")
     if not options.runs:
         raise ConfigError("'farstep plot' needs at least one run, e.g. farstep plot runs/NAME.")
-    out = options.out or RunFolder.open(options.runs[0]).plots / "run.png"
+    name = "run.png" if len(options.runs) == 1 else "comparison.png"
+    out = options.out or RunFolder.open(options.runs[0]).plots / name
     with as_run_error(out):
         plot(options.runs, out)
     sys.stdout.write(f"{out}\n")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -33,8 +33,16 @@ from farstep.learners.run_config import RunConfig
 from farstep.learners.training import Learner, Limits, Progress, Stopped, Training
 from farstep.machine import usable_cpus
 from farstep.observe.console import console_logger
-from farstep.observe.loggers import JsonlLogger, Loggers, TensorBoardLogger, WandbLogger
+from farstep.observe.loggers import (
+    JsonlLogger,
+    Loggers,
+    TensorBoardLogger,
+    WandbLogger,
+    require_tensorboard,
+    require_wandb,
+)
 from farstep.observe.run_folder import RunFolder, run_name
+from farstep.version import VERSION
 
 _FIXED = ("env", "env_type", "env_kwargs", "wrappers", "seed", "name", "folder")
 _SIGNALLED = {"SIGINT": 130, "SIGTERM": 143}
@@ -172,9 +180,11 @@ def _load_nodes(saved: dict[str, Any], run: RunConfig) -> EngineConfig | NoOptio
     if run.launcher not in ENGINES:
         return NoOptions()
     try:
-        return msgspec.convert(saved["nodes"], ENGINES[run.launcher])
+        nodes: EngineConfig = msgspec.convert(saved["nodes"], ENGINES[run.launcher])
     except (KeyError, msgspec.ValidationError) as error:
         raise ConfigError(f"config.json is not one of this version of farstep: {error}.") from error
+    _check_known(saved["nodes"], vars(nodes), "nodes.")
+    return nodes
 
 
 def load_config(saved: dict[str, Any]) -> tuple[RunConfig, Any]:
@@ -182,9 +192,23 @@ def load_config(saved: dict[str, Any]) -> tuple[RunConfig, Any]:
     try:
         algorithm = ALGORITHMS[saved["algorithm"]]
         run = msgspec.convert(saved["run"], RunConfig, dec_hook=_decoded)
-        return run, msgspec.convert(saved["learner"], algorithm.config, dec_hook=_decoded)
+        learner = msgspec.convert(saved["learner"], algorithm.config, dec_hook=_decoded)
     except (KeyError, TypeError, msgspec.ValidationError) as error:
         raise ConfigError(f"config.json is not one of this version of farstep: {error}.") from error
+    _check_known(saved, {"algorithm": None, "run": run, "learner": learner, "nodes": None})
+    return run, learner
+
+
+def _check_known(saved: Mapping[str, object], known: Mapping[str, object], path: str = "") -> None:
+    """Raise `ConfigError` if saved options have a name that is not known: ignoring it would train something else."""
+    for name, value in saved.items():
+        if name not in known:
+            raise ConfigError(
+                f"config.json has {path + name!r}, which farstep {VERSION} does not know. Use the version that wrote "
+                "it, or remove that entry and pass --trust."
+            )
+        if isinstance(value, Mapping) and is_dataclass(part := known[name]):
+            _check_known(value, vars(part), f"{path}{name}.")
 
 
 def _decoded(kind: type, value: Any) -> Any:
@@ -250,6 +274,10 @@ def _set_up(run: RunConfig) -> None:
         raise ConfigError(f"device is {run.device!r}, which torch does not find here; use {' or '.join(known)}.")
     if run.capture_video:
         check_recording(run)
+    if run.tensorboard:
+        require_tensorboard()
+    if run.wandb is not None:
+        require_wandb()
     logging.getLogger("farstep").setLevel(logging.WARNING)
     # Rewards that are too large are told of by `RewardError` and by updates that change nothing.
     warnings.filterwarnings("ignore", "overflow encountered", RuntimeWarning, "farstep")

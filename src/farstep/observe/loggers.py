@@ -19,7 +19,7 @@ import time
 from collections.abc import Mapping
 from itertools import count
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO, Any, Protocol
 
 from farstep.buffer.files import no_follow
 from farstep.errors import ConfigError, RunError
@@ -96,6 +96,21 @@ def _cut(path: Path, resume_step: int) -> None:
 _FILES = count()
 
 
+def require_tensorboard() -> tuple[Any, Any, Any]:
+    """The modules of TensorBoard that write event files; raises `ConfigError` if it is not installed."""
+    package, purpose = "tensorboard", "logging to TensorBoard"
+    return (
+        require("tensorboard.summary.writer.record_writer", package, purpose, "RecordWriter"),
+        require("tensorboard.compat.proto.event_pb2", package, purpose, "Event"),
+        require("tensorboard.compat.proto.summary_pb2", package, purpose, "Summary"),
+    )
+
+
+def require_wandb() -> Any:
+    """The module of Weights & Biases; raises `ConfigError` if it is not installed."""
+    return require("wandb", "wandb", "logging to Weights & Biases", "init")
+
+
 class TensorBoardLogger:
     """Event files for TensorBoard, through the tensorboard package's own format, without torch.
 
@@ -103,10 +118,7 @@ class TensorBoardLogger:
     """
 
     def __init__(self, folder: str | os.PathLike[str], resume_step: int | None = None) -> None:
-        package, purpose = "tensorboard", "logging to TensorBoard"
-        records = require("tensorboard.summary.writer.record_writer", package, purpose, "RecordWriter")
-        self._event = require("tensorboard.compat.proto.event_pb2", package, purpose, "Event")
-        self._summary = require("tensorboard.compat.proto.summary_pb2", package, purpose, "Summary")
+        records, self._event, self._summary = require_tensorboard()
         # TensorBoard reads the files of a folder in the order of their names: time comes first.
         name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(_FILES)}"
         self._path = Path(folder) / name
@@ -148,7 +160,7 @@ class WandbLogger:
         config: Mapping[str, object] | None = None,
         run_id: str | None = None,
     ) -> None:
-        wandb = require("wandb", "wandb", "logging to Weights & Biases", "init")
+        wandb = require_wandb()
         offline = os.environ.get("WANDB_MODE", "online") != "online"  # where it would warn of `resume`
         try:
             self._run = wandb.init(

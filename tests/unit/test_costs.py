@@ -1,0 +1,106 @@
+"""Chunks cost the same with any number of actors, and rows that are inserted together little each.
+
+Costs are counted in executed bytecode instructions, which do not depend on the machine or its load.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from farstep import Buffer
+from farstep.buffer import LIFO, MaxHeap, MinHeap, Prioritized, Sampler, Uniform
+from farstep.buffer.triggers import DataKeyTrigger, Dispatcher, Ledger
+from farstep.head.tickets import FeedPlan, Tickets
+
+FEW, MANY = 8, 64
+"""Actors."""
+
+
+def instructions(call: Callable[[], object]) -> int:
+    """How many bytecode instructions a call executes."""
+    count = 0
+
+    def trace(frame: Any, event: str, _: object) -> Any:
+        nonlocal count
+        frame.f_trace_lines, frame.f_trace_opcodes = False, True
+        count += event == "opcode"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def trigger_cost(actors: int, **options: Any) -> float:
+    """Instructions per chunk from its arrival to the trigger's consumer, over a round of all actors."""
+    ledger, dispatcher, fired = Ledger(["obs", "reward"]), Dispatcher(), list[Any]()
+    if options["n"] == "all":
+        ledger.members(range(actors))
+    dispatcher.add(DataKeyTrigger(size=16, **options), fired.append)
+
+    def round_of_all() -> None:
+        for actor in range(actors):
+            ledger.wrote(actor, 16, 0)
+            dispatcher.check(ledger)
+
+    round_of_all()
+    before = len(fired)
+    cost = instructions(round_of_all) / actors
+    assert len(fired) > before
+    return cost
+
+
+@pytest.mark.parametrize(
+    "options", [{"n": 1}, {"n": 8}, {"n": "all"}, {"n": 1, "consume": False, "min_new": 64}], ids=str
+)
+def test_a_chunk_costs_triggers_the_same_with_any_number_of_actors(options: dict[str, Any]) -> None:
+    few, many = trigger_cost(FEW, **options), trigger_cost(MANY, **options)
+    assert many < 1.3 * few
+
+
+def ticket_cost(workers: int, max_staleness: int | None, actors: int | None) -> float:
+    """Instructions per chunk from the ticket to the next one of its worker, over a round of all workers."""
+    tickets = Tickets(workers, 1)
+    tickets.open(max_staleness, (actors or workers), feed=FeedPlan(max_staleness, actors, 1, None))
+    present = set(range(workers))
+    tickets.grant(present, 0)
+
+    def round_of_all() -> None:
+        for _ in range(workers):
+            order = next(iter(tickets._outstanding.values()))
+            assert tickets.accept(order.worker, order.seq, 0, None)
+            arrived = tickets.take_one(lambda worker: True, 0)
+            assert arrived is not None
+            tickets.stored(arrived)
+            tickets.consumed(order.worker, 1)
+            assert tickets.grant(present, 0)
+
+    round_of_all()
+    return instructions(round_of_all) / workers
+
+
+@pytest.mark.parametrize(("max_staleness", "actors"), [(None, 4), (1, 4), (1, None)])
+def test_a_ticket_costs_the_same_with_any_number_of_workers(max_staleness: int | None, actors: int | None) -> None:
+    few, many = ticket_cost(FEW, max_staleness, actors), ticket_cost(MANY, max_staleness, actors)
+    assert many < 1.3 * few
+
+
+@pytest.mark.parametrize("remover", [LIFO(), Uniform(), Prioritized(), MinHeap(), MaxHeap()], ids=repr)
+def test_rows_that_are_inserted_together_cost_little_each(remover: Sampler) -> None:
+    """Into a full buffer, whose remover chooses a row for each of them."""
+    rows = {"obs": np.zeros((500, 4), np.float32), "reward": np.zeros(500)}
+    with Buffer(1000, Uniform(), remover=remover, seed=0) as buffer:
+        for _ in range(3):
+            buffer.insert(rows)
+        assert len(buffer) == 1000
+        cost = instructions(lambda: buffer.insert(rows)) / 500
+        assert cost < 100
