@@ -76,6 +76,7 @@ SECTIONS = (
     Section(README, "bulk-16-cores", "bulk-16-cores.json", lambda found: bulk.summary(found["megabytes_per_second"])),
     Section(README, "transfer", "transfer.json", transfer.summary),
     Section(README, "triggers", "triggers.json", triggers.summary),
+    Section(README, "triggers-per-chunk", "triggers-per-chunk.json", triggers.per_chunk_summary),
     Section(DOCS / "aaps.md", "aaps-large", "aaps-large.json", aaps.summary),
     Section(DOCS / "aaps.md", "aaps", "aaps.json", aaps.summary),
     Section(DOCS / "stagger.md", "stagger-chain", "stagger.json", stagger.chain_summary),

@@ -1,7 +1,8 @@
 """How long it takes from something that happened to the consumer it concerns: in the same thread, in another, in
-another process.
+another process; and the CPU time that the head's bookkeeping spends on each chunk, by number of actors.
 
     python benchmarks/triggers.py
+    python benchmarks/triggers.py --only per-chunk    # CPU time alone, which other programs hardly disturb
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import tyro
@@ -21,12 +23,18 @@ from children import run_script
 from document import header, write_document
 from tables import table
 
+from farstep.batch import EPISODE_KEYS, Batch, FinalObs
+from farstep.buffer.ahead import Ahead
 from farstep.buffer.passers import Direct, LocalQueue, ZmqPasser
 from farstep.buffer.triggers import DataKeyTrigger, Dispatcher, Ledger, ObjectKeyTrigger, TimeTrigger
 from farstep.errors import ClosedError
+from farstep.head.tickets import FeedPlan, Tickets
 
+ACTORS = (4, 64, 256, 1024)
 RECEIVER = """
 import json, sys
+from farstep.batch import EPISODE_KEYS, Batch, FinalObs
+from farstep.buffer.ahead import Ahead
 from farstep.buffer.passers import ZmqReceiver
 from farstep.errors import ClosedError
 receiver = ZmqReceiver(json.loads(sys.stdin.readline()))
@@ -41,10 +49,17 @@ except ClosedError:
 
 @dataclass(kw_only=True)
 class Args:
-    """Microseconds from a change to its consumer."""
+    """Microseconds from a change to its consumer, and of CPU time per chunk."""
 
+    only: Literal["latency", "per-chunk"] | None = None
+    """Which of the two to measure; None: both."""
     firings: int = 2000
-    out: Path = Path(__file__).parent / "results" / "triggers.json"
+    chunks: int = 1024
+    """Per measurement of CPU time."""
+    repeats: int = 5
+    """Measurements of CPU time per number of actors, of which the median counts."""
+    out: Path = Path(__file__).parent / "results"
+    """Folder of triggers.json and triggers-per-chunk.json."""
 
 
 def fire(dispatcher: Dispatcher, passer: Any, actors: int, others: int, firings: int) -> list[float]:
@@ -109,19 +124,133 @@ def through_process(firings: int) -> list[float]:
     return found
 
 
+def replay(actors: int) -> Callable[[], int]:
+    """A replay trigger that fires for every chunk; its consumer does not read which steps there are."""
+    dispatcher, ledger = Dispatcher(), Ledger(["obs", "action", "reward"])
+    dispatcher.add(DataKeyTrigger(n=1, size=16, consume=False, min_new=16), Direct(lambda message: None))
+
+    def chunks() -> int:
+        for actor in range(actors):
+            ledger.wrote(actor, 16, 0)
+            dispatcher.check(ledger)
+        return actors
+
+    return chunks
+
+
+def parts(actors: int, n: Any) -> Callable[[], int]:
+    """Chunks that arrive in two parts, each of which fires a stage; every actor has a chunk of which a part is here."""
+    ledger, dispatcher, tickets = Ledger(["reward", "obs"]), Dispatcher(), Tickets(actors)
+    ledger.members(range(actors))
+    trigger = DataKeyTrigger(n, size=16, keys=(("reward",), ("obs",)))
+    dispatcher.add(trigger, Direct(lambda message: None))
+    ahead = Ahead(ledger, [trigger])
+    nothing = np.zeros(0, np.int64)
+    episodes = dict.fromkeys(EPISODE_KEYS, nothing)
+    arrays = {"reward": np.zeros((16, 1))}
+    batch = Batch(arrays, {}, None, FinalObs(nothing, nothing, None), episodes, np.zeros(1), np.ones(1, bool))
+    tickets.open(None, actors, feed=FeedPlan(None, actors))
+    order_of = {order.worker: order for order in tickets.grant(range(actors), 0)}
+
+    def part(actor: int) -> None:
+        seq = order_of[actor].seq
+        ahead.void(tickets.voided())
+        ahead.add(actor, seq, seq, 0, batch)
+        dispatcher.check(ledger)
+
+    def rest(actor: int) -> None:
+        seq = order_of[actor].seq
+        tickets.accept(actor, seq, 0, None)
+        arrived = tickets.take_one(lambda worker: True, 0)
+        assert arrived is not None
+        ahead.void(tickets.voided())
+        ledger.wrote(actor, 16, 0, ahead.stored(actor, seq))
+        dispatcher.check(ledger)
+        tickets.stored(arrived)
+        tickets.consumed(actor, 1)
+        order_of.update({order.worker: order for order in tickets.grant(range(actors), 0)})
+
+    def chunks() -> int:
+        for actor in range(actors):
+            part(actor)
+        for actor in range(actors):
+            rest(actor)
+        return actors
+
+    return chunks
+
+
+def rounds(actors: int, max_staleness: int | None) -> Callable[[], int]:
+    """Batches of one chunk of every worker; after each chunk the head looks for the batch and for tickets to give. With
+    `max_staleness`, one worker is late by as many rounds as that allows."""
+    tickets = Tickets(actors)
+    tickets.open(max_staleness)
+    waiting: list[Any] = []
+
+    def chunks() -> int:
+        waiting.extend(tickets.grant(range(actors), 0))
+        late = [order for order in waiting if order.worker == 0]
+        orders = [order for order in waiting if order.worker] + late
+        waiting.clear()
+        for order in orders:
+            tickets.accept(order.worker, order.seq, 0, None)
+            while (batch := tickets.take(0)) is not None:
+                assert len(batch) == actors
+                tickets.release()
+            waiting.extend(tickets.grant(range(actors), 0))
+        return len(orders)
+
+    return chunks
+
+
+def cpu_us(make: Callable[[], Callable[[], int]], args: Args) -> float:
+    """Microseconds of CPU time per chunk: the median of some measurements."""
+    found = []
+    for _ in range(args.repeats):
+        chunks = make()
+        for _ in range(2):
+            chunks()
+        count, began = 0, time.process_time()
+        while count < args.chunks:
+            count += chunks()
+        found.append((time.process_time() - began) / count * 1e6)
+    return float(np.median(found))
+
+
+PER_CHUNK: dict[str, Callable[[int], Callable[[], int]]] = {
+    "replay trigger, fires for every chunk": replay,
+    "chunks in two parts, a fragment of one actor": lambda actors: parts(actors, 1),
+    "chunks in two parts, a fragment of all actors": lambda actors: parts(actors, "all"),
+    "synchronous rounds": lambda actors: rounds(actors, None),
+    "rounds with max_staleness=2, one worker late": lambda actors: rounds(actors, 2),
+}
+
+
 def main(args: Args) -> None:
-    cases = {
-        f"call, {actors} actors, {1 + 2 * o} triggers": (actors, o) for actors in (4, 64, 256, 1024) for o in (0, 1, 5)
-    }
+    if args.only != "latency":
+        found = {
+            name: {str(actors): cpu_us(lambda: make(actors), args) for actors in ACTORS}
+            for name, make in PER_CHUNK.items()
+        }
+        document = header("triggers.py") | {"cpu_microseconds_per_chunk": found}
+        write_document(args.out / "triggers-per-chunk.json", document)
+        print(per_chunk_summary(document))
+    if args.only != "per-chunk":
+        document = header("triggers.py") | {"microseconds": latency(args)}
+        write_document(args.out / "triggers.json", document)
+        print(summary(document))
+
+
+def latency(args: Args) -> dict[str, dict[str, float]]:
+    """Median and 95th percentile of the microseconds from a chunk to the return of its consumer."""
+    cases = {f"call, {actors} actors, {1 + 2 * o} triggers": (actors, o) for actors in ACTORS for o in (0, 1, 5)}
     rows = {name: direct(actors, others, args.firings) for name, (actors, others) in cases.items()}
     rows["thread and back, 4 actors, 3 triggers"] = through_thread(args.firings)
     rows["process and back, 4 actors, 3 triggers"] = through_process(args.firings)
-    document = header("triggers.py") | {"microseconds": {}}
-    for name, found in rows.items():
-        median, high = float(np.median(found)), float(np.percentile(found, 95))
-        document["microseconds"][name] = {"median": median, "p95": high}  # type: ignore[index]
-    write_document(args.out, document)
-    print(summary(document))
+    return {
+        name: {"median": float(np.median(found)), "p95": float(np.percentile(found, 95))}
+        for name, found in rows.items()
+    }
 
 
 def summary(document: dict[str, Any]) -> str:
@@ -129,6 +258,13 @@ def summary(document: dict[str, Any]) -> str:
     found = document["microseconds"]
     rows = [[name, f"{cell['median']:.0f}", f"{cell['p95']:.0f}"] for name, cell in found.items()]
     return table(["", "median, µs", "95th percentile, µs"], rows)
+
+
+def per_chunk_summary(document: dict[str, Any]) -> str:
+    """In Markdown."""
+    found = document["cpu_microseconds_per_chunk"]
+    rows = [[name, *(f"{us:.0f}" for us in cells.values())] for name, cells in found.items()]
+    return table(["CPU time per chunk, µs", *(f"{actors} actors" for actors in ACTORS)], rows)
 
 
 if __name__ == "__main__":

@@ -363,7 +363,7 @@ class Workflow:
         self._follows[batch.slots] = True
         self._owed[worker] = max(0, self._owed[worker] - 1)
         ticket = arrived.order.seq
-        self.holdings.ahead.keep(lambda other: other == ticket or self._is_live(other))
+        self._void_lost()
         self.buffer.insert(batch, timeout_s=0)
         self.holdings.add(worker, ticket, arrived.version, batch)
         if worker not in self._present and self._feed is not None:  # it has left, and this was the last of it
@@ -372,13 +372,15 @@ class Workflow:
     def _store_early(self, early: Early) -> None:
         """Some keys of a chunk are here: those are written down, the rows not yet in the buffer."""
         order, batch = early.order, early.part.so_far
-        self.holdings.ahead.keep(self._is_live)
-        if self._is_live(order.seq):
+        self._void_lost()
+        if self._feed is not None and self._feed.is_live(order.seq):
             batch = replace(batch, continues=batch.continues & self._follows[batch.slots])
             self.holdings.ahead.add(order.worker, order.seq, early.key, early.version, batch)
 
-    def _is_live(self, ticket: int) -> bool:
-        return self._feed is not None and self._feed.is_live(ticket)
+    def _void_lost(self) -> None:
+        """Take back what came ahead of chunks that will not come."""
+        if self._feed is not None:
+            self.holdings.ahead.void(self._feed.voided())
 
     def _fire(self) -> None:
         if self._collector is not None:  # also what was published past us, by env.publish
@@ -404,10 +406,10 @@ class Workflow:
             return
         self._present, self._quorum = members.present, members.quorum
         self._warn_at = time.monotonic() + _ABSENT_S
+        self._void_lost()
         for worker in members.departed:
             if self._invited is not None:
                 self._invited -= {worker}
-            self.holdings.ahead.keep(self._is_live)
             self._drop_rest(worker, feed)
         self._replace_invited(feed)
         self._tell_members()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import numpy as np
 import pytest
 
@@ -74,11 +76,11 @@ def test_what_is_left_moves_up_when_a_chunk_before_it_is_lost(ledger: Ledger, ah
     ahead.add(0, 7, 70, 3, rows("reward", "value", value=1.0))
     ahead.add(1, 8, 10, 3, rows("reward"))
     ahead.add(0, 9, 71, 5, rows("reward", value=2.0))
-    ahead.keep(lambda ticket: ticket != 7)
+    ahead.void([(0, 7)])
     assert (written(ledger), written(ledger, 1)) == ([4, 0, 0], [4, 0, 0])
     assert ahead.batch(0, 0)["reward"].max() == 2.0
     assert ledger.span(0, 0, 4, ["reward"]) == (5, 5)
-    ahead.keep(lambda ticket: False)
+    ahead.void_all()
     assert (written(ledger), written(ledger, 1)) == ([0, 0, 0], [0, 0, 0])
 
 
@@ -88,3 +90,36 @@ def test_batches_side_by_side_have_what_all_of_them_have() -> None:
     assert set(both) == {"reward"} == set(both.structures)
     assert both["reward"][0].tolist() == [1, 1, 2, 2, 2]
     assert (both.slots.tolist(), both.continues.tolist()) == ([0, 1, 2, 3, 4], [True] * 2 + [False] * 3)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_parts_of_void_tickets_are_taken_back_as_if_they_had_never_come(seed: int) -> None:
+    """Voiding some tickets leaves what there would be if only the parts of the others had come."""
+    rng = random.Random(seed)
+    stages = [KEYS[:1], KEYS[:2]]
+    ledger, tickets, stored = Ledger(KEYS), dict[int, list[int]](), dict[int, int]()
+    trigger = DataKeyTrigger(n=1, size=4, keys=(("reward",), ("obs",)))
+    ahead = Ahead(ledger, [trigger])
+    here: dict[int, int] = {}
+    for ticket in range(150):
+        actor, event = rng.randrange(4), rng.random()
+        queue = tickets.setdefault(actor, [])
+        if event < 0.5:
+            queue.append(ticket)
+            here[ticket] = rng.randint(1, 2)
+            for names in stages[: here[ticket]]:
+                ahead.add(actor, ticket, ticket, 0, rows(*names, value=ticket))
+        elif event < 0.75 and queue:
+            ledger.wrote(actor, 4, 0, ahead.stored(actor, queue.pop(0)))
+            stored[actor] = stored.get(actor, 0) + 4
+        else:
+            void = [(a, t) for a, its in tickets.items() for t in its if rng.random() < 0.3]
+            ahead.void([*void, (3, 10**6)])
+            for a, t in void:
+                tickets[a].remove(t)
+        while (message := trigger.ready(ledger)) is not None:
+            trigger.consume(ledger, message)
+        for a, its in tickets.items():
+            whole = stored.get(a, 0)
+            assert written(ledger, a) == [whole + 4 * len(its), whole + 4 * sum(here[t] == 2 for t in its), whole]
+            assert [ahead.batch(a, whole + 4 * i)["reward"].max() for i in range(len(its))] == its

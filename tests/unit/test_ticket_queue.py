@@ -8,11 +8,21 @@ from collections.abc import Container
 
 import pytest
 
-from farstep.head.tickets import FeedPlan, Order, Session, Tickets
+from farstep.head.tickets import Arrived, FeedPlan, Order, Session, Tickets
 
 
 class NaiveTickets(Tickets):
-    """Looks at every worker for every ticket."""
+    """Looks at every worker for every ticket, and at every chunk for every batch."""
+
+    def grant(self, available: Container[int], version: int) -> list[Order]:
+        if self._session is not None:
+            self._session.due = set(range(self._workers))
+        return super().grant(available, version)
+
+    def take(self, version: int) -> list[Arrived] | None:
+        if self._session is not None:
+            self._session.missing = None
+        return super().take(version)
 
     def _first_come(self, session: Session, wanted: int, available: Container[int], version: int) -> list[Order]:
         orders: list[Order] = []
@@ -113,3 +123,47 @@ def test_grants_the_same_tickets_as_checking_every_worker(seed: int) -> None:
             both[1].issued,
         )
     assert given
+
+
+@pytest.mark.parametrize("seed", range(80))
+def test_rounds_are_the_same_as_if_every_worker_were_checked(seed: int) -> None:
+    rng = random.Random(seed)
+    workers, staleness = rng.randint(1, 4), rng.choice([None, 0, 1, 2])
+    fewest = rng.randint(1, workers)
+    both = Tickets(workers, fewest), NaiveTickets(workers, fewest)
+    for tickets in both:
+        tickets.open(staleness)
+    up, version, batches = set(range(workers)), 0, 0
+    for _ in range(300):
+        granted = [tickets.grant(up, version) for tickets in both]
+        assert granted[0] == granted[1]
+        worker, event = rng.randrange(workers), rng.random()
+        open_tickets = list(both[0]._outstanding.values())
+        if event < 0.03:
+            up.discard(worker)
+            for tickets in both:
+                tickets.lost(worker)
+                if seed % 2:
+                    tickets.leave(worker)
+        elif event < 0.2:
+            up.add(worker)
+            for tickets in both:
+                tickets.join(worker)
+        elif event < 0.7 and open_tickets:
+            order = rng.choice(open_tickets)
+            for tickets in both:
+                assert tickets.accept(order.worker, order.seq, version, None)
+        elif event < 0.75 and open_tickets:
+            order = rng.choice(open_tickets)
+            for tickets in both:
+                tickets.give_back(order.worker, order.seq, "failed")
+        elif event < 0.76:
+            version += 1
+        else:
+            taken = [tickets.take(version) for tickets in both]
+            assert taken[0] == taken[1]
+            batches += taken[0] is not None
+            if rng.random() < 0.7:
+                for tickets in both:
+                    tickets.release()
+    assert batches

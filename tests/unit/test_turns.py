@@ -2,51 +2,58 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from farstep.head.turns import Turns
 
 
+def of(*incarnations: int) -> Callable[[int], int]:
+    """The incarnation of each worker."""
+    return incarnations.__getitem__
+
+
 def test_two_at_a_time_in_order_of_asking():
     turns = Turns(2)
     for worker in (3, 1, 0, 2):
         turns.ask(worker, 0, 10 + worker)
-    assert turns.next([0] * 4) == [(3, 13), (1, 11)]
-    assert turns.next([0] * 4) == []
+    assert turns.next(of(0, 0, 0, 0)) == [(3, 13), (1, 11)]
+    assert turns.next(of(0, 0, 0, 0)) == []
     assert turns.done(1) and not turns.done(0)
-    assert turns.next([0] * 4) == [(0, 10)]
+    assert turns.next(of(0, 0, 0, 0)) == [(0, 10)]
 
 
 def test_without_a_limit_all_go_at_once():
     turns = Turns(None)
     for worker in range(3):
         turns.ask(worker, 0, worker)
-    assert len(turns.next([0] * 3)) == 3
+    assert len(turns.next(of(0, 0, 0))) == 3
 
 
 def test_the_turn_of_a_worker_that_died_passes_on():
     turns = Turns(1)
     turns.ask(0, 0, 1)
     turns.ask(1, 0, 1)
-    assert turns.next([0, 0]) == [(0, 1)]
+    assert turns.next(of(0, 0)) == [(0, 1)]
     turns.ask(0, 1, 1)  # its replacement
-    assert turns.next([1, 0]) == [(1, 1)]
-    assert turns.done(1) and turns.next([1, 0]) == [(0, 1)]
+    assert turns.next(of(1, 0)) == [(1, 1)]
+    assert turns.done(1) and turns.next(of(1, 0)) == [(0, 1)]
     turns.ask(1, 0, 2)
-    assert turns.done(0) and turns.next([1, 1]) == []  # it died while it waited
+    assert turns.done(0) and turns.next(of(1, 1)) == []  # it died while it waited
 
 
 def test_a_worker_that_is_gone_holds_no_turn_and_no_place():
     turns = Turns(1)
     for worker in (0, 1, 2):
         turns.ask(worker, 0, 5)
-    assert turns.next([0] * 3) == [(0, 5)]
+    assert turns.next(of(0, 0, 0)) == [(0, 5)]
     turns.forget(1)
     turns.forget(0)
-    assert turns.next([0] * 3) == [(2, 5)]
+    assert turns.next(of(0, 0, 0)) == [(2, 5)]
     turns.ask(2, 0, 6)  # it never sent what it was let to
-    assert turns.next([0] * 3) == [(2, 6)]
+    assert turns.next(of(0, 0, 0)) == [(2, 6)]
 
 
 @given(st.integers(1, 3), st.lists(st.tuples(st.sampled_from(["ask", "done", "die"]), st.integers(0, 3)), max_size=60))
@@ -63,7 +70,7 @@ def test_never_more_than_may_and_everybody_in_the_end(limit: int, events: list[t
             incarnations[worker] += 1
             asked.discard(worker)
             sending.discard(worker)
-        for going, _ in turns.next(incarnations):
+        for going, _ in turns.next(of(*incarnations)):
             assert going in asked
             asked.remove(going)
             sending.add(going)

@@ -6,7 +6,7 @@ the ledger is told of their keys. If their chunk is lost they are taken back, an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -60,12 +60,20 @@ class Ahead:
             chunk.told.update(new)
             self._ledger.wrote(actor, steps, chunk.version, new)
 
-    def keep(self, is_live: Callable[[int], bool]) -> None:
-        """Take back what came of chunks whose ticket is void."""
-        for actor, chunks in self._chunks.items():
-            left = [each for each in chunks if is_live(each.ticket)]
+    def void(self, tickets: Iterable[tuple[int, int]]) -> None:
+        """Take back what came of the chunks of these tickets, each given as (actor, ticket)."""
+        by_actor: dict[int, set[int]] = {}
+        for actor, ticket in tickets:
+            by_actor.setdefault(actor, set()).add(ticket)
+        for actor, void in by_actor.items():
+            chunks = self._chunks.get(actor, [])
+            left = [each for each in chunks if each.ticket not in void]
             if len(left) < len(chunks):
                 self._take_back(actor, left)
+
+    def void_all(self) -> None:
+        """Take back all that came ahead."""
+        self.void([(actor, each.ticket) for actor, chunks in self._chunks.items() for each in chunks])
 
     def _take_back(self, actor: int, left: list[_Chunk]) -> None:
         self._ledger.took_back(actor)

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from farstep.agents.update_gate import Turn, UpdateGate
-from farstep.buffer.dispatch import Message, Passer
+from farstep.buffer.dispatch import Message, Passer, extended
 from farstep.buffer.holdings import Holdings, rows_of, windows_of
 from farstep.buffer.ledger import Actor, Ledger
 from farstep.buffer.passers import Direct, LocalQueue
@@ -77,14 +77,14 @@ class Guard:
 
     def __call__(self, message: Message) -> bool:
         if self.takers:
-            if self._flow.is_stale(message):
+            if self.is_stale(message):
                 self._finish(message, "stale")
                 return True
             message = self._flow.holdings.located(message, self)
         self._passed += 1
-        message = {**message, "message_id": f"{message['trigger_id']}/{self._passed}"}
+        message = extended(message, message_id=f"{message['trigger_id']}/{self._passed}")
         self._open.append(message)
-        for actor, start, _ in rows_of(message):
+        for actor, start, _ in rows_of(message) if self.takers else ():
             self._held.setdefault(actor, []).append(start)
         try:
             with self._updating(message):
@@ -95,6 +95,10 @@ class Guard:
         if done:
             self._finish(message, None)
         return done
+
+    def is_stale(self, message: Message) -> bool:
+        """Whether a message names rows that its consumer takes and that are too old to learn from."""
+        return bool(self.takers) and self._flow.is_stale(message)
 
     # Updates (see `passers.Updates`)
 
@@ -135,7 +139,7 @@ class Guard:
         """A message is done; `unhandled` says why it was not handled: "stale", "cancelled", or "" (it raised)."""
         if any(each is message for each in self._open):
             self._open = [each for each in self._open if each is not message]
-            for actor, start, _ in rows_of(message):
+            for actor, start, _ in rows_of(message) if self.takers else ():
                 self._held[actor].remove(start)
         if self.takers:
             if unhandled:
@@ -221,10 +225,9 @@ class ConsumerThread:
 
     def _handle(self, message: Message) -> BaseException | None:
         """Call the consumer, if the message did not become too old while it waited; what it raised."""
-        if self._flow.is_stale(message):
+        if self.guard is not None and self.guard.is_stale(message):
             self.unhandled[id(message)] = "stale"
-            if self.guard is not None:
-                self.guard.skip(message)
+            self.guard.skip(message)
             return None
         try:
             self._consumer(message)

@@ -185,7 +185,7 @@ class Contents:
         while evicted < len(rows):
             self._fill(self._take_free(1), values, rows[evicted : evicted + 1], keys)
             path = self._remover.displaced(len(rows) - evicted, self.rng)
-            gone = np.unique(path)
+            gone = np.unique(path) if len(path) > 1 else path
             if len(path) > 1:
                 further, cells = rows[evicted + 1 : evicted + len(path)], path[:-1]
                 is_distinct = len(gone) == len(path)

@@ -8,7 +8,7 @@ waits or reads a clock.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,6 +17,46 @@ from farstep.errors import ConfigError, unknown_name
 from farstep.transfer_config import TransferTrigger
 
 Message = Mapping[str, Any]
+
+
+class LazyMessage(Mapping[str, Any]):
+    """A message whose list of steps is made when its consumer first reads it.
+
+    It is for triggers that fire far more often than a consumer wants the steps of all actors.
+    """
+
+    COLUMNS = ("actor_ids", "start", "versions")
+    """What the list consists of."""
+
+    def __init__(self, entries: Message, columns: Callable[[], Message]) -> None:
+        """`columns()` returns the list, every time the same."""
+        self._entries, self._columns = entries, columns
+
+    def __getitem__(self, name: str) -> Any:
+        return self._columns()[name] if name in self.COLUMNS else self._entries[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.COLUMNS or name in self._entries
+
+    def __iter__(self) -> Iterator[str]:
+        return iter((*self.COLUMNS, *self._entries))
+
+    def __len__(self) -> int:
+        return len(self.COLUMNS) + len(self._entries)
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
+    def __reduce__(self) -> tuple[type[dict[str, Any]], tuple[dict[str, Any]]]:
+        return dict, (dict(self),)  # copies, and what another process gets, have the list
+
+    def extended(self, **more: object) -> LazyMessage:
+        return LazyMessage({**self._entries, **more}, self._columns)
+
+
+def extended(message: Message, **more: object) -> Message:
+    """The message with further entries."""
+    return message.extended(**more) if isinstance(message, LazyMessage) else {**message, **more}
 
 
 class Passer(Protocol):
@@ -114,7 +154,7 @@ class AnyOf(_Joined):
             index = (self._turn + offset) % len(self.parts)
             message = _look(self.parts[index], state)
             if message is not None:
-                return {**message, "any": index}
+                return extended(message, any=index)
         return None
 
     def consume(self, state: Ledger, message: Message) -> None:
@@ -199,7 +239,7 @@ class Dispatcher:
                 return []
             changes = state.changes
             entry.trigger.consume(state, message)
-            message = {**message, "trigger_id": entry.trigger_id}
+            message = extended(message, trigger_id=entry.trigger_id)
             entry.outstanding += 1  # before: it may be done while the passer still runs
             later = False
             try:

@@ -109,7 +109,7 @@ class Holdings:
 
     def discard(self, actors: set[int]) -> None:
         """Nobody wants what was not handed out."""
-        self.ahead.keep(lambda ticket: False)
+        self.ahead.void_all()
         for holder in self.holders:
             holder.discard(self._ledger)
         self.free(actors, "cancelled")

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import heapq
 import math
 import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from farstep.buffer.dispatch import AllOf, AnyOf, Dispatcher, Message, Passer, Trigger
-from farstep.buffer.ledger import Actor, Ledger, Span
+from farstep.buffer.dispatch import AllOf, AnyOf, Dispatcher, LazyMessage, Message, Passer, Trigger
+from farstep.buffer.fragments import Fragments
+from farstep.buffer.ledger import Actor, Ledger
+from farstep.buffer.ready_actors import NewestSteps, ReadyActors
 from farstep.errors import ConfigError, unknown_name
 from farstep.transfer_config import TransferTrigger
 
@@ -29,15 +30,6 @@ __all__ = [
 ]
 
 Unit = Literal["seconds", "env_steps", "learner_steps"]
-
-
-@dataclass
-class _Fragment:
-    """Steps whose first stage has fired and whose next ones are awaited."""
-
-    number: int
-    starts: dict[Actor, int]
-    stage: int = 1
 
 
 class DataKeyTrigger(Trigger):
@@ -85,12 +77,13 @@ class DataKeyTrigger(Trigger):
         self._taken_to: dict[Actor, int] = {}
         self._cuts: dict[Actor, list[int]] = {}
         """Per actor, the step counts at which it left: no window spans one of them."""
-        self._open: list[_Fragment] = []
+        self._open = Fragments(self.size, self.stages)
         self._fragments = 0
         self._warm = False
         self._taken = 0
         """For replay: steps of all actors that were already counted as new."""
-        self._ready: _Ready | None = None
+        self._ready: ReadyActors | None = None
+        self._newest: NewestSteps | None = None
 
     def __repr__(self) -> str:
         keys = self.stages if self.staged else self.stages[0]
@@ -101,48 +94,39 @@ class DataKeyTrigger(Trigger):
     def ready(self, state: Ledger) -> Message | None:
         if self.min_new is not None:
             return self._ready_for_replay(state, self.min_new)
-        for fragment in self._open:
-            keys = self.stages[fragment.stage]
-            if all(state.written(actor, keys) >= start + self.size for actor, start in fragment.starts.items()):
-                return self._message(state, fragment.starts, fragment.stage, fragment.number)
         ready = self._ready_of(state)
         for actor in ready.to_look_at():
             ready.put(actor, state.reached(actor, self._start_of(actor) + self.size, self.stages[0]))
+            self._open.look_at(state, actor)
+        if (fragment := self._open.first()) is not None:
+            return self._message(state, fragment.starts, fragment.stage, fragment.number)
         if not ready.has(self.n):
             return None
         starts = {actor: self._start_of(actor) for actor in ready.first(self.n)}
         return self._message(state, starts, 0, self._fragments)
 
     def _ready_for_replay(self, state: Ledger, min_new: int) -> Message | None:
-        ready = self._ready_of(state)
-        for actor in ready.to_look_at():
-            written = state.written(actor, self.stages[0])
-            ready.wrote(actor, written)
-            if written >= self.size:
-                span = state.span(actor, written - self.size, written, self.stages[0])
-                ready.put(actor, written - self.size, span)
-            else:
-                ready.put(actor, None)
-        if not (ready.written - self._taken >= min_new if self._warm else ready.has(self.n)):
+        newest = self._newest_of(state)
+        newest.update()
+        if not (newest.written - self._taken >= min_new if self._warm else newest.has(self.n)):
             return None
-        ready.sort()
-        return {
-            "actor_ids": tuple(ready.arrivals),
-            "start": tuple(ready.arrivals.values()),
-            "size": self.size,
-            "keys": self.stages[0] or state.keys,
-            "versions": tuple(ready.spans.values()),
-        }
+        return LazyMessage({"size": self.size, "keys": self.stages[0] or state.keys}, newest.snapshot())
 
     @property
     def is_warm(self) -> bool:
         """For replay: whether it has fired before, so that it waits only for new steps, of any actor."""
         return self._warm
 
-    def _ready_of(self, state: Ledger) -> _Ready:
+    def _ready_of(self, state: Ledger) -> ReadyActors:
         if self._ready is None or self._ready.state is not state:
-            self._ready = _Ready(state)
+            self._ready = ReadyActors(state)
+            self._open.look_at_all()
         return self._ready
+
+    def _newest_of(self, state: Ledger) -> NewestSteps:
+        if self._newest is None or self._newest.state is not state:
+            self._newest = NewestSteps(state, self.size, self.stages[0])
+        return self._newest
 
     def _start_of(self, actor: Actor) -> int:
         """Where the next window of an actor begins."""
@@ -153,24 +137,22 @@ class DataKeyTrigger(Trigger):
 
     def next_of(self, actor: Actor) -> int:
         """The first step of an actor that a message to come may name."""
-        start = self._start_of(actor)
-        return (
-            min([start, *(each.starts[actor] for each in self._open if actor in each.starts)]) if self._open else start
-        )
+        return min([self._start_of(actor), *(each.starts[actor] for each in self._open.of(actor))])
 
-    def _look_at(self, actor: Actor) -> None:
+    def _look_at(self, actors: Iterable[Actor]) -> None:
         if self._ready is not None:
-            self._ready.look_at(actor)
+            for actor in actors:
+                self._ready.look_at(actor)
 
     def took_back(self, state: Ledger, actor: Actor) -> None:
         """Steps of an actor that were there on some keys are lost: what fired for them fires again, for others."""
         whole = state.written(actor)
-        lost = [each for each in self._open if each.starts.get(actor, whole - self.size) + self.size > whole]
+        lost = [each for each in self._open.of(actor) if each.starts[actor] + self.size > whole]
         for fragment in lost:
-            fragment.stage = 0
+            self._look_at(self._open.go_to(fragment, 0))
         if self.min_new is None and self._taken_to.get(actor, 0) > whole:
             self._taken_to[actor] = max([whole, *(each.starts[actor] + self.size for each in lost)])
-        self._look_at(actor)
+        self._look_at([actor])
 
     def left(self, state: Ledger, actor: Actor) -> None:
         """An actor has left: keep its completed windows, drop the steps of an incomplete one.
@@ -179,21 +161,20 @@ class DataKeyTrigger(Trigger):
         """
         if self.n is not None or self.min_new is not None:
             return
-        for fragment in self._open:
-            start = fragment.starts.get(actor)
-            if start is not None and state.written(actor) < start + self.size:
-                del fragment.starts[actor]  # its later stages will not arrive: repeat the first stage without it
-                fragment.stage = 0
-        self._open = [fragment for fragment in self._open if fragment.starts]
+        for fragment in self._open.of(actor):
+            if state.written(actor) < fragment.starts[actor] + self.size:
+                self._open.leave_out(fragment, actor)  # its later stages will not arrive: repeat the first without it
+                if fragment.starts:
+                    self._look_at(self._open.go_to(fragment, 0))
         start, written = self._start_of(actor), state.written(actor)
         self._taken_to[actor] = start if start + self.size <= written else written
         self._cuts[actor] = [cut for cut in [*self._cuts.get(actor, ()), written] if cut > self._taken_to[actor]]
-        self._look_at(actor)
+        self._look_at([actor])
 
     def discard(self, state: Ledger) -> None:
         """What is there and was not taken is not wanted any more (unless it is for replay)."""
         if self.min_new is None:
-            self._open = []
+            self._open.clear()
             self._taken_to = {actor: state.written(actor, self.stages[0]) for actor in state.actors}
             self._ready = None
 
@@ -211,113 +192,20 @@ class DataKeyTrigger(Trigger):
     def consume(self, state: Ledger, message: Message) -> None:
         if self.min_new is not None:
             # What came before the first firing was waited for anyway: it does not count as new.
-            self._taken = self._taken + self.min_new if self._warm else self._ready_of(state).written
+            self._taken = self._taken + self.min_new if self._warm else self._newest_of(state).written
             self._warm = True
-        elif again := [each for each in self._open if each.number == message.get("fragment")]:
-            again[0].stage += 1
-            self._open = [each for each in self._open if each.stage < len(self.stages)]
+        elif (fragment := self._open.get(message.get("fragment"))) is not None:
+            self._look_at(self._open.go_to(fragment, fragment.stage + 1))
         else:
             starts = dict(zip(message["actor_ids"], message["start"], strict=True))
-            for actor, start in starts.items():
-                self._taken_to[actor] = start + self.size
-                self._look_at(actor)
+            self._taken_to.update((actor, start + self.size) for actor, start in starts.items())
             if len(self.stages) > 1:
-                self._open.append(_Fragment(self._fragments, starts))
+                self._open.add(self._fragments, starts)
+            self._look_at(starts)
             self._fragments += 1
 
     def resume(self, state: Ledger, paused_s: float) -> None:
-        self._ready = None  # the ledger may have got other keys
-
-
-class _Ready:
-    """Which actors have the steps that a trigger waits for, updated incrementally.
-
-    An update costs time in proportion to the number of actors that changed since the last one, not to all actors.
-    """
-
-    def __init__(self, state: Ledger) -> None:
-        self.state = state
-        self._seen = -1
-        self._again: dict[Actor, None] = {}
-        self.arrivals: dict[Actor, int] = {}
-        """Per ready actor, the change at which it became ready (for replay: where its newest steps begin)."""
-        self.spans: dict[Actor, Span] = {}
-        self._order: list[tuple[int, int, Actor]] = []
-        """A heap of these; entries that are no longer in `arrivals` are skipped."""
-        self._pushed = 0
-        self._missing: set[Actor] = set()
-        """The actors that are present and not ready."""
-        self._present: frozenset[Actor] | None = None
-        self._written: dict[Actor, int] = {}
-        self.written = 0
-        self._sorted = True
-
-    def to_look_at(self) -> list[Actor]:
-        """Actors that may have become ready, or stopped being ready, since the last call."""
-        found = {**dict.fromkeys(self.state.touched_since(self._seen)), **self._again}
-        self._seen = self.state.changes
-        self._again = {}
-        return list(found)
-
-    def look_at(self, actor: Actor) -> None:
-        """Check an actor again: the trigger has taken some of its steps."""
-        self._again[actor] = None
-
-    def put(self, actor: Actor, arrival: int | None, span: Span | None = None) -> None:
-        """Note that an actor became ready at `arrival`, or that it is not ready (None)."""
-        if arrival is None:
-            if self.arrivals.pop(actor, None) is not None and actor in (self._present or ()):
-                self._missing.add(actor)
-            self.spans.pop(actor, None)
-            return
-        self._missing.discard(actor)
-        self._sorted &= actor in self.arrivals
-        if span is not None:
-            self.spans[actor] = span
-        elif self.arrivals.get(actor) != arrival:
-            self._pushed += 1
-            heapq.heappush(self._order, (arrival, self._pushed, actor))
-        self.arrivals[actor] = arrival
-
-    def wrote(self, actor: Actor, steps: int) -> None:
-        self.written += steps - self._written.get(actor, 0)
-        self._written[actor] = steps
-
-    def has(self, n: int | None) -> bool:
-        """Whether `n` actors are ready, or all that are present."""
-        state = self.state
-        if n is not None:
-            return len(self.arrivals) >= n
-        if state.present is None:
-            raise ConfigError(
-                'DataKeyTrigger(n="all") waits for all present actors, but the ledger does not know which are present: '
-                "call Ledger.members(actors), or give a number."
-            )
-        if state.present is not self._present:
-            self._present = state.present
-            self._missing = {actor for actor in state.present if actor not in self.arrivals}
-        return bool(self.arrivals) and not self._missing and len(state.present) >= state.quorum
-
-    def first(self, n: int | None) -> list[Actor]:
-        """The `n` actors that were ready first, or all that are ready, in that order."""
-        if n is None:
-            self._order = sorted((at, i, actor) for at, i, actor in self._order if self.arrivals.get(actor) == at)
-            return list(dict.fromkeys(actor for _, _, actor in self._order))
-        found: dict[Actor, tuple[int, int, Actor]] = {}
-        while len(found) < n:
-            entry = heapq.heappop(self._order)
-            if self.arrivals.get(entry[2]) == entry[0]:
-                found[entry[2]] = entry
-        for entry in found.values():
-            heapq.heappush(self._order, entry)
-        return list(found)
-
-    def sort(self) -> None:
-        """Bring the actors into the order of their first writes."""
-        if not self._sorted:
-            self.arrivals = {actor: self.arrivals[actor] for actor in self.state.actors if actor in self.arrivals}
-            self.spans = {actor: self.spans[actor] for actor in self.arrivals}
-            self._sorted = True
+        self._ready = self._newest = None  # the ledger may have got other keys
 
 
 @dataclass(eq=False)

@@ -528,7 +528,7 @@ class Collector:
 
     def _serve_turns(self) -> None:
         """Let workers send, as many at a time as may."""
-        for worker, order in self._turns.next([seat.incarnation for seat in self.server.seats]):
+        for worker, order in self._turns.next(lambda worker: self.server.seats[worker].incarnation):
             self.server.send(self.server.seats[worker], m.Go(order))
 
     def _take(self, seat: Seat, chunk: m.Chunk, received: Received) -> None:

@@ -102,6 +102,11 @@ class Feed:
         """Whether a chunk is still to come, or to be taken."""
         return self._server.tickets.is_live(ticket)
 
+    def voided(self) -> list[tuple[int, int]]:
+        """Worker and number of each ticket whose chunk was dropped since the last call."""
+        with self._server.locked():
+            return self._server.tickets.voided()
+
     def seat(self, worker: int) -> Seat:
         return self._server.seats[worker]
 

@@ -75,11 +75,17 @@ class Session:
     """Per worker, the next batch it has no ticket for."""
     redo: dict[int, deque[tuple[int, int]]] = field(default_factory=dict)
     """Per worker, batch and lane of tickets to give again."""
+    due: set[int] = field(default_factory=set)
+    """Workers whose state changed since tickets were last given (rounds only)."""
+    missing: set[int] | None = None
+    """Workers whose chunks the next batch still needs (rounds only); None: to be found out."""
     taken: int = 0
     released: int = 0
     lanes: dict[int, list[int]] = field(default_factory=dict)
     """Per worker, free lanes (first-come sessions only)."""
     feed: FeedPlan | None = None
+    voided: list[tuple[int, int]] = field(default_factory=list)
+    """Worker and number of each ticket of a feed whose chunk was dropped, until `Tickets.voided` is called."""
     since: dict[int, int] = field(default_factory=dict)
     """Per worker, the first batch that it is part of, if it came later than the session."""
     held: Counter[int] = field(default_factory=Counter)
@@ -195,6 +201,13 @@ class Tickets:
         """Whether the chunk of that ticket is still to come, or to be taken."""
         return seq in self._outstanding or seq in self._arrived
 
+    def voided(self) -> list[tuple[int, int]]:
+        """Worker and number of each ticket of a feed whose chunk was dropped since the last call."""
+        if self._session is None:
+            return []
+        found, self._session.voided = self._session.voided, []
+        return found
+
     def arrived_of(self) -> list[int]:
         """The workers of chunks that nobody took yet, in order."""
         return [arrived.order.worker for arrived in self._arrived.values()]
@@ -216,11 +229,14 @@ class Tickets:
         if session is None:
             return []
         if session.num_chunks is None:
-            there = [worker for worker in range(self._workers) if worker in available]
-            return [order for worker in there for order in self._rounds(session, worker, version)]
+            there = sorted(worker for worker in session.due if worker in available)
+            orders = [order for worker in there for order in self._rounds(session, worker, version)]
+            # Those that are being restarted stay; `join` adds absent ones when they are there.
+            session.due = {worker for worker in session.due.difference(there) if worker not in self.absent}
+            return orders
         wanted = session.num_chunks
         if session.feed is not None and session.feed.actors is None:
-            wanted = max(1, self._workers - len(self.absent | self._draining)) * session.feed.chunks
+            wanted = max(1, self._workers - len(self.absent) - len(self._draining)) * session.feed.chunks
         return self._first_come(session, wanted, available, version)
 
     def _rounds(self, session: Session, worker: int, version: int) -> list[Order]:
@@ -273,7 +289,10 @@ class Tickets:
     def _touch(self, worker: int) -> None:
         """Queue a worker again after a change that may let it get a ticket."""
         session = self._session
-        if session is None or session.num_chunks is None:
+        if session is None:
+            return
+        if session.num_chunks is None:
+            session.due.add(worker)
             return
         if session.feed is not None:
             begun = -(-self._chunks_of(session, worker) // session.feed.chunks)
@@ -348,6 +367,9 @@ class Tickets:
         self._arrived[seq] = Arrived(order, version, piece)
         self._arrived_of[worker] += 1
         self._shut(order)
+        session = self._session
+        if session is not None and session.missing is not None and order.batch == session.taken:
+            session.missing.discard(worker)
         return True
 
     def give_back(self, worker: int, seq: int, cause: str) -> bool:
@@ -383,22 +405,24 @@ class Tickets:
     def leave(self, worker: int) -> None:
         """The worker has no place to be, and nobody knows for how long: batches go on without it."""
         self.absent.add(worker)
+        self._draining.discard(worker)
         self.departed.add(worker)
         self.membership += 1
         if (session := self._session) is not None:
+            session.missing = None
             session.redo[worker].clear()
             if session.feed is not None and session.feed.actors is None:
                 self.withdraw(worker)  # others go on without it; it takes part again from the next `invite` on
 
     def drain(self, worker: int) -> None:
         """The worker's node is about to leave: the worker finishes its tickets and gets no new ones."""
-        if worker not in self._draining:
+        if worker not in self._draining and worker not in self.absent:
             self._draining.add(worker)
             self.membership += 1
 
     def join(self, worker: int) -> None:
         """The worker is there: it is part of the batches that nobody has begun, or of all that cannot do without it."""
-        self.membership += worker in self.absent | self._draining
+        self.membership += worker in self.absent or worker in self._draining
         self._draining.discard(worker)
         if worker in self.absent:
             self.absent.discard(worker)
@@ -407,6 +431,7 @@ class Tickets:
                 begun = max((session.issued[other] for other in others), default=0)
                 first = session.taken if len(others) < self._fewest else max(begun, session.taken)
                 session.since[worker] = session.issued[worker] = first
+                session.missing = None
         self._touch(worker)
 
     def _present(self, session: Session) -> set[int]:
@@ -424,8 +449,12 @@ class Tickets:
             return
         if session.num_chunks is None:
             session.redo[order.worker].append((order.batch, order.lane))
+            session.missing = None
+            self._touch(order.worker)
         else:
             session.lanes[order.worker].append(order.lane)
+            if session.feed is not None:
+                session.voided.append((order.worker, order.seq))
             if session.invited is not None:
                 session.invited[order.worker] += 1
             self._touch(order.worker)
@@ -476,12 +505,14 @@ class Tickets:
         assert session is not None
         self._drop_stale(session, version)
         if session.num_chunks is None:
-            if len(self._arrived) < self._workers - len(self.absent) - len(session.since):
-                return None  # as nearly always: not all of them are looked at for every one that arrives
-            batch = [arrived for arrived in self._arrived.values() if arrived.order.batch == session.taken]
-            missing = self._present(session) - {arrived.order.worker for arrived in batch}
-            if missing or len(batch) < self._fewest:
+            if session.missing is None:
+                session.missing = self._present(session) - {a.order.worker for a in self._of_batch(session.taken)}
+            if session.missing or len(self._arrived) < self._fewest:
                 return None
+            batch = self._of_batch(session.taken)
+            if len(batch) < self._fewest:
+                return None
+            session.missing = None
         else:
             if len(self._arrived) < session.num_chunks:
                 return None
@@ -497,6 +528,9 @@ class Tickets:
         self.delivered += len(batch)
         return sorted(batch, key=lambda arrived: (arrived.order.worker, arrived.order.seq))
 
+    def _of_batch(self, batch: int) -> list[Arrived]:
+        return [arrived for arrived in self._arrived.values() if arrived.order.batch == batch]
+
     def _drop_stale(self, session: Session, version: int) -> None:
         if session.max_staleness is None or not self._arrived or version - self._oldest <= session.max_staleness:
             return
@@ -509,6 +543,8 @@ class Tickets:
         """The learner is done with the batch it held."""
         session = self._session
         if session is not None:
+            if session.num_chunks is None and session.released < session.taken:
+                session.due.update(range(self._workers))
             session.released = session.taken
             session.held.clear()
             session.held_total = 0

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict
+from collections.abc import Callable
 
 
 class Turns:
@@ -10,30 +11,31 @@ class Turns:
 
     def __init__(self, limit: int | None) -> None:
         self._limit = limit
-        self._waiting: deque[tuple[int, int, int]] = deque()
+        self._waiting: OrderedDict[int, tuple[int, int]] = OrderedDict()
+        """Worker to incarnation and order of its chunk; the one that asked first comes first."""
         self._sending: dict[int, int] = {}
         """Worker to incarnation."""
 
     def ask(self, worker: int, incarnation: int, order: int) -> None:
         self.forget(worker)  # what it was sending, or asked for, was lost
-        self._waiting.append((worker, incarnation, order))
+        self._waiting[worker] = incarnation, order
 
     def forget(self, worker: int) -> None:
         """It is gone, or its chunk is."""
         self._sending.pop(worker, None)
-        self._waiting = deque(entry for entry in self._waiting if entry[0] != worker)
+        self._waiting.pop(worker, None)
 
     def done(self, worker: int) -> bool:
         """A worker's chunk is here; whether that makes room."""
         return self._sending.pop(worker, None) is not None
 
-    def next(self, incarnations: list[int]) -> list[tuple[int, int]]:
+    def next(self, incarnation_of: Callable[[int], int]) -> list[tuple[int, int]]:
         """Workers, and orders of their chunks, that go now; those of earlier incarnations are forgotten."""
-        self._sending = {w: incarnation for w, incarnation in self._sending.items() if incarnations[w] == incarnation}
+        self._sending = {w: number for w, number in self._sending.items() if incarnation_of(w) == number}
         going = []
         while self._waiting and (self._limit is None or len(self._sending) < self._limit):
-            worker, incarnation, order = self._waiting.popleft()
-            if incarnations[worker] == incarnation:
+            worker, (incarnation, order) = self._waiting.popitem(last=False)
+            if incarnation_of(worker) == incarnation:
                 self._sending[worker] = incarnation
                 going.append((worker, order))
         return going
