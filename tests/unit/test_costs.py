@@ -5,12 +5,11 @@ Costs are counted in executed bytecode instructions, which do not depend on the 
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
+from work import instructions
 
 from farstep import Buffer
 from farstep.buffer import LIFO, MaxHeap, MinHeap, Prioritized, Sampler, Uniform
@@ -19,25 +18,6 @@ from farstep.head.tickets import FeedPlan, Tickets
 
 FEW, MANY = 8, 64
 """Actors."""
-
-
-def instructions(call: Callable[[], object]) -> int:
-    """How many bytecode instructions a call executes."""
-    count = 0
-
-    def trace(frame: Any, event: str, _: object) -> Any:
-        nonlocal count
-        frame.f_trace_lines, frame.f_trace_opcodes = False, True
-        count += event == "opcode"
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        call()
-    finally:
-        sys.settrace(before)
-    return count
 
 
 def trigger_cost(actors: int, **options: Any) -> float:
