@@ -1,9 +1,10 @@
 """Who may roll: tickets, admission and exactly-once acceptance, as a state machine without I/O.
 
-A session yields batches. With `num_chunks=None` batch `b` is one chunk of every worker; otherwise it is the first
-`num_chunks` chunks to arrive. Admission is one rule: batches outstanding + unread + held by the
-learner never exceed `max_staleness + 1`; a learner that publishes once per batch then never meets an older row.
-What publishes more often makes rows too old: those are dropped here, counted, and rolled again.
+A session yields batches. With `num_chunks=None` every worker rolls one chunk per round, and a batch is the chunks of
+the next `rollouts` rounds; otherwise it is the first `num_chunks` chunks to arrive. Admission is one rule: batches
+outstanding + unread + held by the learner never exceed `max_staleness + 1`; a learner that publishes once per batch
+then never meets an older row. What publishes more often makes rows too old: those are dropped here, counted, and rolled
+again.
 
 A workflow opens a feed instead: chunks are taken one by one, as they arrive, and count as held until their rows were
 consumed, by windows of some chunks of some actors each. Admission counts windows: what a worker has begun it may
@@ -31,6 +32,7 @@ class Order:
     seq: int
     worker: int
     batch: int
+    """Its round, counted from 0; -1 where chunks are taken as they come."""
     lane: int
     min_version: int
 
@@ -71,17 +73,21 @@ class Session:
     num_chunks: int | None
     batches: int | None
     """How many batches in all; None: as many as are asked for."""
+    rollouts: int = 1
+    """Rounds per batch."""
     issued: dict[int, int] = field(default_factory=dict)
-    """Per worker, the next batch it has no ticket for."""
+    """Per worker, the next round it has no ticket for."""
     redo: dict[int, deque[tuple[int, int]]] = field(default_factory=dict)
-    """Per worker, batch and lane of tickets to give again."""
+    """Per worker, round and lane of tickets to give again."""
     taken: int = 0
+    """Rounds that the learner was given; a multiple of `rollouts`, as is `released`."""
     released: int = 0
+    """Rounds that the learner is done with."""
     lanes: dict[int, list[int]] = field(default_factory=dict)
     """Per worker, free lanes (first-come sessions only)."""
     feed: FeedPlan | None = None
     since: dict[int, int] = field(default_factory=dict)
-    """Per worker, the first batch that it is part of, if it came later than the session."""
+    """Per worker, the first round that it is part of, if it came later than the session."""
     held: Counter[int] = field(default_factory=Counter)
     """Per worker, chunks that the learner has and is not done with (rounds count batches instead)."""
     invited: dict[int, int] | None = None
@@ -97,6 +103,11 @@ class Session:
     @property
     def depth(self) -> int:
         return (self.max_staleness or 0) + 1
+
+    @property
+    def rounds_ahead(self) -> int:
+        """Rounds that may be outstanding, unread or held together, each with a lane of its own."""
+        return self.depth * self.rollouts
 
 
 class Tickets:
@@ -125,13 +136,15 @@ class Tickets:
         self.issued = self.delivered = 0
         self.dropped: Counter[str] = Counter()
 
-    def lanes_needed(self, max_staleness: int | None, num_chunks: int | None, feed: FeedPlan | None = None) -> int:
+    def lanes_needed(
+        self, max_staleness: int | None, num_chunks: int | None, feed: FeedPlan | None = None, rollouts: int = 1
+    ) -> int:
         """How many lanes a session writes into."""
         if feed is not None:
             return _FEED_LANES
         depth = (max_staleness or 0) + 1
         if num_chunks is None:
-            return depth
+            return depth * rollouts
         # With fewer than a batch's share per worker, a batch of many chunks could never be complete.
         return max(depth, _QUEUED_PER_WORKER, -(-depth * num_chunks // self._fewest))
 
@@ -141,12 +154,13 @@ class Tickets:
         num_chunks: int | None = None,
         batches: int | None = None,
         feed: FeedPlan | None = None,
+        rollouts: int = 1,
     ) -> None:
         """Begin a session; whatever an earlier one left open is cancelled first. The chunks of a feed are taken one by
-        one."""
+        one; `rollouts` rounds make a batch of a session without `num_chunks`."""
         assert self._session is None, "cancel the session before opening another"
-        session = Session(max_staleness, num_chunks, batches, feed=feed)
-        lanes = self.lanes_needed(max_staleness, num_chunks, feed)
+        session = Session(max_staleness, num_chunks, batches, rollouts, feed=feed)
+        lanes = self.lanes_needed(max_staleness, num_chunks, feed, rollouts)
         for worker in range(self._workers):
             session.issued[worker] = 0
             session.redo[worker] = deque()
@@ -224,19 +238,20 @@ class Tickets:
         return self._first_come(session, wanted, available, version)
 
     def _rounds(self, session: Session, worker: int, version: int) -> list[Order]:
-        orders = []
+        places = []
         while session.redo[worker]:
-            batch, lane = session.redo[worker].popleft()
-            orders.append(self._order(session, worker, batch, lane, version + batch - session.released))
-        last = session.released + session.depth
+            places.append(session.redo[worker].popleft())
+        last = session.released + session.rounds_ahead
         if session.batches is not None:
-            last = min(last, session.batches)
+            last = min(last, session.batches * session.rollouts)
         while session.issued[worker] < last:
-            batch = session.issued[worker]
+            number = session.issued[worker]
             session.issued[worker] += 1
-            lane = batch % session.depth
-            orders.append(self._order(session, worker, batch, lane, version + batch - session.released))
-        return orders
+            places.append((number, number % session.rounds_ahead))
+        return [
+            self._order(session, worker, number, lane, version + (number - session.released) // session.rollouts)
+            for number, lane in places
+        ]
 
     def _first_come(self, session: Session, wanted: int, available: Container[int], version: int) -> list[Order]:
         orders: list[Order] = []
@@ -476,11 +491,12 @@ class Tickets:
         assert session is not None
         self._drop_stale(session, version)
         if session.num_chunks is None:
-            if len(self._arrived) < self._workers - len(self.absent) - len(session.since):
+            rollouts = session.rollouts
+            if len(self._arrived) < (self._workers - len(self.absent) - len(session.since)) * rollouts:
                 return None  # as nearly always: not all of them are looked at for every one that arrives
-            batch = [arrived for arrived in self._arrived.values() if arrived.order.batch == session.taken]
-            missing = self._present(session) - {arrived.order.worker for arrived in batch}
-            if missing or len(batch) < self._fewest:
+            batch = [a for a in self._arrived.values() if a.order.batch < session.taken + rollouts]
+            chunks = Counter(arrived.order.worker for arrived in batch)
+            if len(chunks) < self._fewest or any(chunks[worker] < rollouts for worker in self._present(session)):
                 return None
         else:
             if len(self._arrived) < session.num_chunks:
@@ -493,7 +509,7 @@ class Tickets:
         for arrived in batch:
             self._forget(arrived)
             self._touch(arrived.order.worker)
-        session.taken += 1
+        session.taken += session.rollouts
         self.delivered += len(batch)
         return sorted(batch, key=lambda arrived: (arrived.order.worker, arrived.order.seq))
 
