@@ -36,6 +36,8 @@ from farstep.learners.ppo import PPOConfig
         (PPOConfig, {"normalize_advantages": "Batch"}),
         (PPOConfig, {"value_lr": -1e-3}),
         (PPOConfig, {"critic_warmup_updates": -1}),
+        (PPOConfig, {"rollout_epochs": 0}),
+        (AsyncPPOConfig, {"rollout_epochs": 1.5}),
         (PPOConfig, {"critic_warmup_updates": 2.5}),
         (PPOConfig, {"critic_warmup_updates": 5, "vf_coef": 0.0}),
         (AsyncPPOConfig, {"critic_warmup_updates": 5, "value_lr": 0.0}),

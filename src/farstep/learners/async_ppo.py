@@ -35,7 +35,7 @@ class AsyncPPOConfig:
     staleness_threshold: int = 1
     """versions that a row may be old when it is learned from; 0 is synchronous PPO"""
     num_chunks: int | None = None
-    """learn from the first so many workers' chunks to arrive; None: one of every worker"""
+    """learn from the first so many workers' chunks to arrive, times rollout_epochs; None: one of every worker"""
     recompute_logprobs: bool = True
     """proximal log-probabilities by one forward over the batch; otherwise interpolated by the age of a row"""
     behave_weight_threshold: float | None = 1.5
@@ -69,6 +69,10 @@ class AsyncPPOConfig:
     num_steps: int | None = None
     """steps of each environment per rollout; None: 4,096 divided by the number of environments, at least 16, at most
     128 for a recurrent agent"""
+    rollout_epochs: int = 1
+    """rollouts per update, one after the other with the same weights, each with advantages of its own. Use more for
+    larger updates where num_steps cannot grow: it is also the length of a recurrent agent's sequences; else prefer more
+    num_steps"""
     update_epochs: int = 8
     """times that the rows of an update are learned from"""
     global_batch_size: int | None = None
@@ -95,7 +99,7 @@ class AsyncPPOConfig:
 
     def __post_init__(self) -> None:
         check_counts(self, "staleness_threshold", minimum=0)
-        check_counts(self, "num_steps", "update_epochs", "num_chunks")
+        check_counts(self, "num_steps", "rollout_epochs", "update_epochs", "num_chunks")
         check_counts(self, "global_batch_size", "micro_batch_size")
         check_choice(self, "normalize_advantages", ("minibatch", "batch", "no"))
         check_choice(self, "behave_weight_mode", ("mask", "truncate"))
@@ -141,8 +145,10 @@ class AsyncPPO(OnPolicy):
         config = self.config
         steps = rollout_steps(config.num_steps, env.num_envs, config.net.is_recurrent)
         if self.synchronous:
-            return rollouts(env, self.agent, steps)
-        return env.stream(self.agent, steps, config.staleness_threshold, config.num_chunks)
+            return rollouts(env, self.agent, steps, config.rollout_epochs)
+        return env.stream(
+            self.agent, steps, config.staleness_threshold, config.num_chunks, rollout_epochs=config.rollout_epochs
+        )
 
     def update(self, batch: Batch, version: int, progress: float, timer: Timer) -> dict[str, float]:
         """Learn from a batch; `version` is that of the agent's weights, `progress` goes from 0 to 1."""

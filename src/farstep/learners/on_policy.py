@@ -110,7 +110,7 @@ def _check_rewards(batch: Batch) -> None:
     )
 
 
-def rollouts(env: ClusterEnv, agent: ActorCritic, steps: int) -> Iterator[Batch]:
-    """One rollout of all environments after the other, each with the newest weights."""
+def rollouts(env: ClusterEnv, agent: ActorCritic, steps: int, epochs: int) -> Iterator[Batch]:
+    """Batches of `epochs` rollouts of all environments, each batch with the newest weights."""
     while True:
-        yield env.collect(agent, steps)
+        yield env.collect(agent, steps, epochs)

@@ -39,6 +39,10 @@ class PPOConfig:
     num_steps: int | None = None
     """steps of each environment per rollout; None: 4,096 divided by the number of environments, at least 16, at most
     128 for a recurrent agent"""
+    rollout_epochs: int = 1
+    """rollouts per update, one after the other with the same weights, each with advantages of its own. Use more for
+    larger updates where num_steps cannot grow: it is also the length of a recurrent agent's sequences; else prefer more
+    num_steps"""
     gamma: float = 0.99
     """discount"""
     gae_lambda: float = 0.95
@@ -72,7 +76,7 @@ class PPOConfig:
     net: NetConfig = DEFAULT_NET
 
     def __post_init__(self) -> None:
-        check_counts(self, "num_steps", "minibatch_size", "update_epochs")
+        check_counts(self, "num_steps", "rollout_epochs", "minibatch_size", "update_epochs")
         check_choice(self, "normalize_advantages", ("minibatch", "batch", "no"))
         check_numbers(self, gamma=(0, 1), gae_lambda=(0, 1), clip_coef=(0, 1))
         check_numbers(self, learning_rate=(0, inf), ent_coef=(0, inf), vf_coef=(0, inf))
@@ -93,7 +97,7 @@ class PPO(OnPolicy):
     def batches(self, env: ClusterEnv) -> Iterator[Batch]:
         config = self.config
         steps = rollout_steps(config.num_steps, env.num_envs, config.net.is_recurrent)
-        return rollouts(env, self.agent, steps)
+        return rollouts(env, self.agent, steps, config.rollout_epochs)
 
     def update(self, batch: Batch, version: int, progress: float, timer: Timer) -> dict[str, float]:
         """Learn from a batch; `version` is that of the agent's weights, `progress` goes from 0 to 1."""

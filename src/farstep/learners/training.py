@@ -179,8 +179,8 @@ class Training:
                 raise
             if self._in_warmup:
                 log.warning(
-                    "the run ended in its critic warm-up, so that its policy was not trained: raise --total-steps, or "
-                    "lower --critic-warmup-updates (the run made %d updates)",
+                    "the run ended in its critic warm-up, after %d updates, so that its policy was not trained: lower "
+                    "--critic-warmup-updates, or train for longer (--total-steps, --target-return)",
                     self.progress.updates,
                 )
             self.save()  # before the evaluation, which may take long and be interrupted
