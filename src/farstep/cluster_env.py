@@ -159,12 +159,16 @@ class ClusterEnv:
             _with_acting(_merged(batch), batch),
         )
 
-    def collect(self, agent: Agent, steps: int = 128) -> Batch:
-        """A synchronous rollout of `steps` steps of every environment, with the agent's present parameters."""
-        steps = check_count("steps", steps)
+    def collect(self, agent: Agent, steps: int = 128, rollout_epochs: int = 1) -> Batch:
+        """A synchronous rollout of `steps` steps of every environment, with the agent's present parameters.
+
+        With `rollout_epochs` it is followed by further ones with the same parameters, and the batch has the columns of
+        all: each slot once per rollout, in the order in which they were rolled.
+        """
+        steps, rollout_epochs = check_count("steps", steps), _check_rollouts(rollout_epochs)
         collector = self._launched()
         collector.adopt(agent)
-        return collector.one_batch(steps)
+        return collector.one_batch(steps, rollouts=rollout_epochs)
 
     def parts(self, agent: Agent, steps: int = 128) -> Parts:
         """As `collect`, for a learner that begins before all of it is there: parts of it in order of arrival.
@@ -180,28 +184,37 @@ class ClusterEnv:
         return (yield from collector.parts(steps))
 
     def stream(
-        self, agent: Agent, steps: int = 128, max_staleness: int = 1, num_chunks: int | None = None
+        self,
+        agent: Agent,
+        steps: int = 128,
+        max_staleness: int = 1,
+        num_chunks: int | None = None,
+        rollout_epochs: int = 1,
     ) -> Iterator[Batch]:
         """Batches without end, rolled while the learner works, none older than `max_staleness` versions (or, with
         `kl_threshold`, not found close to one within the bound).
 
         New weights reach the workers when `publish` is called. By default a batch is one chunk of every worker;
-        with `num_chunks` it is the first chunks to arrive. Leaving the loop cancels what is under way, and so does
-        any other call that rolls.
+        with `num_chunks` it is the first chunks to arrive. `rollout_epochs` multiplies the chunks of a batch: its
+        columns are those of several rollouts, and staleness is still counted in batches. Leaving the loop cancels what
+        is under way, and so does any other call that rolls.
         """
         steps, max_staleness = check_count("steps", steps), check_count("max_staleness", max_staleness, minimum=0)
         if max_staleness > _MAX_STALENESS:
             raise ConfigError(
                 f"max_staleness is {max_staleness}; at most {_MAX_STALENESS} batches may be under way at a time."
             )
+        rollout_epochs = _check_rollouts(rollout_epochs, max_staleness + 1)
         if num_chunks is not None:
-            num_chunks = check_count("num_chunks", num_chunks)
-        return self._stream(agent, steps, max_staleness, num_chunks)
+            num_chunks, rollout_epochs = check_count("num_chunks", num_chunks) * rollout_epochs, 1
+        return self._stream(agent, steps, max_staleness, num_chunks, rollout_epochs)
 
-    def _stream(self, agent: Agent, steps: int, max_staleness: int, num_chunks: int | None) -> Iterator[Batch]:
+    def _stream(
+        self, agent: Agent, steps: int, max_staleness: int, num_chunks: int | None, rollouts: int
+    ) -> Iterator[Batch]:
         collector = self._launched()
         collector.adopt(agent)
-        yield from collector.stream(steps, max_staleness, num_chunks)
+        yield from collector.stream(steps, max_staleness, num_chunks, rollouts)
 
     def adopt(self, agent: Agent) -> Collector:
         """Make workers act with this agent, for a workflow that takes chunks itself."""
@@ -296,6 +309,17 @@ class ClusterEnv:
     def stats(self) -> dict[str, Any]:
         """Counters as plain data; the guide lists them. Launches, as every call does."""
         return self._launched().snapshot()
+
+
+def _check_rollouts(rollout_epochs: int, batches: int = 1) -> int:
+    """The number of rollouts per batch, if there is room for those of `batches` batches."""
+    most = max(1, (_MAX_STALENESS + 1) // batches)
+    if check_count("rollout_epochs", rollout_epochs) > most:
+        raise ConfigError(
+            f"rollout_epochs is {rollout_epochs}; at most {most} rollouts per batch may be under way here. Use more "
+            "steps per rollout instead."
+        )
+    return int(rollout_epochs)
 
 
 class _Infos:

@@ -397,6 +397,63 @@ def test_a_learner_that_publishes_every_batch_never_meets_an_older_row(
         assert_balanced(stats)
 
 
+@pytest.mark.parametrize("how", ["collect", "stream"])
+@BOTH
+def test_several_rollouts_in_one_batch_are_those_of_several_batches(config: farstep.LaunchConfig, how: str) -> None:
+    """Equal in every array, with each slot's columns in the order in which they were rolled."""
+    found = []
+    for rollout_epochs in (1, 3):
+        with cluster(envs=3, config=config) as env:
+            agent, batches = TableAgent(), []
+            stream = env.stream(agent, 7, max_staleness=0, rollout_epochs=rollout_epochs)
+            for _ in range(6 // rollout_epochs):
+                batch = next(stream) if how == "stream" else env.collect(agent, 7, rollout_epochs)
+                assert_sound(batch)
+                batches.append(batch.copy())
+            stream.close()  # type: ignore[attr-defined]
+            found.append(batches)
+    one, three = found
+    for k, batch in enumerate(three):
+        expected = one[3 * k : 3 * k + 3]
+        assert batch.shape == (7, 9) and sorted(batch.slots) == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+        order = np.argsort(batch.slots, kind="stable").reshape(3, 3).T  # by rollout, then by slot
+        for name in batch:
+            for columns, single in zip(order, expected, strict=True):
+                np.testing.assert_array_equal(batch.arrays[name][:, columns], single.arrays[name], err_msg=name)
+        for columns, single in zip(order, expected, strict=True):
+            np.testing.assert_array_equal(batch.last_obs[columns], single.last_obs)
+            np.testing.assert_array_equal(batch.continues[columns], single.continues)
+        assert len(batch.final_obs) == sum(len(single.final_obs) for single in expected)
+        ends = batch["terminated"] | batch["truncated"]
+        assert ends[batch.final_obs.row, batch.final_obs.slot].all()
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1, 2])
+@BOTH
+def test_staleness_is_counted_in_batches_of_several_rollouts(config: farstep.LaunchConfig, max_staleness: int) -> None:
+    with cluster(envs=3, config=config) as env:
+        agent, version = TableAgent(), 0
+        for k, batch in enumerate(env.stream(agent, 4, max_staleness, rollout_epochs=2)):
+            assert_sound(batch)
+            assert sorted(batch.slots) == [0, 0, 1, 1, 2, 2]
+            assert (version - batch["version"]).min() >= 0 and (version - batch["version"]).max() <= max_staleness
+            if k == 8:
+                break
+            agent.table[:] = (agent.table + 1) % 3
+            version = env.publish(agent)
+        stats = env.stats()
+        assert not stats["dropped"].get("stale")
+        assert_balanced(stats)
+
+
+@pytest.mark.parametrize("wrong", [0, 1.5, 10**6])
+def test_an_impossible_number_of_rollouts_is_refused(wrong: Any) -> None:
+    with cluster(envs=1, config=inprocess(1)) as env:
+        for call in (env.collect, env.stream):
+            with pytest.raises(farstep.ConfigError, match="rollout_epochs"):
+                call(TableAgent(), 4, rollout_epochs=wrong)
+
+
 def test_rows_that_became_too_old_are_dropped_and_counted() -> None:
     with cluster(envs=2, workers=2) as env:
         agent, version = TableAgent(), 0

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
+from pathlib import Path
 from typing import Any
 
 import gymnasium
 import numpy as np
+import pytest
 import torch
 from gymnasium import spaces
 
@@ -15,7 +18,7 @@ from farstep.learners.async_ppo import AsyncPPO, AsyncPPOConfig
 from farstep.learners.impala import Impala, ImpalaConfig
 from farstep.learners.nets import ActorCritic, make_agent
 from farstep.learners.ppo import PPO, PPOConfig
-from farstep.learners.training import Limits, Training
+from farstep.learners.training import Limits, Stopped, Training
 
 Config = PPOConfig | AsyncPPOConfig | ImpalaConfig
 LEARNERS: dict[type, Any] = {PPOConfig: PPO, AsyncPPOConfig: AsyncPPO, ImpalaConfig: Impala}
@@ -134,3 +137,25 @@ def trained(
         training, agent = make_training(cluster, config, total_steps, seed, target_return=target)
         progress = training.run()
     return float(np.mean(progress.returns)), agent
+
+
+def resumable(
+    config: Config, total_steps: int, folder: Path, *, stop_at: int | None = None, resume: bool = False
+) -> dict[str, torch.Tensor]:
+    """The parameters at the end of a run with checkpoints, or after the update at which a signal stopped it."""
+    with make_env("CartPole-v1", 4, seed=3, launcher="inprocess") as env:
+        training, agent = make_training(env, config, total_steps, checkpoints=folder, sink=Rows(stop_at))
+        if resume:
+            training.resume()
+        with pytest.raises(Stopped) if stop_at else contextlib.nullcontext():
+            training.run()
+    return agent.state_dict()
+
+
+def assert_resumes_exactly(config: Config, total_steps: int, stop_at: int, folder: Path) -> None:
+    """A run that is stopped and resumed ends with the parameters of one that is not stopped."""
+    whole = resumable(config, total_steps, folder / "whole")
+    resumable(config, total_steps, folder / "parts", stop_at=stop_at)
+    parts = resumable(config, total_steps, folder / "parts", resume=True)
+    assert whole.keys() == parts.keys()
+    assert all(torch.equal(tensor, parts[name]) for name, tensor in whole.items())

@@ -63,6 +63,11 @@ def is_possible(way: Way, kind: str) -> bool:
             return True
         case (("learner", "optimizer", "adam", "exp_avg"), "negative"):
             return True
+        case (
+            ("learner", "optimizer", "adam", "critic_step") | ("learner", "updates"),
+            "removed",
+        ):  # of an older farstep
+            return True
         case (("learner", "statistics", "returns"), "negative" | "longer"):  # slots that this run no longer has
             return True
         case (("progress", "returns", _), "negative" | "huge"):

@@ -121,3 +121,22 @@ def test_a_worker_that_is_back_before_its_node_has_left_counts_as_joined() -> No
     assert tickets.present == {0}
     tickets.join(1)
     assert tickets.present == {0, 1} and tickets.membership > before
+
+
+@pytest.mark.parametrize("stale", [False, True])
+def test_worker_that_rejoins_does_not_repeat_a_round_that_it_delivered(stale: bool) -> None:
+    """Both workers are needed, so the one that rejoins takes part in the batch that it left in the middle of."""
+    tickets = Tickets(2, fewest=2)
+    tickets.open(0)
+    first = {order.worker: order for order in tickets.grant([0, 1], 0)}
+    assert tickets.accept(1, first[1].seq, 0, None)
+    tickets.lost(1)
+    tickets.leave(1)
+    version = int(stale)
+    assert tickets.take(version) is None  # if the version is newer, the chunk of worker 1 is dropped here
+    tickets.join(1)
+    again = tickets.grant([0, 1], version)
+    assert [order.worker for order in again] == [1] * stale
+    for order in [first[0], *again]:
+        assert tickets.accept(order.worker, order.seq, version, None)
+    assert [arrived.order.worker for arrived in tickets.take(version) or ()] == [0, 1]

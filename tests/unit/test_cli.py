@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -186,6 +187,21 @@ def test_to_train_needs_a_learner(capsys: pytest.CaptureFixture[str]) -> None:
 def test_every_option_is_explained(learner: str, capsys: pytest.CaptureFixture[str]) -> None:
     status, output, _ = said(capsys, "train", learner, "--help")
     assert status == 0 and "--total-steps" in output and "--learning-rate" in output
+
+
+@pytest.mark.parametrize(
+    ("learner", "options"),
+    [
+        ("ppo", ["value-lr", "critic-warmup-updates", "rollout-epochs", "minibatch-size"]),
+        ("async-ppo", ["value-lr", "critic-warmup-updates", "rollout-epochs", "global-batch-size"]),
+        ("impala", ["value-lr", "critic-warmup-updates"]),
+    ],
+)
+def test_help_says_when_to_use_an_option(learner: str, options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    _, output, _ = said(capsys, "train", learner, "--help")
+    for option in options:
+        (helped,) = re.findall(rf"--{option} (.*?)(?:--[a-z]|$)", output, re.S)
+        assert "Use" in helped.split(), option
 
 
 def test_a_run_of_another_learner_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -56,3 +56,7 @@ def test_one_bad_update_is_not_enough() -> None:
     guards = Guards()
     found = [w for k in range(60) for w in guards.observe({**HEALTHY, "train/actor/ess": 0.01 if k == 30 else 1.0})]
     assert found == []
+
+
+def test_nothing_is_pulled_in_critic_warmup_and_no_warning_is_given() -> None:
+    assert warnings(pulls_every=1000, train__critic__warmup=1.0) == []

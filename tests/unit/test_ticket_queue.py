@@ -129,10 +129,10 @@ def test_grants_the_same_tickets_as_checking_every_worker(seed: int) -> None:
 def test_rounds_are_the_same_as_if_every_worker_were_checked(seed: int) -> None:
     rng = random.Random(seed)
     workers, staleness = rng.randint(1, 4), rng.choice([None, 0, 1, 2])
-    fewest = rng.randint(1, workers)
+    fewest, rollouts = rng.randint(1, workers), rng.choice([1, 1, 2, 3])
     both = Tickets(workers, fewest), NaiveTickets(workers, fewest)
     for tickets in both:
-        tickets.open(staleness)
+        tickets.open(staleness, rollouts=rollouts)
     up, version, batches = set(range(workers)), 0, 0
     for _ in range(300):
         granted = [tickets.grant(up, version) for tickets in both]
@@ -163,6 +163,8 @@ def test_rounds_are_the_same_as_if_every_worker_were_checked(seed: int) -> None:
             taken = [tickets.take(version) for tickets in both]
             assert taken[0] == taken[1]
             batches += taken[0] is not None
+            rolled = [(arrived.order.worker, arrived.order.batch) for arrived in taken[0] or ()]
+            assert len(set(rolled)) == len(rolled), "a worker rolled the same round twice"
             if rng.random() < 0.7:
                 for tickets in both:
                     tickets.release()

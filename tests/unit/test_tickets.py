@@ -10,8 +10,8 @@ from ticket_world import TicketWorld
 
 from farstep.head.tickets import FeedPlan, Order, Tickets
 
-RUNS, EVENTS = 13, 600  # for each of 16 kinds of session: 124,800 events
-MODES = pytest.mark.parametrize("mode", ["rounds", "first-come"])
+RUNS, EVENTS = 13, 600  # for each of 24 kinds of session: 187,200 events
+MODES = pytest.mark.parametrize("mode", ["rounds", "several rounds", "first-come"])
 STALENESS = pytest.mark.parametrize("max_staleness", [0, 1, 2, 3])
 
 
@@ -19,8 +19,9 @@ def worlds(max_staleness: int, mode: str, eager: bool) -> list[TicketWorld]:
     found = []
     for seed in range(RUNS):
         workers = seed % 4 + 1
-        num_chunks = None if mode == "rounds" else seed % 6 + 1
-        found.append(TicketWorld(seed, workers, max_staleness, num_chunks, eager))
+        num_chunks = seed % 6 + 1 if mode == "first-come" else None
+        rollouts = seed % 3 + 2 if mode == "several rounds" else 1
+        found.append(TicketWorld(seed, workers, max_staleness, num_chunks, eager, rollouts))
     return found
 
 
@@ -36,7 +37,7 @@ def test_promises_hold_after_every_random_event(max_staleness: int, mode: str, e
         world.next_batch()
         world.check_exactly_once()
         assert world.delivered, "the run never got anywhere"
-        if mode == "rounds" and not eager:
+        if mode != "first-come" and not eager:
             assert not world.tickets.dropped["stale"], "one version per batch must never make a row too old"
 
 
@@ -93,6 +94,37 @@ def test_staleness_one_rolls_one_batch_ahead() -> None:
     third = granted(tickets, version=1, workers=1)
     assert [(order.lane, order.min_version) for order in third] == [(0, 1)]  # into the lane just let go
     assert [arrived.version for arrived in tickets.take(1) or ()] == [0]  # a lag of one is allowed
+
+
+def test_several_rollouts_per_batch_are_rolled_ahead_together() -> None:
+    tickets = Tickets(1)
+    tickets.open(1, rollouts=2)
+    assert tickets.lanes_needed(1, None, rollouts=2) == 4
+    orders = granted(tickets, workers=1)
+    assert [order.lane for order in orders] == [0, 1, 2, 3]
+    hand_over(tickets, orders[:1], 0)
+    assert tickets.take(0) is None  # a batch is two of them
+    hand_over(tickets, orders[1:3], 0)
+    assert [arrived.order.batch for arrived in tickets.take(0) or ()] == [0, 1]
+    assert granted(tickets, workers=1) == []
+    tickets.release()
+    following = granted(tickets, version=1, workers=1)
+    assert [(order.lane, order.min_version) for order in following] == [(0, 1), (1, 1)]  # of the batch after the next
+    hand_over(tickets, orders[3:], 0)
+    assert [arrived.version for arrived in tickets.take(1) or ()] == [0, 0]  # a lag of one version, not of one rollout
+
+
+def test_a_worker_that_joins_is_part_of_whole_batches() -> None:
+    tickets = Tickets(2, fewest=1)
+    tickets.leave(1)
+    tickets.open(1, rollouts=2)
+    first = tickets.grant([0], 0)
+    hand_over(tickets, first[:3], 0)
+    tickets.join(1)
+    assert len(tickets.take(0) or ()) == 2
+    tickets.release()
+    hand_over(tickets, [*first[3:], *granted(tickets, version=1)], 1)
+    assert [len(tickets.take(1) or ()) for _ in "ab"] == [2, 4]
 
 
 def test_publishing_twice_per_batch_makes_rows_too_old() -> None:

@@ -11,8 +11,11 @@ from farstep.head.tickets import Arrived, Order, Tickets
 class TicketWorld:
     """Keeps its own books, so that a mistake of `Tickets` cannot hide in the numbers it reports itself."""
 
-    def __init__(self, seed: int, workers: int, max_staleness: int, num_chunks: int | None, eager: bool) -> None:
+    def __init__(
+        self, seed: int, workers: int, max_staleness: int, num_chunks: int | None, eager: bool, rollouts: int = 1
+    ) -> None:
         self.rng = random.Random(seed)
+        self.rollouts = rollouts
         self.workers, self.max_staleness, self.num_chunks = workers, max_staleness, num_chunks
         self.tickets = Tickets(workers)
         self.version = 0
@@ -32,8 +35,8 @@ class TicketWorld:
         self._open()
 
     def _open(self) -> None:
-        self.tickets.open(self.max_staleness, self.num_chunks)
-        self.lanes = self.tickets.lanes_needed(self.max_staleness, self.num_chunks)
+        self.tickets.open(self.max_staleness, self.num_chunks, rollouts=self.rollouts)
+        self.lanes = self.tickets.lanes_needed(self.max_staleness, self.num_chunks, rollouts=self.rollouts)
 
     # ---- events ----
 
@@ -99,8 +102,11 @@ class TicketWorld:
         owners = [arrived.order.worker for arrived in batch]
         assert owners == sorted(owners)
         if self.num_chunks is None:
-            assert owners == list(range(self.workers)), "one chunk of every worker"
-            assert len({(a.order.batch, a.order.lane) for a in batch}) == 1, "columns of different rounds were mixed"
+            assert Counter(owners) == dict.fromkeys(range(self.workers), self.rollouts), (
+                "as many chunks of every worker"
+            )
+            rounds = {(a.order.batch, a.order.lane) for a in batch}
+            assert len(rounds) == self.rollouts, "columns of different batches were mixed"
         else:
             assert len(batch) == self.num_chunks
 
@@ -169,7 +175,7 @@ class TicketWorld:
         assert tickets.issued == balance, tickets.dropped
         assert tickets.delivered == len(self.delivered)
         ahead = in_flight + len(self.unread) + len(self.held)
-        assert ahead <= (self.max_staleness + 1) * (self.num_chunks or self.workers), "admission"
+        assert ahead <= (self.max_staleness + 1) * (self.num_chunks or self.workers * self.rollouts), "admission"
         self._check_lanes()
 
     def _check_lanes(self) -> None:
@@ -180,7 +186,8 @@ class TicketWorld:
             lanes = [order.lane for order in queue] + unread[worker]
             assert len(lanes) == len(set(lanes)), "a chunk would be written over another"
             if self.num_chunks is None and self.held:  # first-come batches are copies
-                assert self.held[0].order.lane not in lanes, "the learner's rows would change under its hands"
+                held = {arrived.order.lane for arrived in self.held}
+                assert not held & set(lanes), "the learner's rows would change under its hands"
 
     def check_exactly_once(self) -> None:
         """Every accepted chunk was yielded once, or is unread, or was dropped and counted."""

@@ -54,6 +54,8 @@ class Request:
 
     steps: int = 0
     num_chunks: int | None = None
+    rollouts: int = 1
+    """Chunks of every worker per batch, if `num_chunks` is None."""
     infos: bool = False
     reset: ResetOrder | None = None
     incarnations: tuple[int, ...] = ()
@@ -291,9 +293,11 @@ class Collector:
 
     # ---- sessions ----
 
-    def one_batch(self, steps: int, *, infos: bool = False, reset: ResetOrder | None = None) -> Batch:
-        """A batch of one chunk of every worker, rolled now."""
-        request = self._open(Request(steps, None, infos, reset), None, 1)
+    def one_batch(
+        self, steps: int, *, infos: bool = False, reset: ResetOrder | None = None, rollouts: int = 1
+    ) -> Batch:
+        """A batch of `rollouts` chunks of every worker, rolled now."""
+        request = self._open(Request(steps, None, rollouts, infos, reset), None, 1)
         try:
             return self._next_batch(request)
         finally:
@@ -313,9 +317,9 @@ class Collector:
         finally:
             self._end(request)
 
-    def stream(self, steps: int, max_staleness: int, num_chunks: int | None) -> Iterator[Batch]:
+    def stream(self, steps: int, max_staleness: int, num_chunks: int | None, rollouts: int = 1) -> Iterator[Batch]:
         """Batches without end; closing the iterator cancels what is under way."""
-        request = self._open(Request(steps, num_chunks), max_staleness, None)
+        request = self._open(Request(steps, num_chunks, rollouts), max_staleness, None)
         try:
             while True:
                 yield self._next_batch(request)
@@ -381,11 +385,12 @@ class Collector:
         with self.server.locked():
             self.server.raise_failure()
             self._end()
-            self._lay(max(request.steps, 1), tickets.lanes_needed(max_staleness, request.num_chunks, request.feed))
+            plan = request.num_chunks, request.feed, request.rollouts
+            self._lay(max(request.steps, 1), tickets.lanes_needed(max_staleness, *plan))
             if request.reset is not None:
                 self._note_reset(request.reset)
             self._request = replace(request, incarnations=tuple(seat.incarnation for seat in self.server.seats))
-            tickets.open(max_staleness, request.num_chunks, batches, request.feed)
+            tickets.open(max_staleness, request.num_chunks, batches, request.feed, request.rollouts)
             return self._request
 
     def row_schema(self) -> tuple[Schema, dict[str, Structure]]:
@@ -440,7 +445,8 @@ class Collector:
         with server.locked():  # until it is copied: a ticket given meanwhile could write into its lanes
             arrived = self._wait(request, look)
             continues = np.concatenate([self._follow(a, request.steps) for a in arrived])
-            whole = request.num_chunks is None and len(arrived) == self._num_workers
+            one_round = request.num_chunks is None and request.rollouts == 1
+            whole = one_round and len(arrived) == self._num_workers
             batch = (rollouts.batch if whole else rollouts.copied)(arrived, request.steps, continues)
             self.counters.batch(batch, arrived, self.version())
         return batch

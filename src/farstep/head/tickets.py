@@ -1,9 +1,10 @@
 """Who may roll: tickets, admission and exactly-once acceptance, as a state machine without I/O.
 
-A session yields batches. With `num_chunks=None` batch `b` is one chunk of every worker; otherwise it is the first
-`num_chunks` chunks to arrive. Admission is one rule: batches outstanding + unread + held by the
-learner never exceed `max_staleness + 1`; a learner that publishes once per batch then never meets an older row.
-What publishes more often makes rows too old: those are dropped here, counted, and rolled again.
+A session yields batches. With `num_chunks=None` every worker rolls one chunk per round, and a batch is the chunks of
+the next `rollouts` rounds; otherwise it is the first `num_chunks` chunks to arrive. Admission is one rule: batches
+outstanding + unread + held by the learner never exceed `max_staleness + 1`; a learner that publishes once per batch
+then never meets an older row. What publishes more often makes rows too old: those are dropped here, counted, and rolled
+again.
 
 A workflow opens a feed instead: chunks are taken one by one, as they arrive, and count as held until their rows were
 consumed, by windows of some chunks of some actors each. Admission counts windows: what a worker has begun it may
@@ -31,6 +32,7 @@ class Order:
     seq: int
     worker: int
     batch: int
+    """Its round, counted from 0; -1 where chunks are taken as they come."""
     lane: int
     min_version: int
 
@@ -71,23 +73,27 @@ class Session:
     num_chunks: int | None
     batches: int | None
     """How many batches in all; None: as many as are asked for."""
+    rollouts: int = 1
+    """Rounds per batch."""
     issued: dict[int, int] = field(default_factory=dict)
-    """Per worker, the next batch it has no ticket for."""
+    """Per worker, the next round it has no ticket for."""
     redo: dict[int, deque[tuple[int, int]]] = field(default_factory=dict)
-    """Per worker, batch and lane of tickets to give again."""
+    """Per worker, round and lane of tickets to give again."""
     due: set[int] = field(default_factory=set)
     """Workers whose state changed since tickets were last given (rounds only)."""
-    missing: set[int] | None = None
-    """Workers whose chunks the next batch still needs (rounds only); None: to be found out."""
+    missing: dict[int, int] | None = None
+    """Per worker, how many of its chunks the next batch still needs (rounds only); None: to be counted."""
     taken: int = 0
+    """Rounds that the learner was given; a multiple of `rollouts`, as is `released`."""
     released: int = 0
+    """Rounds that the learner is done with."""
     lanes: dict[int, list[int]] = field(default_factory=dict)
     """Per worker, free lanes (first-come sessions only)."""
     feed: FeedPlan | None = None
     voided: list[tuple[int, int]] = field(default_factory=list)
     """Worker and number of each ticket of a feed whose chunk was dropped, until `Tickets.voided` is called."""
     since: dict[int, int] = field(default_factory=dict)
-    """Per worker, the first batch that it is part of, if it came later than the session."""
+    """Per worker, the first round that it is part of, if it came later than the session."""
     held: Counter[int] = field(default_factory=Counter)
     """Per worker, chunks that the learner has and is not done with (rounds count batches instead)."""
     invited: dict[int, int] | None = None
@@ -103,6 +109,11 @@ class Session:
     @property
     def depth(self) -> int:
         return (self.max_staleness or 0) + 1
+
+    @property
+    def rounds_ahead(self) -> int:
+        """Rounds that may be outstanding, unread or held together, each with a lane of its own."""
+        return self.depth * self.rollouts
 
 
 class Tickets:
@@ -131,13 +142,15 @@ class Tickets:
         self.issued = self.delivered = 0
         self.dropped: Counter[str] = Counter()
 
-    def lanes_needed(self, max_staleness: int | None, num_chunks: int | None, feed: FeedPlan | None = None) -> int:
+    def lanes_needed(
+        self, max_staleness: int | None, num_chunks: int | None, feed: FeedPlan | None = None, rollouts: int = 1
+    ) -> int:
         """How many lanes a session writes into."""
         if feed is not None:
             return _FEED_LANES
         depth = (max_staleness or 0) + 1
         if num_chunks is None:
-            return depth
+            return depth * rollouts
         # With fewer than a batch's share per worker, a batch of many chunks could never be complete.
         return max(depth, _QUEUED_PER_WORKER, -(-depth * num_chunks // self._fewest))
 
@@ -147,12 +160,13 @@ class Tickets:
         num_chunks: int | None = None,
         batches: int | None = None,
         feed: FeedPlan | None = None,
+        rollouts: int = 1,
     ) -> None:
         """Begin a session; whatever an earlier one left open is cancelled first. The chunks of a feed are taken one by
-        one."""
+        one; `rollouts` rounds make a batch of a session without `num_chunks`."""
         assert self._session is None, "cancel the session before opening another"
-        session = Session(max_staleness, num_chunks, batches, feed=feed)
-        lanes = self.lanes_needed(max_staleness, num_chunks, feed)
+        session = Session(max_staleness, num_chunks, batches, rollouts, feed=feed)
+        lanes = self.lanes_needed(max_staleness, num_chunks, feed, rollouts)
         for worker in range(self._workers):
             session.issued[worker] = 0
             session.redo[worker] = deque()
@@ -240,19 +254,20 @@ class Tickets:
         return self._first_come(session, wanted, available, version)
 
     def _rounds(self, session: Session, worker: int, version: int) -> list[Order]:
-        orders = []
+        places = []
         while session.redo[worker]:
-            batch, lane = session.redo[worker].popleft()
-            orders.append(self._order(session, worker, batch, lane, version + batch - session.released))
-        last = session.released + session.depth
+            places.append(session.redo[worker].popleft())
+        last = session.released + session.rounds_ahead
         if session.batches is not None:
-            last = min(last, session.batches)
+            last = min(last, session.batches * session.rollouts)
         while session.issued[worker] < last:
-            batch = session.issued[worker]
+            number = session.issued[worker]
             session.issued[worker] += 1
-            lane = batch % session.depth
-            orders.append(self._order(session, worker, batch, lane, version + batch - session.released))
-        return orders
+            places.append((number, number % session.rounds_ahead))
+        return [
+            self._order(session, worker, number, lane, version + (number - session.released) // session.rollouts)
+            for number, lane in places
+        ]
 
     def _first_come(self, session: Session, wanted: int, available: Container[int], version: int) -> list[Order]:
         orders: list[Order] = []
@@ -368,8 +383,10 @@ class Tickets:
         self._arrived_of[worker] += 1
         self._shut(order)
         session = self._session
-        if session is not None and session.missing is not None and order.batch == session.taken:
-            session.missing.discard(worker)
+        if session is not None and session.missing and order.batch < session.taken + session.rollouts:
+            left = session.missing.pop(worker, 1) - 1  # an absent worker's chunk is not waited for
+            if left:
+                session.missing[worker] = left
         return True
 
     def give_back(self, worker: int, seq: int, cause: str) -> bool:
@@ -431,8 +448,19 @@ class Tickets:
                 begun = max((session.issued[other] for other in others), default=0)
                 first = session.taken if len(others) < self._fewest else max(begun, session.taken)
                 session.since[worker] = session.issued[worker] = first
+                if session.num_chunks is None:
+                    self._skip_delivered(session, worker)
                 session.missing = None
         self._touch(worker)
+
+    def _skip_delivered(self, session: Session, worker: int) -> None:
+        """Do not give tickets again for rounds whose chunk, delivered before the worker left, is still unread."""
+        first = session.issued[worker]
+        session.redo[worker].clear()  # chunks of it that became stale while it was absent
+        delivered = {a.order.batch for a in self._arrived.values() if a.order.worker == worker}
+        session.issued[worker] = max([first, *(number + 1 for number in delivered)])
+        gaps = set(range(first, session.issued[worker])) - delivered
+        session.redo[worker].extend((number, number % session.rounds_ahead) for number in sorted(gaps))
 
     def _present(self, session: Session) -> set[int]:
         """Whose chunks the next batch needs."""
@@ -506,11 +534,13 @@ class Tickets:
         self._drop_stale(session, version)
         if session.num_chunks is None:
             if session.missing is None:
-                session.missing = self._present(session) - {a.order.worker for a in self._of_batch(session.taken)}
+                here = Counter(arrived.order.worker for arrived in self._of_next_batch(session))
+                needed = {worker: session.rollouts - here[worker] for worker in self._present(session)}
+                session.missing = {worker: count for worker, count in needed.items() if count}
             if session.missing or len(self._arrived) < self._fewest:
                 return None
-            batch = self._of_batch(session.taken)
-            if len(batch) < self._fewest:
+            batch = self._of_next_batch(session)
+            if len({arrived.order.worker for arrived in batch}) < self._fewest:
                 return None
             session.missing = None
         else:
@@ -524,12 +554,13 @@ class Tickets:
         for arrived in batch:
             self._forget(arrived)
             self._touch(arrived.order.worker)
-        session.taken += 1
+        session.taken += session.rollouts
         self.delivered += len(batch)
         return sorted(batch, key=lambda arrived: (arrived.order.worker, arrived.order.seq))
 
-    def _of_batch(self, batch: int) -> list[Arrived]:
-        return [arrived for arrived in self._arrived.values() if arrived.order.batch == batch]
+    def _of_next_batch(self, session: Session) -> list[Arrived]:
+        stop = session.taken + session.rollouts
+        return [arrived for arrived in self._arrived.values() if arrived.order.batch < stop]
 
     def _drop_stale(self, session: Session, version: int) -> None:
         if session.max_staleness is None or not self._arrived or version - self._oldest <= session.max_staleness:

@@ -19,7 +19,7 @@ from farstep.batch import Batch
 from farstep.cluster_env import ClusterEnv
 from farstep.errors import ConfigError
 from farstep.learners import losses
-from farstep.learners.checks import TINY, check_choice, check_counts, check_numbers
+from farstep.learners.checks import TINY, check_choice, check_counts, check_critic, check_numbers
 from farstep.learners.nets import DEFAULT_NET, ActorCritic, NetConfig
 from farstep.learners.on_policy import OnPolicy, rollouts
 from farstep.learners.optimizing import Schedule, named
@@ -35,7 +35,7 @@ class AsyncPPOConfig:
     staleness_threshold: int = 1
     """versions that a row may be old when it is learned from; 0 is synchronous PPO"""
     num_chunks: int | None = None
-    """learn from the first so many workers' chunks to arrive; None: one of every worker"""
+    """learn from the first so many workers' chunks to arrive, times rollout_epochs; None: one of every worker"""
     recompute_logprobs: bool = True
     """proximal log-probabilities by one forward over the batch; otherwise interpolated by the age of a row"""
     behave_weight_threshold: float | None = 1.5
@@ -69,17 +69,28 @@ class AsyncPPOConfig:
     num_steps: int | None = None
     """steps of each environment per rollout; None: 4,096 divided by the number of environments, at least 16, at most
     128 for a recurrent agent"""
+    rollout_epochs: int = 1
+    """rollouts per update, one after the other with the same weights, each with advantages of its own. Use more for
+    larger updates where num_steps cannot grow: it is also the length of a recurrent agent's sequences; else prefer more
+    num_steps"""
     update_epochs: int = 8
-    """times that a rollout is learned"""
+    """times that the rows of an update are learned from"""
     global_batch_size: int | None = None
-    """rows per optimizer step, for a recurrent agent at least num_steps; None: 128, or an eighth of the rollout for a
-    recurrent agent"""
+    """rows per optimizer step, for a recurrent agent at least num_steps; None: 128, or an eighth of an update's rows
+    for a recurrent agent. Use more for noisy rewards and large networks, less where updates change too little"""
     micro_batch_size: int | None = None
     """rows per forward and backward, to save memory, of a recurrent agent num_steps at least; None: all of a step's"""
     learning_rate: float = 5e-4
     """of Adam"""
     anneal_lr: bool = False
-    """let the learning rate fall to zero over total_steps"""
+    """let learning_rate and value_lr fall to zero over total_steps"""
+    value_lr: float | None = None
+    """learning rate of the critic's own layers; layers that it shares with the actor (images, recurrent core) learn at
+    learning_rate; None: learning_rate for all. Use a higher one where explained_variance stays low, or to fine-tune a
+    trained policy in small steps while the critic follows in large ones"""
+    critic_warmup_updates: int = 0
+    """first updates of the run, which train only the critic's own layers and leave the policy as it is. Use some where
+    a trained policy starts with a new critic, whose advantages would be noise at first"""
     max_grad_norm: float = 0.5
     """gradients are scaled down to this norm"""
     target_kl: float | None = None
@@ -88,13 +99,15 @@ class AsyncPPOConfig:
 
     def __post_init__(self) -> None:
         check_counts(self, "staleness_threshold", minimum=0)
-        check_counts(self, "num_steps", "update_epochs", "num_chunks", "global_batch_size", "micro_batch_size")
+        check_counts(self, "num_steps", "rollout_epochs", "update_epochs", "num_chunks")
+        check_counts(self, "global_batch_size", "micro_batch_size")
         check_choice(self, "normalize_advantages", ("minibatch", "batch", "no"))
         check_choice(self, "behave_weight_mode", ("mask", "truncate"))
         check_choice(self, "denominator", ("valid", "kept"))
         check_numbers(self, gamma=(0, 1), gae_lambda=(0, 1), clip_ratio_low=(0, 1), clip_ratio_high=(0, inf))
         check_numbers(self, learning_rate=(0, inf), entropy_bonus=(0, inf), value_coef=(0, inf), clip_ratio_c=(1, inf))
         check_numbers(self, max_grad_norm=(TINY, inf), target_kl=(TINY, inf), value_clip=(TINY, inf))
+        check_critic(self, "value_coef")
         for name in ("global_batch_size", "micro_batch_size"):
             size = getattr(self, name)
             steps = self.num_steps or 1
@@ -132,8 +145,10 @@ class AsyncPPO(OnPolicy):
         config = self.config
         steps = rollout_steps(config.num_steps, env.num_envs, config.net.is_recurrent)
         if self.synchronous:
-            return rollouts(env, self.agent, steps)
-        return env.stream(self.agent, steps, config.staleness_threshold, config.num_chunks)
+            return rollouts(env, self.agent, steps, config.rollout_epochs)
+        return env.stream(
+            self.agent, steps, config.staleness_threshold, config.num_chunks, rollout_epochs=config.rollout_epochs
+        )
 
     def update(self, batch: Batch, version: int, progress: float, timer: Timer) -> dict[str, float]:
         """Learn from a batch; `version` is that of the agent's weights, `progress` goes from 0 to 1."""

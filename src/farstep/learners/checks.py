@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Protocol
 
 from farstep.config import check_count, is_number
 from farstep.errors import ConfigError, unknown_name
@@ -33,3 +34,24 @@ def check_choice(config: object, name: str, known: Sequence[str]) -> None:
     value = getattr(config, name)
     if value not in known:
         raise ConfigError(unknown_name(name, str(value), list(known)))
+
+
+class _TrainsCritic(Protocol):
+    @property
+    def value_lr(self) -> float | None: ...
+
+    @property
+    def critic_warmup_updates(self) -> int: ...
+
+
+def check_critic(config: _TrainsCritic, weight: str) -> None:
+    """The options of the critic's own training; `weight` is the name of the value loss's weight."""
+    check_numbers(config, value_lr=(0, math.inf))
+    check_counts(config, "critic_warmup_updates", minimum=0)
+    updates, rate = config.critic_warmup_updates, "learning_rate" if config.value_lr is None else "value_lr"
+    for name in (weight, rate):
+        if updates and not getattr(config, name):
+            raise ConfigError(
+                f"critic_warmup_updates is {updates} with {name}=0, so that these updates would change nothing; give "
+                f"{name} a number above 0, or critic_warmup_updates=0."
+            )

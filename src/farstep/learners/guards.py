@@ -53,7 +53,12 @@ def behaviour_diverged(window: Sequence[Metrics]) -> str | None:
 
 
 def weights_held(window: Sequence[Metrics]) -> str | None:
-    """No worker pulled during the window, although the learner published throughout."""
+    """No worker pulled during the window, although the learner published throughout.
+
+    Critic warm-up does not count: it leaves the policy as it is, so that there is nothing to pull.
+    """
+    if any("train/critic/warmup" in metrics for metrics in window):
+        return None
     pulls = [metrics.get("sync/weight_syncs") for metrics in window]
     lag = window[-1].get("lag/versions_mean", 0.0)
     if pulls[0] is None or pulls[0] != pulls[-1] or lag < len(window) - 1:

@@ -14,7 +14,7 @@ from farstep.batch import Batch
 from farstep.cluster_env import ClusterEnv
 from farstep.core import Array
 from farstep.learners import losses
-from farstep.learners.checks import TINY, check_counts, check_numbers
+from farstep.learners.checks import TINY, check_counts, check_critic, check_numbers
 from farstep.learners.nets import DEFAULT_NET, ActorCritic, NetConfig
 from farstep.learners.on_policy import OnPolicy
 from farstep.learners.optimizing import Schedule, named
@@ -37,7 +37,14 @@ class ImpalaConfig:
     learning_rate: float = 2e-3
     """of Adam"""
     anneal_lr: bool = False
-    """let the learning rate fall to zero over total_steps"""
+    """let learning_rate and value_lr fall to zero over total_steps"""
+    value_lr: float | None = None
+    """learning rate of the critic's own layers; layers that it shares with the actor (images, recurrent core) learn at
+    learning_rate; None: learning_rate for all. Use a higher one where explained_variance stays low, or to fine-tune a
+    trained policy in small steps while the critic follows in large ones"""
+    critic_warmup_updates: int = 0
+    """first updates of the run, which train only the critic's own layers and leave the policy as it is. Use some where
+    a trained policy starts with a new critic, whose advantages would be noise at first"""
     gamma: float = 0.99
     """discount"""
     rho_bar: float = 1.0
@@ -64,6 +71,7 @@ class ImpalaConfig:
         check_numbers(self, gamma=(0, 1), vtrace_lambda=(0, 1), learning_rate=(0, inf), max_grad_norm=(TINY, inf))
         check_numbers(self, rho_bar=(0, inf), c_bar=(0, inf), pg_rho_bar=(0, inf), value_coef=(0, inf))
         check_numbers(self, entropy_bonus=(0, inf))
+        check_critic(self, "value_coef")
 
 
 class Impala(OnPolicy):

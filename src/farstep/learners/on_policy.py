@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from farstep.batch import Batch
-from farstep.buffer.checking import converted
+from farstep.buffer.checking import Count, converted
 from farstep.cluster_env import ClusterEnv
 from farstep.errors import RewardError
 from farstep.learners.nets import ActorCritic
@@ -21,10 +21,16 @@ from farstep.learners.statistics import Statistics
 
 
 class Rates(Protocol):
-    """What of a learner's options the optimizer is told."""
+    """The options that all of these learners have."""
 
     @property
     def learning_rate(self) -> float: ...
+
+    @property
+    def value_lr(self) -> float | None: ...
+
+    @property
+    def critic_warmup_updates(self) -> int: ...
 
     @property
     def max_grad_norm(self) -> float: ...
@@ -36,6 +42,8 @@ class Rates(Protocol):
 class _Saved(msgspec.Struct, forbid_unknown_fields=True):
     optimizer: dict[str, Any]
     statistics: dict[str, Any]
+    updates: Count = 0
+    """Not in checkpoints from before critic warm-up existed."""
 
 
 class OnPolicy:
@@ -44,12 +52,14 @@ class OnPolicy:
     def __init__(self, agent: ActorCritic, config: Rates, seed: int, device: str) -> None:
         self.device = torch.device(device)
         self.agent = agent.to(self.device)
-        self._optimizer = Optimizer(agent, config.learning_rate, config.max_grad_norm, seed)
+        self._optimizer = Optimizer(agent, config.learning_rate, config.max_grad_norm, seed, config.value_lr)
         self._statistics = Statistics(agent)
         self._anneal_lr = config.anneal_lr
+        self._critic_warmup_updates = config.critic_warmup_updates
+        self._updates = 0
 
     def prepare(self, batch: Batch, version: int, progress: float) -> Rollout:
-        """Begin an update: the batch as it is learned from, and the learning rate for this part of the run."""
+        """Begin an update: the batch as it is learned from, and the learning rates for this part of the run."""
         if self._anneal_lr:
             self._optimizer.anneal(1 - progress)
         _check_rewards(batch)
@@ -59,15 +69,26 @@ class OnPolicy:
     def learn(
         self, batch: Batch, rollout: Rollout, columns: dict[str, Tensor], loss: Loss, schedule: Schedule
     ) -> dict[str, float]:
-        """Go through the rollout; observations become part of the statistics once they were learned from."""
+        """Go through the rollout; observations become part of the statistics once they were learned from.
+
+        In critic warm-up nothing that actions depend on changes: no layer that the actor uses, no statistics of
+        observations. The critic is trained on the observations as the policy gets them.
+        """
+        warmup = self._updates < self._critic_warmup_updates
         with lean(self.agent):
-            metrics = self._optimizer.learn(rollout, columns, loss, schedule)
-            self._statistics.observe(batch)
-        return metrics
+            metrics = self._optimizer.learn(rollout, columns, loss, schedule, critic_only=warmup)
+            if not warmup:
+                self._statistics.observe(batch)
+        self._updates += 1
+        return metrics | ({"critic/warmup": 1.0} if warmup else {})
 
     def state(self) -> dict[str, object]:
         """What a checkpoint needs beside the agent's parameters."""
-        return {"optimizer": self._optimizer.state(), "statistics": self._statistics.state()}
+        return {
+            "optimizer": self._optimizer.state(),
+            "statistics": self._statistics.state(),
+            "updates": self._updates,
+        }
 
     def load(self, state: Mapping[str, object]) -> None:
         """Restore a saved state; raises `Refused` before anything is changed if it does not fit."""
@@ -75,6 +96,7 @@ class OnPolicy:
         optimizer, statistics = self._optimizer.check(saved.optimizer), self._statistics.check(saved.statistics)
         self._optimizer.load(optimizer)
         self._statistics.load(statistics)
+        self._updates = saved.updates
 
 
 def _check_rewards(batch: Batch) -> None:
@@ -88,7 +110,7 @@ def _check_rewards(batch: Batch) -> None:
     )
 
 
-def rollouts(env: ClusterEnv, agent: ActorCritic, steps: int) -> Iterator[Batch]:
-    """One rollout of all environments after the other, each with the newest weights."""
+def rollouts(env: ClusterEnv, agent: ActorCritic, steps: int, epochs: int) -> Iterator[Batch]:
+    """Batches of `epochs` rollouts of all environments, each batch with the newest weights."""
     while True:
-        yield env.collect(agent, steps)
+        yield env.collect(agent, steps, epochs)

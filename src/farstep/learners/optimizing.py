@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import msgspec
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.optim.adam import adam
 
 from farstep.buffer.checking import check_keys, check_torch_generator, converted
 from farstep.buffer.files import Refused
@@ -46,25 +48,87 @@ class SavedOptimizer(msgspec.Struct, forbid_unknown_fields=True):
     generator: Tensor
 
 
+class _Group:
+    """Parameters with one learning rate and one count of steps, as parts of long vectors."""
+
+    def __init__(self, learning_rate: float, parts: Sequence[slice], vectors: Sequence[Tensor]) -> None:
+        self._learning_rate = self.lr = learning_rate
+        self._tensors = [[vector[part] for part in parts] for vector in vectors]
+        self.steps = [torch.zeros((), device=vectors[0].device) for _ in parts]
+
+    def anneal(self, left: float) -> None:
+        self.lr = self._learning_rate * max(left, 0.0)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """One step of Adam. As a function it takes half of the time of `torch.optim.Adam.step`."""
+        parameters, gradients, exp_avgs, exp_avg_sqs = self._tensors
+        adam(
+            parameters,
+            gradients,
+            exp_avgs,
+            exp_avg_sqs,
+            max_exp_avg_sqs=[],
+            state_steps=self.steps,
+            fused=True,
+            amsgrad=False,
+            beta1=0.9,
+            beta2=0.999,
+            lr=self.lr,
+            weight_decay=0.0,
+            eps=1e-5,
+            maximize=False,
+        )
+
+
 class Optimizer:
     """Adam with clipped gradients; a step whose gradients are no numbers is left out and counted.
 
-    Parameters and gradients become views of two long vectors: a step is a handful of operations, however many layers.
+    Parameters, gradients and Adam's moments are long vectors: a step is a handful of operations, however many layers.
+    The critic's own parameters (`agent.critic`) are a group with a learning rate and a count of steps of its own;
+    layers that actor and critic share belong to the policy's group.
     """
 
-    def __init__(self, agent: nn.Module, learning_rate: float, max_grad_norm: float, seed: int) -> None:
-        self._flat = _as_one(list(agent.parameters()))
-        self._learning_rate, self._max_grad_norm = learning_rate, max_grad_norm
-        self.adam = torch.optim.Adam([self._flat], learning_rate, eps=1e-5, fused=True)
+    def __init__(
+        self, agent: ActorCritic, learning_rate: float, max_grad_norm: float, seed: int, value_lr: float | None = None
+    ) -> None:
+        flat, self._gradient = _as_one(list(agent.parameters()))
+        self._max_grad_norm = max_grad_norm
+        self._moments = {name: torch.zeros_like(flat) for name in ("exp_avg", "exp_avg_sq")}
+        policy, critic = _parts(agent)
+        vectors = (flat, self._gradient, *self._moments.values())
+        self._policy = _Group(learning_rate, policy, vectors)
+        self._critic = _Group(learning_rate if value_lr is None else value_lr, [critic], vectors)
+        self._critic_gradient = self._gradient[critic]
         self.generator = torch.Generator().manual_seed(seed)
         """Of the order of rows."""
 
     def anneal(self, left: float) -> None:
-        """Set the learning rate to this part of what it began with."""
-        self.adam.param_groups[0]["lr"] = self._learning_rate * max(left, 0.0)
+        """Set the learning rates to this part of what they began with."""
+        self._policy.anneal(left)
+        self._critic.anneal(left)
 
-    def learn(self, rollout: Rollout, columns: dict[str, Tensor], loss: Loss, schedule: Schedule) -> dict[str, float]:
-        """Go through the rollout as the schedule says; means of all that was measured."""
+    def learn(
+        self,
+        rollout: Rollout,
+        columns: dict[str, Tensor],
+        loss: Loss,
+        schedule: Schedule,
+        *,
+        critic_only: bool = False,
+    ) -> dict[str, float]:
+        """Go through the rollout as the schedule says.
+
+        Args:
+            rollout: What is learned from.
+            columns: Further `[T, N]` tensors that minibatches take along.
+            loss: Of a minibatch.
+            schedule: How often, and in what portions.
+            critic_only: Change only the critic's own parameters (critic warm-up).
+
+        Returns:
+            Means of everything that was measured, and the learning rates.
+        """
         measured, epochs = Means(), 0
         for _ in range(schedule.epochs):
             moved = Means()
@@ -72,12 +136,13 @@ class Optimizer:
                 if schedule.normalize:
                     part = part.normalized()
                 metrics = self._accumulate(part, loss, schedule.micro_batch_size)
-                measured.add({**metrics, **self._step()}, len(part))
+                measured.add({**metrics, **self._step(critic_only)}, len(part))
                 moved.add({_KL: metrics.get(_KL, 0.0)}, len(part))
             epochs += 1
             if schedule.target_kl is not None and moved.result()[_KL] > schedule.target_kl:
                 break
-        return measured.result() | {"actor/epochs": epochs, "actor/lr": float(self.adam.param_groups[0]["lr"])}
+        rates = {"actor/lr": 0.0 if critic_only else self._policy.lr, "critic/lr": self._critic.lr}
+        return measured.result() | {"actor/epochs": epochs} | rates
 
     def _accumulate(self, part: Minibatch, loss: Loss, micro_batch_size: int | None) -> Mapping[str, Tensor | float]:
         """The gradient of the mean over all valid rows, whatever portions it is computed in."""
@@ -92,54 +157,77 @@ class Optimizer:
             measured.add(metrics, len(micro))
         return measured.result()
 
-    def _step(self) -> dict[str, Tensor]:
-        gradient = self._flat.grad
-        assert gradient is not None
+    def _step(self, critic_only: bool) -> dict[str, Tensor]:
+        gradient = self._critic_gradient if critic_only else self._gradient
         norm = gradient.norm()
         finite = torch.isfinite(norm)
         if bool(finite):
             gradient.mul_((self._max_grad_norm / (norm + 1e-6)).clamp(max=1.0))
-            self.adam.step()
-        gradient.zero_()
+            self._critic.step()
+            if not critic_only:
+                self._policy.step()
+        self._gradient.zero_()
         return {"actor/grad_norm": norm, "actor/skipped_steps": ~finite}
 
     def state(self) -> dict[str, object]:
-        """The state without hyper-parameters, which come from the options of the run."""
-        return {"adam": self.adam.state_dict()["state"].get(0, {}), "generator": self.generator.get_state()}
+        """The state without hyper-parameters, which come from the options of the run; moments are in the order of the
+        agent's parameters."""
+        steps = {"step": self._policy.steps[0], "critic_step": self._critic.steps[0]}
+        return {"adam": {**steps, **self._moments}, "generator": self.generator.get_state()}
 
     def check(self, state: object) -> SavedOptimizer:
         """Check that a saved state fits this optimizer, else raise `Refused`: Adam's fused step would read past the end
         of shorter arrays."""
         saved = converted("optimizer", state, SavedOptimizer)
-        if saved.adam:  # empty until the first step
-            check_keys("optimizer.adam", saved.adam, ("step", "exp_avg", "exp_avg_sq"))
-            step = check_tensor("optimizer.adam.step", saved.adam["step"], torch.zeros(()))
+        if "step" in saved.adam:  # before the critic had a step count of its own, all parameters shared one
+            saved.adam.setdefault("critic_step", saved.adam["step"])
+        check_keys("optimizer.adam", saved.adam, ("step", "critic_step", *self._moments))
+        for name in ("step", "critic_step"):
+            step = check_tensor(f"optimizer.adam.{name}", saved.adam[name], torch.zeros(()))
             if not (0 <= step <= _MOST_STEPS and step == np.floor(step)):
-                raise Refused(f"optimizer.adam.step is {step}, a whole number from 0 to {_MOST_STEPS} expected")
-            check_tensor("optimizer.adam.exp_avg", saved.adam["exp_avg"], self._flat)
-            if (check_tensor("optimizer.adam.exp_avg_sq", saved.adam["exp_avg_sq"], self._flat) < 0).any():
-                raise Refused("optimizer.adam.exp_avg_sq holds negative numbers, means of squares expected")
+                raise Refused(f"optimizer.adam.{name} is {step}, a whole number from 0 to {_MOST_STEPS} expected")
+        for name, vector in self._moments.items():
+            check_tensor(f"optimizer.adam.{name}", saved.adam[name], vector)
+        if (saved.adam["exp_avg_sq"] < 0).any():
+            raise Refused("optimizer.adam.exp_avg_sq holds negative numbers, means of squares expected")
         check_torch_generator("optimizer.generator", saved.generator.numpy(force=True))
         return saved
 
     def load(self, saved: SavedOptimizer) -> None:
-        """Go on with what was saved, at the learning rate of now; the agent's parameters are loaded apart."""
-        groups = self.adam.state_dict()["param_groups"]
-        self.adam.load_state_dict({"state": {0: saved.adam} if saved.adam else {}, "param_groups": groups})
+        """Go on with what was saved, at the learning rates of now; the agent's parameters are loaded apart."""
+        for name, vector in self._moments.items():
+            vector.copy_(saved.adam[name])
+        for group, name in ((self._policy, "step"), (self._critic, "critic_step")):
+            for step in group.steps:
+                step.copy_(saved.adam[name])
         self.generator.set_state(saved.generator)
         self.anneal(1.0)
 
 
-def _as_one(parameters: list[nn.Parameter]) -> nn.Parameter:
-    """One long parameter that all of these are parts of, from now on, and so are their gradients."""
+def _as_one(parameters: list[nn.Parameter]) -> tuple[Tensor, Tensor]:
+    """One long vector that all of these are parts of, from now on, and one of their gradients."""
     sizes = [parameter.numel() for parameter in parameters]
-    flat = nn.Parameter(torch.cat([parameter.detach().flatten() for parameter in parameters]))
-    flat.grad = torch.zeros_like(flat)
-    pieces = zip(parameters, torch.split(flat.detach(), sizes), torch.split(flat.grad, sizes), strict=True)
-    for parameter, values, gradient in pieces:
+    flat = torch.cat([parameter.detach().flatten() for parameter in parameters])
+    gradient = torch.zeros_like(flat)
+    pieces = zip(parameters, torch.split(flat, sizes), torch.split(gradient, sizes), strict=True)
+    for parameter, values, gradients in pieces:
         parameter.data = values.view_as(parameter)
-        parameter.grad = gradient.view_as(parameter)
-    return flat
+        parameter.grad = gradients.view_as(parameter)
+    return flat, gradient
+
+
+def _parts(agent: ActorCritic) -> tuple[list[slice], slice]:
+    """Where a vector of all parameters holds the policy's, shared layers included, and where the critic's own."""
+    own = {id(parameter) for parameter in agent.critic.parameters()}
+    policy, critic, start = [], slice(0), 0
+    for is_own, run in groupby(agent.parameters(), lambda parameter: id(parameter) in own):
+        stop = start + sum(parameter.numel() for parameter in run)
+        if is_own:  # the parameters of one module follow each other
+            critic = slice(start, stop)
+        else:
+            policy.append(slice(start, stop))
+        start = stop
+    return policy, critic
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from torch import Tensor
 from farstep.batch import Batch
 from farstep.cluster_env import ClusterEnv
 from farstep.learners import losses
-from farstep.learners.checks import TINY, check_choice, check_counts, check_numbers
+from farstep.learners.checks import TINY, check_choice, check_counts, check_critic, check_numbers
 from farstep.learners.nets import DEFAULT_NET, ActorCritic, NetConfig
 from farstep.learners.on_policy import OnPolicy, rollouts
 from farstep.learners.optimizing import Schedule, named
@@ -28,19 +28,31 @@ class PPOConfig:
     learning_rate: float = 5e-4
     """of Adam"""
     anneal_lr: bool = False
-    """let the learning rate fall to zero over total_steps"""
+    """let learning_rate and value_lr fall to zero over total_steps"""
+    value_lr: float | None = None
+    """learning rate of the critic's own layers; layers that it shares with the actor (images, recurrent core) learn at
+    learning_rate; None: learning_rate for all. Use a higher one where explained_variance stays low, or to fine-tune a
+    trained policy in small steps while the critic follows in large ones"""
+    critic_warmup_updates: int = 0
+    """first updates of the run, which train only the critic's own layers and leave the policy as it is. Use some where
+    a trained policy starts with a new critic, whose advantages would be noise at first"""
     num_steps: int | None = None
     """steps of each environment per rollout; None: 4,096 divided by the number of environments, at least 16, at most
     128 for a recurrent agent"""
+    rollout_epochs: int = 1
+    """rollouts per update, one after the other with the same weights, each with advantages of its own. Use more for
+    larger updates where num_steps cannot grow: it is also the length of a recurrent agent's sequences; else prefer more
+    num_steps"""
     gamma: float = 0.99
     """discount"""
     gae_lambda: float = 0.95
     """of generalised advantage estimation"""
     minibatch_size: int | None = None
-    """rows per optimizer step; None: 128, or an eighth of the rollout for a recurrent agent, whose sequences stay
-    whole"""
+    """rows per optimizer step, whatever the number of environments; None: 128, or an eighth of an update's rows for a
+    recurrent agent, whose sequences stay whole. Use more for noisy rewards and large networks, less where updates
+    change too little"""
     update_epochs: int = 8
-    """times that a rollout is learned"""
+    """times that the rows of an update are learned from"""
     normalize_advantages: Literal["minibatch", "batch", "no"] = "minibatch"
     """over what advantages get mean 0 and deviation 1"""
     clip_coef: float = 0.2
@@ -64,12 +76,13 @@ class PPOConfig:
     net: NetConfig = DEFAULT_NET
 
     def __post_init__(self) -> None:
-        check_counts(self, "num_steps", "minibatch_size", "update_epochs")
+        check_counts(self, "num_steps", "rollout_epochs", "minibatch_size", "update_epochs")
         check_choice(self, "normalize_advantages", ("minibatch", "batch", "no"))
         check_numbers(self, gamma=(0, 1), gae_lambda=(0, 1), clip_coef=(0, 1))
         check_numbers(self, learning_rate=(0, inf), ent_coef=(0, inf), vf_coef=(0, inf))
         check_numbers(self, max_grad_norm=(TINY, inf), target_kl=(TINY, inf), value_clip=(TINY, inf))
         check_numbers(self, behave_weight_threshold=(1, inf))
+        check_critic(self, "vf_coef")
 
 
 class PPO(OnPolicy):
@@ -84,7 +97,7 @@ class PPO(OnPolicy):
     def batches(self, env: ClusterEnv) -> Iterator[Batch]:
         config = self.config
         steps = rollout_steps(config.num_steps, env.num_envs, config.net.is_recurrent)
-        return rollouts(env, self.agent, steps)
+        return rollouts(env, self.agent, steps, config.rollout_epochs)
 
     def update(self, batch: Batch, version: int, progress: float, timer: Timer) -> dict[str, float]:
         """Learn from a batch; `version` is that of the agent's weights, `progress` goes from 0 to 1."""

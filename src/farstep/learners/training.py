@@ -146,6 +146,7 @@ class Training:
         self._guards = Guards()
         self._timer = Timer()
         self._staggered = 0
+        self._in_warmup = False
         self._reported_s = 0.0
         self._stop: signal.Signals | None = None
         self._collecting = False
@@ -176,6 +177,12 @@ class Training:
             except Stopped:
                 self.save()
                 raise
+            if self._in_warmup:
+                log.warning(
+                    "the run ended in its critic warm-up, after %d updates, so that its policy was not trained: lower "
+                    "--critic-warmup-updates, or train for longer (--total-steps, --target-return)",
+                    self.progress.updates,
+                )
             self.save()  # before the evaluation, which may take long and be interrupted
             if self._stop is not None:
                 raise Stopped(self._stop.name)
@@ -206,6 +213,7 @@ class Training:
                 "(normalize_reward)",
                 progress.updates + 1,
             )
+        self._in_warmup = "critic/warmup" in metrics
         with timer("publish"):
             self._env.publish(self._learner.agent)
         if self._journal is not None:
