@@ -84,6 +84,7 @@ def test_a_node_that_was_taken_for_lost_comes_again(tmp_path: Path) -> None:
         wait_for_columns(env, 1)
         _, reward, *_, info = env.step(TableAgent())
         assert len(reward) == len(info["action"]) == len(info["count"]) == 1  # infos are of the rows beside them
+        assert [part.complete for part in env.parts(TableAgent(), steps=4)] == [True]  # of the worker that is present
         os.kill(pid, signal.SIGCONT)
         wait_for_columns(env, 2)
         assert pid in [node["pid"] for node in env.stats()["nodes"]]

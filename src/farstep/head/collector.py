@@ -307,11 +307,15 @@ class Collector:
         """As `one_batch`, with what is complete of each worker's chunk ahead of it."""
         found: deque[Part] = deque()
         request = self._open(Request(steps, on_part=lambda early: found.append(early.part)), None, 1)
+
+        def look() -> Part | bool | None:
+            """The next part; True if no more will come."""
+            if found:
+                return found.popleft()
+            return True if self.server.tickets.round_is_complete() else None
+
         try:
-            left = self._num_workers
-            while left:
-                part = self._wait(request, lambda: found.popleft() if found else None)
-                left -= part.complete
+            while isinstance(part := self._wait(request, look), Part):
                 yield part
             return self._next_batch(request)
         finally:

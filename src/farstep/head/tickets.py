@@ -533,15 +533,9 @@ class Tickets:
         assert session is not None
         self._drop_stale(session, version)
         if session.num_chunks is None:
-            if session.missing is None:
-                here = Counter(arrived.order.worker for arrived in self._of_next_batch(session))
-                needed = {worker: session.rollouts - here[worker] for worker in self._present(session)}
-                session.missing = {worker: count for worker, count in needed.items() if count}
-            if session.missing or len(self._arrived) < self._fewest:
+            if not self.round_is_complete():
                 return None
             batch = self._of_next_batch(session)
-            if len({arrived.order.worker for arrived in batch}) < self._fewest:
-                return None
             session.missing = None
         else:
             if len(self._arrived) < session.num_chunks:
@@ -557,6 +551,18 @@ class Tickets:
         session.taken += session.rollouts
         self.delivered += len(batch)
         return sorted(batch, key=lambda arrived: (arrived.order.worker, arrived.order.seq))
+
+    def round_is_complete(self) -> bool:
+        """Whether the next batch has all chunks of the workers that are present, which must be enough."""
+        session = self._session
+        assert session is not None
+        if session.missing is None:
+            here = Counter(arrived.order.worker for arrived in self._of_next_batch(session))
+            needed = {worker: session.rollouts - here[worker] for worker in self._present(session)}
+            session.missing = {worker: count for worker, count in needed.items() if count}
+        if session.missing or len(self._arrived) < self._fewest:
+            return False
+        return len({arrived.order.worker for arrived in self._of_next_batch(session)}) >= self._fewest
 
     def _of_next_batch(self, session: Session) -> list[Arrived]:
         stop = session.taken + session.rollouts
