@@ -27,16 +27,18 @@ def steps(first: int, count: int) -> dict[str, np.ndarray]:
 # ---- room ----
 
 
-@pytest.mark.parametrize("sampler", [NStep(n=2), Sequence(length=3), NStep(n=2, by=LIFO())], ids=repr)
-def test_cells_of_rows_that_were_sampled_are_reused(sampler: Sampler) -> None:
-    with Buffer(20, sampler, max_times_sampled=1, seed=0) as buffer:
-        buffer.insert(steps(0, 2))
-        for i in range(6):
-            buffer.insert(steps(2 + 18 * i, 18))
-            for _ in range(9):  # all but the two newest, which not enough rows follow yet
-                buffer.sample(2, timeout_s=0)
-            assert len(buffer) == 2
-        assert buffer.removed == {"evicted": 0, "sampled": 6 * 18, "deleted": 0}
+@pytest.mark.parametrize("sampler", [NStep(n=2, by=LIFO()), Sequence(length=3, by=LIFO())], ids=repr)
+@pytest.mark.parametrize("most", [1, 2])
+def test_cells_of_rows_that_were_sampled_are_reused(sampler: Sampler, most: int) -> None:
+    """Old rows stay while newer ones come and go."""
+    with Buffer(20, sampler, max_times_sampled=most) as buffer:
+        oldest = buffer.insert(steps(0, 8))
+        for i in range(20):
+            buffer.insert(steps(8 + 4 * i, 4))
+            for _ in range(4 * most):
+                buffer.sample(1, timeout_s=0)
+        assert buffer.removed["evicted"] == 0 and len(buffer) == 8
+        assert set(oldest[:5]) <= set(buffer.sample(6, timeout_s=0)[1].keys)
 
 
 @pytest.mark.parametrize("sampler", [Uniform(), Prioritized(), NStep(n=1), Sequence(length=2), FIFO()], ids=repr)
