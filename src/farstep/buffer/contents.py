@@ -21,7 +21,7 @@ from farstep.buffer.files import Refused
 from farstep.buffer.rows import arrays_of, check_names, check_rows
 from farstep.buffer.samplers import FIFO, EpisodeSelector, Sampler
 from farstep.buffer.selectors import Selector
-from farstep.buffer.store import Store, put_at
+from farstep.buffer.store import Store
 from farstep.core import Array
 from farstep.errors import ConfigError
 from farstep.machine import available_memory
@@ -188,7 +188,9 @@ class Contents:
         fitting = min(count, self.capacity - table.size)
         if fitting:
             self._fill(self._free.pop(fitting), values, slice(0, fitting), keys)
-        return keys, evicted + self._displace(values, np.arange(fitting, count), keys)
+        if fitting < count:
+            evicted += self._displace(values, np.arange(fitting, count), keys)
+        return keys, evicted
 
     def _fill(self, cells: Array, values: Mapping[str, Array], rows: slice | Array, keys: Array) -> None:
         """Put rows into as many free cells, and note their keys."""
@@ -196,8 +198,7 @@ class Contents:
         self._write(cells, values, rows, new)
 
     def _write(self, cells: Array, values: Mapping[str, Array], rows: slice | Array, keys: Array) -> None:
-        for name, flat in self.store.flat.items():
-            put_at(flat, cells, values[name][rows])
+        self.store.write(cells, {name: values[name][rows] for name in self.store.flat})
         for selector in self._selectors():
             selector.inserted(cells, keys)
 

@@ -62,16 +62,18 @@ class Links:
     def unneeded_after(self, removed: Array, span: int) -> Array:
         """Rows that nothing needs any more, now that the items of these cells are removed; each item needs `span` rows
         from its own on."""
-        is_removed = np.zeros(self._table.cells, bool) if len(removed) > 1 else None
-        heads = removed
-        if is_removed is not None:  # the others are found on the way from these
-            is_removed[removed] = True
+        is_removed = np.zeros(self._table.cells, bool)
+        is_removed[removed] = True
+        at, is_short = removed, span < len(removed)
+        if not is_short:  # look back only from the first of a run of removed rows, and go through all of it
             before = self._before[removed]
-            heads = removed[(before == removed) | ~is_removed[before]]
-        found, at, since = [], heads, self._since_item(heads, span)
+            at = removed[(before == removed) | ~is_removed[before]]
+        found, since = [], self._since_item(at, span)
         while len(at):
             found.append(at[since >= span])
             at, since = self._next_without_item(at, since + 1)
+            if is_short:
+                at, since = at[~is_removed[at]], since[~is_removed[at]]
         return np.unique(np.concatenate(found)) if len(found) > 1 else found[0]
 
     def unneeded(self, span: int) -> Array:

@@ -9,6 +9,7 @@ every row of a rollout has a next observation and none is stored twice.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -22,7 +23,7 @@ from farstep.spec import Schema
 CONSUMERS = 16
 """Readers whose cursors have a place in the header of the blocks."""
 
-_RUNS = 8  # of neighbouring cells, up to which they are copied one after the other
+_MANY, _RUNS = 128, 8  # as many cells in no more runs of neighbours are copied run by run
 
 ENDINGS = ("terminated", "truncated", "done")
 """Arrays that say that an episode ended with the row."""
@@ -199,8 +200,7 @@ class Store:
         """As `append`, into these free cells `[T, n]` of a linked store; their keys."""
         assert self.links is not None
         columns, flat = slice(first, first + cells.shape[1]), cells.reshape(-1)
-        for name, held in self.flat.items():
-            put_at(held, flat, values[name].reshape(-1, *held.shape[1:]))
+        self.write(flat, {name: values[name].reshape(-1, *held.shape[1:]) for name, held in self.flat.items()})
         keys = self.table.put_cells(flat).reshape(cells.shape)
         found = self.ended(flat)
         ended = np.zeros(cells.shape, bool) if found is None else found.reshape(cells.shape)
@@ -217,6 +217,12 @@ class Store:
         self.links.join(newest[follows], cells[0, follows])
         self._open[columns], self._newest[columns] = ~ended[-1], cells[-1]
         return keys
+
+    def write(self, cells: Array, values: Mapping[str, Array]) -> None:
+        """Copy rows `[n, ...]` into cells."""
+        for here, there in runs(cells):
+            for name, held in self.flat.items():
+                held[here] = values[name][there]
 
     def release(self, cells: Array, is_free: Array) -> None:
         """These rows of a linked store are gone; `is_free` says of each cell whether its row is."""
@@ -409,14 +415,10 @@ class Store:
         self.blocks.close()
 
 
-def put_at(held: Array, cells: Array, values: Array) -> None:
-    """Copy rows into cells; those that are neighbours, at once."""
-    ends = np.flatnonzero(cells[1:] - cells[:-1] != 1) + 1
-    if len(ends) > _RUNS:
-        held[cells] = values
-        return
-    start = 0
-    for stop in (*ends.tolist(), len(cells)):
-        first = int(cells[start])
-        held[first : first + stop - start] = values[start:stop]
-        start = stop
+def runs(cells: Array) -> list[tuple[slice | Array, slice]]:
+    """Cells, and which entries of `cells` they are: neighbours together, if there are many cells in few runs."""
+    ends = np.flatnonzero(cells[1:] - cells[:-1] != 1) + 1 if len(cells) >= _MANY else ()
+    if len(cells) < _MANY or len(ends) > _RUNS:
+        return [(cells, slice(None))]
+    edges = [0, *ends, len(cells)]
+    return [(slice(int(cells[a]), int(cells[a]) + b - a), slice(a, b)) for a, b in pairwise(edges)]

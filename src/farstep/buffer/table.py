@@ -77,7 +77,10 @@ class Table:
         self.size += int(np.count_nonzero(empty)) if is_distinct else len(np.unique(cells[empty]))
         self.keys[cells], self.times[cells] = keys, 0
         if not self._full:
-            np.maximum.at(self.used, cells % self.columns, cells // self.columns + 1)
+            if self.columns == 1:
+                self.used[0] = max(int(self.used[0]), int(cells.max()) + 1)
+            else:
+                np.maximum.at(self.used, cells % self.columns, cells // self.columns + 1)
             self._full = bool((self.used == self.rows).all())
         self._lap, self._next = self._lap + int(np.max(laps)), -1
         return keys
