@@ -122,7 +122,7 @@ class Contents:
         if not self.is_cyclic:
             keys, _, evicted = self.put_anywhere(values, count)
             return keys, evicted
-        if self.is_linked:
+        if self.store.links is not None:
             keys, _, evicted = self.put({name: values[name][:, None] for name in self.store.schema})
             return keys.reshape(-1), evicted
         keys, evicted = self.store.append_rows(values, count)
