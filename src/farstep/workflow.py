@@ -476,14 +476,11 @@ class Workflow:
             for name in (name for stage in trigger.stages for name in stage or ()):
                 if name not in schema:
                     raise ConfigError(unknown_name(f"key of {trigger!r}", name, schema))
-        if self._takers and not buffer.is_cyclic:
-            raise ConfigError(
-                f"{buffer.unordered_reason}, and a DataKeyTrigger takes them in order: give the trigger consume=False "
-                "and min_new=k, or the buffer FIFO() as remover and a sampler without max_times_sampled."
-            )
+        if buffer.is_cyclic and not buffer.is_bound:
+            buffer.bind(schema, num_envs, structures)
+        if self._takers:
+            buffer.keep_in_place()
         if buffer.is_cyclic:
-            if not buffer.is_bound:
-                buffer.bind(schema, num_envs, structures)
             if buffer.store.columns != num_envs or (self._takers and dict(buffer.schema) != schema):
                 raise ConfigError(
                     f"the buffer has {buffer.store.columns} columns for {', '.join(buffer.schema)}; the environment "

@@ -27,6 +27,7 @@ CASES: dict[str, dict[str, Any]] = {
     "prioritized": {"sampler": Prioritized()},
     "episodes": {"sampler": DPER()},
     "batches": {"sampler": Sequence(2)},
+    "linked": {"sampler": Sequence(2), "max_times_sampled": 1},
     "lifo": {"sampler": LIFO()},
     "heaps": {"sampler": MaxHeap(), "remover": MinHeap()},
 }
@@ -51,7 +52,7 @@ def batch(first: int) -> Batch:
 
 
 def insert(buffer: Buffer, case: str, first: int) -> None:
-    if case == "batches":
+    if case in ("batches", "linked"):
         buffer.insert(batch(first), timeout_s=0)
     else:
         buffer.insert(rows(first, 5), timeout_s=0)
@@ -65,7 +66,7 @@ def filled(case: str) -> Buffer:
     keys = buffer.sample(2, timeout_s=0)[1].keys
     if buffer.sampler.uses_priorities:
         buffer.update_priorities(keys, np.arange(2.0, 4.0))
-    if case != "batches":
+    if case not in ("ring", "batches"):  # rows of these stay in a ring
         buffer.delete(keys[:1])
     return buffer
 
@@ -140,11 +141,11 @@ def is_possible(way: Way, kind: str, case: str) -> bool:
         case (("rows/obs" | "rows/obs.x" | "rows/reward" | "store/tails.obs.x",), "negative" | "infinite" | "nan"):
             return True
         case (("store/cut",), "flipped"):  # rows that follow it may have been lost
-            return case not in ("lifo", "heaps")  # nothing follows any row there
+            return case in ("ring", "batches")  # elsewhere nothing follows any row, or links say what does
         case (("selector0/log" | "selector1/log",), "longer" | "shorter"):  # by the key of an item that is gone
-            return True
+            return case == "lifo"
         case (("table/times",), "huge"):
-            return True
+            return "max_times_sampled" not in CASES[case] and case != "lifo"
         case (("limiter", "max_diff"), "huge" | "negative") | (("limiter", "min_diff"), "negative"):
             return True
         case (("limiter", "samples_per_insert"), "huge"):
@@ -226,6 +227,12 @@ INCONSISTENT: list[tuple[str, str, Change, str]] = [
     ("batches", "store/written", set_to((0, 0), 8), "written differs between arrays"),
     ("batches", "store/tails", set_to(0, 1), "tails names a row that has none"),
     ("batches", "slots", swap, "slots has an environment slot of another column"),
+    ("linked", "store/after", set_to(0, 0), "after and cut do not agree"),
+    ("linked", "store/after", set_to(0, 99), "after has a cell that there is not"),
+    ("linked", "store/newest", set_to(slice(2), 7), "newest is not the last row of an environment"),
+    ("linked", "store/open", invert, "open does not say which episodes are still running"),
+    ("linked", "store/written", more, "written counts rows of a ring"),
+    ("linked", "store/tails", set_to(0, 0), "tails names a row that has none"),
     ("episodes", "begun", set_to(0, 10**6), "begun has a key that no row"),
     ("prioritized", "selector0/weights", set_to(..., 1.0), "weights has one above 0 for a cell without an item"),
     ("prioritized", "selector0/weights", set_to(..., math.nan), "weights holds nan"),
@@ -247,7 +254,21 @@ def test_arrays_that_contradict_each_other_are_refused(forger: Forger, name: str
         Buffer.restore(forger.folder)
 
 
-@pytest.mark.parametrize("case", ["lifo"])
+@pytest.mark.parametrize("case", ["linked"])
+def test_links_that_lead_around_in_a_circle_are_refused(forger: Forger) -> None:
+    after, cut = (forger.state["arrays"][f"store/{name}"].copy() for name in ("after", "cut"))
+    is_cut = cut.reshape(-1)
+    first = next(cell for cell in np.flatnonzero(~is_cut) if not is_cut[after[cell]])
+    before = np.flatnonzero((after == first) & ~is_cut)
+    after[before], is_cut[before] = before, True
+    after[after[first]] = first
+    arrays = forger.state["arrays"] | {"store/after": after, "store/cut": cut}
+    forger.write(arrays, forger.state["meta"])
+    with pytest.raises(CheckpointError, match="after leads around in a circle"):
+        Buffer.restore(forger.folder)
+
+
+@pytest.mark.parametrize("case", ["lifo", "linked"])
 def test_free_cells_are_those_without_an_item(forger: Forger) -> None:
     free = forger.state["meta"]["free"]
     for wrong in (free[:-1], [*free[:-1], free[0]], [*free[:-1], -1], [*free[:-1], 0], [*free, 99]):
@@ -280,5 +301,5 @@ def test_the_error_says_why_each_checkpoint_was_refused(forger: Forger) -> None:
     head, newest, before, advice = str(caught.value).splitlines()
     assert head == f"no checkpoint in {forger.folder} can be used:"
     assert "000002 is not used: meta.json is malformed: Expected `int`, got `str` - at `$.capacity`" in newest
-    assert "000001 is not used: the limiter counts -1 items, 11 expected" in before
+    assert "000001 is not used: the limiter counts 0 items, 12 expected" in before
     assert "restore the folder from a backup" in advice

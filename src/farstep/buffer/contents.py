@@ -19,7 +19,7 @@ from farstep.buffer.cyclic import spans
 from farstep.buffer.episodes import Episodes
 from farstep.buffer.files import Refused
 from farstep.buffer.rows import arrays_of, check_names, check_rows
-from farstep.buffer.samplers import EpisodeSelector, Sampler
+from farstep.buffer.samplers import FIFO, EpisodeSelector, Sampler
 from farstep.buffer.selectors import Selector
 from farstep.buffer.store import Store
 from farstep.core import Array
@@ -31,8 +31,9 @@ from farstep.spec import Schema, Structure, leaves
 class Contents:
     """Room for `capacity` rows of `schema` in `columns`, one for each environment slot.
 
-    Without `remover` rows stay in order and the oldest make room. Otherwise a new row goes into any free cell, and the
-    remover chooses an item to remove once there is none.
+    Without `remover` rows stay in order and the oldest make room: in a ring until a row that is not the oldest is
+    removed, with links from then on. Otherwise a new row goes into any free cell, and the remover chooses an item to
+    remove once there is none.
     """
 
     def __init__(
@@ -51,11 +52,17 @@ class Contents:
         follow = self.is_cyclic and "obs" in structures
         tails = [name for name in schema if name.split(".")[0] == "obs"] if follow else []
         self.store = Store(schema, rows, columns, tails)
+        self.is_pinned = False
+        """Somebody reads rows in place, so that they cannot be linked: the cell of a removed row is reused in turn."""
+        self._span = sampler.span(self.store)
         self.selector: Selector = sampler.selector(self.store.table)
         """Chooses what is sampled."""
         self._remover = None if remover is None else remover.selector(self.store.table)
-        self._free = [] if self.is_cyclic else list(range(rows - 1, -1, -1))
-        """Cells without an item, where a remover chooses; the last is used next."""
+        self._removes_oldest = isinstance(remover, FIFO)
+        self._free = FreeCells(self.store.table.cells)
+        """Cells that a row can be put into; none in a ring."""
+        if not self.is_cyclic:
+            self._free.push(np.arange(rows))
         self._episodes = Episodes(self.store)
         self._slots: Array = np.full(columns, -1, np.int64)
         """Per column, which environment slot wrote last."""
@@ -115,6 +122,9 @@ class Contents:
         if not self.is_cyclic:
             keys, _, evicted = self.put_anywhere(values, count)
             return keys, evicted
+        if self.store.links is not None:
+            keys, _, evicted = self.put({name: values[name][:, None] for name in self.store.schema})
+            return keys.reshape(-1), evicted
         keys, evicted = self.store.append_rows(values, count)
         if self.selector.listens:
             cells = self.store.table.cells
@@ -128,16 +138,21 @@ class Contents:
         """Rows `[T, n, ...]`, in order, into columns from `first` on; their keys `[T, n]`, how many of them are items,
         and how many items made room for them."""
         table = self.store.table
-        keys, evicted = self.store.append(values, first, continues)
+        if self.is_linked:
+            shape = next(iter(values.values())).shape[:2]
+            evicted = self._make_room(shape[0] * shape[1])
+            keys = self.store.put_linked(values, self._free.pop(shape[0] * shape[1]).reshape(shape), first, continues)
+        else:
+            keys, evicted = self.store.append(values, first, continues)
         new = keys.reshape(-1)
         cells = new % table.cells
         valid = values.get("valid")
         if valid is not None and valid.ndim == 2 and not valid.all():  # some are no steps, but a reset's
             filler = ~valid.astype(bool).reshape(-1)
-            table.remove(cells[filler])
-            self.selector.removed(cells[filler])  # what these cells held before
+            self._take_out(cells[filler])  # and what these cells held before
             cells, new = cells[~filler], new[~filler]
-        self.selector.inserted(cells, new)
+        for selector in self._selectors():
+            selector.inserted(cells, new)
         if isinstance(self.selector, EpisodeSelector):
             columns = slice(first, first + keys.shape[1])
             self.selector.completed(self._episodes.completed(keys, columns, continues))
@@ -149,32 +164,41 @@ class Contents:
 
         Once there are too many, the remover decides after each row which item goes, perhaps the new one.
         """
-        table = self.store.table
-        valid, rows, keys = values.get("valid"), np.arange(count), np.empty(count, np.int64)
-        if valid is not None and valid.ndim == 1 and not valid.all():  # some rows are resets, not steps
-            filler, rows = np.flatnonzero(valid == 0), np.flatnonzero(valid)
-            cells = np.full(len(filler), self._free[-1])
-            keys[filler] = table.put_cells(cells, is_distinct=False)
-            table.remove(cells[:1])
-        fitting = min(len(rows), self.capacity - table.size)
+        valid = values.get("valid")
+        if valid is None or valid.ndim != 1 or valid.all():
+            keys, evicted = self._put_steps(values, count)
+            return keys, count, evicted
+        table, keys = self.store.table, np.empty(count, np.int64)
+        filler, steps = np.flatnonzero(valid == 0), np.flatnonzero(valid)  # rows of resets, which are no steps
+        cells = np.full(len(filler), self._free.next)
+        keys[filler] = table.put_cells(cells, is_distinct=False)
+        table.remove(cells[:1])
+        keys[steps], evicted = self._put_steps({name: values[name][steps] for name in self.store.schema}, len(steps))
+        return keys, len(steps), evicted
+
+    def _put_steps(self, values: Mapping[str, Array], count: int) -> tuple[Array, int]:
+        """Put rows `[count, ...]`, all of them steps; their keys, and how many items were removed for them."""
+        table, keys, evicted = self.store.table, np.empty(count, np.int64), 0
+        missing = count - (self.capacity - table.size)
+        if missing > 0 and count <= self.capacity and self._removes_oldest:  # all at once: none is a new row
+            assert self._remover is not None
+            oldest, _ = self._remover.select(missing, self.rng)
+            self._take_out(oldest)
+            evicted = missing
+        fitting = min(count, self.capacity - table.size)
         if fitting:
-            self._fill(self._take_free(fitting), values, rows[:fitting], keys)
-        evicted = self._displace(values, rows[fitting:], keys)
-        return keys, len(rows), evicted
+            self._fill(self._free.pop(fitting), values, slice(0, fitting), keys)
+        if fitting < count:
+            evicted += self._displace(values, np.arange(fitting, count), keys)
+        return keys, evicted
 
-    def _take_free(self, count: int) -> Array:
-        cells = np.array(self._free[: -count - 1 : -1])
-        del self._free[-count:]
-        return cells
-
-    def _fill(self, cells: Array, values: Mapping[str, Array], rows: Array, keys: Array) -> None:
+    def _fill(self, cells: Array, values: Mapping[str, Array], rows: slice | Array, keys: Array) -> None:
         """Put rows into as many free cells, and note their keys."""
         keys[rows] = new = self.store.table.put_cells(cells)
         self._write(cells, values, rows, new)
 
-    def _write(self, cells: Array, values: Mapping[str, Array], rows: Array, keys: Array) -> None:
-        for name, flat in self.store.flat.items():
-            flat[cells] = values[name][rows]
+    def _write(self, cells: Array, values: Mapping[str, Array], rows: slice | Array, keys: Array) -> None:
+        self.store.write(cells, {name: values[name][rows] for name in self.store.flat})
         for selector in self._selectors():
             selector.inserted(cells, keys)
 
@@ -183,7 +207,7 @@ class Contents:
         assert self._remover is not None
         table, evicted = self.store.table, 0
         while evicted < len(rows):
-            self._fill(self._take_free(1), values, rows[evicted : evicted + 1], keys)
+            self._fill(self._free.pop(1), values, rows[evicted : evicted + 1], keys)
             path = self._remover.displaced(len(rows) - evicted, self.rng)
             gone = np.unique(path) if len(path) > 1 else path
             if len(path) > 1:
@@ -199,7 +223,7 @@ class Contents:
                 if len(cells):
                     self._write(cells, values, further, new)
                 gone = path[-1:]
-            self.remove(gone)
+            self._take_out(gone)
             evicted += len(path)
         return evicted
 
@@ -248,15 +272,78 @@ class Contents:
             selector.updated(cells, priorities)
         return len(cells)
 
-    def remove(self, cells: Array) -> None:
-        """The items of these cells, each named once, are gone."""
+    def remove(self, cells: Array, in_turn: bool = False) -> int:
+        """Remove the items of these cells, each named once; an episode with all its rows.
+
+        Args:
+            cells: Their cells.
+            in_turn: These are the oldest items, whose cells a ring reuses next.
+
+        Returns:
+            How many rows that were.
+        """
         if not len(cells):
-            return
+            return 0
+        if isinstance(self.selector, EpisodeSelector):
+            cells = self._with_episodes(cells, self.selector)
+        if self.is_cyclic and not (in_turn or self.is_linked or self.is_pinned):
+            self.link()
+        self._take_out(cells)
+        return len(cells)
+
+    def _take_out(self, cells: Array) -> None:
+        """Remove items, each named once, and reuse the cells of all rows that no other item needs."""
         self.store.table.remove(cells)
         for selector in self._selectors():
             selector.removed(cells)
-        if not self.is_cyclic:
-            self._free += cells.tolist()
+        if (links := self.store.links) is not None:
+            self._release(links.unneeded_after(cells, self._span))
+        elif not self.is_cyclic:
+            self._free.push(cells)
+
+    def _with_episodes(self, cells: Array, selector: EpisodeSelector) -> Array:
+        """These items, and all further rows of the episodes that begin there."""
+        table, found = self.store.table, [cells]
+        at = cells[selector.weights[cells] > 0]
+        while len(at := self.store.following(at[~self.store.flat_cut[at]])):
+            found.append(at[table.keys[at] >= 0])
+        return np.unique(np.concatenate(found))
+
+    # ---- rows in cells of any order ----
+
+    @property
+    def is_linked(self) -> bool:
+        """Whether rows are in order, but not in the order of their cells."""
+        return self.store.links is not None
+
+    def link(self) -> None:
+        """Let rows be followed by rows in any cell, so that no item is evicted while a cell is free."""
+        table, by_age = self.store.table, self.store.rows_by_age()
+        links = self.store.link()
+        self._remover = FIFO().selector(table)
+        items = by_age[table.keys[by_age] >= 0]
+        self._remover.inserted(items, table.keys[items])
+        rows, columns = np.divmod(np.arange(table.cells), table.columns)
+        never_used = rows >= table.used[columns]
+        self._free.push(np.flatnonzero(never_used))
+        unneeded = links.unneeded(self._span)
+        self._release(unneeded[~never_used[unneeded]])
+
+    def _release(self, cells: Array) -> None:
+        self._free.push(cells)
+        self.store.release(cells, self._free.is_free)
+
+    def _make_room(self, count: int) -> int:
+        """Evict the oldest items, as few as leave this many cells free; returns how many."""
+        if (missing := count - len(self._free)) <= 0:
+            return 0
+        assert self._remover is not None and self.store.links is not None
+        oldest, _ = self._remover.select(missing, self.rng)
+        # With each goes what was kept for it, since all items before it are gone by then.
+        freed = np.cumsum(1 + self.store.links.rows_kept_for(oldest))
+        evicted = oldest[: int(np.searchsorted(freed, missing)) + 1]
+        self._take_out(evicted)
+        return len(evicted)
 
     # ---- checkpoints ----
 
@@ -271,7 +358,7 @@ class Contents:
         }
         arrays = {f"{part}/{name}": array for part, held in parts.items() for name, array in held.items()}
         arrays["begun"], arrays["slots"] = self._episodes.begun, self._slots
-        return arrays, {"rng": self.rng.bit_generator.state, "free": self._free}
+        return arrays, {"rng": self.rng.bit_generator.state, "free": self._free.cells.tolist()}
 
     def restore(self, arrays: Mapping[str, Array], plain: Mapping[str, Any]) -> None:
         """Apply what `state` returned to empty contents.
@@ -279,7 +366,10 @@ class Contents:
         Raises:
             Refused: If it is not a state that these contents can have; they are of no use then.
         """
-        store, table, selectors = self.store, self.store.table, self._selectors()
+        store, table = self.store, self.store.table
+        if self.is_cyclic and "store/after" in arrays:
+            self.link()
+        selectors = self._selectors()
         parts: dict[str, dict[str, Array]] = {"rows": {}, "table": {}, "store": {}, "": {}}
         parts |= {f"selector{place}": {} for place in range(len(selectors))}
         for name, array in arrays.items():
@@ -294,7 +384,8 @@ class Contents:
         with prefixed("store"):
             store.restore(parts["store"])
             filled = np.minimum(store.blocks.written[0], store.rows)
-            require((filled == (table.used if self.is_cyclic else 0)).all(), "written and table/used do not agree")
+            is_ring = self.is_cyclic and not self.is_linked
+            require((filled == (table.used if is_ring else 0)).all(), "written and table/used do not agree")
         for place, selector in enumerate(selectors):
             with prefixed(f"selector{place}"):
                 try:
@@ -304,13 +395,23 @@ class Contents:
                 except Exception as error:  # a user's own selector may raise anything
                     raise Refused(f"{type(selector).__name__} raised {type(error).__name__}: {error}") from error
         self._restore_columns(parts[""])
-        free = plain["free"]
-        expected = [] if self.is_cyclic else np.flatnonzero(table.keys < 0).tolist()
-        require(sorted(free) == expected, "free does not name every cell without an item once")
+        self._restore_free(plain["free"])
         require(table.size <= self.capacity, f"there are {table.size} items, at most {self.capacity} expected")
-        self._free[:] = free
         check_numpy_generator("rng", plain["rng"])
         self.rng.bit_generator.state = plain["rng"]
+
+    def _restore_free(self, free: list[int]) -> None:
+        store, expected = self.store, np.zeros(0, np.int64)
+        if store.links is not None:
+            expected = store.links.unneeded(self._span)
+        elif not self.is_cyclic:
+            expected = np.flatnonzero(store.table.keys < 0)
+        require(sorted(free) == expected.tolist(), "free does not name every cell without an item once")
+        self._free = FreeCells(store.table.cells)
+        self._free.push(np.array(free[::-1], np.int64))
+        if store.links is not None:
+            with prefixed("store"):
+                store.check_free(self._free.is_free)
 
     def _restore_rows(self, rows: Mapping[str, Array]) -> None:
         store, used = self.store, int(self.store.table.used.max())
@@ -322,11 +423,48 @@ class Contents:
     def _restore_columns(self, state: Mapping[str, Array]) -> None:
         check_like(state, {"begun": self._episodes.begun, "slots": self._slots})
         begun, slots, columns = state["begun"], state["slots"], np.arange(self.store.columns)
-        is_key = self.store.table.was_issued(begun) & (begun % self.store.columns == columns)
+        is_key = self.store.table.was_issued(begun) & (self.is_linked | (begun % self.store.columns == columns))
         require((is_key | (begun == -1)).all(), "begun has a key that no row of its column ever had")
         is_slot = (slots >= 0) & (slots <= 2**62) & (slots % self.store.columns == columns)
         require((is_slot | (slots == -1)).all(), "slots has an environment slot of another column")
         self._episodes.begun[:], self._slots[:] = begun, slots
+
+
+class FreeCells:
+    """A stack of cells, in the order in which they are used."""
+
+    def __init__(self, cells: int) -> None:
+        self._stack: Array = np.zeros(cells, np.int64)
+        self._count = 0
+        self.is_free: Array = np.zeros(cells, bool)
+        """Of each cell, whether it is there."""
+
+    def __len__(self) -> int:
+        return self._count
+
+    @property
+    def next(self) -> int:
+        """The one that is used next."""
+        return int(self._stack[self._count - 1])
+
+    @property
+    def cells(self) -> Array:
+        """All of them; the last is used next."""
+        return self._stack[: self._count]
+
+    def push(self, cells: Array) -> None:
+        """Add cells, each named once, of which the first is used first."""
+        self._stack[self._count : self._count + len(cells)] = cells[::-1]
+        self._count += len(cells)
+        self.is_free[cells] = True
+
+    def pop(self, count: int) -> Array:
+        """Take cells, in the order in which they are to be used."""
+        start = self._count - count
+        taken: Array = self._stack[start : self._count][::-1].copy()
+        self._count = start
+        self.is_free[taken] = False
+        return taken
 
 
 def cells_of(capacity: int, columns: int, is_cyclic: bool) -> int:

@@ -9,6 +9,10 @@ below `min_diff`, and the next one waits for longer.
 
 Sampling `n` rows needs `min_size` rows and may not bring `diff` below `min_diff`; inserting `n` rows may not bring it
 above `max_diff`, unless the rows do not even reach `min_size`. Deletions change the size and not `diff`.
+
+A reader whose request was not granted lets the next insertion pass all the same: the rows it asks for may have been
+deleted or evicted, may not make a sequence yet, or `diff` may have stopped between what the reader and what the writer
+need. Without that both would wait for ever.
 """
 
 from __future__ import annotations
@@ -43,6 +47,8 @@ class RateLimiter:
     deletes: int = 0
 
     _is_taken = False  # no field: a checkpoint does not know of it
+    is_lacking = False  # likewise
+    """A reader asked for samples that it did not get, and nothing was inserted or sampled since."""
 
     def __post_init__(self) -> None:
         self.check()
@@ -82,12 +88,13 @@ class RateLimiter:
                 stacklevel=4,
             )
 
-    def check_reachable(self, capacity: int, uses_per_row: float = math.inf) -> None:
+    def check_reachable(self, capacity: int, uses_per_row: float = math.inf, fewest_uses: int = 1) -> None:
         """Refuse a buffer with which this limiter could never be satisfied.
 
         Args:
             capacity: Rows the buffer has room for.
             uses_per_row: Samples a row gives before it is removed (`max_times_sampled`); infinite without such a limit.
+            fewest_uses: Samples that a row gives which may be sampled only once more: the fewest rows of an item.
 
         Raises:
             ConfigError: The buffer never holds `min_size` rows, or its rows never give the samples that the limiter
@@ -98,6 +105,12 @@ class RateLimiter:
                 f"min_size={self.min_size} of the limiter is more than the {capacity} rows "
                 "there is room for, so nothing could ever be sampled. Raise capacity or lower min_size."
             )
+        if fewest_uses > self.most_samples():
+            raise ConfigError(
+                f"one item of this sampler counts as at least {fewest_uses} samples, and this limiter ({self}) never "
+                f"lets more than {self.most_samples():g} be taken at once, so nothing could ever be sampled. Raise "
+                "max_diff, lower min_diff, or sample shorter sequences."
+            )
         if math.isinf(self.max_diff):
             return
         if self.samples_per_insert > uses_per_row:
@@ -106,14 +119,17 @@ class RateLimiter:
                 "times that a row can be sampled here (max_times_sampled), so inserting would wait for samples "
                 "that cannot be taken. Lower samples_per_insert or raise max_times_sampled."
             )
-        if self.max_diff > capacity * uses_per_row:
+        if math.isfinite(uses_per_row) and self.max_diff > capacity * fewest_uses:
             raise ConfigError(
                 f"max_diff={self.max_diff:g} of the limiter lets more samples wait than the {capacity} rows of this "
-                f"buffer can give ({uses_per_row:g} each), so rows would be removed before they are sampled. Raise "
-                f"capacity to at least {math.ceil(self.max_diff / uses_per_row)}, or lower the limiter's max_diff."
+                f"buffer are sure to give ({fewest_uses} each, since a row is removed after max_times_sampled samples "
+                "and may have been sampled all but once), so rows would be evicted before they are sampled. Raise "
+                f"capacity to at least {math.ceil(self.max_diff / fewest_uses)}, or lower the limiter's max_diff."
             )
 
-    def change(self, changes: Mapping[str, float], capacity: int, uses_per_row: float = math.inf) -> None:
+    def change(
+        self, changes: Mapping[str, float], capacity: int, uses_per_row: float = math.inf, fewest_uses: int = 1
+    ) -> None:
         """Set options, for a buffer as in `check_reachable`: all of them, or none and an error."""
         for name in changes:
             if name not in _OPTIONS:
@@ -123,7 +139,7 @@ class RateLimiter:
             setattr(self, name, value)
         try:
             self.check()
-            self.check_reachable(capacity, uses_per_row)
+            self.check_reachable(capacity, uses_per_row, fewest_uses)
         except BaseException:  # also of a warning that is an error
             for name, value in before.items():
                 setattr(self, name, value)
@@ -157,6 +173,11 @@ class RateLimiter:
         return self.inserts - self.deletes
 
     def can_insert(self, n: int = 1) -> bool:
+        """Whether `n` rows may be inserted at once."""
+        return self.is_lacking or self.has_room(n)
+
+    def has_room(self, n: int = 1) -> bool:
+        """As `can_insert`, by the two inequalities alone."""
         if n.__class__ is not int or n < 0:
             n = check_count("n", n, minimum=0)
         if self.inserts - self.deletes + n <= self.min_size:
@@ -169,14 +190,14 @@ class RateLimiter:
         return self.size >= self.min_size and self.diff - n >= self.min_diff
 
     def room(self, n: int) -> int:
-        """How many of `n` rows may be inserted now."""
-        if self.can_insert(n):
+        """How many of `n` rows may be inserted now, one of them for a reader that did not get what it asked for."""
+        if self.has_room(n):
             return n
-        low, high = 0, n  # can_insert(low) or low is 0, not can_insert(high)
+        low, high = 0, n  # has_room(low) or low is 0, not has_room(high)
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (middle, high) if self.can_insert(middle) else (low, middle)
-        return low
+            low, high = (middle, high) if self.has_room(middle) else (low, middle)
+        return low or int(self.is_lacking)
 
     def most_samples(self) -> float:
         """How many samples can ever be taken at once."""
@@ -191,9 +212,11 @@ class RateLimiter:
 
     def insert(self, n: int = 1) -> None:
         self.inserts += n if n.__class__ is int and n >= 0 else check_count("n", n, minimum=0)
+        self.is_lacking = False
 
     def sample(self, n: int = 1) -> None:
         self.samples += n if n.__class__ is int and n >= 0 else check_count("n", n, minimum=0)
+        self.is_lacking = False
 
     def delete(self, n: int = 1) -> None:
         self.deletes += n if n.__class__ is int and n >= 0 else check_count("n", n, minimum=0)

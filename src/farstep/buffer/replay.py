@@ -104,8 +104,8 @@ class Buffer:
 
     @property
     def is_cyclic(self) -> bool:
-        """Whether rows stay in the order of insertion, and each overwrites the oldest one. Otherwise a row goes into
-        any free cell, and once there is none the remover chooses which item to remove."""
+        """Whether rows stay in the order of insertion, and the oldest make room for new ones. Otherwise a row has no
+        neighbours, and once there is no room the remover chooses which item to remove."""
         return self._cyclic
 
     @property
@@ -115,13 +115,27 @@ class Buffer:
             return f"remover={self.remover!r} removes rows in any order"
         return f"{self.sampler!r} with max_times_sampled={self.max_times_sampled} takes rows out in any order"
 
+    def keep_in_place(self) -> None:
+        """Keep rows where they are written, for a reader of their cells, also when rows between them are removed.
+
+        Raises:
+            ConfigError: Rows are not in the order of their cells.
+        """
+        if not self._cyclic or self.contents.is_linked:
+            reason = "rows were removed by delete() or max_times_sampled" if self._cyclic else self.unordered_reason
+            raise ConfigError(
+                f"{reason}, and a DataKeyTrigger takes them in order: give the trigger consume=False and min_new=k, or "
+                "the workflow a new buffer with FIFO() as remover and a sampler without max_times_sampled."
+            )
+        self.contents.is_pinned = True
+
     @property
     def _uses_per_row(self) -> float:
         """Most samples that a row gives before it is removed."""
         return self.max_times_sampled * self.sampler.item_rows[1] or math.inf
 
     def _check_limiter(self, capacity: int) -> None:
-        self.limiter.check_reachable(capacity, self._uses_per_row)
+        self.limiter.check_reachable(capacity, self._uses_per_row, self.sampler.item_rows[0])
 
     @property
     def is_halted(self) -> bool:
@@ -170,7 +184,7 @@ class Buffer:
             store = contents.store
             count = count_plain(rows, store.kinds)
             with self._lock:
-                if 0 < count <= store.rows and self.limiter.can_insert(count) and not self._gate.is_closed:
+                if 0 < count <= store.rows and self.limiter.has_room(count) and not self._gate.is_closed:
                     keys, evicted = contents.put_rows(rows, count)  # type: ignore[arg-type]  # count_plain has looked
                     self._inserted(count, evicted)
                     return keys
@@ -252,6 +266,9 @@ class Buffer:
         def ready() -> bool:
             nonlocal chosen
             chosen = self._choose(count)
+            if chosen is None and not self.limiter.is_lacking:
+                self.limiter.is_lacking = True  # else who inserts might wait for this reader
+                self._notify()
             return chosen is not None
 
         with self.between_updates(), self._lock:
@@ -263,9 +280,10 @@ class Buffer:
             info = self._chooser.taken(contents, cells, probabilities)
             self.limiter.sample(self.sampler.count_rows(batch))
             if self.max_times_sampled:
-                worn = np.unique(cells[info.times_sampled >= self.max_times_sampled])
-                contents.remove(worn)
-                self._removed("sampled", len(worn))
+                worn = cells[info.times_sampled >= self.max_times_sampled]
+                worn = np.sort(worn) if contents.selector.distinct else np.unique(worn)
+                in_turn = isinstance(self.sampler, FIFO)
+                self._removed("sampled", contents.remove(worn, in_turn))
             self._notify()
         return nested(batch, self._structures), info
 
@@ -333,8 +351,7 @@ class Buffer:
         with self._lock:
             contents = self.contents
             cells = np.unique(contents.store.table.find(keys))
-            contents.remove(cells)
-            self._removed("deleted", len(cells))
+            self._removed("deleted", contents.remove(cells))
             self._notify()
             return len(cells)
 
@@ -348,7 +365,7 @@ class Buffer:
         """Change options of the limiter while it is in use, e.g. `limit(max_diff=math.inf)`; whoever waits looks
         again."""
         with self._lock:
-            self.limiter.change(changes, self.capacity, self._uses_per_row)
+            self.limiter.change(changes, self.capacity, self._uses_per_row, self.sampler.item_rows[0])
             self._notify()
 
     def _wait(self, what: str, ready: Callable[[], bool], timeout_s: float | None, how_far: str) -> None:
@@ -391,7 +408,8 @@ class Buffer:
 
     @property
     def path(self) -> str:
-        """Where another process of this host finds the rows: `CyclicBlocks.attach(path)`."""
+        """Where another process of this host finds the rows: `CyclicBlocks.attach(path)`. It can read them until rows
+        other than the oldest are removed by `delete` or `max_times_sampled`."""
         return self.store.blocks.path
 
     def close(self) -> None:

@@ -59,6 +59,11 @@ class Sampler:
         """As `usable`, of all cells, for a sampler that knows a quicker way than to look at each."""
         return self.usable(store, np.arange(store.table.cells))
 
+    def span(self, store: Store) -> int:
+        """Most rows that a batch needs of each item, from its own row on: those it is made of, and the one that shows
+        what was observed after them."""
+        return self.reach + (store.tails is not None)
+
     def count_rows(self, batch: Mapping[str, Array]) -> int:
         """How many rows a batch has, for the limiter: in batches of sequences, those that are `valid`."""
         valid = batch.get("valid")
@@ -230,6 +235,9 @@ class NStep(_Composed):
     def reach(self) -> int:  # type: ignore[override]
         return self.n
 
+    def span(self, store: Store) -> int:
+        return self.n + (not _stored_next(store))
+
     def _last(self, store: Store, cells: Array) -> tuple[Array, Array]:
         """The last row of each transition, and how many it takes."""
         steps = np.ones(len(cells), np.int64)
@@ -252,8 +260,7 @@ class NStep(_Composed):
         after = store.rows_after()
         usable = after >= self.n
         if (over := _terminal(store)) is not None:
-            last = np.arange(len(after)) + np.minimum(after, self.n - 1) * store.columns
-            usable |= store.take(over, last % len(after)).astype(bool)
+            usable |= store.take(over, store.ahead(np.minimum(after, self.n - 1))).astype(bool)
         return np.asarray(usable)
 
     def rows(self, store: Store, cells: Array) -> dict[str, Array]:
@@ -341,6 +348,9 @@ class DPER(Sampler):
     def check(self, schema: Schema) -> None:
         if not any(name in schema for name in (*ENDINGS, "episode_start")):
             raise ConfigError(f"DPER samples whole episodes, and rows have none of {', '.join(ENDINGS)}.")
+
+    def span(self, store: Store) -> int:
+        return store.table.cells
 
     def rows(self, store: Store, cells: Array) -> dict[str, Array]:
         length, at = 1, cells

@@ -1,24 +1,29 @@
 """Rows of a buffer, in cyclic blocks, and what follows each of them.
 
 A row is followed by the next one of its column unless it is *cut*: its episode ended there, rows between were lost, or
-nothing came after it yet. What an environment showed after a cut row is kept beside the blocks (a tail), so that
+nothing came after it yet. The next one is in the next row of the block or, once the store is linked (see `links.py`),
+in any cell. What an environment showed after a cut row is kept beside the blocks (a tail), so that
 every row of a rollout has a next observation and none is stored twice.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 import numpy as np
 
 from farstep.buffer.checking import check_like, require
 from farstep.buffer.cyclic import CyclicBlocks, Writer, spans
+from farstep.buffer.links import Links
 from farstep.buffer.table import Table
 from farstep.core import Array
 from farstep.spec import Schema
 
 CONSUMERS = 16
 """Readers whose cursors have a place in the header of the blocks."""
+
+_MANY, _RUNS = 128, 8  # as many cells in no more runs of neighbours are copied run by run
 
 ENDINGS = ("terminated", "truncated", "done")
 """Arrays that say that an episode ended with the row."""
@@ -96,6 +101,8 @@ class Store:
         """Per column: its newest row waits for the next one."""
         self._newest: Array = np.full(columns, -1, np.int64)
         """Per column, the cell of its newest row."""
+        self.links: Links | None = None
+        """What follows each row, once that is no longer the next row of its block."""
         self._writers: dict[tuple[int, int], Writer] = {}
         self.kinds = [(name, np.dtype(spec.dtype), spec.shape) for name, spec in schema.items()]
         """What a row's arrays are exactly."""
@@ -163,6 +170,69 @@ class Store:
             self.flat_cut[rows] |= values[name].astype(bool, copy=False)
         return self.table.put_rows(rows)
 
+    # ---- linked ----
+
+    def link(self) -> Links:
+        """From now on a row can be put into any cell. Another process can no longer read the rows in place."""
+        assert self.links is None
+        for first, width in list(self._writers):
+            self._release(first, width)
+        self.blocks.written[:] = 0
+        self.blocks.generation[:] += 2  # whoever copies rows at this moment does not use the copies
+        follows = np.flatnonzero(~self.flat_cut)
+        after = self.following(follows)
+        self.links = Links(self.table, self.flat_cut)
+        self.links.join(follows, after)
+        return self.links
+
+    def rows_by_age(self) -> Array:
+        """Cells of all rows that a ring holds, those first after which most rows came in their column."""
+        written = self.blocks.committed()
+        cells = np.arange(self.table.cells)
+        row, column = np.divmod(cells, self.columns)
+        rows_since = (written[column] - 1 - row) % self.rows
+        there = row < written[column]
+        return cells[there][np.argsort(-rows_since[there], kind="stable")]
+
+    def put_linked(
+        self, values: Mapping[str, Array], cells: Array, first: int = 0, continues: Array | None = None
+    ) -> Array:
+        """As `append`, into these free cells `[T, n]` of a linked store; their keys."""
+        assert self.links is not None
+        columns, flat = slice(first, first + cells.shape[1]), cells.reshape(-1)
+        self.write(flat, {name: values[name].reshape(-1, *held.shape[1:]) for name, held in self.flat.items()})
+        keys = self.table.put_cells(flat).reshape(cells.shape)
+        found = self.ended(flat)
+        ended = np.zeros(cells.shape, bool) if found is None else found.reshape(cells.shape)
+        begins = values["episode_start"].astype(bool) if "episode_start" in values else np.zeros_like(ended)
+        follows = ~(ended[:-1] | begins[1:])
+        self.links.join(cells[:-1][follows], cells[1:][follows])
+
+        newest = self._newest[columns]
+        follows = self._open[columns] & ~begins[0]
+        if continues is not None:
+            follows &= continues
+        if self.tails is not None:
+            self.tails.drop(newest[follows])
+        self.links.join(newest[follows], cells[0, follows])
+        self._open[columns], self._newest[columns] = ~ended[-1], cells[-1]
+        return keys
+
+    def write(self, cells: Array, values: Mapping[str, Array]) -> None:
+        """Copy rows `[n, ...]` into cells."""
+        for here, there in runs(cells):
+            for name, held in self.flat.items():
+                held[here] = values[name][there]
+
+    def release(self, cells: Array, is_free: Array) -> None:
+        """These rows of a linked store are gone; `is_free` says of each cell whether its row is."""
+        assert self.links is not None
+        self.links.release(cells)
+        if self.tails is not None:
+            self.tails.drop(cells)
+        gone = is_free[self._newest] & (self._newest >= 0)
+        self._newest[gone], self._open[gone] = -1, False
+
     def _ended(self, rows: slice, columns: slice) -> Array | bool:
         ended: Array | bool = False
         for name in self._endings:
@@ -224,17 +294,28 @@ class Store:
         return grid.reshape(-1)
 
     def following(self, cells: Array) -> Array:
-        """The cell after each, in its column."""
+        """The cell of the row after each, of the same environment; of a cut row any cell."""
+        if self.links is not None:
+            return self.links.after.take(cells)
         after = cells + self.columns
         return np.where(after < self.table.cells, after, after - self.table.cells)
 
     def rows_after(self) -> Array:
         """For each cell, how many rows follow it in its column before one that is cut, that one included."""
+        if self.links is not None:
+            return self.links.rows_after()
         at = np.arange(self.rows, dtype=np.int32)[:, None]
         cuts = np.where(self.cut, at, np.int32(2 * self.rows))
         first = cuts.min(axis=0) + np.int32(self.rows)  # from the last row on, around the end
         after: Array = np.minimum(np.minimum.accumulate(cuts[::-1])[::-1], first) - at
         return after.reshape(-1)
+
+    def ahead(self, steps: Array) -> Array:
+        """For each cell, the cell that many rows on, where no more than as many follow."""
+        if self.links is not None:
+            return self.links.ahead(steps)
+        ahead: Array = (np.arange(len(steps)) + steps * self.columns) % len(steps)
+        return ahead
 
     def take(self, name: str, cells: Array) -> Array:
         """Copies of rows of one array."""
@@ -252,11 +333,15 @@ class Store:
         """What is not in the rows, for a checkpoint."""
         tails = {} if self.tails is None else self.tails.state()
         own = {"cut": self.cut, "open": self._open, "newest": self._newest, "written": self.blocks.written}
-        return {**own, **tails}
+        links = {} if self.links is None else {"after": self.links.after}
+        return {**own, **links, **tails}
 
     def restore(self, state: Mapping[str, Array]) -> None:
         """Apply a state to a store whose rows are already restored."""
         self._check(state)
+        if self.links is not None:
+            self.flat_cut[:] = state["cut"].reshape(-1)
+            self.links.restore(state["after"])
         self.cut[:], self._open[:], self._newest[:] = state["cut"], state["open"], state["newest"]
         self.blocks.written[:] = state["written"]
         self.blocks.claimed[:] = self.blocks.committed()
@@ -269,29 +354,71 @@ class Store:
         cut, written = state["cut"], state["written"][0]
         require((state["written"] == written).all(), "written differs between arrays of the same rows")
         require(((written >= 0) & (written <= 2**62)).all(), "written is not a number of rows")
+        if self.tails is not None:
+            cells = state["tails"]
+            is_cell = ((cells >= 0) & (cells < self.table.cells)).all() and (np.diff(cells) > 0).all()
+            require(is_cell and cut.reshape(-1)[cells].all(), "tails names a row that has none")
+            require(
+                all(len(v) == len(cells) for n, v in state.items() if n.startswith("tails")), "tails differ in length"
+            )
+        if self.links is None:
+            self._check_ring(state, written)
+        else:
+            require(not written.any(), "written counts rows of a ring")
+
+    def _check_ring(self, state: Mapping[str, Array], written: Array) -> None:
         columns = np.flatnonzero(written)
         newest = np.full(self.columns, -1)
         newest[columns] = (written[columns] - 1) % self.rows * self.columns + columns
         require((state["newest"] == newest).all(), "newest is not the last row that was written")
-        is_used = np.arange(self.rows)[:, None] < written
-        ended, starts = np.zeros_like(cut), np.zeros_like(cut)
-        if len(columns):
-            ended[...] = self._ended(slice(None), slice(None))
-            if "episode_start" in self.schema:
-                starts[...] = self.blocks.arrays["episode_start"].astype(bool)
-        must = ~is_used | ended | np.roll(starts & is_used, -1, axis=0)
+        cut, is_used = state["cut"], np.arange(self.rows)[:, None] < written
+        ended, starts = self._ends_and_starts()
+        must = ~is_used | (ended & is_used) | np.roll(starts & is_used, -1, axis=0)
         must.reshape(-1)[newest[columns]] = True
         require((cut | ~must).all(), "cut lets a row follow the last one of its episode or column")
-        is_open = np.zeros(self.columns, bool)
-        is_open[columns] = ~ended.reshape(-1)[newest[columns]]
-        require((state["open"] == is_open).all(), "open does not say which episodes are still running")
+        self._check_open(state, ended)
         if self.tails is not None:
-            cells = state["tails"]
-            is_cell = ((cells >= 0) & (cells < self.table.cells)).all() and (np.diff(cells) > 0).all()
-            require(is_cell and (cut & is_used).reshape(-1)[cells].all(), "tails names a row that has none")
-            require(
-                all(len(v) == len(cells) for n, v in state.items() if n.startswith("tails")), "tails differ in length"
-            )
+            require(is_used.reshape(-1)[state["tails"]].all(), "tails names a row that has none")
+
+    def _ends_and_starts(self) -> tuple[Array, Array]:
+        """Of each cell, whether an episode ended and whether one began with its row."""
+        ended, starts = np.zeros_like(self.cut), np.zeros_like(self.cut)
+        ended[...] = self._ended(slice(None), slice(None))
+        if "episode_start" in self.schema:
+            starts[...] = self.blocks.arrays["episode_start"].astype(bool)
+        return ended, starts
+
+    def _check_open(self, state: Mapping[str, Array], ended: Array) -> None:
+        newest = state["newest"]
+        is_open = (newest >= 0) & ~ended.reshape(-1)[newest]
+        require((state["open"] == is_open).all(), "open does not say which episodes are still running")
+
+    def check_free(self, is_free: Array) -> None:
+        """Refuse a restored linked store that disagrees with which cells are free."""
+        assert self.links is not None
+        state, (ended, starts) = self.state(), self._ends_and_starts()
+        newest = state["newest"]
+        is_cell = ((newest >= -1) & (newest < self.table.cells)).all()
+        held = newest[newest >= 0]
+        is_last = is_cell and (self.flat_cut & ~is_free)[held].all() and len(np.unique(held)) == len(held)
+        require(is_last, "newest is not the last row of an environment")
+        self._check_open(state, ended)
+        linked = np.flatnonzero(~self.flat_cut)
+        after = self.links.after[linked]
+        require(not (is_free[linked] | is_free[after]).any(), "after names a cell that is free")
+        is_end = ended.reshape(-1)[linked] | starts.reshape(-1)[after]
+        require(not is_end.any(), "after lets a row follow the last one of its episode")
+        if self.tails is not None:
+            require(not is_free[state["tails"]].any(), "tails names a row that has none")
 
     def close(self) -> None:
         self.blocks.close()
+
+
+def runs(cells: Array) -> list[tuple[slice | Array, slice]]:
+    """Cells, and which entries of `cells` they are: neighbours together, if there are many cells in few runs."""
+    ends = np.flatnonzero(cells[1:] - cells[:-1] != 1) + 1 if len(cells) >= _MANY else ()
+    if len(cells) < _MANY or len(ends) > _RUNS:
+        return [(cells, slice(None))]
+    edges = [0, *ends, len(cells)]
+    return [(slice(int(cells[a]), int(cells[a]) + b - a), slice(a, b)) for a, b in pairwise(edges)]

@@ -68,16 +68,20 @@ class Table:
         return keys, gone
 
     def put_cells(self, cells: Array, is_distinct: bool = True) -> Array:
-        """New items, one after the other, in cells of a table of one column; their keys. Unless they are distinct, a
-        cell may be named more than once: the last item put into it stays."""
+        """New items, one after the other, in cells; their keys. Unless they are distinct, a cell may be named more than
+        once: the last item put into it stays."""
         held = self.keys[cells]
         empty = held < 0
         laps = 1 if is_distinct else occurrences(cells) + 1
         keys: Array = np.where(empty, ~held, held) + laps * self.cells
         self.size += int(np.count_nonzero(empty)) if is_distinct else len(np.unique(cells[empty]))
         self.keys[cells], self.times[cells] = keys, 0
-        if self.used[0] < self.rows:
-            self.used[0] = max(int(self.used[0]), int(cells.max()) + 1)
+        if not self._full:
+            if self.columns == 1:
+                self.used[0] = max(int(self.used[0]), int(cells.max()) + 1)
+            else:
+                np.maximum.at(self.used, cells % self.columns, cells // self.columns + 1)
+            self._full = bool((self.used == self.rows).all())
         self._lap, self._next = self._lap + int(np.max(laps)), -1
         return keys
 
