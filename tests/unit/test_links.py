@@ -8,6 +8,8 @@ import os
 import select
 import socket
 import struct
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -347,3 +349,31 @@ def test_what_goes_into_a_line_of_the_log_is_one(text: str) -> None:
     ):
         with pytest.raises(WireError):
             n.decode_from_node([n.encode(message)])
+
+
+LEAVES = """
+import time
+import zmq
+from farstep.wire.zmq import MAIN, Hub
+
+hub = Hub("tcp://127.0.0.1:*", lease_s=2.0)
+pair, context = hub.admit(0, 0), zmq.Context()
+worker = context.socket(zmq.DEALER)
+worker.sndhwm, worker.routing_id, worker.curve_serverkey = 0, pair.route + MAIN, hub.keys.public
+worker.curve_publickey, worker.curve_secretkey = pair.public, pair.secret
+worker.connect(hub.address)
+worker.send(b"first")
+while not list(hub.drain()):
+    time.sleep(0.01)
+for _ in range(20_000):
+    worker.send(bytes(1000))
+context.destroy(linger=0)
+time.sleep(1.0)  # the head is busy, for several heartbeats of its lease
+assert list(hub.drain())
+hub.close()
+"""
+
+
+def test_head_survives_a_worker_that_dies_while_its_messages_wait_to_be_read() -> None:
+    done = subprocess.run([sys.executable, "-c", LEAVES], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
