@@ -9,6 +9,8 @@ from collections.abc import Generator
 import pytest
 from guarded import EngineMissing
 
+pytest_plugins = ["longest_first"]
+
 # A shell's `&` and nohup have Ctrl-C ignored, here and in all that tests start; some of them are about Ctrl-C.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
