@@ -325,7 +325,7 @@ def test_a_learner_of_farstep_trains_on_ray(ray_cluster: RayCluster, tmp_path: P
 
 @pytest.mark.timeout(120)
 def test_without_room_a_sentence_says_so(ray_cluster: RayCluster) -> None:
-    config = farstep.RayConfig(workers_per_node=8, nodes=2, resources_per_node={"camera": 1}, queue_s=4.0)
+    config = farstep.RayConfig(workers_per_node=8, nodes=2, resources_per_node={"camera": 1}, queue_s=12.0)
     with pytest.raises(farstep.LaunchError) as caught, cluster(envs=8, config=config) as env:
         within(env.launch, 60)
     assert "2 agents wait for a place in Ray's cluster" in str(caught.value)
