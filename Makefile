@@ -30,8 +30,8 @@ $(VENV)/.ready: $(VENV)/.demo-ready
 demo: $(VENV)/.demo-ready  ## train CartPole-v1 on two local workers until it is solved; installs only what that needs
 	@$(BIN)/python examples/cartpole_ppo.py
 
-test: setup      ## all tests, in two processes: many of them only wait
-	@$(BIN)/python -m pytest -n 2 --dist loadfile
+test: setup      ## all tests, in four processes: many of them only wait
+	@$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder $(PYTEST_OPTIONS)
 
 test-kubernetes: setup  ## the launcher contract on a real Kubernetes cluster, built once from Debian's sources (needs root)
 	@$(BIN)/python tests/engines/kubernetes_cluster.py

@@ -57,7 +57,7 @@ def together(calls: Mapping[str, Callable[[], Any]], seconds: float = DEADLINE_S
     return outcomes
 
 
-def eventually(what: Callable[[], Any], seconds: float = 30.0) -> Any:
+def eventually(what: Callable[[], Any], seconds: float = DEADLINE_S) -> Any:
     """The first true answer of `what`, for events that nobody announces; fails at the deadline."""
     deadline = time.monotonic() + seconds
     while not (answer := what()):

@@ -261,7 +261,7 @@ MISDEEDS = {
 }
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_stream_survives_whatever_a_local_worker_sends(tmp_path: Path, caplog: Any) -> None:
     """A worker on this host is replaced at its first message that has no business there, and never stalls the head."""
     kwargs = {"misdeeds": list(MISDEEDS), "folder": str(tmp_path)}
@@ -447,7 +447,7 @@ def withstand(env: farstep.ClusterEnv, known: dict[str, Any]) -> Counter[str]:
     return sent
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_a_run_goes_on_whatever_strangers_and_eavesdroppers_send() -> None:
     with wide(farstep.LocalConfig(workers_per_node=2, transport="tcp")) as env:
         env.launch()
@@ -455,7 +455,7 @@ def test_a_run_goes_on_whatever_strangers_and_eavesdroppers_send() -> None:
     assert sent.total() > 50_000, sent
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_a_run_on_nodes_goes_on_whatever_strangers_and_a_mad_agent_send(
     tmp_path: Path, caplog: Any, issued: dict[tuple[int, int], KeyPair]
 ) -> None:
@@ -484,7 +484,7 @@ def test_a_run_on_nodes_goes_on_whatever_strangers_and_a_mad_agent_send(
     assert len(caplog.records) < 100
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_a_worker_that_goes_mad_is_replaced_and_the_others_go_on(issued: dict[tuple[int, int], KeyPair]) -> None:
     """Its key lets it say what it likes, for itself only, and only once."""
     chance = random.Random(7)
@@ -513,7 +513,7 @@ def test_a_worker_that_goes_mad_is_replaced_and_the_others_go_on(issued: dict[tu
         assert_balanced(stats)
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_a_passer_goes_on_whatever_strangers_send() -> None:
     passer = ZmqPasser("tcp://127.0.0.1:*")
     with contextlib.closing(passer), contextlib.closing(ZmqReceiver(passer.invitation)) as receiver:

@@ -57,7 +57,8 @@ class Head:
 
     def until_there(self) -> None:
         """Until the head is in its phase, with a worker and a process that the environment started."""
-        eventually(lambda: (self._folder / "here").exists() or self.process.poll() is not None)
+        # Six of them start at once, with a worker each.
+        eventually(lambda: (self._folder / "here").exists() or self.process.poll() is not None, 120)
         assert self.process.poll() is None, self.process.communicate()
         names = " ".join(self.processes().values())
         assert "farstep.worker" in names
@@ -133,7 +134,8 @@ def test_a_program_that_ends_without_close_says_nothing(tmp_path: Path) -> None:
     heads = {name: Head(tmp_path / name, "-c", start + script) for name, script in SCRIPTS.items()}
     for name, head in heads.items():
         output, errors = head.process.communicate(timeout=60)
-        assert (head.process.returncode, output, errors) == (0, "", ""), name
+        said = [line for line in errors.splitlines() if not line.startswith("waiting for ")]  # on a busy machine
+        assert (head.process.returncode, output, said) == (0, "", []), name
         head.assert_nothing_left()
 
 

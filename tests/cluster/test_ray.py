@@ -176,19 +176,19 @@ def test_a_lost_node_costs_only_what_it_was_doing(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.timeout(300)
 def test_a_lost_cluster_is_an_error_and_not_the_end_of_the_learner(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also with a large restart budget, whose growing pauses add up to minutes."""
-    with RayCluster(nodes=1, cpus=2) as started:
+    monkeypatch.setattr("farstep.launch.ray._GONE_S", 10.0)
+    with RayCluster(nodes=0, head_cpus=2) as started:
         join(monkeypatch, started)
         with cluster(config=farstep.RayConfig(workers_per_node=1, restart_budget=100)) as env:
             agent = TableAgent()
             env.collect(agent, steps=4)
             started.kill_node(0)
-            started.kill_node(1)
 
             def collect() -> None:
                 while True:
                     assert_sound(env.collect(agent, steps=4))
 
-            with pytest.raises(farstep.LaunchError, match=r"Ray's first node, .*, has not answered for 30 s"):
+            with pytest.raises(farstep.LaunchError, match=r"Ray's first node, .*, has not answered for 10 s"):
                 within(collect, 90)
 
 
@@ -197,6 +197,7 @@ def test_batches_continue_without_rays_first_node_until_ray_ends_the_others(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("RAY_gcs_rpc_server_reconnect_timeout_s", "12")
+    monkeypatch.setattr("farstep.launch.ray._GONE_S", 15.0)
     with RayCluster(nodes=1, cpus=2) as started:
         join(monkeypatch, started)
         with cluster(config=farstep.RayConfig(workers_per_node=1)) as env:
@@ -206,7 +207,7 @@ def test_batches_continue_without_rays_first_node_until_ray_ends_the_others(
             while "Ray's first node" not in caplog.text:  # said while batches go on
                 assert_sound(within(lambda: env.collect(agent, steps=4)))
             assert env.stats()["workers"]["restarts"] == 0
-            with pytest.raises(farstep.LaunchError, match=r"Ray's first node, .*, has not answered for 30 s"):
+            with pytest.raises(farstep.LaunchError, match=r"Ray's first node, .*, has not answered for 15 s"):
                 within(lambda: [env.collect(agent, steps=4) for _ in iter(int, 1)], 120)
 
 
@@ -231,21 +232,20 @@ def test_the_process_that_talks_to_ray_is_replaced(ray_cluster: RayCluster) -> N
 
 @pytest.mark.timeout(240)
 def test_a_killed_head_leaves_no_agent(ray_cluster: RayCluster) -> None:
-    agents, _ = killed_head(ray_cluster.address)
+    agents, _, _ = killed_head(ray_cluster.address)
     eventually(lambda: not living(agents), LEASE_S)
 
 
 @pytest.mark.timeout(240)
-def test_a_killed_head_leaves_nothing_of_a_cluster_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = set(Path("/tmp").glob("farstep-ray-*"))
-    agents, tag = killed_head("local")
+def test_a_killed_head_leaves_nothing_of_a_cluster_of_its_own() -> None:
+    agents, tag, (folder,) = killed_head("local")
     eventually(lambda: not living(agents), LEASE_S)
     eventually(lambda: not tagged(tag), LEASE_S)
-    assert set(Path("/tmp").glob("farstep-ray-*")) <= before
+    assert not Path(folder).exists()
 
 
-def killed_head(address: str) -> tuple[list[int], str]:
-    """The processes of its agents, and the tag of all that it started itself."""
+def killed_head(address: str) -> tuple[list[int], str, set[str]]:
+    """The processes of its agents, the tag of all that it started itself, and the folders of Ray that these used."""
     tag = uuid.uuid4().hex
     environment = {**os.environ, TAG: tag}
     with subprocess.Popen(
@@ -254,11 +254,12 @@ def killed_head(address: str) -> tuple[list[int], str]:
         assert head.stdout is not None
         try:
             nodes = json.loads(within(head.stdout.readline, 120))
+            folders = set(re.findall(r"/tmp/farstep-ray-\w+", "\n".join(tagged(tag))))
         finally:
             head.kill()
         agents = [int(node["pid"]) for node in nodes]
         assert len(agents) == 2
-    return agents, tag
+    return agents, tag, folders
 
 
 @pytest.mark.timeout(240)
@@ -290,7 +291,7 @@ def test_without_a_cluster_one_is_started_and_nobody_else_is_let_in(
         env.launch()
         driver = env._collector.server.crew.launcher._engine._driver  # type: ignore[union-attr]
         assert driver.local and stat.S_IMODE(Path(driver._folder).stat().st_mode) == 0o700
-        found = re.search(r"farstep-ray-.*gcs-address=([\d.:]+)", "\n".join(commands().values()))
+        found = re.search(rf"{driver._folder}/.*gcs-address=([\d.:]+)", "\n".join(commands().values()))
         assert found
         address = found[1]
         stranger = cluster(config=farstep.RayConfig(address=address, workers_per_node=1))
@@ -324,7 +325,7 @@ def test_a_learner_of_farstep_trains_on_ray(ray_cluster: RayCluster, tmp_path: P
 
 @pytest.mark.timeout(120)
 def test_without_room_a_sentence_says_so(ray_cluster: RayCluster) -> None:
-    config = farstep.RayConfig(workers_per_node=8, nodes=2, resources_per_node={"camera": 1}, queue_s=4.0)
+    config = farstep.RayConfig(workers_per_node=8, nodes=2, resources_per_node={"camera": 1}, queue_s=12.0)
     with pytest.raises(farstep.LaunchError) as caught, cluster(envs=8, config=config) as env:
         within(env.launch, 60)
     assert "2 agents wait for a place in Ray's cluster" in str(caught.value)

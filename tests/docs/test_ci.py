@@ -1,12 +1,17 @@
-"""`.ci/run` installs what tests need on a machine that has some of it, or nothing."""
+"""`.ci/run` installs what tests need on a machine that has some of it, or nothing; long test files start first."""
 
 from __future__ import annotations
 
 import re
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import podman_pods
+import pytest
+
+import longest_first
 
 ROOT = Path(__file__).parents[2]
 PYTHON_AND_COMPILERS = {"make", "g++", "python3", "python3-venv", "python3-dev"}
@@ -35,8 +40,11 @@ def installed_by_ci(folder: Path, present: set[str]) -> set[str]:
         (folder / "bin" / name).write_text(f"#!/bin/sh\n{script}\n")
         (folder / "bin" / name).chmod(0o755)
     environment = {"PATH": f"{folder}/bin:/usr/local/bin:/usr/bin:/bin", "HOME": str(folder)}
-    subprocess.run([ROOT / ".ci" / "run"], env=environment, check=True, timeout=60, capture_output=True)
-    assert (folder / "made").read_text().split() == ["lint", "test"]
+    done = subprocess.run(
+        [ROOT / ".ci" / "run"], env=environment, check=True, timeout=60, capture_output=True, text=True
+    )
+    assert (folder / "made").read_text().split()[:2] == ["lint", "test"]
+    assert re.fullmatch(r"CI took \d+ s", done.stdout.splitlines()[-1])
     if not (folder / "asked").exists():
         return set()
     words = (folder / "asked").read_text().split()[1:]
@@ -53,3 +61,21 @@ def test_a_present_podman_hides_none_of_its_packages(tmp_path: Path) -> None:
 
 def test_nothing_is_installed_if_all_packages_are_present(tmp_path: Path) -> None:
     assert installed_by_ci(tmp_path, present=required_packages() | {"procps"}) == set()
+
+
+def test_files_start_in_the_order_of_their_recorded_durations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(longest_first, "DURATIONS", tmp_path / "tests" / "durations.json")
+    monkeypatch.setenv("PYTEST_XDIST_WORKER", "gw0")
+    recorder: Any = longest_first.Recorder()
+    (tmp_path / "tests").mkdir()
+    for name, durations in (("quick", [0.1, 0.2]), ("long", [0.2, 30.0]), ("medium", [1.0, 1.0])):
+        (tmp_path / "tests" / f"test_{name}.py").touch()
+        for number, duration in enumerate(durations):
+            nodeid = f"tests/test_{name}.py::test_{number}"
+            recorder.pytest_runtest_logreport(SimpleNamespace(nodeid=nodeid, duration=duration))
+    recorder.pytest_sessionfinish()
+    ids = [f"tests/test_{name}.py::test_{number}" for name in ("quick", "long", "new", "medium") for number in (0, 1)]
+    items: Any = [SimpleNamespace(nodeid=nodeid) for nodeid in ids]
+    longest_first.pytest_collection_modifyitems(items)
+    files = ("new", "long", "medium", "quick")
+    assert [item.nodeid for item in items] == [f"tests/test_{name}.py::test_{i}" for name in files for i in (0, 1)]

@@ -18,7 +18,7 @@ BRIEFLY = {
     "own_ppo_farstep.py": ["--total-timesteps 4096"],
     "sb3_unmodified.py": ["--total-timesteps 4096", "--learner dqn --total-timesteps 2048"],
     "evolution.py": [],  # until it is solved: see below
-    "jax_agent.py": ["--total-steps 24000"],
+    "jax_agent.py": ["--num-steps 16 --total-steps 5120"],
 }
 
 

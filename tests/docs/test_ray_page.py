@@ -28,6 +28,12 @@ def test_every_promise_has_its_test():
     assert named and named <= defined
 
 
+def test_the_page_says_how_long_the_first_node_may_be_silent():
+    from farstep.launch import ray
+
+    assert f"has not answered for {ray._GONE_S:g} seconds" in (ROOT / "docs/ray.md").read_text()
+
+
 def test_the_page_has_every_option_of_its_own():
     from farstep.launch_config import EngineConfig, RayConfig
 

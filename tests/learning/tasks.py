@@ -21,6 +21,8 @@ from farstep.learners.ppo import PPO, PPOConfig
 from farstep.learners.training import Limits, Stopped, Training
 
 Config = PPOConfig | AsyncPPOConfig | ImpalaConfig
+DEFAULTS: dict[str, Config] = {"ppo": PPOConfig(), "async-ppo": AsyncPPOConfig(), "impala": ImpalaConfig()}
+"""What a newcomer gets."""
 LEARNERS: dict[type, Any] = {PPOConfig: PPO, AsyncPPOConfig: AsyncPPO, ImpalaConfig: Impala}
 
 

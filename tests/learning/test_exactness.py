@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +40,24 @@ def assert_equal(a: torch.nn.Module, b: torch.nn.Module) -> None:
         assert torch.equal(tensor, second[name]), name
 
 
+STEPS, ENVS = 16, 8
+SHARED: dict[str, Any] = {"num_steps": STEPS, "value_clip": 0.2, "update_epochs": 2}
+
+
+def run_of_ppo(net: str, launcher: str) -> torch.nn.Module:
+    config = PPOConfig(
+        clip_coef=0.2, vf_coef=0.5, ent_coef=0.01, minibatch_size=STEPS * ENVS // 4, net=NETS[net], **SHARED
+    )
+    return trained("CartPole-v1", config, ENVS * STEPS * 6, num_envs=ENVS, launcher=launcher)[1]
+
+
+first_run_of_ppo = functools.cache(run_of_ppo)
+"""The one that others are compared with."""
+
+
 @pytest.mark.parametrize(("net", "launcher"), VARIANTS)
 def test_two_runs_with_one_seed_give_equal_parameters(net: str, launcher: str) -> None:
-    config = PPOConfig(num_steps=16, update_epochs=2, net=NETS[net])
-    _, first = trained("CartPole-v1", config, 8 * 16 * 4, num_envs=8, launcher=launcher)
-    _, second = trained("CartPole-v1", config, 8 * 16 * 4, num_envs=8, launcher=launcher)
-    assert_equal(first, second)
+    assert_equal(first_run_of_ppo(net, launcher), run_of_ppo(net, launcher))
 
 
 def test_another_seed_gives_other_parameters() -> None:
@@ -57,9 +69,6 @@ def test_another_seed_gives_other_parameters() -> None:
 
 @pytest.mark.parametrize(("net", "launcher"), VARIANTS)
 def test_async_ppo_without_staleness_is_ppo(net: str, launcher: str) -> None:
-    steps, envs = 16, 8
-    shared: dict[str, Any] = {"num_steps": steps, "net": NETS[net], "value_clip": 0.2, "update_epochs": 2}
-    ppo = PPOConfig(clip_coef=0.2, vf_coef=0.5, ent_coef=0.01, minibatch_size=steps * envs // 4, **shared)
     asynchronous = AsyncPPOConfig(
         staleness_threshold=0,
         clip_ratio_low=0.2,
@@ -67,16 +76,16 @@ def test_async_ppo_without_staleness_is_ppo(net: str, launcher: str) -> None:
         clip_ratio_c=None,
         value_coef=0.5,
         entropy_bonus=0.01,
-        global_batch_size=steps * envs // 4,
+        global_batch_size=STEPS * ENVS // 4,
         recompute_logprobs=net != "gru",  # interpolated there: rows of the current version stay as they are, too
-        **shared,
+        net=NETS[net],
+        **SHARED,
     )
-    _, first = trained("CartPole-v1", ppo, envs * steps * 6, num_envs=envs, launcher=launcher)
-    _, second = trained("CartPole-v1", asynchronous, envs * steps * 6, num_envs=envs, launcher=launcher)
-    assert_equal(first, second)
+    _, second = trained("CartPole-v1", asynchronous, ENVS * STEPS * 6, num_envs=ENVS, launcher=launcher)
+    assert_equal(first_run_of_ppo(net, launcher), second)
 
 
-SYNCHRONOUS = {"ppo": PPOConfig, "async": partial(AsyncPPOConfig, staleness_threshold=0)}
+SYNCHRONOUS = {"ppo": PPOConfig, "async": functools.partial(AsyncPPOConfig, staleness_threshold=0)}
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,8 @@ import os
 import select
 import socket
 import struct
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -347,3 +349,52 @@ def test_what_goes_into_a_line_of_the_log_is_one(text: str) -> None:
     ):
         with pytest.raises(WireError):
             n.decode_from_node([n.encode(message)])
+
+
+PEERS = """
+import time
+import zmq
+from farstep.wire.dealer import DealerLink
+from farstep.wire.zmq import MAIN, Hub
+
+def until(done):
+    deadline = time.monotonic() + 60
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+hub = Hub("tcp://127.0.0.1:*", lease_s=5.0)
+pair = hub.admit(0, 0)
+"""
+WORKER_DIES = """
+context = zmq.Context()
+worker = context.socket(zmq.DEALER)
+worker.sndhwm, worker.routing_id, worker.curve_serverkey = 0, pair.route + MAIN, hub.keys.public
+worker.curve_publickey, worker.curve_secretkey = pair.public, pair.secret
+worker.connect(hub.address)
+worker.send(b"first")
+until(lambda: list(hub.drain()))
+for _ in range(20_000):
+    worker.send(bytes(1000))
+context.destroy(linger=0)
+time.sleep(1.5)  # the head is busy, for several heartbeats of its lease
+assert list(hub.drain())
+hub.close()
+"""
+HEAD_DIES = """
+worker = DealerLink(hub.address, hub.keys.public, pair, MAIN, lease_s=5.0)
+worker.send([b"first"])
+until(lambda: list(hub.drain()))
+for _ in range(5000):
+    hub.send(0, [bytes(1000)])
+time.sleep(0.8)  # the worker is busy, for some heartbeats of the lease
+hub.close()
+time.sleep(1.5)  # and some more
+worker.close()
+"""
+
+
+@pytest.mark.parametrize("script", [WORKER_DIES, HEAD_DIES], ids=["worker", "head"])
+def test_process_survives_a_peer_that_dies_while_its_messages_wait_to_be_read(script: str) -> None:
+    done = subprocess.run([sys.executable, "-c", PEERS + script], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-_PATIENCE_S = 5.0
+_PATIENCE_S = 10.0
 _OURS = ("/memfd:farstep", "socket:", "pipe:", "anon_inode:[eventpoll]", "anon_inode:[pidfd]", "anon_inode:[eventfd]")
 
 

@@ -41,6 +41,9 @@ class _Connection:
             self.socket.routing_id = route
         self.socket.maxmsgsize = most_bytes
         self.socket.linger = 2000
+        # Always read on: libzmq 4.3.5 aborts the process when a heartbeat is due on a connection that broke while its
+        # messages were not read. What waits is bounded by what was asked of the head, weights above all.
+        self.socket.rcvhwm = 0
         keep_asking(self.socket, lease_s)
         self._monitor = self.socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | _BROKEN)
         self.connected, self.changed = False, time.monotonic()
@@ -107,7 +110,7 @@ class DealerLink:
     def _dial(self, session: Session) -> _Connection:
         bulk = _Connection(self._context, None, self._lease_s, SEGMENT_BYTES + TAG_BYTES)
         bulk.socket.plain_username, bulk.socket.plain_password = self._public, self._tokens.fresh()
-        bulk.socket.sndhwm = bulk.socket.rcvhwm = UNSENT
+        bulk.socket.sndhwm = UNSENT
         bulk.socket.connect(self._bulk_address)
         bulk.socket.send_multipart(list(session.here().frames))
         return bulk

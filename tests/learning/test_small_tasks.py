@@ -1,0 +1,38 @@
+"""Each learner solves a task made for it: what is shown must be done, a bit remembered."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+from tasks import DEFAULTS, Identity, Recall, trained
+
+from farstep.learners.nets import NetConfig
+from farstep.learners.ppo import PPOConfig
+
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.mark.parametrize(
+    ("learner", "kind"),
+    [(learner, "discrete") for learner in DEFAULTS]
+    + [("ppo", kind) for kind in ("multi-discrete", "binary", "continuous", "dict")],
+)
+def test_identity_is_learned(learner: str, kind: str) -> None:
+    """A random policy gets 2.5 to 5 of 10."""
+    mean, _ = trained(partial(Identity, kind), DEFAULTS[learner], 120_000, target=8.0, launcher="inprocess")
+    assert mean >= 8.0
+
+
+@pytest.mark.parametrize("recurrent", ["gru", "lstm"])
+def test_what_was_shown_once_is_remembered(recurrent: Any) -> None:
+    config = PPOConfig(learning_rate=2e-3, num_steps=20, net=NetConfig(recurrent=recurrent, core=16))
+    mean, _ = trained(Recall, config, 60_000, target=0.95, launcher="inprocess")
+    assert mean >= 0.95
+
+
+def test_without_memory_it_cannot_be_remembered() -> None:
+    config = PPOConfig(learning_rate=2e-3, num_steps=20)
+    mean, _ = trained(Recall, config, 30_000, target=0.95, launcher="inprocess")
+    assert mean < 0.75
