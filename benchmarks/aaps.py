@@ -154,11 +154,10 @@ def training_of(case: Run, options: argparse.Namespace) -> Training:
 def outcome(case: Run, metrics: list[Metrics], workers: int) -> Run:
     """What is kept of a run; its curve has steps, training return, pulls per worker, bytes of weights and of probes."""
     lines = [line for line in metrics if "sync/weight_syncs" in line]
-    counted = ("sync/weight_syncs", "sync/weights_bytes", "sync/probes_bytes")
-    pulls, weights, probes = (summed(lines, name) for name in counted)
+    counters, restarts = summed(lines, ("sync/weight_syncs", "sync/weights_bytes", "sync/probes_bytes"))
     points = [
-        [line["step"], round(line.get("env/return_mean", 0.0), 1), pull / workers, weight, probe]
-        for line, pull, weight, probe in zip(lines, pulls, weights, probes, strict=True)
+        [line["step"], round(line.get("env/return_mean", 0.0), 1), pulls / workers, weights, probes]
+        for line, (pulls, weights, probes) in zip(lines, counters, strict=True)
     ]
     every = -(-len(points) // POINTS)
     return {
@@ -166,6 +165,7 @@ def outcome(case: Run, metrics: list[Metrics], workers: int) -> Run:
         "steps": lines[-1]["step"],
         "versions": lines[-1]["version"],
         "seconds": round(lines[-1]["seconds"], 1),
+        "continued": restarts,
         "curve": [*points[:-1:every], points[-1]],
         "evaluations": evaluations(metrics),
     }
@@ -239,8 +239,10 @@ def page(document: dict[str, Any]) -> str:
         f"{settings['workers']} workers with {settings['envs_per_worker']} environments each over TCP, "
         f"{settings['num_steps']} steps per rollout, {settings['epochs']} epochs, {steps:,} steps ({versions} "
         f"versions), {machines(document)}. Final return: the mean of the evaluations in the last tenth of the steps, ± "
-        "the deviation over seeds."
+        "the deviation over seeds (`results/aaps-ppo.json`)."
     )
+    if continued_times := max(run["continued"] for run in document["runs"]):
+        setting += f" Runs were continued up to {continued_times} times, which costs a pull of every worker each time."
     images = [
         "![evaluation returns over steps, for each threshold and loss](images/aaps-ppo-returns.png)",
         "![pulls over steps, bytes by threshold](images/aaps-ppo-pulls.png)",
@@ -283,11 +285,11 @@ def _mean(found: list[dict[str, float]], name: str) -> float:
 def show(document: dict[str, Any], name: str, images: Path) -> None:
     """Print the table, draw the plots."""
     print(f"\n{common_steps(document['runs']):,} steps\n\n{summary(document)}\n\n{verdict(document)}")
-    for path in draw(document, name, images):
+    for path in draw(name, document, images):
         print(f"written: {path}")
 
 
-def draw(document: dict[str, Any], name: str, folder: Path) -> list[Path]:
+def draw(name: str, document: dict[str, Any], folder: Path) -> list[Path]:
     """Returns over steps, a panel per loss; pulls over steps, and bytes by threshold."""
     runs, steps = document["runs"], common_steps(document["runs"])
     losses = list(dict.fromkeys(key_of(run)[0] for run in sorted(runs, key=key_of)))

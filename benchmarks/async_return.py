@@ -105,6 +105,12 @@ def summary(document: dict[str, Any]) -> str:
     return "\n\n".join(filter(None, (title, table(header, rows), _saving(found))))
 
 
+def page(document: dict[str, Any]) -> str:
+    """What docs/async_ppo.md says of it."""
+    image = "![training return over seconds and over steps, synchronous and asynchronous](images/async-lunarlander.png)"
+    return f"{summary(document)}\n\n{image}\n\nEvery run is in `results/async-lunarlander.json`."
+
+
 def _row(learner: str, runs: list[Run]) -> list[str]:
     total = sum(run["seconds"] for run in runs)
     shares = [f"{sum(run['seconds_in'][part] for run in runs) / total:.0%}" for part in (*PARTS, "other")]

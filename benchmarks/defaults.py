@@ -22,7 +22,7 @@ from typing import Any
 
 from children import run_script
 from curve_plots import band, panels, save
-from document import continued, write_document
+from document import continued, machines, write_document
 from roster import BENCHMARKS
 from tables import table
 from trainings import Metrics, Sitting, Training, curve, evaluations
@@ -187,10 +187,22 @@ def summary(document: dict[str, Any], env: str) -> str:
     return f"{title}\n\n{table(['', *(f'{number} environments' for number in numbers), 'mean'], rows)}"
 
 
-def other_summary(document: dict[str, Any]) -> str:
-    """All tasks but the main ones."""
-    found = [text for env in OTHER if (text := summary(document, env))]
-    return "\n\n".join(found or ["Not measured yet."])
+def page(document: dict[str, Any]) -> str:
+    """What benchmarks/README.md says: where it was measured, and a table for every task."""
+    return "\n\n".join(
+        [
+            f"{machines(document)} (`results/defaults.json`):",
+            *(text for env in TASKS if (text := summary(document, env))),
+        ]
+    )
+
+
+def learner_page(document: dict[str, Any], learner: str) -> str:
+    """What a learner's page says: table and curves."""
+    if not any(run["learner"] == learner and run["env"] in MAIN for run in document["runs"]):
+        return f"Not measured yet: `python benchmarks/defaults.py --learners {learner}` does it."
+    image = f"![evaluation returns over steps of {learner}, by task and number of environments]"
+    return f"{learner_summary(document, learner)}\n\n{image}(images/defaults-{learner}.png)"
 
 
 def learner_summary(document: dict[str, Any], learner: str) -> str:
@@ -225,12 +237,12 @@ def draw(document: dict[str, Any], folder: Path) -> list[Path]:
         runs = [run for run in document["runs"] if run["learner"] == learner and run["env"] in MAIN]
         if not runs:
             continue
-        seeds = len({run["seed"] for run in runs})
-        title = f"farstep train {learner}: evaluation returns, mean and range of {seeds} seeds"
-        figure, axes = panels(len(MAIN), f"{title}; runs end at the threshold")
-        for axis, (env, task) in zip(axes, MAIN.items(), strict=True):
+        tasks = [env for env in MAIN if any(run["env"] == env for run in runs)]
+        title = f"farstep train {learner}: evaluation returns, mean and range of the seeds"
+        figure, axes = panels(len(tasks), f"{title}; runs end at the threshold")
+        for axis, env in zip(axes, tasks, strict=True):
             axis.set(title=env, ylabel="return of an evaluation")
-            axis.axhline(task.threshold, color="grey", linestyle=":", linewidth=1)
+            axis.axhline(MAIN[env].threshold, color="grey", linestyle=":", linewidth=1)
             for index, number in enumerate(sorted({run["num_envs"] for run in runs})):
                 mine = [run["evaluations"] for run in runs if run["env"] == env and run["num_envs"] == number]
                 band(axis, mine, 1, f"{number} environments", f"C{index}")

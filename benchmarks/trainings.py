@@ -202,12 +202,17 @@ def curve(metrics: Sequence[Metrics], names: Mapping[str, int], points: int) -> 
     return [[int(line["step"]), *(round(line[name], digits) for name, digits in names.items())] for line in kept]
 
 
-def summed(metrics: Sequence[Metrics], name: str) -> list[float]:
-    """A counter that restarts with every process of a run, as one that does not."""
-    total, last, found = 0.0, 0.0, []
+def summed(metrics: Sequence[Metrics], names: Sequence[str]) -> tuple[list[list[float]], int]:
+    """Counters that restart with every process of a run, as counters that do not; and how often they restarted."""
+    totals, last, found, restarts = [0.0] * len(names), [0.0] * len(names), [], 0
     for line in metrics:
-        value = float(line[name])
-        total += value - last if value >= last else value
-        last = value
-        found.append(total)
-    return found
+        values = [float(line[name]) for name in names]
+        restarted = any(value < before for value, before in zip(values, last, strict=True))
+        restarts += restarted
+        totals = [
+            total + value - (0.0 if restarted else before)
+            for total, value, before in zip(totals, values, last, strict=True)
+        ]
+        last = values
+        found.append(totals)
+    return found, restarts
