@@ -18,9 +18,10 @@ CONFIGS: dict[str, Config] = {"ppo": PPOConfig(), "async-ppo": AsyncPPOConfig(),
 """The defaults: what a newcomer gets."""
 
 
-@pytest.mark.parametrize("learner", CONFIGS)
-def test_cart_pole_is_solved(learner: str) -> None:
-    mean, _ = trained("CartPole-v1", CONFIGS[learner], 500_000, target=475.0)
+@pytest.mark.parametrize(("learner", "num_envs"), [("ppo", 16), ("async-ppo", 64), ("impala", 16)])
+def test_cart_pole_is_solved(learner: str, num_envs: int) -> None:
+    """Asynchronous PPO with 64 environments: it once fell behind PPO the more environments it had."""
+    mean, _ = trained("CartPole-v1", CONFIGS[learner], 500_000, num_envs, target=475.0)
     assert mean >= 475
 
 
