@@ -86,8 +86,8 @@ class Args:
     """settings"""
     seeds: int = 3
     """runs of each setting"""
-    total_steps: int = 100_000
-    """environment steps of a run"""
+    total_steps: int | None = None
+    """environment steps of a run, 100,000; of lunarlander, where runs end at their threshold, at most 3,000,000"""
     threshold: float = 450.0
     """the return, a mean of the last 100 episodes, that seconds are counted to"""
     mean_ms: float = 3.0
@@ -243,7 +243,12 @@ def main(args: Args) -> None:
     if args.task == "lunarlander":
         lunarlander(args)
         return
-    args = replace(args, workers=args.workers or 8, out=args.out or HERE / "results" / "async.json")
+    args = replace(
+        args,
+        workers=args.workers or 8,
+        total_steps=args.total_steps or 100_000,
+        out=args.out or HERE / "results" / "async.json",
+    )
     assert args.out is not None
     if args.show:
         documents = [json.loads(path.read_text()) for path in args.show]
@@ -290,7 +295,8 @@ def lunarlander(args: Args) -> None:
     else:
         sitting = Sitting(jobs=1, minutes=args.minutes, folder=args.runs)
         out = args.out or HERE / "results" / "async-lunarlander.json"
-        document = async_return.measure(sitting, out, args.seeds, args.workers or 14, args.num_envs)
+        settings = {"workers": args.workers or 14, "num_envs": args.num_envs}
+        document = async_return.measure(sitting, out, args.seeds, settings, args.total_steps or 3_000_000)
     if document["runs"]:
         print(f"\n{async_return.summary(document)}")
         for path in async_return.draw(document, args.images):

@@ -19,7 +19,6 @@ from trainings import Metrics, Sitting, Training, curve, evaluations
 
 LEARNERS = ("ppo", "async-ppo")
 THRESHOLD = 200.0
-TOTAL_STEPS = 3_000_000
 POINTS = 100
 PARTS = {
     "collect": ("time/collect",),
@@ -33,17 +32,16 @@ Run = dict[str, Any]
 """One run, as in the file of results."""
 
 
-def measure(sitting: Sitting, out: Path, seeds: int, workers: int, num_envs: int) -> dict[str, Any]:
+def measure(sitting: Sitting, out: Path, seeds: int, settings: dict[str, int], total_steps: int) -> dict[str, Any]:
     """Make the runs that are missing; returns the document with all that are there."""
     document = continued(out, "async.py")
     check_machine(document, out)
-    settings = {"workers": workers, "num_envs": num_envs}
     if document.setdefault("settings", settings) != settings:
         raise SystemExit(f"{out} was measured with {document['settings']}, not with {settings}; give another --out")
     done = {key_of(run) for run in document["runs"]}
     cases = [(learner, seed) for seed in range(1, seeds + 1) for learner in LEARNERS]
     cases = [case for case in cases if case not in done]
-    trainings = [training_of(*case, workers, num_envs) for case in cases]
+    trainings = [training_of(*case, settings, total_steps) for case in cases]
 
     def finished(index: int, metrics: list[Metrics]) -> str:
         run = outcome(*cases[index], metrics) | {"command": trainings[index].command}
@@ -62,12 +60,13 @@ def key_of(run: Run) -> tuple[str, int]:
     return run["learner"], run["seed"]
 
 
-def training_of(learner: str, seed: int, workers: int, num_envs: int) -> Training:
+def training_of(learner: str, seed: int, settings: dict[str, int], total_steps: int) -> Training:
+    workers, num_envs = settings["workers"], settings["num_envs"]
     chosen = ["--env", "LunarLander-v3", "--num-envs", str(num_envs), "--workers", str(workers), "--seed", str(seed)]
     # Only the first and the final agent are evaluated: evaluations would take time from what is measured.
     chosen += ["--target-return", f"{THRESHOLD:g}", "--eval-every", str(10**9), "--checkpoint-every", str(10**6)]
     name = f"async-{learner}-{num_envs}-{workers}-{seed}"
-    return Training(name=name, learner=learner, options=tuple(chosen), total_steps=TOTAL_STEPS, restarts=True)
+    return Training(name=name, learner=learner, options=tuple(chosen), total_steps=total_steps, restarts=True)
 
 
 def outcome(learner: str, seed: int, metrics: list[Metrics]) -> Run:
@@ -141,7 +140,7 @@ def _saving(found: dict[str, list[Run]]) -> str:
 
 
 def _spread(values: Sequence[float]) -> str:
-    return f"{mean(values):.0f} ({min(values):.0f} - {max(values):.0f})"
+    return f"{mean(values):.0f} ({min(values):.0f} to {max(values):.0f})"
 
 
 def draw(document: dict[str, Any], folder: Path) -> list[Path]:

@@ -159,7 +159,7 @@ def _carried_out(training: Training, folder: Path, deadline: float | None, stop:
     if status == 0:
         return "ended"
     if status in STOPPED or status < 0:
-        return f"{training.name} was stopped; it continues next time"
+        return f"{training.name} was stopped; it {'starts again' if training.restarts else 'continues'} next time"
     lines = [line for line in (folder / f"{training.name}.log").read_text().splitlines() if line.strip()]
     return f"{training.name} FAILED with status {status}: {(lines or ['no output'])[-1]}"
 
