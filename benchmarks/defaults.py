@@ -191,7 +191,7 @@ def page(document: dict[str, Any]) -> str:
     """What benchmarks/README.md says: where it was measured, and a table for every task."""
     return "\n\n".join(
         [
-            f"{machines(document)} (`results/defaults.json`):",
+            f"On {machines(document)}, `results/defaults.json`:",
             *(text for env in TASKS if (text := summary(document, env))),
         ]
     )
@@ -217,11 +217,17 @@ def learner_summary(document: dict[str, Any], learner: str) -> str:
         row = [f"{env} ({MAIN[env].threshold:g})", str(number), f"{sum(run['reached'] for run in runs)} of {len(runs)}"]
         row += [_steps(runs), f"{mean(last):.0f} ({min(last):.0f} to {max(last):.0f})" if last else "-"]
         if learner != "ppo":
-            sync = [run["steps"] for run in of_case if run["learner"] == "ppo"]
-            row.append(f"{mean(run['steps'] for run in runs) / mean(sync):.2f}" if sync else "-")
+            row.append(_of_sync(runs, [run for run in of_case if run["learner"] == "ppo"]))
         rows.append(row)
     header = ["task (threshold)", "environments", "reached", "thousand steps, by seed", "evaluation at the end"]
     return table([*header, "of PPO's steps"] if learner != "ppo" else header, rows)
+
+
+def _of_sync(runs: list[dict[str, Any]], sync: list[dict[str, Any]]) -> str:
+    """Mean steps divided by those of PPO, over the seeds that both have."""
+    seeds = {run["seed"] for run in runs} & {run["seed"] for run in sync}
+    steps = [[run["steps"] for run in found if run["seed"] in seeds] for found in (runs, sync)]
+    return f"{mean(steps[0]) / mean(steps[1]):.2f}" if seeds else "-"
 
 
 def _steps(runs: list[dict[str, Any]]) -> str:
