@@ -244,8 +244,8 @@ def draw(document: dict[str, Any], folder: Path) -> list[Path]:
         if not runs:
             continue
         tasks = [env for env in MAIN if any(run["env"] == env for run in runs)]
-        title = f"farstep train {learner}: evaluation returns, mean and range of the seeds"
-        figure, axes = panels(len(tasks), f"{title}; runs end at the threshold")
+        title = f"farstep train {learner}: evaluation returns\nmean and range of the seeds; runs end at the threshold"
+        figure, axes = panels(len(tasks), title)
         for axis, env in zip(axes, tasks, strict=True):
             axis.set(title=env, ylabel="return of an evaluation")
             axis.axhline(MAIN[env].threshold, color="grey", linestyle=":", linewidth=1)
