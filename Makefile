@@ -8,7 +8,7 @@ UV     := $(shell command -v uv 2>/dev/null)
 ADD    := $(if $(UV),$(UV) pip install --python $(BIN)/python --constraint constraints.txt,$(PIP))
 EXTRAS := torch,envs,envpool,tensorboard,ray,kubernetes,dev
 
-.PHONY: help setup demo test test-kubernetes lint format bench bench-buffer scaling aaps stagger learning async scale bench-peers clean
+.PHONY: help setup demo test test-kubernetes lint format bench bench-buffer scaling aaps stagger defaults learning async scale bench-peers clean
 help:            ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
 
@@ -54,13 +54,16 @@ bench-buffer: setup  ## rows per second of the buffer against plain arrays and t
 scaling: setup   ## how throughput and the head's cost grow with workers, environments and rollout length
 	@$(BIN)/python benchmarks/scaling.py
 
-aaps: setup      ## the AAPS experiment: return, pulls and bytes for thresholds from 0 to 1 (about an hour)
+aaps: setup      ## the AAPS experiment: return, pulls and bytes for thresholds from 0 to 1 (many hours; continues where it was stopped)
 	@$(BIN)/python benchmarks/aaps.py
 
 stagger: setup   ## staggered resets against environments that begin together, on a chain and on Pendulum (ten minutes)
 	@$(BIN)/python benchmarks/stagger.py
 
-learning: setup  ## seconds and steps to learn CartPole and LunarLander, beside CleanRL and RLlib (about an hour; see the top of the file)
+defaults: setup  ## steps that every learner needs with its defaults, 16 to 128 environments (hours; continues where it was stopped)
+	@$(BIN)/python benchmarks/defaults.py
+
+learning: setup  ## seconds and steps to learn CartPole and LunarLander, beside CleanRL and RLlib (three hours; see the top of the file)
 	@$(BIN)/python benchmarks/learning.py
 
 async: setup     ## asynchronous against synchronous PPO, with environments that take uneven time (half an hour)

@@ -1,364 +1,336 @@
-"""The AAPS experiment: how often workers pull weights, and what it costs in return, for thresholds from 0 to 1.
+"""The AAPS experiment of ClusterEnv (figures 2 and 3) with `farstep train ppo`: what a threshold saves and costs.
 
-    python benchmarks/aaps.py                                     # the small policy, all thresholds
-    python benchmarks/aaps.py --hidden 912 --deltas 0 0.05 --seeds 5 --out benchmarks/results/aaps-large.json
-    python benchmarks/aaps.py --show benchmarks/results/aaps.json benchmarks/results/aaps-large.json    # and plots
+    python benchmarks/aaps.py --jobs 6 --steps 1000000 --minutes 9     # again, until it says that all runs are there
+    python benchmarks/aaps.py --jobs 6 --steps 5000000 --minutes 9     # the same runs, continued
+    python benchmarks/aaps.py --hidden 912 --deltas 0 0.05 --plain --out benchmarks/results/aaps-ppo-large.json
+    python benchmarks/aaps.py --show benchmarks/results/aaps-ppo.json          # tables and plots of what is there
 
-PPO on LunarLander-v3 with four workers and the paper's learning rate (5e-4), minibatches (8), gamma (.99) and lambda
-(.95). The paper has 4 x 64 environments, rollouts of 1,024 steps, 30 epochs and 5 M steps; here, for two cores, 4 x 8
-environments, rollouts of 128 steps, 10 epochs and 1 M steps. The learner evaluates values and log-probabilities
-itself (a worker's critic is as old as its actor), clips around its own policy and weighs rows by how much likelier it
-is to act so than the worker was, at most 2 (decoupled PPO); with the newest weights everywhere that is plain PPO, and
-`--loss plain` is plain PPO in any case.
+PPO on LunarLander-v3, four workers with 64 environments each, as in the paper, and the paper's learning rate (5e-4),
+minibatches (8), gamma (.99) and lambda (.95). The paper has rollouts of 1,024 steps and 30 epochs; here 128 steps and
+10 epochs. Workers are connected over TCP on loopback, so that weights and probes are sent and counted. Returns are
+those of evaluations: 20 episodes with the most likely actions, every 100,000 steps. `decoupled` clips around the
+learner's own policy and weights rows by the ratio to the policy that acted, `plain` clips around the policy that acted.
+Runs differ in their steps until all have been continued; tables and plots end where the shortest run ends.
 """
 
 from __future__ import annotations
 
-import concurrent.futures
+import argparse
 import json
-import multiprocessing
-import platform
-import shlex
-import sys
-import time
-from dataclasses import dataclass, field
-from itertools import pairwise
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
-import torch
-import tyro
 from children import run_script
-from rich.console import Console
-from rich.table import Table
-from tables import table as markdown_table
-from torch import Tensor, nn
-from torch.distributions import Categorical
+from curve_plots import band, panels, save
+from document import continued, machines, write_document
+from roster import BENCHMARKS
+from tables import table
+from trainings import Metrics, Sitting, Training, evaluations, summed
 
-import farstep
+RESULTS = BENCHMARKS / "results"
+IMAGES = BENCHMARKS.parent / "docs" / "images"
+POINTS = 100
+"""Of the curves of pulls and bytes that are kept."""
+LAST = 0.1
+"""Share of the steps, at the end, whose evaluations make the final return."""
 
-RESULTS = Path(__file__).parent / "results"
-
-
-@dataclass(kw_only=True)
-class Args:
-    """Train with several thresholds and seeds; compare returns, pulls and bytes."""
-
-    deltas: tuple[float, ...] = (0.0, 0.001, 0.01, 0.05, 0.1, 0.2, 0.5, 0.8, 1.0)
-    """thresholds; 0 pulls every version"""
-    seeds: int = 3
-    """of `repeated`"""
-    repeated: tuple[float, ...] | None = (0.0, 0.01, 0.05, 0.2)
-    """thresholds that run with all seeds, the others with the first; None: all of them"""
-    hidden: int = 64
-    """width of both hidden layers of actor and critic: 64 makes 10 k parameters, 912 makes 1.7 M"""
-    window: int = 4
-    decay: float = 0.5
-    loss: Literal["decoupled", "plain"] = "decoupled"
-    workers: int = 4
-    envs_per_worker: int = 8
-    num_steps: int = 128
-    epochs: int = 10
-    minibatches: int = 8
-    learning_rate: float = 5e-4
-    reward_scale: float = 0.02
-    """what the learner multiplies rewards with, so that its critic's targets are of the order of 1"""
-    gamma: float = 0.99
-    gae_lambda: float = 0.95
-    total_steps: int = 1_000_000
-    jobs: int = 1
-    """runs at the same time"""
-    out: Path = RESULTS / "aaps.json"
-    show: tuple[Path, ...] = field(default=())
-    """only print the table and draw the plots of these results"""
+Run = dict[str, Any]
+"""One run, as in the file of results."""
 
 
-class ActorCritic(nn.Module):
-    """What travels: actor and critic, two layers each."""
-
-    def __init__(self, obs_size: int, num_actions: int, hidden: int) -> None:
-        super().__init__()
-        self.actor = _mlp(obs_size, hidden, num_actions, 0.01)
-        self.critic = _mlp(obs_size, hidden, 1, 1.0)
-
-    def act(self, obs: Tensor) -> dict[str, Tensor]:
-        policy = self.distribution(obs)
-        action = policy.sample()
-        return {"action": action, "logprob": policy.log_prob(action)}
-
-    def distribution(self, obs: Tensor) -> Categorical:
-        return Categorical(logits=self.actor(obs), validate_args=False)
-
-    def get_parameters(self) -> dict[str, Tensor]:
-        return self.state_dict()
+def main() -> int:
+    options = parse_options()
+    if options.show:
+        for path in options.show:
+            show(json.loads(path.read_text()), path.stem, options.images)
+        return 0
+    document = continued(options.out, "aaps.py")
+    settings = settings_of(options)
+    if document.setdefault("settings", settings) != settings:
+        print(f"{options.out} was measured with {document['settings']}, not with {settings}; give another --out")
+        return 1
+    complete = measure(document, options)
+    print("all of these runs are there" if complete else "runs are missing: the same command continues")
+    if document["runs"]:
+        show(document, options.out.stem, options.images)
+    return 0
 
 
-def _mlp(inputs: int, hidden: int, outputs: int, gain: float) -> nn.Sequential:
-    layers = [nn.Linear(inputs, hidden), nn.Linear(hidden, hidden), nn.Linear(hidden, outputs)]
-    for layer, scale in zip(layers, (2**0.5, 2**0.5, gain), strict=True):
-        nn.init.orthogonal_(layer.weight, scale)
-        nn.init.zeros_(layer.bias)
-    return nn.Sequential(layers[0], nn.Tanh(), layers[1], nn.Tanh(), layers[2])
-
-
-class Learner:
-    """PPO as in CleanRL, but for rows of older policies."""
-
-    def __init__(self, agent: ActorCritic, args: Args) -> None:
-        self._agent, self._args = agent, args
-        self._device = next(agent.parameters()).device
-        self._optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5)
-
-    def update(self, batch: farstep.Batch, done: float) -> float:
-        """One update, `done` of the way; returns how far the rows' policy was from ours, in nats."""
-        args, agent = self._args, self._agent
-        self._optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - done)
-        obs, action, behaviour = (self._tensor(batch[key]).flatten(0, 1) for key in ("obs", "action", "logprob"))
-        with torch.no_grad():
-            values = agent.critic(self._tensor(np.concatenate([batch["obs"], batch.last_obs[None]]))).squeeze(-1)
-            finals = agent.critic(self._tensor(batch.final_obs.obs)).squeeze(-1)
-            own = agent.distribution(obs).log_prob(action)
-        advantage, returns = (self._tensor(part).flatten() for part in self._advantages(batch, values, finals))
-        lag = float((torch.expm1(own - behaviour) - (own - behaviour)).mean())
-        near, weight = (own, (own - behaviour).exp().clamp(max=2.0)) if args.loss == "decoupled" else (behaviour, None)
-        for _ in range(args.epochs):
-            for rows in torch.randperm(len(obs), device=self._device).chunk(args.minibatches):
-                policy = agent.distribution(obs[rows])
-                ratio = (policy.log_prob(action[rows]) - near[rows]).exp()
-                scaled = (advantage[rows] - advantage[rows].mean()) / (advantage[rows].std() + 1e-8)
-                gain = torch.min(ratio * scaled, ratio.clamp(0.8, 1.2) * scaled)
-                policy_loss = -(gain if weight is None else gain * weight[rows]).mean()
-                value_loss = (agent.critic(obs[rows]).squeeze(-1) - returns[rows]).pow(2).mean()
-                loss = policy_loss - 0.01 * policy.entropy().mean() + 0.25 * value_loss
-                self._optimizer.zero_grad()
-                loss.backward()
-                nn.utils.clip_grad_norm_(agent.parameters(), 0.5)
-                self._optimizer.step()
-        return lag
-
-    def _advantages(self, batch: farstep.Batch, values: Tensor, finals: Tensor) -> tuple[Any, Any]:
-        args, value = self._args, values.cpu().numpy()
-        following = value[1:].copy()
-        following[batch.final_obs.row, batch.final_obs.slot] = finals.cpu().numpy()
-        ended = batch["terminated"] | batch["truncated"]
-        delta = batch["reward"] * args.reward_scale + args.gamma * following * ~batch["terminated"] - value[:-1]
-        advantage, running = np.zeros_like(delta), np.zeros(delta.shape[1], np.float32)
-        for t in reversed(range(len(delta))):
-            running = delta[t] + args.gamma * args.gae_lambda * ~ended[t] * running
-            advantage[t] = running
-        return advantage, advantage + value[:-1]
-
-    def _tensor(self, array: Any) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
-
-
-def train(args: Args, delta: float, seed: int) -> dict[str, Any]:
-    """One run: its curves and counters."""
-    torch.manual_seed(seed)
-    torch.set_num_threads(1)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    num_envs = args.workers * args.envs_per_worker
-    rule = farstep.sync.AAPS(delta, args.window, args.decay)
-    env_config = {"env_name": "LunarLander-v3", "envs_per_node": num_envs, "seed": seed, "sync": rule}
-    curve: list[tuple[int, float, float, float]] = []
-    returns: list[tuple[int, float]] = []
-    spent = {"collect": 0.0, "update": 0.0, "publish": 0.0}
-    with farstep.ClusterEnv(env_config, farstep.LocalConfig(workers_per_node=args.workers)) as env:
-        observation_space, action_space = env.launch()
-        agent = ActorCritic(observation_space.shape[0], int(action_space.n), args.hidden).to(device)
-        learner, steps, began = Learner(agent, args), 0, time.monotonic()
-        while steps < args.total_steps:
-            marks = [time.monotonic()]
-            batch = env.collect(agent, steps=args.num_steps)
-            marks.append(time.monotonic())
-            steps += args.num_steps * num_envs
-            returns += [(steps, float(value)) for value in batch.episodes["return"]]
-            lag = learner.update(batch, (steps - args.num_steps * num_envs) / args.total_steps)
-            marks.append(time.monotonic())
-            env.publish(agent)
-            marks.append(time.monotonic())
-            for name, (a, b) in zip(spent, pairwise(marks), strict=True):
-                spent[name] += b - a
-            stats = env.stats()
-            syncs = stats["weight_syncs"]["total"] / args.workers
-            curve.append((steps, stats["episodes"]["return_mean"] or 0.0, syncs, lag))
-        elapsed = time.monotonic() - began
-    last = [value for at, value in returns if at > 0.9 * args.total_steps]
-    return {
-        "delta": delta,
-        "seed": seed,
-        "final_return": float(np.mean(last)),
-        "syncs_per_worker": stats["weight_syncs"]["total"] / args.workers,
-        "versions": stats["versions"]["current"] + 1,
-        "lag_mean": stats["versions"]["lag_mean"],
-        "bytes": stats["bytes"],
-        "parameters": sum(parameter.numel() for parameter in agent.parameters()),
-        "seconds": elapsed,
-        "seconds_in": spent,
-        "curve": curve[:: max(1, len(curve) // 200)],
-    }
-
-
-def main(args: Args) -> None:
-    console = Console()
-    if args.show:
-        show([json.loads(path.read_text()) for path in args.show], args.show[0].parent, console)
-        return
-    repeated = args.deltas if args.repeated is None else args.repeated
-    cases = [(d, seed) for seed in range(args.seeds) for d in args.deltas if seed == 0 or d in repeated]
-    console.print(f"{len(cases)} runs of {args.total_steps:,} steps, {args.jobs} at a time")
-    document = {
-        "command": shlex.join(["python", "benchmarks/aaps.py", *_without_folder(sys.argv[1:])]),
-        "date": time.strftime("%Y-%m-%d"),
-        "machine": {"cpu": platform.machine(), "gpu": torch.cuda.is_available(), "python": platform.python_version()},
-        "settings": {k: v for k, v in vars(args).items() if k not in ("out", "show")},
-        "runs": [],
-    }
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    with concurrent.futures.ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn")) as pool:
-        for done in concurrent.futures.as_completed([pool.submit(train, args, *case) for case in cases]):
-            run = done.result()
-            document["runs"].append(run)
-            args.out.write_text(json.dumps(document) + "\n")
-            console.print(
-                f"[{len(document['runs'])}/{len(cases)}] delta {run['delta']:g}, seed {run['seed']}: return "
-                f"{run['final_return']:.0f}, {run['syncs_per_worker']:.0f} of {run['versions']} versions pulled, "
-                f"{run['seconds']:.0f} s"
-            )
-    console.print(table(document))
-
-
-def _without_folder(words: list[str]) -> list[str]:
-    """A command line that does not say where on this machine results went."""
-    return [Path(word).name if "/" in word else word for word in words]
-
-
-def table(document: dict[str, Any]) -> Table:
-    """What each threshold came to, means over seeds."""
-    runs = document["runs"]
-    shown = Table(
-        "delta", "seeds", "final return", "syncs/worker", "weight bytes", "probe bytes", "of always", "probes"
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    deltas, plain = (0.0, 0.01, 0.05, 0.2, 0.8, 1.0), (0.0, 0.05, 0.8)
+    parser.add_argument("--deltas", nargs="*", type=float, default=deltas, help="thresholds with the decoupled loss")
+    parser.add_argument("--plain", nargs="*", type=float, default=plain, help="thresholds with the plain loss")
+    parser.add_argument("--seeds", type=int, default=3, help="runs of each, with seeds 1, 2, ...")
+    parser.add_argument(
+        "--repeated", nargs="*", type=float, help="thresholds with all seeds, the others with the first"
     )
-    shown.title = f"{runs[0]['parameters']:,} parameters, {document['settings']['total_steps']:,} steps"
-    full = _mean(runs, 0.0, lambda run: run["bytes"]["weights_sent"])
-    for delta in sorted({run["delta"] for run in runs}):
-        returns = [run["final_return"] for run in runs if run["delta"] == delta]
-        weights = _mean(runs, delta, lambda run: run["bytes"]["weights_sent"])
-        probes = _mean(runs, delta, lambda run: run["bytes"]["probes_sent"])
-        shown.add_row(
-            f"{delta:g}",
-            str(len(returns)),
-            f"{np.mean(returns):.0f} ± {np.std(returns):.0f}",
-            f"{_mean(runs, delta, lambda run: run['syncs_per_worker']):.0f}",
-            f"{weights:,.0f}",
-            f"{probes:,.0f}",
-            f"{(weights + probes) / full:.3f}" if full else "",
-            f"{probes / full:.4f}" if full else "",
-        )
-    return shown
+    parser.add_argument("--steps", type=int, default=5_000_000, help="of each run; more continue runs that ended")
+    parser.add_argument("--hidden", type=int, default=64, help="width of both layers of actor and critic")
+    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--envs-per-worker", type=int, default=64)
+    parser.add_argument("--num-steps", type=int, default=128, help="of each environment per rollout")
+    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--minibatches", type=int, default=8)
+    parser.add_argument("--eval-every", type=int, default=100_000, help="steps between evaluations")
+    parser.add_argument("--out", type=Path, default=RESULTS / "aaps-ppo.json")
+    parser.add_argument("--images", type=Path, default=IMAGES, help="where plots go")
+    parser.add_argument("--show", nargs="+", type=Path, metavar="FILE", help="only tables and plots, of these results")
+    Sitting.add_options(parser)
+    return parser.parse_args()
+
+
+def settings_of(options: argparse.Namespace) -> dict[str, Any]:
+    """What all runs of a document have in common."""
+    names = ("hidden", "workers", "envs_per_worker", "num_steps", "epochs", "minibatches", "eval_every")
+    return {name: getattr(options, name) for name in names}
+
+
+def measure(document: dict[str, Any], options: argparse.Namespace) -> bool:
+    """Make, or continue, the runs that have too few steps; returns whether none is left."""
+    done = {key_of(run): run["steps"] for run in document["runs"]}
+    cases = [case for case in cases_of(options) if done.get(key_of(case), 0) < options.steps]
+    print(f"{len(cases)} runs to {options.steps:,} steps, {options.jobs} at a time; {len(done)} are in the results")
+
+    def finished(index: int, metrics: list[Metrics]) -> str:
+        run = outcome(cases[index], metrics, options.workers) | {"command": trainings[index].command}
+        others = [other for other in document["runs"] if key_of(other) != key_of(run)]
+        document["runs"] = sorted([*others, run], key=key_of)
+        write_document(options.out, document)
+        steps, pulls, final = run["steps"], run["curve"][-1][2], run["evaluations"][-1][1]
+        return f"{name_of(run)}: {steps:,} steps, {pulls:.0f} pulls per worker, last evaluation {final:.0f}"
+
+    trainings = [training_of(case, options) for case in cases]
+    return Sitting.of(options).train(trainings, finished)
+
+
+def cases_of(options: argparse.Namespace) -> list[Run]:
+    """Seed by seed, so that every threshold soon has one."""
+    chosen = [("decoupled", delta) for delta in options.deltas] + [("plain", delta) for delta in options.plain]
+    repeated = {delta for _, delta in chosen} if options.repeated is None else set(options.repeated)
+    return [
+        {"loss": loss, "delta": delta, "seed": seed}
+        for seed in range(1, options.seeds + 1)
+        for loss, delta in chosen
+        if seed == 1 or delta in repeated
+    ]
+
+
+def key_of(run: Run) -> tuple[str, float, int]:
+    return run.get("loss", "decoupled"), run["delta"], run["seed"]
+
+
+def name_of(case: Run) -> str:
+    return f"{case['loss']}, delta {case['delta']:g}, seed {case['seed']}"
+
+
+def training_of(case: Run, options: argparse.Namespace) -> Training:
+    rows = options.workers * options.envs_per_worker * options.num_steps
+    values = {
+        "env": "LunarLander-v3",
+        "workers": options.workers,
+        "num-envs": options.workers * options.envs_per_worker,
+        "num-steps": options.num_steps,
+        "minibatch-size": rows // options.minibatches,
+        "update-epochs": options.epochs,
+        "learning-rate": 5e-4,
+        "gamma": 0.99,
+        "gae-lambda": 0.95,
+        "kl-threshold": case["delta"],
+        "seed": case["seed"],
+        "transport": "tcp",
+        "eval-every": options.eval_every,
+        "threads": 1,
+    }
+    words = [word for name, value in values.items() for word in (f"--{name}", str(value))]
+    words += ["--hidden", str(options.hidden), str(options.hidden)]
+    words.append("--decoupled" if case["loss"] == "decoupled" else "--no-decoupled")
+    name = f"aaps-{options.hidden}-{case['loss']}-{case['delta']:g}-{case['seed']}"
+    return Training(name=name, learner="ppo", options=tuple(words), total_steps=options.steps)
+
+
+def outcome(case: Run, metrics: list[Metrics], workers: int) -> Run:
+    """What is kept of a run; its curve has steps, training return, pulls per worker, bytes of weights and of probes."""
+    lines = [line for line in metrics if "sync/weight_syncs" in line]
+    counters, restarts = summed(lines, ("sync/weight_syncs", "sync/weights_bytes", "sync/probes_bytes"))
+    points = [
+        [line["step"], round(line.get("env/return_mean", 0.0), 1), pulls / workers, weights, probes]
+        for line, (pulls, weights, probes) in zip(lines, counters, strict=True)
+    ]
+    every = -(-len(points) // POINTS)
+    return {
+        **case,
+        "steps": lines[-1]["step"],
+        "versions": lines[-1]["version"],
+        "seconds": round(lines[-1]["seconds"], 1),
+        "continued": restarts,
+        "curve": [*points[:-1:every], points[-1]],
+        "evaluations": evaluations(metrics),
+    }
+
+
+# ---- tables ----
+
+
+def common_steps(runs: list[Run]) -> int:
+    """Where the shortest run ends; what lies beyond is not compared."""
+    return int(min(run["curve"][-1][0] for run in runs))
+
+
+def at_end(run: Run, steps: int) -> dict[str, float]:
+    """Final return, pulls per worker and bytes of one run after so many steps."""
+    if "evaluations" not in run:  # results of 2026-11-15, with a learner of the script's own and training returns
+        sent = run["bytes"]
+        found = {"weights": sent["weights_sent"], "probes": sent["probes_sent"]}
+        return {"return": run["final_return"], "pulls": run["syncs_per_worker"], **found}
+    last = [value for step, value, _ in run["evaluations"] if (1 - LAST) * steps <= step <= steps]
+    before = [value for step, value, _ in run["evaluations"] if step <= steps]
+    points = np.array(run["curve"])
+    pulls, weights, probes = (float(np.interp(steps, points[:, 0], points[:, column])) for column in (2, 3, 4))
+    value = float(np.mean(last or before[-1:] or [np.nan]))
+    return {"return": value, "pulls": pulls, "weights": weights, "probes": probes}
+
+
+def ends_of(document: dict[str, Any]) -> dict[tuple[str, float], list[dict[str, float]]]:
+    """What the seeds of every loss and threshold came to."""
+    runs = document["runs"]
+    steps = common_steps(runs)
+    found: dict[tuple[str, float], list[dict[str, float]]] = {}
+    for run in sorted(runs, key=key_of):
+        found.setdefault(key_of(run)[:2], []).append(at_end(run, steps))
+    return found
 
 
 def summary(document: dict[str, Any]) -> str:
-    """The same in Markdown."""
-    runs = document["runs"]
-    full = _mean(runs, 0.0, lambda run: run["bytes"]["weights_sent"])
+    """A row for every loss and threshold; means over seeds."""
+    ends = ends_of(document)
+    always = ends.get(("decoupled", 0.0)) or ends.get(("plain", 0.0))
+    full = _mean(always, "weights") if always else 0.0
     rows = []
-    for delta in sorted({run["delta"] for run in runs}):
-        returns = [run["final_return"] for run in runs if run["delta"] == delta]
-        weights = _mean(runs, delta, lambda run: run["bytes"]["weights_sent"])
-        probes = _mean(runs, delta, lambda run: run["bytes"]["probes_sent"])
+    for (loss, delta), found in ends.items():
+        returns = [end["return"] for end in found]
+        weights, probes = _mean(found, "weights"), _mean(found, "probes")
         rows.append(
             [
+                *([loss] if len({loss for loss, _ in ends}) > 1 else []),
                 f"{delta:g}" if delta else "0 (always)",
-                str(len(returns)),
+                str(len(found)),
                 f"{np.mean(returns):.0f}" + (f" ± {np.std(returns):.0f}" if len(returns) > 1 else ""),
-                f"{_mean(runs, delta, lambda run: run['syncs_per_worker']):.0f}",
+                f"{_mean(found, 'pulls'):.0f}",
                 f"{weights / 1e6:,.1f}",
                 f"{probes / 1e6:.2f}",
-                f"{(weights + probes) / full:.3f}",
-                f"{probes / full:.4f}",
+                f"{(weights + probes) / full:.3f}" if full else "-",
+                f"{probes / full:.4f}" if full else "-",
             ]
         )
-    return markdown_table(
-        [
-            *("δ", "seeds", "final return", "pulls per worker", "weights, MB", "probes, MB"),
-            *("bytes as a share of `always`", "of which probes"),
-        ],
-        rows,
+    header = ["δ", "seeds", "final return", "pulls per worker", "weights, MB", "probes, MB"]
+    header += ["bytes as a share of `always`", "of which probes"]
+    return table(["loss", *header] if len(rows[0]) > len(header) else header, rows)
+
+
+def page(document: dict[str, Any]) -> str:
+    """What docs/aaps.md says of the experiment: the setting, the table, what the seeds show, and the plots."""
+    settings, steps = document["settings"], common_steps(document["runs"])
+    envs = settings["workers"] * settings["envs_per_worker"]
+    versions = steps // (envs * settings["num_steps"])
+    setting = (
+        f"{settings['workers']} workers with {settings['envs_per_worker']} environments each over TCP, "
+        f"{settings['num_steps']} steps per rollout, {settings['epochs']} epochs, {steps:,} steps ({versions} "
+        f"versions), {machines(document)}. Final return: the mean of the evaluations in the last tenth of the steps, ± "
+        "the deviation over seeds (`results/aaps-ppo.json`)."
     )
+    if continued_times := max(run["continued"] for run in document["runs"]):
+        setting += f" Runs were continued up to {continued_times} times, which costs a pull of every worker each time."
+    images = [
+        "![evaluation returns over steps, for each threshold and loss](images/aaps-ppo-returns.png)",
+        "![pulls over steps, bytes by threshold](images/aaps-ppo-pulls.png)",
+    ]
+    return "\n\n".join([setting, summary(document), verdict(document), *images])
 
 
-def _mean(runs: list[dict[str, Any]], delta: float, value: Any) -> float:
-    found = [value(run) for run in runs if run["delta"] == delta]
-    return float(np.mean(found)) if found else 0.0
+def verdict(document: dict[str, Any]) -> str:
+    """What the seeds say of each threshold beside pulling every version, and no more than they say."""
+    ends = ends_of(document)
+    sentences = []
+    for loss in dict.fromkeys(loss for loss, _ in ends):
+        # With the newest weights everywhere both losses are the same, and so are the runs.
+        always = [end["return"] for end in ends.get((loss, 0.0)) or ends.get(("decoupled", 0.0), [])]
+        groups: dict[str, list[str]] = {}
+        for (other, delta), found in ends.items():
+            if other == loss and delta and min(len(always), len(found)) > 1:
+                groups.setdefault(_compared([end["return"] for end in found], always), []).append(f"{delta:g}")
+        said = [f"δ = {', '.join(deltas)}: {words}" for words, deltas in groups.items()]
+        if said:
+            spread = f"{min(always):.0f} to {max(always):.0f}"
+            sentences.append(f"With the {loss} loss, beside δ = 0 ({spread} over its seeds): {'; '.join(said)}.")
+    return " ".join(sentences) or "There are too few seeds to compare thresholds."
 
 
-def show(documents: list[dict[str, Any]], folder: Path, console: Console) -> None:
-    """Tables, and the plots that mirror the paper's figures, one set per result."""
-    import matplotlib
+def _compared(values: list[float], always: list[float]) -> str:
+    if max(values) < min(always):
+        return "every seed ends below every seed of δ = 0"
+    if min(values) > max(always):
+        return "every seed ends above every seed of δ = 0"
+    return "the seeds show no difference (their ranges overlap)"
 
-    matplotlib.use("Agg")
+
+def _mean(found: list[dict[str, float]], name: str) -> float:
+    return float(np.mean([end[name] for end in found]))
+
+
+# ---- plots ----
+
+
+def show(document: dict[str, Any], name: str, images: Path) -> None:
+    """Print the table, draw the plots."""
+    print(f"\n{common_steps(document['runs']):,} steps\n\n{summary(document)}\n\n{verdict(document)}")
+    for path in draw(name, document, images):
+        print(f"written: {path}")
+
+
+def draw(name: str, document: dict[str, Any], folder: Path) -> list[Path]:
+    """Returns over steps, a panel per loss; pulls over steps, and bytes by threshold."""
+    runs, steps = document["runs"], common_steps(document["runs"])
+    losses = list(dict.fromkeys(key_of(run)[0] for run in sorted(runs, key=key_of)))
+    evaluated = all("evaluations" in run for run in runs)
+
+    def lines(axis: Any, loss: str, column: int, points: Callable[[Run], Any]) -> None:
+        deltas = sorted({run["delta"] for run in runs})
+        colors = _colors(len(deltas))
+        for delta, color in zip(deltas, colors, strict=True):
+            mine = [run for run in runs if key_of(run)[:2] == (loss, delta)]
+            curves = [[point for point in points(run) if point[0] <= steps] for run in mine]
+            band(axis, curves, column, f"δ = {delta:g}", color)
+
+    figure, axes = panels(len(losses), "LunarLander-v3, PPO with AAPS: mean and range of the seeds")
+    for axis, loss in zip(axes, losses, strict=True):
+        axis.set(title=f"{loss} loss", ylabel="return of an evaluation" if evaluated else "return, last 100 episodes")
+        lines(axis, loss, 1, lambda run: run["evaluations"] if evaluated else run["curve"])
+    limits = [limit for axis in axes for limit in axis.get_ylim()]
+    for axis in axes:
+        axis.set_ylim(min(limits), max(limits))
+    written = [save(figure, folder / f"{name}-returns.png")]
+
+    figure, axes = panels(len(losses) + 1, "Pulls per worker, and bytes that were sent")
+    for axis, loss in zip(axes, losses, strict=False):
+        axis.set(title=f"{loss} loss", ylabel="pulls per worker, so far")
+        lines(axis, loss, 2, lambda run: run["curve"])
+    ends = ends_of(document)
+    for loss, style in zip(losses, ("o-", "s--"), strict=False):
+        found = {delta: ends[loss, delta] for other, delta in ends if other == loss}
+        megabytes = [(_mean(end, "weights") + _mean(end, "probes")) / 1e6 for end in found.values()]
+        axes[-1].plot([f"{delta:g}" for delta in found], megabytes, style, color="black", label=f"{loss} loss")
+    axes[-1].set(title="weights and probes", xlabel="δ", ylabel="MB", yscale="log")
+    return [*written, save(figure, folder / f"{name}-pulls.png")]
+
+
+def _colors(count: int) -> Any:
     import matplotlib.pyplot as plt
 
-    for document in documents:
-        console.print(table(document))
-        share = _probe_share(document["runs"])
-        console.print(f"publishing took {share:.2%} of the learner's time with probes, all thresholds above 0")
-    for document in documents:
-        _draw(plt, document, folder)
-    _draw_bytes(plt, documents, folder)
-    console.print(f"plots are in {folder}")
-
-
-def _probe_share(runs: list[dict[str, Any]]) -> float:
-    probed = [run["seconds_in"] for run in runs if run["delta"] > 0]
-    return sum(s["publish"] for s in probed) / max(1e-9, sum(s["publish"] + s["update"] for s in probed))
-
-
-def _draw(plt: Any, document: dict[str, Any], folder: Path) -> None:
-    runs = document["runs"]
-    size = runs[0]["parameters"]
-    deltas = sorted({run["delta"] for run in runs})
-    colors = plt.get_cmap("viridis")(np.linspace(0, 0.95, len(deltas)))
-    for column, what, name in ((1, "return, last 100 episodes", "returns"), (2, "pulls per worker, so far", "syncs")):
-        figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
-        for delta, color in zip(deltas, colors, strict=True):
-            curves = [np.array(run["curve"]) for run in runs if run["delta"] == delta]
-            steps = curves[0][:, 0]
-            values = np.stack([np.interp(steps, curve[:, 0], curve[:, column]) for curve in curves])
-            label = f"δ = {delta:g}" + (f" ({len(curves)} seeds)" if len(curves) > 1 else "")
-            axes.plot(steps, values.mean(axis=0), color=color, label=label)
-            if len(curves) > 1:
-                axes.fill_between(steps, values.min(axis=0), values.max(axis=0), color=color, alpha=0.15)
-        axes.set(xlabel="environment steps", ylabel=what, title=f"LunarLander-v3, {size:,} parameters")
-        axes.legend(fontsize=8)
-        axes.grid(alpha=0.3)
-        figure.savefig(folder / f"aaps-{name}-{size}.png", dpi=110)
-        plt.close(figure)
-
-
-def _draw_bytes(plt: Any, documents: list[dict[str, Any]], folder: Path) -> None:
-    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
-    for document in documents:
-        runs = document["runs"]
-        full = _mean(runs, 0.0, lambda run: run["bytes"]["weights_sent"])
-        deltas = sorted({run["delta"] for run in runs})
-        total = [_mean(runs, d, lambda run: run["bytes"]["weights_sent"] + run["bytes"]["probes_sent"]) for d in deltas]
-        returns = [_mean(runs, d, lambda run: run["final_return"]) for d in deltas]
-        share = np.array(total) / full
-        of_delta = [[run["final_return"] for run in runs if run["delta"] == d] for d in deltas]
-        spread = np.array([[r - min(of), max(of) - r] for r, of in zip(returns, of_delta, strict=True)]).T
-        axes.errorbar(share, returns, spread, fmt="o-", capsize=3, label=f"{runs[0]['parameters']:,} parameters")
-        for delta, x, y in zip(deltas, share, returns, strict=True):
-            axes.annotate(f"{delta:g}", (x, y), textcoords="offset points", xytext=(4, 4), fontsize=8)
-    axes.set(xscale="log", xlabel="bytes (weights and probes) as a share of pulling always", ylabel="final return")
-    axes.set_title("What AAPS saves, and what it costs (numbers: δ; bars: from the worst to the best seed)")
-    axes.legend()
-    axes.grid(alpha=0.3)
-    figure.savefig(folder / "aaps-bytes.png", dpi=110)
-    plt.close(figure)
+    return plt.get_cmap("viridis")(np.linspace(0, 0.95, count))
 
 
 if __name__ == "__main__":
-    run_script(lambda: main(tyro.cli(Args)))
+    run_script(main)

@@ -2,10 +2,13 @@
 
     python benchmarks/async.py --markdown benchmarks/README.md
     python benchmarks/async.py --show benchmarks/results/async.json      # tables and plots once more
+    python benchmarks/async.py --task lunarlander --minutes 9            # at equal return: see async_return.py
+    python benchmarks/async.py --task lunarlander --show benchmarks/results/async-lunarlander.json
 
 Eight workers with an environment each, whose steps take times drawn from a log-normal distribution (sigma 1.5), asleep,
 so that processors are not what they wait for. Learning and collecting are also measured alone, in the same processes:
-a synchronous update takes the sum of both, an ideal asynchronous one the longer of the two.
+a synchronous update takes the sum of both, an ideal asynchronous one the longer of the two. Runs that the file of
+results has are not made again.
 """
 
 from __future__ import annotations
@@ -18,18 +21,20 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import async_return
 import numpy as np
 import torch
 import tyro
 from async_tables import draw, summary
 from children import run_script
 from cpu_meter import CpuMeter
-from document import header, write_document, write_markdown
+from document import continued, write_document, write_markdown
 from runner import turns
+from trainings import RUNS, Sitting
 from versions import versions_of
 
 import farstep
@@ -69,19 +74,28 @@ SETTINGS = (
 class Args:
     """Train with several settings and seeds; compare times, returns and staleness."""
 
+    task: Literal["sleepy", "lunarlander"] = "sleepy"
+    """sleepy: without num_envs and runs; lunarlander: seconds to a return of 200, with seeds, workers and those"""
+    minutes: float | None = None
+    """no run is started after this time; one that is under way is stopped (lunarlander) or ends (sleepy)"""
+    runs: Path = RUNS
+    """where the folders of runs are kept meanwhile (lunarlander)"""
+    num_envs: int = 112
+    """environments in all (lunarlander)"""
     only: tuple[str, ...] = tuple(setting.name for setting in SETTINGS)
     """settings"""
     seeds: int = 3
     """runs of each setting"""
-    total_steps: int = 100_000
-    """environment steps of a run"""
+    total_steps: int | None = None
+    """environment steps of a run, 100,000; of lunarlander, where runs end at their threshold, at most 3,000,000"""
     threshold: float = 450.0
     """the return, a mean of the last 100 episodes, that seconds are counted to"""
     mean_ms: float = 3.0
     """mean time of an environment's step; 3 makes learning about 30 % of a synchronous update on two cores"""
     sigma: float = 1.5
     """of the logarithm of that time"""
-    workers: int = 8
+    workers: int | None = None
+    """8; 14 for lunarlander"""
     num_steps: int = 128
     """of each environment per rollout"""
     hidden: tuple[int, ...] = (128, 128)
@@ -94,7 +108,8 @@ class Args:
     """of the learner, in all settings; `farstep train` gives a synchronous one all cores"""
     alone: int = 30
     """updates that collecting, and learning, are measured over alone"""
-    out: Path = HERE / "results" / "async.json"
+    out: Path | None = None
+    """results/async.json, or results/async-lunarlander.json"""
     images: Path = HERE.parent / "docs" / "images"
     """where plots go"""
     markdown: Path | None = None
@@ -225,6 +240,16 @@ def alone(env: farstep.ClusterEnv, learner: Learner, updates: int) -> tuple[floa
 
 
 def main(args: Args) -> None:
+    if args.task == "lunarlander":
+        lunarlander(args)
+        return
+    args = replace(
+        args,
+        workers=args.workers or 8,
+        total_steps=args.total_steps or 100_000,
+        out=args.out or HERE / "results" / "async.json",
+    )
+    assert args.out is not None
     if args.show:
         documents = [json.loads(path.read_text()) for path in args.show]
         finish({**documents[0], "runs": [run for document in documents for run in document["runs"]]}, args)
@@ -233,17 +258,20 @@ def main(args: Args) -> None:
     chosen = [known[name] for name in args.only]
     # Workers import sleepy.
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(HERE), os.environ.get("PYTHONPATH"))))
-    document: dict[str, Any] = {
-        **header("async.py"),
+    document = continued(args.out, "async.py") | {
         "versions": versions_of("farstep", "torch", "numpy", "gymnasium"),
         "settings": {name: value for name, value in asdict(args).items() if not isinstance(value, Path)},
-        "runs": [],
     }
     document["settings"].pop("show")
     spawn = multiprocessing.get_context("spawn")
-    order = list(turns(chosen, args.seeds))
+    known_runs = {(run["seed"], run["setting"]) for run in document["runs"]}
+    order = [(seed, setting) for seed, setting in turns(chosen, args.seeds) if (seed, setting.name) not in known_runs]
+    started = time.monotonic()
     for index, (seed, setting) in enumerate(order, start=1):
         began = time.monotonic()
+        if args.minutes is not None and began - started > 60 * args.minutes:
+            print("runs are missing: the same command continues")
+            break
         with CpuMeter() as meter, concurrent.futures.ProcessPoolExecutor(1, spawn) as pool:
             done = pool.submit(run, setting, seed, args).result()
         done |= {"wall_s": round(time.monotonic() - began, 2), "others_cpu_s": round(meter.others_s, 2)}
@@ -258,6 +286,21 @@ def main(args: Args) -> None:
         )
     finish(document, args)
     print(f"written: {args.out}")
+
+
+def lunarlander(args: Args) -> None:
+    """Seconds to a return of 200, synchronous and asynchronous."""
+    if args.show:
+        document = json.loads(args.show[0].read_text())
+    else:
+        sitting = Sitting(jobs=1, minutes=args.minutes, folder=args.runs)
+        out = args.out or HERE / "results" / "async-lunarlander.json"
+        settings = {"workers": args.workers or 14, "num_envs": args.num_envs}
+        document = async_return.measure(sitting, out, args.seeds, settings, args.total_steps or 3_000_000)
+    if document["runs"]:
+        print(f"\n{async_return.summary(document)}")
+        for path in async_return.draw(document, args.images):
+            print(f"written: {path}")
 
 
 def finish(document: dict[str, Any], args: Args) -> None:

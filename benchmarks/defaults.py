@@ -1,121 +1,259 @@
 """Steps until `farstep train` has learned a task with its defaults: only `--env` and `--num-envs` are given.
 
-    python benchmarks/defaults.py --jobs 8 --out benchmarks/results/defaults-16-cores.json
+    python benchmarks/defaults.py --jobs 8 --minutes 9       # again and again, until it says that all runs are there
+    python benchmarks/defaults.py --tasks other --seeds 1
+    python benchmarks/defaults.py --show benchmarks/results/defaults.json      # tables and plots of what is there
 
-A task is learned when the mean return of the last 100 training episodes reaches its threshold. Runs that the file of
-results has already are not made again, so that a measurement can be continued later.
+A task is learned when the mean return of the last 100 training episodes reaches its threshold; there a run ends.
+Evaluations (20 episodes with the most likely actions, in environments of their own) are kept beside it. A run that the
+file of results has is not made again; one that was stopped continues.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import itertools
 import json
-import subprocess
-import sys
-import tempfile
-from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 from children import run_script
-from document import header, write_document
+from curve_plots import band, panels, save
+from document import continued, machines, write_document
 from roster import BENCHMARKS
 from tables import table
+from trainings import Metrics, Sitting, Training, curve, evaluations
 
-THRESHOLDS = {"CartPole-v1": 475.0, "LunarLander-v3": 200.0}
+IMAGES = BENCHMARKS.parent / "docs" / "images"
 LEARNERS = ("ppo", "async-ppo", "impala")
 POINTS = 40
-"""Of a learning curve that is kept."""
+"""Of a curve of training returns that is kept."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What is learned, and when it is."""
+
+    threshold: float
+    total_steps: int = 1_000_000
+    eval_every: int = 25_000
+    eval_episodes: int = 20
+    options: tuple[str, ...] = ()
+    """Of `farstep train` instead of `--env NAME`."""
+    needs: str | None = None
+    """A module that not every machine has."""
+
+
+MAIN = {
+    "CartPole-v1": Task(threshold=475.0, eval_every=10_000),
+    "LunarLander-v3": Task(threshold=200.0),
+}
+OTHER = {
+    "Acrobot-v1": Task(threshold=-100.0),
+    "Pendulum-v1": Task(threshold=-250.0),
+    "MountainCarContinuous-v0": Task(threshold=90.0),
+    "ALE/Pong-v5": Task(
+        threshold=18.0,
+        total_steps=10_000_000,
+        eval_every=500_000,
+        eval_episodes=5,
+        options=("--env-type", "factory", "--env", "workload:make_env", "--env-kwargs", '{"env_id":"ALE/Pong-v5"}'),
+        needs="ale_py",
+    ),
+}
+TASKS = MAIN | OTHER
+GROUPS = {"main": MAIN, "other": OTHER}
 
 
 def main() -> int:
     options = parse_options()
-    document = json.loads(options.out.read_text()) if options.out.exists() else {**header("defaults.py"), "runs": []}
-    done = {key_of(run) for run in document["runs"]}
-    cases = [case for case in cases_of(options) if key_of(case) not in done]
-    print(f"{len(cases)} runs, {options.jobs} at a time; {len(done)} are in {options.out.name} already", flush=True)
-    with ThreadPoolExecutor(options.jobs) as pool:
-        for number, run in enumerate(pool.map(lambda case: trained(case, options.workers), cases), 1):
-            document["runs"].append(run)
-            write_document(options.out, document)
-            print(f"{number}/{len(cases)} {in_words(run)}", flush=True)
-    print(f"\n{summary(document)}")
+    if options.show:
+        document = json.loads(options.show.read_text())
+    else:
+        document = continued(options.out, "defaults.py")
+        complete = measure(document, options)
+        print("all of these runs are there" if complete else "runs are missing: the same command continues")
+    for env in TASKS:
+        if text := summary(document, env):
+            print(f"\n{text}")
+    for path in draw(document, options.images):
+        print(f"written: {path}")
     return 0
 
 
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tasks", nargs="+", choices=[*GROUPS, *TASKS], default=["main"], help="tasks, or groups")
     parser.add_argument("--learners", nargs="+", choices=LEARNERS, default=list(LEARNERS))
-    parser.add_argument("--envs", nargs="+", choices=list(THRESHOLDS), default=list(THRESHOLDS))
-    parser.add_argument("--num-envs", nargs="+", type=int, default=[16, 64, 128])
+    parser.add_argument("--num-envs", nargs="+", type=int, help="16, 64 and 128; of other tasks than the main ones 16")
     parser.add_argument("--seeds", type=int, default=3, help="runs of each case, with seeds 1, 2, ...")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time; each takes one core and its workers")
     parser.add_argument("--workers", type=int, default=2, help="worker processes of each run")
+    parser.add_argument("--device", default="cpu", help="of the learner")
     parser.add_argument("--out", type=Path, default=BENCHMARKS / "results" / "defaults.json")
+    parser.add_argument("--images", type=Path, default=IMAGES, help="where plots go")
+    parser.add_argument("--show", type=Path, metavar="FILE", help="only tables and plots, of these results")
+    Sitting.add_options(parser)
     return parser.parse_args()
 
 
+def measure(document: dict[str, Any], options: argparse.Namespace) -> bool:
+    """Make the runs that are missing; returns whether none is missing any more."""
+    done = {key_of(run) for run in document["runs"]}
+    cases = [case for case in cases_of(options) if key_of(case) not in done]
+    print(f"{len(cases)} runs, {options.jobs} at a time; {len(done)} are in {options.out.name} already", flush=True)
+
+    def finished(index: int, metrics: list[Metrics]) -> str:
+        run = outcome(cases[index], metrics) | {"command": trainings[index].command, "jobs": options.jobs}
+        document["runs"].append(run)
+        document["runs"].sort(key=lambda run: (list(TASKS).index(run["env"]), *key_of(run)))
+        write_document(options.out, document)
+        return in_words(run)
+
+    trainings = [training_of(case, options) for case in cases]
+    return Sitting.of(options).train(trainings, finished)
+
+
 def cases_of(options: argparse.Namespace) -> list[dict[str, Any]]:
-    seeds = range(1, options.seeds + 1)
-    chosen = itertools.product(options.envs, options.learners, options.num_envs, seeds)
-    return [dict(zip(("env", "learner", "num_envs", "seed"), case, strict=True)) for case in chosen]
+    """In the order in which they are made: seed by seed, so that every case soon has one."""
+    chosen = list(dict.fromkeys(env for name in options.tasks for env in GROUPS.get(name, (name,))))
+    cases = []
+    for seed, env in itertools.product(range(1, options.seeds + 1), chosen):
+        needed = TASKS[env].needs
+        if needed is not None and importlib.util.find_spec(needed) is None:
+            print(f"{env} is left out: {needed} is not installed")
+            continue
+        numbers = options.num_envs or ([16, 64, 128] if env in MAIN else [16])
+        for learner, number in itertools.product(options.learners, numbers):
+            cases.append({"env": env, "learner": learner, "num_envs": number, "seed": seed})
+    return cases
 
 
 def key_of(run: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(run[name] for name in ("env", "learner", "num_envs", "seed"))
 
 
-def trained(case: dict[str, Any], workers: int) -> dict[str, Any]:
-    """One run, with its curve of training returns; `reached` says whether it came to its threshold."""
-    threshold = THRESHOLDS[case["env"]]
-    options = ["--env", case["env"], "--num-envs", str(case["num_envs"]), "--seed", str(case["seed"])]
-    options += ["--target-return", str(threshold), "--workers", str(workers), "--threads", "1"]
-    with tempfile.TemporaryDirectory(prefix="defaults-") as folder:
-        command = [sys.executable, "-m", "farstep", "train", case["learner"], *options, "--folder", folder]
-        subprocess.run([*command, "--name", "run"], check=True, capture_output=True, text=True)
-        lines = (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()
-    found = [metrics for metrics in map(json.loads, lines) if "env/return_mean" in metrics]
-    curve = [[point["step"], round(point["env/return_mean"], 1), round(point["seconds"], 1)] for point in found]
-    steps, final, seconds = curve[-1]
+def training_of(case: dict[str, Any], options: argparse.Namespace) -> Training:
+    task = TASKS[case["env"]]
+    chosen = [*(task.options or ("--env", case["env"])), "--num-envs", str(case["num_envs"])]
+    chosen += ["--seed", str(case["seed"]), "--target-return", f"{task.threshold:g}"]
+    chosen += ["--eval-every", str(task.eval_every), "--eval-episodes", str(task.eval_episodes)]
+    chosen += ["--workers", str(options.workers), "--threads", "1"]
+    if options.device != "cpu":
+        chosen += ["--device", options.device]
+    name = "-".join(str(part).replace("/", "-").lower() for part in ("defaults", *key_of(case)))
+    return Training(name=name, learner=case["learner"], options=tuple(chosen), total_steps=task.total_steps)
+
+
+def outcome(case: dict[str, Any], metrics: list[Metrics]) -> dict[str, Any]:
+    """What is kept of a run; `reached` says whether it came to its threshold."""
+    points = curve(metrics, {"env/return_mean": 1, "seconds": 1}, POINTS)
+    steps, final, seconds = points[-1]
     return {
         **case,
-        "command": f"farstep train {case['learner']} {' '.join(options)}",
-        "reached": final >= threshold,
+        "reached": final >= TASKS[case["env"]].threshold,
         "steps": steps,
         "seconds": seconds,
-        "curve": [*curve[:: -(-len(curve) // POINTS)], curve[-1]],
+        "curve": points,
+        "evaluations": evaluations(metrics),
     }
 
 
 def in_words(run: dict[str, Any]) -> str:
     came = "reached its threshold" if run["reached"] else f"ended at {run['curve'][-1][1]}"
     where = f"{run['learner']} on {run['env']}, {run['num_envs']} environments, seed {run['seed']}"
-    return f"{where}: {came} after {run['steps']:,} steps, {run['seconds']:.0f} s"
+    last = f"evaluation {run['evaluations'][-1][1]:.0f}" if run["evaluations"] else "no evaluation"
+    return f"{where}: {came} after {run['steps']:,} steps, {run['seconds']:.0f} s; {last}"
 
 
-def summary(document: dict[str, Any]) -> str:
-    """A table for each task: steps of every seed, by learner and number of environments."""
-    parts = []
-    for env, threshold in THRESHOLDS.items():
-        runs = [run for run in document["runs"] if run["env"] == env]
-        numbers = sorted({run["num_envs"] for run in runs})
-        rows = []
-        for learner in LEARNERS:
-            mine = [run for run in runs if run["learner"] == learner]
-            if mine:
-                cells = [_cell([run for run in mine if run["num_envs"] == number]) for number in numbers]
-                rows.append([f"`{learner}`", *cells, f"{mean(run['steps'] for run in mine) / 1000:.0f}k"])
-        if rows:
-            parts.append(f"{env}, thousand steps to a mean return of {threshold:.0f} (not reached: in brackets):")
-            parts.append(table(["", *(f"{number} environments" for number in numbers), "mean"], rows))
-    return "\n\n".join(parts)
+def summary(document: dict[str, Any], env: str) -> str:
+    """Steps of every seed on one task, by learner and number of environments."""
+    runs = [run for run in document["runs"] if run["env"] == env]
+    if not runs:
+        return ""
+    numbers = sorted({run["num_envs"] for run in runs})
+    rows = []
+    for learner in LEARNERS:
+        mine = [run for run in runs if run["learner"] == learner]
+        if mine:
+            cells = [_steps([run for run in mine if run["num_envs"] == number]) for number in numbers]
+            rows.append([f"`{learner}`", *cells, f"{mean(run['steps'] for run in mine) / 1000:.0f}k"])
+    goal = TASKS[env].threshold
+    title = (
+        f"{env}, thousand steps to a mean training return of {goal:g}, one number per seed (in brackets: not reached):"
+    )
+    return f"{title}\n\n{table(['', *(f'{number} environments' for number in numbers), 'mean'], rows)}"
 
 
-def _cell(runs: list[dict[str, Any]]) -> str:
-    steps = [f"{run['steps'] / 1000:.0f}" for run in sorted(runs, key=lambda run: run["seed"])]
-    return ", ".join(text if run["reached"] else f"({text})" for text, run in zip(steps, runs, strict=True))
+def page(document: dict[str, Any]) -> str:
+    """What benchmarks/README.md says: where it was measured, and a table for every task."""
+    return "\n\n".join(
+        [
+            f"On {machines(document)}, `results/defaults.json`:",
+            *(text for env in TASKS if (text := summary(document, env))),
+        ]
+    )
+
+
+def learner_page(document: dict[str, Any], learner: str) -> str:
+    """What a learner's page says: table and curves."""
+    if not any(run["learner"] == learner and run["env"] in MAIN for run in document["runs"]):
+        return f"Not measured yet: `python benchmarks/defaults.py --learners {learner}` does it."
+    image = f"![evaluation returns over steps of {learner}, by task and number of environments]"
+    return f"{learner_summary(document, learner)}\n\n{image}(images/defaults-{learner}.png)"
+
+
+def learner_summary(document: dict[str, Any], learner: str) -> str:
+    """One learner on its page: steps to the threshold and the last evaluation of every case."""
+    rows = []
+    for env, number in itertools.product(MAIN, sorted({run["num_envs"] for run in document["runs"]})):
+        of_case = [run for run in document["runs"] if run["env"] == env and run["num_envs"] == number]
+        runs = [run for run in of_case if run["learner"] == learner]
+        if not runs:
+            continue
+        last = [run["evaluations"][-1][1] for run in runs if run["evaluations"]]
+        row = [f"{env} ({MAIN[env].threshold:g})", str(number), f"{sum(run['reached'] for run in runs)} of {len(runs)}"]
+        row += [_steps(runs), f"{mean(last):.0f} ({min(last):.0f} to {max(last):.0f})" if last else "-"]
+        if learner != "ppo":
+            row.append(_of_sync(runs, [run for run in of_case if run["learner"] == "ppo"]))
+        rows.append(row)
+    header = ["task (threshold)", "environments", "reached", "thousand steps, by seed", "evaluation at the end"]
+    return table([*header, "of PPO's steps"] if learner != "ppo" else header, rows)
+
+
+def _of_sync(runs: list[dict[str, Any]], sync: list[dict[str, Any]]) -> str:
+    """Mean steps divided by those of PPO, over the seeds that both have."""
+    seeds = {run["seed"] for run in runs} & {run["seed"] for run in sync}
+    steps = [[run["steps"] for run in found if run["seed"] in seeds] for found in (runs, sync)]
+    return f"{mean(steps[0]) / mean(steps[1]):.2f}" if seeds else "-"
+
+
+def _steps(runs: list[dict[str, Any]]) -> str:
+    found = sorted(runs, key=lambda run: run["seed"])
+    steps = [f"{run['steps'] / 1000:.0f}" for run in found]
+    return ", ".join(text if run["reached"] else f"({text})" for text, run in zip(steps, found, strict=True)) or "-"
+
+
+def draw(document: dict[str, Any], folder: Path) -> list[Path]:
+    """A picture for each learner: evaluation returns on the main tasks, a line per number of environments."""
+    written = []
+    for learner in LEARNERS:
+        runs = [run for run in document["runs"] if run["learner"] == learner and run["env"] in MAIN]
+        if not runs:
+            continue
+        tasks = [env for env in MAIN if any(run["env"] == env for run in runs)]
+        title = f"farstep train {learner}: evaluation returns\nmean and range of the seeds; runs end at the threshold"
+        figure, axes = panels(len(tasks), title)
+        for axis, env in zip(axes, tasks, strict=True):
+            axis.set(title=env, ylabel="return of an evaluation")
+            axis.axhline(MAIN[env].threshold, color="grey", linestyle=":", linewidth=1)
+            for index, number in enumerate(sorted({run["num_envs"] for run in runs})):
+                mine = [run["evaluations"] for run in runs if run["env"] == env and run["num_envs"] == number]
+                band(axis, mine, 1, f"{number} environments", f"C{index}")
+        written.append(save(figure, folder / f"defaults-{learner}.png"))
+    return written
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 
 def header(script: str) -> dict[str, object]:
@@ -23,9 +24,44 @@ def header(script: str) -> dict[str, object]:
     }
 
 
+def continued(path: Path, script: str) -> dict[str, Any]:
+    """The document of a benchmark that is measured in several sittings, with one more of them.
+
+    Date, command and machine are those of the first sitting; `sittings` has those of all.
+    """
+    now = header(script)
+    document = json.loads(path.read_text()) if path.exists() else {**now, "sittings": [], "runs": []}
+    document["sittings"].append(now)
+    return document
+
+
+def machines(document: Mapping[str, Any]) -> str:
+    """Where a document was measured, in words."""
+    found = [sitting["machine"] for sitting in document.get("sittings", [document])]
+    return " and ".join(dict.fromkeys(f"{machine['cores']} cores ({machine['cpu']})" for machine in found))
+
+
+def check_machine(document: Mapping[str, Any], path: Path) -> None:
+    """End with a sentence if a document whose seconds are compared was begun on another machine."""
+    first, now = ({key: found[key] for key in ("cpu", "cores")} for found in (document["machine"], machine()))
+    if first != now:
+        raise SystemExit(
+            f"{path} was begun on {first['cores']} cores ({first['cpu']}); this machine has {now['cores']} "
+            f"({now['cpu']}), and seconds cannot be compared: give another --out"
+        )
+
+
 def write_document(path: Path, document: Mapping[str, object]) -> None:
+    """Write all of it or nothing; every run is a line, so that a change of one is seen as that."""
+    runs = document.get("runs")
+    text = json.dumps({**document, "runs": []} if runs else document, indent=1)
+    if isinstance(runs, list) and runs:
+        lines = ",\n  ".join(json.dumps(run) for run in runs)
+        text = text.replace('"runs": []', f'"runs": [\n  {lines}\n ]')
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(document, indent=1) + "\n")
+    beside = path.with_suffix(".tmp")
+    beside.write_text(text + "\n")
+    beside.replace(path)
 
 
 def machine() -> dict[str, object]:

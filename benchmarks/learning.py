@@ -1,29 +1,35 @@
-"""Seconds and environment steps until PPO has learned a task: farstep beside CleanRL and RLlib.
+"""Seconds and environment steps until a task is learned: farstep's learners beside CleanRL's and RLlib's PPO.
 
     python benchmarks/setup_peers.py cleanrl rllib
     git clone https://github.com/vwxyzjn/cleanrl /tmp/cleanrl && git -C /tmp/cleanrl checkout fe8d8a0
     python benchmarks/learning.py --cleanrl /tmp/cleanrl/cleanrl/ppo.py --markdown benchmarks/README.md
+    python benchmarks/learning.py --minutes 60 --only 'farstep-*'            # the same command continues
     python benchmarks/learning.py --show benchmarks/results/learning.json    # tables and plots once more
 
 A task is learned when the mean return of the last 100 training episodes reaches its threshold. All contenders take
 turns, seed by seed, each in a process and virtual environment of its own. Seconds are those of training: processes and
-environments exist when they begin; the whole process, from its start to its end, is in a column of its own.
+environments exist when they begin; the whole process, from its start to its end, is in a column of its own. farstep
+takes part with CleanRL's hyper-parameters, with a choice of its own, and with the defaults of `ppo`, `async-ppo` and
+`impala` for 16, 64 and 128 environments. Each peer runs with several numbers of environments; tables show its best.
+defaults.py measures the same defaults in steps, many runs at a time; here runs have the machine to themselves.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
+import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from children import run_script
-from document import header, write_document, write_markdown
+from document import check_machine, continued, write_document, write_markdown
 from learning_tables import draw, summary
 from roster import BENCHMARKS, OWN, Contender, choose
-from runner import Run, execute, turns
+from runner import Run, execute, runs_in, turns
 
 README_MARKS = ("<!-- learning: begin -->", "<!-- learning: end -->")
 IMAGES = BENCHMARKS.parent / "docs" / "images"
@@ -64,12 +70,26 @@ OWN_CHOICE = {
 """What farstep learns these tasks with when it may choose, on two cores."""
 
 
+CLEANRL, RLLIB = "learning_cleanrl.py", "learning_rllib.py"
 LEARNERS = (
-    Contender(name="cleanrl", script="learning_cleanrl.py", venv="cleanrl"),
-    Contender(name="rllib", script="learning_rllib.py", venv="rllib"),
+    Contender(name="cleanrl", script=CLEANRL, venv="cleanrl"),
+    *(Contender(name=f"cleanrl-{n}", script=CLEANRL, venv="cleanrl", options=("--num-envs", str(n))) for n in (8, 16)),
+    Contender(name="rllib", script=RLLIB, venv="rllib"),
+    Contender(name="rllib-32", script=RLLIB, venv="rllib", options=("--num-envs", "32")),
     Contender(name="farstep-cleanrls", script="learning_farstep.py", venv=OWN),
     Contender(name="farstep", script="learning_farstep.py", venv=OWN),
+    *(
+        Contender(
+            name=f"farstep-{learner}-{n}",
+            script="learning_farstep.py",
+            venv=OWN,
+            options=("--learner", learner, f"--options=--num-envs {n}"),
+        )
+        for learner in ("ppo", "async-ppo", "impala")
+        for n in (16, 64, 128)
+    ),
 )
+"""A name that ends in a number has that many environments; `rllib` and `cleanrl` have those of their own examples."""
 SCRIPT = BENCHMARKS / ".venvs" / "cleanrl" / "ppo.py"
 
 
@@ -93,24 +113,40 @@ class Plan:
     contenders: list[Contender]
     cleanrl: Path
     timeout_s: float
+    done: frozenset[tuple[Case, str]] = frozenset()
+    """Runs that are not made again."""
+    deadline: float = math.inf
+    """When no further run is started, on the monotonic clock."""
 
     @property
     def num_runs(self) -> int:
-        return len(self.tasks) * len(self.seeds) * len(self.contenders)
+        return len(self._missing())
 
     def __iter__(self) -> Iterator[tuple[Case, int, Contender]]:
-        for task in self.tasks:
-            for number, contender in turns(self.contenders, len(self.seeds)):
-                yield Case(task.env, self.seeds[number - 1]), 1, self._prepared(contender, task)
+        for case, task, contender in self._missing():
+            if time.monotonic() > self.deadline:
+                print("runs are missing: the same command continues")
+                return
+            yield case, 1, self._prepared(contender, task)
+
+    def _missing(self) -> list[tuple[Case, Task, Contender]]:
+        everything = [
+            (Case(task.env, self.seeds[number - 1]), task, contender)
+            for task in self.tasks
+            for number, contender in turns(self.contenders, len(self.seeds))
+        ]
+        return [(case, task, found) for case, task, found in everything if (case, found.name) not in self.done]
 
     def _prepared(self, contender: Contender, task: Task) -> Contender:
         """With the options that depend on the task."""
-        if contender.name == "cleanrl":
-            return replace(contender, options=("--script", str(self.cleanrl)))
-        if contender.venv == OWN:
-            chosen = OWN_CHOICE[task.env] if contender.name == "farstep" else CLEANRLS
-            return replace(contender, options=("--contender", contender.name, f"--options={chosen}"))
-        return contender
+        options = [*contender.options, "--contender", contender.name]
+        if contender.venv == "cleanrl":
+            options += ["--script", str(self.cleanrl)]
+        elif contender.name == "farstep":
+            options.append(f"--options={OWN_CHOICE[task.env]}")
+        elif contender.name == "farstep-cleanrls":
+            options.append(f"--options={CLEANRLS}")
+        return replace(contender, options=tuple(options))
 
     def arguments(self, case: Case) -> list[str]:
         task = next(task for task in self.tasks if task.env == case.env)
@@ -131,27 +167,34 @@ def main() -> int:
         documents = [json.loads(path.read_text()) for path in options.show]
         finish({**documents[0], "runs": [run for document in documents for run in document["runs"]]}, options)
         return 0
+    document = continued(options.out, "learning.py")
+    check_machine(document, options.out)
+    document["runs"] = [run for run in document["runs"] if run["report"]]  # those that failed are tried again
+    results: Results = runs_in(document, lambda run: Case(run["env"], run["seed"]))
     plan = Plan(
         tasks=[replace(TASKS[env], max_steps=options.max_steps or TASKS[env].max_steps) for env in options.env],
         seeds=range(options.first_seed, options.first_seed + options.seeds),
         contenders=options.contenders,
         cleanrl=options.cleanrl.resolve(),
         timeout_s=options.timeout,
+        done=frozenset((case, name) for case, found in results.items() for name in found),
+        deadline=math.inf if options.minutes is None else time.monotonic() + 60 * options.minutes,
     )
     print(f"{plan.num_runs} runs of {', '.join(contender.name for contender in plan.contenders)}")
-    cases = [Case(task.env, seed) for task in plan.tasks for seed in plan.seeds]
-    results: Results = {case: {contender.name: [] for contender in plan.contenders} for case in cases}
-    head = header("learning.py")
+    for case in (Case(task.env, seed) for task in plan.tasks for seed in plan.seeds):
+        results.setdefault(case, {})
+        for contender in plan.contenders:
+            results[case].setdefault(contender.name, [])
 
     def outcome(case: Case, done: Run) -> str:
-        write_document(options.out, document_of(head, plan, results))  # after every run: all of them take hours
+        write_document(options.out, document_of(document, plan, results))  # after every run: all of them take hours
         return in_words(done)
 
     try:
         execute(plan, results, outcome)
     except KeyboardInterrupt:
         print("\ninterrupted; what was measured so far:")
-    finish(document_of(head, plan, results), options)
+    finish(document_of(document, plan, results), options)
     print(f"written: {options.out}")
     return 0
 
@@ -166,6 +209,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--max-steps", type=int, help="another cap than each task's, to try something")
     parser.add_argument("--cleanrl", type=Path, default=SCRIPT, help="its ppo.py, in a checkout of its repository")
     parser.add_argument("--timeout", type=float, default=1800.0, help="seconds after which a run is ended")
+    parser.add_argument("--minutes", type=float, help="start no run after this time; the same command continues")
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="contenders, as shell patterns")
     parser.add_argument("--skip", nargs="+", default=[], metavar="NAME", help="likewise, to leave out")
     parser.add_argument("--out", type=Path, default=BENCHMARKS / "results" / "learning.json")
@@ -177,7 +221,7 @@ def parse_options() -> argparse.Namespace:
         options.contenders = choose(LEARNERS, options.only, options.skip)
     except ValueError as error:
         parser.error(str(error))
-    if not options.show and any(c.name == "cleanrl" for c in options.contenders) and not options.cleanrl.exists():
+    if not options.show and any(c.venv == "cleanrl" for c in options.contenders) and not options.cleanrl.exists():
         parser.error(
             f"CleanRL's script is not at {options.cleanrl}; --cleanrl says where, and the top of this file how"
         )
@@ -194,7 +238,7 @@ def in_words(done: Run) -> str:
     )
 
 
-def document_of(head: dict[str, object], plan: Plan, results: Results) -> dict[str, Any]:
+def document_of(head: dict[str, Any], plan: Plan, results: Results) -> dict[str, Any]:
     """The machine, the command and every single run."""
     runs = [
         {"env": case.env, "seed": case.seed, **asdict(done)}
@@ -202,7 +246,8 @@ def document_of(head: dict[str, object], plan: Plan, results: Results) -> dict[s
         for done_runs in found.values()
         for done in done_runs
     ]
-    return {**head, "tasks": [asdict(task) for task in plan.tasks], "runs": runs}
+    tasks = {task["env"]: task for task in (*head.get("tasks", ()), *map(asdict, plan.tasks))}
+    return {**head, "tasks": list(tasks.values()), "runs": runs}
 
 
 def finish(document: dict[str, Any], options: argparse.Namespace) -> None:

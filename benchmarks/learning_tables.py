@@ -20,7 +20,12 @@ LABELS = {
     "rllib": "RLlib",
     "farstep-cleanrls": "farstep, CleanRL's hyper-parameters",
     "farstep": "farstep, its own choice",
+    "farstep-ppo": "farstep `ppo`",
+    "farstep-async-ppo": "farstep `async-ppo`",
+    "farstep-impala": "farstep `impala`",
 }
+"""Of contenders, less the number of environments that a name may end in."""
+PEERS = ("cleanrl", "rllib")
 
 
 def summary(document: dict[str, Any]) -> str:
@@ -33,9 +38,11 @@ def summary(document: dict[str, Any]) -> str:
             parts += [f"{goal}, at most {task['max_steps']:,} steps; medians (from the best to the worst seed):"]
             parts += [_table_of(runs)]
     done = [run for run in document["runs"] if run["report"]]
-    notes = sorted({f"{_label(run)} {run['report']['notes']}" for run in done if run["report"]["notes"]})
+    noted = [run for run in done if run["report"]["notes"]]
+    notes = sorted({f"{LABELS[_family(run['contender'])]} {run['report']['notes']}" for run in noted})
     if notes:
         parts.append(f"{'; '.join(notes)}.")
+    parts += _tried(done)
     if done:
         others = [run["others_cpu_s"] / max(run["wall_s"], 1e-9) for run in done]
         parts.append(
@@ -47,19 +54,19 @@ def summary(document: dict[str, Any]) -> str:
 
 
 def _table_of(runs: Sequence[Row]) -> str:
-    names = list(dict.fromkeys(run["contender"] for run in runs))
+    names = _best_of(runs, PEERS)
     calm = {name: _calm([run for run in runs if run["contender"] == name and run["report"]]) for name in names}
     rows = []
     for name in names:
         found = calm[name]
         if not found:
             failed = next(run for run in runs if run["contender"] == name)
-            rows.append([_label(failed), failed["status"], *("-" for _ in range(6))])
+            rows.append([_label(failed["contender"]), failed["status"], *("-" for _ in range(6))])
             continue
         reports = [run["report"] for run in found]
         rows.append(
             [
-                _label(found[0]),
+                _label(name),
                 f"{sum(report['reached'] for report in reports)} of {len(reports)}",
                 _spread([report["seconds"] for report in reports], reports, "{:,.1f}"),
                 _spread([run["wall_s"] for run in found], reports, "{:,.1f}"),
@@ -71,6 +78,46 @@ def _table_of(runs: Sequence[Row]) -> str:
         )
     header = ["", "reached", "seconds", "whole process, s", "steps", "steps/s", "of CleanRL's s", "of its steps"]
     return table(header, rows)
+
+
+def _tried(done: Sequence[Row]) -> list[str]:
+    """Which numbers of environments a peer was run with, where there are several."""
+    said = []
+    for peer in PEERS:
+        names = {run["contender"] for run in done if _family(run["contender"]) == peer}
+        numbers = ", ".join(str(number) for number in sorted(filter(None, map(_num_envs, names))))
+        if numbers:
+            own = "its own number and with " if peer in names else ""
+            said.append(f"{LABELS[peer]} ran with {own}{numbers} environments; the table has the best of them.")
+    return [" ".join(said)] if said else []
+
+
+def _best_of(runs: Sequence[Row], families: Sequence[str]) -> list[str]:
+    """Names of contenders in the order of LABELS; of the families only those whose number of environments is best."""
+    found: dict[str, list[str]] = {family: [] for family in LABELS}
+    for name in dict.fromkeys(run["contender"] for run in runs):
+        found[_family(name)].append(name)
+    chosen = []
+    for family, names in found.items():
+        names.sort(key=lambda name: _num_envs(name) or 0)
+        chosen += [min(names, key=lambda name: _rank(runs, name))] if names and family in families else names
+    return chosen
+
+
+def _rank(runs: Sequence[Row], name: str) -> tuple[int, float]:
+    """Sorts contenders: most seeds that reached the threshold first, then fewest seconds."""
+    reports = [run["report"] for run in runs if run["contender"] == name and run["report"]]
+    seconds = median(report["seconds"] for report in reports) if reports else float("inf")
+    return -sum(report["reached"] for report in reports), seconds
+
+
+def _family(name: str) -> str:
+    return name.rpartition("-")[0] if _num_envs(name) else name
+
+
+def _num_envs(name: str) -> int | None:
+    last = name.rpartition("-")[2]
+    return int(last) if last.isdigit() else None
 
 
 def _calm(runs: list[Row]) -> list[Row]:
@@ -86,28 +133,30 @@ def _spread(values: Sequence[float], reports: Sequence[Row], form: str) -> str:
 
 
 def _share(runs: dict[str, list[Row]], name: str, key: str) -> str:
-    if not runs.get(BASELINE) or name == BASELINE:
-        return "1" if name == BASELINE else "-"
-    own, other = (median(run["report"][key] for run in runs[who]) for who in (name, BASELINE))
+    baseline = next((who for who in runs if _family(who) == BASELINE), BASELINE)
+    if not runs.get(baseline) or name == baseline:
+        return "1" if name == baseline else "-"
+    own, other = (median(run["report"][key] for run in runs[who]) for who in (name, baseline))
     return f"{own / other:.2f}"
 
 
 def _versions(done: Sequence[Row]) -> str:
     said = []
-    for name in LABELS:
-        found = next((run["report"]["versions"] for run in done if run["contender"] == name), None)
-        if found and name != "farstep-cleanrls":
+    for name in ("cleanrl", "rllib", "farstep"):
+        found = next((run["report"]["versions"] for run in done if run["contender"].partition("-")[0] == name), None)
+        if found:
             listed = ", ".join(f"{package} {version}" for package, version in found.items())
             said.append(f"{name}: {listed}")
     return f"Versions: {'; '.join(said)}."
 
 
-def _label(run: Row) -> str:
-    return LABELS.get(run["contender"], run["contender"])
+def _label(name: str) -> str:
+    number = _num_envs(name)
+    return LABELS.get(_family(name), name) + (f", {number} environments" if number else "")
 
 
 def draw(document: dict[str, Any], folder: Path) -> list[Path]:
-    """One picture per task: return over seconds and over steps, a line per contender, a band from seed to seed."""
+    """One picture per task: return over seconds and steps; of each contender the best number of environments."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -120,17 +169,16 @@ def draw(document: dict[str, Any], folder: Path) -> list[Path]:
             continue
         figure, axes = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained", sharey=True)
         for column, (axis, what) in enumerate(zip(axes, ("seconds of training", "environment steps"), strict=True)):
-            for number, name in enumerate(LABELS):
+            for number, name in enumerate(_best_of(runs, list(LABELS))):
                 curves = [np.array(run["report"]["curve"]) for run in runs if run["contender"] == name]
-                if curves:
-                    _line(axis, curves, column, f"C{number}", LABELS[name])
+                _line(axis, curves, column, f"C{number}", _label(name))
             axis.axhline(task["threshold"], color="grey", linestyle=":", linewidth=1)
             shortest = min(run["report"]["curve"][-1][column] for run in runs)
             axis.set(xlabel=what, xscale="log", xlim=(shortest / 20, None))
             axis.grid(alpha=0.3)
         axes[0].set_ylabel("mean return of the last 100 episodes")
         handles, labels = axes[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=8)
+        figure.legend(handles, labels, loc="outside lower center", ncols=min(4, len(labels)), fontsize=8)
         figure.suptitle(f"{task['env']}: every run ends at the threshold (dotted line); bands from seed to seed")
         folder.mkdir(parents=True, exist_ok=True)
         written.append(folder / f"learning-{task['env'].lower()}.png")

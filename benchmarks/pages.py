@@ -1,7 +1,8 @@
-"""The tables of benchmarks/README.md and docs/, out of the results that are committed.
+"""The tables and plots of benchmarks/README.md and docs/, out of the results that are committed.
 
-python benchmarks/pages.py             # writes all of them
-python benchmarks/pages.py --check     # only says which of them differ from the results
+python benchmarks/pages.py             # writes all tables
+python benchmarks/pages.py --plots     # and draws all plots again
+python benchmarks/pages.py --check     # only says which tables differ from the results
 """
 
 from __future__ import annotations
@@ -10,13 +11,16 @@ import argparse
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import aaps
+import async_return
 import async_tables
 import buffer
 import bulk
+import defaults
 import learning_tables
 import network
 import scale
@@ -32,6 +36,7 @@ from runner import runs_in
 
 README = BENCHMARKS / "README.md"
 DOCS = BENCHMARKS.parent / "docs"
+IMAGES = DOCS / "images"
 RESULTS = BENCHMARKS / "results"
 
 
@@ -54,12 +59,23 @@ class Section:
     results: str
     """A file under results/."""
     summary: Callable[[dict[str, Any]], str]
+    command: str | None = None
+    """What measures it, of a section that says so while there are no results."""
 
     def written(self, page: str) -> str:
         """The page, with this section as the results have it."""
-        document = json.loads((RESULTS / self.results).read_text())
-        marks = f"<!-- {self.mark}: begin -->", f"<!-- {self.mark}: end -->"
-        return put_between(page, self.summary(document), marks)
+        path = RESULTS / self.results
+        if self.command is not None and not path.exists():
+            text = f"Not measured yet: `python benchmarks/{self.command}` does it."
+        else:
+            text = self.summary(json.loads(path.read_text()))
+        return put_between(page, text, (f"<!-- {self.mark}: begin -->", f"<!-- {self.mark}: end -->"))
+
+
+def learners_section(learner: str, page: str) -> Section:
+    """The curves of a learner on its page."""
+    summary = partial(defaults.learner_page, learner=learner)
+    return Section(DOCS / page, "defaults", "defaults.json", summary, f"defaults.py --learners {learner}")
 
 
 SECTIONS = (
@@ -77,6 +93,18 @@ SECTIONS = (
     Section(README, "transfer", "transfer.json", transfer.summary),
     Section(README, "triggers", "triggers.json", triggers.summary),
     Section(README, "triggers-per-chunk", "triggers-per-chunk.json", triggers.per_chunk_summary),
+    Section(README, "defaults", "defaults.json", defaults.page, "defaults.py"),
+    learners_section("ppo", "ppo.md"),
+    learners_section("async-ppo", "async_ppo.md"),
+    learners_section("impala", "impala.md"),
+    Section(
+        DOCS / "async_ppo.md",
+        "async-lunarlander",
+        "async-lunarlander.json",
+        async_return.page,
+        "async.py --task lunarlander",
+    ),
+    Section(DOCS / "aaps.md", "aaps-ppo", "aaps-ppo.json", aaps.page, "aaps.py"),
     Section(DOCS / "aaps.md", "aaps-large", "aaps-large.json", aaps.summary),
     Section(DOCS / "aaps.md", "aaps", "aaps.json", aaps.summary),
     Section(DOCS / "stagger.md", "stagger-chain", "stagger.json", stagger.chain_summary),
@@ -84,10 +112,45 @@ SECTIONS = (
 )
 
 
+@dataclass(frozen=True)
+class Plots:
+    """Pictures under docs/images that one file under results/ is drawn as."""
+
+    results: str
+    draw: Callable[[dict[str, Any], Path], object]
+    images: tuple[str, ...]
+
+
+def stagger_plots(document: dict[str, Any], _: Path) -> None:
+    """Into docs/images, whatever the folder."""
+    for draw in (stagger.draw_matrices, stagger.draw_accuracy, stagger.draw_returns):
+        draw(document["curves"])
+
+
+PLOTS = (
+    Plots("defaults.json", defaults.draw, tuple(f"defaults-{learner}.png" for learner in defaults.LEARNERS)),
+    Plots("learning.json", learning_tables.draw, ("learning-cartpole-v1.png", "learning-lunarlander-v3.png")),
+    Plots("async-16-cores.json", async_tables.draw, ("async-returns.png", "async-staleness.png")),
+    Plots("async-lunarlander.json", async_return.draw, ("async-lunarlander.png",)),
+    *(
+        Plots(f"{name}.json", partial(aaps.draw, name), (f"{name}-returns.png", f"{name}-pulls.png"))
+        for name in ("aaps-ppo", "aaps", "aaps-large")
+    ),
+    Plots(
+        "stagger-curves.json", stagger_plots, ("stagger-forgetting.png", "stagger-accuracy.png", "stagger-pendulum.png")
+    ),
+)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; the status is 1 if a table differs")
+    parser.add_argument("--plots", action="store_true", help="draw all plots, too; needs matplotlib")
     options = parser.parse_args()
+    for plots in PLOTS if options.plots else ():
+        if (path := RESULTS / plots.results).exists():
+            plots.draw(json.loads(path.read_text()), IMAGES)
+            print(f"drawn: {', '.join(plots.images)}")
     differing = 0
     for section in SECTIONS:
         before = section.page.read_text()

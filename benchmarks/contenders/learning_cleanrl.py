@@ -30,9 +30,13 @@ class Reached(Exception):
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--script", type=Path, required=True)
+    parser.add_argument("--contender", default="cleanrl")
+    parser.add_argument("--num-envs", type=int, help="another number than the script's own, 4")
     task, options = parse_arguments(parser)
     env_id = task.env if task.env in gym.registry else NEWER[task.env]
     arguments = ["--env-id", env_id, "--seed", str(task.seed), "--total-timesteps", str(task.max_steps), "--no-cuda"]
+    if options.num_envs:
+        arguments += ["--num-envs", str(options.num_envs)]
     curve = Curve(task.threshold)
 
     class Listener:
@@ -65,7 +69,7 @@ def main() -> None:
     except Reached:
         pass
     report(
-        "cleanrl",
+        options.contender,
         task,
         curve,
         f"its own: ppo.py {' '.join(arguments)}; sha256 {hashlib.sha256(options.script.read_bytes()).hexdigest()[:12]}",

@@ -1,4 +1,4 @@
-"""farstep's PPO, by `farstep train` with the options that learning.py chose."""
+"""farstep's learners, by `farstep train` with the options that learning.py chose."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ RUN = Path("runs", "benchmark")
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--contender", required=True)
-    parser.add_argument("--options", default="", help="of `farstep train ppo`")
+    parser.add_argument("--learner", default="ppo")
+    parser.add_argument("--options", default="", help="of `farstep train`")
     task, options = parse_arguments(parser)
     arguments = [
-        "ppo",
+        options.learner,
         *("--env", task.env),
         *("--seed", str(task.seed)),
         *("--total-steps", str(task.max_steps)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 
 import _setup  # noqa: F401
@@ -36,10 +37,15 @@ OTHERS_NET = {"fcnet_hiddens": [64, 64], "fcnet_activation": "tanh", "vf_share_l
 
 
 def main() -> None:
-    task, _ = parse_arguments()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--contender", default="rllib")
+    parser.add_argument("--num-envs", type=int, help="another number than the settings above have")
+    task, options = parse_arguments(parser)
     os.environ["RAY_DEDUP_LOGS"] = "0"
     ray.init(num_cpus=NUM_RUNNERS + 1, include_dashboard=False, log_to_driver=False, configure_logging=False)
     chosen = dict(CARTPOLE if task.env.startswith("CartPole") else OTHERS)
+    if options.num_envs:
+        chosen["envs_per_runner"] = options.num_envs // NUM_RUNNERS
     net = CARTPOLE_NET if task.env.startswith("CartPole") else OTHERS_NET
     settings = {**chosen, **net, "num_env_runners": NUM_RUNNERS}
     config = (
@@ -60,7 +66,7 @@ def main() -> None:
             done = curve.mean(steps, float(found["episode_return_mean"]), episodes)
     algorithm.stop()
     ray.shutdown()
-    report("rllib", task, curve, settings, ("ray", "torch", "numpy", "gymnasium"))
+    report(options.contender, task, curve, settings, ("ray", "torch", "numpy", "gymnasium"))
 
 
 if __name__ == "__main__":

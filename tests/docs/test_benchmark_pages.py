@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from benchmark_modules import benchmark_modules
 
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"
@@ -28,6 +29,8 @@ def named(pattern: str) -> Iterator[tuple[str, str]]:
 def has_option(script: Path, option: str) -> bool:
     """Whether a script takes an option, as an argument of argparse or as a field of tyro's."""
     text = script.read_text()
+    if "Sitting.add_options(" in text:  # the options of every script that trains in several sittings
+        text += (BENCHMARKS / "trainings.py").read_text()
     field = option.removeprefix("--").replace("-", "_")
     return f'"{option}"' in text or re.search(rf"^    {field}: ", text, re.MULTILINE) is not None
 
@@ -46,6 +49,17 @@ def test_results_say_what_they_are_of(path: Path) -> None:
     assert python == "python" and (ROOT / script).exists()
     unknown = [word for word in words if word.startswith("--") and not has_option(ROOT / script, word)]
     assert not unknown, f"{script} does not take {unknown}"
+
+
+def test_every_plot_is_drawn_from_results_that_are_committed() -> None:
+    (pages,) = benchmark_modules("pages")
+    drawn = {image: plots.results for plots in pages.PLOTS for image in plots.images}
+    shown = {Path(name).name for _, name in named(r"!\[[^\]]*\]\(([^)]+\.png)\)")}
+    assert shown - drawn.keys() == {"impala-cartpole.png"}  # what `farstep plot` draws
+    assert {"learning-cartpole-v1.png", "async-returns.png"} <= shown
+    for image in shown:
+        assert (ROOT / "docs" / "images" / image).exists(), image
+        assert image not in drawn or (BENCHMARKS / "results" / drawn[image]).exists(), image
 
 
 def test_files_that_pages_name_exist() -> None:

@@ -16,12 +16,14 @@ from tasks import Rows, make_env, make_training
 
 from farstep.cli import main
 from farstep.errors import ConfigError
+from farstep.launch_config import LocalConfig
 from farstep.learners.async_ppo import AsyncPPOConfig
 from farstep.learners.evaluation import Evaluator
 from farstep.learners.impala import ImpalaConfig
 from farstep.learners.nets import NetConfig, make_agent
 from farstep.learners.optimizing import Optimizer
 from farstep.learners.ppo import PPOConfig
+from farstep.learners.run_config import RunConfig
 
 
 @pytest.mark.parametrize(
@@ -125,6 +127,16 @@ def test_a_run_in_one_process_is_evaluated_there(tmp_path: Path, monkeypatch: py
     assert main([*train, *evaluate, "--total-steps", "192", "--folder", str(tmp_path), "--name", "run"]) == 0
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
     assert [row["eval/step"] for row in rows if "eval/step" in row] == [64, 128, 192]
+
+
+def test_bytes_of_weights_and_probes_are_logged_over_tcp(tmp_path: Path) -> None:
+    where = ["--workers", "1", "--transport", "tcp", "--folder", str(tmp_path), "--name", "run"]
+    options = ["--num-envs", "4", "--num-steps", "64", "--total-steps", "1024", "--kl-threshold", "0.0001"]
+    assert main(["train", "ppo", "--env", "CartPole-v1", *options, *where]) == 0
+    last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert last["sync/weight_syncs"] >= 2 and last["sync/weights_bytes"] > 0 and last["sync/probes_bytes"] > 0
+    run = RunConfig(env="CartPole-v1", workers=1, transport="tcp")
+    assert run.launch_config() == LocalConfig(workers_per_node=1, transport="tcp")
 
 
 def test_what_is_watched_is_sampled_alike_with_one_seed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

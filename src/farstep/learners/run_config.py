@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from farstep.config import EnvConfig, check_count, check_seed
 from farstep.errors import ConfigError
-from farstep.launch_config import InProcessConfig, LaunchConfig, LocalConfig
+from farstep.launch_config import InProcessConfig, LaunchConfig, LocalConfig, LocalTransport
 
 LauncherName = Literal["local", "inprocess", "slurm", "ssh", "ray", "kubernetes"]
 
@@ -33,6 +33,9 @@ class RunConfig:
     launcher: LauncherName = "local"
     """where workers run: processes of this machine, inside this one (to debug), or on a cluster: --launcher NAME --help
     shows the options of its nodes, too"""
+    transport: LocalTransport = "shm"
+    """of --launcher local: shared memory, or ZeroMQ over a socket file (ipc) or over loopback (tcp), as remote workers
+    use it; use tcp to count the bytes that a cluster would send"""
     total_steps: int = 1_000_000
     """environment steps to train for"""
     target_return: float | None = None
@@ -76,6 +79,11 @@ class RunConfig:
                 f"workers={self.workers} counts processes of this machine; with --launcher {self.launcher} say "
                 "--workers-per-node instead."
             )
+        if self.transport != "shm" and self.launcher != "local":
+            raise ConfigError(
+                f"transport={self.transport!r} is of --launcher local; --launcher {self.launcher} has one transport "
+                "only: leave --transport out."
+            )
         if self.capture_video and self.eval_every is None:
             raise ConfigError("capture_video renders an episode of each evaluation: give eval_every, too, e.g. 50000.")
         _json_object("env_kwargs", self.env_kwargs)
@@ -108,8 +116,10 @@ class RunConfig:
 
     def launch_config(self, workers: int | None = None) -> LaunchConfig:
         """Workers of this machine, as many as the run has or, for others than its own, as are given."""
-        kind = InProcessConfig if self.launcher == "inprocess" else LocalConfig
-        return kind(workers_per_node=workers or self.workers)
+        count = workers or self.workers
+        if self.launcher == "inprocess":
+            return InProcessConfig(workers_per_node=count)
+        return LocalConfig(workers_per_node=count, transport=self.transport)
 
 
 def _json_object(name: str, text: str) -> dict[str, Any]:

@@ -244,6 +244,7 @@ class Training:
             "lag/versions_max": float(lag.max(initial=0)),
             "sync/weight_syncs": stats["weight_syncs"]["total"],
             "sync/weights_bytes": stats["bytes"]["weights_sent"],
+            "sync/probes_bytes": stats["bytes"]["probes_sent"],
             "workers/alive": stats["workers"]["alive"],
             "workers/restarts": stats["workers"]["restarts"],
         }

@@ -1,0 +1,133 @@
+"""Benchmarks of learning continue what was stopped, repeat nothing, and say no more than their seeds show."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from benchmark_modules import BENCHMARKS, benchmark_modules
+
+aaps, async_return, learning_tables, trainings = benchmark_modules(
+    "aaps", "async_return", "learning_tables", "trainings"
+)
+Metrics = dict[str, Any]
+SMALL = trainings.Training(
+    name="small",
+    learner="ppo",
+    options=("--env", "CartPole-v1", "--launcher", "inprocess", "--num-envs", "4", "--num-steps", "32"),
+    total_steps=256,
+)
+
+
+def trained(training: Any, folder: Path, minutes: float | None = None) -> tuple[bool, list[Metrics]]:
+    found: list[Metrics] = []
+
+    def finished(index: int, metrics: list[Metrics]) -> str:
+        found.extend(metrics)
+        return "done"
+
+    complete = trainings.Sitting(jobs=1, minutes=minutes, folder=folder).train([training], finished)
+    return complete, found
+
+
+def test_training_that_ended_continues_when_asked_for_more_steps(tmp_path: Path) -> None:
+    assert trained(SMALL, tmp_path, minutes=0.0) == (False, [])
+    complete, first = trained(SMALL, tmp_path)
+    assert complete and [line["step"] for line in first] == [128, 256]
+    complete, more = trained(replace(SMALL, total_steps=384), tmp_path)
+    assert complete and [line["step"] for line in more] == [128, 256, 384]
+    assert more[:2] == first  # with the seconds that they took: nothing was trained again
+
+
+def test_failed_training_is_reported_and_not_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    complete, found = trained(replace(SMALL, options=("--env", "NoSuchTask-v0")), tmp_path)
+    assert (complete, found) == (False, [])
+    assert "small FAILED with status 1: farstep: " in capsys.readouterr().out
+
+
+def test_run_that_is_in_the_results_is_not_made_again(tmp_path: Path) -> None:
+    out = tmp_path / "found.json"
+    run = {"env": "CartPole-v1", "learner": "ppo", "num_envs": 16, "seed": 1, "reached": True, "steps": 8192}
+    run |= {"seconds": 1.0, "curve": [[8192, 480.0, 1.0]], "evaluations": [[4096, 200.0, 3.0], [8192, 500.0, 0.0]]}
+    machine = {"cpu": "any", "cores": 2}
+    out.write_text(json.dumps({"command": "", "machine": machine, "sittings": [{"machine": machine}], "runs": [run]}))
+    words = "--tasks CartPole-v1 --learners ppo --num-envs 16 --seeds 1 --out"
+    command = [str(BENCHMARKS / "defaults.py"), *words.split(), str(out), "--images", str(tmp_path)]
+    done = subprocess.run(
+        [sys.executable, *command, "--runs", str(tmp_path / "runs")], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert "0 runs" in done.stdout and "all of these runs are there" in done.stdout
+    assert not (tmp_path / "runs").exists() and (tmp_path / "defaults-ppo.png").exists()
+
+
+def test_counters_of_a_continued_run_are_added_up() -> None:
+    lines = [{"pulls": pulls, "bytes": size} for pulls, size in ((2, 10), (4, 30), (4, 20), (6, 40))]
+    # A new process begins with the third line: its pulls do not show it, its bytes do.
+    assert trainings.summed(lines, ("pulls", "bytes")) == ([[2, 10], [4, 30], [8, 50], [10, 70]], 1)
+
+
+def test_every_evaluation_counts_once() -> None:
+    line = {"step": 20, "eval/step": 10, "eval/return_mean": 1.26, "eval/return_std": 0.0}
+    assert trainings.evaluations([{"step": 10}, line, {**line, "step": 30}]) == [[10, 1.3, 0.0]]
+
+
+def aaps_run(loss: str, delta: float, seed: int, final: float, steps: int = 1000) -> dict[str, Any]:
+    points = [[100, 0.0, 1.0, 10.0, 1.0], [steps, 0.0, 4.0, 40.0, 2.0]]
+    kept = {"steps": steps, "curve": points, "evaluations": [[100, -200.0, 1.0], [950, final, 1.0], [2000, 0.0, 1.0]]}
+    return {"loss": loss, "delta": delta, "seed": seed, "continued": 0, **kept}
+
+
+def test_thresholds_are_compared_by_their_seeds() -> None:
+    finals = {
+        ("decoupled", 0.0): (200.0, 240.0),
+        ("decoupled", 0.05): (190.0, 210.0),
+        ("decoupled", 1.0): (150.0, 199.0),
+        ("plain", 0.0): (220.0, 230.0),
+        ("plain", 0.8): (-100.0, 20.0),
+        ("plain", 0.9): (300.0,),
+    }
+    runs = [aaps_run(*key, seed, final) for key, found in finals.items() for seed, final in enumerate(found, 1)]
+    text = aaps.verdict({"runs": runs})
+    assert "δ = 0.05: the seeds show no difference" in text and "δ = 1: every seed ends below every seed" in text
+    assert "δ = 0.8: every seed ends below" in text and "0.9" not in text  # one seed shows nothing
+
+
+def test_runs_of_different_lengths_are_compared_where_the_shortest_ends() -> None:
+    document = {"runs": [aaps_run("decoupled", 0.0, 1, 200.0), aaps_run("decoupled", 0.05, 1, 100.0, steps=4600)]}
+    (always,), (rarely,) = aaps.ends_of(document).values()
+    assert always["return"] == 200.0 and always["pulls"] == 4.0
+    assert rarely["return"] == 100.0 and rarely["pulls"] == pytest.approx(1.6)
+
+
+@pytest.mark.parametrize(("reached", "words"), [(True, "took 40% less time"), (False, "times to it are not compared")])
+def test_times_are_compared_only_at_equal_return(reached: bool, words: str) -> None:
+    runs = [
+        {"learner": learner, "seed": 1, "reached": reached or learner == "ppo", "steps": 1000, "seconds": seconds}
+        | {"staleness": 0.0, "seconds_in": dict.fromkeys((*async_return.PARTS, "other"), 1.0), "evaluations": []}
+        for learner, seconds in (("ppo", 10.0), ("async-ppo", 6.0))
+    ]
+    settings = {"workers": 14, "num_envs": 112}
+    document = {"machine": {"cores": 16, "cpu": "any"}, "settings": settings, "runs": runs}
+    assert words in async_return.summary(document)
+
+
+def test_table_has_the_best_number_of_environments_of_a_peer() -> None:
+    report = {"reached": True, "steps": 9, "notes": "", "versions": {}, "curve": []}
+    measured = {"cleanrl": 9.0, "cleanrl-16": 5.0, "farstep-ppo-16": 4.0, "farstep-ppo-128": 2.0}
+    runs = [
+        {"contender": name, "env": "CartPole-v1", "report": {**report, "seconds": seconds}, "wall_s": 1.0}
+        | {"others_cpu_s": 0.0}
+        for name, seconds in measured.items()
+    ]
+    text = learning_tables.summary(
+        {"tasks": [{"env": "CartPole-v1", "threshold": 475.0, "max_steps": 10}], "runs": runs}
+    )
+    assert "| CleanRL, 16 environments " in text and "| CleanRL  " not in text
+    assert "`ppo`, 16 environments" in text and "`ppo`, 128 environments" in text
+    assert "0.80" in text and "0.40" in text  # of the best CleanRL's seconds
