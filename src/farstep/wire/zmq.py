@@ -129,6 +129,7 @@ class Hub:
         router.tcp_keepalive = 1
         router.tcp_keepalive_idle = router.tcp_keepalive_intvl = max(1, round(_PING * self.lease_s))
         router.tcp_keepalive_cnt = round(_SILENT / _PING)
+        router.tcp_maxrt = int(_SILENT * self.lease_s * 1000)  # the same while sent data is not acknowledged
         return router
 
     @property
