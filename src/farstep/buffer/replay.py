@@ -104,8 +104,10 @@ class Buffer:
 
     @property
     def is_cyclic(self) -> bool:
-        """Whether rows stay in the order of insertion, and the oldest make room for new ones. Otherwise a row has no
-        neighbours, and once there is no room the remover chooses which item to remove."""
+        """Whether rows stay in the order of insertion and the oldest are evicted first.
+
+        Otherwise a row has no neighbours, and the remover chooses which item a full buffer removes.
+        """
         return self._cyclic
 
     @property
@@ -116,16 +118,19 @@ class Buffer:
         return f"{self.sampler!r} with max_times_sampled={self.max_times_sampled} takes rows out in any order"
 
     def keep_in_place(self) -> None:
-        """Keep rows where they are written, for a reader of their cells, also when rows between them are removed.
+        """Keep rows in the cells that they were written to, for readers that access the cells directly.
+
+        From now on the cell of a removed row is reused only when it is the oldest. Call it after the buffer has got its
+        arrays, by `spec`, `bind` or the first insert.
 
         Raises:
-            ConfigError: Rows are not in the order of their cells.
+            ConfigError: The rows of this buffer are not, or no longer, in the order of their cells.
         """
         if not self._cyclic or self.contents.is_linked:
             reason = "rows were removed by delete() or max_times_sampled" if self._cyclic else self.unordered_reason
             raise ConfigError(
-                f"{reason}, and a DataKeyTrigger takes them in order: give the trigger consume=False and min_new=k, or "
-                "the workflow a new buffer with FIFO() as remover and a sampler without max_times_sampled."
+                f"{reason}, but a DataKeyTrigger takes rows in order of insertion. Give the trigger consume=False and "
+                "min_new=k, or use a new buffer with FIFO() as remover and a sampler without max_times_sampled."
             )
         self.contents.is_pinned = True
 
@@ -266,8 +271,8 @@ class Buffer:
         def ready() -> bool:
             nonlocal chosen
             chosen = self._choose(count)
-            if chosen is None and not self.limiter.is_lacking:
-                self.limiter.is_lacking = True  # else who inserts might wait for this reader
+            if chosen is None and not self.limiter.has_starved_reader:
+                self.limiter.has_starved_reader = True  # otherwise a writer that waits for samples would deadlock
                 self._notify()
             return chosen is not None
 
@@ -280,10 +285,10 @@ class Buffer:
             info = self._chooser.taken(contents, cells, probabilities)
             self.limiter.sample(self.sampler.count_rows(batch))
             if self.max_times_sampled:
-                worn = cells[info.times_sampled >= self.max_times_sampled]
-                worn = np.sort(worn) if contents.selector.distinct else np.unique(worn)
+                used_up = cells[info.times_sampled >= self.max_times_sampled]
+                used_up = np.sort(used_up) if contents.selector.distinct else np.unique(used_up)
                 in_turn = isinstance(self.sampler, FIFO)
-                self._removed("sampled", contents.remove(worn, in_turn))
+                self._removed("sampled", contents.remove(used_up, in_turn))
             self._notify()
         return nested(batch, self._structures), info
 
@@ -408,8 +413,10 @@ class Buffer:
 
     @property
     def path(self) -> str:
-        """Where another process of this host finds the rows: `CyclicBlocks.attach(path)`. It can read them until rows
-        other than the oldest are removed by `delete` or `max_times_sampled`."""
+        """Path of the shared memory, for `CyclicBlocks.attach(path)` in another process of this host.
+
+        That process can read rows until `delete` or `max_times_sampled` removes a row other than the oldest.
+        """
         return self.store.blocks.path
 
     def close(self) -> None:
