@@ -181,10 +181,22 @@ class ClusterEnv:
         return collector.one_batch(steps, rollouts=rollout_epochs)
 
     def parts(self, agent: Agent, steps: int = 128) -> Parts:
-        """As `collect`, for a learner that begins before all of it is there: parts of it in order of arrival.
+        """Collect a rollout synchronously, and yield its parts in order of arrival.
 
-        A part is a stage (`EnvConfig.transfer`) of one worker's chunk. If a worker is lost when some of its stages were
-        handed out, they come again, of another chunk; the last stage, which makes the part `complete`, comes once.
+        A part is a stage (`EnvConfig.transfer`) of one worker's chunk. If a worker is lost after some stages of its
+        chunk were yielded, they are repeated from another chunk; the last stage, which makes the part `complete`, is
+        yielded once. The rollout does not wait for absent workers.
+
+        Args:
+            agent: The policy; if its parameters have changed, they are published first.
+            steps: Steps of each environment.
+
+        Returns:
+            An iterator over parts; its `batch` is the whole rollout.
+
+        Raises:
+            ConfigError: `steps` is not a positive integer.
+            FarstepError: While iterating: a worker, an environment or the agent failed for good; the error names it.
         """
         return Parts(self._parts(agent, check_count("steps", steps)))
 

@@ -131,7 +131,17 @@ class RateLimiter:
     def change(
         self, changes: Mapping[str, float], capacity: int, uses_per_row: float = math.inf, fewest_uses: int = 1
     ) -> None:
-        """Set options, for a buffer as in `check_reachable`: all of them, or none and an error."""
+        """Change options: all of them, or none if one is refused.
+
+        Args:
+            changes: New values by option.
+            capacity: As in `check_reachable`.
+            uses_per_row: As in `check_reachable`.
+            fewest_uses: As in `check_reachable`.
+
+        Raises:
+            ConfigError: An option is unknown or out of range, or the buffer could never satisfy the limiter.
+        """
         for name in changes:
             if name not in _OPTIONS:
                 raise ConfigError(unknown_name("option of a limiter", name, _OPTIONS))

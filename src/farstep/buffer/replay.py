@@ -181,9 +181,22 @@ class Buffer:
     # ---- inserting ----
 
     def insert(self, rows: Mapping[str, ArrayLike] | Batch, timeout_s: float | None = None) -> Array:
-        """Add rows, `[n, ...]` arrays by name, or all rows of a `Batch`; returns a key for each (time-major).
+        """Insert rows, waiting while the limiter allows none.
 
         Rows follow each other unless `terminated`, `truncated`, `done` or `episode_start` say otherwise.
+
+        Args:
+            rows: Arrays `[n, ...]` by name, inserted in as many steps as the limiter allows; or a `Batch`, inserted at
+                once.
+            timeout_s: Seconds to wait; 0: do not wait; None: no limit.
+
+        Returns:
+            The key of each row; those of a `Batch` are time-major.
+
+        Raises:
+            BufferTimeout: The limiter did not allow all rows in time; the message says how many are inserted.
+            ConfigError: The rows do not fit the buffer's arrays, or the batch never fits the limiter.
+            ClosedError: The buffer is closed.
         """
         if (contents := self._contents) is not None and contents.is_plain:
             store = contents.store
@@ -262,8 +275,20 @@ class Buffer:
     # ---- sampling ----
 
     def sample(self, batch_size: int, timeout_s: float | None = None) -> tuple[dict[str, Nested], SampleInfo]:
-        """A batch of `batch_size` items (of `FullBatch`: of all items, as soon as there are so many), and what is known
-        of them. Waits while the limiter, or an empty buffer, has nothing to give."""
+        """Sample items, waiting until the limiter allows it and there are enough items.
+
+        Args:
+            batch_size: Number of items; with `FullBatch` the minimum number, and the batch has all items.
+            timeout_s: Seconds to wait; 0: do not wait; None: no limit.
+
+        Returns:
+            Arrays by name, nested as the environment's, and keys, probabilities and further facts about the items.
+
+        Raises:
+            BufferTimeout: There were no such samples in time.
+            ConfigError: A batch of that size can never be sampled.
+            ClosedError: The buffer is closed.
+        """
         count = check_count("batch_size", batch_size)
         check_timeout(timeout_s)
         chosen: tuple[Array, Array] | None = None
@@ -351,7 +376,14 @@ class Buffer:
             self._chooser = Chooser(self.sampler, self.max_times_sampled)
 
     def delete(self, keys: Array) -> int:
-        """Remove items; those that are gone are passed over. How many were there."""
+        """Remove items; with `DPER`, an episode with all its rows.
+
+        Args:
+            keys: Keys of the items; keys of items that are already removed are ignored.
+
+        Returns:
+            The number of items removed. `removed["deleted"]` counts rows.
+        """
         keys = as_keys(keys)
         with self._lock:
             contents = self.contents
@@ -367,8 +399,14 @@ class Buffer:
     # ---- waiting ----
 
     def limit(self, **changes: float) -> None:
-        """Change options of the limiter while it is in use, e.g. `limit(max_diff=math.inf)`; whoever waits looks
-        again."""
+        """Change options of the limiter while it is in use, and wake waiting readers and writers.
+
+        Args:
+            changes: New values by option, e.g. `limit(max_diff=math.inf)`.
+
+        Raises:
+            ConfigError: An option is unknown, or this buffer could never satisfy the limiter; nothing has changed.
+        """
         with self._lock:
             self.limiter.change(changes, self.capacity, self._uses_per_row, self.sampler.item_rows[0])
             self._notify()

@@ -188,7 +188,17 @@ def _load_nodes(saved: dict[str, Any], run: RunConfig) -> EngineConfig | NoOptio
 
 
 def load_config(saved: dict[str, Any]) -> tuple[RunConfig, Any]:
-    """The options of a run, from its config.json."""
+    """Convert the contents of a run's config.json.
+
+    Args:
+        saved: The parsed JSON.
+
+    Returns:
+        The options of the run and those of its learner.
+
+    Raises:
+        ConfigError: An option is missing, unknown or of the wrong type.
+    """
     try:
         algorithm = ALGORITHMS[saved["algorithm"]]
         run = msgspec.convert(saved["run"], RunConfig, dec_hook=_decoded)
