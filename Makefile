@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt
 UV     := $(shell command -v uv 2>/dev/null)
-# uv is used where it is installed, except for torch: pip finds the CPU build where one is configured.
+# Use uv if it is installed, except for torch: only pip reads the index that may be configured for the CPU build.
 ADD    := $(if $(UV),$(UV) pip install --python $(BIN)/python --constraint constraints.txt,$(PIP))
 EXTRAS := torch,envs,envpool,tensorboard,ray,kubernetes,dev
 
@@ -21,16 +21,16 @@ $(VENV)/.demo-ready: pyproject.toml constraints.txt
 
 setup: $(VENV)/.ready  ## create .venv and install farstep with all that its tests and benchmarks need
 $(VENV)/.ready: $(VENV)/.demo-ready
-	@echo "adding what tests and benchmarks need (a few minutes the first time: environments, Ray, JAX, tools)"
+	@echo "installing what tests and benchmarks need (a few minutes the first time: environments, Ray, JAX, tools)"
 	@# box2d has no wheel for ARM: box2d-py is compiled, with the swig that pip brings.
 	@test "$$(uname -m)" = x86_64 || { echo "  box2d (compiling, about a minute)"; $(PIP) --quiet swig setuptools wheel && PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) --quiet --no-build-isolation box2d-py==2.3.8; }
 	@$(ADD) --quiet --editable '.[$(EXTRAS)]'
 	@touch $@
 
-demo: $(VENV)/.demo-ready  ## train CartPole-v1 on two local workers until it is solved; installs only what that needs
+demo: $(VENV)/.demo-ready  ## train CartPole-v1 on two local workers until it is solved; installs only torch, farstep and Gymnasium
 	@$(BIN)/python examples/cartpole_ppo.py
 
-test: setup      ## all tests, in four processes: many of them only wait
+test: setup      ## all tests, in four processes, since many of them mostly wait
 	@$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder $(PYTEST_OPTIONS)
 
 test-kubernetes: setup  ## the launcher contract on a real Kubernetes cluster, built once from Debian's sources (needs root)

@@ -1,8 +1,8 @@
-"""How long it takes from something that happened to the consumer it concerns: in the same thread, in another, in
-another process; and the CPU time that the head's bookkeeping spends on each chunk, by number of actors.
+"""Latency from a change to the call of its consumer (in the same thread, another thread, another process), and the CPU
+time that the head spends per chunk, by number of actors.
 
     python benchmarks/triggers.py
-    python benchmarks/triggers.py --only per-chunk    # CPU time alone, which other programs hardly disturb
+    python benchmarks/triggers.py --only per-chunk    # only CPU time, which other programs hardly affect
 """
 
 from __future__ import annotations
@@ -33,8 +33,6 @@ from farstep.head.tickets import FeedPlan, Tickets
 ACTORS = (4, 64, 256, 1024)
 RECEIVER = """
 import json, sys
-from farstep.batch import EPISODE_KEYS, Batch, FinalObs
-from farstep.buffer.ahead import Ahead
 from farstep.buffer.passers import ZmqReceiver
 from farstep.errors import ClosedError
 receiver = ZmqReceiver(json.loads(sys.stdin.readline()))
@@ -49,17 +47,17 @@ except ClosedError:
 
 @dataclass(kw_only=True)
 class Args:
-    """Microseconds from a change to its consumer, and of CPU time per chunk."""
+    """Microseconds of latency from a change to its consumer, and of CPU time per chunk."""
 
     only: Literal["latency", "per-chunk"] | None = None
-    """Which of the two to measure; None: both."""
+    """Measure only latency or only CPU time; None: both."""
     firings: int = 2000
     chunks: int = 1024
-    """Per measurement of CPU time."""
+    """Chunks per measurement of CPU time, at least."""
     repeats: int = 5
-    """Measurements of CPU time per number of actors, of which the median counts."""
+    """Measurements of CPU time per number of actors; the result is their median."""
     out: Path = Path(__file__).parent / "results"
-    """Folder of triggers.json and triggers-per-chunk.json."""
+    """Folder for triggers.json and triggers-per-chunk.json."""
 
 
 def fire(dispatcher: Dispatcher, passer: Any, actors: int, others: int, firings: int) -> list[float]:
@@ -125,7 +123,7 @@ def through_process(firings: int) -> list[float]:
 
 
 def replay(actors: int) -> Callable[[], int]:
-    """A replay trigger that fires for every chunk; its consumer does not read which steps there are."""
+    """A replay trigger that fires for every chunk; its consumer does not read the list of steps."""
     dispatcher, ledger = Dispatcher(), Ledger(["obs", "action", "reward"])
     dispatcher.add(DataKeyTrigger(n=1, size=16, consume=False, min_new=16), Direct(lambda message: None))
 
@@ -139,7 +137,7 @@ def replay(actors: int) -> Callable[[], int]:
 
 
 def parts(actors: int, n: Any) -> Callable[[], int]:
-    """Chunks that arrive in two parts, each of which fires a stage; every actor has a chunk of which a part is here."""
+    """Chunks that arrive in two parts, each of which fires a stage; all first parts arrive before the second ones."""
     ledger, dispatcher, tickets = Ledger(["reward", "obs"]), Dispatcher(), Tickets(actors)
     ledger.members(range(actors))
     trigger = DataKeyTrigger(n, size=16, keys=(("reward",), ("obs",)))
@@ -181,8 +179,8 @@ def parts(actors: int, n: Any) -> Callable[[], int]:
 
 
 def rounds(actors: int, max_staleness: int | None) -> Callable[[], int]:
-    """Batches of one chunk of every worker; after each chunk the head looks for the batch and for tickets to give. With
-    `max_staleness`, one worker is late by as many rounds as that allows."""
+    """Batches of one chunk of every worker; after each chunk the head checks for a complete batch and grants tickets.
+    Worker 0 is `max_staleness` rounds late."""
     tickets = Tickets(actors)
     tickets.open(max_staleness)
     waiting: list[Any] = []
@@ -204,7 +202,7 @@ def rounds(actors: int, max_staleness: int | None) -> Callable[[], int]:
 
 
 def cpu_us(make: Callable[[], Callable[[], int]], args: Args) -> float:
-    """Microseconds of CPU time per chunk: the median of some measurements."""
+    """Microseconds of CPU time per chunk: the median of `args.repeats` measurements."""
     found = []
     for _ in range(args.repeats):
         chunks = make()
@@ -242,7 +240,7 @@ def main(args: Args) -> None:
 
 
 def latency(args: Args) -> dict[str, dict[str, float]]:
-    """Median and 95th percentile of the microseconds from a chunk to the return of its consumer."""
+    """Median and 95th percentile of the microseconds from a change to the return of its consumer."""
     cases = {f"call, {actors} actors, {1 + 2 * o} triggers": (actors, o) for actors in ACTORS for o in (0, 1, 5)}
     rows = {name: direct(actors, others, args.firings) for name, (actors, others) in cases.items()}
     rows["thread and back, 4 actors, 3 triggers"] = through_thread(args.firings)
@@ -261,7 +259,7 @@ def summary(document: dict[str, Any]) -> str:
 
 
 def per_chunk_summary(document: dict[str, Any]) -> str:
-    """In Markdown."""
+    """The table of CPU times, in Markdown."""
     found = document["cpu_microseconds_per_chunk"]
     rows = [[name, *(f"{us:.0f}" for us in cells.values())] for name, cells in found.items()]
     return table(["CPU time per chunk, µs", *(f"{actors} actors" for actors in ACTORS)], rows)

@@ -1,7 +1,7 @@
-"""A pytest plugin: where several processes share the test files, those that take longest come first.
+"""A pytest plugin: if several processes share the test files, the longest files run first.
 
-A long file that starts last would leave the other processes without work. How long each file takes is in
-`tests/durations.json`; `pytest --record-durations` measures it again. A file that is not in there comes first.
+If a long file started last, the other processes would be idle until it ends. `tests/durations.json` has the seconds of
+each file; `pytest --record-durations` measures them again. Files without an entry run first.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 class Recorder:
-    """Adds up how long the tests of each file take, with their fixtures."""
+    """Sums the durations of the tests of each file, including fixtures."""
 
     def __init__(self) -> None:
         self._seconds: Counter[str] = Counter()

@@ -160,10 +160,20 @@ class ClusterEnv:
         )
 
     def collect(self, agent: Agent, steps: int = 128, rollout_epochs: int = 1) -> Batch:
-        """A synchronous rollout of `steps` steps of every environment, with the agent's present parameters.
+        """Collect rollouts of every environment synchronously, with the agent's current parameters.
 
-        With `rollout_epochs` it is followed by further ones with the same parameters, and the batch has the columns of
-        all: each slot once per rollout, in the order in which they were rolled.
+        Args:
+            agent: The policy; if its parameters have changed, they are published first.
+            steps: Steps of each environment per rollout.
+            rollout_epochs: Consecutive rollouts in the batch, all with the same parameters.
+
+        Returns:
+            Rows `[steps, rollout_epochs * num_envs]`. Each slot has one column per rollout, in the order of collection.
+
+        Raises:
+            ConfigError: `steps` or `rollout_epochs` is not a positive integer, or there is no room for that many
+                rollouts.
+            FarstepError: A worker, an environment or the agent failed for good; the error names it.
         """
         steps, rollout_epochs = check_count("steps", steps), _check_rollouts(rollout_epochs)
         collector = self._launched()
@@ -171,10 +181,22 @@ class ClusterEnv:
         return collector.one_batch(steps, rollouts=rollout_epochs)
 
     def parts(self, agent: Agent, steps: int = 128) -> Parts:
-        """As `collect`, for a learner that begins before all of it is there: parts of it in order of arrival.
+        """Collect a rollout synchronously, and yield its parts in order of arrival.
 
-        A part is a stage (`EnvConfig.transfer`) of one worker's chunk. If a worker is lost when some of its stages were
-        handed out, they come again, of another chunk; the last stage, which makes the part `complete`, comes once.
+        A part is a stage (`EnvConfig.transfer`) of one worker's chunk. If a worker is lost after some stages of its
+        chunk were yielded, they are repeated from another chunk; the last stage, which makes the part `complete`, is
+        yielded once. The rollout does not wait for absent workers.
+
+        Args:
+            agent: The policy; if its parameters have changed, they are published first.
+            steps: Steps of each environment.
+
+        Returns:
+            An iterator over parts; its `batch` is the whole rollout.
+
+        Raises:
+            ConfigError: `steps` is not a positive integer.
+            FarstepError: While iterating: a worker, an environment or the agent failed for good; the error names it.
         """
         return Parts(self._parts(agent, check_count("steps", steps)))
 
@@ -191,13 +213,27 @@ class ClusterEnv:
         num_chunks: int | None = None,
         rollout_epochs: int = 1,
     ) -> Iterator[Batch]:
-        """Batches without end, rolled while the learner works, none older than `max_staleness` versions (or, with
-        `kl_threshold`, not found close to one within the bound).
+        """Yield batches indefinitely, collected while the learner updates.
 
-        New weights reach the workers when `publish` is called. By default a batch is one chunk of every worker;
-        with `num_chunks` it is the first chunks to arrive. `rollout_epochs` multiplies the chunks of a batch: its
-        columns are those of several rollouts, and staleness is still counted in batches. Leaving the loop cancels what
-        is under way, and so does any other call that rolls.
+        Workers get new weights when `publish` is called. Leaving the loop cancels the rollouts in progress, and so does
+        any other call that collects.
+
+        Args:
+            agent: The policy; if its parameters have changed, they are published first.
+            steps: Steps of each environment per chunk.
+            max_staleness: Versions that a row may be behind the newest one when its batch is yielded; older rows are
+                dropped. With `kl_threshold`, a row may be older if its policy was found close to a version within the
+                bound.
+            num_chunks: Build each batch from the first `num_chunks * rollout_epochs` chunks to arrive. None: from
+                `rollout_epochs` chunks of every worker.
+            rollout_epochs: Consecutive rollouts per batch. Staleness is counted in batches, not in rollouts.
+
+        Returns:
+            An iterator over batches.
+
+        Raises:
+            ConfigError: A number is out of range, or there is no room for that many rollouts.
+            FarstepError: While iterating: a worker, an environment or the agent failed for good; the error names it.
         """
         steps, max_staleness = check_count("steps", steps), check_count("max_staleness", max_staleness, minimum=0)
         if max_staleness > _MAX_STALENESS:
@@ -312,12 +348,12 @@ class ClusterEnv:
 
 
 def _check_rollouts(rollout_epochs: int, batches: int = 1) -> int:
-    """The number of rollouts per batch, if there is room for those of `batches` batches."""
+    """Return the number of rollouts per batch, or raise if the rollouts of `batches` batches exceed the limit."""
     most = max(1, (_MAX_STALENESS + 1) // batches)
     if check_count("rollout_epochs", rollout_epochs) > most:
         raise ConfigError(
-            f"rollout_epochs is {rollout_epochs}; at most {most} rollouts per batch may be under way here. Use more "
-            "steps per rollout instead."
+            f"rollout_epochs is {rollout_epochs}; expected 1 to {most}, since at most {_MAX_STALENESS + 1} rollouts "
+            "may be in progress. Use fewer rollouts with more steps each."
         )
     return int(rollout_epochs)
 

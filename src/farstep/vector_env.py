@@ -61,7 +61,7 @@ def make_vec(
     elif not isinstance(env_name, (str, EnvSpec)) and not callable(env_name):
         hint = " Call list() on it first." if isinstance(env_name, Iterable) else ""
         if isinstance(env_name, gymnasium.Env):
-            hint = " Pass a function that makes it: each worker makes its own."
+            hint = " Pass a function that makes the environment: workers call it to make their own."
         raise ConfigError(
             f"make_vec's env_name is {reprlib.repr(env_name)}; expected a Gymnasium id, an EnvSpec, a callable that "
             f"returns an environment, or a list of such callables.{hint}"

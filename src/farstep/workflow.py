@@ -378,7 +378,7 @@ class Workflow:
             self.holdings.ahead.add(order.worker, order.seq, early.key, early.version, batch)
 
     def _void_lost(self) -> None:
-        """Take back what came ahead of chunks that will not come."""
+        """Discard the early parts of chunks that were dropped."""
         if self._feed is not None:
             self.holdings.ahead.void(self._feed.voided())
 

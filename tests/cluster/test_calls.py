@@ -352,7 +352,7 @@ def test_outputs_of_an_agent_may_begin_as_our_own_do(transport: str) -> None:
 
 
 class OneStepEnv(CountingEnv):
-    """Draws nothing: of its half a million episodes, seeding generators would take most of the time."""
+    """Draws no random numbers: seeding a generator for each of half a million episodes would take most of the time."""
 
     def reset(self, **options: Any) -> Any:
         return np.zeros(3, np.float32), {}

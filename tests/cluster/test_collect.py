@@ -399,8 +399,8 @@ def test_a_learner_that_publishes_every_batch_never_meets_an_older_row(
 
 @pytest.mark.parametrize("how", ["collect", "stream"])
 @BOTH
-def test_several_rollouts_in_one_batch_are_those_of_several_batches(config: farstep.LaunchConfig, how: str) -> None:
-    """Equal in every array, with each slot's columns in the order in which they were rolled."""
+def test_batch_of_several_rollouts_equals_as_many_single_batches(config: farstep.LaunchConfig, how: str) -> None:
+    """In every array; the columns of each slot are in order of collection."""
     found = []
     for rollout_epochs in (1, 3):
         with cluster(envs=3, config=config) as env:
@@ -447,7 +447,7 @@ def test_staleness_is_counted_in_batches_of_several_rollouts(config: farstep.Lau
 
 
 @pytest.mark.parametrize("wrong", [0, 1.5, 10**6])
-def test_an_impossible_number_of_rollouts_is_refused(wrong: Any) -> None:
+def test_rollout_epochs_out_of_range_is_refused(wrong: Any) -> None:
     with cluster(envs=1, config=inprocess(1)) as env:
         for call in (env.collect, env.stream):
             with pytest.raises(farstep.ConfigError, match="rollout_epochs"):

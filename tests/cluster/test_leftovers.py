@@ -57,7 +57,7 @@ class Head:
 
     def until_there(self) -> None:
         """Until the head is in its phase, with a worker and a process that the environment started."""
-        # Six of them start at once, with a worker each.
+        # Six heads start at once, each with a worker.
         eventually(lambda: (self._folder / "here").exists() or self.process.poll() is not None, 120)
         assert self.process.poll() is None, self.process.communicate()
         names = " ".join(self.processes().values())
@@ -134,7 +134,8 @@ def test_a_program_that_ends_without_close_says_nothing(tmp_path: Path) -> None:
     heads = {name: Head(tmp_path / name, "-c", start + script) for name, script in SCRIPTS.items()}
     for name, head in heads.items():
         output, errors = head.process.communicate(timeout=60)
-        said = [line for line in errors.splitlines() if not line.startswith("waiting for ")]  # on a busy machine
+        # On a busy machine a slow start is logged.
+        said = [line for line in errors.splitlines() if not line.startswith("waiting for ")]
         assert (head.process.returncode, output, said) == (0, "", []), name
         head.assert_nothing_left()
 

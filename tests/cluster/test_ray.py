@@ -245,7 +245,7 @@ def test_a_killed_head_leaves_nothing_of_a_cluster_of_its_own() -> None:
 
 
 def killed_head(address: str) -> tuple[list[int], str, set[str]]:
-    """The processes of its agents, the tag of all that it started itself, and the folders of Ray that these used."""
+    """Kill a head; return the pids of its node daemons, the tag of all its own processes, and their Ray folders."""
     tag = uuid.uuid4().hex
     environment = {**os.environ, TAG: tag}
     with subprocess.Popen(

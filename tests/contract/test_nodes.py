@@ -75,7 +75,7 @@ def test_an_engine_that_fails_for_a_while_does_not_end_a_run(tmp_path: Path, mon
 @pytest.mark.timeout(300)
 def test_a_node_that_was_taken_for_lost_comes_again(tmp_path: Path) -> None:
     """By itself: its engine sees nothing to do."""
-    endless = functools.partial(CountingEnv, length=None)  # the info of a step that ends an episode is the reset's
+    endless = functools.partial(CountingEnv, length=None)  # at an episode's end, info would be the reset's
     source = {"type": "factory", "env_name": endless, "envs_per_node": 1, "seed": 1}
     with farstep.ClusterEnv(source, config(tmp_path, nodes=2, min_nodes=1, workers_per_node=1, lease_s=2)) as env:
         wait_for_columns(env, 2)
@@ -84,7 +84,7 @@ def test_a_node_that_was_taken_for_lost_comes_again(tmp_path: Path) -> None:
         wait_for_columns(env, 1)
         _, reward, *_, info = env.step(TableAgent())
         assert len(reward) == len(info["action"]) == len(info["count"]) == 1  # infos are of the rows beside them
-        assert [part.complete for part in env.parts(TableAgent(), steps=4)] == [True]  # of the worker that is present
+        assert [part.complete for part in env.parts(TableAgent(), steps=4)] == [True]  # without the absent worker
         os.kill(pid, signal.SIGCONT)
         wait_for_columns(env, 2)
         assert pid in [node["pid"] for node in env.stats()["nodes"]]

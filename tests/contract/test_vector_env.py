@@ -196,10 +196,14 @@ def test_thunks_that_do_not_fit_are_refused() -> None:
 
 @pytest.mark.parametrize(
     ("given", "hint"),
-    [((make for make in [InfosEnv]), "Call list"), (InfosEnv(), "Pass a function that makes it"), (None, "callables")],
+    [
+        ((make for make in [InfosEnv]), "Call list"),
+        (InfosEnv(), "Pass a function that makes the environment"),
+        (None, "callables"),
+    ],
     ids=["generator", "instance", "none"],
 )
-def test_other_objects_are_refused_in_terms_of_make_vec(given: Any, hint: str) -> None:
+def test_refused_environment_is_called_env_name_of_make_vec(given: Any, hint: str) -> None:
     with pytest.raises(ConfigError, match=rf"make_vec's env_name is .*expected a Gymnasium id.*{hint}"):
         farstep.make_vec(given, config=IN_PROCESS)
 

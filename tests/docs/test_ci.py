@@ -1,4 +1,4 @@
-"""`.ci/run` installs what tests need on a machine that has some of it, or nothing; long test files start first."""
+"""`.ci/run` installs the packages that tests need and are missing; the longest test files start first."""
 
 from __future__ import annotations
 

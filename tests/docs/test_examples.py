@@ -47,7 +47,7 @@ def test_an_example_runs_and_says_how_it_goes(name, options, tmp_path):
     assert "return" in run(name, options, tmp_path)
 
 
-def test_the_papers_loop_reports_every_update(tmp_path):
+def test_clusterenv_example_prints_every_update(tmp_path):
     options = "--debug --nodes 1 --envs-per-node 2 --num-steps 16 --num-updates 3 --update-epochs 1"
     assert re.findall(r"^update ([0-9]+): ", run("clusterenv_ppo.py", options, tmp_path), re.M) == ["1", "2", "3"]
 

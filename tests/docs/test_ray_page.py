@@ -28,7 +28,7 @@ def test_every_promise_has_its_test():
     assert named and named <= defined
 
 
-def test_the_page_says_how_long_the_first_node_may_be_silent():
+def test_page_gives_the_seconds_that_the_first_node_may_be_silent():
     from farstep.launch import ray
 
     assert f"has not answered for {ray._GONE_S:g} seconds" in (ROOT / "docs/ray.md").read_text()

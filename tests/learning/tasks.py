@@ -22,7 +22,7 @@ from farstep.learners.training import Limits, Stopped, Training
 
 Config = PPOConfig | AsyncPPOConfig | ImpalaConfig
 DEFAULTS: dict[str, Config] = {"ppo": PPOConfig(), "async-ppo": AsyncPPOConfig(), "impala": ImpalaConfig()}
-"""What a newcomer gets."""
+"""Each learner with its default options."""
 LEARNERS: dict[type, Any] = {PPOConfig: PPO, AsyncPPOConfig: AsyncPPO, ImpalaConfig: Impala}
 
 
@@ -144,7 +144,7 @@ def trained(
 def resumable(
     config: Config, total_steps: int, folder: Path, *, stop_at: int | None = None, resume: bool = False
 ) -> dict[str, torch.Tensor]:
-    """The parameters at the end of a run with checkpoints, or after the update at which a signal stopped it."""
+    """Train with checkpoints, until the end or until a signal after update `stop_at`; returns the parameters."""
     with make_env("CartPole-v1", 4, seed=3, launcher="inprocess") as env:
         training, agent = make_training(env, config, total_steps, checkpoints=folder, sink=Rows(stop_at))
         if resume:
@@ -155,7 +155,7 @@ def resumable(
 
 
 def assert_resumes_exactly(config: Config, total_steps: int, stop_at: int, folder: Path) -> None:
-    """A run that is stopped and resumed ends with the parameters of one that is not stopped."""
+    """Check that a run that is stopped and resumed ends with the same parameters as an uninterrupted run."""
     whole = resumable(config, total_steps, folder / "whole")
     resumable(config, total_steps, folder / "parts", stop_at=stop_at)
     parts = resumable(config, total_steps, folder / "parts", resume=True)

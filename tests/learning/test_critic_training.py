@@ -1,4 +1,4 @@
-"""The critic's own learning rate, and critic warm-up: first updates that leave the policy as it is."""
+"""`value_lr`, the critic's learning rate, and critic warm-up, which leaves the policy unchanged."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CONFIGS: dict[str, Callable[..., Config]] = {
 
 
 class Pixels(gymnasium.Env[Any, Any]):
-    """Pays for doing 1 where the image is bright; its encoder is shared by actor and critic."""
+    """Rewards action 1 if the image is bright and action 0 if it is dark; actor and critic share the encoder."""
 
     observation_space = spaces.Box(0, 255, (12, 12, 1), np.uint8)
     action_space = spaces.Discrete(2)
@@ -52,7 +52,7 @@ class Pixels(gymnasium.Env[Any, Any]):
 
 
 class Snapshots(Rows):
-    """Keeps, after each update, what the agent does on fixed observations, and its critic's parameters."""
+    """Records, after each update, the agent's logits for fixed observations and its critic's parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class Snapshots(Rows):
 
 
 def watched(env: Any, config: Config, updates: int, **options: Any) -> Snapshots:
-    """What came of each update of a run."""
+    """Train for some updates and return the snapshots."""
     seen = Snapshots()
     with make_env(env, ENVS, launcher="inprocess", workers=1, **options) as cluster:
         training, agent = make_training(cluster, config, updates * ROWS, sink=seen)
@@ -103,7 +103,7 @@ WARM = {
 
 
 @pytest.mark.parametrize("which", WARM)
-def test_the_policy_stays_as_it_is_until_critic_warmup_ends(which: str) -> None:
+def test_policy_does_not_change_during_critic_warmup(which: str) -> None:
     learner, env, net, options = WARM[which]
     seen = watched(env, CONFIGS[learner](critic_warmup_updates=2, net=net, **options), 3)
     assert len(seen.policies) == 4
@@ -115,8 +115,8 @@ def test_the_policy_stays_as_it_is_until_critic_warmup_ends(which: str) -> None:
     assert all(row["train/critic/lr"] > 0 for row in seen.rows)
 
 
-def test_workers_that_keep_older_weights_pull_none_in_critic_warmup() -> None:
-    """The distributions are equal, so AAPS finds nothing to pull; values of such rows are the newest critic's."""
+def test_workers_with_a_kl_threshold_pull_nothing_during_critic_warmup() -> None:
+    """Action distributions of old and new weights are equal."""
     seen = watched("CartPole-v1", CONFIGS["ppo"](critic_warmup_updates=3), 6, kl_threshold=1e-9)
     assert all(torch.equal(seen.policies[0], policy) for policy in seen.policies[1:4])
     pulls = [row["sync/weight_syncs"] for row in seen.rows]
@@ -124,7 +124,7 @@ def test_workers_that_keep_older_weights_pull_none_in_critic_warmup() -> None:
     assert [row["lag/versions_max"] for row in seen.rows[:3]] == [0, 1, 2]
 
 
-def test_a_critic_learns_values_in_its_warmup() -> None:
+def test_critic_learns_values_during_warmup() -> None:
     config = PPOConfig(num_steps=64, critic_warmup_updates=100)
     seen = Rows()
     with make_env("CartPole-v1", 8, launcher="inprocess") as env:
@@ -133,8 +133,8 @@ def test_a_critic_learns_values_in_its_warmup() -> None:
     assert max(explained[:2]) < 0.2 and min(explained[-2:]) > 0.35
 
 
-def test_a_run_that_ends_in_its_critic_warmup_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    for updates, warnings in ((2, 1), (3, 1)):  # nothing more is said of a run that went on after its warm-up
+def test_run_that_ends_during_critic_warmup_logs_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    for updates, warnings in ((2, 1), (3, 1)):  # the second run ends after warm-up: no further warning
         watched("CartPole-v1", CONFIGS["ppo"](critic_warmup_updates=2), updates)
         assert (
             sum("its policy was not trained: lower --critic-warmup-updates" in r.getMessage() for r in caplog.records)
@@ -144,8 +144,8 @@ def test_a_run_that_ends_in_its_critic_warmup_says_so(caplog: pytest.LogCaptureF
 
 @pytest.mark.parametrize("net", [PLAIN, GRU], ids=["plain", "recurrent"])
 @pytest.mark.parametrize("learner", CONFIGS)
-def test_actor_and_critic_have_learning_rates_of_their_own(learner: str, net: NetConfig) -> None:
-    """Shared layers are the policy's: with a rate of 0 for it, no distribution changes."""
+def test_actor_and_critic_have_separate_learning_rates(learner: str, net: NetConfig) -> None:
+    """Shared layers use the policy's rate: if it is 0, action distributions do not change."""
     still = NetConfig(recurrent=net.recurrent, core=net.core, normalize_obs=False)
     seen = watched("CartPole-v1", CONFIGS[learner](learning_rate=0.0, value_lr=1e-3, net=still), 2)
     assert torch.equal(seen.policies[0], seen.policies[-1]) and not torch.equal(seen.critics[0], seen.critics[-1])
@@ -160,7 +160,7 @@ def test_both_learning_rates_are_annealed() -> None:
     np.testing.assert_allclose([row["train/critic/lr"] for row in seen.rows], [4e-3, 3e-3, 2e-3, 1e-3])
 
 
-def test_the_default_of_the_critics_learning_rate_is_that_of_the_policy() -> None:
+def test_value_lr_defaults_to_learning_rate() -> None:
     found = []
     for value_lr in (None, 1e-3):
         config = CONFIGS["ppo"](learning_rate=1e-3, value_lr=value_lr)
@@ -178,12 +178,12 @@ RESUMED: dict[str, tuple[dict[str, Any], int]] = {
 
 
 @pytest.mark.parametrize("which", RESUMED)
-def test_a_resumed_run_equals_one_that_was_not_stopped(which: str, tmp_path: Path) -> None:
+def test_resumed_run_equals_an_uninterrupted_one(which: str, tmp_path: Path) -> None:
     options, stop_at = RESUMED[which]
     assert_resumes_exactly(CONFIGS["ppo"](**options), 6 * ROWS, stop_at, tmp_path)
 
 
-def test_a_checkpoint_from_before_critic_warmup_can_be_resumed(tmp_path: Path) -> None:
+def test_checkpoint_older_than_critic_warmup_can_be_resumed(tmp_path: Path) -> None:
     config = CONFIGS["ppo"]()
     whole = resumable(config, 6 * ROWS, tmp_path / "whole")
     resumable(config, 6 * ROWS, tmp_path / "parts", stop_at=3)
@@ -195,7 +195,7 @@ def test_a_checkpoint_from_before_critic_warmup_can_be_resumed(tmp_path: Path) -
     assert all(torch.equal(tensor, parts[name]) for name, tensor in whole.items())
 
 
-def test_the_page_of_ppo_starts_with_a_trained_policy_and_a_new_critic(
+def test_code_of_the_ppo_page_loads_a_trained_policy_with_a_new_critic(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     page = (Path(__file__).parents[2] / "docs" / "ppo.md").read_text()

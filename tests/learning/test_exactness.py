@@ -52,7 +52,7 @@ def run_of_ppo(net: str, launcher: str) -> torch.nn.Module:
 
 
 first_run_of_ppo = functools.cache(run_of_ppo)
-"""The one that others are compared with."""
+"""Trained once per variant; the tests compare their own runs with it."""
 
 
 @pytest.mark.parametrize(("net", "launcher"), VARIANTS)

@@ -66,7 +66,7 @@ def is_possible(way: Way, kind: str) -> bool:
         case (
             ("learner", "optimizer", "adam", "critic_step") | ("learner", "updates"),
             "removed",
-        ):  # of an older farstep
+        ):  # checkpoints of older versions do not have these
             return True
         case (("learner", "statistics", "returns"), "negative" | "longer"):  # slots that this run no longer has
             return True
@@ -158,7 +158,7 @@ def test_the_checkpoint_before_is_used_with_one_warning(
     with make_env("CartPole-v1", ENVS, launcher="inprocess") as env:
         training, _ = make_training(env, CONFIG, 5 * ROWS, checkpoints=forger.folder)
         forger.forge((part,), REMOVED)
-        caplog.clear()  # on a busy machine the start has said what it waits for
+        caplog.clear()  # on a busy machine a slow start is logged
         training.resume()
         (record,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
         assert record.getMessage().startswith(f"{forger.folder / '000002'} is not used: ")

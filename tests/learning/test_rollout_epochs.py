@@ -1,4 +1,4 @@
-"""Several rollouts per update."""
+"""`rollout_epochs`: several rollouts per update."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ NETS = {
 
 
 @pytest.mark.parametrize("net", NETS)
-def test_each_rollout_has_advantages_of_its_own(net: str) -> None:
-    """Those that it has as a batch of its own, with the values and states after its own last row."""
+def test_advantages_are_computed_per_rollout(net: str) -> None:
+    """They equal those of separate batches, with the value and the recurrent state after each rollout's last row."""
     found = []
     for counts in ([EPOCHS], [1] * EPOCHS):
         with make_env("CartPole-v1", ENVS, launcher="inprocess", workers=1) as env:
@@ -50,13 +50,13 @@ RUNS: dict[str, tuple[Config, dict[str, Any]]] = {
         AsyncPPOConfig(**SIZES, staleness_threshold=2),
         {"stagger": {"horizon": 50}, "kl_threshold": 0.01},
     ),
-    "async, first come": (AsyncPPOConfig(**SIZES, num_chunks=2), {}),
+    "async, first chunks": (AsyncPPOConfig(**SIZES, num_chunks=2), {}),
     "warm-up": (PPOConfig(**SIZES, critic_warmup_updates=2, value_lr=1e-3), {}),
 }
 
 
 @pytest.mark.parametrize("which", RUNS)
-def test_an_update_has_the_rows_of_all_its_rollouts(which: str) -> None:
+def test_update_learns_from_the_rows_of_all_its_rollouts(which: str) -> None:
     config, options = RUNS[which]
     seen, rows = Rows(), ENVS * STEPS * EPOCHS
     with make_env("CartPole-v1", ENVS, launcher="inprocess", **options) as env:
@@ -73,12 +73,12 @@ def test_an_update_has_the_rows_of_all_its_rollouts(which: str) -> None:
 
 
 @pytest.mark.parametrize("net", ["plain", "gru"])
-def test_a_resumed_run_equals_one_that_was_not_stopped(net: str, tmp_path: Path) -> None:
+def test_resumed_run_equals_an_uninterrupted_one(net: str, tmp_path: Path) -> None:
     config = PPOConfig(num_steps=STEPS, rollout_epochs=2, update_epochs=2, anneal_lr=True, net=NETS[net])
     assert_resumes_exactly(config, 4 * 2 * ENVS * STEPS, 2, tmp_path)
 
 
-def test_async_ppo_without_staleness_is_ppo() -> None:
+def test_async_ppo_without_staleness_equals_ppo() -> None:
     shared: dict[str, Any] = {"num_steps": STEPS, "rollout_epochs": 2, "update_epochs": 2}
     configs = PPOConfig(**shared), AsyncPPOConfig(staleness_threshold=0, clip_ratio_c=None, **shared)
     first, second = (

@@ -1,4 +1,4 @@
-"""Each learner solves a task made for it: what is shown must be done, a bit remembered."""
+"""Learners solve tiny tasks: repeat the observation as action (Identity), and remember one bit (Recall)."""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ def test_a_worker_that_is_back_before_its_node_has_left_counts_as_joined() -> No
 
 @pytest.mark.parametrize("stale", [False, True])
 def test_worker_that_rejoins_does_not_repeat_a_round_that_it_delivered(stale: bool) -> None:
-    """Both workers are needed, so the one that rejoins takes part in the batch that it left in the middle of."""
+    """Both workers are required, so the one that rejoins is part of the batch that was in progress when it left."""
     tickets = Tickets(2, fewest=2)
     tickets.open(0)
     first = {order.worker: order for order in tickets.grant([0, 1], 0)}

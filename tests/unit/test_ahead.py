@@ -93,8 +93,8 @@ def test_batches_side_by_side_have_what_all_of_them_have() -> None:
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_parts_of_void_tickets_are_taken_back_as_if_they_had_never_come(seed: int) -> None:
-    """Voiding some tickets leaves what there would be if only the parts of the others had come."""
+def test_voiding_tickets_discards_exactly_their_parts(seed: int) -> None:
+    """The result is as if only the parts of the other tickets had arrived."""
     rng = random.Random(seed)
     stages = [KEYS[:1], KEYS[:2]]
     ledger, tickets, stored = Ledger(KEYS), dict[int, list[int]](), dict[int, int]()

@@ -1,4 +1,4 @@
-"""Rows that keep their order while their cells are reused: which follow each other, and who can read them where."""
+"""Linked rows, which keep their order while cells are reused: room, neighbours and readers in place."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from farstep.errors import BufferTimeout
 
 
 def steps(first: int, count: int) -> dict[str, np.ndarray]:
-    """Rows of an episode that does not end."""
+    """Consecutive rows of an episode that does not end."""
     number = np.arange(first, first + count)
     return {"number": number, "obs": number * 1.0, "reward": number * 1.0, "terminated": np.zeros(count, bool)}
 
@@ -30,7 +30,7 @@ def steps(first: int, count: int) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("sampler", [NStep(n=2, by=LIFO()), Sequence(length=3, by=LIFO())], ids=repr)
 @pytest.mark.parametrize("most", [1, 2])
 def test_cells_of_rows_that_were_sampled_are_reused(sampler: Sampler, most: int) -> None:
-    """Old rows stay while newer ones come and go."""
+    """The oldest rows stay while newer ones are inserted and sampled."""
     with Buffer(20, sampler, max_times_sampled=most) as buffer:
         oldest = buffer.insert(steps(0, 8))
         for i in range(20):
@@ -59,12 +59,12 @@ def test_a_deleted_row_stays_in_the_sequences_that_begin_before_it() -> None:
         buffer.insert(steps(6, 3))
         found = {tuple(each) for each in buffer.sample(200)[0]["number"].tolist()}
         assert (2, 3, 4) not in found and all(np.diff(each).tolist() == [1, 1] for each in found)
-        # Rows 2 and 5 were still needed: by rows 0 and 1, which were evicted, and by rows 3 and 4, which were not.
+        # Rows 2 and 5 kept their cells: sequences of rows 0 and 1 needed row 2, those of rows 3 and 4 need row 5.
         assert buffer.removed == {"evicted": 2, "sampled": 0, "deleted": 2}
         assert {each[0] for each in found} == {3, 4, 6}
 
 
-def test_a_deleted_episode_frees_all_its_rows() -> None:
+def test_deleted_episode_frees_all_its_rows() -> None:
     with Buffer(12, DPER(), seed=0) as buffer:
         keys = buffer.insert(episodes([3, 5, 4]))
         assert buffer.delete(keys[3:4]) == 1
@@ -74,7 +74,7 @@ def test_a_deleted_episode_frees_all_its_rows() -> None:
         assert buffer.removed["evicted"] == 0
 
 
-def test_an_episode_that_was_sampled_as_often_as_allowed_frees_all_its_rows() -> None:
+def test_episode_sampled_max_times_frees_all_its_rows() -> None:
     with Buffer(12, DPER(), max_times_sampled=2, limiter=MinSize(1), seed=0) as buffer:
         for first in range(0, 120, 12):
             buffer.insert(episodes([3, 5, 4], first), timeout_s=0)
@@ -84,7 +84,7 @@ def test_an_episode_that_was_sampled_as_often_as_allowed_frees_all_its_rows() ->
         assert buffer.removed == {"evicted": 0, "sampled": 120, "deleted": 0}
 
 
-# ---- a reader and a writer ----
+# ---- deadlock ----
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_an_episode_that_was_sampled_as_often_as_allowed_frees_all_its_rows() ->
     ],
     ids=repr,
 )
-def test_threads_that_insert_and_sample_never_wait_for_each_other(sampler: Sampler, limiter: object) -> None:
+def test_reader_and_writer_threads_do_not_deadlock(sampler: Sampler, limiter: object) -> None:
     with Buffer(16, sampler, limiter=limiter, seed=0) as buffer, ThreadPoolExecutor() as pool:  # type: ignore[arg-type]
         rows = episodes([5] * 40) | {"reward": np.zeros(200), "obs": np.zeros(200)}
         writing = pool.submit(buffer.insert, rows, timeout_s=60)
@@ -110,8 +110,8 @@ def test_threads_that_insert_and_sample_never_wait_for_each_other(sampler: Sampl
         assert len(writing.result(60)) == 200
 
 
-def test_batch_that_waits_for_an_uneven_rest_is_let_in() -> None:
-    """4 of 64 rows are left; the reader wants 6 and the writer 64."""
+def test_insert_passes_if_fewer_rows_are_left_than_the_reader_needs() -> None:
+    """4 of 64 rows are left; the reader needs 6, and the writer inserts 64."""
     with Buffer(128, FIFO(), limiter=Queue(64)) as buffer:
         buffer.insert(steps(0, 64))
         for _ in range(10):
@@ -126,7 +126,7 @@ def test_batch_that_waits_for_an_uneven_rest_is_let_in() -> None:
 
 
 def test_items_longer_than_the_limiter_allows_are_refused_at_construction() -> None:
-    with pytest.raises(ConfigError, match=r"at least 5 samples, .* never lets more than 3"):
+    with pytest.raises(ConfigError, match=r"at least 5 samples, .* never allows more than 3"):
         Buffer(20, Sequence(length=5), limiter=Queue(3))
 
 
@@ -134,13 +134,13 @@ def test_items_longer_than_the_limiter_allows_are_refused_at_construction() -> N
 
 
 class Streams:
-    """Endless episodes of two environments: observations count up, by 1,000 from one environment to the next."""
+    """Steps of two environments; observations count up from 0 in the first and from 1,000 in the second."""
 
     def __init__(self) -> None:
         self.at = np.array([0.0, 1000.0])
 
     def batch(self, ends: np.ndarray) -> Batch:
-        """As many steps as `ends` has rows; where it is True an episode ends, and the observation after is a half."""
+        """The next `len(ends)` steps; `ends` marks truncations, whose final observation is 0.5 higher."""
         obs = self.at + np.arange(len(ends))[:, None]
         self.at = self.at + len(ends)
         row, slot = np.nonzero(ends)
@@ -162,8 +162,10 @@ class Streams:
     st.sampled_from([0, 1, 2]),
     st.lists(st.tuples(st.integers(1, 5), st.integers(0, 2**20), st.sampled_from("sdn")), min_size=1, max_size=12),
 )
-def test_batches_of_two_environments(sampler: Sampler, most: int, calls: list[tuple[int, int, str]]) -> None:
-    """What follows a row is never a row of the other environment or of another episode, wherever rows are put."""
+def test_sampled_rows_never_cross_environments_or_episodes(
+    sampler: Sampler, most: int, calls: list[tuple[int, int, str]]
+) -> None:
+    """Whichever cells the rows are in."""
     streams, ended, deleted = Streams(), set[float](), 0
     with Buffer(16, sampler, max_times_sampled=most, seed=0) as buffer:
         for count, seed, then in calls:
@@ -174,7 +176,7 @@ def test_batches_of_two_environments(sampler: Sampler, most: int, calls: list[tu
             before, free = buffer.removed["evicted"], buffer.capacity - len(buffer)
             keys = buffer.insert(batch, timeout_s=0)
             if type(sampler) in (Uniform, FIFO) and not most and then == "n":
-                # A deleted row takes room as long as the row before it needs its observation.
+                # A deleted row keeps its cell while the row before it needs its observation.
                 assert buffer.removed["evicted"] - before <= max(0, len(keys) - free + deleted + 1)
             if then == "d":
                 deleted += buffer.delete(rng.choice(keys, size=3))
@@ -186,7 +188,7 @@ def test_batches_of_two_environments(sampler: Sampler, most: int, calls: list[tu
 
 
 def check_batch(batch: dict[str, np.ndarray], ended: set[float]) -> None:
-    """What was observed after each row is the next number, or a half more where an episode ended."""
+    """Check that each next observation is 1 higher, or 0.5 higher where an episode ended."""
     obs, after = batch["obs.x"], batch["next_obs.x"]
     if "steps" in batch:
         last = obs + batch["steps"] - 1
@@ -200,10 +202,10 @@ def check_batch(batch: dict[str, np.ndarray], ended: set[float]) -> None:
         assert not np.isin(within, list(ended)).any()
 
 
-# ---- who reads rows where they are ----
+# ---- readers in place ----
 
 
-def test_another_process_reads_no_rows_after_some_were_deleted() -> None:
+def test_attached_reader_gets_no_rows_after_some_were_deleted() -> None:
     with Buffer(8, Uniform(), seed=0) as buffer:
         keys = buffer.insert(steps(0, 6))
         blocks = CyclicBlocks.attach(buffer.path)
@@ -215,7 +217,7 @@ def test_another_process_reads_no_rows_after_some_were_deleted() -> None:
         blocks.close()
 
 
-def test_buffer_whose_rows_are_read_in_place_keeps_them_there() -> None:
+def test_rows_that_are_kept_in_place_do_not_move() -> None:
     with Buffer(8, Uniform(), seed=0) as buffer:
         keys = buffer.insert(steps(0, 6))
         buffer.keep_in_place()
@@ -228,8 +230,8 @@ def test_buffer_whose_rows_are_read_in_place_keeps_them_there() -> None:
             buffer.keep_in_place()
 
 
-def test_checkpoint_of_a_ring_with_holes_is_used(tmp_path: Path) -> None:
-    """As versions of farstep before wrote it, and as one is that a trigger reads in place."""
+def test_checkpoint_of_a_ring_with_deleted_rows_is_restored(tmp_path: Path) -> None:
+    """Earlier versions of farstep wrote such checkpoints, and so does a buffer whose rows are kept in place."""
     with Buffer(8, NStep(n=1), seed=0) as buffer:
         keys = buffer.insert(steps(0, 8))
         buffer.keep_in_place()

@@ -58,10 +58,10 @@ def test_prioritised_after_updates_evictions_and_deletions() -> None:
         weights = np.r_[np.zeros(15), np.full(25, 0.5), np.full(5, 9.0), np.full(10, 4.0)]
         weights[20:25] = weights[54] = 0
         assert_frequencies(frequencies(buffer, 55), weights)
-        buffer.insert(rows(55, 6))  # into the cells of the six that were deleted
+        buffer.insert(rows(55, 6))  # into the cells of the six deleted rows
         weights = np.r_[weights, np.full(6, 9.0)]
         assert_frequencies(frequencies(buffer, 61), weights)
-        buffer.insert(rows(61, 1))  # takes the place of row 15
+        buffer.insert(rows(61, 1))  # evicts row 15
         weights = np.r_[weights, 9.0]
         weights[15] = 0
         assert_frequencies(frequencies(buffer, 62), weights)

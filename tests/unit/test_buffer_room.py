@@ -1,4 +1,4 @@
-"""Room in a buffer: no row is evicted while there is room, and a reader and a writer never wait for each other."""
+"""Room in a buffer: no row is evicted while there is room, and a reader and a writer do not deadlock."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ LIMITERS: list[Callable[[int], RateLimiter]] = [
 
 @dataclass
 class Row:
-    """A row of the model."""
+    """A row in the model of a buffer."""
 
     number: int
     key: int
@@ -88,7 +88,7 @@ class Row:
 
 
 class Model:
-    """The rows that a buffer is to hold, oldest first: those with an item, and those that an item before them needs."""
+    """The rows that a buffer should hold, oldest first: rows with an item, and rows that an earlier item needs."""
 
     def __init__(self, capacity: int, span: float) -> None:
         self.capacity, self.span = capacity, span
@@ -158,7 +158,7 @@ class RoomMachine(RuleBasedStateMachine):
                 self.buffer = Buffer(
                     capacity, sampler, remover=remover, limiter=limiter(capacity), max_times_sampled=most, seed=0
                 )
-            except ConfigError:  # refused, so there is nothing that could go wrong
+            except ConfigError:  # a refused combination is not tested
                 assume(False)
         is_ordered = sampler in ORDERED
         span = {NStep: getattr(sampler, "n", 0) + (not has_next), DPER: math.inf}.get(type(sampler), sampler.reach)
@@ -166,12 +166,12 @@ class RoomMachine(RuleBasedStateMachine):
         self.is_exact = remover == FIFO()
         """Whether the model knows which rows are evicted, not only how many."""
         self.counts = (0, 0)
-        """Without an exact model, how many rows there are and how many were evicted."""
+        """Number of rows and of evicted rows, for when the model is not exact."""
         self.has_next, self.inserted, self.taken = has_next, 0, 0
         self.by_key: dict[int, Row] = {}
 
     def put(self, ends: list[bool]) -> bool:
-        """Insert as many rows as the limiter allows now; whether there were any."""
+        """Insert as many rows as the limiter allows now; returns whether there were any."""
         count = self.buffer.limiter.room(len(ends))
         if not count:
             with pytest.raises(BufferTimeout):
@@ -193,7 +193,7 @@ class RoomMachine(RuleBasedStateMachine):
         return values | ({"next_obs": number + 1} if self.has_next else {})
 
     def take(self, count: int) -> bool:
-        """Sample items, if that can be now; whether it could."""
+        """Sample items without waiting; returns whether that was possible."""
         try:
             batch, info = self.buffer.sample(count, timeout_s=0)
         except BufferTimeout:
@@ -211,13 +211,13 @@ class RoomMachine(RuleBasedStateMachine):
             row.times += 1
             assert not most or row.times <= most
         self.taken += count
-        worn = list({row.key: row for row in rows if row.times == most}.values()) if most else []
-        self.counts = self.counts[0] - len(worn), self.counts[1]
-        self.remove(worn)
+        used_up = list({row.key: row for row in rows if row.times == most}.values()) if most else []
+        self.counts = self.counts[0] - len(used_up), self.counts[1]
+        self.remove(used_up)
         return True
 
     def check_content(self, batch: dict[str, Any], rows: list[Row]) -> None:
-        """Sequences are of rows that follow each other, transitions of the rewards of such."""
+        """Check that sequences and n-step transitions consist of consecutive rows of one episode."""
         sampler = self.buffer.sampler
         for i, row in enumerate(rows):
             if isinstance(sampler, NStep):
@@ -237,7 +237,7 @@ class RoomMachine(RuleBasedStateMachine):
         self.model.remove(rows)
 
     def whole(self, row: Row) -> list[Row]:
-        """All rows of an episode that is complete, if this is its first one."""
+        """All rows of the episode if it is complete and `row` is its first one; otherwise only `row`."""
         episode = self.model.episode(row)
         begins = row.number == 0 or self.by_number(row.number - 1).ends
         return episode if begins and episode[-1].ends else [row]
@@ -264,7 +264,7 @@ class RoomMachine(RuleBasedStateMachine):
     @rule()
     def save_and_restore(self) -> None:
         if self.buffer.is_bound:
-            no_sync = mock.patch.object(os, "fsync")  # it does not have to survive a power failure
+            no_sync = mock.patch.object(os, "fsync")  # faster: this checkpoint need not survive a power failure
             with tempfile.TemporaryDirectory() as folder, no_sync, warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 self.buffer.checkpoint(folder)
@@ -278,7 +278,7 @@ class RoomMachine(RuleBasedStateMachine):
             assert found == ((len(self.model.items), self.model.evicted) if self.is_exact else self.counts)
 
     def teardown(self) -> None:
-        """One writer and one reader never wait for each other, and the reader gets rows."""
+        """Check that a reader and a writer do not deadlock from here on, and that the reader gets rows."""
         if self.buffer is None:
             return
         before, failed = self.taken, 0

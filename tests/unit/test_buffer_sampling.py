@@ -122,7 +122,7 @@ def test_max_times_sampled(sampler: Sampler) -> None:
                     assert [times[key] for key in info.keys.tolist()] == info.times_sampled.tolist()
             assert max(times.values(), default=0) <= most
             assert times.total() == starts * most // batch_size * batch_size
-            rows_each = 4 if isinstance(sampler, DPER) else 1  # an episode goes with all its rows
+            rows_each = 4 if isinstance(sampler, DPER) else 1  # an episode is removed with all its rows
             assert len(buffer) == 20 - rows_each * sum(n == most for n in times.values())
 
 

@@ -1,4 +1,4 @@
-"""Chunks cost the same with any number of actors, and rows that are inserted together little each.
+"""The cost per chunk does not depend on the number of actors, and that per inserted row is small.
 
 Costs are counted in executed bytecode instructions, which do not depend on the machine or its load.
 """
@@ -17,11 +17,11 @@ from farstep.buffer.triggers import DataKeyTrigger, Dispatcher, Ledger
 from farstep.head.tickets import FeedPlan, Tickets
 
 FEW, MANY = 8, 64
-"""Actors."""
+"""Numbers of actors to compare."""
 
 
 def trigger_cost(actors: int, **options: Any) -> float:
-    """Instructions per chunk from its arrival to the trigger's consumer, over a round of all actors."""
+    """Instructions per chunk from its arrival to the call of the consumer, averaged over one chunk of every actor."""
     ledger, dispatcher, fired = Ledger(["obs", "reward"]), Dispatcher(), list[Any]()
     if options["n"] == "all":
         ledger.members(range(actors))
@@ -42,13 +42,13 @@ def trigger_cost(actors: int, **options: Any) -> float:
 @pytest.mark.parametrize(
     "options", [{"n": 1}, {"n": 8}, {"n": "all"}, {"n": 1, "consume": False, "min_new": 64}], ids=str
 )
-def test_a_chunk_costs_triggers_the_same_with_any_number_of_actors(options: dict[str, Any]) -> None:
+def test_cost_of_triggers_per_chunk_does_not_depend_on_the_number_of_actors(options: dict[str, Any]) -> None:
     few, many = trigger_cost(FEW, **options), trigger_cost(MANY, **options)
     assert many < 1.3 * few
 
 
 def ticket_cost(workers: int, max_staleness: int | None, actors: int | None) -> float:
-    """Instructions per chunk from the ticket to the next one of its worker, over a round of all workers."""
+    """Instructions per chunk from one ticket of a worker to its next, averaged over one chunk of every worker."""
     tickets = Tickets(workers, 1)
     tickets.open(max_staleness, (actors or workers), feed=FeedPlan(max_staleness, actors, 1, None))
     present = set(range(workers))
@@ -69,14 +69,16 @@ def ticket_cost(workers: int, max_staleness: int | None, actors: int | None) -> 
 
 
 @pytest.mark.parametrize(("max_staleness", "actors"), [(None, 4), (1, 4), (1, None)])
-def test_a_ticket_costs_the_same_with_any_number_of_workers(max_staleness: int | None, actors: int | None) -> None:
+def test_cost_of_a_ticket_does_not_depend_on_the_number_of_workers(
+    max_staleness: int | None, actors: int | None
+) -> None:
     few, many = ticket_cost(FEW, max_staleness, actors), ticket_cost(MANY, max_staleness, actors)
     assert many < 1.3 * few
 
 
 @pytest.mark.parametrize("remover", [LIFO(), Uniform(), Prioritized(), MinHeap(), MaxHeap()], ids=repr)
-def test_rows_that_are_inserted_together_cost_little_each(remover: Sampler) -> None:
-    """Into a full buffer, whose remover chooses a row for each of them."""
+def test_inserting_many_rows_at_once_costs_under_100_instructions_per_row(remover: Sampler) -> None:
+    """Into a full buffer, whose remover chooses a row to remove for each new one."""
     rows = {"obs": np.zeros((500, 4), np.float32), "reward": np.zeros(500)}
     with Buffer(1000, Uniform(), remover=remover, seed=0) as buffer:
         for _ in range(3):

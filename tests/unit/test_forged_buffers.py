@@ -66,7 +66,7 @@ def filled(case: str) -> Buffer:
     keys = buffer.sample(2, timeout_s=0)[1].keys
     if buffer.sampler.uses_priorities:
         buffer.update_priorities(keys, np.arange(2.0, 4.0))
-    if case not in ("ring", "batches"):  # rows of these stay in a ring
+    if case not in ("ring", "batches"):  # a deletion would turn their rings into linked rows
         buffer.delete(keys[:1])
     return buffer
 
@@ -141,7 +141,7 @@ def is_possible(way: Way, kind: str, case: str) -> bool:
         case (("rows/obs" | "rows/obs.x" | "rows/reward" | "store/tails.obs.x",), "negative" | "infinite" | "nan"):
             return True
         case (("store/cut",), "flipped"):  # rows that follow it may have been lost
-            return case in ("ring", "batches")  # elsewhere nothing follows any row, or links say what does
+            return case in ("ring", "batches")  # elsewhere rows have no neighbours, or links must agree
         case (("selector0/log" | "selector1/log",), "longer" | "shorter"):  # by the key of an item that is gone
             return case == "lifo"
         case (("table/times",), "huge"):
@@ -228,7 +228,7 @@ INCONSISTENT: list[tuple[str, str, Change, str]] = [
     ("batches", "store/tails", set_to(0, 1), "tails names a row that has none"),
     ("batches", "slots", swap, "slots has an environment slot of another column"),
     ("linked", "store/after", set_to(0, 0), "after and cut do not agree"),
-    ("linked", "store/after", set_to(0, 99), "after has a cell that there is not"),
+    ("linked", "store/after", set_to(0, 99), "after names a cell that does not exist"),
     ("linked", "store/newest", set_to(slice(2), 7), "newest is not the last row of an environment"),
     ("linked", "store/open", invert, "open does not say which episodes are still running"),
     ("linked", "store/written", more, "written counts rows of a ring"),
@@ -255,7 +255,7 @@ def test_arrays_that_contradict_each_other_are_refused(forger: Forger, name: str
 
 
 @pytest.mark.parametrize("case", ["linked"])
-def test_links_that_lead_around_in_a_circle_are_refused(forger: Forger) -> None:
+def test_links_with_a_cycle_are_refused(forger: Forger) -> None:
     after, cut = (forger.state["arrays"][f"store/{name}"].copy() for name in ("after", "cut"))
     is_cut = cut.reshape(-1)
     first = next(cell for cell in np.flatnonzero(~is_cut) if not is_cut[after[cell]])
@@ -264,7 +264,7 @@ def test_links_that_lead_around_in_a_circle_are_refused(forger: Forger) -> None:
     after[after[first]] = first
     arrays = forger.state["arrays"] | {"store/after": after, "store/cut": cut}
     forger.write(arrays, forger.state["meta"])
-    with pytest.raises(CheckpointError, match="after leads around in a circle"):
+    with pytest.raises(CheckpointError, match="after has a cycle"):
         Buffer.restore(forger.folder)
 
 

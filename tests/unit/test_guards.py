@@ -58,5 +58,5 @@ def test_one_bad_update_is_not_enough() -> None:
     assert found == []
 
 
-def test_nothing_is_pulled_in_critic_warmup_and_no_warning_is_given() -> None:
+def test_no_warning_if_workers_pull_nothing_during_critic_warmup() -> None:
     assert warnings(pulls_every=1000, train__critic__warmup=1.0) == []

@@ -377,7 +377,7 @@ until(lambda: list(hub.drain()))
 for _ in range(20_000):
     worker.send(bytes(1000))
 context.destroy(linger=0)
-time.sleep(1.5)  # the head is busy, for several heartbeats of its lease
+time.sleep(1.5)  # the head is busy for several heartbeat intervals
 assert list(hub.drain())
 hub.close()
 """
@@ -387,14 +387,14 @@ worker.send([b"first"])
 until(lambda: list(hub.drain()))
 for _ in range(5000):
     hub.send(0, [bytes(1000)])
-time.sleep(0.8)  # the worker is busy, for some heartbeats of the lease
+time.sleep(0.8)  # the worker is busy for one heartbeat interval
 hub.close()
-time.sleep(1.5)  # and some more
+time.sleep(1.5)  # and for three more without a head
 worker.close()
 """
 
 
 @pytest.mark.parametrize("script", [WORKER_DIES, HEAD_DIES], ids=["worker", "head"])
-def test_process_survives_a_peer_that_dies_while_its_messages_wait_to_be_read(script: str) -> None:
+def test_process_survives_a_peer_that_dies_while_its_messages_are_unread(script: str) -> None:
     done = subprocess.run([sys.executable, "-c", PEERS + script], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -24,7 +24,7 @@ ERRORS = {
     "WorkerError",
     "WorkerStuck",
 }
-"""The errors that programs catch."""
+"""Errors that user programs catch."""
 
 
 def test_errors_that_programs_catch_are_public() -> None:

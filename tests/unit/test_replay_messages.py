@@ -1,4 +1,4 @@
-"""Messages of replay triggers: what they list is of the time at which they fired, whenever it is read."""
+"""Messages of replay triggers list the steps as of their firing, however late they are read."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from farstep.wire.codec import pack, unpack
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_a_message_that_is_read_late_lists_what_there_was_when_it_fired(seed: int) -> None:
+def test_message_lists_the_steps_as_of_its_firing_however_late_it_is_read(seed: int) -> None:
     rng = random.Random(seed)
     actors, size, min_new = rng.randint(1, 12), rng.randint(1, 5), rng.randint(1, 6)
     trigger = DataKeyTrigger(rng.randint(1, actors), size, consume=False, min_new=min_new)
@@ -63,7 +63,7 @@ EXPECTED = {
 }
 
 
-def test_a_message_of_replay_is_read_like_any_other() -> None:
+def test_replay_message_behaves_like_a_dictionary() -> None:
     message = fired()
     assert message == EXPECTED == {**message} == dict(message) and len(message) == len(EXPECTED)
     assert type(message["actor_ids"]) is type(message["start"]) is type(message["versions"]) is tuple
@@ -73,7 +73,7 @@ def test_a_message_of_replay_is_read_like_any_other() -> None:
     assert eval(repr(message)) == EXPECTED
 
 
-def test_a_message_of_replay_can_be_sent_to_another_process() -> None:
+def test_replay_message_can_be_copied_and_serialized() -> None:
     assert pickle.loads(pickle.dumps(fired())) == copy.deepcopy(fired()) == unpack(pack(fired())) == EXPECTED
 
 
@@ -93,8 +93,8 @@ class StaleFlow:
         pass
 
 
-def test_a_thread_that_samples_is_called_however_old_the_listed_rows_are() -> None:
-    """As without a thread: replay takes no rows, so `max_staleness` does not concern it."""
+def test_sampling_consumer_in_a_thread_is_never_skipped_as_stale() -> None:
+    """A replay trigger takes no rows, so `max_staleness` does not apply to its consumer, with or without a thread."""
     flow, queue, called = StaleFlow(), LocalQueue(), threading.Event()
     thread = ConsumerThread(flow, lambda message: called.set(), queue)
     thread.guard = Guard(flow, queue, [DataKeyTrigger(2, 4, consume=False, min_new=4)], thread, None, "a consumer")

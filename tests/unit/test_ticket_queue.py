@@ -12,7 +12,7 @@ from farstep.head.tickets import Arrived, FeedPlan, Order, Session, Tickets
 
 
 class NaiveTickets(Tickets):
-    """Looks at every worker for every ticket, and at every chunk for every batch."""
+    """Checks every worker for every ticket, and every chunk for every batch."""
 
     def grant(self, available: Container[int], version: int) -> list[Order]:
         if self._session is not None:
@@ -126,7 +126,7 @@ def test_grants_the_same_tickets_as_checking_every_worker(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(80))
-def test_rounds_are_the_same_as_if_every_worker_were_checked(seed: int) -> None:
+def test_grants_and_takes_the_same_rounds_as_checking_every_worker(seed: int) -> None:
     rng = random.Random(seed)
     workers, staleness = rng.randint(1, 4), rng.choice([None, 0, 1, 2])
     fewest, rollouts = rng.randint(1, workers), rng.choice([1, 1, 2, 3])

@@ -96,7 +96,7 @@ def test_staleness_one_rolls_one_batch_ahead() -> None:
     assert [arrived.version for arrived in tickets.take(1) or ()] == [0]  # a lag of one is allowed
 
 
-def test_several_rollouts_per_batch_are_rolled_ahead_together() -> None:
+def test_staleness_one_collects_all_rollouts_of_one_batch_ahead() -> None:
     tickets = Tickets(1)
     tickets.open(1, rollouts=2)
     assert tickets.lanes_needed(1, None, rollouts=2) == 4
@@ -114,7 +114,7 @@ def test_several_rollouts_per_batch_are_rolled_ahead_together() -> None:
     assert [arrived.version for arrived in tickets.take(1) or ()] == [0, 0]  # a lag of one version, not of one rollout
 
 
-def test_a_worker_that_joins_is_part_of_whole_batches() -> None:
+def test_joining_worker_takes_part_in_whole_batches_only() -> None:
     tickets = Tickets(2, fewest=1)
     tickets.leave(1)
     tickets.open(1, rollouts=2)

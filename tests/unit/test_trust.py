@@ -104,10 +104,8 @@ def test_trusted_run_resumes_and_is_tagged_as_own(run: Path, state: Path) -> Non
 
 
 @pytest.mark.parametrize("part", ["", "run", "learner", "learner.net", "nodes"])
-def test_option_that_this_version_does_not_know_is_an_error(
-    part: str, run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Of another version of farstep: without the option, something else would be trained."""
+def test_unknown_option_in_config_json_is_an_error(part: str, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Another version of farstep wrote it; ignoring the option would change the run."""
     config = json.loads((run / "config.json").read_text())
     if part == "nodes":
         config["run"]["launcher"], config["nodes"] = "ssh", {"hosts": ["a"]}

@@ -11,7 +11,7 @@ from farstep.head.turns import Turns
 
 
 def of(*incarnations: int) -> Callable[[int], int]:
-    """The incarnation of each worker."""
+    """A function from worker to its incarnation."""
     return incarnations.__getitem__
 
 

@@ -1,4 +1,4 @@
-"""What the head does for a chunk does not grow with the number of actors."""
+"""The head's work per chunk does not grow with the number of actors."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def parts(actors: int, n: Any) -> Iterator[Callable[[], object]]:
 
 
 def rounds(workers: int, max_staleness: int | None) -> Iterator[Callable[[], object]]:
-    """Batches of one chunk of every worker. With `max_staleness`, worker 0 is late by as many rounds as it allows."""
+    """Batches of one chunk of every worker; worker 0 is `max_staleness` rounds late."""
     tickets, given, batches = Tickets(workers), list[Order](), list[object]()
     tickets.open(max_staleness)
 
@@ -110,7 +110,7 @@ def test_work_per_chunk_does_not_grow_with_the_number_of_actors(
     chunks: Callable[[int], Iterator[Callable[[], object]]],
 ) -> None:
     def work(actors: int) -> float:
-        """On average: now and then a chunk completes a round of all actors."""
+        """Averaged over many chunks, since some of them complete a round of all actors."""
         calls, count = chunks(actors), 4 * actors
         for _ in range(count):
             next(calls)()

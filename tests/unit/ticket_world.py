@@ -103,7 +103,7 @@ class TicketWorld:
         assert owners == sorted(owners)
         if self.num_chunks is None:
             assert Counter(owners) == dict.fromkeys(range(self.workers), self.rollouts), (
-                "as many chunks of every worker"
+                "a batch has `rollouts` chunks of every worker"
             )
             rounds = {(a.order.batch, a.order.lane) for a in batch}
             assert len(rounds) == self.rollouts, "columns of different batches were mixed"

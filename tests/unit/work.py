@@ -1,4 +1,4 @@
-"""How much Python does, counted instead of timed."""
+"""Measure work by counting instructions and bytes instead of time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def instructions(call: Callable[[], object]) -> int:
-    """Bytecode instructions that the call executes: loops count, calls into C count as one."""
+    """Number of bytecode instructions that the call executes; a call into C counts as one."""
     count = 0
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
@@ -29,7 +29,7 @@ def instructions(call: Callable[[], object]) -> int:
 
 
 def peak_bytes(call: Callable[[], object]) -> int:
-    """Bytes that the call allocates at most at a time, beyond what was there."""
+    """Peak of the bytes that the call allocates."""
     tracemalloc.start()
     try:
         before, _ = tracemalloc.get_traced_memory()

@@ -61,7 +61,7 @@ class Ahead:
             self._ledger.wrote(actor, steps, chunk.version, new)
 
     def void(self, tickets: Iterable[tuple[int, int]]) -> None:
-        """Take back what came of the chunks of these tickets, each given as (actor, ticket)."""
+        """Discard the parts of the chunks of these tickets, given as pairs (actor, ticket)."""
         by_actor: dict[int, set[int]] = {}
         for actor, ticket in tickets:
             by_actor.setdefault(actor, set()).add(ticket)
@@ -72,7 +72,7 @@ class Ahead:
                 self._take_back(actor, left)
 
     def void_all(self) -> None:
-        """Take back all that came ahead."""
+        """Discard all parts of incomplete chunks."""
         self.void([(actor, each.ticket) for actor, chunks in self._chunks.items() for each in chunks])
 
     def _take_back(self, actor: int, left: list[_Chunk]) -> None:

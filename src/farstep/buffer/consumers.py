@@ -97,7 +97,7 @@ class Guard:
         return done
 
     def is_stale(self, message: Message) -> bool:
-        """Whether a message names rows that its consumer takes and that are too old to learn from."""
+        """Whether a message names rows that are too old to learn from; never for a consumer that takes no rows."""
         return bool(self.takers) and self._flow.is_stale(message)
 
     # Updates (see `passers.Updates`)

@@ -31,9 +31,9 @@ from farstep.spec import Schema, Structure, leaves
 class Contents:
     """Room for `capacity` rows of `schema` in `columns`, one for each environment slot.
 
-    Without `remover` rows stay in order and the oldest make room: in a ring until a row that is not the oldest is
-    removed, with links from then on. Otherwise a new row goes into any free cell, and the remover chooses an item to
-    remove once there is none.
+    Without `remover`, rows stay in order and the oldest are evicted. They form a ring until a row other than the oldest
+    is removed; from then on links record their order. With `remover`, a new row goes into any free cell, and once there
+    is none the remover chooses an item to remove.
     """
 
     def __init__(
@@ -53,14 +53,14 @@ class Contents:
         tails = [name for name in schema if name.split(".")[0] == "obs"] if follow else []
         self.store = Store(schema, rows, columns, tails)
         self.is_pinned = False
-        """Somebody reads rows in place, so that they cannot be linked: the cell of a removed row is reused in turn."""
+        """Rows are read in place, so they stay a ring: a removed row's cell is reused only when it is the oldest."""
         self._span = sampler.span(self.store)
         self.selector: Selector = sampler.selector(self.store.table)
         """Chooses what is sampled."""
         self._remover = None if remover is None else remover.selector(self.store.table)
         self._removes_oldest = isinstance(remover, FIFO)
         self._free = FreeCells(self.store.table.cells)
-        """Cells that a row can be put into; none in a ring."""
+        """Cells for new rows; always empty for a ring, which overwrites its oldest row."""
         if not self.is_cyclic:
             self._free.push(np.arange(rows))
         self._episodes = Episodes(self.store)
@@ -149,7 +149,7 @@ class Contents:
         valid = values.get("valid")
         if valid is not None and valid.ndim == 2 and not valid.all():  # some are no steps, but a reset's
             filler = ~valid.astype(bool).reshape(-1)
-            self._take_out(cells[filler])  # and what these cells held before
+            self._take_out(cells[filler])  # selectors may still list what these cells held before
             cells, new = cells[~filler], new[~filler]
         for selector in self._selectors():
             selector.inserted(cells, new)
@@ -169,7 +169,7 @@ class Contents:
             keys, evicted = self._put_steps(values, count)
             return keys, count, evicted
         table, keys = self.store.table, np.empty(count, np.int64)
-        filler, steps = np.flatnonzero(valid == 0), np.flatnonzero(valid)  # rows of resets, which are no steps
+        filler, steps = np.flatnonzero(valid == 0), np.flatnonzero(valid)  # filler rows are resets, not steps
         cells = np.full(len(filler), self._free.next)
         keys[filler] = table.put_cells(cells, is_distinct=False)
         table.remove(cells[:1])
@@ -177,10 +177,10 @@ class Contents:
         return keys, len(steps), evicted
 
     def _put_steps(self, values: Mapping[str, Array], count: int) -> tuple[Array, int]:
-        """Put rows `[count, ...]`, all of them steps; their keys, and how many items were removed for them."""
+        """Put rows `[count, ...]`, none of them filler; their keys, and how many items were removed for them."""
         table, keys, evicted = self.store.table, np.empty(count, np.int64), 0
         missing = count - (self.capacity - table.size)
-        if missing > 0 and count <= self.capacity and self._removes_oldest:  # all at once: none is a new row
+        if missing > 0 and count <= self.capacity and self._removes_oldest:  # at once: none of them is a new row
             assert self._remover is not None
             oldest, _ = self._remover.select(missing, self.rng)
             self._take_out(oldest)
@@ -273,14 +273,14 @@ class Contents:
         return len(cells)
 
     def remove(self, cells: Array, in_turn: bool = False) -> int:
-        """Remove the items of these cells, each named once; an episode with all its rows.
+        """Remove items; an episode is removed with all its rows.
 
         Args:
-            cells: Their cells.
-            in_turn: These are the oldest items, whose cells a ring reuses next.
+            cells: The cells of the items, without duplicates.
+            in_turn: Whether these are the oldest items, whose cells a ring reuses next anyway.
 
         Returns:
-            How many rows that were.
+            The number of rows removed.
         """
         if not len(cells):
             return 0
@@ -292,7 +292,7 @@ class Contents:
         return len(cells)
 
     def _take_out(self, cells: Array) -> None:
-        """Remove items, each named once, and reuse the cells of all rows that no other item needs."""
+        """Remove the items of distinct cells, and free the cells of all rows that no other item needs."""
         self.store.table.remove(cells)
         for selector in self._selectors():
             selector.removed(cells)
@@ -302,7 +302,7 @@ class Contents:
             self._free.push(cells)
 
     def _with_episodes(self, cells: Array, selector: EpisodeSelector) -> Array:
-        """These items, and all further rows of the episodes that begin there."""
+        """The given cells, and those of all further rows of the episodes that begin there."""
         table, found = self.store.table, [cells]
         at = cells[selector.weights[cells] > 0]
         while len(at := self.store.following(at[~self.store.flat_cut[at]])):
@@ -313,11 +313,11 @@ class Contents:
 
     @property
     def is_linked(self) -> bool:
-        """Whether rows are in order, but not in the order of their cells."""
+        """Whether links record the order of rows, instead of the order of their cells."""
         return self.store.links is not None
 
     def link(self) -> None:
-        """Let rows be followed by rows in any cell, so that no item is evicted while a cell is free."""
+        """Record the order of rows in links, so that any free cell can hold the next row."""
         table, by_age = self.store.table, self.store.rows_by_age()
         links = self.store.link()
         self._remover = FIFO().selector(table)
@@ -334,12 +334,12 @@ class Contents:
         self.store.release(cells, self._free.is_free)
 
     def _make_room(self, count: int) -> int:
-        """Evict the oldest items, as few as leave this many cells free; returns how many."""
+        """Evict as many of the oldest items as needed to have `count` free cells; returns how many."""
         if (missing := count - len(self._free)) <= 0:
             return 0
         assert self._remover is not None and self.store.links is not None
         oldest, _ = self._remover.select(missing, self.rng)
-        # With each goes what was kept for it, since all items before it are gone by then.
+        # Evicting an item also frees the rows kept for it, since all older items are gone by then.
         freed = np.cumsum(1 + self.store.links.rows_kept_for(oldest))
         evicted = oldest[: int(np.searchsorted(freed, missing)) + 1]
         self._take_out(evicted)
@@ -431,35 +431,35 @@ class Contents:
 
 
 class FreeCells:
-    """A stack of cells, in the order in which they are used."""
+    """A stack of free cells."""
 
     def __init__(self, cells: int) -> None:
         self._stack: Array = np.zeros(cells, np.int64)
         self._count = 0
         self.is_free: Array = np.zeros(cells, bool)
-        """Of each cell, whether it is there."""
+        """Per cell, whether it is on the stack."""
 
     def __len__(self) -> int:
         return self._count
 
     @property
     def next(self) -> int:
-        """The one that is used next."""
+        """The cell that `pop` returns first."""
         return int(self._stack[self._count - 1])
 
     @property
     def cells(self) -> Array:
-        """All of them; the last is used next."""
+        """All free cells; `pop` returns the last one first."""
         return self._stack[: self._count]
 
     def push(self, cells: Array) -> None:
-        """Add cells, each named once, of which the first is used first."""
+        """Add distinct cells; `pop` returns the first of them first."""
         self._stack[self._count : self._count + len(cells)] = cells[::-1]
         self._count += len(cells)
         self.is_free[cells] = True
 
     def pop(self, count: int) -> Array:
-        """Take cells, in the order in which they are to be used."""
+        """Remove and return `count` cells."""
         start = self._count - count
         taken: Array = self._stack[start : self._count][::-1].copy()
         self._count = start

@@ -20,16 +20,21 @@ Message = Mapping[str, Any]
 
 
 class LazyMessage(Mapping[str, Any]):
-    """A message whose list of steps is made when its consumer first reads it.
+    """A message that lists the steps of all actors only when a consumer reads them.
 
-    It is for triggers that fire far more often than a consumer wants the steps of all actors.
+    Listing them takes time in proportion to the number of actors, and consumers that sample rarely read them.
     """
 
     COLUMNS = ("actor_ids", "start", "versions")
-    """What the list consists of."""
+    """The entries that are computed on first access."""
 
     def __init__(self, entries: Message, columns: Callable[[], Message]) -> None:
-        """`columns()` returns the list, every time the same."""
+        """Make a message.
+
+        Args:
+            entries: All other entries.
+            columns: Returns the entries of `COLUMNS`; every call must return the same ones.
+        """
         self._entries, self._columns = entries, columns
 
     def __getitem__(self, name: str) -> Any:
@@ -48,7 +53,7 @@ class LazyMessage(Mapping[str, Any]):
         return repr(dict(self))
 
     def __reduce__(self) -> tuple[type[dict[str, Any]], tuple[dict[str, Any]]]:
-        return dict, (dict(self),)  # copies, and what another process gets, have the list
+        return dict, (dict(self),)  # copies and pickles are plain dictionaries with all entries
 
     def extended(self, **more: object) -> LazyMessage:
         return LazyMessage({**self._entries, **more}, self._columns)

@@ -1,4 +1,4 @@
-"""Fragments: steps of which a `DataKeyTrigger` with stages has fired the first stage and waits for the next ones."""
+"""Fragments: steps for which a `DataKeyTrigger` with stages has fired its first stage, but not its last one."""
 
 from __future__ import annotations
 
@@ -11,31 +11,36 @@ from farstep.buffer.ledger import Actor, Ledger
 
 @dataclass
 class Fragment:
-    """Steps of some actors, and the stage that they wait for."""
+    """A window of steps of some actors, and the stage to fire next."""
 
     number: int
     starts: dict[Actor, int]
+    """Per actor, the first step of its window."""
     stage: int = 1
     missing: set[Actor] = field(default_factory=set)
-    """Actors that may not have written the stage yet."""
+    """Actors that are not known to have written all keys of the stage."""
     queued: bool = False
+    """Whether the queue of `Fragments` has an entry for it."""
 
 
 class Fragments:
-    """The fragments that are not complete, by actor: a change of one actor costs nothing for those of the others."""
+    """All fragments that are not complete, indexed by actor.
+
+    An update for one actor visits only that actor's fragments.
+    """
 
     def __init__(self, size: int, stages: Sequence[Sequence[str] | None]) -> None:
         self._size, self._stages = size, stages
         self._open: dict[int, Fragment] = {}
         self._of: dict[Actor, dict[int, Fragment]] = {}
         self._queue: list[int] = []
-        """A heap of fragments whose stage is there; entries may be stale."""
+        """A heap of the numbers of fragments whose stage is ready to fire; entries may be stale."""
 
     def __bool__(self) -> bool:
         return bool(self._open)
 
     def add(self, number: int, starts: Mapping[Actor, int]) -> None:
-        """The first stage of a fragment has fired. Its actors must be looked at."""
+        """Add a fragment whose first stage has fired. The caller must call `update` for each of its actors."""
         fragment = self._open[number] = Fragment(number, dict(starts), missing=set(starts))
         for actor in starts:
             self._of.setdefault(actor, {})[number] = fragment
@@ -46,8 +51,8 @@ class Fragments:
     def of(self, actor: Actor) -> list[Fragment]:
         return list(self._of.get(actor, {}).values())
 
-    def look_at(self, state: Ledger, actor: Actor) -> None:
-        """An actor's steps have changed, or the stage that one of its fragments waits for."""
+    def update(self, state: Ledger, actor: Actor) -> None:
+        """Check the fragments of an actor again, after its steps or the stage of a fragment have changed."""
         for fragment in self._of.get(actor, {}).values():
             if state.written(actor, self._stages[fragment.stage]) < fragment.starts[actor] + self._size:
                 fragment.missing.add(actor)
@@ -57,8 +62,8 @@ class Fragments:
                     fragment.queued = True
                     heapq.heappush(self._queue, fragment.number)
 
-    def first(self) -> Fragment | None:
-        """The oldest fragment whose stage is there."""
+    def first_ready(self) -> Fragment | None:
+        """The oldest fragment whose stage is ready to fire."""
         while self._queue:
             fragment = self._open.get(self._queue[0])
             if fragment is not None and not fragment.missing:
@@ -68,8 +73,8 @@ class Fragments:
                 fragment.queued = False
         return None
 
-    def go_to(self, fragment: Fragment, stage: int) -> Iterable[Actor]:
-        """Wait for another stage of a fragment; beyond the last one, forget it. Returns the actors to look at."""
+    def set_stage(self, fragment: Fragment, stage: int) -> Iterable[Actor]:
+        """Set the stage to fire next; beyond the last stage, remove the fragment. Returns the actors to update."""
         fragment.stage, fragment.missing = stage, set(fragment.starts)
         if stage < len(self._stages):
             return list(fragment.starts)
@@ -78,8 +83,8 @@ class Fragments:
             self._unlink(fragment, actor)
         return ()
 
-    def leave_out(self, fragment: Fragment, actor: Actor) -> None:
-        """Do not wait for an actor of a fragment; one without actors is forgotten."""
+    def remove_actor(self, fragment: Fragment, actor: Actor) -> None:
+        """Remove an actor from a fragment, and the fragment if that was its last actor."""
         del fragment.starts[actor]
         fragment.missing.discard(actor)
         self._unlink(fragment, actor)
@@ -92,8 +97,8 @@ class Fragments:
         if not others:
             del self._of[actor]
 
-    def look_at_all(self) -> None:
-        """Nothing is known of what was written; the caller looks at every actor."""
+    def reset(self) -> None:
+        """Forget what is known of the ledger. The caller must call `update` for every actor."""
         self._queue.clear()
         for fragment in self._open.values():
             fragment.missing, fragment.queued = set(fragment.starts), False

@@ -10,9 +10,9 @@ below `min_diff`, and the next one waits for longer.
 Sampling `n` rows needs `min_size` rows and may not bring `diff` below `min_diff`; inserting `n` rows may not bring it
 above `max_diff`, unless the rows do not even reach `min_size`. Deletions change the size and not `diff`.
 
-A reader whose request was not granted lets the next insertion pass all the same: the rows it asks for may have been
-deleted or evicted, may not make a sequence yet, or `diff` may have stopped between what the reader and what the writer
-need. Without that both would wait for ever.
+If a reader cannot get its samples, the next insertion passes even above `max_diff`. Otherwise reader and writer would
+deadlock: the rows that the reader needs may have been deleted or evicted, may not form a sequence yet, or `diff` may be
+too low for the reader's request and too high for the writer's.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class RateLimiter:
     deletes: int = 0
 
     _is_taken = False  # no field: a checkpoint does not know of it
-    is_lacking = False  # likewise
-    """A reader asked for samples that it did not get, and nothing was inserted or sampled since."""
+    has_starved_reader = False  # no field either
+    """Whether a reader did not get its samples, and nothing was inserted or sampled since."""
 
     def __post_init__(self) -> None:
         self.check()
@@ -94,11 +94,12 @@ class RateLimiter:
         Args:
             capacity: Rows the buffer has room for.
             uses_per_row: Samples a row gives before it is removed (`max_times_sampled`); infinite without such a limit.
-            fewest_uses: Samples that a row gives which may be sampled only once more: the fewest rows of an item.
+            fewest_uses: Samples that a row is sure to give: the fewest rows of an item, since the row may have been
+                sampled all but once.
 
         Raises:
-            ConfigError: The buffer never holds `min_size` rows, or its rows never give the samples that the limiter
-                makes the writer wait for.
+            ConfigError: The buffer never holds `min_size` rows, one item needs more samples than the limiter ever
+                allows at once, or the rows never give the samples that the limiter makes the writer wait for.
         """
         if self.min_size > capacity:
             raise ConfigError(
@@ -108,8 +109,8 @@ class RateLimiter:
         if fewest_uses > self.most_samples():
             raise ConfigError(
                 f"one item of this sampler counts as at least {fewest_uses} samples, and this limiter ({self}) never "
-                f"lets more than {self.most_samples():g} be taken at once, so nothing could ever be sampled. Raise "
-                "max_diff, lower min_diff, or sample shorter sequences."
+                f"allows more than {self.most_samples():g} at once, so nothing could ever be sampled. Raise max_diff, "
+                "lower min_diff, or sample shorter sequences."
             )
         if math.isinf(self.max_diff):
             return
@@ -121,7 +122,7 @@ class RateLimiter:
             )
         if math.isfinite(uses_per_row) and self.max_diff > capacity * fewest_uses:
             raise ConfigError(
-                f"max_diff={self.max_diff:g} of the limiter lets more samples wait than the {capacity} rows of this "
+                f"max_diff={self.max_diff:g} of the limiter is more than the samples that the {capacity} rows of this "
                 f"buffer are sure to give ({fewest_uses} each, since a row is removed after max_times_sampled samples "
                 "and may have been sampled all but once), so rows would be evicted before they are sampled. Raise "
                 f"capacity to at least {math.ceil(self.max_diff / fewest_uses)}, or lower the limiter's max_diff."
@@ -130,7 +131,17 @@ class RateLimiter:
     def change(
         self, changes: Mapping[str, float], capacity: int, uses_per_row: float = math.inf, fewest_uses: int = 1
     ) -> None:
-        """Set options, for a buffer as in `check_reachable`: all of them, or none and an error."""
+        """Change options: all of them, or none if one is refused.
+
+        Args:
+            changes: New values by option.
+            capacity: As in `check_reachable`.
+            uses_per_row: As in `check_reachable`.
+            fewest_uses: As in `check_reachable`.
+
+        Raises:
+            ConfigError: An option is unknown or out of range, or the buffer could never satisfy the limiter.
+        """
         for name in changes:
             if name not in _OPTIONS:
                 raise ConfigError(unknown_name("option of a limiter", name, _OPTIONS))
@@ -173,11 +184,25 @@ class RateLimiter:
         return self.inserts - self.deletes
 
     def can_insert(self, n: int = 1) -> bool:
-        """Whether `n` rows may be inserted at once."""
-        return self.is_lacking or self.has_room(n)
+        """Whether `n` rows may be inserted at once: `has_room(n)`, or a reader is starved.
+
+        Args:
+            n: Number of rows.
+
+        Raises:
+            ConfigError: `n` is not an integer of at least 0.
+        """
+        return self.has_starved_reader or self.has_room(n)
 
     def has_room(self, n: int = 1) -> bool:
-        """As `can_insert`, by the two inequalities alone."""
+        """Whether `n` rows can be inserted at once without exceeding `max_diff`, or without exceeding `min_size` rows.
+
+        Args:
+            n: Number of rows.
+
+        Raises:
+            ConfigError: `n` is not an integer of at least 0.
+        """
         if n.__class__ is not int or n < 0:
             n = check_count("n", n, minimum=0)
         if self.inserts - self.deletes + n <= self.min_size:
@@ -190,14 +215,14 @@ class RateLimiter:
         return self.size >= self.min_size and self.diff - n >= self.min_diff
 
     def room(self, n: int) -> int:
-        """How many of `n` rows may be inserted now, one of them for a reader that did not get what it asked for."""
+        """How many of `n` rows may be inserted now; at least one if a reader is starved."""
         if self.has_room(n):
             return n
         low, high = 0, n  # has_room(low) or low is 0, not has_room(high)
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if self.has_room(middle) else (low, middle)
-        return low or int(self.is_lacking)
+        return low or int(self.has_starved_reader)
 
     def most_samples(self) -> float:
         """How many samples can ever be taken at once."""
@@ -212,11 +237,11 @@ class RateLimiter:
 
     def insert(self, n: int = 1) -> None:
         self.inserts += n if n.__class__ is int and n >= 0 else check_count("n", n, minimum=0)
-        self.is_lacking = False
+        self.has_starved_reader = False
 
     def sample(self, n: int = 1) -> None:
         self.samples += n if n.__class__ is int and n >= 0 else check_count("n", n, minimum=0)
-        self.is_lacking = False
+        self.has_starved_reader = False
 
     def delete(self, n: int = 1) -> None:
         self.deletes += n if n.__class__ is int and n >= 0 else check_count("n", n, minimum=0)

@@ -1,8 +1,7 @@
-"""Links between rows that follow each other in cells of any order, so that a cell is reused as soon as it is free.
+"""A doubly linked list of rows, which keeps their order while free cells are reused in any order.
 
-A ring of cells needs none: there a row is followed by the next cell. After the first removal of a row that is not the
-oldest, a store keeps links instead. A row whose item was removed stays while an item before it needs it: a sequence
-that begins earlier goes on through it.
+A ring needs no links: the next row is in the next cell. A store switches to links when a row other than the oldest is
+removed for the first time. A row without an item is kept while an earlier item needs it, as part of its sequence.
 """
 
 from __future__ import annotations
@@ -15,21 +14,21 @@ from farstep.core import Array
 
 
 class Links:
-    """Per cell of a table, the cells of the rows before and after it; `cut` says after which rows nothing follows."""
+    """Per cell of a table, the cells of the previous and the next row; `cut` marks rows that no row follows."""
 
     def __init__(self, table: Table, cut: Array) -> None:
         self._table, self._cut = table, cut
         self.after: Array = np.arange(table.cells)
-        """The cell of the row that follows; the cell itself if the row is cut."""
+        """Per cell, the cell of the next row; the cell itself if its row is cut."""
         self._before: Array = np.arange(table.cells)
 
     def join(self, cells: Array, after: Array) -> None:
-        """The rows of `after` follow those of `cells`."""
+        """Make the rows of `after` the next rows of those of `cells`."""
         self.after[cells], self._before[after] = after, cells
         self._cut[cells] = False
 
     def release(self, cells: Array) -> None:
-        """These rows are gone."""
+        """Remove rows from the list; the rows before them are cut."""
         before, after = self._before[cells], self.after[cells]
         self.after[before], self._before[after] = before, after
         self._cut[before] = True
@@ -37,7 +36,7 @@ class Links:
         self._cut[cells] = True
 
     def rows_after(self) -> Array:
-        """For each cell, how many rows follow it before one that is cut, that one included."""
+        """For each cell, the number of rows after it up to and including the next cut row."""
         at, count = self.after, (~self._cut).astype(np.int32)
         while not self._cut[at].all():
             count = count + count[at]
@@ -45,14 +44,14 @@ class Links:
         return count
 
     def ahead(self, steps: Array) -> Array:
-        """For each cell, the one that many rows on."""
+        """For each cell, the cell `steps` rows later."""
         cells = np.arange(self._table.cells)
         for step in range(int(steps.max(initial=0))):
             cells = np.where(step < steps, self.after[cells], cells)
         return cells
 
     def rows_kept_for(self, items: Array) -> Array:
-        """How many rows without an item of their own directly follow each of these items."""
+        """For each of these items, the number of rows directly after it that have no item themselves."""
         counts, places, at = np.zeros(len(items), np.int64), np.arange(len(items)), items
         while len(places):
             at, places = self._next_without_item(at, places)
@@ -60,15 +59,22 @@ class Links:
         return counts
 
     def unneeded_after(self, removed: Array, span: int) -> Array:
-        """Rows that nothing needs any more, now that the items of these cells are removed; each item needs `span` rows
-        from its own on."""
+        """Find the rows that no item needs any more after a removal.
+
+        Args:
+            removed: Cells whose items were removed.
+            span: Number of rows that each item needs, its own row included.
+
+        Returns:
+            The cells of these rows, in ascending order.
+        """
         is_removed = np.zeros(self._table.cells, bool)
         is_removed[removed] = True
         at, is_short = removed, span < len(removed)
-        if not is_short:  # look back only from the first of a run of removed rows, and go through all of it
+        if not is_short:  # start only at the first row of each run of removed rows, and walk through the whole run
             before = self._before[removed]
             at = removed[(before == removed) | ~is_removed[before]]
-        found, since = [], self._since_item(at, span)
+        found, since = [], self._distance_to_item(at, span)
         while len(at):
             found.append(at[since >= span])
             at, since = self._next_without_item(at, since + 1)
@@ -77,7 +83,7 @@ class Links:
         return np.unique(np.concatenate(found)) if len(found) > 1 else found[0]
 
     def unneeded(self, span: int) -> Array:
-        """All cells without an item whose row is needed by no item either."""
+        """All cells that have no item and whose row no other item needs, in ascending order."""
         is_free = self._table.keys < 0
         at = np.flatnonzero(~is_free)
         for _ in range(1, span):
@@ -88,13 +94,13 @@ class Links:
         return np.flatnonzero(is_free)
 
     def _next_without_item(self, cells: Array, values: Array) -> tuple[Array, Array]:
-        """The rows after these, and the entries of `values` for them, if there are any and they have no item."""
+        """The next rows of `cells` that exist and have no item, and the entries of `values` that belong to them."""
         after = self.after[cells]
         more = (after != cells) & (self._table.keys[after] < 0)
         return after[more], values[more]
 
-    def _since_item(self, cells: Array, span: int) -> Array:
-        """How many rows before each the nearest item is, at most `span`."""
+    def _distance_to_item(self, cells: Array, span: int) -> Array:
+        """For each cell, the number of rows back to the nearest item, at most `span`."""
         since, places, at = np.full(len(cells), span), np.arange(len(cells)), cells
         for distance in range(1, span):
             before = self._before[at]
@@ -108,14 +114,18 @@ class Links:
         return since
 
     def restore(self, after: Array) -> None:
-        """Apply the links of a checkpoint to a store whose `cut` is restored."""
+        """Restore the links of a checkpoint; `cut` must be restored already.
+
+        Raises:
+            Refused: `after` is not a set of links that agrees with `cut`.
+        """
         cells = np.arange(self._table.cells)
-        require(((after >= 0) & (after < len(cells))).all(), "after has a cell that there is not")
+        require(((after >= 0) & (after < len(cells))).all(), "after names a cell that does not exist")
         require(np.array_equal(after == cells, self._cut), "after and cut do not agree")
         linked = np.flatnonzero(~self._cut)
-        require(len(np.unique(after[linked])) == len(linked), "after lets two rows be followed by the same one")
+        require(len(np.unique(after[linked])) == len(linked), "after has the same next row for two rows")
         at = after
         for _ in range(len(cells).bit_length()):
             at = at[at]
-        require(self._cut[at].all(), "after leads around in a circle")
+        require(self._cut[at].all(), "after has a cycle")
         self.join(linked, after[linked])

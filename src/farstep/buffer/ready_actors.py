@@ -1,4 +1,4 @@
-"""Which actors have the steps that a `DataKeyTrigger` waits for, kept up to date at a constant cost per change."""
+"""Which actors have the steps that a `DataKeyTrigger` waits for, updated in constant time per change."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ReadyActors:
         self._arrivals: dict[Actor, int] = {}
         """Per ready actor, the change at which it became ready."""
         self._order: list[tuple[int, int, Actor]] = []
-        """A heap of these; entries that are no longer in `_arrivals` are skipped."""
+        """A heap of (arrival, index, actor); entries that are no longer in `_arrivals` are skipped."""
         self._pushed = 0
         self._missing: set[Actor] = set()
         """The actors that are present and not ready."""
@@ -86,7 +86,7 @@ class ReadyActors:
 
 
 class NewestSteps(ReadyActors):
-    """For replay: the newest `size` steps of each actor that has written so many, on all of `keys`."""
+    """For replay: the newest `size` steps, on all of `keys`, of each actor that has written at least `size`."""
 
     def __init__(self, state: Ledger, size: int, keys: Sequence[str] | None) -> None:
         super().__init__(state)
@@ -96,13 +96,14 @@ class NewestSteps(ReadyActors):
         self._written: dict[Actor, int] = {}
         self._newest: dict[Actor, tuple[int, Span]] = {}
         """Per ready actor, where its newest steps begin, and their versions."""
-        # What `_newest` was some changes ago, and these changes: so that a list of all actors is made only if it is
-        # read. Both are replaced after as many changes as there are actors, which costs little per change.
+        # An earlier copy of `_newest`, and all changes since: a message keeps references to both and applies the
+        # changes only when it is read. A new copy is made after as many changes as there are actors, so its cost per
+        # change is constant.
         self._before: dict[Actor, tuple[int, Span]] = {}
         self._changes: list[tuple[Actor, tuple[int, Span] | None]] = []
 
     def update(self) -> None:
-        """Take in what was written since the last call."""
+        """Process what the ledger got since the last call."""
         for actor in self.to_look_at():
             written = self.state.written(actor, self._keys)
             self.written += written - self._written.get(actor, 0)
@@ -125,7 +126,7 @@ class NewestSteps(ReadyActors):
             self._newest[actor] = newest
 
     def snapshot(self) -> Callable[[], Columns]:
-        """A function that lists the newest steps as they are now, whenever and in whichever thread it is called."""
+        """A function that returns the newest steps as of now; it can be called later, and from any thread."""
         before, changes, count, actors = self._before, self._changes, len(self._changes), self.state.actors
         return cache(lambda: _listed(before, changes[:count], actors))
 
@@ -135,7 +136,7 @@ def _listed(
     changes: Sequence[tuple[Actor, tuple[int, Span] | None]],
     actors: Collection[Actor],
 ) -> Columns:
-    """What `before` is after these changes, in the order of `actors`."""
+    """Apply `changes` to `before`, and list the result in the order of `actors`."""
     newest = {**before, **dict(changes)}
     found = [(actor, entry) for actor in tuple(actors) if (entry := newest.get(actor)) is not None]
     return {

@@ -104,8 +104,10 @@ class Buffer:
 
     @property
     def is_cyclic(self) -> bool:
-        """Whether rows stay in the order of insertion, and the oldest make room for new ones. Otherwise a row has no
-        neighbours, and once there is no room the remover chooses which item to remove."""
+        """Whether rows stay in the order of insertion and the oldest are evicted first.
+
+        Otherwise a row has no neighbours, and the remover chooses which item a full buffer removes.
+        """
         return self._cyclic
 
     @property
@@ -116,16 +118,19 @@ class Buffer:
         return f"{self.sampler!r} with max_times_sampled={self.max_times_sampled} takes rows out in any order"
 
     def keep_in_place(self) -> None:
-        """Keep rows where they are written, for a reader of their cells, also when rows between them are removed.
+        """Keep rows in the cells that they were written to, for readers that access the cells directly.
+
+        From now on the cell of a removed row is reused only when it is the oldest. Call it after the buffer has got its
+        arrays, by `spec`, `bind` or the first insert.
 
         Raises:
-            ConfigError: Rows are not in the order of their cells.
+            ConfigError: The rows of this buffer are not, or no longer, in the order of their cells.
         """
         if not self._cyclic or self.contents.is_linked:
             reason = "rows were removed by delete() or max_times_sampled" if self._cyclic else self.unordered_reason
             raise ConfigError(
-                f"{reason}, and a DataKeyTrigger takes them in order: give the trigger consume=False and min_new=k, or "
-                "the workflow a new buffer with FIFO() as remover and a sampler without max_times_sampled."
+                f"{reason}, but a DataKeyTrigger takes rows in order of insertion. Give the trigger consume=False and "
+                "min_new=k, or use a new buffer with FIFO() as remover and a sampler without max_times_sampled."
             )
         self.contents.is_pinned = True
 
@@ -176,9 +181,22 @@ class Buffer:
     # ---- inserting ----
 
     def insert(self, rows: Mapping[str, ArrayLike] | Batch, timeout_s: float | None = None) -> Array:
-        """Add rows, `[n, ...]` arrays by name, or all rows of a `Batch`; returns a key for each (time-major).
+        """Insert rows, waiting while the limiter allows none.
 
         Rows follow each other unless `terminated`, `truncated`, `done` or `episode_start` say otherwise.
+
+        Args:
+            rows: Arrays `[n, ...]` by name, inserted in as many steps as the limiter allows; or a `Batch`, inserted at
+                once.
+            timeout_s: Seconds to wait; 0: do not wait; None: no limit.
+
+        Returns:
+            The key of each row; those of a `Batch` are time-major.
+
+        Raises:
+            BufferTimeout: The limiter did not allow all rows in time; the message says how many are inserted.
+            ConfigError: The rows do not fit the buffer's arrays, or the batch never fits the limiter.
+            ClosedError: The buffer is closed.
         """
         if (contents := self._contents) is not None and contents.is_plain:
             store = contents.store
@@ -257,8 +275,20 @@ class Buffer:
     # ---- sampling ----
 
     def sample(self, batch_size: int, timeout_s: float | None = None) -> tuple[dict[str, Nested], SampleInfo]:
-        """A batch of `batch_size` items (of `FullBatch`: of all items, as soon as there are so many), and what is known
-        of them. Waits while the limiter, or an empty buffer, has nothing to give."""
+        """Sample items, waiting until the limiter allows it and there are enough items.
+
+        Args:
+            batch_size: Number of items; with `FullBatch` the minimum number, and the batch has all items.
+            timeout_s: Seconds to wait; 0: do not wait; None: no limit.
+
+        Returns:
+            Arrays by name, nested as the environment's, and keys, probabilities and further facts about the items.
+
+        Raises:
+            BufferTimeout: There were no such samples in time.
+            ConfigError: A batch of that size can never be sampled.
+            ClosedError: The buffer is closed.
+        """
         count = check_count("batch_size", batch_size)
         check_timeout(timeout_s)
         chosen: tuple[Array, Array] | None = None
@@ -266,8 +296,8 @@ class Buffer:
         def ready() -> bool:
             nonlocal chosen
             chosen = self._choose(count)
-            if chosen is None and not self.limiter.is_lacking:
-                self.limiter.is_lacking = True  # else who inserts might wait for this reader
+            if chosen is None and not self.limiter.has_starved_reader:
+                self.limiter.has_starved_reader = True  # otherwise a writer that waits for samples would deadlock
                 self._notify()
             return chosen is not None
 
@@ -280,10 +310,10 @@ class Buffer:
             info = self._chooser.taken(contents, cells, probabilities)
             self.limiter.sample(self.sampler.count_rows(batch))
             if self.max_times_sampled:
-                worn = cells[info.times_sampled >= self.max_times_sampled]
-                worn = np.sort(worn) if contents.selector.distinct else np.unique(worn)
+                used_up = cells[info.times_sampled >= self.max_times_sampled]
+                used_up = np.sort(used_up) if contents.selector.distinct else np.unique(used_up)
                 in_turn = isinstance(self.sampler, FIFO)
-                self._removed("sampled", contents.remove(worn, in_turn))
+                self._removed("sampled", contents.remove(used_up, in_turn))
             self._notify()
         return nested(batch, self._structures), info
 
@@ -346,7 +376,14 @@ class Buffer:
             self._chooser = Chooser(self.sampler, self.max_times_sampled)
 
     def delete(self, keys: Array) -> int:
-        """Remove items; those that are gone are passed over. How many were there."""
+        """Remove items; with `DPER`, an episode with all its rows.
+
+        Args:
+            keys: Keys of the items; keys of items that are already removed are ignored.
+
+        Returns:
+            The number of items removed. `removed["deleted"]` counts rows.
+        """
         keys = as_keys(keys)
         with self._lock:
             contents = self.contents
@@ -362,8 +399,14 @@ class Buffer:
     # ---- waiting ----
 
     def limit(self, **changes: float) -> None:
-        """Change options of the limiter while it is in use, e.g. `limit(max_diff=math.inf)`; whoever waits looks
-        again."""
+        """Change options of the limiter while it is in use, and wake waiting readers and writers.
+
+        Args:
+            changes: New values by option, e.g. `limit(max_diff=math.inf)`.
+
+        Raises:
+            ConfigError: An option is unknown, or this buffer could never satisfy the limiter; nothing has changed.
+        """
         with self._lock:
             self.limiter.change(changes, self.capacity, self._uses_per_row, self.sampler.item_rows[0])
             self._notify()
@@ -408,8 +451,10 @@ class Buffer:
 
     @property
     def path(self) -> str:
-        """Where another process of this host finds the rows: `CyclicBlocks.attach(path)`. It can read them until rows
-        other than the oldest are removed by `delete` or `max_times_sampled`."""
+        """Path of the shared memory, for `CyclicBlocks.attach(path)` in another process of this host.
+
+        That process can read rows until `delete` or `max_times_sampled` removes a row other than the oldest.
+        """
         return self.store.blocks.path
 
     def close(self) -> None:

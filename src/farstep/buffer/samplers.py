@@ -60,8 +60,15 @@ class Sampler:
         return self.usable(store, np.arange(store.table.cells))
 
     def span(self, store: Store) -> int:
-        """Most rows that a batch needs of each item, from its own row on: those it is made of, and the one that shows
-        what was observed after them."""
+        """Number of consecutive rows that an item may need, its own row first.
+
+        Args:
+            store: The rows. If next observations are not stored with each row, an item also needs the row after its
+                last one.
+
+        Returns:
+            The largest number of rows, at least 1.
+        """
         return self.reach + (store.tails is not None)
 
     def count_rows(self, batch: Mapping[str, Array]) -> int:

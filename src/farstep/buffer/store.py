@@ -1,9 +1,9 @@
 """Rows of a buffer, in cyclic blocks, and what follows each of them.
 
 A row is followed by the next one of its column unless it is *cut*: its episode ended there, rows between were lost, or
-nothing came after it yet. The next one is in the next row of the block or, once the store is linked (see `links.py`),
-in any cell. What an environment showed after a cut row is kept beside the blocks (a tail), so that
-every row of a rollout has a next observation and none is stored twice.
+it is the newest row. The next row is in the next cell of its column or, once the store is linked (see `links.py`), in
+any cell. The observation after a cut row is kept beside the blocks (a tail), so that every row of a rollout has a next
+observation and none is stored twice.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from farstep.spec import Schema
 CONSUMERS = 16
 """Readers whose cursors have a place in the header of the blocks."""
 
-_MANY, _RUNS = 128, 8  # as many cells in no more runs of neighbours are copied run by run
+_MANY, _RUNS = 128, 8  # at least 128 cells in at most 9 runs of adjacent cells are copied run by run
 
 ENDINGS = ("terminated", "truncated", "done")
 """Arrays that say that an episode ended with the row."""
@@ -102,7 +102,7 @@ class Store:
         self._newest: Array = np.full(columns, -1, np.int64)
         """Per column, the cell of its newest row."""
         self.links: Links | None = None
-        """What follows each row, once that is no longer the next row of its block."""
+        """The next row of each row, in a linked store; None: it is in the next cell of its column."""
         self._writers: dict[tuple[int, int], Writer] = {}
         self.kinds = [(name, np.dtype(spec.dtype), spec.shape) for name, spec in schema.items()]
         """What a row's arrays are exactly."""
@@ -173,12 +173,15 @@ class Store:
     # ---- linked ----
 
     def link(self) -> Links:
-        """From now on a row can be put into any cell. Another process can no longer read the rows in place."""
+        """Switch from a ring to links: from now on a row can be put into any cell.
+
+        Other processes can no longer read the rows in place.
+        """
         assert self.links is None
         for first, width in list(self._writers):
             self._release(first, width)
         self.blocks.written[:] = 0
-        self.blocks.generation[:] += 2  # whoever copies rows at this moment does not use the copies
+        self.blocks.generation[:] += 2  # readers that are copying rows right now discard their copies
         follows = np.flatnonzero(~self.flat_cut)
         after = self.following(follows)
         self.links = Links(self.table, self.flat_cut)
@@ -186,7 +189,7 @@ class Store:
         return self.links
 
     def rows_by_age(self) -> Array:
-        """Cells of all rows that a ring holds, those first after which most rows came in their column."""
+        """Cells of all rows in a ring, ordered by the number of newer rows in their column, largest first."""
         written = self.blocks.committed()
         cells = np.arange(self.table.cells)
         row, column = np.divmod(cells, self.columns)
@@ -197,7 +200,7 @@ class Store:
     def put_linked(
         self, values: Mapping[str, Array], cells: Array, first: int = 0, continues: Array | None = None
     ) -> Array:
-        """As `append`, into these free cells `[T, n]` of a linked store; their keys."""
+        """As `append`, into the given free cells `[T, n]` of a linked store; returns the keys."""
         assert self.links is not None
         columns, flat = slice(first, first + cells.shape[1]), cells.reshape(-1)
         self.write(flat, {name: values[name].reshape(-1, *held.shape[1:]) for name, held in self.flat.items()})
@@ -219,13 +222,18 @@ class Store:
         return keys
 
     def write(self, cells: Array, values: Mapping[str, Array]) -> None:
-        """Copy rows `[n, ...]` into cells."""
+        """Copy rows `[n, ...]` into `n` cells."""
         for here, there in runs(cells):
             for name, held in self.flat.items():
                 held[here] = values[name][there]
 
     def release(self, cells: Array, is_free: Array) -> None:
-        """These rows of a linked store are gone; `is_free` says of each cell whether its row is."""
+        """Remove rows from a linked store.
+
+        Args:
+            cells: The cells of the rows.
+            is_free: Per cell of the store, whether it is free, these included.
+        """
         assert self.links is not None
         self.links.release(cells)
         if self.tails is not None:
@@ -294,7 +302,7 @@ class Store:
         return grid.reshape(-1)
 
     def following(self, cells: Array) -> Array:
-        """The cell of the row after each, of the same environment; of a cut row any cell."""
+        """The cells of the next rows in the same environment; arbitrary for cut rows."""
         if self.links is not None:
             return self.links.after.take(cells)
         after = cells + self.columns
@@ -311,7 +319,7 @@ class Store:
         return after.reshape(-1)
 
     def ahead(self, steps: Array) -> Array:
-        """For each cell, the cell that many rows on, where no more than as many follow."""
+        """For each cell, the cell `steps` rows later; `steps` is at most `rows_after()`."""
         if self.links is not None:
             return self.links.ahead(steps)
         ahead: Array = (np.arange(len(steps)) + steps * self.columns) % len(steps)
@@ -381,7 +389,7 @@ class Store:
             require(is_used.reshape(-1)[state["tails"]].all(), "tails names a row that has none")
 
     def _ends_and_starts(self) -> tuple[Array, Array]:
-        """Of each cell, whether an episode ended and whether one began with its row."""
+        """For each cell, whether an episode ended with its row, and whether one began."""
         ended, starts = np.zeros_like(self.cut), np.zeros_like(self.cut)
         ended[...] = self._ended(slice(None), slice(None))
         if "episode_start" in self.schema:
@@ -394,7 +402,7 @@ class Store:
         require((state["open"] == is_open).all(), "open does not say which episodes are still running")
 
     def check_free(self, is_free: Array) -> None:
-        """Refuse a restored linked store that disagrees with which cells are free."""
+        """Raise `Refused` if a restored linked store does not agree with the free cells."""
         assert self.links is not None
         state, (ended, starts) = self.state(), self._ends_and_starts()
         newest = state["newest"]
@@ -416,7 +424,11 @@ class Store:
 
 
 def runs(cells: Array) -> list[tuple[slice | Array, slice]]:
-    """Cells, and which entries of `cells` they are: neighbours together, if there are many cells in few runs."""
+    """Split cells into runs of adjacent cells, if there are many cells in few runs.
+
+    Returns:
+        Pairs (cells, slice of the entries of `cells`); the cells of a run are a slice, which is quicker to copy.
+    """
     ends = np.flatnonzero(cells[1:] - cells[:-1] != 1) + 1 if len(cells) >= _MANY else ()
     if len(cells) < _MANY or len(ends) > _RUNS:
         return [(cells, slice(None))]

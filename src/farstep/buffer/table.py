@@ -68,8 +68,10 @@ class Table:
         return keys, gone
 
     def put_cells(self, cells: Array, is_distinct: bool = True) -> Array:
-        """New items, one after the other, in cells; their keys. Unless they are distinct, a cell may be named more than
-        once: the last item put into it stays."""
+        """Put new items into cells, in order; returns their keys.
+
+        With `is_distinct=False` a cell may occur more than once; the last item put into it stays.
+        """
         held = self.keys[cells]
         empty = held < 0
         laps = 1 if is_distinct else occurrences(cells) + 1

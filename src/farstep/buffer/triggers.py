@@ -97,8 +97,8 @@ class DataKeyTrigger(Trigger):
         ready = self._ready_of(state)
         for actor in ready.to_look_at():
             ready.put(actor, state.reached(actor, self._start_of(actor) + self.size, self.stages[0]))
-            self._open.look_at(state, actor)
-        if (fragment := self._open.first()) is not None:
+            self._open.update(state, actor)
+        if (fragment := self._open.first_ready()) is not None:
             return self._message(state, fragment.starts, fragment.stage, fragment.number)
         if not ready.has(self.n):
             return None
@@ -120,7 +120,7 @@ class DataKeyTrigger(Trigger):
     def _ready_of(self, state: Ledger) -> ReadyActors:
         if self._ready is None or self._ready.state is not state:
             self._ready = ReadyActors(state)
-            self._open.look_at_all()
+            self._open.reset()
         return self._ready
 
     def _newest_of(self, state: Ledger) -> NewestSteps:
@@ -149,7 +149,7 @@ class DataKeyTrigger(Trigger):
         whole = state.written(actor)
         lost = [each for each in self._open.of(actor) if each.starts[actor] + self.size > whole]
         for fragment in lost:
-            self._look_at(self._open.go_to(fragment, 0))
+            self._look_at(self._open.set_stage(fragment, 0))
         if self.min_new is None and self._taken_to.get(actor, 0) > whole:
             self._taken_to[actor] = max([whole, *(each.starts[actor] + self.size for each in lost)])
         self._look_at([actor])
@@ -163,9 +163,9 @@ class DataKeyTrigger(Trigger):
             return
         for fragment in self._open.of(actor):
             if state.written(actor) < fragment.starts[actor] + self.size:
-                self._open.leave_out(fragment, actor)  # its later stages will not arrive: repeat the first without it
+                self._open.remove_actor(fragment, actor)  # its later stages will not arrive: repeat the first one
                 if fragment.starts:
-                    self._look_at(self._open.go_to(fragment, 0))
+                    self._look_at(self._open.set_stage(fragment, 0))
         start, written = self._start_of(actor), state.written(actor)
         self._taken_to[actor] = start if start + self.size <= written else written
         self._cuts[actor] = [cut for cut in [*self._cuts.get(actor, ()), written] if cut > self._taken_to[actor]]
@@ -195,7 +195,7 @@ class DataKeyTrigger(Trigger):
             self._taken = self._taken + self.min_new if self._warm else self._newest_of(state).written
             self._warm = True
         elif (fragment := self._open.get(message.get("fragment"))) is not None:
-            self._look_at(self._open.go_to(fragment, fragment.stage + 1))
+            self._look_at(self._open.set_stage(fragment, fragment.stage + 1))
         else:
             starts = dict(zip(message["actor_ids"], message["start"], strict=True))
             self._taken_to.update((actor, start + self.size) for actor, start in starts.items())

@@ -24,7 +24,8 @@ class Options:
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
     """folders of runs"""
     out: Path | None = None
-    """the PNG; none given: plots/run.png in the run's folder, or plots/comparison.png in the first of several runs'"""
+    """file to write; default: plots/run.png in the folder of one run, plots/comparison.png in that of the first of
+    several runs"""
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -188,7 +188,17 @@ def _load_nodes(saved: dict[str, Any], run: RunConfig) -> EngineConfig | NoOptio
 
 
 def load_config(saved: dict[str, Any]) -> tuple[RunConfig, Any]:
-    """The options of a run, from its config.json."""
+    """Convert the contents of a run's config.json.
+
+    Args:
+        saved: The parsed JSON.
+
+    Returns:
+        The options of the run and those of its learner.
+
+    Raises:
+        ConfigError: An option is missing, unknown or of the wrong type.
+    """
     try:
         algorithm = ALGORITHMS[saved["algorithm"]]
         run = msgspec.convert(saved["run"], RunConfig, dec_hook=_decoded)
@@ -200,12 +210,12 @@ def load_config(saved: dict[str, Any]) -> tuple[RunConfig, Any]:
 
 
 def _check_known(saved: Mapping[str, object], known: Mapping[str, object], path: str = "") -> None:
-    """Raise `ConfigError` if saved options have a name that is not known: ignoring it would train something else."""
+    """Raise `ConfigError` if a saved option is unknown: ignoring it would silently change the run."""
     for name, value in saved.items():
         if name not in known:
             raise ConfigError(
                 f"config.json has {path + name!r}, which farstep {VERSION} does not know. Use the version that wrote "
-                "it, or remove that entry and pass --trust."
+                "the file, or remove that entry and pass --trust."
             )
         if isinstance(value, Mapping) and is_dataclass(part := known[name]):
             _check_known(value, vars(part), f"{path}{name}.")

@@ -55,7 +55,7 @@ class Request:
     steps: int = 0
     num_chunks: int | None = None
     rollouts: int = 1
-    """Chunks of every worker per batch, if `num_chunks` is None."""
+    """Chunks per worker in a batch, if `num_chunks` is None."""
     infos: bool = False
     reset: ResetOrder | None = None
     incarnations: tuple[int, ...] = ()
@@ -296,7 +296,7 @@ class Collector:
     def one_batch(
         self, steps: int, *, infos: bool = False, reset: ResetOrder | None = None, rollouts: int = 1
     ) -> Batch:
-        """A batch of `rollouts` chunks of every worker, rolled now."""
+        """Collect a batch of `rollouts` chunks of every worker."""
         request = self._open(Request(steps, None, rollouts, infos, reset), None, 1)
         try:
             return self._next_batch(request)
@@ -309,7 +309,7 @@ class Collector:
         request = self._open(Request(steps, on_part=lambda early: found.append(early.part)), None, 1)
 
         def look() -> Part | bool | None:
-            """The next part; True if no more will come."""
+            """The next part; True after the last one; None while waiting."""
             if found:
                 return found.popleft()
             return True if self.server.tickets.round_is_complete() else None

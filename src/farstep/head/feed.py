@@ -103,7 +103,7 @@ class Feed:
         return self._server.tickets.is_live(ticket)
 
     def voided(self) -> list[tuple[int, int]]:
-        """Worker and number of each ticket whose chunk was dropped since the last call."""
+        """Worker and ticket id of each chunk that was dropped since the last call."""
         with self._server.locked():
             return self._server.tickets.voided()
 

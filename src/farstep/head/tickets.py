@@ -3,8 +3,8 @@
 A session yields batches. With `num_chunks=None` every worker rolls one chunk per round, and a batch is the chunks of
 the next `rollouts` rounds; otherwise it is the first `num_chunks` chunks to arrive. Admission is one rule: batches
 outstanding + unread + held by the learner never exceed `max_staleness + 1`; a learner that publishes once per batch
-then never meets an older row. What publishes more often makes rows too old: those are dropped here, counted, and rolled
-again.
+then never gets an older row. If it publishes more often, rows become too old: those are dropped here, counted, and
+collected again.
 
 A workflow opens a feed instead: chunks are taken one by one, as they arrive, and count as held until their rows were
 consumed, by windows of some chunks of some actors each. Admission counts windows: what a worker has begun it may
@@ -32,7 +32,7 @@ class Order:
     seq: int
     worker: int
     batch: int
-    """Its round, counted from 0; -1 where chunks are taken as they come."""
+    """Index of its round; -1 in a session without rounds (first come)."""
     lane: int
     min_version: int
 
@@ -76,24 +76,24 @@ class Session:
     rollouts: int = 1
     """Rounds per batch."""
     issued: dict[int, int] = field(default_factory=dict)
-    """Per worker, the next round it has no ticket for."""
+    """Per worker, the first round for which it has no ticket yet."""
     redo: dict[int, deque[tuple[int, int]]] = field(default_factory=dict)
-    """Per worker, round and lane of tickets to give again."""
+    """Per worker, round and lane of tickets to reissue."""
     due: set[int] = field(default_factory=set)
-    """Workers whose state changed since tickets were last given (rounds only)."""
+    """Workers whose state changed since tickets were last granted (rounds only)."""
     missing: dict[int, int] | None = None
-    """Per worker, how many of its chunks the next batch still needs (rounds only); None: to be counted."""
+    """Per worker, how many of its chunks the next batch still needs (rounds only); None: must be recomputed."""
     taken: int = 0
-    """Rounds that the learner was given; a multiple of `rollouts`, as is `released`."""
+    """Rounds handed to the learner; like `released`, a multiple of `rollouts`."""
     released: int = 0
-    """Rounds that the learner is done with."""
+    """Rounds that the learner has finished with."""
     lanes: dict[int, list[int]] = field(default_factory=dict)
     """Per worker, free lanes (first-come sessions only)."""
     feed: FeedPlan | None = None
     voided: list[tuple[int, int]] = field(default_factory=list)
-    """Worker and number of each ticket of a feed whose chunk was dropped, until `Tickets.voided` is called."""
+    """Worker and ticket id of each dropped chunk of a feed, until `Tickets.voided` returns them."""
     since: dict[int, int] = field(default_factory=dict)
-    """Per worker, the first round that it is part of, if it came later than the session."""
+    """Per worker that joined after the session began, the first round that includes it."""
     held: Counter[int] = field(default_factory=Counter)
     """Per worker, chunks that the learner has and is not done with (rounds count batches instead)."""
     invited: dict[int, int] | None = None
@@ -112,7 +112,7 @@ class Session:
 
     @property
     def rounds_ahead(self) -> int:
-        """Rounds that may be outstanding, unread or held together, each with a lane of its own."""
+        """Most rounds that may be outstanding, unread or held at the same time; each has its own lane."""
         return self.depth * self.rollouts
 
 
@@ -162,8 +162,15 @@ class Tickets:
         feed: FeedPlan | None = None,
         rollouts: int = 1,
     ) -> None:
-        """Begin a session; whatever an earlier one left open is cancelled first. The chunks of a feed are taken one by
-        one; `rollouts` rounds make a batch of a session without `num_chunks`."""
+        """Begin a session; the previous one must be cancelled.
+
+        Args:
+            max_staleness: Versions that a row may be behind; None: a synchronous session, where age does not matter.
+            num_chunks: Chunks per batch, in order of arrival; None: the chunks of whole rounds.
+            batches: Number of batches in the session; None: unlimited.
+            feed: For a workflow, whose chunks are taken one by one.
+            rollouts: Rounds per batch, if `num_chunks` is None.
+        """
         assert self._session is None, "cancel the session before opening another"
         session = Session(max_staleness, num_chunks, batches, rollouts, feed=feed)
         lanes = self.lanes_needed(max_staleness, num_chunks, feed, rollouts)
@@ -216,7 +223,7 @@ class Tickets:
         return seq in self._outstanding or seq in self._arrived
 
     def voided(self) -> list[tuple[int, int]]:
-        """Worker and number of each ticket of a feed whose chunk was dropped since the last call."""
+        """Worker and ticket id of each chunk of a feed that was dropped since the last call."""
         if self._session is None:
             return []
         found, self._session.voided = self._session.voided, []
@@ -245,7 +252,7 @@ class Tickets:
         if session.num_chunks is None:
             there = sorted(worker for worker in session.due if worker in available)
             orders = [order for worker in there for order in self._rounds(session, worker, version)]
-            # Those that are being restarted stay; `join` adds absent ones when they are there.
+            # Workers that are being restarted stay queued; `join` queues absent ones when they return.
             session.due = {worker for worker in session.due.difference(there) if worker not in self.absent}
             return orders
         wanted = session.num_chunks
@@ -384,7 +391,7 @@ class Tickets:
         self._shut(order)
         session = self._session
         if session is not None and session.missing and order.batch < session.taken + session.rollouts:
-            left = session.missing.pop(worker, 1) - 1  # an absent worker's chunk is not waited for
+            left = session.missing.pop(worker, 1) - 1  # an absent worker has no entry: its chunk is optional
             if left:
                 session.missing[worker] = left
         return True
@@ -454,9 +461,9 @@ class Tickets:
         self._touch(worker)
 
     def _skip_delivered(self, session: Session, worker: int) -> None:
-        """Do not give tickets again for rounds whose chunk, delivered before the worker left, is still unread."""
+        """Do not reissue tickets for rounds that the worker delivered before it left and that are still unread."""
         first = session.issued[worker]
-        session.redo[worker].clear()  # chunks of it that became stale while it was absent
+        session.redo[worker].clear()  # filled by chunks that became stale while it was absent
         delivered = {a.order.batch for a in self._arrived.values() if a.order.worker == worker}
         session.issued[worker] = max([first, *(number + 1 for number in delivered)])
         gaps = set(range(first, session.issued[worker])) - delivered
@@ -553,7 +560,7 @@ class Tickets:
         return sorted(batch, key=lambda arrived: (arrived.order.worker, arrived.order.seq))
 
     def round_is_complete(self) -> bool:
-        """Whether the next batch has all chunks of the workers that are present, which must be enough."""
+        """Whether the next batch has every chunk of the present workers, and chunks of at least `fewest` workers."""
         session = self._session
         assert session is not None
         if session.missing is None:

@@ -12,9 +12,9 @@ class Turns:
     def __init__(self, limit: int | None) -> None:
         self._limit = limit
         self._waiting: OrderedDict[int, tuple[int, int]] = OrderedDict()
-        """Worker to incarnation and order of its chunk; the one that asked first comes first."""
+        """Per waiting worker, its incarnation and the ticket of its chunk, in order of asking."""
         self._sending: dict[int, int] = {}
-        """Worker to incarnation."""
+        """Per sending worker, its incarnation."""
 
     def ask(self, worker: int, incarnation: int, order: int) -> None:
         self.forget(worker)  # what it was sending, or asked for, was lost
@@ -30,7 +30,7 @@ class Turns:
         return self._sending.pop(worker, None) is not None
 
     def next(self, incarnation_of: Callable[[int], int]) -> list[tuple[int, int]]:
-        """Workers, and orders of their chunks, that go now; those of earlier incarnations are forgotten."""
+        """Workers that may send now, each with the ticket of its chunk; workers that were replaced are forgotten."""
         self._sending = {w: number for w, number in self._sending.items() if incarnation_of(w) == number}
         going = []
         while self._waiting and (self._limit is None or len(self._sending) < self._limit):

@@ -35,7 +35,8 @@ class AsyncPPOConfig:
     staleness_threshold: int = 1
     """versions that a row may be old when it is learned from; 0 is synchronous PPO"""
     num_chunks: int | None = None
-    """learn from the first so many workers' chunks to arrive, times rollout_epochs; None: one of every worker"""
+    """an update learns from the first num_chunks * rollout_epochs chunks to arrive; None: from rollout_epochs chunks of
+    every worker"""
     recompute_logprobs: bool = True
     """proximal log-probabilities by one forward over the batch; otherwise interpolated by the age of a row"""
     behave_weight_threshold: float | None = 1.5
@@ -70,27 +71,28 @@ class AsyncPPOConfig:
     """steps of each environment per rollout; None: 4,096 divided by the number of environments, at least 16, at most
     128 for a recurrent agent"""
     rollout_epochs: int = 1
-    """rollouts per update, one after the other with the same weights, each with advantages of its own. Use more for
-    larger updates where num_steps cannot grow: it is also the length of a recurrent agent's sequences; else prefer more
-    num_steps"""
+    """rollouts per update, collected one after the other with the same weights; advantages are computed per rollout.
+    Use more to enlarge updates of a recurrent agent, whose sequences have num_steps steps; otherwise raise num_steps
+    instead"""
     update_epochs: int = 8
-    """times that the rows of an update are learned from"""
+    """passes over the rows of an update"""
     global_batch_size: int | None = None
     """rows per optimizer step, for a recurrent agent at least num_steps; None: 128, or an eighth of an update's rows
-    for a recurrent agent. Use more for noisy rewards and large networks, less where updates change too little"""
+    for a recurrent agent. Use more for noisy rewards and large networks, fewer if updates change the policy too
+    little"""
     micro_batch_size: int | None = None
     """rows per forward and backward, to save memory, of a recurrent agent num_steps at least; None: all of a step's"""
     learning_rate: float = 5e-4
     """of Adam"""
     anneal_lr: bool = False
-    """let learning_rate and value_lr fall to zero over total_steps"""
+    """decrease learning_rate and value_lr linearly to zero over total_steps"""
     value_lr: float | None = None
-    """learning rate of the critic's own layers; layers that it shares with the actor (images, recurrent core) learn at
-    learning_rate; None: learning_rate for all. Use a higher one where explained_variance stays low, or to fine-tune a
-    trained policy in small steps while the critic follows in large ones"""
+    """learning rate of the critic's own layers; None: learning_rate. Layers shared with the actor (image encoder,
+    recurrent core) always use learning_rate. Use a higher one if explained_variance stays low, or to fine-tune a
+    trained policy in small steps with a critic that learns faster"""
     critic_warmup_updates: int = 0
-    """first updates of the run, which train only the critic's own layers and leave the policy as it is. Use some where
-    a trained policy starts with a new critic, whose advantages would be noise at first"""
+    """number of updates at the start of the run that train only the critic's own layers and leave the policy unchanged.
+    Use it when a trained policy starts with a new critic, whose first advantages are noise"""
     max_grad_norm: float = 0.5
     """gradients are scaled down to this norm"""
     target_kl: float | None = None

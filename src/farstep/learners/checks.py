@@ -45,13 +45,21 @@ class _TrainsCritic(Protocol):
 
 
 def check_critic(config: _TrainsCritic, weight: str) -> None:
-    """The options of the critic's own training; `weight` is the name of the value loss's weight."""
+    """Check `value_lr` and `critic_warmup_updates`.
+
+    Args:
+        config: The learner's options.
+        weight: Name of the option that is the weight of the value loss.
+
+    Raises:
+        ConfigError: A number is out of range, or warm-up updates would change nothing.
+    """
     check_numbers(config, value_lr=(0, math.inf))
     check_counts(config, "critic_warmup_updates", minimum=0)
     updates, rate = config.critic_warmup_updates, "learning_rate" if config.value_lr is None else "value_lr"
     for name in (weight, rate):
         if updates and not getattr(config, name):
             raise ConfigError(
-                f"critic_warmup_updates is {updates} with {name}=0, so that these updates would change nothing; give "
-                f"{name} a number above 0, or critic_warmup_updates=0."
+                f"critic_warmup_updates is {updates} with {name}=0, so these updates would change nothing; set {name} "
+                "above 0, or critic_warmup_updates to 0."
             )

@@ -53,9 +53,9 @@ def behaviour_diverged(window: Sequence[Metrics]) -> str | None:
 
 
 def weights_held(window: Sequence[Metrics]) -> str | None:
-    """No worker pulled during the window, although the learner published throughout.
+    """Warn if no worker pulled during the window, although the learner published throughout.
 
-    Critic warm-up does not count: it leaves the policy as it is, so that there is nothing to pull.
+    During critic warm-up the policy does not change, so workers have nothing to pull.
     """
     if any("train/critic/warmup" in metrics for metrics in window):
         return None

@@ -37,14 +37,14 @@ class ImpalaConfig:
     learning_rate: float = 2e-3
     """of Adam"""
     anneal_lr: bool = False
-    """let learning_rate and value_lr fall to zero over total_steps"""
+    """decrease learning_rate and value_lr linearly to zero over total_steps"""
     value_lr: float | None = None
-    """learning rate of the critic's own layers; layers that it shares with the actor (images, recurrent core) learn at
-    learning_rate; None: learning_rate for all. Use a higher one where explained_variance stays low, or to fine-tune a
-    trained policy in small steps while the critic follows in large ones"""
+    """learning rate of the critic's own layers; None: learning_rate. Layers shared with the actor (image encoder,
+    recurrent core) always use learning_rate. Use a higher one if explained_variance stays low, or to fine-tune a
+    trained policy in small steps with a critic that learns faster"""
     critic_warmup_updates: int = 0
-    """first updates of the run, which train only the critic's own layers and leave the policy as it is. Use some where
-    a trained policy starts with a new critic, whose advantages would be noise at first"""
+    """number of updates at the start of the run that train only the critic's own layers and leave the policy unchanged.
+    Use it when a trained policy starts with a new critic, whose first advantages are noise"""
     gamma: float = 0.99
     """discount"""
     rho_bar: float = 1.0

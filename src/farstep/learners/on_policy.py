@@ -21,7 +21,7 @@ from farstep.learners.statistics import Statistics
 
 
 class Rates(Protocol):
-    """The options that all of these learners have."""
+    """The options that all on-policy learners have."""
 
     @property
     def learning_rate(self) -> float: ...
@@ -43,7 +43,7 @@ class _Saved(msgspec.Struct, forbid_unknown_fields=True):
     optimizer: dict[str, Any]
     statistics: dict[str, Any]
     updates: Count = 0
-    """Not in checkpoints from before critic warm-up existed."""
+    """Updates of the run so far; missing in checkpoints older than critic warm-up."""
 
 
 class OnPolicy:
@@ -59,7 +59,19 @@ class OnPolicy:
         self._updates = 0
 
     def prepare(self, batch: Batch, version: int, progress: float) -> Rollout:
-        """Begin an update: the batch as it is learned from, and the learning rates for this part of the run."""
+        """Begin an update: set the learning rates and turn the batch into tensors.
+
+        Args:
+            batch: The rows to learn from.
+            version: Version of the agent's weights.
+            progress: Fraction of the run that is done, from 0 to 1; with `anneal_lr` it sets the learning rates.
+
+        Returns:
+            The rollout to pass to `learn`.
+
+        Raises:
+            RewardError: A reward is not finite.
+        """
         if self._anneal_lr:
             self._optimizer.anneal(1 - progress)
         _check_rewards(batch)
@@ -69,10 +81,20 @@ class OnPolicy:
     def learn(
         self, batch: Batch, rollout: Rollout, columns: dict[str, Tensor], loss: Loss, schedule: Schedule
     ) -> dict[str, float]:
-        """Go through the rollout; observations become part of the statistics once they were learned from.
+        """Optimize the agent on a rollout, then add its observations to the normalization statistics.
 
-        In critic warm-up nothing that actions depend on changes: no layer that the actor uses, no statistics of
-        observations. The critic is trained on the observations as the policy gets them.
+        During critic warm-up the policy does not change: neither the layers that the actor uses nor the statistics of
+        observations are updated.
+
+        Args:
+            batch: The batch that the rollout was prepared from.
+            rollout: What `prepare` returned.
+            columns: Further `[T, N]` tensors that the loss needs.
+            loss: Loss of a minibatch.
+            schedule: Epochs, minibatch sizes and early stopping.
+
+        Returns:
+            Metrics by name, without the prefix `train/`.
         """
         warmup = self._updates < self._critic_warmup_updates
         with lean(self.agent):
@@ -111,6 +133,6 @@ def _check_rewards(batch: Batch) -> None:
 
 
 def rollouts(env: ClusterEnv, agent: ActorCritic, steps: int, epochs: int) -> Iterator[Batch]:
-    """Batches of `epochs` rollouts of all environments, each batch with the newest weights."""
+    """Yield batches of `epochs` rollouts of all environments, each batch with the newest weights."""
     while True:
         yield env.collect(agent, steps, epochs)

@@ -49,7 +49,7 @@ class SavedOptimizer(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _Group:
-    """Parameters with one learning rate and one count of steps, as parts of long vectors."""
+    """Parameters that share a learning rate and a step count, as slices of the flat vectors."""
 
     def __init__(self, learning_rate: float, parts: Sequence[slice], vectors: Sequence[Tensor]) -> None:
         self._learning_rate = self.lr = learning_rate
@@ -61,7 +61,7 @@ class _Group:
 
     @torch.no_grad()
     def step(self) -> None:
-        """One step of Adam. As a function it takes half of the time of `torch.optim.Adam.step`."""
+        """Make one step of Adam. The functional form takes half the time of `torch.optim.Adam.step`."""
         parameters, gradients, exp_avgs, exp_avg_sqs = self._tensors
         adam(
             parameters,
@@ -84,9 +84,9 @@ class _Group:
 class Optimizer:
     """Adam with clipped gradients; a step whose gradients are no numbers is left out and counted.
 
-    Parameters, gradients and Adam's moments are long vectors: a step is a handful of operations, however many layers.
-    The critic's own parameters (`agent.critic`) are a group with a learning rate and a count of steps of its own;
-    layers that actor and critic share belong to the policy's group.
+    Parameters, gradients and Adam's moments are flat vectors, so the cost of a step does not grow with the number of
+    layers. The critic's own parameters (`agent.critic`) are a group with its own learning rate and step count; layers
+    that actor and critic share belong to the policy's group.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Optimizer:
         """Of the order of rows."""
 
     def anneal(self, left: float) -> None:
-        """Set the learning rates to this part of what they began with."""
+        """Set the learning rates to this fraction of their initial values."""
         self._policy.anneal(left)
         self._critic.anneal(left)
 
@@ -117,17 +117,17 @@ class Optimizer:
         *,
         critic_only: bool = False,
     ) -> dict[str, float]:
-        """Go through the rollout as the schedule says.
+        """Optimize the agent on a rollout.
 
         Args:
-            rollout: What is learned from.
-            columns: Further `[T, N]` tensors that minibatches take along.
-            loss: Of a minibatch.
-            schedule: How often, and in what portions.
+            rollout: The rows to learn from.
+            columns: Further `[T, N]` tensors to add to each minibatch.
+            loss: Loss of a minibatch.
+            schedule: Epochs, minibatch sizes and early stopping.
             critic_only: Change only the critic's own parameters (critic warm-up).
 
         Returns:
-            Means of everything that was measured, and the learning rates.
+            The mean of each metric over all minibatches, the number of epochs, and the learning rates.
         """
         measured, epochs = Means(), 0
         for _ in range(schedule.epochs):
@@ -170,8 +170,10 @@ class Optimizer:
         return {"actor/grad_norm": norm, "actor/skipped_steps": ~finite}
 
     def state(self) -> dict[str, object]:
-        """The state without hyper-parameters, which come from the options of the run; moments are in the order of the
-        agent's parameters."""
+        """The state for a checkpoint; moments are in the order of the agent's parameters.
+
+        It has no hyper-parameters: those come from the options of the run.
+        """
         steps = {"step": self._policy.steps[0], "critic_step": self._critic.steps[0]}
         return {"adam": {**steps, **self._moments}, "generator": self.generator.get_state()}
 
@@ -179,7 +181,7 @@ class Optimizer:
         """Check that a saved state fits this optimizer, else raise `Refused`: Adam's fused step would read past the end
         of shorter arrays."""
         saved = converted("optimizer", state, SavedOptimizer)
-        if "step" in saved.adam:  # before the critic had a step count of its own, all parameters shared one
+        if "step" in saved.adam:  # older checkpoints have one step count for all parameters
             saved.adam.setdefault("critic_step", saved.adam["step"])
         check_keys("optimizer.adam", saved.adam, ("step", "critic_step", *self._moments))
         for name in ("step", "critic_step"):
@@ -194,7 +196,7 @@ class Optimizer:
         return saved
 
     def load(self, saved: SavedOptimizer) -> None:
-        """Go on with what was saved, at the learning rates of now; the agent's parameters are loaded apart."""
+        """Restore a checked state; learning rates stay as configured, and the agent loads its parameters itself."""
         for name, vector in self._moments.items():
             vector.copy_(saved.adam[name])
         for group, name in ((self._policy, "step"), (self._critic, "critic_step")):
@@ -205,7 +207,7 @@ class Optimizer:
 
 
 def _as_one(parameters: list[nn.Parameter]) -> tuple[Tensor, Tensor]:
-    """One long vector that all of these are parts of, from now on, and one of their gradients."""
+    """Move the parameters into one flat vector and their gradients into another; return both vectors."""
     sizes = [parameter.numel() for parameter in parameters]
     flat = torch.cat([parameter.detach().flatten() for parameter in parameters])
     gradient = torch.zeros_like(flat)
@@ -217,12 +219,12 @@ def _as_one(parameters: list[nn.Parameter]) -> tuple[Tensor, Tensor]:
 
 
 def _parts(agent: ActorCritic) -> tuple[list[slice], slice]:
-    """Where a vector of all parameters holds the policy's, shared layers included, and where the critic's own."""
+    """Slices of the flat vector that hold the policy's parameters, shared layers included, and the critic's own."""
     own = {id(parameter) for parameter in agent.critic.parameters()}
     policy, critic, start = [], slice(0), 0
     for is_own, run in groupby(agent.parameters(), lambda parameter: id(parameter) in own):
         stop = start + sum(parameter.numel() for parameter in run)
-        if is_own:  # the parameters of one module follow each other
+        if is_own:  # one slice is enough: parameters of one module are contiguous
             critic = slice(start, stop)
         else:
             policy.append(slice(start, stop))

@@ -49,8 +49,8 @@ def minibatch_rows(given: int | None, rows: int, recurrent: bool) -> int:
     """Rows per optimizer step.
 
     Args:
-        given: The user's choice; None: 128, or an eighth of all rows for a recurrent agent.
-        rows: Rows of the update.
+        given: The user's choice; None: 128, or an eighth of `rows` for a recurrent agent.
+        rows: Number of rows of an update.
         recurrent: Whether the agent learns from whole sequences.
 
     Returns:

@@ -179,7 +179,7 @@ class Training:
                 raise
             if self._in_warmup:
                 log.warning(
-                    "the run ended in its critic warm-up, after %d updates, so that its policy was not trained: lower "
+                    "the run ended after %d updates, during critic warm-up, so its policy was not trained: lower "
                     "--critic-warmup-updates, or train for longer (--total-steps, --target-return)",
                     self.progress.updates,
                 )

@@ -97,7 +97,14 @@ _FILES = count()
 
 
 def require_tensorboard() -> tuple[Any, Any, Any]:
-    """The modules of TensorBoard that write event files; raises `ConfigError` if it is not installed."""
+    """Import the modules of TensorBoard that write event files.
+
+    Returns:
+        The modules that define `RecordWriter`, `Event` and `Summary`.
+
+    Raises:
+        ConfigError: TensorBoard is not installed.
+    """
     package, purpose = "tensorboard", "logging to TensorBoard"
     return (
         require("tensorboard.summary.writer.record_writer", package, purpose, "RecordWriter"),
@@ -107,7 +114,11 @@ def require_tensorboard() -> tuple[Any, Any, Any]:
 
 
 def require_wandb() -> Any:
-    """The module of Weights & Biases; raises `ConfigError` if it is not installed."""
+    """Import and return the module `wandb`.
+
+    Raises:
+        ConfigError: Weights & Biases is not installed.
+    """
     return require("wandb", "wandb", "logging to Weights & Biases", "init")
 
 

@@ -180,8 +180,9 @@ def _times(make: MakeBuffer) -> None:
                 pass
             assert total >= 2 * (most > 0), "nothing could be sampled"
             assert max(filled.times.values()) <= most, f"max_times_sampled={most}: {filled.times}"
-            worn = sum(times == most for times in filled.times.values())
-            assert buffer.removed["sampled"] in (worn, worn * _EPISODE), "rows, or whole episodes, are gone"
+            used_up = sum(times == most for times in filled.times.values())
+            expected = (used_up, used_up * _EPISODE)  # rows, or all rows of as many episodes
+            assert buffer.removed["sampled"] in expected, f"{buffer.removed['sampled']} rows removed, not {expected}"
 
 
 def _limiter(make: MakeBuffer) -> None:

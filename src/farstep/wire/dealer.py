@@ -41,8 +41,9 @@ class _Connection:
             self.socket.routing_id = route
         self.socket.maxmsgsize = most_bytes
         self.socket.linger = 2000
-        # Always read on: libzmq 4.3.5 aborts the process when a heartbeat is due on a connection that broke while its
-        # messages were not read. What waits is bounded by what was asked of the head, weights above all.
+        # No limit on received messages, so that libzmq never stops reading: libzmq 4.3.5 aborts the process if a
+        # heartbeat is due on a connection that broke while reading was paused. The head sends only what the worker
+        # requested, mostly weights, so the queue stays bounded.
         self.socket.rcvhwm = 0
         keep_asking(self.socket, lease_s)
         self._monitor = self.socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | _BROKEN)

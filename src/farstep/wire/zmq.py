@@ -45,8 +45,9 @@ _DRAIN_S = 0.5
 """For reading without a pause: whoever sends faster than that does not keep the head from its other work."""
 LEASE_S = 10.0
 _PING, _SILENT = 0.1, 0.4
-"""Of a lease: how often a side is asked whether it is there, and how long it may take to answer. The kernel asks for
-the head; for workers ZeroMQ's own threads ask and are answered, so that a busy interpreter delays neither."""
+"""Fractions of a lease: the heartbeat interval, and the silence after which a connection is closed. The head uses TCP
+keepalive, workers use ZeroMQ's heartbeats; the kernel and ZeroMQ's threads send them, so a busy interpreter delays
+neither."""
 
 
 @dataclass
@@ -124,8 +125,8 @@ class Hub:
         router.handshake_ivl = 10_000
         router.sndhwm = 0
         router.router_mandatory = True
-        # The kernel closes connections to hosts that are gone. ZeroMQ's heartbeats would, too, but libzmq 4.3.5 aborts
-        # the process when one is due on a connection that its peer closed while messages of it wait to be read.
+        # TCP keepalive closes connections to hosts that are gone. ZeroMQ's heartbeats would do the same, but libzmq
+        # 4.3.5 aborts the process if one is due on a connection that the peer closed while its messages are unread.
         router.tcp_keepalive = 1
         router.tcp_keepalive_idle = router.tcp_keepalive_intvl = max(1, round(_PING * self.lease_s))
         router.tcp_keepalive_cnt = round(_SILENT / _PING)
@@ -284,7 +285,7 @@ def check_descriptors(count: int) -> None:
 
 
 def keep_asking(socket: zmq.Socket[bytes], lease_s: float) -> None:
-    """Have ZeroMQ's threads notice a head that does not answer any more."""
+    """Make ZeroMQ send heartbeats, and close the connection when the head does not answer them."""
     socket.heartbeat_ivl, socket.heartbeat_timeout = int(_PING * lease_s * 1000), int(_SILENT * lease_s * 1000)
 
 
