@@ -17,7 +17,8 @@ from tasks import Config, Rows, assert_resumes_exactly, make_env, make_training,
 from farstep.buffer import checkpoint
 from farstep.learners.async_ppo import AsyncPPOConfig
 from farstep.learners.impala import ImpalaConfig
-from farstep.learners.nets import ActorCritic, NetConfig
+from farstep.learners.nets import ActorCritic, NetConfig, make_agent
+from farstep.learners.optimizing import Optimizer
 from farstep.learners.ppo import PPOConfig
 from farstep.learners.saving import put_together, taken_apart
 
@@ -193,6 +194,15 @@ def test_checkpoint_older_than_critic_warmup_can_be_resumed(tmp_path: Path) -> N
     checkpoint.save(tmp_path / "parts", arrays, {"state": plain})
     parts = resumable(config, 6 * ROWS, tmp_path / "parts", resume=True)
     assert all(torch.equal(tensor, parts[name]) for name, tensor in whole.items())
+
+
+def test_checkpoint_that_an_older_version_saved_before_its_first_update_can_be_loaded() -> None:
+    """Its optimizer has no state yet, as when Ctrl-C comes while the first rollout is collected."""
+    space = spaces.Box(-1.0, 1.0, (3,))
+    optimizer = Optimizer(make_agent(space, spaces.Discrete(2), NetConfig(), 0.99), 1e-3, 0.5, seed=1)
+    optimizer.load(optimizer.check({**optimizer.state(), "adam": {}}))
+    saved = optimizer.check(optimizer.state())
+    assert all(not tensor.any() for tensor in saved.adam.values())
 
 
 def test_code_of_the_ppo_page_loads_a_trained_policy_with_a_new_critic(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
+from collections import Counter, deque
 
 import pytest
 
-from farstep.head.tickets import Tickets
+from farstep.head.tickets import Order, Tickets
 
 
 def roll(tickets: Tickets, available: set[int]) -> None:
@@ -140,3 +141,105 @@ def test_worker_that_rejoins_does_not_repeat_a_round_that_it_delivered(stale: bo
     for order in [first[0], *again]:
         assert tickets.accept(order.worker, order.seq, version, None)
     assert [arrived.order.worker for arrived in tickets.take(version) or ()] == [0, 1]
+
+
+def test_chunk_that_becomes_stale_after_its_worker_rejoined_is_not_rolled_again() -> None:
+    """The worker takes part from the next batch on, so no batch waits for the round of the stale chunk."""
+    tickets = Tickets(2, fewest=1)
+    tickets.open(1)
+    first = {(order.worker, order.batch): order for order in tickets.grant([0, 1], 0)}
+    for number in (0, 1):
+        assert tickets.accept(1, first[1, number].seq, 0, None)
+    tickets.lost(1)
+    tickets.leave(1)
+    tickets.join(1)
+    assert tickets.take(2) is None  # both chunks of worker 1 are too old for version 2
+    assert tickets.grant([0, 1], 2) == []
+    assert tickets.accept(0, first[0, 0].seq, 2, None)
+    assert [(a.order.worker, a.order.batch) for a in tickets.take(2) or ()] == [(0, 0)]
+
+
+def test_workers_that_rejoin_take_part_in_whole_batches_of_several_rounds() -> None:
+    tickets = Tickets(2, fewest=1)
+    tickets.open(0, rollouts=2)
+    first = {(order.worker, order.batch): order for order in tickets.grant([0, 1], 0)}
+    for worker in (0, 1):
+        assert tickets.accept(worker, first[worker, 0].seq, 0, None)
+        tickets.lost(worker)
+        tickets.leave(worker)
+    tickets.join(0)
+    tickets.join(1)
+    assert {(order.worker, order.batch) for order in tickets.grant([0, 1], 0)} == {(0, 1)}
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_batches_have_their_own_rounds_whoever_leaves_rejoins_or_becomes_stale(seed: int) -> None:
+    """A chunk of an earlier round would be read from the wrong lane; a lane in use must not get another ticket."""
+    rng = random.Random(seed)
+    workers, rollouts = rng.randint(1, 4), rng.randint(1, 3)
+    tickets = Tickets(workers, rng.randint(1, workers))
+    tickets.open(rng.choice([None, 0, 1, 2]), rollouts=rollouts)
+    up, version, taken, batches = set(range(workers)), 0, 0, 0
+    waiting: dict[int, deque[Order]] = {worker: deque() for worker in range(workers)}
+
+    def grant() -> None:
+        for order in tickets.grant(up, version):
+            used = [o.lane for o in waiting[order.worker]]
+            used += [a.order.lane for a in tickets._arrived.values() if a.order.worker == order.worker]
+            assert order.lane not in used
+            waiting[order.worker].append(order)
+
+    def deliver(worker: int) -> None:
+        order = waiting[worker].popleft()
+        assert tickets.accept(
+            worker, order.seq, max(version - rng.randint(0, 1), min(order.min_version, version)), None
+        )
+
+    def take() -> bool:
+        nonlocal taken, batches
+        tickets.release()
+        batch = tickets.take(version)
+        if batch is None:
+            return False
+        numbers = Counter(arrived.order.worker for arrived in batch)
+        assert max(numbers.values()) <= rollouts
+        assert all(taken <= arrived.order.batch < taken + rollouts for arrived in batch)
+        taken, batches = taken + rollouts, batches + 1
+        return True
+
+    for _ in range(80):
+        grant()
+        event, worker = rng.random(), rng.randrange(workers)
+        if event < 0.5 and worker in up and waiting[worker]:
+            deliver(worker)
+        elif event < 0.75:
+            take()
+        elif event < 0.83:
+            version += 1
+        elif event < 0.9 and worker in up:
+            up.discard(worker)
+            waiting[worker].clear()
+            tickets.lost(worker)
+            if rng.random() < 0.6:
+                tickets.leave(worker)
+        elif worker not in up:
+            tickets.join(worker)
+            up.add(worker)
+    for worker in set(range(workers)) - up:
+        tickets.join(worker)
+        up.add(worker)
+    grant()
+    for worker in range(workers):  # all that is granted is delivered, so a batch must follow
+        while waiting[worker]:
+            deliver(worker)
+    before = batches
+    while take() or batches == before:
+        grant()
+        if not any(waiting.values()):
+            break
+        for worker in range(workers):
+            while waiting[worker]:
+                deliver(worker)
+        if batches > before + 3:
+            break
+    assert batches > before

@@ -241,3 +241,35 @@ def test_checkpoint_of_a_ring_with_deleted_rows_is_restored(tmp_path: Path) -> N
         again.delete(keys[3:4])
         again.insert(steps(8, 2), timeout_s=0)
         assert len(again) == 7 and again.removed == {"evicted": 0, "sampled": 0, "deleted": 3}
+
+
+def test_rows_follow_a_reset_that_left_no_row(tmp_path: Path) -> None:
+    """The row of a reset (`valid` is False) is not stored, and the cell that it would have had goes to the next row."""
+
+    def batch(obs: list[float], last: float, *, starts: bool = True, ends_before_reset: bool = False) -> Batch:
+        x = np.array(obs)[:, None]
+        ended, valid, start = np.zeros(x.shape, bool), np.ones(x.shape, bool), np.zeros(x.shape, bool)
+        start[0] = starts
+        row = np.array([len(obs) - 2] if ends_before_reset else [], int)
+        ended[row], valid[row + 1] = True, False
+        return Batch(
+            {"obs.x": x, "reward": x * 0, "terminated": ended, "valid": valid, "episode_start": start},
+            {"obs": {"x": "obs.x"}},
+            {"x": np.array([last])},
+            FinalObs(row, row * 0, {"x": x[row, 0] + 0.5}),
+            {"slot": row * 0, "return": row, "length": row},
+            np.arange(1),
+            np.ones(1, bool),
+        )
+
+    with Buffer(8, Uniform(), seed=0) as buffer:
+        keys = buffer.insert(batch([0.0, 1.0, 2.0, 3.0], last=4.0))
+        buffer.delete(keys[:1])  # from now on rows have links
+        buffer.insert(batch([4.0, 5.0, 5.5], last=100.0, starts=False, ends_before_reset=True))
+        buffer.checkpoint(tmp_path)
+        buffer.insert(batch([100.0, 101.0, 102.0], last=103.0))
+        sampled, _ = buffer.sample(200)
+        assert set(zip(sampled["obs.x"].tolist(), sampled["next_obs.x"].tolist(), strict=True)) == {
+            (1, 2), (2, 3), (3, 4), (4, 5), (5, 5.5), (100, 101), (101, 102), (102, 103)
+        }  # fmt: skip
+    Buffer.restore(tmp_path).close()

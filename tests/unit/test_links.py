@@ -398,3 +398,19 @@ worker.close()
 def test_process_survives_a_peer_that_dies_while_its_messages_are_unread(script: str) -> None:
     done = subprocess.run([sys.executable, "-c", PEERS + script], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+
+
+def test_peers_connect_with_a_lease_of_days() -> None:
+    lease_s = 400_000.0
+    hub = Hub("tcp://127.0.0.1:*", lease_s)
+    link = DealerLink(hub.address, hub.keys.public, hub.admit(0, 0), MAIN, lease_s=lease_s)
+    try:
+        link.send([b"hello"])
+        deadline, found = time.monotonic() + 60, []
+        while not found:
+            assert time.monotonic() < deadline
+            found = [bytes(received.frames[0]) for _, received in hub.drain()]
+        assert found == [b"hello"]
+    finally:
+        link.close()
+        hub.close()

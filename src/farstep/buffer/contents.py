@@ -253,7 +253,8 @@ class Contents:
         structure, final = self.structures["obs"], batch.final_obs
         ours = np.flatnonzero((final.slot >= a) & (final.slot < b))
         ends = cells[final.row[ours], final.slot[ours] - a]
-        goes_on = np.flatnonzero(~np.isin(cells[-1], ends))
+        # The row of a reset that no other row needs was removed at once, and its cell may get another row.
+        goes_on = np.flatnonzero(~np.isin(cells[-1], ends) & ~self._free.is_free[cells[-1]])
         last = {name: value[goes_on + a] for name, value in leaves(structure, batch.last_obs)}
         self.store.keep_tails(cells[-1, goes_on], last)
         if len(ends):

@@ -454,6 +454,7 @@ class Tickets:
                 others = self._present(session) - {worker}
                 begun = max((session.issued[other] for other in others), default=0)
                 first = session.taken if len(others) < self._fewest else max(begun, session.taken)
+                first = -(-first // session.rollouts) * session.rollouts  # from the start of a batch on
                 session.since[worker] = session.issued[worker] = first
                 if session.num_chunks is None:
                     self._skip_delivered(session, worker)
@@ -483,7 +484,8 @@ class Tickets:
         if session is None:
             return
         if session.num_chunks is None:
-            session.redo[order.worker].append((order.batch, order.lane))
+            if order.batch >= session.since.get(order.worker, 0):  # else no batch waits for it
+                session.redo[order.worker].append((order.batch, order.lane))
             session.missing = None
             self._touch(order.worker)
         else:

@@ -181,6 +181,9 @@ class Optimizer:
         """Check that a saved state fits this optimizer, else raise `Refused`: Adam's fused step would read past the end
         of shorter arrays."""
         saved = converted("optimizer", state, SavedOptimizer)
+        if not saved.adam:  # older checkpoints have nothing before the first step
+            zeros = {name: torch.zeros_like(vector) for name, vector in self._moments.items()}
+            saved.adam = {"step": torch.zeros(()), **zeros}
         if "step" in saved.adam:  # older checkpoints have one step count for all parameters
             saved.adam.setdefault("critic_step", saved.adam["step"])
         check_keys("optimizer.adam", saved.adam, ("step", "critic_step", *self._moments))

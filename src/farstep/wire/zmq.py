@@ -128,9 +128,10 @@ class Hub:
         # TCP keepalive closes connections to hosts that are gone. ZeroMQ's heartbeats would do the same, but libzmq
         # 4.3.5 aborts the process if one is due on a connection that the peer closed while its messages are unread.
         router.tcp_keepalive = 1
-        router.tcp_keepalive_idle = router.tcp_keepalive_intvl = max(1, round(_PING * self.lease_s))
+        ping_s = min(max(1, round(_PING * self.lease_s)), 32_767)  # what Linux accepts
+        router.tcp_keepalive_idle = router.tcp_keepalive_intvl = ping_s
         router.tcp_keepalive_cnt = round(_SILENT / _PING)
-        router.tcp_maxrt = int(_SILENT * self.lease_s * 1000)  # the same while sent data is not acknowledged
+        router.tcp_maxrt = min(int(_SILENT * self.lease_s * 1000), 2**31 - 1)  # the same while sent data is not acknowledged
         return router
 
     @property
