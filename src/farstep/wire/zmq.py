@@ -131,7 +131,7 @@ class Hub:
         ping_s = min(max(1, round(_PING * self.lease_s)), 32_767)  # what Linux accepts
         router.tcp_keepalive_idle = router.tcp_keepalive_intvl = ping_s
         router.tcp_keepalive_cnt = round(_SILENT / _PING)
-        router.tcp_maxrt = min(int(_SILENT * self.lease_s * 1000), 2**31 - 1)  # the same while sent data is not acknowledged
+        router.tcp_maxrt = min(int(_SILENT * self.lease_s * 1000), 2**31 - 1)  # for unacknowledged data
         return router
 
     @property
