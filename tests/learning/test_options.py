@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import pickle
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,9 @@ from farstep.learners.run_config import RunConfig
     ("config", "option"),
     [
         (PPOConfig, {"learning_rate": -1.0}),
+        (PPOConfig, {"learning_rate": math.inf}),
+        (AsyncPPOConfig, {"value_lr": 1e300}),
+        (ImpalaConfig, {"value_coef": math.inf}),
         (PPOConfig, {"gamma": 3.0}),
         (PPOConfig, {"max_grad_norm": -1.0}),
         (PPOConfig, {"value_clip": -1.0}),

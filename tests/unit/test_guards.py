@@ -42,6 +42,7 @@ def test_a_run_without_these_metrics_gets_no_warning() -> None:
             {"train__actor__clip_fraction": 0.8, "train__actor__behave_k3": 0.0, "lag__versions_mean": 5.0},
             "--decoupled",
         ),
+        ({"train__actor__skipped_steps": 0.9}, "not finite"),
         ({"train__actor__ess": 0.1}, "--kl-threshold"),
         ({"train__actor__behave_k3": 2.0}, "--kl-threshold"),
         ({"pulls_every": 1000}, "no worker has pulled"),

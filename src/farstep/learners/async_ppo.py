@@ -19,7 +19,7 @@ from farstep.batch import Batch
 from farstep.cluster_env import ClusterEnv
 from farstep.errors import ConfigError
 from farstep.learners import losses
-from farstep.learners.checks import TINY, check_choice, check_counts, check_critic, check_numbers
+from farstep.learners.checks import LARGE, TINY, check_choice, check_counts, check_critic, check_numbers
 from farstep.learners.nets import DEFAULT_NET, ActorCritic, NetConfig
 from farstep.learners.on_policy import OnPolicy, rollouts
 from farstep.learners.optimizing import Schedule, named
@@ -107,7 +107,9 @@ class AsyncPPOConfig:
         check_choice(self, "behave_weight_mode", ("mask", "truncate"))
         check_choice(self, "denominator", ("valid", "kept"))
         check_numbers(self, gamma=(0, 1), gae_lambda=(0, 1), clip_ratio_low=(0, 1), clip_ratio_high=(0, inf))
-        check_numbers(self, learning_rate=(0, inf), entropy_bonus=(0, inf), value_coef=(0, inf), clip_ratio_c=(1, inf))
+        check_numbers(
+            self, learning_rate=(0, LARGE), entropy_bonus=(0, LARGE), value_coef=(0, LARGE), clip_ratio_c=(1, inf)
+        )
         check_numbers(self, max_grad_norm=(TINY, inf), target_kl=(TINY, inf), value_clip=(TINY, inf))
         check_critic(self, "value_coef")
         for name in ("global_batch_size", "micro_batch_size"):

@@ -11,6 +11,8 @@ from farstep.errors import ConfigError, unknown_name
 
 TINY = 1e-12
 """Stands for "above 0" where bounds include their ends."""
+LARGE = 1e6
+"""Upper bound of learning rates and loss weights: beyond it, float32 parameters overflow within a few updates."""
 
 
 def check_numbers(config: object, **bounds: tuple[float, float]) -> None:
@@ -54,7 +56,7 @@ def check_critic(config: _TrainsCritic, weight: str) -> None:
     Raises:
         ConfigError: A number is out of range, or warm-up updates would change nothing.
     """
-    check_numbers(config, value_lr=(0, math.inf))
+    check_numbers(config, value_lr=(0, LARGE))
     check_counts(config, "critic_warmup_updates", minimum=0)
     updates, rate = config.critic_warmup_updates, "learning_rate" if config.value_lr is None else "value_lr"
     for name in (weight, rate):

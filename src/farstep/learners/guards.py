@@ -13,7 +13,7 @@ Guard = Callable[[Sequence[Metrics]], str | None]
 
 _WINDOW = 20
 """Updates that a guard sees; no guard warns earlier."""
-_CLIPPED, _WORTH, _DIVERGED = 0.5, 0.3, 0.5
+_SKIPPED, _CLIPPED, _WORTH, _DIVERGED = 0.5, 0.5, 0.3, 0.5
 
 
 def clip_saturated(window: Sequence[Metrics]) -> str | None:
@@ -69,7 +69,18 @@ def weights_held(window: Sequence[Metrics]) -> str | None:
     )
 
 
-GUARDS: tuple[Guard, ...] = (clip_saturated, samples_worthless, behaviour_diverged, weights_held)
+def steps_skipped(window: Sequence[Metrics]) -> str | None:
+    """Most gradients are not finite, so the optimizer leaves them out."""
+    share = _mean(window, "train/actor/skipped_steps")
+    if share is None or share <= _SKIPPED:
+        return None
+    return (
+        f"{share:.0%} of the optimizer steps were skipped, since their gradients were not finite: lower "
+        "--learning-rate, or look for infinite rewards and observations."
+    )
+
+
+GUARDS: tuple[Guard, ...] = (steps_skipped, clip_saturated, samples_worthless, behaviour_diverged, weights_held)
 
 
 class Guards:

@@ -14,7 +14,7 @@ from farstep.batch import Batch
 from farstep.cluster_env import ClusterEnv
 from farstep.core import Array
 from farstep.learners import losses
-from farstep.learners.checks import TINY, check_counts, check_critic, check_numbers
+from farstep.learners.checks import LARGE, TINY, check_counts, check_critic, check_numbers
 from farstep.learners.nets import DEFAULT_NET, ActorCritic, NetConfig
 from farstep.learners.on_policy import OnPolicy
 from farstep.learners.optimizing import Schedule, named
@@ -68,9 +68,9 @@ class ImpalaConfig:
     def __post_init__(self) -> None:
         check_counts(self, "num_steps", "num_chunks")
         check_counts(self, "max_staleness", minimum=0)
-        check_numbers(self, gamma=(0, 1), vtrace_lambda=(0, 1), learning_rate=(0, inf), max_grad_norm=(TINY, inf))
-        check_numbers(self, rho_bar=(0, inf), c_bar=(0, inf), pg_rho_bar=(0, inf), value_coef=(0, inf))
-        check_numbers(self, entropy_bonus=(0, inf))
+        check_numbers(self, gamma=(0, 1), vtrace_lambda=(0, 1), learning_rate=(0, LARGE), max_grad_norm=(TINY, inf))
+        check_numbers(self, rho_bar=(0, inf), c_bar=(0, inf), pg_rho_bar=(0, inf), value_coef=(0, LARGE))
+        check_numbers(self, entropy_bonus=(0, LARGE))
         check_critic(self, "value_coef")
 
 

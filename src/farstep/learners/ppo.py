@@ -12,7 +12,7 @@ from torch import Tensor
 from farstep.batch import Batch
 from farstep.cluster_env import ClusterEnv
 from farstep.learners import losses
-from farstep.learners.checks import TINY, check_choice, check_counts, check_critic, check_numbers
+from farstep.learners.checks import LARGE, TINY, check_choice, check_counts, check_critic, check_numbers
 from farstep.learners.nets import DEFAULT_NET, ActorCritic, NetConfig
 from farstep.learners.on_policy import OnPolicy, rollouts
 from farstep.learners.optimizing import Schedule, named
@@ -78,7 +78,7 @@ class PPOConfig:
         check_counts(self, "num_steps", "rollout_epochs", "minibatch_size", "update_epochs")
         check_choice(self, "normalize_advantages", ("minibatch", "batch", "no"))
         check_numbers(self, gamma=(0, 1), gae_lambda=(0, 1), clip_coef=(0, 1))
-        check_numbers(self, learning_rate=(0, inf), ent_coef=(0, inf), vf_coef=(0, inf))
+        check_numbers(self, learning_rate=(0, LARGE), ent_coef=(0, LARGE), vf_coef=(0, LARGE))
         check_numbers(self, max_grad_norm=(TINY, inf), target_kl=(TINY, inf), value_clip=(TINY, inf))
         check_numbers(self, behave_weight_threshold=(1, inf))
         check_critic(self, "vf_coef")
