@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from farstep.core import Ended, Launcher, Received, Started
 from farstep.wire.inproc import InprocLink, inproc_pair
 from farstep.worker.loop import Worker
-from farstep.worker.nested_launch import acting_as_worker
 from farstep.worker.progress import Board
 
 
@@ -59,12 +58,11 @@ class InprocessWorker:
         if self._ended is not None:
             return False
         try:
-            with acting_as_worker():
-                received = self._link.receive()
-                if received is not None:
-                    self._worker.handle(received)
-                elif not self._worker.work():
-                    return False
+            received = self._link.receive()
+            if received is not None:
+                self._worker.handle(received)
+            elif not self._worker.work():
+                return False
         except SystemExit as error:
             self._ended = Ended(error.code if isinstance(error.code, int) else 1)
         if not self._worker.running:

@@ -3,32 +3,21 @@ import it and launch again, without end."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
-from collections.abc import Iterator
-from contextvars import ContextVar
+from collections.abc import Iterable, Iterator
+from types import FrameType
 
 from farstep.errors import LaunchError
 
+_LOOP = "farstep.worker.loop"
 _VARIABLE = "FARSTEP_WORKER"
 """Set in worker processes and inherited by the processes that their environments start."""
-_in_worker: ContextVar[bool] = ContextVar("farstep_in_worker", default=False)
 
 
 def mark_worker_process() -> None:
     """Refuse every launch in this process and in those that it starts."""
     os.environ[_VARIABLE] = str(os.getpid())
-
-
-@contextlib.contextmanager
-def acting_as_worker() -> Iterator[None]:
-    """Refuse launches of this thread meanwhile, for a worker without a process of its own."""
-    token = _in_worker.set(True)
-    try:
-        yield
-    finally:
-        _in_worker.reset(token)
 
 
 def refuse_nested_launch() -> None:
@@ -37,9 +26,11 @@ def refuse_nested_launch() -> None:
     Raises:
         LaunchError: A worker is launching; the message names the module whose import does so, if any, and the remedy.
     """
-    if not _in_worker.get() and _VARIABLE not in os.environ:
+    frames = list(_frames())
+    in_process = any(frame.f_globals.get("__name__") == _LOOP for frame in frames)
+    if not in_process and _VARIABLE not in os.environ:
         return
-    if (module := _imported_module()) is not None:
+    if (module := _imported_module(frames)) is not None:
         raise LaunchError(
             f"importing the module {module} launches farstep, and a worker imports it, so workers would start workers "
             "without end: put the launch under if __name__ == '__main__':, or into a function that only the "
@@ -52,12 +43,21 @@ def refuse_nested_launch() -> None:
     )
 
 
-def _imported_module() -> str | None:
+def _frames() -> Iterator[FrameType]:
+    """The caller's stack, innermost first. A worker without a process of its own is found here: unlike a variable, the
+    stack is right whenever Ctrl-C comes."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _imported_module(frames: Iterable[FrameType]) -> str | None:
     """The innermost module on the stack that is being imported for the worker, with the line that launches."""
-    frame = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__") != "farstep.worker.loop":
+    for frame in frames:
         name = frame.f_globals.get("__name__")
+        if name == _LOOP:
+            return None
         if frame.f_code.co_name == "<module>" and name not in (None, "__main__"):
             return f"{name!r} ({frame.f_code.co_filename}, line {frame.f_lineno})"
-        frame = frame.f_back  # type: ignore[assignment]
     return None
