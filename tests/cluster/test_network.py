@@ -110,7 +110,7 @@ def far_head(
 
 
 def test_a_broken_link_that_comes_back_within_the_lease_loses_nothing(tmp_path: Path) -> None:
-    with far_head(tmp_path, size=100_000) as (net, head):
+    with far_head(tmp_path, size=100_000, lease_s=30) as (net, head):
         head.wait_for(5, columns=4)
         for _ in range(3):
             net.cut("h2")

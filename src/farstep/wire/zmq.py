@@ -45,9 +45,9 @@ _DRAIN_S = 0.5
 """For reading without a pause: whoever sends faster than that does not keep the head from its other work."""
 LEASE_S = 10.0
 _PING, _SILENT = 0.1, 0.4
-"""Fractions of a lease: the heartbeat interval, and the silence after which a connection is closed. The head uses TCP
-keepalive, workers use ZeroMQ's heartbeats; the kernel and ZeroMQ's threads send them, so a busy interpreter delays
-neither."""
+"""Fractions of a lease: the heartbeat interval, and the silence after which a connection is closed. Control
+connections use ZeroMQ's heartbeats, the head's bulk connections TCP keepalive; ZeroMQ's threads and the kernel send
+them, so a busy interpreter delays neither."""
 
 
 @dataclass
@@ -103,6 +103,10 @@ class Hub:
         self._zap = self._context.socket(zmq.REP)
         self._zap.bind(_ZAP)
         self._router = self._socket(self._most_bytes)
+        # Always read on: libzmq 4.3.5 aborts the process if a heartbeat is due on a connection that the peer closed
+        # while its messages are unread.
+        self._router.rcvhwm = 0
+        keep_asking(self._router, self.lease_s)
         self._router.router_handover = True  # who comes back is let in, though its old connection seems to be there
         self._router.curve_server = True
         self._router.curve_secretkey = self.keys.secret
@@ -112,7 +116,12 @@ class Hub:
         if self._reliable:
             self._bulk = self._socket(SEGMENT_BYTES + TAG_BYTES)
             self._bulk.plain_server = True
-            self._bulk.rcvhwm = UNSENT
+            self._bulk.rcvhwm = UNSENT  # bounded, so TCP keepalive takes the place of heartbeats
+            self._bulk.tcp_keepalive = 1
+            ping_s = min(max(1, round(_PING * self.lease_s)), 32_767)  # what Linux accepts
+            self._bulk.tcp_keepalive_idle = self._bulk.tcp_keepalive_intvl = ping_s
+            self._bulk.tcp_keepalive_cnt = round(_SILENT / _PING)
+            self._bulk.tcp_maxrt = min(int(_SILENT * self.lease_s * 1000), 2**31 - 1)  # for unacknowledged data
             bound = _bound(self._bulk, [bulk_address(address, "*") for address in addresses])
             self.bulk_port = bound[0].rpartition(":")[2]
 
@@ -125,13 +134,6 @@ class Hub:
         router.handshake_ivl = 10_000
         router.sndhwm = 0
         router.router_mandatory = True
-        # TCP keepalive closes connections to hosts that are gone. ZeroMQ's heartbeats would do the same, but libzmq
-        # 4.3.5 aborts the process if one is due on a connection that the peer closed while its messages are unread.
-        router.tcp_keepalive = 1
-        ping_s = min(max(1, round(_PING * self.lease_s)), 32_767)  # what Linux accepts
-        router.tcp_keepalive_idle = router.tcp_keepalive_intvl = ping_s
-        router.tcp_keepalive_cnt = round(_SILENT / _PING)
-        router.tcp_maxrt = min(int(_SILENT * self.lease_s * 1000), 2**31 - 1)  # for unacknowledged data
         return router
 
     @property
