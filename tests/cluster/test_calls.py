@@ -69,6 +69,8 @@ def test_interrupts_at_any_moment_lose_nothing_and_count_nothing_twice(config: f
             interrupted(rng.uniform(0.0002, 0.02), go_on)
             assert_balanced(env.stats())
             assert_sound(env.collect(agent, steps=2))
+    with cluster(envs=1, config=inprocess(1)) as another:  # this process does not take itself for a worker
+        assert_sound(another.collect(agent, steps=2))
 
 
 def test_an_interrupted_launch_can_be_tried_again() -> None:

@@ -227,7 +227,8 @@ def _parts(agent: ActorCritic) -> tuple[list[slice], slice]:
     policy, critic, start = [], slice(0), 0
     for is_own, run in groupby(agent.parameters(), lambda parameter: id(parameter) in own):
         stop = start + sum(parameter.numel() for parameter in run)
-        if is_own:  # one slice is enough: parameters of one module are contiguous
+        if is_own:
+            assert critic == slice(0), "the parameters of one module are contiguous"
             critic = slice(start, stop)
         else:
             policy.append(slice(start, stop))

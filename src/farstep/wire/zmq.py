@@ -288,7 +288,7 @@ def check_descriptors(count: int) -> None:
 
 
 def keep_asking(socket: zmq.Socket[bytes], lease_s: float) -> None:
-    """Make ZeroMQ send heartbeats, and close the connection when the head does not answer them."""
+    """Make ZeroMQ send heartbeats, and close a connection whose other side does not answer them."""
     socket.heartbeat_ivl, socket.heartbeat_timeout = int(_PING * lease_s * 1000), int(_SILENT * lease_s * 1000)
 
 
