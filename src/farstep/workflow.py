@@ -240,11 +240,17 @@ class Workflow:
             self._ask(self._present if self._waits_for_all else range(self.env.num_workers), self._feed)
             self._tell_members()
 
-    def _ask(self, workers: Iterable[int], feed: Feed) -> None:
-        """Let these workers roll a window."""
-        chunks = max((-(-leaf.size // self._chunk_steps) for leaf in self._takers), default=1)
-        self._owed.update(dict.fromkeys(workers, chunks))
-        feed.invite(workers, chunks)
+    def _ask(self, workers: Iterable[int], feed: Feed, untaken: int = 0) -> None:
+        """Let these workers roll a window, of which `untaken` chunks have been rolled before."""
+        chunks = max((-(-leaf.size // self._chunk_steps) for leaf in self._takers), default=1) - untaken
+        if chunks > 0:
+            self._owed.update(dict.fromkeys(workers, chunks))
+            feed.invite(workers, chunks)
+
+    def _untaken(self, worker: int, feed: Feed) -> int:
+        """Chunks of a worker that no trigger has taken, from before it left: another window would be one too many."""
+        rows = min((self.ledger.written(worker) - leaf.start_of(worker) for leaf in self._takers), default=0)
+        return rows // self._chunk_steps + feed.pending(worker)
 
     def put(self, name: str, value: Nested) -> int:
         """Publish another object under a name (a noise scale, a target network): fires `ObjectKeyTrigger(name)`.
@@ -430,7 +436,8 @@ class Workflow:
         if len(self._invited & self._present) < needed <= len(self._present):
             joined = self._present - self._invited
             self._invited |= joined
-            self._ask(joined, feed)
+            for worker in joined:
+                self._ask([worker], feed, self._untaken(worker, feed))
 
     def _tell_members(self) -> None:
         """Tell triggers which workers to wait for: with `next_rollout`, only those whose rollout was requested."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
-from checks import assert_balanced, assert_sound, cluster, within
+from checks import assert_balanced, assert_sound, cluster, eventually, within
 from flows import full
 from tables import ENDLESS, Recorder
 
@@ -92,6 +93,37 @@ def test_a_rollout_on_demand_outlives_the_nodes_that_were_asked_for_it(
         within(lambda: flow.run(until=lambda: learner.columns()[before:][-2:] == [2, 2]), 120)
         assert min(learner.columns()[before:]) >= (fewest if n == "all" else n)
         assert set(learner.lags) == {0}
+        assert_balanced(env.stats())
+
+
+@pytest.mark.timeout(300)
+def test_rejoined_worker_is_not_asked_again_for_a_window_that_is_stored(tmp_path: Path) -> None:
+    """A worker leaves after its window was stored and before the busy learner took it: when the worker is back, the
+    rollout is there, and one more would be learned from a version too late."""
+    with on_nodes(tmp_path, 1, 1) as env:
+        flow = farstep.Workflow(env, TableAgent(), full(64), steps=4)
+        first, released, lags = threading.Event(), threading.Event(), list[int]()
+
+        def learn(message: Any) -> None:
+            lags.append(env.version - int(flow.batch(message)["version"].min()))
+            flow.publish()
+            first.set()
+            released.wait(120)
+
+        flow.on(DataKeyTrigger(n="all", size=8), learn, thread=True)
+        flow.on(ObjectKeyTrigger("parameters"), flow.next_rollout)
+        runner = threading.Thread(target=lambda: flow.run(until=lambda: len(lags) >= 5))
+        runner.start()
+        assert first.wait(60)
+        eventually(lambda: flow.ledger.written(0) >= 16, 60)
+        os.kill(env.stats()["nodes"][0]["pid"], signal.SIGKILL)
+        eventually(lambda: env.stats()["workers"]["alive"] == 0, 60)
+        eventually(lambda: env.stats()["workers"]["alive"] == 1, 60)
+        eventually(lambda: flow.ledger.present == {0}, 60)
+        released.set()
+        runner.join(120)
+        assert not runner.is_alive()
+        assert set(lags) == {0}
         assert_balanced(env.stats())
 
 

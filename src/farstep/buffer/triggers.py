@@ -96,13 +96,13 @@ class DataKeyTrigger(Trigger):
             return self._ready_for_replay(state, self.min_new)
         ready = self._ready_of(state)
         for actor in ready.to_look_at():
-            ready.put(actor, state.reached(actor, self._start_of(actor) + self.size, self.stages[0]))
+            ready.put(actor, state.reached(actor, self.start_of(actor) + self.size, self.stages[0]))
             self._open.update(state, actor)
         if (fragment := self._open.first_ready()) is not None:
             return self._message(state, fragment.starts, fragment.stage, fragment.number)
         if not ready.has(self.n):
             return None
-        starts = {actor: self._start_of(actor) for actor in ready.first(self.n)}
+        starts = {actor: self.start_of(actor) for actor in ready.first(self.n)}
         return self._message(state, starts, 0, self._fragments)
 
     def _ready_for_replay(self, state: Ledger, min_new: int) -> Message | None:
@@ -128,7 +128,7 @@ class DataKeyTrigger(Trigger):
             self._newest = NewestSteps(state, self.size, self.stages[0])
         return self._newest
 
-    def _start_of(self, actor: Actor) -> int:
+    def start_of(self, actor: Actor) -> int:
         """Where the next window of an actor begins."""
         start = self._taken_to.get(actor, 0)
         for cut in self._cuts.get(actor, ()):
@@ -137,7 +137,7 @@ class DataKeyTrigger(Trigger):
 
     def next_of(self, actor: Actor) -> int:
         """The first step of an actor that a message to come may name."""
-        return min([self._start_of(actor), *(each.starts[actor] for each in self._open.of(actor))])
+        return min([self.start_of(actor), *(each.starts[actor] for each in self._open.of(actor))])
 
     def _look_at(self, actors: Iterable[Actor]) -> None:
         if self._ready is not None:
@@ -166,7 +166,7 @@ class DataKeyTrigger(Trigger):
                 self._open.remove_actor(fragment, actor)  # its later stages will not arrive: repeat the first one
                 if fragment.starts:
                     self._look_at(self._open.set_stage(fragment, 0))
-        start, written = self._start_of(actor), state.written(actor)
+        start, written = self.start_of(actor), state.written(actor)
         self._taken_to[actor] = start if start + self.size <= written else written
         self._cuts[actor] = [cut for cut in [*self._cuts.get(actor, ()), written] if cut > self._taken_to[actor]]
         self._look_at([actor])

@@ -124,6 +124,11 @@ class Feed:
             tickets = self._server.tickets
             return [] if tickets.in_flight or self._server.unsettled() else tickets.arrived_of()
 
+    def pending(self, worker: int) -> int:
+        """Chunks of a worker that are being rolled or wait to be taken."""
+        with self._server.locked():
+            return self._server.tickets.pending(worker)
+
     def consumed(self, worker: int, chunks: int, dropped: str | None = None) -> None:
         """The learner is done with so many chunks of a worker, or they were dropped for a cause."""
         with self._server.locked():

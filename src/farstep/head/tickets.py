@@ -241,6 +241,10 @@ class Tickets:
         """How many tickets a worker holds."""
         return len(self._open[worker])
 
+    def pending(self, worker: int) -> int:
+        """Chunks of a worker that are being rolled or wait to be taken."""
+        return self.busy(worker) + self._arrived_of[worker]
+
     # ---- giving ----
 
     def grant(self, available: Container[int], version: int) -> list[Order]:
@@ -335,7 +339,7 @@ class Tickets:
 
     def _chunks_of(self, session: Session, worker: int) -> int:
         """Chunks of a worker that are being rolled, wait to be taken, or are held by the learner."""
-        return session.held[worker] + self.busy(worker) + self._arrived_of[worker]
+        return session.held[worker] + self.pending(worker)
 
     def _may_roll(self, session: Session, worker: int) -> bool:
         """Whether a worker's own limits allow it another chunk."""
