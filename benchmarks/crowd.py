@@ -19,9 +19,11 @@ import numpy as np
 import zmq
 from gymnasium import spaces
 
-from farstep.buffer.blocks import Layout
-from farstep.launch.node_agent import NodeAgent
-from farstep.spec import ArraySpec
+from farstep.launch.node_daemon import NodeAgent
+from farstep.rollout.blocks import Layout
+from farstep.rollout.progress import BEAT_S, private_words
+from farstep.rollout.rows import Rows
+from farstep.schema import ArraySpec
 from farstep.wire import messages as m
 from farstep.wire import node_messages as n
 from farstep.wire.codec import pack
@@ -30,8 +32,6 @@ from farstep.wire.keys import KeyPair
 from farstep.wire.versions import versions
 from farstep.wire.zmq import BEAT, MAIN
 from farstep.worker.bootstrap import read_bootstrap
-from farstep.worker.progress import BEAT_S, private_words
-from farstep.worker.rows import Rows
 
 
 class Figure:

@@ -92,7 +92,7 @@ def farstep_run(asked: dict[str, Any]) -> dict[str, Any]:
     from tape import PongTape
 
     import farstep
-    from farstep.launch_config import SSHConfig
+    from farstep.config.launch import SSHConfig
 
     class Net(torch.nn.Module):
         def __init__(self) -> None:

@@ -28,7 +28,7 @@ from roster import BENCHMARKS
 from tables import table
 
 import farstep
-from farstep.launch_config import SSHConfig
+from farstep.config.launch import SSHConfig
 
 MARKS = ("<!-- scale: begin -->", "<!-- scale: end -->")
 NODES = 2

@@ -30,7 +30,7 @@ from tables import table as markdown_table
 from workload import Workload, make_policy
 
 import farstep
-from farstep.machine import usable_cpus
+from farstep.resources import usable_cpus
 
 MODES = ("alone", "in step", "collect", "stream", "first come")
 WORKERS = (1, 2, 4, 8, 14)

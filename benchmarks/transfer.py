@@ -40,7 +40,7 @@ from torch import Tensor, nn
 
 import farstep
 from farstep.batch import Part
-from farstep.buffer.pipeline import minibatches
+from farstep.workflow.pipeline import minibatches
 
 FRAME = (4, 84, 84)
 PUBLISHED = 0.1176

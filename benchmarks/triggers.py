@@ -24,16 +24,16 @@ from document import header, write_document
 from tables import table
 
 from farstep.batch import EPISODE_KEYS, Batch, FinalObs
-from farstep.buffer.ahead import Ahead
-from farstep.buffer.passers import Direct, LocalQueue, ZmqPasser
-from farstep.buffer.triggers import DataKeyTrigger, Dispatcher, Ledger, ObjectKeyTrigger, TimeTrigger
 from farstep.errors import ClosedError
 from farstep.head.tickets import FeedPlan, Tickets
+from farstep.workflow.delivery import Direct, LocalQueue, ZmqPasser
+from farstep.workflow.partial_chunks import Ahead
+from farstep.workflow.triggers import DataKeyTrigger, Dispatcher, Ledger, ObjectKeyTrigger, TimeTrigger
 
 ACTORS = (4, 64, 256, 1024)
 RECEIVER = """
 import json, sys
-from farstep.buffer.passers import ZmqReceiver
+from farstep.workflow.delivery import ZmqReceiver
 from farstep.errors import ClosedError
 receiver = ZmqReceiver(json.loads(sys.stdin.readline()))
 try:

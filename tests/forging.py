@@ -15,8 +15,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from farstep.buffer import checkpoint
-from farstep.buffer.files import file_name, write_array, write_file
+from farstep.checkpoint import folder as checkpoint
+from farstep.checkpoint.files import file_name, write_array, write_file
 
 REMOVED = object()
 Way = tuple[Any, ...]

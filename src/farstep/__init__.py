@@ -14,12 +14,17 @@ if TYPE_CHECKING:
     from farstep.batch import Batch as Batch
     from farstep.buffer.replay import Buffer as Buffer
     from farstep.buffer.samplers import FullBatch as FullBatch
-    from farstep.buffer.triggers import DataKeyTrigger as DataKeyTrigger
-    from farstep.buffer.triggers import ObjectKeyTrigger as ObjectKeyTrigger
-    from farstep.buffer.triggers import TimeTrigger as TimeTrigger
     from farstep.cluster_env import ClusterEnv as ClusterEnv
-    from farstep.config import EnvConfig as EnvConfig
-    from farstep.config import WeightsConfig as WeightsConfig
+    from farstep.config.env import EnvConfig as EnvConfig
+    from farstep.config.env import WeightsConfig as WeightsConfig
+    from farstep.config.kubernetes import KubernetesConfig as KubernetesConfig
+    from farstep.config.launch import InProcessConfig as InProcessConfig
+    from farstep.config.launch import LocalConfig as LocalConfig
+    from farstep.config.launch import RayConfig as RayConfig
+    from farstep.config.launch import SlurmConfig as SlurmConfig
+    from farstep.config.launch import SSHConfig as SSHConfig
+    from farstep.config.launch import Timeouts as Timeouts
+    from farstep.config.transfer import TransferTrigger as TransferTrigger
     from farstep.errors import AgentError as AgentError
     from farstep.errors import BufferTimeout as BufferTimeout
     from farstep.errors import CheckpointError as CheckpointError
@@ -34,16 +39,11 @@ if TYPE_CHECKING:
     from farstep.errors import WorkerError as WorkerError
     from farstep.errors import WorkerStuck as WorkerStuck
     from farstep.head.stats import scalars as scalars
-    from farstep.kubernetes_config import KubernetesConfig as KubernetesConfig
-    from farstep.launch_config import InProcessConfig as InProcessConfig
-    from farstep.launch_config import LocalConfig as LocalConfig
-    from farstep.launch_config import RayConfig as RayConfig
-    from farstep.launch_config import SlurmConfig as SlurmConfig
-    from farstep.launch_config import SSHConfig as SSHConfig
-    from farstep.launch_config import Timeouts as Timeouts
-    from farstep.transfer_config import TransferTrigger as TransferTrigger
     from farstep.vector_env import make_vec as make_vec
-    from farstep.workflow import Workflow as Workflow
+    from farstep.workflow.triggers import DataKeyTrigger as DataKeyTrigger
+    from farstep.workflow.triggers import ObjectKeyTrigger as ObjectKeyTrigger
+    from farstep.workflow.triggers import TimeTrigger as TimeTrigger
+    from farstep.workflow.workflow import Workflow as Workflow
 
 __version__ = VERSION
 
@@ -51,21 +51,21 @@ _HOMES = {
     "Batch": "batch",
     "Buffer": "buffer.replay",
     "ClusterEnv": "cluster_env",
-    "DataKeyTrigger": "buffer.triggers",
-    "EnvConfig": "config",
+    "DataKeyTrigger": "workflow.triggers",
+    "EnvConfig": "config.env",
     "FullBatch": "buffer.samplers",
-    "InProcessConfig": "launch_config",
-    "KubernetesConfig": "kubernetes_config",
-    "LocalConfig": "launch_config",
-    "ObjectKeyTrigger": "buffer.triggers",
-    "RayConfig": "launch_config",
-    "SSHConfig": "launch_config",
-    "SlurmConfig": "launch_config",
-    "TimeTrigger": "buffer.triggers",
-    "Timeouts": "launch_config",
-    "TransferTrigger": "transfer_config",
-    "WeightsConfig": "config",
-    "Workflow": "workflow",
+    "InProcessConfig": "config.launch",
+    "KubernetesConfig": "config.kubernetes",
+    "LocalConfig": "config.launch",
+    "ObjectKeyTrigger": "workflow.triggers",
+    "RayConfig": "config.launch",
+    "SSHConfig": "config.launch",
+    "SlurmConfig": "config.launch",
+    "TimeTrigger": "workflow.triggers",
+    "Timeouts": "config.launch",
+    "TransferTrigger": "config.transfer",
+    "WeightsConfig": "config.env",
+    "Workflow": "workflow.workflow",
     "AgentError": "errors",
     "BufferTimeout": "errors",
     "CheckpointError": "errors",

@@ -10,7 +10,7 @@ import numpy as np
 
 from farstep.core import Array, Nested
 from farstep.errors import unknown_name
-from farstep.spec import Structure, leaf_names, map_leaves, nest
+from farstep.schema import Structure, leaf_names, map_leaves, nest
 
 ENDS = np.dtype([("row", "<i4"), ("slot", "<i4"), ("length", "<i8"), ("return", "<f8"), ("time", "<f8")])
 """One record per episode that ended: where, and what it came to."""

@@ -16,16 +16,16 @@ import numpy as np
 from gymnasium.vector import VectorEnv
 
 from farstep.batch import Batch, Part
-from farstep.buffer.files import Refused
-from farstep.config import EnvConfig, check_count
+from farstep.checkpoint.files import Refused
+from farstep.config.env import EnvConfig, check_count
+from farstep.config.launch import LaunchConfig, LocalConfig
 from farstep.core import Agent, Array, Nested
 from farstep.errors import CheckpointError, ClosedError, ConfigError
 from farstep.head.collector import Collector
-from farstep.head.seats import ResetOrder
-from farstep.launch_config import LaunchConfig, LocalConfig
-from farstep.spec import map_leaves, nest
+from farstep.head.worker_records import ResetOrder
+from farstep.rollout.seeds import fresh_root, resumed_root
+from farstep.schema import map_leaves, nest
 from farstep.sync import Always
-from farstep.worker.seeds import fresh_root, resumed_root
 
 Space = gymnasium.spaces.Space[Any]
 _MAX_STALENESS = 1000
@@ -299,7 +299,7 @@ class ClusterEnv:
             actions: As in `resume`.
 
         Raises:
-            farstep.buffer.files.Refused: `resume` would refuse these arguments; the message gives the reason.
+            farstep.checkpoint.files.Refused: `resume` would refuse these arguments; the message gives the reason.
         """
         self._launched().check_saved(agent, saved, actions)
 

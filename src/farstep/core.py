@@ -204,7 +204,7 @@ class Started:
     handle: WorkerHandle
     link: HeadLink
     words: memoryview
-    """Where it says how far it is (see `worker/progress.py`)."""
+    """Where it says how far it is (see `rollout/progress.py`)."""
     host: str
 
 

@@ -16,17 +16,17 @@ from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
-from farstep.config import EnvConfig, check_count
+from farstep.config.env import EnvConfig, check_count
+from farstep.config.launch import LaunchConfig, LocalConfig
 from farstep.core import Array, Nested
 from farstep.errors import ConfigError, EndedError, RemoteEnvError, WireError, unknown_name
-from farstep.head.seats import ResetOrder
 from farstep.head.stepper import Info, Stepper
-from farstep.launch_config import LaunchConfig, LocalConfig
-from farstep.spec import leaves, nest, space_schema
+from farstep.head.worker_records import ResetOrder
+from farstep.rollout.program import Program
+from farstep.rollout.progress import Phase
+from farstep.rollout.sources import Source
+from farstep.schema import leaves, nest, space_schema
 from farstep.sync import Always
-from farstep.worker.program import Program
-from farstep.worker.progress import Phase
-from farstep.worker.sources import Source
 
 
 def make_vec(

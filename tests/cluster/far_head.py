@@ -19,7 +19,7 @@ import gymnasium
 import numpy as np
 
 import farstep
-from farstep.launch_config import SSHConfig
+from farstep.config.launch import SSHConfig
 from farstep.testing import CountingEnv, TableAgent
 
 

@@ -16,13 +16,13 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.vector import SyncVectorEnv
 
+from farstep.rollout.progress import CANCEL, EPISODES, PHASE, Phase
 from farstep.testing import CountingEnv, FaultyEnv, TableAgent
 from farstep.testing.envs import do_fault
 from farstep.wire import messages
 from farstep.wire.codec import frame_lengths
 from farstep.wire.dealer import DealerLink
 from farstep.wire.local import LocalLink
-from farstep.worker.progress import CANCEL, EPISODES, PHASE, Phase
 
 
 def once(marker: str) -> bool:

@@ -14,7 +14,7 @@ from checks import assert_sound, inprocess
 from flows import full
 
 import farstep
-from farstep.buffer.triggers import DataKeyTrigger, ObjectKeyTrigger
+from farstep.workflow.triggers import DataKeyTrigger, ObjectKeyTrigger
 
 ENDLESS = {"length": None}
 

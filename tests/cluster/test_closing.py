@@ -15,9 +15,9 @@ from flows import full
 from test_fuzz import node_config
 
 import farstep
-from farstep.buffer.triggers import DataKeyTrigger
 from farstep.errors import AgentError, RemoteEnvError
 from farstep.testing import CountingEnv, TableAgent
+from farstep.workflow.triggers import DataKeyTrigger
 
 
 def descriptors() -> dict[str, str]:

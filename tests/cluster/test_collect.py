@@ -12,9 +12,9 @@ from checks import assert_balanced, assert_sound, cluster, inprocess, together, 
 from toys import DoubledReward, NestedAgent, NestedEnv, RememberingAgent, counting_vector, telling_vector
 
 import farstep
+from farstep.rollout.seeds import episode_seed
 from farstep.sync import EveryK
 from farstep.testing import CountingEnv, FaultyEnv, TableAgent
-from farstep.worker.seeds import episode_seed
 
 BOTH = pytest.mark.parametrize(
     "config", [inprocess(2), farstep.LocalConfig(workers_per_node=2)], ids=["inprocess", "local"]

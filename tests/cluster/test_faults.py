@@ -37,9 +37,9 @@ from toys import counting_vector
 
 import farstep
 from farstep.errors import ClosedError, RemoteEnvError, WorkerDied, WorkerError, WorkerStuck
+from farstep.rollout.seeds import episode_seed
 from farstep.testing import CountingEnv, FaultyEnv, TableAgent
 from farstep.testing.envs import do_fault
-from farstep.worker.seeds import episode_seed
 
 DEATHS = {"sigkill": "SIGKILL", "sigsegv": "SIGSEGV", "exit": "status 3"}
 HANGS = ["sigstop", "hang", "hang-gil"]

@@ -30,24 +30,24 @@ from faulty import RogueEnv
 from mutations import mutated
 
 import farstep
-from farstep.buffer.passers import ZmqPasser, ZmqReceiver
+from farstep.config.launch import SSHConfig
 from farstep.core import Received
 from farstep.errors import WireError
 from farstep.head.collector import Request
 from farstep.head.tickets import Order
-from farstep.launch_config import SSHConfig
-from farstep.spec import ArraySpec
+from farstep.rollout.progress import Phase
+from farstep.schema import ArraySpec
 from farstep.testing import CountingEnv, TableAgent
 from farstep.wire import messages as m
 from farstep.wire import node_messages as n
-from farstep.wire import session as sessions
+from farstep.wire import reliable_channel as sessions
 from farstep.wire.codec import pack, unpack
+from farstep.wire.encryption import Seal, Side
 from farstep.wire.keys import KeyPair, Tokens
-from farstep.wire.sealing import Seal, Side
-from farstep.wire.session import MAX_AHEAD, Kind, Packet, Session
+from farstep.wire.reliable_channel import MAX_AHEAD, Kind, Packet, Session
 from farstep.wire.versions import versions
 from farstep.wire.zmq import Hub, bulk_address
-from farstep.worker.progress import Phase
+from farstep.workflow.delivery import ZmqPasser, ZmqReceiver
 
 CASES = 25_000
 NODE = "0123456789abcdef"

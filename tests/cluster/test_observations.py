@@ -14,8 +14,8 @@ from gymnasium.vector import SyncVectorEnv
 
 import farstep
 from farstep.errors import SpaceError
+from farstep.rollout.seeds import episode_seed
 from farstep.testing import CountingEnv, TableAgent
-from farstep.worker.seeds import episode_seed
 
 
 class LyingEnv(CountingEnv):

@@ -176,7 +176,7 @@ def test_a_lost_node_costs_only_what_it_was_doing(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.timeout(300)
 def test_a_lost_cluster_is_an_error_and_not_the_end_of_the_learner(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also with a large restart budget, whose growing pauses add up to minutes."""
-    monkeypatch.setattr("farstep.launch.ray._GONE_S", 10.0)
+    monkeypatch.setattr("farstep.launch.ray.engine._GONE_S", 10.0)
     with RayCluster(nodes=0, head_cpus=2) as started:
         join(monkeypatch, started)
         with cluster(config=farstep.RayConfig(workers_per_node=1, restart_budget=100)) as env:
@@ -197,7 +197,7 @@ def test_batches_continue_without_rays_first_node_until_ray_ends_the_others(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("RAY_gcs_rpc_server_reconnect_timeout_s", "12")
-    monkeypatch.setattr("farstep.launch.ray._GONE_S", 15.0)
+    monkeypatch.setattr("farstep.launch.ray.engine._GONE_S", 15.0)
     with RayCluster(nodes=1, cpus=2) as started:
         join(monkeypatch, started)
         with cluster(config=farstep.RayConfig(workers_per_node=1)) as env:

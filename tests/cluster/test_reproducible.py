@@ -11,8 +11,8 @@ from checks import arrays_of, assert_same, assert_sound, cluster, inprocess
 from faulty import MortalEnv, PoisonEnv
 
 import farstep
+from farstep.rollout.seeds import episode_generator, episode_seed
 from farstep.testing import CountingEnv, TableAgent
-from farstep.worker.seeds import episode_generator, episode_seed
 
 SLOTS = 5  # so that workers differ in size
 

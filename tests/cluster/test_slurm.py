@@ -19,9 +19,9 @@ from checks import assert_balanced, eventually, within, without_programs
 from slurm_cluster import SlurmCluster
 
 import farstep
+from farstep.config.launch import SlurmConfig
 from farstep.errors import LaunchError
 from farstep.launch.slurm import batch_script, job_sizes
-from farstep.launch_config import SlurmConfig
 from farstep.testing import CountingEnv, TableAgent, check_launcher
 
 pytestmark = pytest.mark.timeout(400)

@@ -15,11 +15,11 @@ from checks import eventually, within, without_programs
 from ssh_hosts import SshServer
 
 import farstep
+from farstep.config.launch import SSHConfig
 from farstep.errors import ConfigError, LaunchError, WorkerDied, WorkerStuck
-from farstep.launch_config import SSHConfig
+from farstep.rollout.seeds import episode_seed
 from farstep.testing import CountingEnv, FaultyEnv, TableAgent, check_launcher
 from farstep.wire.keys import KeyPair
-from farstep.worker.seeds import episode_seed
 
 pytestmark = pytest.mark.timeout(400)
 HOSTS = ["one", "two", "three"]
@@ -166,7 +166,7 @@ def _agents() -> list[Path]:
     for path in Path("/proc").iterdir():
         if path.name.isdigit() and _readable(path / "cmdline"):
             words = (path / "cmdline").read_bytes().split(b"\0")
-            if b"farstep.launch.node_agent" in words and str(os.getpid()) in _ancestors(path):
+            if b"farstep.launch.node_daemon" in words and str(os.getpid()) in _ancestors(path):
                 found.append(path)
     return found
 

@@ -16,8 +16,8 @@ from toys import NestedAgent, NestedEnv
 
 import farstep
 from farstep.head.collector import Request
+from farstep.rollout.seeds import episode_seed
 from farstep.testing import CountingEnv, TableAgent
-from farstep.worker.seeds import episode_seed
 
 H, K, N = 20, 5, 8
 ENDLESS = {"length": None}

@@ -16,14 +16,14 @@ from toys import NestedAgent, NestedEnv, RememberingAgent, counting_vector
 import farstep
 from farstep import TransferTrigger
 from farstep.batch import Part
-from farstep.buffer.pipeline import minibatches
 from farstep.core import Received
 from farstep.errors import ClosedError, ConfigError
 from farstep.head.collector import Request
 from farstep.head.rollouts import Rollouts
-from farstep.spec import flat
+from farstep.schema import flat
 from farstep.testing import FaultyEnv, TableAgent
 from farstep.wire import messages as m
+from farstep.workflow.pipeline import minibatches
 
 SMALL = ("reward", "terminated", "truncated", "valid", "episode_start", "version", "last_obs", "final_obs")
 TRANSFERS = {

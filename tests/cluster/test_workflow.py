@@ -31,9 +31,9 @@ from toys import NestedAgent, NestedEnv, RememberingAgent
 import farstep
 from farstep.buffer import MaxHeap, Queue, SampleToInsertRatio, Uniform
 from farstep.buffer.cyclic import CyclicBlocks
-from farstep.buffer.triggers import DataKeyTrigger, ObjectKeyTrigger, TimeTrigger, Trigger
 from farstep.head.collector import Collector
 from farstep.testing import CountingEnv, TableAgent
+from farstep.workflow.triggers import DataKeyTrigger, ObjectKeyTrigger, TimeTrigger, Trigger
 
 # ---- the batch ----
 

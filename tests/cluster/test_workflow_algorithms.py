@@ -15,8 +15,8 @@ from flows import full
 
 import farstep
 from farstep.buffer import NStep, Prioritized, SampleToInsertRatio, Uniform
-from farstep.buffer.triggers import DataKeyTrigger, ObjectKeyTrigger, TimeTrigger
 from farstep.testing import TableAgent
+from farstep.workflow.triggers import DataKeyTrigger, ObjectKeyTrigger, TimeTrigger
 
 WORKERS, ENVS = 2, 4  # of all workers
 

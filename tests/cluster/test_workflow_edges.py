@@ -10,9 +10,9 @@ from checks import cluster, inprocess, together, within
 from flows import full
 
 import farstep
-from farstep.buffer.passers import LocalQueue, ZmqPasser, ZmqReceiver
-from farstep.buffer.triggers import DataKeyTrigger, ObjectKeyTrigger, TimeTrigger, Trigger
 from farstep.testing import TableAgent
+from farstep.workflow.delivery import LocalQueue, ZmqPasser, ZmqReceiver
+from farstep.workflow.triggers import DataKeyTrigger, ObjectKeyTrigger, TimeTrigger, Trigger
 
 ENDLESS = {"length": None}
 

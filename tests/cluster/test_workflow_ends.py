@@ -25,10 +25,10 @@ from tables import (
 
 import farstep
 from farstep.buffer import LIFO, MaxHeap, Queue, RateLimiter, Uniform
-from farstep.buffer.passers import LocalQueue
-from farstep.buffer.triggers import DataKeyTrigger, ObjectKeyTrigger, TimeTrigger, Trigger
 from farstep.errors import BufferTimeout, ClosedError, ConfigError, FarstepError
 from farstep.testing import TableAgent
+from farstep.workflow.delivery import LocalQueue
+from farstep.workflow.triggers import DataKeyTrigger, ObjectKeyTrigger, TimeTrigger, Trigger
 
 # ---- ends ----
 

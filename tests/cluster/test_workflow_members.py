@@ -16,9 +16,9 @@ from tables import ENDLESS, Recorder
 
 import farstep
 from farstep import workflow
-from farstep.buffer.triggers import DataKeyTrigger, ObjectKeyTrigger
-from farstep.launch_config import SSHConfig
+from farstep.config.launch import SSHConfig
 from farstep.testing import FaultyEnv, TableAgent
+from farstep.workflow.triggers import DataKeyTrigger, ObjectKeyTrigger
 
 SHELL = """#!/bin/sh
 shift

@@ -20,11 +20,11 @@ from torn import ComparedAgent, TornAgent
 
 import farstep
 from farstep.agents import update_gate
-from farstep.buffer.passers import LocalQueue
 from farstep.buffer.samplers import Uniform
-from farstep.buffer.triggers import DataKeyTrigger, ObjectKeyTrigger, TimeTrigger
 from farstep.errors import PublishTimeout
 from farstep.sync import AAPS
+from farstep.workflow.delivery import LocalQueue
+from farstep.workflow.triggers import DataKeyTrigger, ObjectKeyTrigger, TimeTrigger
 
 VERSIONS = 12
 

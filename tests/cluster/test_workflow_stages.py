@@ -16,8 +16,8 @@ from toys import RememberingAgent
 
 import farstep
 from farstep import DataKeyTrigger, TransferTrigger
-from farstep.buffer.passers import LocalQueue
 from farstep.testing import TableAgent
+from farstep.workflow.delivery import LocalQueue
 
 STAGES = (("reward", "terminated"), ("obs", "action"))
 

@@ -27,10 +27,10 @@ from tables import (
 )
 
 import farstep
-from farstep.buffer.passers import LocalQueue, ZmqPasser
-from farstep.buffer.triggers import DataKeyTrigger, ObjectKeyTrigger, TimeTrigger
 from farstep.head.collector import Collector
 from farstep.testing import TableAgent
+from farstep.workflow.delivery import LocalQueue, ZmqPasser
+from farstep.workflow.triggers import DataKeyTrigger, ObjectKeyTrigger, TimeTrigger
 
 # ---- time ----
 

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 import farstep
+from farstep.config.launch import SSHConfig
 from farstep.errors import LaunchError
 from farstep.launch.ssh import SSHEngine
-from farstep.launch_config import SSHConfig
 from farstep.testing import CountingEnv, TableAgent, check_launcher
 from farstep.version import VERSION
 

@@ -13,7 +13,7 @@ import pytest
 from farstep.core import Buffer, Received
 from farstep.testing.transport import Ends, check_transport, take
 from farstep.wire.dealer import DealerLink
-from farstep.wire.inproc import inproc_pair
+from farstep.wire.in_process import inproc_pair
 from farstep.wire.local import LocalLink, local_pair
 from farstep.wire.zmq import MAIN, Hub
 

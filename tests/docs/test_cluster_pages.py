@@ -12,7 +12,7 @@ import pytest
 
 import farstep
 from farstep.cli import doctor, main
-from farstep.launch_config import EngineConfig, SlurmConfig, SSHConfig
+from farstep.config.launch import EngineConfig, SlurmConfig, SSHConfig
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = ["cluster.md", "slurm.md", "ssh.md"]

@@ -14,7 +14,7 @@ import yaml
 
 import farstep
 from farstep.cli import main
-from farstep.launch_config import EngineConfig
+from farstep.config.launch import EngineConfig
 
 PAGE = (Path(__file__).parents[2] / "docs" / "kubernetes.md").read_text()
 

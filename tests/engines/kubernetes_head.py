@@ -15,8 +15,8 @@ from typing import Any
 import host_image
 
 from farstep import ClusterEnv
+from farstep.config.kubernetes import KubernetesConfig
 from farstep.errors import LaunchError
-from farstep.kubernetes_config import KubernetesConfig
 from farstep.testing import CountingEnv, TableAgent, check_launcher
 
 

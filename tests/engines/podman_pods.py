@@ -15,10 +15,10 @@ from guarded import require, system_path, wait_until
 from namespaces import Network
 
 import farstep.launch
-from farstep.kubernetes_config import KubernetesConfig
+from farstep.config.kubernetes import KubernetesConfig
 from farstep.launch.engine import Group, Standing
 from farstep.launch.guardian import Guardian
-from farstep.launch.manifests import manifests
+from farstep.launch.kubernetes.manifests import manifests
 
 PACKAGES = "podman runc conmon netavark aardvark-dns catatonit iptables"
 _PROGRAMS = ("podman", "runc", "conmon", "catatonit", "iptables")
@@ -110,7 +110,7 @@ class PodmanEngine:
         self._config, self._asked, self._guardian = config, 0, Guardian()
 
     def listen_on(self) -> Sequence[str]:
-        return farstep.launch.kubernetes.KubernetesEngine(self._config).listen_on()
+        return farstep.launch.kubernetes.engine.KubernetesEngine(self._config).listen_on()
 
     def ask(self, nodes: int, bootstrap: bytes) -> Played:
         run = str(json.loads(bootstrap)["run"])

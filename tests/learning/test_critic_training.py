@@ -14,7 +14,7 @@ import torch
 from gymnasium import spaces
 from tasks import Config, Rows, assert_resumes_exactly, make_env, make_training, resumable, trained
 
-from farstep.buffer import checkpoint
+from farstep.checkpoint import folder as checkpoint
 from farstep.learners.async_ppo import AsyncPPOConfig
 from farstep.learners.impala import ImpalaConfig
 from farstep.learners.nets import ActorCritic, NetConfig, make_agent

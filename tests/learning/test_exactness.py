@@ -18,7 +18,7 @@ import pytest
 import torch
 from tasks import Rows, make_env, make_training, trained
 
-from farstep.buffer import checkpoint
+from farstep.checkpoint import folder as checkpoint
 from farstep.learners.async_ppo import AsyncPPOConfig
 from farstep.learners.nets import NetConfig
 from farstep.learners.ppo import PPOConfig

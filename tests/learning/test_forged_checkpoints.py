@@ -18,7 +18,7 @@ from tasks import Config, make_env, make_training
 
 import farstep
 import forging
-from farstep.buffer import checkpoint
+from farstep.checkpoint import folder as checkpoint
 from farstep.errors import CheckpointError
 from farstep.learners.async_ppo import AsyncPPOConfig
 from farstep.learners.impala import ImpalaConfig

@@ -16,8 +16,8 @@ import torch
 from tasks import Rows, make_env, make_training
 
 from farstep.cli import main
+from farstep.config.launch import LocalConfig
 from farstep.errors import ConfigError
-from farstep.launch_config import LocalConfig
 from farstep.learners.async_ppo import AsyncPPOConfig
 from farstep.learners.evaluation import Evaluator
 from farstep.learners.impala import ImpalaConfig

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from farstep.buffer import checkpoint
-from farstep.buffer.checkpoint import save
+from farstep.checkpoint import folder as checkpoint
+from farstep.checkpoint.folder import save
 
 FILES = ["obs.npy", "reward.npy", "meta.json", "manifest.json", "DONE"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from farstep.buffer.triggers import Ledger, Message
+from farstep.workflow.triggers import Ledger, Message
 
 
 class NaiveDataKeyTrigger:

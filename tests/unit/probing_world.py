@@ -10,13 +10,13 @@ import torch
 
 from farstep.agents.divergence import Comparison
 from farstep.agents.policy import Policy
-from farstep.buffer.blocks import Layout
 from farstep.head.probes import Prober
-from farstep.head.seats import split
-from farstep.spec import ArraySpec
+from farstep.head.worker_records import split
+from farstep.rollout.blocks import Layout
+from farstep.rollout.rows import Rows
+from farstep.schema import ArraySpec
 from farstep.wire.messages import Chunk, Probe
 from farstep.worker.probing import Probing
-from farstep.worker.rows import Rows
 
 STEPS, ENVS, SIZE = 20, 6, 3
 

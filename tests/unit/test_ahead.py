@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from farstep.batch import EPISODE_KEYS, Batch, FinalObs, side_by_side
-from farstep.buffer.ahead import Ahead
-from farstep.buffer.triggers import DataKeyTrigger, Ledger
+from farstep.workflow.partial_chunks import Ahead
+from farstep.workflow.triggers import DataKeyTrigger, Ledger
 
 KEYS = ("reward", "value", "obs")
 

@@ -29,9 +29,9 @@ from farstep.buffer import (
     Sequence,
     Uniform,
 )
-from farstep.buffer.objects import ModelBlock
 from farstep.errors import CheckpointError, ClosedError
-from farstep.spec import ArraySpec
+from farstep.schema import ArraySpec
+from farstep.workflow.objects import ModelBlock
 
 
 def test_a_fork_cannot_write_over_rows() -> None:

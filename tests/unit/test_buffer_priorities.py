@@ -12,7 +12,7 @@ from farstep import Buffer
 from farstep.buffer import (
     Prioritized,
 )
-from farstep.buffer.sums import SumTree
+from farstep.buffer.sum_tree import SumTree
 
 # ---- prioritised ----
 

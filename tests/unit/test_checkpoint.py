@@ -17,8 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from farstep.buffer import checkpoint, files
-from farstep.buffer.checkpoint import load, numbered, save
+from farstep.checkpoint import files
+from farstep.checkpoint import folder as checkpoint
+from farstep.checkpoint.folder import load, numbered, save
 from farstep.errors import ConfigError
 
 two = pytest.fixture(two_checkpoints)
@@ -117,7 +118,7 @@ def test_an_array_larger_than_memory_is_saved(tmp_path: Path) -> None:
     """128 MiB, repeated without memory, in an address space with room for half of them."""
     code = """
 import resource, sys, numpy as np
-from farstep.buffer.checkpoint import save
+from farstep.checkpoint.folder import save
 limit = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize() + 2**26
 resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 save(sys.argv[1], {"obs": np.broadcast_to(np.arange(2**10, dtype=np.float32), (2**15, 2**10))[:, ::-1]}, {})

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from checkpoint_folders import FILES, files_are_closed, names, two_checkpoints, value_of
 
-from farstep.buffer.checkpoint import load, numbered
+from farstep.checkpoint.folder import load, numbered
 from farstep.errors import CheckpointError, FarstepError
 
 two = pytest.fixture(two_checkpoints)

@@ -20,8 +20,9 @@ import numpy as np
 import pytest
 from checkpoint_folders import FILES, content, files_are_closed, fork, in_child, names, two_checkpoints, value_of
 
-from farstep.buffer import checkpoint, files
-from farstep.buffer.checkpoint import load, save
+from farstep.checkpoint import files
+from farstep.checkpoint import folder as checkpoint
+from farstep.checkpoint.folder import load, save
 from farstep.errors import CheckpointError
 
 two = pytest.fixture(two_checkpoints)
@@ -64,7 +65,7 @@ def test_a_writer_killed_at_any_line_leaves_the_old_or_the_new_one(two: Path, mo
 
 WRITER = """
 import sys, numpy as np
-from farstep.buffer.checkpoint import save
+from farstep.checkpoint.folder import save
 value = int(sys.argv[2])
 while True:
     value += 1
@@ -166,7 +167,7 @@ def test_the_lock_of_a_killed_process_is_free(two: Path) -> None:
     code = """
 import sys, signal
 from pathlib import Path
-from farstep.buffer import checkpoint
+from farstep.checkpoint import folder as checkpoint
 with checkpoint._locked(Path(sys.argv[1]), 0):
     print("locked", flush=True)
     signal.pause()

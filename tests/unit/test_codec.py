@@ -14,7 +14,7 @@ import pytest
 from gymnasium import spaces
 
 from farstep.errors import WireError
-from farstep.spec import ArraySpec
+from farstep.schema import ArraySpec
 from farstep.wire import messages as m
 from farstep.wire.codec import Limits, pack, unpack
 

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from farstep import launch_config
-from farstep.config import EnvConfig, check_count, check_seed
+from farstep.config import launch as launch_config
+from farstep.config.env import EnvConfig, check_count, check_seed
+from farstep.config.launch import InProcessConfig, LocalConfig, SSHConfig, Timeouts
 from farstep.errors import ConfigError
-from farstep.launch_config import InProcessConfig, LocalConfig, SSHConfig, Timeouts
 from farstep.sync import Always
 
 ALL = [EnvConfig, LocalConfig, InProcessConfig, Timeouts]

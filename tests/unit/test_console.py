@@ -24,7 +24,7 @@ from farstep.errors import ClosedError
 from farstep.observe.console import LiveDisplay, PlainLines, console_logger
 from farstep.observe.loggers import Loggers
 from farstep.observe.panel import panel
-from farstep.observe.standing import Standing, data_size, duration, line, number, percent
+from farstep.observe.run_status import Standing, data_size, duration, line, number, percent
 from farstep.testing import FakeClock
 
 METRICS = {

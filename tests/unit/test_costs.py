@@ -13,8 +13,8 @@ from work import instructions
 
 from farstep import Buffer
 from farstep.buffer import LIFO, MaxHeap, MinHeap, Prioritized, Sampler, Uniform
-from farstep.buffer.triggers import DataKeyTrigger, Dispatcher, Ledger
 from farstep.head.tickets import FeedPlan, Tickets
+from farstep.workflow.triggers import DataKeyTrigger, Dispatcher, Ledger
 
 FEW, MANY = 8, 64
 """Numbers of actors to compare."""

@@ -21,7 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from farstep import Buffer, ClosedError, ConfigError
 from farstep.buffer import Uniform
 from farstep.buffer.cyclic import CyclicBlocks, Writer, spans
-from farstep.spec import ArraySpec
+from farstep.schema import ArraySpec
 
 SCHEMA = {"a": ArraySpec((), "<i8"), "b": ArraySpec((3,), "<f4"), "c": ArraySpec((2, 2), "<i4")}
 ROWS, COLUMNS, CONSUMERS = 5, 4, 2

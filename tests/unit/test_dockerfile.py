@@ -7,7 +7,7 @@ import re
 import tomllib
 from pathlib import Path
 
-from farstep.launch import manifests
+from farstep.launch.kubernetes import manifests
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "Dockerfile").read_text()

@@ -11,7 +11,7 @@ import pytest
 
 from farstep.doctor.programs import Program
 from farstep.launch.engine import SETUP_FAILED, setup_lines
-from farstep.launch.sessions import Session, end_sessions
+from farstep.launch.engine_processes import Session, end_sessions
 
 STUBBORN = (
     "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('here', flush=True); time.sleep(60)"

@@ -17,7 +17,8 @@ import pytest
 
 from farstep import Batch, Buffer
 from farstep.batch import FinalObs
-from farstep.buffer import DPER, LIFO, MaxHeap, MinHeap, Prioritized, Sequence, Uniform, checkpoint
+from farstep.buffer import DPER, LIFO, MaxHeap, MinHeap, Prioritized, Sequence, Uniform
+from farstep.checkpoint import folder as checkpoint
 from farstep.errors import BufferTimeout, CheckpointError
 from forging import REMOVED, Folder, Way, changed, fields, forgeries
 

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
+from farstep.config.launch import RESTART_WINDOW_S, SSHConfig
 from farstep.errors import LaunchError
 from farstep.launch import groups as module
 from farstep.launch.engine import EngineLost, Group, Standing
 from farstep.launch.groups import Groups
-from farstep.launch_config import RESTART_WINDOW_S, SSHConfig
 
 
 class Job(Group):

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 from fake_kubernetes import FakeKubernetes, kubeconfig, serving
 
+from farstep.config.kubernetes import KubernetesConfig
 from farstep.errors import LaunchError
-from farstep.kubernetes_config import KubernetesConfig
-from farstep.launch import kubernetes_api
-from farstep.launch.kubernetes import KubernetesEngine, Pods
+from farstep.launch.kubernetes import api as kubernetes_api
+from farstep.launch.kubernetes.engine import KubernetesEngine, Pods
 
 BOOTSTRAP = json.dumps({"run": "ab12", "secret": "s3cret"}).encode()
 
@@ -245,8 +245,8 @@ def test_in_a_pod_everything_belongs_to_it(
 
 HEAD = """
 import signal, sys
-from farstep.launch.kubernetes import KubernetesEngine
-from farstep.kubernetes_config import KubernetesConfig
+from farstep.launch.kubernetes.engine import KubernetesEngine
+from farstep.config.kubernetes import KubernetesConfig
 engine = KubernetesEngine(KubernetesConfig(image="farstep:1"))
 engine.ask(2, sys.argv[1].encode())
 print(flush=True)

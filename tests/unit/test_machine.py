@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from farstep import machine
+from farstep import resources as machine
 from farstep.errors import ConfigError
-from farstep.machine import _cgroup_memory_limits, _cgroup_quotas, available_memory, check_memory, usable_cpus
+from farstep.resources import _cgroup_memory_limits, _cgroup_quotas, available_memory, check_memory, usable_cpus
 
 # ---- cores ----
 

@@ -23,9 +23,9 @@ from farstep.head.membership import (
     Start,
     State,
 )
-from farstep.head.seats import expected, split
+from farstep.head.worker_records import expected, split
+from farstep.rollout.progress import ROLLED
 from farstep.testing import FakeClock
-from farstep.worker.progress import ROLLED
 
 RUNS, EVENTS = 15, 2000  # for each of 4 budgets: 120,000 events
 

@@ -11,8 +11,8 @@ from farstep.core import Received
 from farstep.errors import WireError
 from farstep.head.membership import State
 from farstep.head.message_rules import RULES, check_message, is_late
+from farstep.rollout.progress import EPISODES, PHASE, Phase, check_words
 from farstep.wire import messages as m
-from farstep.worker.progress import EPISODES, PHASE, Phase, check_words
 
 S, C, A = State.STARTING, State.CONSTRUCTING, State.ALIVE
 VALID: list[tuple[m.FromWorker, Sequence[State], Sequence[int], Sequence[int]]] = [

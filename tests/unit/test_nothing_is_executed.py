@@ -39,7 +39,7 @@ FROM_THE_HEAD = "the worker's: from the head, which it has authenticated and whi
 ALLOWED = {
     ("__init__.py", "__getattr__"): "the package's own modules, by names of a table in the same file",
     ("agents/tape/program.py", "__init__"): "source that this process has just written from a recording of its own",
-    ("cli/k8s.py", "main"): "writes YAML, reads none",
+    ("cli/kubernetes.py", "main"): "writes YAML, reads none",
     ("cli/__init__.py", "_command"): "a command of our own, by a name of a table in the same file",
     ("observe/extras.py", "require"): "a library that the user chose, by a name in our own code",
     ("testing/launcher.py", "_check_killed_head"): "a test's own function, through the standard input of its child",
@@ -48,7 +48,7 @@ ALLOWED = {
     ("worker/loop.py", "_construct"): FROM_THE_HEAD,
     ("worker/loop.py", "_call"): FROM_THE_HEAD,
     ("worker/rolling.py", "_reset"): FROM_THE_HEAD,
-    ("worker/sources.py", "_callable"): FROM_THE_HEAD,
+    ("rollout/sources.py", "_callable"): FROM_THE_HEAD,
 }
 TRUSTS_NOBODY = ("head", "buffer", "launch", "wire", "sync")
 
@@ -166,7 +166,7 @@ def test_nothing_received_is_executed() -> None:
 
 
 def test_what_reads_from_workers_imports_no_module_that_could() -> None:
-    """`head/calls.py` writes pickles for workers; nothing else there even imports one."""
+    """`head/broadcast.py` writes pickles for workers; nothing else there even imports one."""
     imports = {
         (str(path.relative_to(ROOT)), name)
         for folder in TRUSTS_NOBODY
@@ -174,4 +174,4 @@ def test_what_reads_from_workers_imports_no_module_that_could() -> None:
         for name in names_of(ast.parse(path.read_text())).values()
         if name.partition(".")[0] in PICKLES
     }
-    assert imports == {("head/calls.py", "cloudpickle")}
+    assert imports == {("head/broadcast.py", "cloudpickle")}

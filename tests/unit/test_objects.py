@@ -10,8 +10,8 @@ import threading
 import numpy as np
 import pytest
 
-from farstep.buffer.objects import ModelBlock, SharedObject
 from farstep.errors import ConfigError
+from farstep.workflow.objects import ModelBlock, SharedObject
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ def test_readers_never_see_parts_of_two_versions(model: ModelBlock):
 
 READER = """
 import sys
-from farstep.buffer.objects import SharedObject
+from farstep.workflow.objects import SharedObject
 each = SharedObject.attach(sys.argv[1])
 print("ready", flush=True)
 seen = -1
@@ -120,7 +120,7 @@ def test_a_version_that_was_never_finished_is_not_seen():
 NESTED_READER = """
 import sys
 import numpy as np
-from farstep.buffer.objects import SharedObject
+from farstep.workflow.objects import SharedObject
 version, value = SharedObject.attach(sys.argv[1]).read()
 print(repr({"version": version, **value}).replace("\\n", ""))
 """

@@ -34,7 +34,7 @@ from parameter_agents import (
 
 from farstep.agents.parameters import ParameterLoader, ParameterSchema, leaves_of
 from farstep.agents.policy import ship
-from farstep.config import WeightsConfig
+from farstep.config.env import WeightsConfig
 from farstep.errors import AgentError
 from farstep.head.parameters import ParameterStore
 from farstep.worker.weights import RemoteWeights, SharedWeights, check_digest

@@ -11,20 +11,20 @@ import numpy as np
 import pytest
 
 from farstep.batch import ENDS
-from farstep.buffer.blocks import Layout
-from farstep.buffer.triggers import TimeTrigger
-from farstep.config import EnvConfig
+from farstep.config.env import EnvConfig
+from farstep.config.transfer import TransferTrigger
 from farstep.core import Received
 from farstep.errors import ConfigError, WireError
 from farstep.head.rollouts import Piece, Rollouts, base_rows
-from farstep.head.seats import split
 from farstep.head.tickets import Arrived, Order
-from farstep.spec import ArraySpec
-from farstep.transfer_config import TransferTrigger
+from farstep.head.worker_records import split
+from farstep.rollout.blocks import Layout
+from farstep.rollout.rows import Rows
+from farstep.schema import ArraySpec
 from farstep.wire import messages as m
 from farstep.wire.compression import Compressor
-from farstep.worker.rows import Rows
-from farstep.worker.shipping import Shipping
+from farstep.worker.chunk_sender import Shipping
+from farstep.workflow.triggers import TimeTrigger
 
 STEPS, LANES = 7, 2
 OBS = {

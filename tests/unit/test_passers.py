@@ -15,12 +15,12 @@ import msgspec
 import numpy as np
 import pytest
 
-from farstep.buffer.passers import Direct, LocalQueue, ZmqPasser, ZmqReceiver
-from farstep.buffer.triggers import DataKeyTrigger, Dispatcher, Ledger, Message
 from farstep.errors import ClosedError, ConfigError, DeliveryError, FarstepError, WireError
 from farstep.wire.dealer import DealerLink
 from farstep.wire.keys import KeyPair
 from farstep.wire.zmq import MAIN
+from farstep.workflow.delivery import Direct, LocalQueue, ZmqPasser, ZmqReceiver
+from farstep.workflow.triggers import DataKeyTrigger, Dispatcher, Ledger, Message
 
 PATIENCE_S = 60.0
 
@@ -123,7 +123,7 @@ def test_the_end_of_a_queue() -> None:
 
 RECEIVER = """
 import json, sys
-from farstep.buffer.passers import ZmqReceiver
+from farstep.workflow.delivery import ZmqReceiver
 from farstep.errors import ClosedError
 
 receiver = ZmqReceiver(json.loads(sys.stdin.readline()))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from farstep.sync.picks import Pick, Picks, joined, places
+from farstep.rollout.probe_rows import Pick, Picks, joined, places
 
 
 @pytest.mark.parametrize(("steps", "num_envs"), [(1, 1), (1, 64), (128, 1), (5, 3), (128, 32), (1024, 1024)])

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from farstep.batch import Batch, FinalObs, Part
-from farstep.buffer.pipeline import minibatches
 from farstep.errors import ConfigError
+from farstep.workflow.pipeline import minibatches
 
 STEPS, WIDTHS = 16, (3, 1, 4, 2)
 NUM_ENVS = sum(WIDTHS)

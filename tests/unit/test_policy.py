@@ -15,9 +15,9 @@ from torch import Tensor
 
 from farstep.agents.policy import Policy, ship
 from farstep.errors import AgentError
-from farstep.spec import ArraySpec
+from farstep.rollout.rows import Slots
+from farstep.schema import ArraySpec
 from farstep.worker.acting import Actor
-from farstep.worker.rows import Slots
 
 OBS = np.linspace(-1, 1, 12, dtype=np.float32).reshape(3, 4)
 STARTS = np.array([True, False, True])

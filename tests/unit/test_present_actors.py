@@ -10,8 +10,8 @@ import pytest
 from naive_trigger import NaiveDataKeyTrigger
 from trigger_world import KEYS, short
 
-from farstep.buffer.triggers import DataKeyTrigger, Dispatcher, Ledger, Message
 from farstep.errors import ConfigError
+from farstep.workflow.triggers import DataKeyTrigger, Dispatcher, Ledger, Message
 
 
 def world(trigger: DataKeyTrigger, present: str, quorum: int = 1) -> tuple[Ledger, Any]:

@@ -28,7 +28,7 @@ from farstep.agents.divergence import Comparison, comparing_method, why_incompar
 from farstep.agents.policy import Policy
 from farstep.core import SyncState
 from farstep.errors import AgentError
-from farstep.spec import ArraySpec
+from farstep.schema import ArraySpec
 from farstep.sync import AAPS
 from farstep.testing import TableAgent
 

@@ -12,10 +12,10 @@ import pytest
 from naive_trigger import NaiveDataKeyTrigger
 from trigger_world import KEYS
 
-from farstep.buffer.consumers import ConsumerThread, Guard
-from farstep.buffer.passers import LocalQueue
-from farstep.buffer.triggers import DataKeyTrigger, Dispatcher, Ledger, Message, TimeTrigger
 from farstep.wire.codec import pack, unpack
+from farstep.workflow.consumers import ConsumerThread, Guard
+from farstep.workflow.delivery import LocalQueue
+from farstep.workflow.triggers import DataKeyTrigger, Dispatcher, Ledger, Message, TimeTrigger
 
 
 @pytest.mark.parametrize("seed", range(40))

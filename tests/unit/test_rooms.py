@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from farstep.wire import rooms as module
-from farstep.wire.rooms import Rooms
+from farstep.wire import buffer_pool as module
+from farstep.wire.buffer_pool import Rooms
 
 LARGE = 1 << 20
 

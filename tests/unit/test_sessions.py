@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from farstep.errors import WireError
-from farstep.wire import session as module
-from farstep.wire.sealing import Seal, Side
-from farstep.wire.session import ASK_S, SEGMENT_BYTES, SMALL_BYTES, STILL_S, Kind, Packet, Session
+from farstep.wire import reliable_channel as module
+from farstep.wire.encryption import Seal, Side
+from farstep.wire.reliable_channel import ASK_S, SEGMENT_BYTES, SMALL_BYTES, STILL_S, Kind, Packet, Session
 
 
 class Pair:
@@ -210,7 +210,7 @@ def test_a_segment_that_is_sent_again_by_somebody_else_changes_nothing() -> None
 
 
 def test_no_nonce_is_used_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    from farstep.wire import sealing
+    from farstep.wire import encryption as sealing
 
     used: list[bytes] = []
     nonce = sealing._nonce

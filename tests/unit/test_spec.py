@@ -10,7 +10,7 @@ import pytest
 from gymnasium import spaces
 
 from farstep.errors import AgentError, ConfigError, SpaceError
-from farstep.spec import (
+from farstep.schema import (
     ArraySpec,
     differences,
     flat,

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import farstep
-from farstep.config import Stagger
-from farstep.worker.rows import Slots
+from farstep.config.env import Stagger
+from farstep.rollout.rows import Slots
 from farstep.worker.stagger import Places, num_groups, offsets_of
 
 

@@ -10,7 +10,7 @@ KILLED_ONCE = """
 import os
 import signal
 
-from farstep.launch import supervisor
+from farstep.launch import daemon_supervisor as supervisor
 
 replaces = supervisor._Supervisor._replaces
 

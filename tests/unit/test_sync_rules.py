@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from farstep.config import EnvConfig
+from farstep.config.env import EnvConfig
 from farstep.core import SyncRule, SyncState
 from farstep.errors import ConfigError
 from farstep.sync import AAPS, Always, AnyOf, EveryK, EverySeconds, MaxLag

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trigger_world import KEYS, later, short
 
-from farstep.buffer.triggers import DataKeyTrigger, Dispatcher, Ledger, Message
+from farstep.workflow.triggers import DataKeyTrigger, Dispatcher, Ledger, Message
 
 ACTORS = "abcd"
 STEP = st.one_of(

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from trigger_world import KEYS, later, short
 
-from farstep.buffer.triggers import (
+from farstep.errors import ConfigError
+from farstep.workflow.triggers import (
     DataKeyTrigger,
     Dispatcher,
     Ledger,
@@ -20,7 +21,6 @@ from farstep.buffer.triggers import (
     TransferTrigger,
     Trigger,
 )
-from farstep.errors import ConfigError
 
 
 class Always(Trigger):

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from farstep.buffer import checkpoint
+from farstep.checkpoint import folder as checkpoint
 from farstep.cli import main
 from farstep.errors import CheckpointError, RunError
 from farstep.observe import signing

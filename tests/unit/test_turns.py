@@ -7,7 +7,7 @@ from collections.abc import Callable
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farstep.head.turns import Turns
+from farstep.head.send_queue import Turns
 
 
 def of(*incarnations: int) -> Callable[[int], int]:

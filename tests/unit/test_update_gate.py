@@ -9,9 +9,9 @@ import pytest
 
 from farstep.agents import update_gate
 from farstep.agents.update_gate import UpdateGate
-from farstep.buffer.consumers import Publisher
 from farstep.errors import PublishTimeout
 from farstep.testing import TableAgent
+from farstep.workflow.consumers import Publisher
 
 AGENT = TableAgent()
 

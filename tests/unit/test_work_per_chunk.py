@@ -10,10 +10,10 @@ import pytest
 from test_ahead import rows
 from work import instructions, peak_bytes
 
-from farstep.buffer.ahead import Ahead
-from farstep.buffer.triggers import DataKeyTrigger, Dispatcher, Ledger
+from farstep.head.send_queue import Turns
 from farstep.head.tickets import Order, Tickets
-from farstep.head.turns import Turns
+from farstep.workflow.partial_chunks import Ahead
+from farstep.workflow.triggers import DataKeyTrigger, Dispatcher, Ledger
 
 FEW, MANY = 8, 64
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from farstep.buffer.triggers import Message
+from farstep.workflow.triggers import Message
 
 KEYS = ("obs", "reward")
 

@@ -20,7 +20,7 @@ from farstep.agents.parameters import as_array, leaves_of
 from farstep.agents.policy import Policy
 from farstep.core import Array, Nested
 from farstep.errors import AgentError
-from farstep.spec import ArraySpec, Schema, Structure, leaf_names, nest
+from farstep.schema import ArraySpec, Schema, Structure, leaf_names, nest
 
 _ROUNDING = 1e-4
 """How far below zero a divergence may be: sums of float32 are not exact."""

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from farstep.config import ALL_WEIGHTS, WeightsConfig
+from farstep.config.env import ALL_WEIGHTS, WeightsConfig
 from farstep.core import Agent, Array, Nested
 from farstep.errors import AgentError, described
 

@@ -16,7 +16,7 @@ import numpy as np
 from farstep.agents.parameters import as_array, is_torch_module
 from farstep.core import Nested
 from farstep.errors import AgentError, described
-from farstep.spec import flat, map_leaves
+from farstep.schema import flat, map_leaves
 
 log = logging.getLogger(__name__)
 

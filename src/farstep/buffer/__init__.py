@@ -1,6 +1,5 @@
 """Where rows live between workers and learner: blocks, samplers, limiters, triggers."""
 
-from farstep.buffer.choosing import SampleInfo
 from farstep.buffer.limiter import MinSize, Queue, RateLimiter, SampleToInsertRatio, Stack
 from farstep.buffer.replay import Buffer
 from farstep.buffer.samplers import (
@@ -17,6 +16,7 @@ from farstep.buffer.samplers import (
     Uniform,
     trajectory_priority,
 )
+from farstep.buffer.sampling import SampleInfo
 
 __all__ = [
     "DPER",

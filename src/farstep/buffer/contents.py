@@ -14,18 +14,18 @@ from typing import Any
 import numpy as np
 
 from farstep.batch import Batch
-from farstep.buffer.checking import check_array, check_keys, check_like, check_numpy_generator, prefixed, require
 from farstep.buffer.cyclic import spans
 from farstep.buffer.episodes import Episodes
-from farstep.buffer.files import Refused
 from farstep.buffer.rows import arrays_of, check_names, check_rows
 from farstep.buffer.samplers import FIFO, EpisodeSelector, Sampler
 from farstep.buffer.selectors import Selector
 from farstep.buffer.store import Store
+from farstep.checkpoint.checks import check_array, check_keys, check_like, check_numpy_generator, prefixed, require
+from farstep.checkpoint.files import Refused
 from farstep.core import Array
 from farstep.errors import ConfigError
-from farstep.machine import available_memory
-from farstep.spec import Schema, Structure, leaves
+from farstep.resources import available_memory
+from farstep.schema import Schema, Structure, leaves
 
 
 class Contents:

@@ -22,10 +22,10 @@ from typing import Annotated
 import msgspec
 import numpy as np
 
-from farstep.buffer.blocks import Layout
 from farstep.core import Array
 from farstep.errors import ClosedError, ConfigError
-from farstep.spec import Schema
+from farstep.rollout.blocks import Layout
+from farstep.schema import Schema
 from farstep.wire.memory import SharedMemory
 
 _MAGIC = 0x6661727374657031  # "farstep1"

@@ -9,7 +9,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 
-from farstep.config import is_number
+from farstep.config.env import is_number
 from farstep.errors import BufferTimeout, ClosedError, ConfigError
 
 WAIT_S = 60.0

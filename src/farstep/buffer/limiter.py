@@ -23,7 +23,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from farstep.config import check_count
+from farstep.config.env import check_count
 from farstep.errors import ConfigError, unknown_name
 
 _OPTIONS = ("samples_per_insert", "min_size", "min_diff", "max_diff")

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from farstep.buffer.checking import require
 from farstep.buffer.table import Table
+from farstep.checkpoint.checks import require
 from farstep.core import Array
 
 

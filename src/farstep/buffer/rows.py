@@ -11,7 +11,7 @@ import numpy as np
 from farstep.batch import Batch, is_final
 from farstep.core import Array, Nested
 from farstep.errors import ConfigError, unknown_name
-from farstep.spec import ArraySpec, Schema, Structure, first_misfit, leaf_names, leaves, nest
+from farstep.schema import ArraySpec, Schema, Structure, first_misfit, leaf_names, leaves, nest
 
 
 def as_spec(name: object, value: object) -> ArraySpec:

@@ -16,10 +16,10 @@ import numpy as np
 from farstep.buffer.selectors import Cells, HeapSelector, OrderSelector, PrioritySelector, Selector, UniformSelector
 from farstep.buffer.store import ENDINGS, Store
 from farstep.buffer.table import Table
-from farstep.config import check_count
+from farstep.config.env import check_count
 from farstep.core import Array
 from farstep.errors import ConfigError
-from farstep.spec import Schema
+from farstep.schema import Schema
 
 _LEAST = 1e-6
 """The lowest priority of an episode."""

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from farstep.buffer import samplers
-from farstep.buffer.checking import Count, check_array, check_keys, converted, require
-from farstep.buffer.checkpoint import Loaded, load_with, save
 from farstep.buffer.contents import cells_of
-from farstep.buffer.files import Refused
 from farstep.buffer.limiter import RateLimiter
 from farstep.buffer.samplers import Sampler, check_sampler
+from farstep.checkpoint.checks import Count, check_array, check_keys, converted, require
+from farstep.checkpoint.files import Refused
+from farstep.checkpoint.folder import Loaded, load_with, save
 from farstep.core import Array
 from farstep.errors import ConfigError, unknown_name
-from farstep.spec import ArraySpec, Schema, Structure, leaf_names, plain_structure, structure_of
+from farstep.schema import ArraySpec, Schema, Structure, leaf_names, plain_structure, structure_of
 
 if TYPE_CHECKING:
     from farstep.buffer.replay import Buffer

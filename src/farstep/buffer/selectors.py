@@ -11,9 +11,9 @@ from typing import Protocol, TypeAlias
 
 import numpy as np
 
-from farstep.buffer.checking import check_finite, check_like, require
-from farstep.buffer.sums import SumTree
+from farstep.buffer.sum_tree import SumTree
 from farstep.buffer.table import Table
+from farstep.checkpoint.checks import check_finite, check_like, require
 from farstep.core import Array
 
 _LOOK = 256  # entries of a log that are looked at together

@@ -13,12 +13,12 @@ from itertools import pairwise
 
 import numpy as np
 
-from farstep.buffer.checking import check_like, require
 from farstep.buffer.cyclic import CyclicBlocks, Writer, spans
 from farstep.buffer.links import Links
 from farstep.buffer.table import Table
+from farstep.checkpoint.checks import check_like, require
 from farstep.core import Array
-from farstep.spec import Schema
+from farstep.schema import Schema
 
 CONSUMERS = 16
 """Readers whose cursors have a place in the header of the blocks."""

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from farstep.buffer.checking import check_like, require
+from farstep.checkpoint.checks import check_like, require
 from farstep.core import Array
 
 

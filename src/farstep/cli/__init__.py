@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from farstep.errors import ConfigError, FarstepError, LaunchError, WorkerError, unknown_name
 from farstep.observe.extras import require
-from farstep.worker.nested_launch import refuse_nested_launch
+from farstep.rollout.nested_launch import refuse_nested_launch
 
 _HELP = """\
 farstep trains Gymnasium environments on workers, and shows what came of it.

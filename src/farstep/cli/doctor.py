@@ -13,12 +13,12 @@ import tyro
 
 from farstep.cli.launchers import LAUNCHERS, check_options, chosen_launcher
 from farstep.cli.options import parse
+from farstep.config.launch import LaunchConfig
 from farstep.doctor.engines import engine
 from farstep.doctor.findings import Finding
 from farstep.doctor.machine import addresses, machine
 from farstep.doctor.nodes import nodes
 from farstep.errors import ConfigError
-from farstep.launch_config import LaunchConfig
 from farstep.learners.run_config import LauncherName, RunConfig
 
 C = TypeVar("C", bound=LaunchConfig)

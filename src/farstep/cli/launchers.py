@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from farstep.cli.options import check_belonging
-from farstep.errors import ConfigError, unknown_name
-from farstep.kubernetes_config import KubernetesConfig
-from farstep.launch_config import (
+from farstep.config.kubernetes import KubernetesConfig
+from farstep.config.launch import (
     EngineConfig,
     InProcessConfig,
     LaunchConfig,
@@ -18,6 +17,7 @@ from farstep.launch_config import (
     SlurmConfig,
     SSHConfig,
 )
+from farstep.errors import ConfigError, unknown_name
 
 ENGINES: dict[str, type[EngineConfig]] = {
     "slurm": SlurmConfig,

@@ -16,8 +16,8 @@ from farstep.errors import ConfigError
 from farstep.learners.nets import ActorCritic, NetConfig, make_agent
 from farstep.learners.run_config import RunConfig
 from farstep.observe.video import require_encoder, write_video
-from farstep.spec import leaves, map_leaves, nest, space_schema
-from farstep.worker.sources import Source, explain_missing
+from farstep.rollout.sources import Source, explain_missing
+from farstep.schema import leaves, map_leaves, nest, space_schema
 
 Env = gymnasium.Env[Any, Any]
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import tyro
 
 from farstep.cli.options import parse
+from farstep.config.launch import SlurmConfig
 from farstep.errors import ConfigError
 from farstep.launch.slurm import batch_script, job_sizes
-from farstep.launch_config import SlurmConfig
 
 
 @dataclass(frozen=True, kw_only=True)

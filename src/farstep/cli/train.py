@@ -16,14 +16,14 @@ import numpy as np
 import torch
 import tyro
 
-from farstep.buffer import checkpoint
+from farstep.checkpoint import folder as checkpoint
 from farstep.cli.launchers import ENGINES, NoOptions, check_options, chosen_launcher
 from farstep.cli.options import check_belonging, parse, typed
 from farstep.cli.recording import check_recording, record
 from farstep.cli.trust import check_trusted
 from farstep.cluster_env import ClusterEnv
+from farstep.config.launch import EngineConfig
 from farstep.errors import ConfigError, RunError, unknown_name
-from farstep.launch_config import EngineConfig
 from farstep.learners.async_ppo import AsyncPPO, AsyncPPOConfig
 from farstep.learners.evaluation import EVALUATION_SLOTS, Evaluator
 from farstep.learners.impala import Impala, ImpalaConfig
@@ -31,7 +31,6 @@ from farstep.learners.nets import ActorCritic, NetConfig, make_agent
 from farstep.learners.ppo import PPO, PPOConfig
 from farstep.learners.run_config import RunConfig
 from farstep.learners.training import Learner, Limits, Progress, Stopped, Training
-from farstep.machine import usable_cpus
 from farstep.observe.console import console_logger
 from farstep.observe.loggers import (
     JsonlLogger,
@@ -42,6 +41,7 @@ from farstep.observe.loggers import (
     require_wandb,
 )
 from farstep.observe.run_folder import RunFolder, run_name
+from farstep.resources import usable_cpus
 from farstep.version import VERSION
 
 _FIXED = ("env", "env_type", "env_kwargs", "wrappers", "seed", "name", "folder")

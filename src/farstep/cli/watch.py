@@ -12,12 +12,12 @@ from typing import Annotated
 import torch
 import tyro
 
-from farstep.buffer import checkpoint
+from farstep.checkpoint import folder as checkpoint
 from farstep.cli.options import parse
 from farstep.cli.recording import agent_of, check_recording, record
 from farstep.cli.train import load_config
 from farstep.cli.trust import check_trusted
-from farstep.config import check_count, check_seed
+from farstep.config.env import check_count, check_seed
 from farstep.errors import ConfigError
 from farstep.learners.nets import ActorCritic
 from farstep.learners.saving import check_agent, put_together

@@ -11,10 +11,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from farstep.config.launch import LaunchConfig, SlurmConfig, SSHConfig
 from farstep.doctor.findings import Finding, Say, ok, problem
 from farstep.doctor.programs import Program
 from farstep.errors import counted, unknown_name
-from farstep.launch_config import LaunchConfig, SlurmConfig, SSHConfig
 from farstep.version import VERSION
 
 _ANSWER_S = 30.0

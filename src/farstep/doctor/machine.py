@@ -12,10 +12,10 @@ from pathlib import Path
 
 import zmq
 
+from farstep.config.launch import EngineConfig, LaunchConfig
 from farstep.doctor.findings import Finding, ok, problem, warning
 from farstep.launch.addresses import own_addresses
-from farstep.launch_config import EngineConfig, LaunchConfig
-from farstep.machine import available_memory, usable_cpus
+from farstep.resources import available_memory, usable_cpus
 from farstep.version import VERSION
 from farstep.wire.zmq import Hub
 

@@ -6,9 +6,9 @@ import json
 import sys
 from collections.abc import Sequence
 
-from farstep.config import EnvConfig
+from farstep.config.env import EnvConfig
 from farstep.errors import FarstepError
-from farstep.worker.sources import Source
+from farstep.rollout.sources import Source
 
 
 def main(arguments: Sequence[str]) -> None:

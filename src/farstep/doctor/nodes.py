@@ -12,26 +12,26 @@ from typing import Any
 
 import cloudpickle
 
-from farstep.config import EnvConfig
+from farstep.config.env import EnvConfig
+from farstep.config.launch import EngineConfig, LaunchConfig, LocalConfig, SlurmConfig, SSHConfig
 from farstep.core import Received
 from farstep.doctor.findings import Finding, Say, ok, problem, warning
 from farstep.doctor.probe import Probe
 from farstep.errors import FarstepError, WireError, WorkerError, counted
-from farstep.head.seats import Seat
 from farstep.head.server import Server
 from farstep.head.tickets import Order
+from farstep.head.worker_records import Seat
 from farstep.launch.cluster import ClusterLauncher
-from farstep.launch.node_agent import UNANSWERED
-from farstep.launch.sessions import ENDED
+from farstep.launch.engine_processes import ENDED
+from farstep.launch.node_daemon import UNANSWERED
 from farstep.launch.slurm import NEVER_STARTS
-from farstep.launch_config import EngineConfig, LaunchConfig, LocalConfig, SlurmConfig, SSHConfig
+from farstep.rollout.program import Program
+from farstep.rollout.sources import Source
 from farstep.sync import Always
 from farstep.version import VERSION
 from farstep.wire import messages as m
 from farstep.wire.codec import unpack
 from farstep.wire.versions import versions
-from farstep.worker.program import Program
-from farstep.worker.sources import Source
 
 _ASK_S = 60.0
 """How long a node may take to answer anything."""

@@ -16,7 +16,7 @@ import numpy as np
 
 from farstep.doctor.programs import Program
 from farstep.launch.process import import_path
-from farstep.machine import available_memory, usable_cpus
+from farstep.resources import available_memory, usable_cpus
 
 
 class Probe(gymnasium.Env[Any, Any]):

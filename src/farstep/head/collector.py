@@ -16,31 +16,31 @@ from farstep.agents.divergence import Comparison, comparing_method, why_incompar
 from farstep.agents.policy import Policy, ship
 from farstep.agents.update_gate import UpdateGate
 from farstep.batch import Batch, Part
-from farstep.buffer.blocks import Layout
-from farstep.config import EnvConfig
+from farstep.config.env import EnvConfig
+from farstep.config.launch import LaunchConfig
 from farstep.core import Agent, Array, Buffer, Received
 from farstep.errors import AgentError, ClosedError, HandshakeError, WireError, WorkerError, described
-from farstep.head.arrivals import Early
-from farstep.head.calls import Calls
-from farstep.head.notes import Notes
+from farstep.head.broadcast import Calls
+from farstep.head.incoming_chunks import Early
 from farstep.head.parameters import ParameterStore
 from farstep.head.probes import Prober, Question
 from farstep.head.resuming import Place, lead_back
 from farstep.head.rollouts import Piece, Rollouts, agent_structures, base_rows, key_of
 from farstep.head.saved_state import check_saved
-from farstep.head.seats import ResetOrder, Seat
+from farstep.head.send_queue import Turns
 from farstep.head.server import Server
 from farstep.head.stats import Counters
 from farstep.head.tickets import Arrived, FeedPlan, Order
-from farstep.head.turns import Turns
-from farstep.launch_config import LaunchConfig
-from farstep.spec import Schema, Structure, differences, space_schema
+from farstep.head.user_warnings import Notes
+from farstep.head.worker_records import ResetOrder, Seat
+from farstep.rollout.blocks import Layout
+from farstep.rollout.program import Program
+from farstep.rollout.sources import Source
+from farstep.schema import Schema, Structure, differences, space_schema
 from farstep.sync import AAPS, Always
 from farstep.sync.rules import probes_of, rows_of
 from farstep.wire import messages as m
 from farstep.wire.compression import available
-from farstep.worker.program import Program
-from farstep.worker.sources import Source
 
 Space = gymnasium.spaces.Space[Any]
 OnPart = Callable[[Early], None]

@@ -12,10 +12,10 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
 from farstep.batch import Batch
-from farstep.head.arrivals import Early
 from farstep.head.collector import Collector
-from farstep.head.seats import Seat
+from farstep.head.incoming_chunks import Early
 from farstep.head.tickets import Arrived, FeedPlan
+from farstep.head.worker_records import Seat
 
 
 @dataclass(frozen=True)

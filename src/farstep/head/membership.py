@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from farstep.launch_config import RESTART_WINDOW_S
+from farstep.config.launch import RESTART_WINDOW_S
 
 ANSWER_S = 2.0
 """How long a worker on another machine has to say where it is, before it is taken for stuck."""

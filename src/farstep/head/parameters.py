@@ -17,7 +17,7 @@ from farstep.agents.parameters import (
     parameters_of,
     travelling,
 )
-from farstep.config import ALL_WEIGHTS, WeightsConfig
+from farstep.config.env import ALL_WEIGHTS, WeightsConfig
 from farstep.core import Agent, Array, Buffer
 from farstep.errors import AgentError
 from farstep.wire.delta import encode

@@ -9,11 +9,11 @@ import numpy as np
 
 from farstep.agents.divergence import Comparison
 from farstep.core import Array
-from farstep.head.seats import Seat
-from farstep.sync.picks import Pick, Picks, joined
+from farstep.head.worker_records import Seat
+from farstep.rollout.probe_rows import Pick, Picks, joined
+from farstep.rollout.rows import Rows
 from farstep.wire.messages import Chunk
 from farstep.worker.probing import picked
-from farstep.worker.rows import Rows
 
 _AHEAD = 64
 """Probes that may wait for a worker: it looks at the latest few, and they take room on the way to it."""

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from farstep.core import Array
-from farstep.head.calls import Calls
-from farstep.head.seats import Seat
+from farstep.head.broadcast import Calls
+from farstep.head.worker_records import Seat
 
 log = logging.getLogger("farstep")
 

@@ -9,19 +9,19 @@ from typing import Any
 import numpy as np
 
 from farstep.batch import EPISODE_KEYS, RESERVED, Batch, FinalObs, Part, is_final
-from farstep.buffer.blocks import Layout
+from farstep.config.transfer import ALL_AT_ONCE, TransferTrigger
 from farstep.core import Array, Buffer, Nested, Received
 from farstep.errors import WireError
-from farstep.head.arrivals import Arrival, records_of
-from farstep.head.seats import Seat
+from farstep.head.incoming_chunks import Arrival, records_of
 from farstep.head.tickets import Arrived, Order
-from farstep.machine import check_memory
-from farstep.spec import ArraySpec, Schema, Structure, leaf_names, nest
-from farstep.transfer_config import ALL_AT_ONCE, TransferTrigger
+from farstep.head.worker_records import Seat
+from farstep.resources import check_memory
+from farstep.rollout.blocks import Layout
+from farstep.rollout.rows import Rows
+from farstep.schema import ArraySpec, Schema, Structure, leaf_names, nest
 from farstep.wire import messages as m
 from farstep.wire.codec import unpack
 from farstep.wire.memory import SharedMemory
-from farstep.worker.rows import Rows
 
 MAX_STEP_BYTES = 2**28
 """What an agent may return per environment and step."""

@@ -15,7 +15,7 @@ import numpy as np
 from gymnasium import spaces
 
 from farstep.agents.parameters import as_array, leaves_of
-from farstep.buffer.checking import (
+from farstep.checkpoint.checks import (
     PCG64,
     Count,
     Finite,
@@ -26,9 +26,9 @@ from farstep.buffer.checking import (
     check_torch_generator,
     converted,
 )
-from farstep.buffer.files import Refused
+from farstep.checkpoint.files import Refused
 from farstep.core import Array
-from farstep.spec import Schema, leaf_spaces
+from farstep.schema import Schema, leaf_spaces
 
 _Seed = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 _MERSENNE_WORDS = 624

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
+from farstep.config.launch import EngineConfig, LaunchConfig
 from farstep.core import Received
 from farstep.errors import (
     AgentError,
@@ -31,21 +32,20 @@ from farstep.errors import (
     typed_shortage,
 )
 from farstep.head import membership as life
-from farstep.head.crew import Crew
+from farstep.head.event_loop import Switchboard
 from farstep.head.message_rules import check_message, is_late
-from farstep.head.seats import Seat, expected, split
-from farstep.head.slow_notes import FIRST_NOTE_S, NOTE_S, noted_while_slow
-from farstep.head.switchboard import Switchboard
+from farstep.head.slow_call_warnings import FIRST_NOTE_S, NOTE_S, noted_while_slow
+from farstep.head.supervisor import Crew
 from farstep.head.tickets import Order, Tickets
+from farstep.head.worker_records import Seat, expected, split
 from farstep.launch import launcher_for
 from farstep.launch.process import import_path
-from farstep.launch_config import EngineConfig, LaunchConfig
+from farstep.rollout.nested_launch import refuse_nested_launch
+from farstep.rollout.program import Program
+from farstep.rollout.progress import CANCEL, PHASE, Phase, check_words, copy_words
 from farstep.wire import messages as m
 from farstep.wire.codec import unpack
 from farstep.wire.versions import mismatches
-from farstep.worker.nested_launch import refuse_nested_launch
-from farstep.worker.program import Program
-from farstep.worker.progress import CANCEL, PHASE, Phase, check_words, copy_words
 
 log = logging.getLogger("farstep")
 T = TypeVar("T")

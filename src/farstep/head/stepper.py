@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from farstep.config.launch import LaunchConfig
 from farstep.core import Array, Buffer, Received
 from farstep.errors import WireError, WorkerError
-from farstep.head.arrivals import Arrival, records_of
-from farstep.head.calls import Calls
+from farstep.head.broadcast import Calls
+from farstep.head.incoming_chunks import Arrival, records_of
 from farstep.head.rollouts import Rollouts, base_rows
-from farstep.head.seats import ResetOrder, Seat
 from farstep.head.server import Server
 from farstep.head.tickets import Arrived, Order
-from farstep.launch_config import LaunchConfig
-from farstep.spec import ArraySpec, Schema, space_schema
+from farstep.head.worker_records import ResetOrder, Seat
+from farstep.rollout.program import Program
+from farstep.schema import ArraySpec, Schema, space_schema
 from farstep.wire import messages as m
 from farstep.wire.codec import unpack
-from farstep.worker.program import Program
 
 Info = tuple[int, Mapping[str, Any] | None, Mapping[str, Any]]
 """Environment, what its episode ended with, and the step's or reset's info."""

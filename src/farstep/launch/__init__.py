@@ -2,19 +2,8 @@
 
 from __future__ import annotations
 
-from farstep.core import Launcher
-from farstep.errors import ConfigError
-from farstep.kubernetes_config import KubernetesConfig
-from farstep.launch.cluster import ClusterLauncher
-from farstep.launch.engine import Engine
-from farstep.launch.inprocess import InprocessLauncher
-from farstep.launch.kubernetes import KubernetesEngine
-from farstep.launch.local import LocalLauncher
-from farstep.launch.network import NetworkLauncher
-from farstep.launch.ray import RayEngine
-from farstep.launch.slurm import SlurmEngine
-from farstep.launch.ssh import SSHEngine
-from farstep.launch_config import (
+from farstep.config.kubernetes import KubernetesConfig
+from farstep.config.launch import (
     EngineConfig,
     InProcessConfig,
     LaunchConfig,
@@ -23,6 +12,17 @@ from farstep.launch_config import (
     SlurmConfig,
     SSHConfig,
 )
+from farstep.core import Launcher
+from farstep.errors import ConfigError
+from farstep.launch.cluster import ClusterLauncher
+from farstep.launch.engine import Engine
+from farstep.launch.in_process import InprocessLauncher
+from farstep.launch.kubernetes.engine import KubernetesEngine
+from farstep.launch.local import LocalLauncher
+from farstep.launch.network import NetworkLauncher
+from farstep.launch.ray.engine import RayEngine
+from farstep.launch.slurm import SlurmEngine
+from farstep.launch.ssh import SSHEngine
 
 
 def launcher_for(config: LaunchConfig, workers: int, envs: int) -> Launcher:

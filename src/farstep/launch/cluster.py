@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 
 import zmq
 
+from farstep.config.launch import EngineConfig
 from farstep.core import Ended, Launcher, Received, Started
 from farstep.errors import LaunchError, WireError, counted
 from farstep.launch.addresses import own_addresses
@@ -23,11 +24,10 @@ from farstep.launch.engine import Engine
 from farstep.launch.groups import Groups
 from farstep.launch.hub import HubLink, admit, admit_worker, drain
 from farstep.launch.nodes import Node, RemoteWorker, tell
-from farstep.launch_config import EngineConfig
+from farstep.rollout.progress import PHASE, Phase, copy_words, private_words
 from farstep.wire import node_messages as n
 from farstep.wire.versions import mismatches
 from farstep.wire.zmq import Hub
-from farstep.worker.progress import PHASE, Phase, copy_words, private_words
 
 log = logging.getLogger("farstep")
 _FILES_PER_WORKER, _OTHER_FILES = 8, 1024

@@ -8,9 +8,9 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from farstep.config.launch import RESTART_WINDOW_S, EngineConfig
 from farstep.errors import FarstepError, LaunchError, counted
 from farstep.launch.engine import Engine, EngineLost, Group, Standing
-from farstep.launch_config import RESTART_WINDOW_S, EngineConfig
 
 log = logging.getLogger("farstep")
 _LOOK_S = 2.0

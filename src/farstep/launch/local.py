@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 
 from farstep.core import Launcher, Received, Started
 from farstep.launch.process import ProcessStarter
+from farstep.rollout.progress import PHASE, Board, Phase
 from farstep.wire.local import local_pair
-from farstep.worker.progress import PHASE, Board, Phase
 
 
 class LocalLauncher(Launcher):

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from farstep.core import Launcher, Received, Started
 from farstep.launch.hub import HubLink, admit_worker, drain
 from farstep.launch.process import ProcessStarter
+from farstep.rollout.progress import PHASE, Phase, private_words
 from farstep.wire.zmq import Hub
-from farstep.worker.progress import PHASE, Phase, private_words
 
 
 class NetworkLauncher(Launcher):

@@ -18,12 +18,12 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from farstep.config.launch import SlurmConfig
 from farstep.errors import LaunchError, counted
 from farstep.launch.addresses import own_addresses
 from farstep.launch.engine import RESTARTS, TAKEN_BACK, Group, Standing, setup_lines
+from farstep.launch.engine_processes import Session, Sessions, after_setup, end_sessions
 from farstep.launch.guardian import Guardian
-from farstep.launch.sessions import Session, Sessions, after_setup, end_sessions
-from farstep.launch_config import SlurmConfig
 
 log = logging.getLogger("farstep")
 _COMMAND_S = 60.0
@@ -180,7 +180,7 @@ def _agent(config: SlurmConfig) -> list[str]:
     place = "'SLURM job $SLURM_JOB_ID, node $SLURMD_NODENAME'"
     # Not a command-line option: a daemon of another version would reject it before it reports its version.
     restarts = f"{RESTARTS}={config.restart_budget}"
-    return ["env", restarts, python, "-m", "farstep.launch.node_agent", "--place", place]
+    return ["env", restarts, python, "-m", "farstep.launch.node_daemon", "--place", place]
 
 
 class Jobs(Group):

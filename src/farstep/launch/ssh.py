@@ -7,10 +7,10 @@ import shutil
 import sys
 from collections.abc import Sequence
 
+from farstep.config.launch import SSHConfig
 from farstep.errors import LaunchError
 from farstep.launch.addresses import own_addresses
-from farstep.launch.sessions import Session, Sessions, after_setup, end_sessions
-from farstep.launch_config import SSHConfig
+from farstep.launch.engine_processes import Session, Sessions, after_setup, end_sessions
 
 
 class SSHEngine:
@@ -41,7 +41,7 @@ class SSHEngine:
     def _command(self, host: str) -> str:
         """For the shell of the host."""
         python, place = shlex.quote(self._config.python or sys.executable), shlex.quote(f"ssh {host}")
-        return after_setup(self._config.setup, f"{python} -m farstep.launch.node_agent --place {place}")
+        return after_setup(self._config.setup, f"{python} -m farstep.launch.node_daemon --place {place}")
 
     def close(self) -> None:
         end_sessions(list(self._sessions.values()))

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Protocol
 
-from farstep.config import check_count, is_number
+from farstep.config.env import check_count, is_number
 from farstep.errors import ConfigError, unknown_name
 
 TINY = 1e-12

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from farstep.cluster_env import ClusterEnv
-from farstep.config import EnvConfig
-from farstep.launch_config import InProcessConfig, LaunchConfig, LocalConfig
+from farstep.config.env import EnvConfig
+from farstep.config.launch import InProcessConfig, LaunchConfig, LocalConfig
 from farstep.learners.nets import ActorCritic
 
 EVALUATION_SLOTS = 8

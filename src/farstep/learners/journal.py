@@ -9,8 +9,8 @@ import msgspec
 import numpy as np
 
 from farstep.batch import Batch
-from farstep.buffer.checking import converted
-from farstep.buffer.files import Refused
+from farstep.checkpoint.checks import converted
+from farstep.checkpoint.files import Refused
 from farstep.core import Array
 
 _MOST_STEPS = 100_000

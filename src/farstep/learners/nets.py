@@ -16,13 +16,13 @@ import gymnasium
 import torch
 from torch import Tensor, nn
 
-from farstep.config import check_count
+from farstep.config.env import check_count
 from farstep.core import Array, Nested
 from farstep.learners.checks import check_choice, check_counts
 from farstep.learners.encoders import encoder_for, initialised, is_image
 from farstep.learners.heads import GaussianHead, head_for
 from farstep.learners.normalizers import RewardScale
-from farstep.spec import leaf_names, leaf_spaces, leaves, map_leaves, nest, space_schema
+from farstep.schema import leaf_names, leaf_spaces, leaves, map_leaves, nest, space_schema
 
 Space = gymnasium.spaces.Space[Any]
 State = tuple[Tensor, ...]

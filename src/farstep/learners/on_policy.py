@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from farstep.batch import Batch
-from farstep.buffer.checking import Count, converted
+from farstep.checkpoint.checks import Count, converted
 from farstep.cluster_env import ClusterEnv
 from farstep.errors import RewardError
 from farstep.learners.nets import ActorCritic

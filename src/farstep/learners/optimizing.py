@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adam import adam
 
-from farstep.buffer.checking import check_keys, check_torch_generator, converted
-from farstep.buffer.files import Refused
+from farstep.checkpoint.checks import check_keys, check_torch_generator, converted
+from farstep.checkpoint.files import Refused
 from farstep.learners.nets import ActorCritic
 from farstep.learners.rollout import Minibatch, Rollout, minibatches
 from farstep.learners.saving import check_tensor

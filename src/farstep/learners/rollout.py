@@ -14,7 +14,7 @@ from farstep.core import Array, Nested
 from farstep.learners.losses import normalize
 from farstep.learners.nets import ActorCritic, Evaluation, RecurrentActorCritic, State
 from farstep.learners.returns import gae, usable
-from farstep.spec import map_leaves
+from farstep.schema import map_leaves
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from farstep.config import EnvConfig, check_count, check_seed
+from farstep.config.env import EnvConfig, check_count, check_seed
+from farstep.config.launch import InProcessConfig, LaunchConfig, LocalConfig, LocalTransport
 from farstep.errors import ConfigError
-from farstep.launch_config import InProcessConfig, LaunchConfig, LocalConfig, LocalTransport
 
 LauncherName = Literal["local", "inprocess", "slurm", "ssh", "ray", "kubernetes"]
 

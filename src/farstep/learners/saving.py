@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from farstep.buffer.checking import check_array, check_finite, check_keys
-from farstep.buffer.checkpoint import Loaded
-from farstep.buffer.files import Refused
+from farstep.checkpoint.checks import check_array, check_finite, check_keys
+from farstep.checkpoint.files import Refused
+from farstep.checkpoint.folder import Loaded
 from farstep.core import Array
 from farstep.learners.nets import ActorCritic
 from farstep.learners.normalizers import RunningMoments

@@ -7,10 +7,10 @@ import numpy as np
 import torch
 
 from farstep.batch import Batch
-from farstep.buffer.checking import check_array, check_finite, converted
+from farstep.checkpoint.checks import check_array, check_finite, converted
 from farstep.core import Array
 from farstep.learners.nets import ActorCritic
-from farstep.spec import map_leaves
+from farstep.schema import map_leaves
 
 
 class SavedStatistics(msgspec.Struct, forbid_unknown_fields=True):

@@ -19,9 +19,9 @@ import numpy as np
 import torch
 
 from farstep.batch import Batch
-from farstep.buffer import checkpoint
-from farstep.buffer.checking import Count, Finite, check_torch_generator, converted
-from farstep.buffer.files import Refused
+from farstep.checkpoint import folder as checkpoint
+from farstep.checkpoint.checks import Count, Finite, check_torch_generator, converted
+from farstep.checkpoint.files import Refused
 from farstep.cluster_env import ClusterEnv
 from farstep.learners.evaluation import Evaluated, Evaluator
 from farstep.learners.guards import Guards

@@ -26,7 +26,7 @@ from rich.text import Text
 from farstep.errors import ClosedError
 from farstep.observe.loggers import Logger
 from farstep.observe.panel import panel
-from farstep.observe.standing import Standing, line
+from farstep.observe.run_status import Standing, line
 
 _LINE_EVERY_S = 10.0
 _REFRESH_S = 0.25

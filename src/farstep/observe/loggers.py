@@ -21,7 +21,7 @@ from itertools import count
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from farstep.buffer.files import no_follow
+from farstep.checkpoint.files import no_follow
 from farstep.errors import ConfigError, RunError
 from farstep.observe.extras import require
 from farstep.observe.files import as_run_error, read_lines, replace_file

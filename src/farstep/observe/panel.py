@@ -13,7 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from farstep.observe.standing import RETURN, Standing, data_size, duration, number, percent
+from farstep.observe.run_status import RETURN, Standing, data_size, duration, number, percent
 
 _BARS = "▁▂▃▄▅▆▇█"
 _SHADES = "█▓▒░"

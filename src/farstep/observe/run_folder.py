@@ -29,7 +29,7 @@ from typing import IO, Any
 
 import msgspec
 
-from farstep.buffer.files import no_follow
+from farstep.checkpoint.files import no_follow
 from farstep.errors import ConfigError, RunError
 from farstep.observe import signing
 from farstep.observe.files import as_run_error, replace_file

@@ -15,7 +15,7 @@ import stat
 from collections.abc import Mapping
 from pathlib import Path
 
-from farstep.buffer.files import no_follow
+from farstep.checkpoint.files import no_follow
 
 _BYTES = 32
 _PURPOSE = b"farstep run configuration 1\0"

@@ -7,7 +7,7 @@ import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from farstep.config import check_rule, is_number
+from farstep.config.env import check_rule, is_number
 from farstep.core import SyncRule, SyncState
 from farstep.errors import ConfigError
 

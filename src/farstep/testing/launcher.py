@@ -21,11 +21,11 @@ import cloudpickle
 import numpy as np
 
 from farstep.cluster_env import ClusterEnv
+from farstep.config.launch import LaunchConfig
 from farstep.errors import ClosedError, ConfigError, LaunchError, RemoteEnvError, WorkerDied
 from farstep.launch.process import import_path
-from farstep.launch_config import LaunchConfig
+from farstep.rollout.seeds import episode_seed
 from farstep.testing.envs import CountingEnv, TableAgent
-from farstep.worker.seeds import episode_seed
 
 MakeConfig = Callable[..., LaunchConfig]
 """Takes fields of `LaunchConfig` (`workers_per_node`, `timeouts`, ...) and adds what the launcher needs."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import cloudpickle
 import numpy as np
 
-from farstep.config import check_rule
+from farstep.config.env import check_rule
 from farstep.core import SyncRule, SyncState
 from farstep.errors import ConfigError
 from farstep.sync.rules import divergence_of, probes_of

@@ -14,9 +14,9 @@ from zmq.utils.monitor import parse_monitor_message
 from farstep.core import Buffer, Received
 from farstep.errors import WireError
 from farstep.wire.codec import Limits
+from farstep.wire.encryption import TAG_BYTES, Seal, Side
 from farstep.wire.keys import KeyPair, Tokens
-from farstep.wire.sealing import TAG_BYTES, Seal, Side
-from farstep.wire.session import REPORT_S, SEGMENT_BYTES, Packet, Session
+from farstep.wire.reliable_channel import REPORT_S, SEGMENT_BYTES, Packet, Session
 from farstep.wire.zmq import BEAT, CONTROL_BYTES, LEASE_S, NODE, UNSENT, bulk_address, keep_asking, waiting
 
 _BROKEN = (

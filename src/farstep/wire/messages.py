@@ -23,7 +23,7 @@ import msgspec
 
 from farstep.core import Buffer
 from farstep.errors import WireError
-from farstep.spec import Schema
+from farstep.schema import Schema
 from farstep.wire.codec import Limits
 
 PROTOCOL = 7
@@ -267,7 +267,7 @@ class Probe(msgspec.Struct, tag="probe"):
     agent: int
     version: int
     orders: list[int]
-    """The chunks that the observations are from (see `sync/picks.py`); none if there was nothing to ask about."""
+    """The chunks that the observations are from (see `rollout/probe_rows.py`); none if there was nothing to ask about."""
     keys: list[str]
 
 

@@ -23,11 +23,11 @@ import zmq.utils.z85
 
 from farstep.core import Buffer, Received
 from farstep.errors import WireError
+from farstep.wire.buffer_pool import Rooms
 from farstep.wire.codec import Limits
+from farstep.wire.encryption import TAG_BYTES, Seal, Side
 from farstep.wire.keys import KeyPair, Tokens
-from farstep.wire.rooms import Rooms
-from farstep.wire.sealing import TAG_BYTES, Seal, Side
-from farstep.wire.session import SEGMENT_BYTES, Packet, Session
+from farstep.wire.reliable_channel import SEGMENT_BYTES, Packet, Session
 
 _ZAP = "inproc://zeromq.zap.01"
 _DOMAIN = b"farstep"

@@ -16,8 +16,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from farstep.rollout.nested_launch import mark_worker_process
 from farstep.worker.bootstrap import read_bootstrap
-from farstep.worker.nested_launch import mark_worker_process
 
 _F_SETSIG = 10
 

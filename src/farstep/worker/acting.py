@@ -13,10 +13,12 @@ import numpy as np
 from farstep.agents.parameters import ParameterLoader, as_array, leaves_of
 from farstep.agents.policy import Policy, same_randomness
 from farstep.batch import RESERVED
-from farstep.config import ALL_WEIGHTS, WeightsConfig
+from farstep.config.env import ALL_WEIGHTS, WeightsConfig
 from farstep.core import Array
 from farstep.errors import AgentError, SpaceError, described
-from farstep.spec import (
+from farstep.rollout.rows import Rows, Slots, with_nan
+from farstep.rollout.seeds import episode_generator
+from farstep.schema import (
     ArraySpec,
     Schema,
     Structure,
@@ -28,8 +30,6 @@ from farstep.spec import (
     nest,
     value_structure,
 )
-from farstep.worker.rows import Rows, Slots, with_nan
-from farstep.worker.seeds import episode_generator
 
 
 class Actor:

@@ -7,11 +7,11 @@ import threading
 from typing import Any
 
 from farstep.errors import LaunchError
+from farstep.rollout.progress import BEAT_S, private_words
 from farstep.wire.local import LocalLink
 from farstep.wire.memory import SharedMemory
 from farstep.wire.messages import Progress, encode
 from farstep.worker.loop import Worker
-from farstep.worker.progress import BEAT_S, private_words
 
 
 def connect(bootstrap: dict[str, Any]) -> Worker:

@@ -17,11 +17,11 @@ import numpy as np
 
 from farstep.core import Array
 from farstep.errors import AgentError, described
-from farstep.spec import Schema, leaves, space_schema
-from farstep.worker.progress import ACT, COUNT, EPISODES, PHASE, RESET, SLOT, STEP
-from farstep.worker.rows import Rows, Slots, with_nan
+from farstep.rollout.progress import ACT, COUNT, EPISODES, PHASE, RESET, SLOT, STEP
+from farstep.rollout.rows import Rows, Slots, with_nan
+from farstep.rollout.sources import Source
+from farstep.schema import Schema, leaves, space_schema
 from farstep.worker.single_envs import SingleEnvs, as_info, explain_step, outside
-from farstep.worker.sources import Source
 
 Space = gymnasium.spaces.Space[Any]
 Info = dict[str, Any]

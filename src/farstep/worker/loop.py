@@ -22,21 +22,21 @@ from gymnasium.vector import AutoresetMode
 from farstep.agents.divergence import Comparison, comparing_method
 from farstep.core import Buffer, Link, Received, SyncState
 from farstep.errors import ConfigError, WireError, described, printable
-from farstep.spec import Schema, space_schema
+from farstep.rollout.program import Program
+from farstep.rollout.progress import CANCEL, COUNT, PHASE, ROLLED, SLOT, Phase
+from farstep.rollout.rows import Slots
+from farstep.schema import Schema, space_schema
 from farstep.sync.rules import divergence_of, name_of, probes_of, rows_of, threshold_of
 from farstep.wire import messages as m
 from farstep.wire.codec import pack
 from farstep.wire.compression import Compressor
 from farstep.wire.versions import versions
 from farstep.worker.acting import Actor
+from farstep.worker.chunk_sender import Shipping
 from farstep.worker.hosting import Host, HostedEnvs
 from farstep.worker.probing import Probing
-from farstep.worker.program import Program
-from farstep.worker.progress import CANCEL, COUNT, PHASE, ROLLED, SLOT, Phase
 from farstep.worker.rolling import AnyHost, NotWanted, Roller
-from farstep.worker.rows import Slots
 from farstep.worker.saving import Saving, seed_generators
-from farstep.worker.shipping import Shipping
 from farstep.worker.stagger import Places
 from farstep.worker.staggered_hosting import StaggeredEnvs, StaggeredVector
 from farstep.worker.strict_hosting import StrictEnvs

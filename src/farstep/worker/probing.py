@@ -11,9 +11,9 @@ import numpy as np
 from farstep.agents.divergence import Comparison
 from farstep.core import Array, Buffer
 from farstep.errors import AgentError
-from farstep.sync.picks import Pick, Picks, joined, places
+from farstep.rollout.probe_rows import Pick, Picks, joined, places
+from farstep.rollout.rows import Rows
 from farstep.wire.messages import Probe
-from farstep.worker.rows import Rows
 
 _MEMORY = 4
 """Rows that a worker remembers for each that the head does, since it is ahead of it."""

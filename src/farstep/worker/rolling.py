@@ -10,16 +10,16 @@ from typing import Any
 
 import numpy as np
 
-from farstep.buffer.blocks import Layout
-from farstep.spec import space_schema
+from farstep.rollout.blocks import Layout
+from farstep.rollout.progress import ACT, CANCEL, COUNT, PHASE
+from farstep.rollout.rows import Rows
+from farstep.schema import space_schema
 from farstep.wire import messages as m
 from farstep.wire.codec import pack
 from farstep.wire.memory import SharedMemory
 from farstep.worker.acting import Actor
+from farstep.worker.chunk_sender import Shipping
 from farstep.worker.hosting import Host, HostedEnvs
-from farstep.worker.progress import ACT, CANCEL, COUNT, PHASE
-from farstep.worker.rows import Rows
-from farstep.worker.shipping import Shipping
 from farstep.worker.staggered_hosting import Staggered
 from farstep.worker.strict_hosting import StrictEnvs
 from farstep.worker.vector_hosting import HostedVector

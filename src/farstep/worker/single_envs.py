@@ -12,9 +12,9 @@ from gymnasium import spaces
 
 from farstep.core import Array
 from farstep.errors import SpaceError, described
-from farstep.spec import Schema, leaf_names, leaves, nest, space_schema
-from farstep.worker.progress import COUNT, PHASE, RESET, SLOT, Phase
-from farstep.worker.sources import Source
+from farstep.rollout.progress import COUNT, PHASE, RESET, SLOT, Phase
+from farstep.rollout.sources import Source
+from farstep.schema import Schema, leaf_names, leaves, nest, space_schema
 
 
 class SingleEnvs:

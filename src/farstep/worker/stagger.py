@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from farstep.config import Stagger
+from farstep.config.env import Stagger
 from farstep.core import Array
-from farstep.worker.rows import Slots
-from farstep.worker.seeds import offset_generator
+from farstep.rollout.rows import Slots
+from farstep.rollout.seeds import offset_generator
 
 
 class Places:

@@ -15,13 +15,13 @@ import numpy as np
 
 from farstep.core import Array
 from farstep.errors import ConfigError
-from farstep.spec import leaves, nest
+from farstep.rollout.progress import ACT, COUNT, PHASE, SLOT, STEP
+from farstep.rollout.rows import Slots
+from farstep.rollout.seeds import advance_seed
+from farstep.rollout.sources import Source
+from farstep.schema import leaves, nest
 from farstep.worker.acting import Actor
 from farstep.worker.hosting import Host, HostedEnvs, Info
-from farstep.worker.progress import ACT, COUNT, PHASE, SLOT, STEP
-from farstep.worker.rows import Slots
-from farstep.worker.seeds import advance_seed
-from farstep.worker.sources import Source
 from farstep.worker.stagger import Places
 from farstep.worker.vector_hosting import HostedVector
 

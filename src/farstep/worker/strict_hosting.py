@@ -14,13 +14,13 @@ from gymnasium.vector import AutoresetMode
 
 from farstep.core import Array
 from farstep.errors import WireError
-from farstep.spec import leaves, space_schema
+from farstep.rollout.progress import COUNT, PHASE, SLOT, STEP
+from farstep.rollout.rows import Rows, Slots
+from farstep.rollout.sources import Source
+from farstep.schema import leaves, space_schema
 from farstep.wire.codec import pack
 from farstep.worker.hosting import Info, empty_like
-from farstep.worker.progress import COUNT, PHASE, SLOT, STEP
-from farstep.worker.rows import Rows, Slots
 from farstep.worker.single_envs import SingleEnvs, as_info, explain_step, outside
-from farstep.worker.sources import Source
 
 
 class StrictEnvs:

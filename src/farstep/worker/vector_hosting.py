@@ -15,12 +15,12 @@ from gymnasium.vector import AutoresetMode
 
 from farstep.core import Array
 from farstep.errors import ConfigError
-from farstep.spec import leaf_names, leaves, nest, space_schema
+from farstep.rollout.progress import COUNT, PHASE, RESET, SLOT, STEP, Phase
+from farstep.rollout.rows import Slots
+from farstep.rollout.sources import Source
+from farstep.schema import leaf_names, leaves, nest, space_schema
 from farstep.worker.hosting import Host, Info
-from farstep.worker.progress import COUNT, PHASE, RESET, SLOT, STEP, Phase
-from farstep.worker.rows import Slots
 from farstep.worker.single_envs import check_dtypes
-from farstep.worker.sources import Source
 
 
 class HostedVector(Host):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from farstep.agents.tape.errors import Untraceable
-from farstep.spec import flat, map_leaves
+from farstep.schema import flat, map_leaves
 
 
 def tensors_of(value: Any) -> Iterator[Tensor]:

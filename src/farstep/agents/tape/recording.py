@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from farstep.agents.tape.errors import Untraceable
 from farstep.agents.tape.nested import aliases_of, arrays_of, leaves_of, outline_of, tensors_of
 from farstep.agents.tape.op import Op, same_bytes, storage_of
-from farstep.spec import flat
+from farstep.schema import flat
 
 _MAKES_FROM_SHAPE = {"zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"}
 _REPLACES_MEMORY = {"set_", "resize_", "resize_as_", "_resize_output_"}

@@ -1,0 +1,148 @@
+"""Where workers run on Kubernetes."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from farstep.config.launch import EngineConfig
+from farstep.errors import ConfigError
+
+KubernetesKind = Literal["job", "deployment"]
+ImagePullPolicy = Literal["IfNotPresent", "Always", "Never"]
+
+_LABEL = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
+_PART = r"[a-z0-9]+([._-]+[a-z0-9]+)*"
+_IMAGE = rf"((\[[0-9a-fA-F:]+\]|[\w.-]+)(:\d+)?/)?{_PART}(/{_PART})*(:\w[\w.-]{{0,127}})?(@\w+:[0-9a-f]+)?"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KubernetesConfig(EngineConfig):
+    """Workers in pods of a Kubernetes cluster; a node is a pod."""
+
+    image: str = ""
+    """What pods run: an image with farstep and the environments in it (the repository's Dockerfile makes one)."""
+    namespace: str | None = None
+    """Where the objects are created; None: that of the kubeconfig's context, or of the head's own pod."""
+    kind: KubernetesKind = "job"
+    """`job`: a Job per node, which is asked for again by the head when its pod fails. `deployment`: one Deployment for
+    all, whose pods Kubernetes itself replaces; it needs somebody to delete it if the head's machine is lost."""
+    requests: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """What each pod asks for, e.g. `{"cpu": "4", "memory": "8Gi"}`; without `cpu` (here and in `limits`), as many cores
+    as its workers have threads."""
+    limits: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """What each pod may use at most; `gpus_per_node` adds `nvidia.com/gpu`."""
+    tolerations: Sequence[Mapping[str, object]] = ()
+    """Taints of nodes that do not keep pods away, as Kubernetes writes them."""
+    node_selector: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Labels that nodes must have."""
+    pod_template: Mapping[str, object] = dataclasses.field(default_factory=dict)
+    """Merged deeply into the pods' template (`metadata`, `spec`), over all the above. Items of lists are matched by
+    `mountPath` or `name` (the container's is `agent`); null removes a key."""
+    image_pull_policy: ImagePullPolicy = "IfNotPresent"
+    """When nodes look for the image in its registry."""
+    service_account: str | None = None
+    """The account of the pods; its token is mounted only if one is named here. None: the namespace's default."""
+    kube_context: str | None = None
+    """The kubeconfig's context; None: its current one, or the service account of the head's own pod."""
+    python: str | None = "python3"
+    """The interpreter in the image."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.image, str) or not self.image.strip():
+            raise ConfigError(
+                f"KubernetesConfig.image is {self.image!r}; expected the name of an image that has farstep in it. "
+                "docs/kubernetes.md shows how to build one."
+            )
+        if not re.fullmatch(_IMAGE, self.image):
+            raise ConfigError(
+                f"KubernetesConfig.image is {self.image!r}; expected [REGISTRY/]NAME[:TAG], with the name in small "
+                "letters and without spaces."
+            )
+        if self.namespace is not None and not re.fullmatch(_LABEL, self.namespace):
+            raise ConfigError(
+                f"KubernetesConfig.namespace is {self.namespace!r}; expected at most 63 small letters, digits and "
+                "hyphens."
+            )
+        self._one_of("kind", KubernetesKind)
+        self._one_of("image_pull_policy", ImagePullPolicy)
+        for name in ("requests", "limits", "node_selector"):
+            object.__setattr__(self, name, self._texts(name))
+        if not _is_template(self.pod_template):
+            raise ConfigError(
+                f"KubernetesConfig.pod_template is {self.pod_template!r}; expected a mapping with 'metadata' or "
+                "'spec', which are mappings, e.g. {'spec': {'hostNetwork': True}}; 'containers' in it is a list of "
+                "mappings with a 'name' (that of farstep's own is 'agent')."
+            )
+        if isinstance(self.tolerations, (str, Mapping)) or not all(isinstance(t, Mapping) for t in self.tolerations):
+            raise ConfigError(
+                f"KubernetesConfig.tolerations is {self.tolerations!r}; expected a list of mappings, e.g. "
+                "[{'key': 'nvidia.com/gpu', 'operator': 'Exists'}]."
+            )
+        object.__setattr__(self, "tolerations", tuple(self.tolerations))
+        for resources in (self.requests, self.limits):
+            if "cpu" in resources:
+                _cores(resources["cpu"])
+        if self.time_limit_s is not None and self.kind == "deployment":
+            raise ConfigError(
+                f"KubernetesConfig.time_limit is {self.time_limit!r} with kind='deployment', whose pods Kubernetes "
+                "does not let end by themselves; use kind='job'."
+            )
+
+    def _texts(self, name: str) -> dict[str, str]:
+        value = getattr(self, name)
+        if not isinstance(value, Mapping) or not all(isinstance(v, (str, int, float)) for v in value.values()):
+            raise ConfigError(
+                f"KubernetesConfig.{name} is {value!r}; expected a mapping of texts, e.g. {{'cpu': '4'}}."
+            )
+        return {str(key): str(each) for key, each in value.items()}
+
+    @property
+    def time_limit_s(self) -> int | None:
+        """`time_limit` in seconds: `3600`, `60:00` or `1:00:00`."""
+        if self.time_limit is None:
+            return None
+        if not re.fullmatch(r"\d+(:[0-5]?\d){0,2}", str(self.time_limit)):
+            raise ConfigError(
+                f"KubernetesConfig.time_limit is {self.time_limit!r}; expected seconds ('3600') or hours, minutes and "
+                "seconds ('1:00:00')."
+            )
+        seconds = 0
+        for part in str(self.time_limit).split(":"):
+            seconds = 60 * seconds + int(part)
+        return seconds
+
+    @property
+    def cores_per_node(self) -> int:
+        """For how many threads a pod has room, by what it asks for."""
+        asked = self.requests.get("cpu") or self.limits.get("cpu")
+        if asked is not None:
+            return max(1, math.floor(_cores(asked)))
+        if self.workers_per_node is not None:
+            return self.workers_per_node * self.cpus_per_worker
+        return super()._cores_per_node()
+
+    def _cores_per_node(self) -> int:
+        return self.cores_per_node
+
+
+def _is_template(given: object) -> bool:
+    if not isinstance(given, Mapping) or not set(given) <= {"metadata", "spec"}:
+        return False
+    if not all(isinstance(part, Mapping) for part in given.values()):
+        return False
+    containers = given.get("spec", {}).get("containers", ())
+    return isinstance(containers, (list, tuple)) and all(isinstance(c, Mapping) and "name" in c for c in containers)
+
+
+def _cores(quantity: str) -> float:
+    """Kubernetes' way to write a number of cores: `2`, `0.5`, `500m`."""
+    if not re.fullmatch(r"\d+(\.\d+)?m?", quantity):
+        raise ConfigError(
+            f"KubernetesConfig asks for cpu {quantity!r}; expected a number of cores: '2', '0.5', '500m'."
+        )
+    return float(quantity.removesuffix("m")) / (1000 if quantity.endswith("m") else 1)

@@ -1,0 +1,89 @@
+"""Workers inside the caller's process and thread: the same code path, and `breakpoint()` works in it."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Sequence
+
+from farstep.core import Ended, Launcher, Received, Started
+from farstep.rollout.progress import Board
+from farstep.wire.in_process import InprocLink, inproc_pair
+from farstep.worker.loop import Worker
+
+
+class InprocessLauncher(Launcher):
+    """A worker per seat, all in the head's thread."""
+
+    shares_memory = True
+    driven = True
+
+    def __init__(self, workers: int, envs: int) -> None:
+        self._board = Board(workers, envs)
+
+    def start(self, worker: int, incarnation: int, run: str) -> Started:
+        words = self._board.words(worker)
+        link, theirs = inproc_pair()
+        return Started(
+            InprocessWorker(Worker(theirs, worker, incarnation, run, words), link, theirs),
+            link,
+            words,
+            socket.gethostname(),
+        )
+
+    def filenos(self) -> Sequence[int]:
+        return ()
+
+    def drain(self, receive: Callable[[int, Received], None]) -> bool:
+        return False
+
+    def close(self) -> None:
+        self._board.close()
+
+
+class InprocessWorker:
+    """A worker that runs when the head reads its link."""
+
+    output_fd = exit_fd = -1
+    pid = 0
+    leaving = False
+
+    def __init__(self, worker: Worker, head_link: InprocLink, link: InprocLink) -> None:
+        self._worker, self._link = worker, link
+        self._ended: Ended | None = None
+        head_link.drive = self._drive
+        worker.hello()
+
+    def _drive(self) -> bool:
+        """Let the worker go on by one message or one ticket; False when it has nothing to do."""
+        if self._ended is not None:
+            return False
+        try:
+            received = self._link.receive()
+            if received is not None:
+                self._worker.handle(received)
+            elif not self._worker.work():
+                return False
+        except SystemExit as error:
+            self._ended = Ended(error.code if isinstance(error.code, int) else 1)
+        if not self._worker.running:
+            self._ended = Ended(0)
+        return True
+
+    def poll(self) -> Ended | None:
+        return self._ended
+
+    def kill(self) -> None:
+        self._ended = self._ended or Ended(-9)
+
+    def dump_stacks(self) -> None:
+        """The caller's own debugger is there for that."""
+
+    def read_output(self) -> bytes | None:
+        return None
+
+    def output(self) -> str:
+        return ""
+
+    def close(self) -> None:
+        self._worker.close()
+        self._link.close()

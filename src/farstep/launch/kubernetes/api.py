@@ -1,0 +1,179 @@
+"""The requests that farstep makes of a Kubernetes API server, through the official client (the extra `kubernetes`)."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from farstep.errors import LaunchError
+from farstep.launch.kubernetes.manifests import CONTAINER, Manifest
+
+_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+_TIMEOUT_S = (5.0, 30.0)
+"""To connect, and to answer."""
+_LOG_LINES = 40
+
+
+class Api:
+    """The few requests that farstep makes; answers are plain mappings, failures a sentence each."""
+
+    def __init__(self, namespace: str | None, context: str | None) -> None:
+        try:
+            client: Any = importlib.import_module("kubernetes.client")
+            config: Any = importlib.import_module("kubernetes.config")
+        except ImportError as error:
+            raise LaunchError(
+                f"KubernetesConfig needs the package kubernetes ({error}). Install it: pip install farstep[kubernetes]"
+            ) from None
+        self._exception = client.ApiException
+        self.context = context
+        settings = client.Configuration()
+        self._inside = context is None and "KUBERNETES_SERVICE_HOST" in os.environ and (_ACCOUNT / "token").exists()
+        try:
+            if self._inside:
+                config.load_incluster_config(client_configuration=settings)
+                default = (_ACCOUNT / "namespace").read_text().strip()
+            else:
+                # Named here: the package looks at KUBECONFIG once, when it is imported.
+                file = os.environ.get("KUBECONFIG") or "~/.kube/config"
+                config.load_kube_config(config_file=file, context=context, client_configuration=settings)
+                contexts, current = config.list_kube_config_contexts(config_file=file)
+                chosen = current if context is None else next(each for each in contexts if each["name"] == context)
+                default = chosen["context"].get("namespace", "")
+        except (config.ConfigException, OSError) as error:
+            raise LaunchError(
+                f"no Kubernetes cluster is configured ({' '.join(str(error).split())}). Set KUBECONFIG to a file that "
+                "kubectl works with, or run the head in a pod with a service account."
+            ) from None
+        settings.retries = False
+        self._server = settings.host
+        self._client = client.ApiClient(settings)
+        self._core, self._batch, self._apps = (
+            each(self._client) for each in (client.CoreV1Api, client.BatchV1Api, client.AppsV1Api)
+        )
+        self.namespace = namespace or default or "default"
+
+    def close(self) -> None:
+        self._client.close()
+        self._client.rest_client.pool_manager.clear()
+
+    def own_pod(self) -> Manifest | None:
+        """The pod that this process runs in, if it can own things there."""
+        if not self._inside or (_ACCOUNT / "namespace").read_text().strip() != self.namespace:
+            return None
+        name = os.environ.get("POD_NAME") or os.environ.get("HOSTNAME") or socket.gethostname()
+        return self.get(f"Pod/{name}")
+
+    def create(self, manifest: Manifest) -> Manifest:
+        kind = manifest["kind"]
+        made = self._ask(f"create a {kind}", self._method("create", kind), body=manifest)
+        return {**manifest, "metadata": {**manifest["metadata"], "uid": made["metadata"]["uid"]}}
+
+    def get(self, name: str) -> Manifest | None:
+        kind, _, name = name.partition("/")
+        found = self._ask(f"read the {kind} {name}", self._method("read", kind), name, missing={})
+        return {"apiVersion": "v1", "kind": kind, **found} if found else None
+
+    def patch(self, name: str, body: Mapping[str, object]) -> None:
+        kind, _, name = name.partition("/")
+        self._ask(f"change the {kind} {name}", self._method("patch", kind), name, missing={}, body=body)
+
+    def delete(self, names: Sequence[str]) -> None:
+        """Those that are there, with all that belongs to them."""
+        for kind, _, name in (each.partition("/") for each in names):
+            method = self._method("delete", kind)
+            self._ask(f"delete the {kind} {name}", method, name, missing={}, propagation_policy="Background")
+
+    def pods(self, selector: str) -> list[Manifest]:
+        return self._list("Pod", selector)
+
+    def jobs(self, selector: str) -> list[Manifest]:
+        return self._list("Job", selector)
+
+    def _list(self, kind: str, selector: str) -> list[Manifest]:
+        found = self._ask(f"list {kind}s", self._method("list", kind), label_selector=selector)
+        return list(found["items"])
+
+    def log_tail(self, pod: Manifest) -> str:
+        """What its agent printed last; of one that was started again, what its predecessor did."""
+        name, again = pod["metadata"]["name"], any(status.get("restartCount") for status in containers(pod))
+        for previous in (False, True) if again else (False,):
+            options = {"container": CONTAINER, "tail_lines": _LOG_LINES, "previous": previous}
+            with contextlib.suppress(LaunchError):
+                read = self._core.read_namespaced_pod_log
+                if tail := self._raw("read logs", read, name, **options).decode(errors="replace").strip():
+                    return tail
+        return ""
+
+    def _method(self, verb: str, kind: str) -> Any:
+        group = {"Job": self._batch, "Deployment": self._apps}.get(kind, self._core)
+        return getattr(group, f"{verb}_namespaced_{kind.lower()}")
+
+    def _ask(self, what: str, method: Any, *names: str, missing: Manifest | None = None, **options: object) -> Manifest:
+        """The answer; `missing` in place of an error if there is no such object."""
+        try:
+            return dict(json.loads(self._raw(what, method, *names, **options)))
+        except _NotFoundError:
+            if missing is None:
+                raise
+            return missing
+
+    def _raw(self, what: str, method: Any, *names: str, **options: object) -> bytes:
+        import urllib3
+
+        try:
+            answer = method(
+                *names, namespace=self.namespace, _preload_content=False, _request_timeout=_TIMEOUT_S, **options
+            )
+            return bytes(answer.data)
+        except self._exception as error:
+            raise self._refusal(what, error) from None
+        except ValueError as error:  # newer clients look at what they send
+            raise RefusedError(
+                f"Kubernetes' client refused to {what}: {' '.join(str(error).split())}. Is "
+                "KubernetesConfig.pod_template as Kubernetes writes it, and the package kubernetes new enough for it?"
+            ) from None
+        except (urllib3.exceptions.HTTPError, OSError) as error:
+            reason = " ".join(str(getattr(error, "reason", None) or error).split())
+            raise LaunchError(
+                f"the Kubernetes API server at {self._server} does not answer ({reason}). Is it running, and is this "
+                "the right context?"
+            ) from None
+
+    def _refusal(self, what: str, error: Any) -> LaunchError:
+        said = str(error.body or error.reason)
+        with contextlib.suppress(ValueError, TypeError):
+            said = str(json.loads(said)["message"])
+        said = said.strip().rstrip(".")
+        if error.status in (401, 403):
+            return RefusedError(
+                f"Kubernetes does not let this user {what} in the namespace {self.namespace!r}: {said}. "
+                "docs/kubernetes.md has the Role that farstep needs."
+            )
+        if error.status == 404 and "namespaces" in said:
+            return RefusedError(
+                f"the namespace {self.namespace!r} does not exist. Create it: kubectl create namespace {self.namespace}"
+            )
+        if error.status >= 500:
+            return LaunchError(f"the Kubernetes API server failed to {what}: {said}.")
+        refused = f"Kubernetes refused to {what} in the namespace {self.namespace!r}: {said}."
+        return _NotFoundError(refused) if error.status == 404 else RefusedError(refused)
+
+
+class RefusedError(LaunchError):
+    """The API server answered, and did not do it."""
+
+
+class _NotFoundError(RefusedError):
+    """There is no such object."""
+
+
+def containers(pod: Manifest) -> list[Manifest]:
+    """How its containers are; none before a node has it."""
+    return list(pod.get("status", {}).get("containerStatuses") or [])

@@ -1,0 +1,85 @@
+"""Where rollouts live: one array per key over a common memory, a column per environment slot.
+
+A lane holds one batch: `[steps + 1, slots, ...]` per key, the extra row for the observation after the last step.
+Every worker owns a range of columns and writes nothing else; a batch is a view of a lane. Head and workers
+compute the same offsets from the same `Layout`, so only the layout is agreed, never an address.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from farstep.batch import is_obs
+from farstep.core import Array, Buffer
+from farstep.schema import ArraySpec, Schema
+from farstep.wire.messages import Lay
+
+_ALIGN = 4096  # every block starts on a page, so that untouched keys cost no memory
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Shapes and offsets of all blocks."""
+
+    lanes: int
+    steps: int
+    slots: int
+    rows: Schema
+    """Keys with a row per step."""
+    chunks: Schema = field(default_factory=dict)
+    """Keys with one entry per chunk, e.g. a recurrent state at its start."""
+
+    def names(self) -> list[str]:
+        """What a chunk consists of, under the names it travels by (see `worker.rows.Rows.tables`)."""
+        return [*self.rows, *("last_" + name for name in self.rows if is_obs(name)), *self.chunks]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a key's block, lanes first."""
+        if name in self.rows:
+            return (self.lanes, self.steps + 1, self.slots, *self.rows[name].shape)
+        return (self.lanes, self.slots, *self.chunks[name].shape)
+
+    def _specs(self) -> dict[str, ArraySpec]:
+        return {**self.rows, **self.chunks}
+
+    def offsets(self) -> dict[str, int]:
+        """Byte offset of each key's block."""
+        offsets, end = {}, 0
+        for name, spec in self._specs().items():
+            offsets[name] = end
+            size = math.prod(self.shape(name)) * np.dtype(spec.dtype).itemsize
+            end += -(-size // _ALIGN) * _ALIGN
+        offsets[""] = end
+        return offsets
+
+    @property
+    def nbytes(self) -> int:
+        return self.offsets()[""]
+
+    def views(self, memory: Buffer) -> dict[str, Array]:
+        """Each key's block over `memory`."""
+        offsets = self.offsets()
+        return {
+            name: np.ndarray(self.shape(name), np.dtype(spec.dtype), memory, offsets[name])
+            for name, spec in self._specs().items()
+        }
+
+    def covers(self, other: Layout) -> bool:
+        """Whether what `other` needs fits here as it is."""
+        return (
+            self.lanes >= other.lanes
+            and self.steps >= other.steps
+            and self.slots == other.slots
+            and self.rows == other.rows
+            and self.chunks == other.chunks
+        )
+
+    def message(self) -> Lay:
+        return Lay(self.lanes, self.steps, self.slots, self.rows, self.chunks)
+
+    @classmethod
+    def of(cls, message: Lay) -> Layout:
+        return cls(message.lanes, message.steps, message.slots, message.rows, message.chunks)

@@ -1,0 +1,190 @@
+"""Where environments come from: a Gymnasium id, a factory, a VectorEnv, or EnvPool."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import gymnasium
+from gymnasium.envs.registration import EnvSpec, find_highest_version, get_env_id, parse_env_id
+
+from farstep.config.env import EnvConfig, is_dotted_path
+from farstep.errors import ConfigError, described, install_extra
+
+
+@dataclass(frozen=True)
+class Source:
+    """What to build; travels to workers, so a callable in it is shipped after authentication."""
+
+    type: str
+    env_name: str | EnvSpec | Callable[..., Any]
+    env_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    wrappers: Sequence[Any] = ()
+    seed_episodes: bool = True
+    thunks: Sequence[Callable[..., Any]] = ()
+    """A factory for each slot, instead of `env_name`."""
+
+    @classmethod
+    def of(cls, config: EnvConfig) -> Source:
+        assert config.env_name is not None
+        return cls(config.type, config.env_name, dict(config.env_kwargs), list(config.wrappers), config.seed_episodes)
+
+    @property
+    def is_vector(self) -> bool:
+        """Whether one object steps all environments of a worker."""
+        return self.type in ("vector", "envpool")
+
+    def build(self, slot: int = 0) -> gymnasium.Env[Any, Any]:
+        """The environment of a slot."""
+        name = self.thunks[slot] if self.thunks else self.env_name
+        with _advice(name, self.env_kwargs):
+            if isinstance(name, EnvSpec) or self.type == "gymnasium":
+                env = _make(name, self.env_kwargs)
+            else:
+                env = _callable(name)(**self.env_kwargs)
+        if not isinstance(env, gymnasium.Env):
+            _refuse_agents(name, env)
+            raise ConfigError(
+                f"the factory {name!r} returned a {type(env).__name__}; expected a gymnasium.Env "
+                "(use type='vector' for one that returns a VectorEnv)."
+            )
+        for wrapper in self.wrappers:
+            env = _wrap(env, wrapper)
+        return env
+
+    def build_vector(self, num_envs: int, seed: int) -> Any:
+        """One object for `num_envs` environments: a Gymnasium VectorEnv or an EnvPool."""
+        with _advice(self.env_name, self.env_kwargs):
+            if self.type == "envpool":
+                import envpool
+
+                # As many threads as the worker may use, not as the machine has: other workers need theirs.
+                threads = int(os.environ.get("OMP_NUM_THREADS", "1"))
+                options = {"num_envs": num_envs, "seed": seed, "num_threads": threads, **self.env_kwargs}
+                return envpool.make(str(self.env_name), env_type="gymnasium", **options)
+            assert not isinstance(self.env_name, EnvSpec)
+            if isinstance(self.env_name, str) and not _is_path(self.env_name):
+                env = gymnasium.make_vec(self.env_name, num_envs, **self.env_kwargs)
+            else:
+                env = _callable(self.env_name)(num_envs=num_envs, **self.env_kwargs)
+        if not isinstance(env, gymnasium.vector.VectorEnv):
+            _refuse_agents(self.env_name, env)
+            raise ConfigError(
+                f"{self.env_name!r} returned a {type(env).__name__}; type='vector' expects a "
+                "gymnasium.vector.VectorEnv (use type='factory' for a single environment)."
+            )
+        for wrapper in self.wrappers:
+            env = _wrap(env, wrapper)
+        if env.num_envs != num_envs:
+            raise ConfigError(
+                f"{self.env_name!r} returned {env.num_envs} environments where num_envs={num_envs} was asked for."
+            )
+        return env
+
+
+def _make(name: Any, kwargs: Mapping[str, Any]) -> gymnasium.Env[Any, Any]:
+    if isinstance(name, str) and name.startswith("ALE/") and name not in gymnasium.registry:
+        importlib.import_module("ale_py")  # registers its environments
+    if isinstance(name, str):
+        _check_version(name)
+    # The checker warns about the same things in every worker; a user runs it once where they write the environment.
+    return gymnasium.make(name, **{"disable_env_checker": True, **kwargs})
+
+
+def _check_version(name: str) -> None:
+    """Raise `ConfigError` with the newest registered version of an id, where Gymnasium would warn and then raise."""
+    if name in gymnasium.registry or ":" in name:
+        return
+    with contextlib.suppress(gymnasium.error.Error):  # Gymnasium reports a malformed id itself
+        namespace, stem, version = parse_env_id(name)
+        newest = find_highest_version(namespace, stem)
+        if version is not None and newest is not None:
+            known = get_env_id(namespace, stem, newest)
+            raise ConfigError(f"{name!r} is not registered; the newest version is {known!r}: use that one.")
+
+
+def explain_missing(name: object, error: gymnasium.error.DependencyNotInstalled | ModuleNotFoundError) -> str:
+    """One sentence about a missing package: the pip command of farstep's extra, or the original error."""
+    missing = error if isinstance(error, ModuleNotFoundError) else error.__cause__
+    module = (getattr(missing, "name", None) or "").partition(".")[0]
+    if command := install_extra(module):
+        return f"{name!r} needs {module}, which is not installed. Install it: {command}"
+    return f"{name!r} needs a package that is not installed: {error}"
+
+
+@contextlib.contextmanager
+def _advice(source: str | EnvSpec | Callable[..., Any], kwargs: Mapping[str, Any]) -> Iterator[None]:
+    """Say what to do about what is not here, or not made with these arguments; errors of users' code stay theirs."""
+    name = source.id if isinstance(source, EnvSpec) else source
+    try:
+        yield
+    except gymnasium.error.UnregisteredEnv as error:
+        if not _is_from_library(error):
+            raise
+        raise ConfigError(
+            f"{described(error)} A worker knows only what it imports: if your script registers {name!r}, "
+            f"do that in a module of its own and name it ('your_module:{name}'), or pass the class with type='factory'."
+        ) from error
+    except gymnasium.error.DependencyNotInstalled as error:
+        raise ConfigError(explain_missing(name, error)) from error
+    except ModuleNotFoundError as error:
+        if install_extra(error.name or ""):
+            raise ConfigError(explain_missing(name, error)) from error
+        raise ConfigError(
+            f"{name!r} cannot be imported: {error.__cause__ or error}. Install it, or start the run in its folder or "
+            "with that in PYTHONPATH."
+        ) from error
+    except (AssertionError, TypeError, gymnasium.error.Error) as error:
+        cause = error.__cause__ or error
+        if not _is_from_library(cause):
+            raise
+        raise ConfigError(
+            f"{name!r} cannot be made with the arguments {dict(kwargs)}: {str(cause).rstrip('.')}. Give those that it "
+            "takes: an environment's as env_kwargs, a wrapper's by a function of your own that takes the environment."
+        ) from error
+
+
+def _refuse_agents(name: object, env: object) -> None:
+    """Raise an error that explains how to use a PettingZoo environment, if this is one."""
+    agents = getattr(env, "possible_agents", None)
+    if agents is not None or any(kind.__module__.partition(".")[0] == "pettingzoo" for kind in type(env).__mro__):
+        raise ConfigError(
+            f"{name!r} returned a {type(env).__name__}, an environment of PettingZoo for several agents"
+            f"{f' ({len(agents)})' if agents else ''}; farstep steps environments with one agent. Write a "
+            "gymnasium.Env that is one agent's view of it and plays the others itself, or, if all agents share a "
+            "policy, turn it into a VectorEnv (SuperSuit does) and use type='vector'."
+        )
+
+
+def _is_from_library(error: BaseException) -> bool:
+    """Whether no code but that of this module, Gymnasium and EnvPool was running."""
+    modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return all(module == __name__ or module.partition(".")[0] in ("gymnasium", "envpool") for module in modules)
+
+
+def _wrap(env: Any, wrapper: Any) -> Any:
+    function, kwargs = wrapper if isinstance(wrapper, (tuple, list)) else (wrapper, {})
+    with _advice(function, kwargs):
+        return _callable(function)(env, **kwargs)
+
+
+def _is_path(name: str) -> bool:
+    """Whether `name` is the dotted path of something rather than a registered id."""
+    return name not in gymnasium.registry and is_dotted_path(name)
+
+
+def _callable(path: str | Callable[..., Any]) -> Callable[..., Any]:
+    if callable(path):
+        return path
+    module, _, attribute = path.partition(":") if ":" in path else path.rpartition(".")
+    found = getattr(importlib.import_module(module), attribute, None)
+    if found is None:
+        raise ConfigError(f"{path!r} is not there: the module {module!r} has no {attribute!r}.")
+    if not callable(found):
+        raise ConfigError(f"{path!r} is a {type(found).__name__}, not a callable.")
+    return found  # type: ignore[no-any-return]

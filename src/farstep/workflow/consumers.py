@@ -1,0 +1,338 @@
+"""Consumers of a workflow's messages: what stands between a trigger and each of them, and threads of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from farstep.agents.update_gate import Turn, UpdateGate
+from farstep.buffer.replay import Buffer
+from farstep.core import Agent
+from farstep.errors import ClosedError, FarstepError
+from farstep.workflow.delivery import Direct, LocalQueue
+from farstep.workflow.dispatch import Message, Passer, extended
+from farstep.workflow.ledger import Actor, Ledger
+from farstep.workflow.row_retention import Holdings, rows_of, windows_of
+from farstep.workflow.triggers import DataKeyTrigger
+
+Consumer = Callable[[Message], object]
+
+
+class Flow(Protocol):
+    """What a workflow does for its consumers."""
+
+    agent: Agent
+    buffer: Buffer
+    ledger: Ledger
+    holdings: Holdings
+    stopped: bool
+    """Nothing fires any more."""
+
+    def is_stale(self, message: Message) -> bool:
+        """Whether some of its rows are too old to learn from."""
+        ...
+
+    def wake(self) -> None:
+        """Something changed."""
+        ...
+
+
+class Guard:
+    """A passer that keeps a message's rows until its consumer is done, and drops what is too old for it; one that
+    samples is not called before the buffer's limiter lets it."""
+
+    def __init__(
+        self,
+        flow: Flow,
+        passer: Passer,
+        by_data: list[DataKeyTrigger],
+        thread: ConsumerThread | None,
+        samples: int | None,
+        consumer: str,
+    ) -> None:
+        self._flow, self._passer, self._thread = flow, passer, thread
+        self._consumer, self._gate = consumer, UpdateGate()
+        self.takers = [leaf for leaf in by_data if leaf.min_new is None]
+        self.samples = samples or int(len(by_data) > len(self.takers))
+        self._open: list[Message] = []
+        """Passed on and not done."""
+        self._held: dict[Actor, list[int]] = {}
+        """Per actor, where the windows of these begin."""
+        self._passed = 0
+        self._gaps: dict[Actor, int] = {}
+        """Per actor, the row before which some were dropped that it had been the turn of."""
+
+    @property
+    def full(self) -> bool:
+        buffer = self._flow.buffer
+        if self._flow.stopped or (self.samples and not buffer.limiter.can_sample(self.samples)):
+            return True
+        if buffer.sampler.once and len(buffer) < self.samples:
+            return True
+        return bool(getattr(self._passer, "full", False))
+
+    def __call__(self, message: Message) -> bool:
+        if self.takers:
+            if self.is_stale(message):
+                self._finish(message, "stale")
+                return True
+            message = self._flow.holdings.located(message, self)
+        self._passed += 1
+        message = extended(message, message_id=f"{message['trigger_id']}/{self._passed}")
+        self._open.append(message)
+        for actor, start, _ in rows_of(message) if self.takers else ():
+            self._held.setdefault(actor, []).append(start)
+        try:
+            with self._updating(message):
+                done = self._passer(message) is not False
+        except BaseException:
+            self._finish(message, "")
+            raise
+        if done:
+            self._finish(message, None)
+        return done
+
+    def is_stale(self, message: Message) -> bool:
+        """Whether a message names rows that are too old to learn from; never for a consumer that takes no rows."""
+        return bool(self.takers) and self._flow.is_stale(message)
+
+    # Updates (see `passers.Updates`)
+
+    def watch_updates(self, gate: UpdateGate) -> None:
+        """Tell the gate whenever the consumer may be changing the agent."""
+        self._gate = gate
+        if isinstance(self._passer, LocalQueue):
+            self._passer.updates = self
+
+    def _updating(self, message: Message) -> AbstractContextManager[None]:
+        if not isinstance(self._passer, Direct):
+            return contextlib.nullcontext()
+        return self._gate.updating(self._key(message), self._name(message), self._flow.agent)
+
+    def begin(self, message: Message) -> None:
+        self._gate.begin(self._key(message), self._name(message), self._flow.agent)
+
+    def end(self, message: Message, raised: bool) -> None:
+        self._gate.end(self._key(message), raised)
+
+    def _key(self, message: Message) -> tuple[int, str]:
+        return id(self), message["message_id"]
+
+    def _name(self, message: Message) -> str:
+        return f"{self._consumer} of trigger {message['trigger_id']!r}"
+
+    def finished(self) -> list[str]:
+        found: list[str] = getattr(self._passer, "finished", list)()
+        failed: set[str] = getattr(self._passer, "failed", set())
+        done = [message for name in found for message in self._open if message["message_id"] == name]
+        for message in done:
+            why = None if self._thread is None else self._thread.unhandled.pop(id(message), None)
+            self._finish(message, "" if why is None and message["message_id"] in failed else why)
+        failed.difference_update(found)
+        return [message["trigger_id"] for message in done]
+
+    def _finish(self, message: Message, unhandled: str | None) -> None:
+        """A message is done; `unhandled` says why it was not handled: "stale", "cancelled", or "" (it raised)."""
+        if any(each is message for each in self._open):
+            self._open = [each for each in self._open if each is not message]
+            for actor, start, _ in rows_of(message) if self.takers else ():
+                self._held[actor].remove(start)
+        if self.takers:
+            if unhandled:
+                self.skip(message)
+            for actor, start, _ in rows_of(message):
+                # A later stage of the same rows is told of the same gap.
+                if self._gaps.get(actor) == start < min(leaf.next_of(actor) for leaf in self.takers):
+                    del self._gaps[actor]
+            self._flow.holdings.done(message)
+            self._flow.holdings.free({actor for actor, _, _ in rows_of(message)}, unhandled or None)
+        if unhandled is None and (self.takers or self.samples):
+            self._flow.ledger.learned()
+
+    def skip(self, message: Message) -> None:
+        """What comes next does not follow what its consumer was given before; from its own thread, too."""
+        for actor, _, stop in rows_of(message):
+            self._gaps[actor] = max(stop, self._gaps.get(actor, 0))
+
+    # Rows
+
+    def holds(self, part: Mapping[str, Any], trigger_id: str | None) -> bool:
+        """Whether a message (of that trigger, where it is known) that is not done names these rows."""
+        return any(
+            (each["actor_ids"], each["start"]) == (part["actor_ids"], part["start"])
+            for message in tuple(self._open)
+            if trigger_id in (None, message["trigger_id"])
+            for each in windows_of(message)
+        )
+
+    def gaps_before(self, part: Mapping[str, Any]) -> list[int]:
+        pairs = zip(part["actor_ids"], part["start"], strict=True)
+        return [actor for actor, start in pairs if self._gaps.get(actor) == start]
+
+    def unread_from(self, actor: int) -> int:
+        """The first row of an actor that is in use, or that a message to come may name."""
+        found: list[int] = [*(leaf.next_of(actor) for leaf in self.takers), *self._held.get(actor, ())]
+        return min(found)
+
+    def discard(self, state: Ledger) -> None:
+        """What it was not told of is not wanted any more."""
+        for leaf in self.takers:
+            for actor in state.actors:
+                if leaf.next_of(actor) < state.written(actor):
+                    self._gaps[actor] = state.written(actor)
+            leaf.discard(state)
+
+    def left(self, state: Ledger, actor: Actor) -> None:
+        for leaf in self.takers:
+            leaf.left(state, actor)
+
+
+class ConsumerThread:
+    """A consumer in a thread of its own."""
+
+    def __init__(self, flow: Flow, consumer: Consumer, queue: LocalQueue) -> None:
+        self._flow, self._consumer, self.queue = flow, consumer, queue
+        self.unhandled: dict[int, str] = {}
+        """By identity of messages, why they were not handled."""
+        self.guard: Guard | None = None
+        self.name = ""
+        """Of its trigger."""
+        self._thread: threading.Thread | None = None
+
+    def check_ended(self) -> None:
+        """Refuse to begin while it still does something of an earlier run."""
+        if self._thread is not None and self._thread.is_alive():
+            raise ClosedError(f"{self} still works on a message of an earlier run; wait until it has returned.")
+
+    def start(self) -> None:
+        self.queue.reopen()
+        self._thread = threading.Thread(target=self._work, name="farstep-consumer", daemon=True)
+        self._thread.start()
+
+    def _work(self) -> None:
+        while True:
+            try:
+                message = self.queue.take(3600.0)
+            except ClosedError:
+                return
+            if message is not None:
+                self.queue.done(message, self._handle(message))
+                self._flow.wake()
+
+    def _handle(self, message: Message) -> BaseException | None:
+        """Call the consumer, if the message did not become too old while it waited; what it raised."""
+        if self.guard is not None and self.guard.is_stale(message):
+            self.unhandled[id(message)] = "stale"
+            self.guard.skip(message)
+            return None
+        try:
+            self._consumer(message)
+        except BaseException as error:  # raised by the loop, where the caller is
+            self.unhandled[id(message)] = ""
+            return None if self._flow.buffer.is_halted and isinstance(error, ClosedError) else error
+        return None
+
+    def close(self, drop: bool) -> None:
+        """Let it finish what it does, and unless it is to be dropped, what waits."""
+        for message in self.queue.close(drop):
+            self.unhandled[id(message)] = "cancelled"
+
+    def join(self, deadline: float) -> bool:
+        """Wait until it is done; whether it is."""
+        if self._thread is None:
+            return True
+        self._thread.join(min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX))
+        return not self._thread.is_alive()
+
+    def error(self, waited_s: float) -> FarstepError:
+        return FarstepError(
+            f"{self} has not returned {waited_s:g} s after the end of the run. Its thread goes on, and this workflow "
+            "can run again when it has returned; if it needs longer, raise Workflow(end_s=...)."
+        )
+
+    def __str__(self) -> str:
+        return f"{name_of(self._consumer)} of trigger {self.name!r}"
+
+
+class Publisher:
+    """The passer of a workflow's own `publish`: publishes as soon as no consumer is in the middle of an update. It runs
+    in the loop's thread and does not block while it waits."""
+
+    def __init__(self, publish: Callable[[], object], agent: Agent, wake: Callable[[], None]) -> None:
+        self._publish, self._agent, self._wake = publish, agent, wake
+        self._gate = UpdateGate()
+        self._turn: Turn | None = None
+        self._waiting: list[str] = []
+        """Messages that are not done."""
+        self._done: list[str] = []
+        """Messages that were done with a later one, and that `finished` has not named yet."""
+        self._ends = self._drops = False
+        self.failed: set[str] = set()
+        """Messages that are done and published nothing."""
+
+    def start(self, gate: UpdateGate) -> None:
+        self._gate, self._ends, self._drops = gate, False, False
+
+    def __call__(self, message: Message) -> bool:
+        before = list(self._waiting)
+        self._waiting.append(message["message_id"])
+        try:
+            done = self._published()
+        except BaseException:
+            self._waiting.clear()
+            raise
+        if done:
+            self._waiting.clear()
+            self._done += before
+        return done
+
+    def finished(self) -> list[str]:
+        if self._waiting and (self._published() or self._ends):
+            self._done += self._waiting
+            self._waiting.clear()
+        done, self._done = self._done, []
+        return done
+
+    def _published(self) -> bool:
+        """Publish if it is this publisher's turn; otherwise stay in the queue."""
+        if self._drops:
+            self.failed.update(self._waiting)
+            return False
+        turn = self._turn = self._turn or self._gate.request(self._wake, self._agent)
+        try:
+            if turn.granted:
+                self._publish()
+            elif self._ends:
+                self.failed.update(self._waiting)
+            else:
+                self._gate.check(turn)
+        except BaseException:
+            self.failed.update(self._waiting)
+            self._release()
+            raise
+        if turn.granted or self._ends:
+            self._release()
+        return turn.granted
+
+    @property
+    def next_check(self) -> float | None:
+        """When the loop must call again even if nothing else happens."""
+        return None if self._turn is None else self._turn.next_check
+
+    def close(self, drop: bool) -> None:
+        """The run ends: leave the queue so that consumers can finish their messages, then publish unless `drop`."""
+        self._ends, self._drops = True, drop
+        self._release()
+
+    def _release(self) -> None:
+        if self._turn is not None:
+            self._gate.release(self._turn)
+            self._turn = None
+
+
+def name_of(consumer: object) -> str:
+    return f"the consumer {getattr(consumer, '__qualname__', consumer)!r}"

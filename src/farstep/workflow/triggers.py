@@ -1,0 +1,300 @@
+"""The triggers of a workflow (ARTOS, table 3): small rules over a `Ledger`. How they fire is in `dispatch.py`."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from farstep.config.transfer import TransferTrigger
+from farstep.errors import ConfigError, unknown_name
+from farstep.workflow.dispatch import AllOf, AnyOf, Dispatcher, LazyMessage, Message, Passer, Trigger
+from farstep.workflow.fragments import Fragments
+from farstep.workflow.ledger import Actor, Ledger
+from farstep.workflow.ready_actors import NewestSteps, ReadyActors
+
+__all__ = [
+    "AllOf",
+    "AnyOf",
+    "DataKeyTrigger",
+    "Dispatcher",
+    "Ledger",
+    "Message",
+    "ObjectKeyTrigger",
+    "Passer",
+    "TimeTrigger",
+    "TransferTrigger",
+    "Trigger",
+]
+
+Unit = Literal["seconds", "env_steps", "learner_steps"]
+
+
+class DataKeyTrigger(Trigger):
+    """Fires when `n` actors each have `size` steps that it has not taken yet, on all of `keys` (None: all).
+
+    It takes the `n` actors that were ready first; `start`, `versions` and `actor_ids` of the message go together. A
+    step is one of an actor, whatever number of environments the actor steps at a time.
+
+    `n="all"` waits for all actors that are present at the time. When an actor leaves, the trigger stops waiting for it:
+    its completed windows are part of the next messages, and the steps of an incomplete one are dropped.
+
+    `keys=((...), (...))` are stages of a fragment: it fires for each stage, in order, as soon as that is there, with
+    `stage` and the `fragment`'s number. If steps are lost between two stages, all come again.
+
+    `consume=False, min_new=k` is for replay: once `n` actors have written `size` steps each it fires, from then on
+    for every `k` new steps of all actors together. `start` is then where each actor's newest `size` steps begin.
+    """
+
+    def __init__(
+        self,
+        n: int | Literal["all"],
+        size: int,
+        keys: Sequence[str] | Sequence[Sequence[str]] | None = None,
+        consume: bool = True,
+        min_new: int | None = None,
+    ) -> None:
+        self.n: int | None = None if n == "all" else _whole(self, "n", n, "a number of actors", ' (or "all")')
+        """Actors to wait for; None: all that are present."""
+        self.size = _whole(self, "size", size, "a number of steps")
+        self.staged = keys is not None and not isinstance(keys, str) and not any(isinstance(key, str) for key in keys)
+        self.stages: tuple[tuple[str, ...] | None, ...] = (None,)
+        if keys is not None:
+            self.stages = _stages(self, keys if self.staged else [keys])
+        self.min_new = None if min_new is None else _whole(self, "min_new", min_new, "a number of new steps")
+        if not isinstance(consume, bool) or consume is not (min_new is None):
+            raise ConfigError(
+                f"DataKeyTrigger has consume={consume!r} and min_new={min_new!r}; expected neither (each step is taken "
+                "once), or consume=False with min_new=k (replay: it fires for every k new steps)."
+            )
+        if self.staged and not consume:
+            raise ConfigError(
+                f"DataKeyTrigger has stages, {self.stages}, and consume=False; stages are of steps taken once. "
+                "For replay, list all keys in one sequence."
+            )
+        self._taken_to: dict[Actor, int] = {}
+        self._cuts: dict[Actor, list[int]] = {}
+        """Per actor, the step counts at which it left: no window spans one of them."""
+        self._open = Fragments(self.size, self.stages)
+        self._fragments = 0
+        self._warm = False
+        self._taken = 0
+        """For replay: steps of all actors that were already counted as new."""
+        self._ready: ReadyActors | None = None
+        self._newest: NewestSteps | None = None
+
+    def __repr__(self) -> str:
+        keys = self.stages if self.staged else self.stages[0]
+        replay = "" if self.min_new is None else f", consume=False, min_new={self.min_new}"
+        n = "'all'" if self.n is None else self.n
+        return f"DataKeyTrigger(n={n}, size={self.size}, keys={keys}{replay})"
+
+    def ready(self, state: Ledger) -> Message | None:
+        if self.min_new is not None:
+            return self._ready_for_replay(state, self.min_new)
+        ready = self._ready_of(state)
+        for actor in ready.to_look_at():
+            ready.put(actor, state.reached(actor, self.start_of(actor) + self.size, self.stages[0]))
+            self._open.update(state, actor)
+        if (fragment := self._open.first_ready()) is not None:
+            return self._message(state, fragment.starts, fragment.stage, fragment.number)
+        if not ready.has(self.n):
+            return None
+        starts = {actor: self.start_of(actor) for actor in ready.first(self.n)}
+        return self._message(state, starts, 0, self._fragments)
+
+    def _ready_for_replay(self, state: Ledger, min_new: int) -> Message | None:
+        newest = self._newest_of(state)
+        newest.update()
+        if not (newest.written - self._taken >= min_new if self._warm else newest.has(self.n)):
+            return None
+        return LazyMessage({"size": self.size, "keys": self.stages[0] or state.keys}, newest.snapshot())
+
+    @property
+    def is_warm(self) -> bool:
+        """For replay: whether it has fired before, so that it waits only for new steps, of any actor."""
+        return self._warm
+
+    def _ready_of(self, state: Ledger) -> ReadyActors:
+        if self._ready is None or self._ready.state is not state:
+            self._ready = ReadyActors(state)
+            self._open.reset()
+        return self._ready
+
+    def _newest_of(self, state: Ledger) -> NewestSteps:
+        if self._newest is None or self._newest.state is not state:
+            self._newest = NewestSteps(state, self.size, self.stages[0])
+        return self._newest
+
+    def start_of(self, actor: Actor) -> int:
+        """Where the next window of an actor begins."""
+        start = self._taken_to.get(actor, 0)
+        for cut in self._cuts.get(actor, ()):
+            start = cut if start < cut < start + self.size else start
+        return start
+
+    def next_of(self, actor: Actor) -> int:
+        """The first step of an actor that a message to come may name."""
+        return min([self.start_of(actor), *(each.starts[actor] for each in self._open.of(actor))])
+
+    def _look_at(self, actors: Iterable[Actor]) -> None:
+        if self._ready is not None:
+            for actor in actors:
+                self._ready.look_at(actor)
+
+    def took_back(self, state: Ledger, actor: Actor) -> None:
+        """Steps of an actor that were there on some keys are lost: what fired for them fires again, for others."""
+        whole = state.written(actor)
+        lost = [each for each in self._open.of(actor) if each.starts[actor] + self.size > whole]
+        for fragment in lost:
+            self._look_at(self._open.set_stage(fragment, 0))
+        if self.min_new is None and self._taken_to.get(actor, 0) > whole:
+            self._taken_to[actor] = max([whole, *(each.starts[actor] + self.size for each in lost)])
+        self._look_at([actor])
+
+    def left(self, state: Ledger, actor: Actor) -> None:
+        """An actor has left: keep its completed windows, drop the steps of an incomplete one.
+
+        A trigger with a fixed `n` drops nothing: it waits until `n` actors are ready again.
+        """
+        if self.n is not None or self.min_new is not None:
+            return
+        for fragment in self._open.of(actor):
+            if state.written(actor) < fragment.starts[actor] + self.size:
+                self._open.remove_actor(fragment, actor)  # its later stages will not arrive: repeat the first one
+                if fragment.starts:
+                    self._look_at(self._open.set_stage(fragment, 0))
+        start, written = self.start_of(actor), state.written(actor)
+        self._taken_to[actor] = start if start + self.size <= written else written
+        self._cuts[actor] = [cut for cut in [*self._cuts.get(actor, ()), written] if cut > self._taken_to[actor]]
+        self._look_at([actor])
+
+    def discard(self, state: Ledger) -> None:
+        """What is there and was not taken is not wanted any more (unless it is for replay)."""
+        if self.min_new is None:
+            self._open.clear()
+            self._taken_to = {actor: state.written(actor, self.stages[0]) for actor in state.actors}
+            self._ready = None
+
+    def _message(self, state: Ledger, starts: Mapping[Actor, int], stage: int, fragment: int) -> Message:
+        keys = self.stages[stage]
+        message = {
+            "actor_ids": tuple(starts),
+            "start": tuple(starts.values()),
+            "size": self.size,
+            "keys": state.keys if keys is None else keys,
+            "versions": tuple(state.span(actor, start, start + self.size, keys) for actor, start in starts.items()),
+        }
+        return {**message, "stage": stage, "fragment": fragment} if self.staged else message
+
+    def consume(self, state: Ledger, message: Message) -> None:
+        if self.min_new is not None:
+            # What came before the first firing was waited for anyway: it does not count as new.
+            self._taken = self._taken + self.min_new if self._warm else self._newest_of(state).written
+            self._warm = True
+        elif (fragment := self._open.get(message.get("fragment"))) is not None:
+            self._look_at(self._open.set_stage(fragment, fragment.stage + 1))
+        else:
+            starts = dict(zip(message["actor_ids"], message["start"], strict=True))
+            self._taken_to.update((actor, start + self.size) for actor, start in starts.items())
+            if len(self.stages) > 1:
+                self._open.add(self._fragments, starts)
+            self._look_at(starts)
+            self._fragments += 1
+
+    def resume(self, state: Ledger, paused_s: float) -> None:
+        self._ready = self._newest = None  # the ledger may have got other keys
+
+
+@dataclass(eq=False)
+class ObjectKeyTrigger(Trigger):
+    """Fires once per version increase of a published object; of several since the last look, with the newest."""
+
+    key: str
+    _seen: int | None = field(default=None, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.key, str) or not self.key:
+            raise ConfigError(f'ObjectKeyTrigger.key is {self.key!r}; expected the name of an object, as "parameters".')
+
+    def ready(self, state: Ledger) -> Message | None:
+        version = state.versions.get(self.key)
+        if version is None or (self._seen is not None and version <= self._seen):
+            return None
+        return {"key": self.key, "version": version}
+
+    def consume(self, state: Ledger, message: Message) -> None:
+        self._seen = message["version"]
+
+
+@dataclass(eq=False)
+class TimeTrigger(Trigger):
+    """Fires when a period has passed since it last fired (at first: since its first run began); missed ones coalesce.
+    Seconds between runs do not count."""
+
+    period: float
+    unit: Unit = "seconds"
+    _last: float | None = field(default=None, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.unit not in get_args(Unit):
+            raise ConfigError(unknown_name("unit of TimeTrigger", str(self.unit), get_args(Unit)))
+        if self.unit == "seconds":
+            _positive(self, "period", self.period)
+        else:
+            self.period = _whole(self, "period", self.period, f"a number of {self.unit}")
+
+    def ready(self, state: Ledger) -> Message | None:
+        at, last = self._at(state), self._since(state)
+        return {"unit": self.unit, "at": at, "elapsed": at - last} if at >= last + self.period else None
+
+    def consume(self, state: Ledger, message: Message) -> None:
+        self._last = message["at"]
+
+    def deadline(self, state: Ledger) -> float | None:
+        return self._since(state) + self.period if self.unit == "seconds" else None
+
+    def resume(self, state: Ledger, paused_s: float) -> None:
+        if self._last is None:
+            self._last = self._at(state)
+        elif self.unit == "seconds":
+            self._last += paused_s
+
+    def _at(self, state: Ledger) -> float:
+        return {"seconds": state.now, "env_steps": state.env_steps, "learner_steps": state.learner_steps}[self.unit]
+
+    def _since(self, state: Ledger) -> float:
+        if self._last is not None:
+            return self._last
+        return state.started if self.unit == "seconds" else 0
+
+
+def _whole(owner: object, name: str, value: object, meaning: str, instead: str = "") -> int:
+    if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < 1:
+        raise ConfigError(
+            f"{type(owner).__name__}.{name} is {value!r}; expected {meaning}, an int of at least 1{instead}."
+        )
+    return int(value)
+
+
+def _positive(owner: object, name: str, value: object) -> None:
+    if not isinstance(value, numbers.Real) or isinstance(value, bool) or not 0 < float(value) < math.inf:
+        raise ConfigError(f"{type(owner).__name__}.{name} is {value!r}; expected a number of seconds above 0.")
+
+
+def _stages(owner: object, stages: object) -> tuple[tuple[str, ...], ...]:
+    """Checked stages: some sequences of names, none twice."""
+    whose = f"{type(owner).__name__}.keys"
+    known: list[str] = []
+    if not isinstance(stages, Sequence) or isinstance(stages, str) or not stages:
+        raise ConfigError(f"{whose} is {stages!r}; expected names of arrays, or None for all.")
+    for stage in stages:
+        if not isinstance(stage, Sequence) or isinstance(stage, str) or not stage:
+            raise ConfigError(f"{whose} has {stage!r} for a sequence of names; write [{stage!r}] if that is one name.")
+        for name in stage:
+            if not isinstance(name, str) or name in known:
+                raise ConfigError(f"{whose} has {name!r} in {stage!r}; expected names of arrays, none of them twice.")
+            known.append(name)
+    return tuple(tuple(stage) for stage in stages)
