@@ -19,7 +19,7 @@ import numpy as np
 import zmq
 from gymnasium import spaces
 
-from farstep.launch.node_daemon import NodeAgent
+from farstep.launch.node_daemon import NodeDaemon
 from farstep.rollout.blocks import Layout
 from farstep.rollout.progress import BEAT_S, private_words
 from farstep.rollout.rows import Rows
@@ -61,10 +61,10 @@ class Figure:
                     self._envs = len(seeds)
                     obs = spaces.Box(-1.0, 1.0, (8,), np.float32)
                     self._say(m.Ready(pack(obs), pack(spaces.Discrete(2))))
-                case m.Ship(agent=agent):
+                case m.SendAgent(agent=agent):
                     schema = {"action": ArraySpec((), "<i8")}
                     self._say(m.AgentReady(agent, schema, pack({"action": "action"}), {}, pack(None)))
-                case m.Lay() as lay:
+                case m.SetLayout() as lay:
                     layout = Layout.of(lay)
                     self._layout = Layout(1, layout.steps, self._envs, layout.rows, layout.chunks)
                     self._blocks = self._layout.views(memoryview(bytearray(self._layout.nbytes)))
@@ -82,7 +82,7 @@ class Figure:
         self._say(m.Chunk(ticket.seq, 0, resume, self._order, passed=0, keys=list(tables), infos=False), b"", *frames)
 
 
-class Crowd(NodeAgent):
+class Crowd(NodeDaemon):
     """An agent whose workers are figures."""
 
     def __init__(self, bootstrap: dict[str, Any]) -> None:

@@ -27,7 +27,7 @@ from farstep.batch import EPISODE_KEYS, Batch, FinalObs
 from farstep.errors import ClosedError
 from farstep.head.tickets import FeedPlan, Tickets
 from farstep.workflow.delivery import Direct, LocalQueue, ZmqPasser
-from farstep.workflow.partial_chunks import Ahead
+from farstep.workflow.partial_chunks import PartialChunks
 from farstep.workflow.triggers import DataKeyTrigger, Dispatcher, Ledger, ObjectKeyTrigger, TimeTrigger
 
 ACTORS = (4, 64, 256, 1024)
@@ -142,7 +142,7 @@ def parts(actors: int, n: Any) -> Callable[[], int]:
     ledger.members(range(actors))
     trigger = DataKeyTrigger(n, size=16, keys=(("reward",), ("obs",)))
     dispatcher.add(trigger, Direct(lambda message: None))
-    ahead = Ahead(ledger, [trigger])
+    ahead = PartialChunks(ledger, [trigger])
     nothing = np.zeros(0, np.int64)
     episodes = dict.fromkeys(EPISODE_KEYS, nothing)
     arrays = {"reward": np.zeros((16, 1))}

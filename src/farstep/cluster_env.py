@@ -22,7 +22,7 @@ from farstep.config.launch import LaunchConfig, LocalConfig
 from farstep.core import Agent, Array, Nested
 from farstep.errors import CheckpointError, ClosedError, ConfigError
 from farstep.head.collector import Collector
-from farstep.head.worker_records import ResetOrder
+from farstep.head.worker_records import ResetRequest
 from farstep.rollout.seeds import fresh_root, resumed_root
 from farstep.schema import map_leaves, nest
 from farstep.sync import Always
@@ -129,7 +129,7 @@ class ClusterEnv:
                 )
         root = self.env_config.check_reset(seed, mask is not None)
         roots = None if root is None else [root] * self.num_envs
-        order = ResetOrder(roots, mask, cloudpickle.dumps(rest) if rest else None)
+        order = ResetRequest(roots, mask, cloudpickle.dumps(rest) if rest else None)
         batch = self._launched().one_batch(0, infos=True, reset=order).copy()
         return batch.last_obs, _merged(batch)
 

@@ -67,7 +67,7 @@ class Link(Protocol):
     A message is a list of frames: a header, then raw buffers. Frames arrive whole, in order and once.
     """
 
-    def send(self, frames: Sequence[Buffer], fds: Sequence[int] = ()) -> None: ...
+    def send(self, frames: Sequence[BytesLike], fds: Sequence[int] = ()) -> None: ...
 
     def receive(self, timeout_s: float | None = None) -> Received | None:
         """The next message, or None after `timeout_s`; raises `EOFError` if the link can tell that the other side
@@ -89,14 +89,14 @@ class HeadLink(Link, Protocol):
         ...
 
 
-Buffer = bytes | bytearray | memoryview
+BytesLike = bytes | bytearray | memoryview
 
 
 @dataclass(frozen=True)
 class Received:
     """A message as it arrived: its frames and the file descriptors that came along (same host only)."""
 
-    frames: Sequence[Buffer]
+    frames: Sequence[BytesLike]
     fds: Sequence[int] = ()
     heartbeat: bool = False
     """Whether it came over the heartbeat connection, on which a worker without shared memory sends only `Progress`."""

@@ -21,7 +21,7 @@ from farstep.config.launch import LaunchConfig, LocalConfig
 from farstep.core import Array, Nested
 from farstep.errors import ConfigError, EndedError, RemoteEnvError, WireError, unknown_name
 from farstep.head.stepper import Info, Stepper
-from farstep.head.worker_records import ResetOrder
+from farstep.head.worker_records import ResetRequest
 from farstep.rollout.program import Program
 from farstep.rollout.progress import Phase
 from farstep.rollout.sources import Source
@@ -154,7 +154,7 @@ class ClusterVectorEnv(VectorEnv[Any, Any, Any]):
         rest = None if options is None else dict(options)  # the caller's dict stays as it is
         mask = _checked_mask(rest.pop("reset_mask"), self.num_envs) if rest and "reset_mask" in rest else None
         payload = cloudpickle.dumps(rest) if rest is not None else None
-        infos = self._stepper.reset(ResetOrder(seeds, mask, payload))
+        infos = self._stepper.reset(ResetRequest(seeds, mask, payload))
         self._done[slice(None) if mask is None else mask] = False
         return self._observation(0), self._merged(infos)
 
@@ -224,7 +224,7 @@ class ClusterVectorEnv(VectorEnv[Any, Any, Any]):
         each = list(values) if isinstance(values, (list, tuple)) else [values] * self.num_envs
         if len(each) != self.num_envs:
             raise ValueError(f"{len(each)} values for {self.num_envs} environments; give one, or one for each.")
-        self._ask(name, "set_attr", *((name, each[seat.columns]) for seat in self._stepper.server.seats))
+        self._ask(name, "set_attr", *((name, each[record.columns]) for record in self._stepper.server.records))
 
     def close_extras(self, **kwargs: Any) -> None:
         with self._closing:  # a concurrent call waits until the first is done

@@ -279,7 +279,7 @@ class StageCutOffEnv(CountingEnv):
 
         def deadly(link: Any, frames: Any, fds: Any = ()) -> None:
             message = messages.decode_from_worker(frames)
-            if isinstance(message, messages.Chunk) and message.order == 2 and once(marker):
+            if isinstance(message, messages.Chunk) and message.index == 2 and once(marker):
                 wait_for_byte(fifo)
                 os.kill(os.getpid(), signal.SIGKILL)
             send(link, frames, fds)

@@ -99,7 +99,7 @@ def replace(config: str, count: int) -> str:
     try:
         agent = TableAgent()
         env.collect(agent, steps=4)
-        os.kill(env._collector.server.seats[0].pid, signal.SIGKILL)  # type: ignore[union-attr]
+        os.kill(env._collector.server.records[0].pid, signal.SIGKILL)  # type: ignore[union-attr]
         with left(count):
             result = outcome(lambda: env.collect(agent, steps=4))
         workers = env.stats()["workers"] if result == "ok" else {}

@@ -199,7 +199,7 @@ def test_a_worker_that_joins_late_starts_with_the_newest_weights() -> None:
         for _ in range(4):
             agent.logit += 1
             env.collect(agent, steps=3)
-        victim = env._launched().server.seats[1]
+        victim = env._launched().server.records[1]
         os.kill(victim.pid, signal.SIGKILL)
         eventually(lambda: victim.incarnation == 1 and victim.ready)
         batch = env.collect(agent, steps=3)
@@ -546,7 +546,7 @@ def test_differences_arrive_exactly_and_take_less(half: bool) -> None:
             assert (batch["value"] == np.float32(exact)).all() and (batch["logit"] == k).all()
         later = (env.stats()["bytes"]["weights_sent"] - whole) / 5
         assert 0 < later < 0.75 * whole
-        victim = env._launched().server.seats[1]
+        victim = env._launched().server.records[1]
         os.kill(victim.pid, signal.SIGKILL)
         eventually(lambda: victim.incarnation == 1 and victim.ready)
         agent.critic += 1  # a worker without a version gets it whole, the other the difference

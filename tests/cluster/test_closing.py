@@ -59,12 +59,12 @@ def test_a_closed_vector_keeps_no_descriptor() -> None:
 def of_cluster(folder: str) -> tuple[Callable[[], None], int]:
     env = cluster(SlowToCloseEnv, envs=1, env_kwargs={"folder": folder})
     env.launch()
-    return env.close, env._collector.server.seats[0].pid  # type: ignore[union-attr]
+    return env.close, env._collector.server.records[0].pid  # type: ignore[union-attr]
 
 
 def of_vector(folder: str) -> tuple[Callable[[], None], int]:
     vector = farstep.make_vec(SlowToCloseEnv, 1, env_kwargs={"folder": folder})
-    return vector.close, vector._stepper.server.seats[0].pid
+    return vector.close, vector._stepper.server.records[0].pid
 
 
 @pytest.mark.parametrize("make", [of_cluster, of_vector])
@@ -93,7 +93,7 @@ def test_a_second_close_waits_for_the_first(
 def test_close_waits_for_a_failed_call_that_is_closing_in_another_thread(tmp_path: Path) -> None:
     env = cluster(SlowToCloseEnv, envs=1, env_kwargs={"folder": str(tmp_path)})
     env.launch()
-    worker = env._collector.server.seats[0].pid  # type: ignore[union-attr]
+    worker = env._collector.server.records[0].pid  # type: ignore[union-attr]
     found_running = []
 
     def fail() -> None:

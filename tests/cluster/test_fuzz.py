@@ -42,7 +42,7 @@ from farstep.wire import messages as m
 from farstep.wire import node_messages as n
 from farstep.wire import reliable_channel as sessions
 from farstep.wire.codec import pack, unpack
-from farstep.wire.encryption import Seal, Side
+from farstep.wire.encryption import Cipher, Side
 from farstep.wire.keys import KeyPair, Tokens
 from farstep.wire.reliable_channel import MAX_AHEAD, Kind, Packet, Session
 from farstep.wire.versions import versions
@@ -60,7 +60,7 @@ FROM_WORKER: list[m.FromWorker] = [
     m.Part(1, 1, -1, 0, ["obs"], 0),
     m.Reply(1),
     m.Failure("message", "traceback", "step", "ValueError", 1, 2, 3, 4, 5, True, 6, 7),
-    m.Asking(1, 1),
+    m.RequestSend(1, 1),
     m.WeightRequest(1, 0),
     m.Progress([1, 2, 3, 2**62, -1]),
 ]
@@ -121,7 +121,7 @@ def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def conversation(key: bytes, messages: Sequence[bytes]) -> list[Packet]:
-    worker = Session(Seal(key, Side.WORKER))
+    worker = Session(Cipher(key, Side.WORKER))
     packets = [packet for message in messages for packet in worker.send([message], 0.0)]
     return [*packets, worker.report(), worker.back(), worker.here(), *worker.due(100.0)]
 
@@ -132,7 +132,7 @@ def test_what_is_written_to_the_bulk_connection_by_others(small_segments: None) 
     sent = [bytes([i]) * (9 + 37 * i) for i in range(40)]
     packets = [packet for packet in conversation(key, sent) if packet.bulk and not packet.is_here]
     known = [[bytes(frame) for frame in packet.frames] for packet in packets]
-    head = Session(Seal(key, Side.HEAD), 1 << 20)
+    head = Session(Cipher(key, Side.HEAD), 1 << 20)
     refused = 0
     for case in range(CASES):
         frames = list(chance.choice(known))
@@ -158,7 +158,7 @@ def test_packets_of_a_worker_that_has_gone_mad(small_segments: None) -> None:
     key, chance = os.urandom(32), random.Random(5)
     most = 100_000
     for _ in range(10):
-        head = Session(Seal(key, Side.HEAD), most)
+        head = Session(Cipher(key, Side.HEAD), most)
         packets = conversation(key, [chance.randbytes(chance.randrange(200)) for _ in range(50)])
         known = [[bytes(frame) for frame in packet.frames] for packet in packets]
         for _ in range(CASES // 10):
@@ -197,10 +197,10 @@ def test_a_worker_cannot_have_the_head_keep_what_it_never_hands_out() -> None:
 def test_a_promise_of_gigabytes_takes_no_memory() -> None:
     before = resident_bytes()
     key = os.urandom(32)
-    head = Session(Seal(key, Side.HEAD), 1 << 34)
+    head = Session(Cipher(key, Side.HEAD), 1 << 34)
     size, sealed = 8 << 30, bytearray(sessions.SEGMENT_BYTES + 16)
     about = sessions._PLACE.pack(0, size // sessions.SEGMENT_BYTES) + sessions._LENGTH.pack(size)
-    Seal(key, Side.WORKER).seal(1, 0, about, bytes(sessions.SEGMENT_BYTES), memoryview(sealed))
+    Cipher(key, Side.WORKER).seal(1, 0, about, bytes(sessions.SEGMENT_BYTES), memoryview(sealed))
     head.receive(Packet(True, [envelope(Kind.SEGMENT, 1), about, sealed]), 0.0)
     assert head._arriving
     assert resident_bytes() - before < 64 << 20
@@ -227,15 +227,15 @@ def test_messages_of_an_admitted_worker_raise_nothing_but_wire_errors(monkeypatc
             heard.append([bytes(frame) for frame in received.frames])
             receive(worker, received)
 
-        monkeypatch.setattr(server.crew._watcher, "receive", listen)
+        monkeypatch.setattr(server.supervisor._watcher, "receive", listen)
         for _ in range(5):
             env.collect(TableAgent(), steps=4)
             env.step(TableAgent())  # with infos
         heard += [[m.encode(message)] for message in FROM_WORKER]
         for name in ("fail", "send", "grant"):
             monkeypatch.setattr(server, name, lambda *_: 0)
-        monkeypatch.setattr(server.crew, "act_on", lambda event: None)
-        monkeypatch.setattr(server.crew, "distrust", lambda seat, error: None)
+        monkeypatch.setattr(server.supervisor, "act_on", lambda event: None)
+        monkeypatch.setattr(server.supervisor, "distrust", lambda record, error: None)
         with server.locked():
             for case in range(CASES):
                 frames = list(chance.choice(heard))
@@ -298,7 +298,7 @@ def test_a_worker_without_shared_memory_keeps_to_its_channels(monkeypatch: pytes
         collector = env._collector
         assert collector is not None
         server, refused = collector.server, []
-        monkeypatch.setattr(server.crew, "distrust", lambda seat, error: refused.append(str(error)))
+        monkeypatch.setattr(server.supervisor, "distrust", lambda record, error: refused.append(str(error)))
         version = collector._agent_id
         cases = [
             (m.Progress([0] * 10), [], False, "Progress outside of the heartbeat connection"),
@@ -306,7 +306,7 @@ def test_a_worker_without_shared_memory_keeps_to_its_channels(monkeypatch: pytes
             (m.Progress([int(Phase.QUEUED)] + [0] * 9), [], True, "the phase 8"),
             (m.Reply(0), [b""], True, "Reply on the heartbeat connection"),
             (m.Reply(99), [b""], False, "a reply to call 99"),
-            (m.Asking(1, 1), [], False, "in_turn"),
+            (m.RequestSend(1, 1), [], False, "in_turn"),
             (m.WeightRequest(version, 0), [], False, "a second request for version 0"),
             (m.AgentReady(99, {}, b""), [], False, "agent 99 is ready"),
             (m.Ready(b"", b""), [], False, "Ready from a worker that is alive"),
@@ -398,7 +398,7 @@ def wide(config: Any) -> farstep.ClusterEnv:
 
 
 def hub_of(env: farstep.ClusterEnv) -> Hub:
-    hub = env._collector.server.crew.launcher._hub  # type: ignore[union-attr]
+    hub = env._collector.server.supervisor.launcher._hub  # type: ignore[union-attr]
     assert isinstance(hub, Hub)
     return hub
 
@@ -462,7 +462,7 @@ def test_a_run_on_nodes_goes_on_whatever_strangers_and_a_mad_agent_send(
     config = node_config(tmp_path, nodes=2, workers_per_node=1, head_address="127.0.0.1")
     with wide(config) as env:
         env.launch()
-        launcher = env._collector.server.crew.launcher  # type: ignore[union-attr]
+        launcher = env._collector.server.supervisor.launcher  # type: ignore[union-attr]
         launcher._groups.ask(1)
         mad = issued[-2, 0]  # an agent of that group, which is the second
         launcher._hear(7, n.NodeHello(NODE, launcher._run, "host", 1, 4, versions()))  # of one that nobody knows

@@ -22,8 +22,8 @@ def test_keys_are_nowhere_to_be_read(
         env.collect(TableAgent(), steps=4)
         server = env._collector.server  # type: ignore[union-attr]
         seen = [caplog.text, repr(env.stats()), repr(env), repr(issued)]
-        for seat in server.seats:
-            folder = Path(f"/proc/{seat.pid}")
+        for record in server.records:
+            folder = Path(f"/proc/{record.pid}")
             seen += [(folder / name).read_text(errors="replace") for name in ("cmdline", "environ")]
     assert len(issued) == 2
     for pair in issued.values():
@@ -34,7 +34,7 @@ def test_keys_are_nowhere_to_be_read(
 def test_a_local_run_listens_on_loopback_only() -> None:
     with cluster(workers=1, transport="tcp") as env:
         env.launch()
-        hub = env._collector.server.crew.launcher._hub  # type: ignore[union-attr]
+        hub = env._collector.server.supervisor.launcher._hub  # type: ignore[union-attr]
         ports = {int(port) for port in (hub.address.rpartition(":")[2], hub.bulk_port)}
         listening = re.findall(r"^ *\d+: (\w+):(\w+) \w+:\w+ 0A", Path("/proc/net/tcp").read_text(), re.MULTILINE)
         assert {host for host, port in listening if int(port, 16) in ports} == {"0100007F"}

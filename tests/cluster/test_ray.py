@@ -277,7 +277,7 @@ def test_without_an_address_the_cluster_that_runs_is_joined(
     monkeypatch.delenv("RAY_ADDRESS")
     with cluster(config=farstep.RayConfig(workers_per_node=1)) as env:
         env.launch()
-        driver = env._collector.server.crew.launcher._engine._driver  # type: ignore[union-attr]
+        driver = env._collector.server.supervisor.launcher._engine._driver  # type: ignore[union-attr]
         assert not driver.local and driver.address == ray_cluster.address.rpartition(":")[0]
 
 
@@ -289,7 +289,7 @@ def test_without_a_cluster_one_is_started_and_nobody_else_is_let_in(
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))  # where Ray notes which cluster runs
     with cluster(config=farstep.RayConfig(workers_per_node=1)) as env:
         env.launch()
-        driver = env._collector.server.crew.launcher._engine._driver  # type: ignore[union-attr]
+        driver = env._collector.server.supervisor.launcher._engine._driver  # type: ignore[union-attr]
         assert driver.local and stat.S_IMODE(Path(driver._folder).stat().st_mode) == 0o700
         found = re.search(rf"{driver._folder}/.*gcs-address=([\d.:]+)", "\n".join(commands().values()))
         assert found

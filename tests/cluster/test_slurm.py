@@ -41,7 +41,7 @@ def config(folder: Path, **options: Any) -> SlurmConfig:
     return SlurmConfig(log_folder=str(folder / "logs"), **options)
 
 
-def kill_agent(node: dict[str, Any]) -> None:
+def kill_daemon(node: dict[str, Any]) -> None:
     os.kill(node["pid"], signal.SIGKILL)
 
 
@@ -57,7 +57,7 @@ def live_jobs(cluster: SlurmCluster) -> list[int]:
 def test_the_contract(cluster: SlurmCluster, tmp_path: Path) -> None:
     make = functools.partial(config, tmp_path)
     scarce = functools.partial(make, nodes=2, slurm_extra=["--nodelist=n1", "--exclusive"])
-    check_launcher(make, kill_node=kill_agent, scarce=scarce, missing=without_programs)
+    check_launcher(make, kill_node=kill_daemon, scarce=scarce, missing=without_programs)
     assert not live_jobs(cluster)
 
 
@@ -113,7 +113,7 @@ def test_a_killed_node_daemon_is_restarted_inside_its_job(cluster: SlurmCluster,
         assert columns(env, agent) == 12
         (job,) = live_jobs(cluster)
         before = env.stats()["nodes"]
-        kill_agent(before[0])
+        kill_daemon(before[0])
         eventually(lambda: columns(env, agent) == 12 and before[0] not in env.stats()["nodes"], 60)
         assert {node["place"] for node in env.stats()["nodes"]} == {node["place"] for node in before}
         assert live_jobs(cluster) == [job]
@@ -285,7 +285,7 @@ def test_a_node_that_is_lost_while_the_controller_is_down_is_replaced_when_it_is
         agent = TableAgent()
         eventually(lambda: columns(env, agent) == 6, BATCH_S)
         cluster.stop_controller()
-        kill_agent(env.stats()["nodes"][1])
+        kill_daemon(env.stats()["nodes"][1])
         eventually(lambda: columns(env, agent) == 3, BATCH_S)
         cluster.start_controller()
         # farstep pauses between orders, for up to as long as the controller was away; then an agent and a worker start.

@@ -42,14 +42,14 @@ def start(config: SSHConfig, **source: Any) -> farstep.ClusterEnv:
     )
 
 
-def kill_agent(node: dict[str, Any]) -> None:
+def kill_daemon(node: dict[str, Any]) -> None:
     os.kill(node["pid"], signal.SIGKILL)
 
 
 def test_the_contract(server: SshServer) -> None:
     make = functools.partial(config, server.options)
     scarce = functools.partial(SSHConfig, ssh=make().ssh, hosts=["one", "no-such-host"])
-    check_launcher(make, kill_node=kill_agent, scarce=scarce, missing=without_programs)
+    check_launcher(make, kill_node=kill_daemon, scarce=scarce, missing=without_programs)
 
 
 def test_a_host_that_is_not_there_is_named_with_what_ssh_said(server: SshServer) -> None:
@@ -105,7 +105,7 @@ def test_an_agent_whose_session_ended_is_not_waited_for(server: SshServer) -> No
     with start(config(server.options, nodes=2, workers_per_node=1, lease_s=300)) as env:
         within(lambda: env.collect(TableAgent(), steps=2))
         victim = env.stats()["nodes"][0]
-        kill_agent(victim)
+        kill_daemon(victim)
         eventually(lambda: victim["pid"] not in [node["pid"] for node in env.stats()["nodes"]], 60)
         batch = within(lambda: env.collect(TableAgent(), steps=2))
         eventually(lambda: len(env.stats()["nodes"]) == 2, 60)
@@ -117,9 +117,9 @@ def test_an_agent_whose_session_is_cut_goes_on(server: SshServer) -> None:
     with start(config(server.options, nodes=1, workers_per_node=1)) as env:
         within(lambda: env.collect(TableAgent(), steps=2))
         (node,) = env.stats()["nodes"]
-        (session,) = env._collector.server.crew.launcher._engine._sessions.values()  # type: ignore[union-attr]
+        (session,) = env._collector.server.supervisor.launcher._engine._sessions.values()  # type: ignore[union-attr]
         session.kill(signal.SIGKILL)
-        watched = env._collector.server.crew.launcher._groups[0]  # type: ignore[union-attr]
+        watched = env._collector.server.supervisor.launcher._groups[0]  # type: ignore[union-attr]
         eventually(lambda: not watched.standing.nodes)
         within(lambda: env.collect(TableAgent(), steps=2))
         time.sleep(4)

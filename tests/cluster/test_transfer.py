@@ -249,13 +249,13 @@ def test_parts_count_for_an_open_ticket_of_their_worker_only() -> None:
             request = collector._open(Request(4), None, 1)
             order, _ = server.tickets.grant([0, 1], 0)  # given to nobody: whatever comes now is forged
             part = m.Part(order.seq, 9, -1, 0, ["reward"])
-            collector.on_message(server.seats[1], part, Received(frames))
+            collector.on_message(server.records[1], part, Received(frames))
             assert not (rewards == 77).any(), "of another worker's ticket"
-            collector.on_message(server.seats[0], part, Received(frames))
+            collector.on_message(server.records[0], part, Received(frames))
             assert (rewards[0, :2, :2] == 77).all() and (rewards == 77).sum() == 4
             rewards[:] = 0
             collector._end(request)
-            collector.on_message(server.seats[0], part, Received(frames))
+            collector.on_message(server.records[0], part, Received(frames))
             assert not (rewards == 77).any(), "of a ticket that was cancelled"
         assert_sound(env.collect(TableAgent(), steps=4))
         assert env.stats()["workers"]["restarts"] == 0
@@ -288,8 +288,8 @@ def test_a_worker_killed_while_its_chunk_travels_leaves_nothing_of_it(
     path, fd = fifo
     taken = []
 
-    def take_part(rollouts: Any, seat: Any, order: Any, steps: int, part: m.Part, received: Received) -> Any:
-        answer = original(rollouts, seat, order, steps, part, received)
+    def take_part(rollouts: Any, record: Any, order: Any, steps: int, part: m.Part, received: Received) -> Any:
+        answer = original(rollouts, record, order, steps, part, received)
         taken.append((part.ticket, part.stage, part.first))
         if len(taken) == 2:  # one of the first rollout, one of the second
             os.write(fd, b"!")

@@ -27,7 +27,7 @@ FARSTEP_RESTARTS={restarts} exec sh -c "$*"
 """
 
 
-def kill_agent(node: dict[str, Any]) -> None:
+def kill_daemon(node: dict[str, Any]) -> None:
     os.kill(node["pid"], signal.SIGKILL)
 
 
@@ -49,7 +49,7 @@ def wait_for_columns(env: farstep.ClusterEnv, columns: int) -> None:
 def test_agents_in_place_of_nodes(tmp_path: Path) -> None:
     make = functools.partial(config, tmp_path)
     scarce = functools.partial(SSHConfig, hosts=["host", "nowhere"], ssh=make().ssh)
-    check_launcher(make, kill_node=kill_agent, scarce=scarce)
+    check_launcher(make, kill_node=kill_daemon, scarce=scarce)
 
 
 @pytest.mark.timeout(300)
@@ -66,7 +66,7 @@ def test_an_engine_that_fails_for_a_while_does_not_end_a_run(tmp_path: Path, mon
     source = {"type": "factory", "env_name": CountingEnv, "envs_per_node": 1, "seed": 1}
     with farstep.ClusterEnv(source, config(tmp_path, nodes=2, min_nodes=1, workers_per_node=1)) as env:
         wait_for_columns(env, 2)
-        kill_agent(env.stats()["nodes"][1])
+        kill_daemon(env.stats()["nodes"][1])
         wait_for_columns(env, 1)
         wait_for_columns(env, 2)
     assert asked == [2, 1, 1]
@@ -99,7 +99,7 @@ def test_killed_daemon_is_restarted_by_its_supervisor_during_a_run(tmp_path: Pat
     with farstep.ClusterEnv(source, asked) as env:
 
         def killed() -> int:
-            kill_agent(env.stats()["nodes"][0])
+            kill_daemon(env.stats()["nodes"][0])
             return int(env.stats()["nodes"][0]["pid"])
 
         def replaced(pid: int) -> bool:
@@ -135,7 +135,7 @@ def test_a_supervisor_gives_up_when_its_restarts_are_used_up(tmp_path: Path) -> 
         with pytest.raises(LaunchError, match="1 node is missing"):
             while True:
                 for node in env.stats()["nodes"]:
-                    kill_agent(node)
+                    kill_daemon(node)
                 env.collect(TableAgent(), steps=4)
 
 
@@ -144,7 +144,7 @@ def test_an_agent_that_is_given_while_the_only_node_is_away_waits_for_it(tmp_pat
     source = {"type": "factory", "env_name": CountingEnv, "envs_per_node": 1, "seed": 1}
     with farstep.ClusterEnv(source, config(tmp_path, workers_per_node=1)) as env:
         env.collect(TableAgent(), steps=4)
-        kill_agent(env.stats()["nodes"][0])
+        kill_daemon(env.stats()["nodes"][0])
         deadline = time.monotonic() + 60
         while env.stats()["nodes"]:
             assert time.monotonic() < deadline

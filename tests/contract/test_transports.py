@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
-from farstep.core import Buffer, Received
+from farstep.core import BytesLike, Received
 from farstep.testing.transport import Ends, check_transport, take
 from farstep.wire.dealer import DealerLink
 from farstep.wire.in_process import inproc_pair
@@ -43,7 +43,7 @@ class HubEnd:
         for fd in hub.filenos():
             self._poll.register(fd, select.POLLIN)
 
-    def send(self, frames: Sequence[Buffer], fds: Sequence[int] = ()) -> None:
+    def send(self, frames: Sequence[BytesLike], fds: Sequence[int] = ()) -> None:
         self._hub.send(self._worker, frames)
 
     def receive(self, timeout_s: float | None = None) -> Received | None:

@@ -108,16 +108,16 @@ class World:
         chunks = {"state": ArraySpec((2,), "<f4")}
         self.layout = Layout(1, STEPS, ENVS, rows, chunks)
         self.blocks = self.layout.views(bytearray(self.layout.nbytes))
-        self.seats = split(1, ENVS, num_seats, 0)
-        for seat in self.seats:
-            seat.ready = True
-        self.head = Prober(Comparison(Policy(learner), "obs", "action", "state"), self.seats, rows=64)
+        self.records = split(1, ENVS, num_seats, 0)
+        for record in self.records:
+            record.ready = True
+        self.head = Prober(Comparison(Policy(learner), "obs", "action", "state"), self.records, rows=64)
         self.worker = Probing(Comparison(Policy(worker), "obs", "action", "state"), window=4, rows=64)
         self.order, self.version, self.generator = 0, 0, np.random.default_rng(0)
 
     def rows(self, worker: int = 0) -> Rows:
-        seat = self.seats[worker]
-        return Rows(self.layout, self.blocks, 0, seat.first, seat.stop)
+        record = self.records[worker]
+        return Rows(self.layout, self.blocks, 0, record.first, record.stop)
 
     def roll(self, version: int = 0, heard: bool = True, actor: Any = None) -> None:
         """A chunk that the worker hands over, and that the head accepts (or not); actions by a policy, or any."""
@@ -131,9 +131,9 @@ class World:
             self.blocks["action"][:] = (self.generator.random(likely.shape[:-1])[..., None] > likely).sum(axis=-1)
         self.worker.remember(self.order, version, self.rows(), STEPS)
         if heard:
-            for seat in self.seats:
+            for record in self.records:
                 chunk = Chunk(0, version, b"", order=self.order)
-                self.head.remember(seat, chunk, self.rows(seat.worker), STEPS)
+                self.head.remember(record, chunk, self.rows(record.worker), STEPS)
 
     def probe(self) -> tuple[Probe, list[bytes]]:
         self.version += 1

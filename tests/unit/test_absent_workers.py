@@ -7,7 +7,7 @@ from collections import Counter, deque
 
 import pytest
 
-from farstep.head.tickets import Order, Tickets
+from farstep.head.tickets import IssuedTicket, Tickets
 
 
 def roll(tickets: Tickets, available: set[int]) -> None:
@@ -18,7 +18,7 @@ def roll(tickets: Tickets, available: set[int]) -> None:
 
 def workers_of(tickets: Tickets) -> list[int] | None:
     batch = tickets.take(0)
-    return None if batch is None else [arrived.order.worker for arrived in batch]
+    return None if batch is None else [arrived.ticket.worker for arrived in batch]
 
 
 def test_a_batch_goes_on_without_who_is_absent() -> None:
@@ -140,7 +140,7 @@ def test_worker_that_rejoins_does_not_repeat_a_round_that_it_delivered(stale: bo
     assert [order.worker for order in again] == [1] * stale
     for order in [first[0], *again]:
         assert tickets.accept(order.worker, order.seq, version, None)
-    assert [arrived.order.worker for arrived in tickets.take(version) or ()] == [0, 1]
+    assert [arrived.ticket.worker for arrived in tickets.take(version) or ()] == [0, 1]
 
 
 def test_chunk_that_becomes_stale_after_its_worker_rejoined_is_not_rolled_again() -> None:
@@ -156,7 +156,7 @@ def test_chunk_that_becomes_stale_after_its_worker_rejoined_is_not_rolled_again(
     assert tickets.take(2) is None  # both chunks of worker 1 are too old for version 2
     assert tickets.grant([0, 1], 2) == []
     assert tickets.accept(0, first[0, 0].seq, 2, None)
-    assert [(a.order.worker, a.order.batch) for a in tickets.take(2) or ()] == [(0, 0)]
+    assert [(a.ticket.worker, a.ticket.batch) for a in tickets.take(2) or ()] == [(0, 0)]
 
 
 def test_workers_that_rejoin_take_part_in_whole_batches_of_several_rounds() -> None:
@@ -180,12 +180,12 @@ def test_batches_have_their_own_rounds_whoever_leaves_rejoins_or_becomes_stale(s
     tickets = Tickets(workers, rng.randint(1, workers))
     tickets.open(rng.choice([None, 0, 1, 2]), rollouts=rollouts)
     up, version, taken, batches = set(range(workers)), 0, 0, 0
-    waiting: dict[int, deque[Order]] = {worker: deque() for worker in range(workers)}
+    waiting: dict[int, deque[IssuedTicket]] = {worker: deque() for worker in range(workers)}
 
     def grant() -> None:
         for order in tickets.grant(up, version):
             used = [o.lane for o in waiting[order.worker]]
-            used += [a.order.lane for a in tickets._arrived.values() if a.order.worker == order.worker]
+            used += [a.ticket.lane for a in tickets._arrived.values() if a.ticket.worker == order.worker]
             assert order.lane not in used
             waiting[order.worker].append(order)
 
@@ -201,9 +201,9 @@ def test_batches_have_their_own_rounds_whoever_leaves_rejoins_or_becomes_stale(s
         batch = tickets.take(version)
         if batch is None:
             return False
-        numbers = Counter(arrived.order.worker for arrived in batch)
+        numbers = Counter(arrived.ticket.worker for arrived in batch)
         assert max(numbers.values()) <= rollouts
-        assert all(taken <= arrived.order.batch < taken + rollouts for arrived in batch)
+        assert all(taken <= arrived.ticket.batch < taken + rollouts for arrived in batch)
         taken, batches = taken + rollouts, batches + 1
         return True
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from farstep.batch import EPISODE_KEYS, Batch, FinalObs, side_by_side
-from farstep.workflow.partial_chunks import Ahead
+from farstep.workflow.partial_chunks import PartialChunks
 from farstep.workflow.triggers import DataKeyTrigger, Ledger
 
 KEYS = ("reward", "value", "obs")
@@ -34,15 +34,15 @@ def ledger() -> Ledger:
 
 
 @pytest.fixture
-def ahead(ledger: Ledger) -> Ahead:
-    return Ahead(ledger, [DataKeyTrigger(n=1, size=4, keys=(("reward",), ("obs",)))])
+def ahead(ledger: Ledger) -> PartialChunks:
+    return PartialChunks(ledger, [DataKeyTrigger(n=1, size=4, keys=(("reward",), ("obs",)))])
 
 
 def written(ledger: Ledger, actor: int = 0) -> list[int]:
     return [ledger.written(actor, [name]) for name in KEYS]
 
 
-def test_keys_are_told_as_they_come_and_the_last_with_the_chunk(ledger: Ledger, ahead: Ahead) -> None:
+def test_keys_are_told_as_they_come_and_the_last_with_the_chunk(ledger: Ledger, ahead: PartialChunks) -> None:
     ahead.add(0, 7, 70, 3, rows("reward"))
     assert written(ledger) == [4, 0, 0]
     ahead.add(0, 7, 70, 3, rows("reward", "value"))
@@ -58,13 +58,13 @@ def test_keys_are_told_as_they_come_and_the_last_with_the_chunk(ledger: Ledger, 
     assert ahead.stored(0, 9) is None
 
 
-def test_steps_are_not_told_as_whole_ahead_of_their_chunk(ledger: Ledger, ahead: Ahead) -> None:
+def test_steps_are_not_told_as_whole_ahead_of_their_chunk(ledger: Ledger, ahead: PartialChunks) -> None:
     ahead.add(0, 7, 70, 3, rows(*KEYS))
     assert written(ledger) == [0, 0, 0]
     assert ahead.stored(0, 7) == list(KEYS)
 
 
-def test_a_ticket_that_is_done_once_more_begins_anew(ledger: Ledger, ahead: Ahead) -> None:
+def test_a_ticket_that_is_done_once_more_begins_anew(ledger: Ledger, ahead: PartialChunks) -> None:
     ahead.add(0, 7, 70, 3, rows("reward", "value", value=1.0))
     ahead.add(0, 7, 72, 4, rows("reward", value=2.0))
     assert written(ledger) == [4, 0, 0]
@@ -72,7 +72,7 @@ def test_a_ticket_that_is_done_once_more_begins_anew(ledger: Ledger, ahead: Ahea
     assert ledger.span(0, 0, 4, ["reward"]) == (4, 4)
 
 
-def test_what_is_left_moves_up_when_a_chunk_before_it_is_lost(ledger: Ledger, ahead: Ahead) -> None:
+def test_what_is_left_moves_up_when_a_chunk_before_it_is_lost(ledger: Ledger, ahead: PartialChunks) -> None:
     ahead.add(0, 7, 70, 3, rows("reward", "value", value=1.0))
     ahead.add(1, 8, 10, 3, rows("reward"))
     ahead.add(0, 9, 71, 5, rows("reward", value=2.0))
@@ -99,7 +99,7 @@ def test_voiding_tickets_discards_exactly_their_parts(seed: int) -> None:
     stages = [KEYS[:1], KEYS[:2]]
     ledger, tickets, stored = Ledger(KEYS), dict[int, list[int]](), dict[int, int]()
     trigger = DataKeyTrigger(n=1, size=4, keys=(("reward",), ("obs",)))
-    ahead = Ahead(ledger, [trigger])
+    ahead = PartialChunks(ledger, [trigger])
     here: dict[int, int] = {}
     for ticket in range(150):
         actor, event = rng.randrange(4), rng.random()

@@ -66,17 +66,17 @@ def test_an_idle_worker_is_never_killed() -> None:
 
 
 def test_a_chunk_that_travels_for_long_is_no_idle_worker() -> None:
-    (seat,) = split(1, 2, 1, 0)
-    assert (expected(seat, None), expected(seat, 7)) == ("", "idle")
-    seat.words[ROLLED] = 7
-    assert (expected(seat, None), expected(seat, 7), expected(seat, 8)) == ("", "transfer", "idle")
+    (record,) = split(1, 2, 1, 0)
+    assert (expected(record, None), expected(record, 7)) == ("", "idle")
+    record.words[ROLLED] = 7
+    assert (expected(record, None), expected(record, 7), expected(record, 8)) == ("", "transfer", "idle")
 
     clock, membership = FakeClock(), Membership(1, {"idle": 60.0, "transfer": 600.0}, 10)
     membership.start(clock())
     membership.handle(Hello(0), clock())
     membership.handle(Ready(0), clock())
     for heard in range(10):  # each stage that arrives is progress
-        membership.handle(Observed(0, expected(seat, 7), (1, 0, heard)), clock())
+        membership.handle(Observed(0, expected(record, 7), (1, 0, heard)), clock())
         assert membership.tick(clock.advance(599.0)) == [Ask(0)]
     assert membership.tick(clock.advance(1.1)) == [Lost(0), Kill(0, stuck_in="transfer")]
 

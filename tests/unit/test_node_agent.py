@@ -16,9 +16,9 @@ import zmq
 
 from farstep.errors import WireError
 from farstep.launch.engine import TAKEN_BACK
-from farstep.launch.node_daemon import NodeAgent, _Child
+from farstep.launch.node_daemon import NodeDaemon, _Child
 from farstep.launch.process import ProcessStarter
-from farstep.rollout.progress import Board
+from farstep.rollout.progress import ProgressBoard
 from farstep.wire import node_messages as n
 from farstep.wire.keys import KeyPair
 
@@ -50,9 +50,9 @@ class Link:
         self.said.append(n.decode_from_node(frames))
 
 
-def failing_agent(monkeypatch: pytest.MonkeyPatch) -> NodeAgent:
+def failing_agent(monkeypatch: pytest.MonkeyPatch) -> NodeDaemon:
     """One that cannot start processes."""
-    agent = NodeAgent(BOOTSTRAP, "")
+    agent = NodeDaemon(BOOTSTRAP, "")
     agent._address = "tcp://127.0.0.1:9"
     monkeypatch.setattr(agent._starter, "start", lambda *_: (_ for _ in ()).throw(OSError("no memory")))
     return agent
@@ -108,7 +108,7 @@ def test_more_workers_than_a_node_can_have_are_not_listened_to() -> None:
 def test_a_worker_that_closes_its_output_is_not_asked_for_it_again() -> None:
     """Or its agent would find it readable for ever."""
     starter = ProcessStarter(1)
-    board = Board(1, 1)
+    board = ProgressBoard(1, 1)
     try:
         process = starter.start({"transport": "none", **board.bootstrap(0)}, [board.memory.fd])
         child = _Child(process, board)

@@ -15,15 +15,15 @@ from farstep.config.env import EnvConfig
 from farstep.config.transfer import TransferTrigger
 from farstep.core import Received
 from farstep.errors import ConfigError, WireError
-from farstep.head.rollouts import Piece, Rollouts, base_rows
-from farstep.head.tickets import Arrived, Order
+from farstep.head.rollouts import ChunkInfo, Rollouts, base_rows
+from farstep.head.tickets import AcceptedChunk, IssuedTicket
 from farstep.head.worker_records import split
 from farstep.rollout.blocks import Layout
 from farstep.rollout.rows import Rows
 from farstep.schema import ArraySpec
 from farstep.wire import messages as m
 from farstep.wire.compression import Compressor
-from farstep.worker.chunk_sender import Shipping
+from farstep.worker.chunk_sender import ChunkSender
 from farstep.workflow.triggers import TimeTrigger
 
 STEPS, LANES = 7, 2
@@ -60,25 +60,25 @@ class World:
     """Worker 1 of two, with two environments of five, and a head that shares no memory with it."""
 
     def __init__(self, transfer: TransferTrigger, remote: bool = True, ends: int = 3, answers: bool = True) -> None:
-        self.seats = split(1, 5, 2, 0)
-        self.seat = self.seats[1]
+        self.records = split(1, 5, 2, 0)
+        self.record = self.records[1]
         WORLDS.append(self)
-        self.rollouts = Rollouts(self.seats, {name[4:]: name for name in OBS}, OBS, remote, transfer)
+        self.rollouts = Rollouts(self.records, {name[4:]: name for name in OBS}, OBS, remote, transfer)
         self.rollouts.adopt({"action": "action", "value": "value"}, "state")
         self.rollouts.fit(LANES, STEPS, ROWS, STATE)
-        self.order = Order(seq=4, worker=1, batch=0, lane=1, min_version=0)
+        self.order = IssuedTicket(seq=4, worker=1, batch=0, lane=1, min_version=0)
         layout = Layout(1, STEPS, 2, ROWS, STATE)
         rng = np.random.default_rng(3)
         memory = bytearray(rng.integers(0, 2, layout.nbytes, np.uint8).tobytes())
         self.rows = Rows(layout, layout.views(memory), 0, 0, 2)
-        places = [(row, self.seat.first + row % 2, 1, 0.0, 0.0) for row in range(ends)]
+        places = [(row, self.record.first + row % 2, 1, 0.0, 0.0) for row in range(ends)]
         self.ends = np.array(places, ENDS)
         self.messages = self._rolled(transfer, answers)
 
     def _rolled(self, transfer: TransferTrigger, answers: bool) -> list[Message]:
         sent: list[Message] = []
         plain = Compressor("none", (), lambda: math.inf)
-        shipping = Shipping(
+        shipping = ChunkSender(
             transfer, lambda message, *frames: sent.append((message, [*map(bytes, frames)])), lambda: None, plain
         )
         due = shipping.begin(m.Ticket(4, 1, STEPS), 6, self.rows)
@@ -94,18 +94,18 @@ class World:
     def give(self, message: m.Part | m.Chunk, frames: list[Any]) -> Any:
         received = Received([b"header", *frames])
         if isinstance(message, m.Part):
-            return self.rollouts.take_part(self.seat, self.order, STEPS, message, received)
-        return self.rollouts.take(self.seat, self.order, STEPS, message, received, 0)
+            return self.rollouts.take_part(self.record, self.order, STEPS, message, received)
+        return self.rollouts.take(self.record, self.order, STEPS, message, received, 0)
 
-    def give_all(self) -> Piece:
+    def give_all(self) -> ChunkInfo:
         *parts, chunk = self.messages
         for part in parts:
             self.give(*part)
-        piece: Piece = self.give(*chunk)
+        piece: ChunkInfo = self.give(*chunk)
         return piece
 
-    def assert_all_there(self, piece: Piece) -> None:
-        there = self.rollouts.rows(self.seat, self.order.lane).tables(STEPS)
+    def assert_all_there(self, piece: ChunkInfo) -> None:
+        there = self.rollouts.rows(self.record, self.order.lane).tables(STEPS)
         for name, table in self.rows.tables(STEPS).items():
             used = -(-len(self.ends) // 2) if name.startswith("final_") else len(table)
             np.testing.assert_array_equal(there[name][:used], table[:used], err_msg=name)
@@ -113,9 +113,9 @@ class World:
         for name, block in self.rollouts.blocks.items():
             others = block.copy()
             if name in ROWS:
-                others[1, :, self.seat.columns] = 0
+                others[1, :, self.record.columns] = 0
             else:
-                others[1, self.seat.columns] = 0
+                others[1, self.record.columns] = 0
             assert not others.any(), f"{name} was written outside of the worker's columns"
 
 
@@ -171,7 +171,7 @@ def test_a_part_shows_the_columns_of_its_stage_and_nothing_else() -> None:
     assert part.batch.shape == (STEPS, 2)
     assert part.batch.last_obs is None and part.batch.final_obs.obs is None and part.batch.initial_state is None
     np.testing.assert_array_equal(part.batch["obs"]["camera"], world.rows.row["obs.camera"][:STEPS])
-    lane = world.rollouts.batch([Arrived(world.order, 0, piece)], STEPS, np.zeros(5, bool))
+    lane = world.rollouts.batch([AcceptedChunk(world.order, 0, piece)], STEPS, np.zeros(5, bool))
     assert set(part.so_far) == set(lane) and part.so_far.last_obs is not None
     assert np.shares_memory(part.so_far["obs.pose"], lane["obs.pose"])
 

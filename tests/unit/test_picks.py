@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from farstep.rollout.probe_rows import Pick, Picks, joined, places
+from farstep.rollout.probe_rows import ProbeRows, RecentProbeRows, joined, places
 
 
 @pytest.mark.parametrize(("steps", "num_envs"), [(1, 1), (1, 64), (128, 1), (5, 3), (128, 32), (1024, 1024)])
@@ -24,12 +24,12 @@ def test_rows_of_a_few_chunks_are_spread_over_time_and_columns() -> None:
     assert (np.histogram(column, bins=8, range=(0, 32))[0] >= 5).all()
 
 
-def pick(order: int, rows: int) -> Pick:
-    return Pick(order, order, {"obs": np.full((rows, 2), order)})
+def pick(order: int, rows: int) -> ProbeRows:
+    return ProbeRows(order, order, {"obs": np.full((rows, 2), order)})
 
 
 def test_the_latest_chunks_are_remembered() -> None:
-    picks = Picks(limit=64)
+    picks = RecentProbeRows(limit=64)
     for order in range(10):
         picks.add(pick(order, 16))
     assert [p.order for p in picks.all()] == [6, 7, 8, 9]
@@ -42,7 +42,7 @@ def test_the_latest_chunks_are_remembered() -> None:
 
 
 def test_single_steps_fill_a_probe_too() -> None:
-    picks = Picks(limit=64)
+    picks = RecentProbeRows(limit=64)
     for order in range(100):
         picks.add(pick(order, len(places(order, 1, 8, rows=64)[0])))
     assert sum(p.rows for p in picks.all()) == 64

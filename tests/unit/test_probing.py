@@ -406,7 +406,7 @@ def test_late_and_repeated_probes_are_harmless() -> None:
 def test_a_replaced_worker_is_not_asked_about_what_its_predecessor_sent() -> None:
     world = World(LinearAgent(), LinearAgent())
     world.roll()
-    world.seats[0].incarnation += 1
+    world.records[0].incarnation += 1
     assert not world.head.questions()[0].picks
     world.order = 0
     world.roll()
@@ -424,7 +424,7 @@ def test_all_workers_are_asked_about_in_one_evaluation() -> None:
     world = World(Counting(0.3), LinearAgent(), num_seats=3)
     for _ in range(5):
         world.roll()
-    world.seats[1].incarnation += 1  # one that has nothing to be asked about
+    world.records[1].incarnation += 1  # one that has nothing to be asked about
     questions = world.head.questions()
     answers = world.head.answers(questions)
     assert calls == [128]

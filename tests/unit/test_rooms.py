@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from farstep.wire import buffer_pool as module
-from farstep.wire.buffer_pool import Rooms
+from farstep.wire.buffer_pool import BufferPool
 
 LARGE = 1 << 20
 
@@ -16,7 +16,7 @@ def address(room: memoryview) -> int:
 
 
 def test_a_room_is_used_again() -> None:
-    rooms = Rooms()
+    rooms = BufferPool()
     first = rooms.room(LARGE)
     place = address(first)
     first[:] = bytes(LARGE)
@@ -36,7 +36,7 @@ def test_a_room_is_used_again() -> None:
     ids=["slice", "cast", "array", "part of an array"],
 )
 def test_who_looks_into_a_room_keeps_it(look: object) -> None:
-    rooms = Rooms()
+    rooms = BufferPool()
     first = rooms.room(LARGE)
     place = address(first)
     first[:] = bytes([7]) * LARGE
@@ -52,14 +52,14 @@ def test_who_looks_into_a_room_keeps_it(look: object) -> None:
 
 
 def test_a_much_larger_room_is_left_to_others() -> None:
-    rooms = Rooms()
+    rooms = BufferPool()
     place = address(rooms.room(8 * LARGE))
     assert address(rooms.room(LARGE)) != place
 
 
 def test_not_more_is_kept_than_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_KEPT_BYTES", 3 * LARGE)
-    rooms = Rooms()
+    rooms = BufferPool()
     held = [rooms.room(LARGE) for _ in range(10)]
     assert len({address(room) for room in held}) == 10
     assert sum(map(len, rooms._rooms)) == 3 * LARGE

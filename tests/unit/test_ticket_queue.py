@@ -8,24 +8,24 @@ from collections.abc import Container
 
 import pytest
 
-from farstep.head.tickets import Arrived, FeedPlan, Order, Session, Tickets
+from farstep.head.tickets import AcceptedChunk, FeedPlan, IssuedTicket, Session, Tickets
 
 
 class NaiveTickets(Tickets):
     """Checks every worker for every ticket, and every chunk for every batch."""
 
-    def grant(self, available: Container[int], version: int) -> list[Order]:
+    def grant(self, available: Container[int], version: int) -> list[IssuedTicket]:
         if self._session is not None:
             self._session.due = set(range(self._workers))
         return super().grant(available, version)
 
-    def take(self, version: int) -> list[Arrived] | None:
+    def take(self, version: int) -> list[AcceptedChunk] | None:
         if self._session is not None:
             self._session.missing = None
         return super().take(version)
 
-    def _first_come(self, session: Session, wanted: int, available: Container[int], version: int) -> list[Order]:
-        orders: list[Order] = []
+    def _first_come(self, session: Session, wanted: int, available: Container[int], version: int) -> list[IssuedTicket]:
+        orders: list[IssuedTicket] = []
         while True:
             ahead = len(self._outstanding) + len(self._arrived) + session.held.total()
             free = [w for w in range(self._workers) if w in available and session.lanes[w] and self.busy(w) < 2]
@@ -49,7 +49,7 @@ class NaiveTickets(Tickets):
             return free
         chunks = session.held.copy()
         chunks.update(order.worker for order in self._outstanding.values())
-        chunks.update(arrived.order.worker for arrived in self._arrived.values())
+        chunks.update(arrived.ticket.worker for arrived in self._arrived.values())
         begun = sum(-(-count // feed.chunks) for count in chunks.values())
         may_begin = feed.actors is None or begun < session.depth * feed.actors
         most = session.depth * feed.chunks
@@ -163,7 +163,7 @@ def test_grants_and_takes_the_same_rounds_as_checking_every_worker(seed: int) ->
             taken = [tickets.take(version) for tickets in both]
             assert taken[0] == taken[1]
             batches += taken[0] is not None
-            rolled = [(arrived.order.worker, arrived.order.batch) for arrived in taken[0] or ()]
+            rolled = [(arrived.ticket.worker, arrived.ticket.batch) for arrived in taken[0] or ()]
             assert len(set(rolled)) == len(rolled), "a worker rolled the same round twice"
             if rng.random() < 0.7:
                 for tickets in both:

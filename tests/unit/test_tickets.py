@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 from ticket_world import TicketWorld
 
-from farstep.head.tickets import FeedPlan, Order, Tickets
+from farstep.head.tickets import FeedPlan, IssuedTicket, Tickets
 
 RUNS, EVENTS = 13, 600  # for each of 24 kinds of session: 187,200 events
 MODES = pytest.mark.parametrize("mode", ["rounds", "several rounds", "first-come"])
@@ -50,11 +50,11 @@ def test_a_learner_that_never_publishes_is_never_starved(max_staleness: int, mod
         assert not world.tickets.dropped
 
 
-def granted(tickets: Tickets, version: int = 0, workers: int = 2) -> list[Order]:
+def granted(tickets: Tickets, version: int = 0, workers: int = 2) -> list[IssuedTicket]:
     return list(tickets.grant(range(workers), version))
 
 
-def hand_over(tickets: Tickets, orders: list[Order], version: int) -> None:
+def hand_over(tickets: Tickets, orders: list[IssuedTicket], version: int) -> None:
     for order in orders:
         assert tickets.accept(order.worker, order.seq, version, None)
 
@@ -67,7 +67,7 @@ def test_synchronous_collection_is_one_ticket_each() -> None:
     hand_over(tickets, orders[:1], 0)
     assert tickets.take(0) is None  # it waits for all
     hand_over(tickets, orders[1:], 0)
-    assert [arrived.order.worker for arrived in tickets.take(0) or ()] == [0, 1]
+    assert [arrived.ticket.worker for arrived in tickets.take(0) or ()] == [0, 1]
     tickets.release()
     assert granted(tickets) == []  # and there is no second batch
 
@@ -105,7 +105,7 @@ def test_staleness_one_collects_all_rollouts_of_one_batch_ahead() -> None:
     hand_over(tickets, orders[:1], 0)
     assert tickets.take(0) is None  # a batch is two of them
     hand_over(tickets, orders[1:3], 0)
-    assert [arrived.order.batch for arrived in tickets.take(0) or ()] == [0, 1]
+    assert [arrived.ticket.batch for arrived in tickets.take(0) or ()] == [0, 1]
     assert granted(tickets, workers=1) == []
     tickets.release()
     following = granted(tickets, version=1, workers=1)
@@ -170,7 +170,7 @@ def test_first_come_does_not_wait_for_a_straggler() -> None:
     fast = [order for order in orders if order.worker != 2]
     hand_over(tickets, fast, 0)
     batch = tickets.take(0) or []
-    assert {arrived.order.worker for arrived in batch} == {0, 1}
+    assert {arrived.ticket.worker for arrived in batch} == {0, 1}
     assert len(granted(tickets, workers=3)) == 0  # two held, one unread, one in flight
     tickets.release()
     assert len(granted(tickets, workers=3)) == 2
@@ -224,7 +224,7 @@ def test_a_feed_never_stands_still_and_never_runs_too_far_ahead(seed: int) -> No
             arrived = tickets.take_one(lambda worker: True, 0)
             assert arrived is not None
             tickets.stored(arrived)
-            held[arrived.order.worker] += 1
+            held[arrived.ticket.worker] += 1
         else:
             whole = [worker for worker in range(workers) if held[worker] >= chunks]
             if len(whole) < actors:

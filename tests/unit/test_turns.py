@@ -7,7 +7,7 @@ from collections.abc import Callable
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farstep.head.send_queue import Turns
+from farstep.head.send_queue import SendQueue
 
 
 def of(*incarnations: int) -> Callable[[int], int]:
@@ -16,7 +16,7 @@ def of(*incarnations: int) -> Callable[[int], int]:
 
 
 def test_two_at_a_time_in_order_of_asking():
-    turns = Turns(2)
+    turns = SendQueue(2)
     for worker in (3, 1, 0, 2):
         turns.ask(worker, 0, 10 + worker)
     assert turns.next(of(0, 0, 0, 0)) == [(3, 13), (1, 11)]
@@ -26,14 +26,14 @@ def test_two_at_a_time_in_order_of_asking():
 
 
 def test_without_a_limit_all_go_at_once():
-    turns = Turns(None)
+    turns = SendQueue(None)
     for worker in range(3):
         turns.ask(worker, 0, worker)
     assert len(turns.next(of(0, 0, 0))) == 3
 
 
 def test_the_turn_of_a_worker_that_died_passes_on():
-    turns = Turns(1)
+    turns = SendQueue(1)
     turns.ask(0, 0, 1)
     turns.ask(1, 0, 1)
     assert turns.next(of(0, 0)) == [(0, 1)]
@@ -45,7 +45,7 @@ def test_the_turn_of_a_worker_that_died_passes_on():
 
 
 def test_a_worker_that_is_gone_holds_no_turn_and_no_place():
-    turns = Turns(1)
+    turns = SendQueue(1)
     for worker in (0, 1, 2):
         turns.ask(worker, 0, 5)
     assert turns.next(of(0, 0, 0)) == [(0, 5)]
@@ -58,7 +58,7 @@ def test_a_worker_that_is_gone_holds_no_turn_and_no_place():
 
 @given(st.integers(1, 3), st.lists(st.tuples(st.sampled_from(["ask", "done", "die"]), st.integers(0, 3)), max_size=60))
 def test_never_more_than_may_and_everybody_in_the_end(limit: int, events: list[tuple[str, int]]):
-    turns, incarnations, asked, sending = Turns(limit), [0] * 4, set[int](), set[int]()
+    turns, incarnations, asked, sending = SendQueue(limit), [0] * 4, set[int](), set[int]()
     for what, worker in events:
         if what == "ask" and worker not in asked | sending:
             turns.ask(worker, incarnations[worker], 0)

@@ -10,9 +10,9 @@ import pytest
 from test_ahead import rows
 from work import instructions, peak_bytes
 
-from farstep.head.send_queue import Turns
-from farstep.head.tickets import Order, Tickets
-from farstep.workflow.partial_chunks import Ahead
+from farstep.head.send_queue import SendQueue
+from farstep.head.tickets import IssuedTicket, Tickets
+from farstep.workflow.partial_chunks import PartialChunks
 from farstep.workflow.triggers import DataKeyTrigger, Dispatcher, Ledger
 
 FEW, MANY = 8, 64
@@ -37,7 +37,7 @@ def parts(actors: int, n: Any) -> Iterator[Callable[[], object]]:
     ledger.members(range(actors))
     trigger = DataKeyTrigger(n, size=4, keys=(("reward",), ("obs",)))
     dispatcher.add(trigger, lambda message: None)
-    ahead, part = Ahead(ledger, [trigger]), rows("reward")
+    ahead, part = PartialChunks(ledger, [trigger]), rows("reward")
 
     def first(actor: int, ticket: int) -> None:
         ahead.void([])
@@ -58,10 +58,10 @@ def parts(actors: int, n: Any) -> Iterator[Callable[[], object]]:
 
 def rounds(workers: int, max_staleness: int | None) -> Iterator[Callable[[], object]]:
     """Batches of one chunk of every worker; worker 0 is `max_staleness` rounds late."""
-    tickets, given, batches = Tickets(workers), list[Order](), list[object]()
+    tickets, given, batches = Tickets(workers), list[IssuedTicket](), list[object]()
     tickets.open(max_staleness)
 
-    def arrive(order: Order) -> None:
+    def arrive(order: IssuedTicket) -> None:
         assert tickets.accept(order.worker, order.seq, 0, None)
         if batch := tickets.take(0):
             batches.append(batch)
@@ -79,7 +79,7 @@ def rounds(workers: int, max_staleness: int | None) -> Iterator[Callable[[], obj
 
 def turns(workers: int) -> Iterator[Callable[[], object]]:
     """All workers wait for their turn to send."""
-    queue = Turns(1)
+    queue = SendQueue(1)
     for worker in range(workers):
         queue.ask(worker, 0, 0)
     ((sending, _),) = queue.next(lambda worker: 0)

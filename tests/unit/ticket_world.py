@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter, defaultdict, deque
 
-from farstep.head.tickets import Arrived, Order, Tickets
+from farstep.head.tickets import AcceptedChunk, IssuedTicket, Tickets
 
 
 class TicketWorld:
@@ -23,10 +23,10 @@ class TicketWorld:
         """Whether the learner publishes more often than once per batch."""
         self.speeds = [self.rng.choice((0.1, 1.0, 5.0)) for _ in range(workers)]
         self.up = [True] * workers
-        self.queues: dict[int, deque[Order]] = defaultdict(deque)
+        self.queues: dict[int, deque[IssuedTicket]] = defaultdict(deque)
         """What each worker was told to roll, in order."""
-        self.unread: dict[int, Arrived] = {}
-        self.held: list[Arrived] = []
+        self.unread: dict[int, AcceptedChunk] = {}
+        self.held: list[AcceptedChunk] = []
         self.published_for_held = False
         self.closed_seqs: list[tuple[int, int]] = []
         """Worker and number of tickets that were done, lost or cancelled."""
@@ -76,7 +76,7 @@ class TicketWorld:
         order = self.queues[worker].popleft()
         assert self.tickets.accept(worker, order.seq, version, f"chunk {order.seq}")
         self.accepted[order.seq] += 1
-        self.unread[order.seq] = Arrived(order, version, f"chunk {order.seq}")
+        self.unread[order.seq] = AcceptedChunk(order, version, f"chunk {order.seq}")
         self.closed_seqs.append((worker, order.seq))
 
     def learn(self) -> None:
@@ -94,18 +94,18 @@ class TicketWorld:
             self._check_batch(batch)
             self.held, self.published_for_held = batch, False
 
-    def _check_batch(self, batch: list[Arrived]) -> None:
+    def _check_batch(self, batch: list[AcceptedChunk]) -> None:
         for arrived in batch:
             assert self.version - arrived.version <= self.max_staleness, "an old row was yielded"
-            assert arrived == self.unread.pop(arrived.order.seq)
-            self.delivered[arrived.order.seq] += 1
-        owners = [arrived.order.worker for arrived in batch]
+            assert arrived == self.unread.pop(arrived.ticket.seq)
+            self.delivered[arrived.ticket.seq] += 1
+        owners = [arrived.ticket.worker for arrived in batch]
         assert owners == sorted(owners)
         if self.num_chunks is None:
             assert Counter(owners) == dict.fromkeys(range(self.workers), self.rollouts), (
                 "a batch has `rollouts` chunks of every worker"
             )
-            rounds = {(a.order.batch, a.order.lane) for a in batch}
+            rounds = {(a.ticket.batch, a.ticket.lane) for a in batch}
             assert len(rounds) == self.rollouts, "columns of different batches were mixed"
         else:
             assert len(batch) == self.num_chunks
@@ -181,12 +181,12 @@ class TicketWorld:
     def _check_lanes(self) -> None:
         unread: dict[int, list[int]] = defaultdict(list)
         for arrived in self.unread.values():
-            unread[arrived.order.worker].append(arrived.order.lane)
+            unread[arrived.ticket.worker].append(arrived.ticket.lane)
         for worker, queue in self.queues.items():
             lanes = [order.lane for order in queue] + unread[worker]
             assert len(lanes) == len(set(lanes)), "a chunk would be written over another"
             if self.num_chunks is None and self.held:  # first-come batches are copies
-                held = {arrived.order.lane for arrived in self.held}
+                held = {arrived.ticket.lane for arrived in self.held}
                 assert not held & set(lanes), "the learner's rows would change under its hands"
 
     def check_exactly_once(self) -> None:
@@ -194,7 +194,7 @@ class TicketWorld:
         assert set(self.accepted.values()) | set(self.delivered.values()) <= {1}
         assert set(self.delivered) | set(self.unread) <= set(self.accepted)
 
-    def next_batch(self) -> list[Arrived]:
+    def next_batch(self) -> list[AcceptedChunk]:
         """With everybody there and at work, the learner gets a batch: it is never starved."""
         self.up = [True] * self.workers
         for worker in range(self.workers):

@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 from numpy.lib import format as npy
 
-from farstep.core import Array, Buffer
+from farstep.core import Array, BytesLike
 from farstep.errors import ConfigError
 
 _SLICE_BYTES = 2**24
@@ -84,7 +84,7 @@ def write_array(folder: Path, name: str, array: Array) -> ArrayEntry:
     return ArrayEntry(file.size, file.crc32, str(npy.dtype_to_descr(array.dtype)), array.shape)
 
 
-def _pieces(header: bytes, array: Array) -> Iterator[Buffer]:
+def _pieces(header: bytes, array: Array) -> Iterator[BytesLike]:
     """The bytes of a .npy file; of a view with gaps, one slice at a time is copied."""
     yield header
     if array.nbytes:
@@ -93,7 +93,7 @@ def _pieces(header: bytes, array: Array) -> Iterator[Buffer]:
             yield np.ascontiguousarray(piece).view(np.uint8).data
 
 
-def write_file(file: Path, pieces: Iterable[Buffer]) -> FileEntry:
+def write_file(file: Path, pieces: Iterable[BytesLike]) -> FileEntry:
     """Write a new file and have it on the disk."""
     size = crc = 0
     with file.open("xb") as stream:

@@ -19,8 +19,8 @@ from farstep.doctor.findings import Finding, Say, ok, problem, warning
 from farstep.doctor.probe import Probe
 from farstep.errors import FarstepError, WireError, WorkerError, counted
 from farstep.head.server import Server
-from farstep.head.tickets import Order
-from farstep.head.worker_records import Seat
+from farstep.head.tickets import IssuedTicket
+from farstep.head.worker_records import WorkerRecord
 from farstep.launch.cluster import ClusterLauncher
 from farstep.launch.engine_processes import ENDED
 from farstep.launch.node_daemon import UNANSWERED
@@ -72,11 +72,11 @@ def nodes(config: LaunchConfig, env: Mapping[str, object] | None, wait_s: float,
         return
     try:
         yield from visit.wait_for_nodes(wait_s, say)
-        for seat in visit.there():
-            place = visit.place_of(seat)
+        for record in visit.there():
+            place = visit.place_of(record)
             say(f"asking {place}")
             try:
-                yield from _one(visit, seat, place, config, needed, env)
+                yield from _one(visit, record, place, config, needed, env)
             except WorkerError as error:
                 yield problem(
                     f"{place}: {error.message}", "run farstep's own worker there by hand, or look at its log."
@@ -112,10 +112,10 @@ def _small(config: LaunchConfig, cpus: int, wait_s: float) -> LaunchConfig:
 
 
 def _one(
-    visit: Visit, seat: Seat, place: str, config: LaunchConfig, needed: int, env: Mapping[str, object] | None
+    visit: Visit, record: WorkerRecord, place: str, config: LaunchConfig, needed: int, env: Mapping[str, object] | None
 ) -> Iterator[Finding]:
-    about = visit.ask(seat, "about")
-    address = visit.address_of(seat)
+    about = visit.ask(record, "about")
+    address = visit.address_of(record)
     same = ", ".join(f"{name} {version}" for name, version in versions().items() if name not in ("protocol", "python"))
     yield ok(
         f"{place}: {f'reached the head at {address}, ' if address else ''}{same}, Python {about['python']}, as here"
@@ -123,16 +123,16 @@ def _one(
     if about["python"] != platform.python_version():
         yield warning(f"{place}: Python {about['python']}, here {platform.python_version()}", "use one version.")
     yield _resources(place, about, config, needed)
-    offset, doubt = visit.clock_of(seat)
+    offset, doubt = visit.clock_of(record)
     if abs(offset) - doubt > _CLOCK_S:
         yield warning(
             f"{place}: its clock is {offset:+.1f} s off", "run an NTP client there; logs are hard to compare."
         )
     else:
         yield ok(f"{place}: its clock agrees within {abs(offset) + doubt:.3f} s")
-    yield from _line(visit, seat, place)
+    yield from _line(visit, record, place)
     if env is not None:
-        wrong = visit.ask(seat, "make", json.dumps(env), _MAKE_S, timeout_s=_MAKE_S + _ASK_S)
+        wrong = visit.ask(record, "make", json.dumps(env), _MAKE_S, timeout_s=_MAKE_S + _ASK_S)
         if wrong:
             yield problem(
                 f"{place}: {env['env_name']} cannot be made:\n{wrong}",
@@ -153,14 +153,14 @@ def _resources(place: str, about: Mapping[str, Any], config: LaunchConfig, neede
     return ok(text)
 
 
-def _line(visit: Visit, seat: Seat, place: str) -> Iterator[Finding]:
-    median_ms = 1000 * visit.round_trip_s(seat)
+def _line(visit: Visit, record: WorkerRecord, place: str) -> Iterator[Finding]:
+    median_ms = 1000 * visit.round_trip_s(record)
     text = f"{place}: a round trip takes {median_ms:.2f} ms (median of {_PINGS})"
     if median_ms > _LATE_MS:
         yield warning(text, "prefer collect() or stream() with long rollouts: step() pays for each step.")
     else:
         yield ok(text)
-    there, back = visit.rates(seat)
+    there, back = visit.rates(record)
     text = f"{place}: {there:,.0f} MB/s to it and {back:,.0f} MB/s from it, encrypted"
     if min(there, back) < _SLOW_MB:
         yield warning(text, "send less: kl_threshold and weights={'half': True} to it, smaller observations from it.")
@@ -192,7 +192,7 @@ class Visit:
 
     @property
     def _launcher(self) -> ClusterLauncher | None:
-        launcher = self._server.crew.launcher
+        launcher = self._server.supervisor.launcher
         return launcher if isinstance(launcher, ClusterLauncher) else None
 
     def wait_for_nodes(self, wait_s: float, say: Say) -> Iterator[Finding]:
@@ -201,17 +201,17 @@ class Visit:
         while time.monotonic() < deadline:
             if self._server.wait_until(self._complete, min(deadline, time.monotonic() + _NOTE_S)):
                 break
-            whereabouts = self._server.crew.whereabouts()
+            whereabouts = self._server.supervisor.whereabouts()
             if NEVER_STARTS in whereabouts:
                 break
             say(f"waiting: {whereabouts}")
-        asked, ready = len(self._server.seats), len(self.there())
+        asked, ready = len(self._server.records), len(self.there())
         if ready == asked:
             yield ok(f"all nodes came: {asked}")
             return
         yield from self.refused()
         with self._server.locked():
-            launcher, waiting = self._launcher, self._server.crew.whereabouts()
+            launcher, waiting = self._launcher, self._server.supervisor.whereabouts()
             came = len(launcher.nodes()) if launcher else asked
             logs = launcher.logs() if launcher else ""
         if came > ready:
@@ -237,74 +237,74 @@ class Visit:
     def _complete(self) -> bool | None:
         ready = len(self.there())
         if self._launcher is None:
-            return True if ready == len(self._server.seats) else None
-        return True if ready and ready >= min(self._launcher.expected(), len(self._server.seats)) else None
+            return True if ready == len(self._server.records) else None
+        return True if ready and ready >= min(self._launcher.expected(), len(self._server.records)) else None
 
-    def there(self) -> list[Seat]:
-        return [seat for seat in self._server.seats if seat.ready]
+    def there(self) -> list[WorkerRecord]:
+        return [record for record in self._server.records if record.ready]
 
-    def _node_of(self, seat: Seat) -> dict[str, Any]:
-        found = (node for node in self._server.crew.launcher.nodes() if node["workers"] == [seat.worker])
+    def _node_of(self, record: WorkerRecord) -> dict[str, Any]:
+        found = (node for node in self._server.supervisor.launcher.nodes() if node["workers"] == [record.worker])
         return next(found, {})
 
-    def place_of(self, seat: Seat) -> str:
-        place = self._node_of(seat).get("place")
-        return f"{seat.host} ({place})" if place else f"{seat.host}"
+    def place_of(self, record: WorkerRecord) -> str:
+        place = self._node_of(record).get("place")
+        return f"{record.host} ({place})" if place else f"{record.host}"
 
-    def address_of(self, seat: Seat) -> str:
-        return str(self._node_of(seat).get("address", ""))
+    def address_of(self, record: WorkerRecord) -> str:
+        return str(self._node_of(record).get("address", ""))
 
     # ---- questions ----
 
-    def ask(self, seat: Seat, name: str, *arguments: Any, timeout_s: float = _ASK_S) -> Any:
+    def ask(self, record: WorkerRecord, name: str, *arguments: Any, timeout_s: float = _ASK_S) -> Any:
         """What the probe's method returns there."""
         server = self._server
         with server.locked():
             server.raise_failure()
             self._request += 1
-            server.send(seat, m.Call(self._request, "call"), [cloudpickle.dumps(((name, arguments, {}), {}))])
+            server.send(record, m.Call(self._request, "call"), [cloudpickle.dumps(((name, arguments, {}), {}))])
         request = self._request
         answered = server.wait_until(lambda: True if request in self._answers else None, time.monotonic() + timeout_s)
         if not answered:
-            raise WorkerError(f"it did not answer within {timeout_s:g} s", seat.where(seat.phase))
+            raise WorkerError(f"it did not answer within {timeout_s:g} s", record.where(record.phase))
         answer = self._answers.pop(request)
         if isinstance(answer, WorkerError):
             raise answer
         return answer[0]
 
-    def clock_of(self, seat: Seat) -> tuple[float, float]:
+    def clock_of(self, record: WorkerRecord) -> tuple[float, float]:
         """How far its clock is ahead of ours, and how uncertain that is, in seconds."""
         best = (0.0, float("inf"))
         for _ in range(5):
             before = time.time()
-            theirs = float(self.ask(seat, "clock"))
+            theirs = float(self.ask(record, "clock"))
             after = time.time()
             best = min(best, (theirs - (before + after) / 2, (after - before) / 2), key=lambda pair: pair[1])
         return best
 
-    def round_trip_s(self, seat: Seat) -> float:
-        return statistics.median(self._seconds(seat, "ping") for _ in range(_PINGS))
+    def round_trip_s(self, record: WorkerRecord) -> float:
+        return statistics.median(self._seconds(record, "ping") for _ in range(_PINGS))
 
-    def rates(self, seat: Seat) -> tuple[float, float]:
+    def rates(self, record: WorkerRecord) -> tuple[float, float]:
         """Megabytes per second to it and from it, over the connection that rollouts take."""
-        overhead = self.round_trip_s(seat)
-        return self._rate(seat, "take", overhead), self._rate(seat, "give", overhead)
+        overhead = self.round_trip_s(record)
+        return self._rate(record, "take", overhead), self._rate(record, "give", overhead)
 
-    def _rate(self, seat: Seat, name: str, overhead: float) -> float:
+    def _rate(self, record: WorkerRecord, name: str, overhead: float) -> float:
         count = _SMALLEST
         while True:
             what = bytes(count) if name == "take" else count
-            seconds = self._seconds(seat, name, what)
+            seconds = self._seconds(record, name, what)
             if seconds > _ENOUGH_S or count >= _LARGEST:
                 break
             count *= 4
         if seconds < _REPEAT_S:  # the best of three: whatever else the machines do only makes it slower
-            seconds = min(seconds, *(self._seconds(seat, name, what) for _ in range(2)))
+            seconds = min(seconds, *(self._seconds(record, name, what) for _ in range(2)))
         return count / 1e6 / max(seconds - overhead, 1e-6)
 
-    def _seconds(self, seat: Seat, name: str, *arguments: Any) -> float:
+    def _seconds(self, record: WorkerRecord, name: str, *arguments: Any) -> float:
         began = time.monotonic()
-        self.ask(seat, name, *arguments)
+        self.ask(record, name, *arguments)
         return time.monotonic() - began
 
     # ---- the server's side ----
@@ -312,18 +312,18 @@ class Visit:
     def version(self) -> int:
         return 0
 
-    def make_ticket(self, order: Order) -> tuple[m.Ticket, list[Any]]:
+    def make_ticket(self, issued: IssuedTicket) -> tuple[m.Ticket, list[Any]]:
         raise AssertionError("nothing is rolled")
 
-    def on_message(self, seat: Seat, message: m.FromWorker, received: Received) -> None:
+    def on_message(self, record: WorkerRecord, message: m.FromWorker, received: Received) -> None:
         if isinstance(message, m.Reply):
             if len(received.frames) != 2 or not isinstance(answer := unpack(received.frames[1]), list) or not answer:
                 raise WireError("a reply without its value.")
             self._answers[message.request] = answer
 
-    def on_error(self, seat: Seat, failure: m.Failure, error: WorkerError) -> None:
+    def on_error(self, record: WorkerRecord, failure: m.Failure, error: WorkerError) -> None:
         if failure.request is not None:
             self._answers[failure.request] = error
 
-    def on_lost(self, seat: Seat) -> None:
+    def on_lost(self, record: WorkerRecord) -> None:
         pass

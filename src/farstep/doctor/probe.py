@@ -1,4 +1,4 @@
-"""What is asked on a node: an environment whose methods answer, called as any environment's are (see `Calls`)."""
+"""What is asked on a node: an environment whose methods answer, called as any environment's are (see `Broadcast`)."""
 
 from __future__ import annotations
 

@@ -9,12 +9,12 @@ import cloudpickle
 from farstep.core import Received
 from farstep.errors import WireError, WorkerError
 from farstep.head.server import Server
-from farstep.head.worker_records import Seat
+from farstep.head.worker_records import WorkerRecord
 from farstep.wire import messages as m
 from farstep.wire.codec import unpack
 
 
-class Calls:
+class Broadcast:
     """One call at a time.
 
     Args:
@@ -31,35 +31,35 @@ class Calls:
     def call(self, name: str, *arguments: tuple[Any, ...]) -> list[Any]:
         """Return each worker's result, in order; `arguments` is one tuple for all workers, or one per worker."""
         server = self._server
-        parts = arguments if len(arguments) == len(server.seats) else arguments * len(server.seats)
+        parts = arguments if len(arguments) == len(server.records) else arguments * len(server.records)
         with server.locked():
             server.raise_failure()
             self._answers = {}
             self._request += 1
-            for seat, args in zip(server.seats, parts, strict=True):
-                if seat.ready:
-                    server.send(seat, m.Call(self._request, name), [cloudpickle.dumps((args, {}))])
+            for record, args in zip(server.records, parts, strict=True):
+                if record.ready:
+                    server.send(record, m.Call(self._request, name), [cloudpickle.dumps((args, {}))])
                 else:
-                    self.lost(seat)
-        server.wait(lambda: True if len(self._answers) >= len(server.seats) else None)
+                    self.lost(record)
+        server.wait(lambda: True if len(self._answers) >= len(server.records) else None)
         for answer in self._answers.values():
             if isinstance(answer, WorkerError):
                 raise answer
         return [self._answers[worker] for worker in sorted(self._answers)]
 
-    def replied(self, seat: Seat, reply: m.Reply, received: Received) -> None:
+    def replied(self, record: WorkerRecord, reply: m.Reply, received: Received) -> None:
         if reply.request > self._request:
             raise WireError(f"a reply to call {reply.request}; the current call is {self._request}.")
         if reply.request != self._request:
             return
-        if seat.worker in self._answers:
+        if record.worker in self._answers:
             raise WireError(f"a second reply to call {reply.request}.")
-        self._answers[seat.worker] = unpack(received.frames[1])
+        self._answers[record.worker] = unpack(received.frames[1])
 
-    def failed(self, seat: Seat, failure: m.Failure, error: WorkerError) -> None:
+    def failed(self, record: WorkerRecord, failure: m.Failure, error: WorkerError) -> None:
         if failure.request == self._request:
-            self._answers[seat.worker] = error
+            self._answers[record.worker] = error
 
-    def lost(self, seat: Seat) -> None:
+    def lost(self, record: WorkerRecord) -> None:
         if self._without_lost:
-            self._answers.setdefault(seat.worker, None)
+            self._answers.setdefault(record.worker, None)

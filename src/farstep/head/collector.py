@@ -18,21 +18,21 @@ from farstep.agents.update_gate import UpdateGate
 from farstep.batch import Batch, Part
 from farstep.config.env import EnvConfig
 from farstep.config.launch import LaunchConfig
-from farstep.core import Agent, Array, Buffer, Received
+from farstep.core import Agent, Array, BytesLike, Received
 from farstep.errors import AgentError, ClosedError, HandshakeError, WireError, WorkerError, described
-from farstep.head.broadcast import Calls
-from farstep.head.incoming_chunks import Early
+from farstep.head.broadcast import Broadcast
+from farstep.head.incoming_chunks import EarlyPart
 from farstep.head.parameters import ParameterStore
-from farstep.head.probes import Prober, Question
-from farstep.head.resuming import Place, lead_back
-from farstep.head.rollouts import Piece, Rollouts, agent_structures, base_rows, key_of
+from farstep.head.probes import Prober, ProbeRequest
+from farstep.head.resuming import ReplayResult, replay_episodes
+from farstep.head.rollouts import ChunkInfo, Rollouts, agent_structures, base_rows, key_of
 from farstep.head.saved_state import check_saved
-from farstep.head.send_queue import Turns
+from farstep.head.send_queue import SendQueue
 from farstep.head.server import Server
 from farstep.head.stats import Counters
-from farstep.head.tickets import Arrived, FeedPlan, Order
-from farstep.head.user_warnings import Notes
-from farstep.head.worker_records import ResetOrder, Seat
+from farstep.head.tickets import AcceptedChunk, FeedPlan, IssuedTicket
+from farstep.head.user_warnings import UserWarnings
+from farstep.head.worker_records import ResetRequest, WorkerRecord
 from farstep.rollout.blocks import Layout
 from farstep.rollout.program import Program
 from farstep.rollout.sources import Source
@@ -43,7 +43,7 @@ from farstep.wire import messages as m
 from farstep.wire.compression import available
 
 Space = gymnasium.spaces.Space[Any]
-OnPart = Callable[[Early], None]
+OnPart = Callable[[EarlyPart], None]
 """Told of each complete stage of each worker's chunk, in whichever thread reads: it must neither wait nor raise."""
 T = TypeVar("T")
 
@@ -57,7 +57,7 @@ class Request:
     rollouts: int = 1
     """Chunks per worker in a batch, if `num_chunks` is None."""
     infos: bool = False
-    reset: ResetOrder | None = None
+    reset: ResetRequest | None = None
     incarnations: tuple[int, ...] = ()
     """Of all workers, when it was made."""
     on_part: OnPart | None = None
@@ -72,7 +72,7 @@ class Collector:
         by_threshold = Always() if env_config.kl_threshold is None else AAPS(env_config.kl_threshold)
         self._rule, self._weights = env_config.sync or by_threshold, env_config.weights
         self._transfer = env_config.transfer
-        self._turns = Turns(self._transfer.in_turn)
+        self._send_queue = SendQueue(self._transfer.in_turn)
         program = Program(
             Source.of(env_config),
             self._rule,
@@ -86,9 +86,9 @@ class Collector:
             num_slots=config.most_nodes * env_config.envs_per_node,
         )
         self.server = Server(config, program, env_config.envs_per_node, seed, config.restart_budget, self)
-        self._num_workers = len(self.server.seats)
+        self._num_workers = len(self.server.records)
         self.counters = Counters(self._num_workers)
-        self._notes = Notes(self._rule, self._weights)
+        self._warnings = UserWarnings(self._rule, self._weights)
         self._adopting = threading.Lock()
         """Of several threads with an agent, one after the other."""
         self.gate = UpdateGate()
@@ -103,9 +103,9 @@ class Collector:
         self._rollouts: Rollouts | None = None
         self._handed: dict[int, tuple[int, int, int]] = {}
         """Per worker, the weights that it last requested: incarnation, agent and version."""
-        self._followed = np.full(self.server.seats[-1].stop, -1, np.int64)
-        """Per slot, the last chunk that was handed to the learner (`Piece.key`)."""
-        self._calls = Calls(self.server, without_lost=True)
+        self._followed = np.full(self.server.records[-1].stop, -1, np.int64)
+        """Per slot, the last chunk that was handed to the learner (`ChunkInfo.key`)."""
+        self._broadcast = Broadcast(self.server, without_lost=True)
         self._first_version = 0
         """What versions are counted from: a run that is resumed goes on counting."""
         self.told: Callable[[], None] | None = None
@@ -118,7 +118,7 @@ class Collector:
         _, self._action_schema = space_schema(action_space, "action")
         self._action_space = action_space
         remote = not self.server.shares_memory
-        self._rollouts = Rollouts(self.server.seats, obs, self._obs_schema, remote, self._transfer)
+        self._rollouts = Rollouts(self.server.records, obs, self._obs_schema, remote, self._transfer)
         return observation_space, action_space
 
     def close(self) -> None:
@@ -141,7 +141,7 @@ class Collector:
     @property
     def inference(self) -> str:
         """How workers call the agent."""
-        return self._notes.inference
+        return self._warnings.inference
 
     # ---- the agent ----
 
@@ -170,13 +170,13 @@ class Collector:
             version = self._store.publish(agent)
             self._announce()
             for question, answer in probes:
-                seat = self.server.seats[question.worker]
-                if seat.ready and seat.incarnation == question.incarnation:
-                    probe = m.Probe(self._agent_id, version, question.orders, list(answer))
-                    self.counters.probes_sent += self.server.send(seat, probe, [a.tobytes() for a in answer.values()])
+                record = self.server.records[question.worker]
+                if record.ready and record.incarnation == question.incarnation:
+                    probe = m.Probe(self._agent_id, version, question.indices, list(answer))
+                    self.counters.probes_sent += self.server.send(record, probe, [a.tobytes() for a in answer.values()])
             self.server.drain()
 
-    def _ask(self, agent: Agent) -> Sequence[tuple[Question, dict[str, Array]]]:
+    def _ask(self, agent: Agent) -> Sequence[tuple[ProbeRequest, dict[str, Array]]]:
         """What the agent says of rows that workers have sent, without the lock: chunks go on arriving meanwhile."""
         prober, store = self._prober, self._store
         if prober is None or store is None:
@@ -233,8 +233,8 @@ class Collector:
         with self.server.locked():
             self._store, self._agent_id, self._answers = store, self._agent_id + 1, {}
             self.counters.divergence.clear()
-            self._notes.forget()
-            self.server.tell(m.Ship(self._agent_id), [payload])
+            self._warnings.forget()
+            self.server.tell(m.SendAgent(self._agent_id), [payload])
             self.server.tell(store.message(), fds=[store.memory.fd])
             self._announce()
         try:
@@ -249,13 +249,13 @@ class Collector:
     def _forget_agent(self) -> None:
         with self.server.locked():
             self._agent = self._prober = None
-            self.server.untell(m.Ship, m.Parameters, m.Newest)
+            self.server.untell(m.SendAgent, m.Parameters, m.Newest)
             if self._store is not None:
                 self._store.close()
 
     def _all_answered(self) -> bool:
         """By every present worker, and by at least one: all nodes may be absent for some time."""
-        return bool(self._answers) and all(seat.worker in self._answers for seat in self.server.present())
+        return bool(self._answers) and all(record.worker in self._answers for record in self.server.present())
 
     def _agree(self, agent: Agent) -> None:
         """All workers' copies of the agent must be usable and return the same arrays."""
@@ -278,13 +278,13 @@ class Collector:
         structures, state = agent_structures(first, self._action_schema)
         self._rollouts.adopt(structures, state)
         if probes_of(self._rule) and not comparing_method(agent, first.schema):
-            self._notes.note_incomparable(why_incomparable(agent, first.schema))
+            self._warnings.note_incomparable(why_incomparable(agent, first.schema))
         elif probes_of(self._rule):
             obs, action = self._rollouts.structures["obs"], structures["action"]
             comparison = Comparison(Policy(agent), obs, action, state, first.schema)
             comparison.expected = first.description
-            self._prober = Prober(comparison, self.server.seats, rows_of(self._rule))
-        self._notes.note_inference(first.inference)
+            self._prober = Prober(comparison, self.server.records, rows_of(self._rule))
+        self._warnings.note_inference(first.inference)
 
     def _announce(self) -> None:
         """Workers without shared memory hear of a version by message."""
@@ -294,7 +294,7 @@ class Collector:
     # ---- sessions ----
 
     def one_batch(
-        self, steps: int, *, infos: bool = False, reset: ResetOrder | None = None, rollouts: int = 1
+        self, steps: int, *, infos: bool = False, reset: ResetRequest | None = None, rollouts: int = 1
     ) -> Batch:
         """Collect a batch of `rollouts` chunks of every worker."""
         request = self._open(Request(steps, None, rollouts, infos, reset), None, 1)
@@ -339,26 +339,26 @@ class Collector:
         request = Request(steps, actors * feed.chunks, on_part=on_part, feed=feed)
         return self._open(request, feed.max_staleness, None)
 
-    def take_chunk(self, request: Request, wanted: Callable[[int], bool]) -> tuple[Arrived, Batch] | None:
+    def take_chunk(self, request: Request, wanted: Callable[[int], bool]) -> tuple[AcceptedChunk, Batch] | None:
         """The first chunk that arrived of a worker that is wanted, if there is one: views of its lane."""
         if request is not self._request:
             raise ClosedError("another call on this ClusterEnv ended this one; calls must follow each other.")
         assert self._rollouts is not None
         self.server.grant()
-        arrived = self.server.tickets.take_one(wanted, self.version())
-        if arrived is None:
+        accepted = self.server.tickets.take_one(wanted, self.version())
+        if accepted is None:
             self.server.grant()  # what was too old is to be rolled again
             return None
-        batch = self._rollouts.chunk(arrived, request.steps, self._follow(arrived, request.steps))
-        self.counters.batch(batch, [arrived], self.version())
-        return arrived, batch
+        batch = self._rollouts.chunk(accepted, request.steps, self._follow(accepted, request.steps))
+        self.counters.batch(batch, [accepted], self.version())
+        return accepted, batch
 
     # ---- what outlives this process ----
 
     def save(self) -> list[Any]:
         """What each worker must know to go on in another process; None of one that is being replaced."""
         self._end()
-        return self._calls.call("save", ())
+        return self._broadcast.call("save", ())
 
     def check_saved(self, agent: Agent, saved: object, actions: Sequence[Mapping[str, Array]]) -> None:
         """Raise `Refused` if `resume` could not go on from this."""
@@ -370,11 +370,13 @@ class Collector:
         """Go on where `save` was called; slots that cannot be led back begin anew, from `root`."""
         self._first_version = version
         self.adopt(agent)
-        places = lead_back(self.server.seats, self._calls, root, workers, actions)
-        for seat in self.server.seats:  # its first chunk follows what was saved
-            self._followed[seat.columns] = np.where(places[seat.columns] == Place.SAME, key_of(seat, 0), -1)
-        if (anew := places == Place.NONE).any():
-            self.one_batch(0, reset=ResetOrder([root] * len(anew), None if anew.all() else anew, None))
+        places = replay_episodes(self.server.records, self._broadcast, root, workers, actions)
+        for record in self.server.records:  # its first chunk follows what was saved
+            self._followed[record.columns] = np.where(
+                places[record.columns] == ReplayResult.SAME, key_of(record, 0), -1
+            )
+        if (anew := places == ReplayResult.NONE).any():
+            self.one_batch(0, reset=ResetRequest([root] * len(anew), None if anew.all() else anew, None))
 
     def followed(self) -> Array:
         """Per slot, which chunk was handed out last; -1: what comes next follows none."""
@@ -393,7 +395,7 @@ class Collector:
             self._lay(max(request.steps, 1), tickets.lanes_needed(max_staleness, *plan))
             if request.reset is not None:
                 self._note_reset(request.reset)
-            self._request = replace(request, incarnations=tuple(seat.incarnation for seat in self.server.seats))
+            self._request = replace(request, incarnations=tuple(record.incarnation for record in self.server.records))
             tickets.open(max_staleness, request.num_chunks, batches, request.feed, request.rollouts)
             return self._request
 
@@ -411,22 +413,22 @@ class Collector:
             assert rollouts.memory is not None
             self.server.tell(lay, fds=[rollouts.memory.fd])
 
-    def _note_reset(self, reset: ResetOrder) -> None:
+    def _note_reset(self, reset: ResetRequest) -> None:
         """What a worker that is replaced must start from, and that nothing continues where slots are reset."""
         chosen = np.ones(len(self._followed), bool) if reset.mask is None else reset.mask
         self._followed[chosen] = -1
-        for seat in self.server.seats:
-            seat.clock = seat.clock if reset.mask is not None else 0
-            for i, root in enumerate(reset.part(seat).seeds or ()):
-                if root is not None and chosen[seat.first + i]:
-                    seat.roots[i], seat.resume[i] = root, 0
+        for record in self.server.records:
+            record.clock = record.clock if reset.mask is not None else 0
+            for i, root in enumerate(reset.part(record).seeds or ()):
+                if root is not None and chosen[record.first + i]:
+                    record.roots[i], record.resume[i] = root, 0
 
     def _end(self, request: Request | None = None) -> None:
         """Cancel what is under way; with a request, only if it is still that one."""
         with self.server.locked():
             if self.server.tickets.is_open and (request is None or request is self._request):
                 self.server.cancel()
-                self._turns.clear()
+                self._send_queue.clear()
                 self._request = Request()
 
     def _next_batch(self, request: Request) -> Batch:
@@ -441,18 +443,20 @@ class Collector:
         assert rollouts is not None
         began, dropped = time.monotonic(), server.tickets.dropped["stale"]
 
-        def look() -> list[Arrived] | None:
+        def look() -> list[AcceptedChunk] | None:
             if (batch := server.tickets.take(self.version())) is None:
-                self._notes.note_starving(request, time.monotonic() - began, server.tickets.dropped["stale"] - dropped)
+                self._warnings.note_starving(
+                    request, time.monotonic() - began, server.tickets.dropped["stale"] - dropped
+                )
             return batch
 
         with server.locked():  # until it is copied: a ticket given meanwhile could write into its lanes
-            arrived = self._wait(request, look)
-            continues = np.concatenate([self._follow(a, request.steps) for a in arrived])
+            accepted = self._wait(request, look)
+            continues = np.concatenate([self._follow(a, request.steps) for a in accepted])
             one_round = request.num_chunks is None and request.rollouts == 1
-            whole = one_round and len(arrived) == self._num_workers
-            batch = (rollouts.batch if whole else rollouts.copied)(arrived, request.steps, continues)
-            self.counters.batch(batch, arrived, self.version())
+            whole = one_round and len(accepted) == self._num_workers
+            batch = (rollouts.batch if whole else rollouts.copied)(accepted, request.steps, continues)
+            self.counters.batch(batch, accepted, self.version())
         return batch
 
     def _wait(self, request: Request, look: Callable[[], T | None]) -> T:
@@ -473,10 +477,10 @@ class Collector:
             self.counters.wait["learner"] += time.monotonic() - began
         return answer
 
-    def _follow(self, arrived: Arrived, steps: int) -> Array:
+    def _follow(self, accepted: AcceptedChunk, steps: int) -> Array:
         """For each slot of a chunk: whether its first row follows the last one that the learner was given."""
-        piece: Piece = arrived.piece
-        columns = self.server.seats[arrived.order.worker].columns
+        piece: ChunkInfo = accepted.piece
+        columns = self.server.records[accepted.ticket.worker].columns
         continues: Array = self._followed[columns] == piece.key - 1
         if steps:  # a reset has no rows to follow
             self._followed[columns] = piece.key
@@ -484,112 +488,112 @@ class Collector:
 
     # ---- the server's side ----
 
-    def make_ticket(self, order: Order) -> tuple[m.Ticket, list[Any]]:
-        request, seat = self._request, self.server.seats[order.worker]
-        reset = None if request.reset is None else request.reset.part(seat)
-        if reset is not None and seat.incarnation != request.incarnations[seat.worker]:
+    def make_ticket(self, issued: IssuedTicket) -> tuple[m.Ticket, list[Any]]:
+        request, record = self._request, self.server.records[issued.worker]
+        reset = None if request.reset is None else request.reset.part(record)
+        if reset is not None and record.incarnation != request.incarnations[record.worker]:
             reset.seeds = None  # it began with them, and is perhaps past an episode that kills it
-        return m.Ticket(order.seq, order.lane, request.steps, order.min_version, reset, request.infos), []
+        return m.Ticket(issued.seq, issued.lane, request.steps, issued.min_version, reset, request.infos), []
 
-    def on_message(self, seat: Seat, message: m.FromWorker, received: Received) -> None:
+    def on_message(self, record: WorkerRecord, message: m.FromWorker, received: Received) -> None:
         match message:
             case m.Chunk():
-                self._take(seat, message, received)
+                self._take(record, message, received)
             case m.Part():
-                self._take_part(seat, message, received)
-            case m.Asking() if self._transfer.in_turn is None:
+                self._take_part(record, message, received)
+            case m.RequestSend() if self._transfer.in_turn is None:
                 raise WireError("a request for a turn, although all workers send at once (TransferTrigger.in_turn).")
-            case m.Asking():
-                order = self.server.tickets.order(message.ticket)
-                if order is not None and order.worker == seat.worker:  # else it was taken back meanwhile
-                    self._turns.ask(seat.worker, seat.incarnation, message.order)
+            case m.RequestSend():
+                issued = self.server.tickets.outstanding(message.ticket)
+                if issued is not None and issued.worker == record.worker:  # else it was taken back meanwhile
+                    self._send_queue.ask(record.worker, record.incarnation, message.index)
                     self._serve_turns()
             case m.AgentReady() if message.agent > self._agent_id:
                 raise WireError(f"a report that agent {message.agent} is ready; the last one sent is {self._agent_id}.")
             case m.AgentReady() if message.agent == self._agent_id:
                 agent_structures(message, self._action_schema)  # refused here, where we know who said it
-                self._answers[seat.worker] = message
+                self._answers[record.worker] = message
             case m.Reply():
-                self._calls.replied(seat, message, received)
+                self._broadcast.replied(record, message, received)
             case m.WeightRequest():
-                request = (seat.incarnation, message.agent, self.version())
-                if self._handed.get(seat.worker) == request:
+                request = (record.incarnation, message.agent, self.version())
+                if self._handed.get(record.worker) == request:
                     raise WireError(f"a second request for version {self.version()} of the weights.")
-                self._handed[seat.worker] = request
+                self._handed[record.worker] = request
                 base: int = -1
-                frames: list[Buffer] = []
+                frames: list[BytesLike] = []
                 if self._store is not None and message.agent == self._agent_id:
-                    base, frames = self._store.handover(seat.worker, message.held)
-                self.server.send(seat, m.Weights(message.agent, self.version(), base), frames)
+                    base, frames = self._store.handover(record.worker, message.held)
+                self.server.send(record, m.Weights(message.agent, self.version(), base), frames)
 
-    def on_lost(self, seat: Seat) -> None:
-        self._calls.lost(seat)
-        self._turns.forget(seat.worker)
+    def on_lost(self, record: WorkerRecord) -> None:
+        self._broadcast.lost(record)
+        self._send_queue.forget(record.worker)
         self._serve_turns()
 
-    def on_error(self, seat: Seat, failure: m.Failure, error: WorkerError) -> None:
-        self._calls.failed(seat, failure, error)
+    def on_error(self, record: WorkerRecord, failure: m.Failure, error: WorkerError) -> None:
+        self._broadcast.failed(record, failure, error)
         if failure.agent != self._agent_id:
             return  # nobody wants it any more
         if self._agent is None:
-            self._answers[seat.worker] = error
+            self._answers[record.worker] = error
         else:
             self.server.fail(error)  # a replaced worker cannot use the agent that all others use
 
     def _serve_turns(self) -> None:
         """Let workers send, as many at a time as may."""
-        for worker, order in self._turns.next(lambda worker: self.server.seats[worker].incarnation):
-            self.server.send(self.server.seats[worker], m.Go(order))
+        for worker, issued in self._send_queue.next(lambda worker: self.server.records[worker].incarnation):
+            self.server.send(self.server.records[worker], m.GrantSend(issued))
 
-    def _take(self, seat: Seat, chunk: m.Chunk, received: Received) -> None:
+    def _take(self, record: WorkerRecord, chunk: m.Chunk, received: Received) -> None:
         tickets, request = self.server.tickets, self._request
-        if self._turns.done(seat.worker):
+        if self._send_queue.done(record.worker):
             self._serve_turns()
-        self.counters.reported(seat.worker, chunk)
+        self.counters.reported(record.worker, chunk)
         if chunk.inference:
-            self._notes.note_inference(chunk.inference)
+            self._warnings.note_inference(chunk.inference)
         if chunk.unmeasured:
-            self._notes.note_unmeasured(chunk.unmeasured)
-        order = tickets.order(chunk.ticket)
-        if order is None or order.worker != seat.worker:
+            self._warnings.note_unmeasured(chunk.unmeasured)
+        issued = tickets.outstanding(chunk.ticket)
+        if issued is None or issued.worker != record.worker:
             return  # cancelled, or its worker was given up: counted then
         if chunk.syncs and chunk.divergence is not None:
-            self._notes.note_left(chunk.divergence)
+            self._warnings.note_left(chunk.divergence)
         if chunk.infos and not request.infos:
             raise WireError("a chunk with infos that its ticket does not request.")
         assert self._rollouts is not None
         began = time.monotonic()
-        piece = self._rollouts.take(seat, order, request.steps, chunk, received, self.version())
+        piece = self._rollouts.take(record, issued, request.steps, chunk, received, self.version())
         if chunk.keys:
             self.counters.wait["transfer"] += time.monotonic() - began
         self.counters.received(piece.nbytes)
-        tickets.accept(seat.worker, chunk.ticket, chunk.passed, piece)
+        tickets.accept(record.worker, chunk.ticket, chunk.passed, piece)
         if self._prober is not None and request.steps:
-            self._prober.remember(seat, chunk, self._rollouts.rows(seat, order.lane), request.steps)
-        seat.resume[:], seat.clock = piece.resume, chunk.clock
-        self._tell(order, piece.stage, None, piece.ends, piece.key, chunk.passed)
+            self._prober.remember(record, chunk, self._rollouts.rows(record, issued.lane), request.steps)
+        record.resume[:], record.clock = piece.resume, chunk.clock
+        self._tell(issued, piece.stage, None, piece.ends, piece.key, chunk.passed)
         if request.num_chunks is not None:
             self.server.grant()  # whoever is quick goes on while the learner is busy
 
-    def _take_part(self, seat: Seat, part: m.Part, received: Received) -> None:
-        order = self.server.tickets.order(part.ticket)
-        if order is None or order.worker != seat.worker:
+    def _take_part(self, record: WorkerRecord, part: m.Part, received: Received) -> None:
+        issued = self.server.tickets.outstanding(part.ticket)
+        if issued is None or issued.worker != record.worker:
             return
         if part.passed > self.version():
             raise WireError("a part whose header cannot be true.")
         assert self._rollouts is not None
         began = time.monotonic()
-        ends = self._rollouts.take_part(seat, order, self._request.steps, part, received)
+        ends = self._rollouts.take_part(record, issued, self._request.steps, part, received)
         self.counters.wait["transfer"] += time.monotonic() - began
         if ends is None:
-            self.server.send(seat, m.Taken(part.order))
+            self.server.send(record, m.Taken(part.index))
         else:
-            self._tell(order, part.stage, part.stage + 1, ends, key_of(seat, part.order), part.passed)
+            self._tell(issued, part.stage, part.stage + 1, ends, key_of(record, part.index), part.passed)
 
-    def _tell(self, order: Order, stage: int, stop: int | None, ends: Array, key: int, version: int) -> None:
+    def _tell(self, issued: IssuedTicket, stage: int, stop: int | None, ends: Array, key: int, version: int) -> None:
         """Stages of a chunk are complete: say so to whoever wants to know it before the batch is."""
         if self._request.on_part is not None:
             assert self._rollouts is not None
-            continues = self._followed[self.server.seats[order.worker].columns] == key - 1
-            part = self._rollouts.part(order, self._request.steps, stage, stop, ends, continues)
-            self._request.on_part(Early(order, key, version, part))
+            continues = self._followed[self.server.records[issued.worker].columns] == key - 1
+            part = self._rollouts.part(issued, self._request.steps, stage, stop, ends, continues)
+            self._request.on_part(EarlyPart(issued, key, version, part))

@@ -20,7 +20,7 @@ from farstep.head.interrupts import Interrupts
 _PATIENCE_S = 0.05
 
 
-class Switchboard:
+class EventLoop:
     """Descriptors with their readers, one lock, and at most one thread."""
 
     def __init__(self) -> None:

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 
 from farstep.batch import Batch
 from farstep.head.collector import Collector
-from farstep.head.incoming_chunks import Early
-from farstep.head.tickets import Arrived, FeedPlan
-from farstep.head.worker_records import Seat
+from farstep.head.incoming_chunks import EarlyPart
+from farstep.head.tickets import AcceptedChunk, FeedPlan
+from farstep.head.worker_records import WorkerRecord
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Feed:
         self._woken = False
         self._membership = -1
         """As of the last call of `members`."""
-        self._early: deque[Early] = deque()
+        self._early: deque[EarlyPart] = deque()
         self._waking = threading.Lock()
         """Whoever wakes it does not write to a descriptor that is closed meanwhile, and perhaps another one's."""
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -55,7 +55,7 @@ class Feed:
             os.eventfd_read(self._wake_fd)
         self._woken = True
 
-    def _note_early(self, early: Early) -> None:
+    def _note_early(self, early: EarlyPart) -> None:
         if not early.part.complete:
             # Copied now: what is lost meanwhile is written over.
             self._early.append(replace(early, part=replace(early.part, so_far=early.part.so_far.copy())))
@@ -66,8 +66,8 @@ class Feed:
         wanted: Callable[[int], bool],
         deadline: float,
         check: Callable[[], None],
-        store: Callable[[Arrived, Batch], None],
-        store_early: Callable[[Early], None],
+        store: Callable[[AcceptedChunk, Batch], None],
+        store_early: Callable[[EarlyPart], None],
         room: AbstractContextManager[object],
     ) -> None:
         """Wait for the next chunk of a worker that is wanted and `store` it, both within `room`: nobody takes the room
@@ -107,8 +107,8 @@ class Feed:
         with self._server.locked():
             return self._server.tickets.voided()
 
-    def seat(self, worker: int) -> Seat:
-        return self._server.seats[worker]
+    def record(self, worker: int) -> WorkerRecord:
+        return self._server.records[worker]
 
     @property
     def under_way(self) -> bool:

@@ -9,19 +9,19 @@ from dataclasses import dataclass
 import numpy as np
 
 from farstep.batch import ENDS, Part, is_final
-from farstep.core import Array, Buffer
+from farstep.core import Array, BytesLike
 from farstep.errors import WireError
-from farstep.head.tickets import Order
-from farstep.head.worker_records import Seat
+from farstep.head.tickets import IssuedTicket
+from farstep.head.worker_records import WorkerRecord
 from farstep.rollout.rows import Rows
 from farstep.wire.compression import unpack
 
 
 @dataclass(frozen=True)
-class Early:
+class EarlyPart:
     """Stages of a chunk that are complete."""
 
-    order: Order
+    ticket: IssuedTicket
     key: int
     """Consecutive for chunks of one worker process that follow each other without a gap."""
     version: int
@@ -29,11 +29,11 @@ class Early:
     part: Part
 
 
-class Arrival:
+class IncomingChunk:
     """What is here of one chunk."""
 
-    def __init__(self, rows: Rows, steps: int, ticket: int = 0, order: int = 0) -> None:
-        self.id = (ticket, order)
+    def __init__(self, rows: Rows, steps: int, ticket: int = 0, index: int = 0) -> None:
+        self.id = (ticket, index)
         self.stages = 0
         """How many are complete."""
         self.ends: Array | None = None
@@ -46,7 +46,7 @@ class Arrival:
         self._rows: Counter[str] = Counter()
         """Per array, how many are here."""
 
-    def add(self, keys: Sequence[str], frames: Sequence[Buffer], first: int = 0, codecs: Sequence[str] = ()) -> None:
+    def add(self, keys: Sequence[str], frames: Sequence[BytesLike], first: int = 0, codecs: Sequence[str] = ()) -> None:
         """Copy a message's arrays to where they belong; those with a row per step begin with row `first`."""
         codecs = codecs or [""] * len(keys)
         if len(frames) != len(keys) or len(codecs) != len(keys):
@@ -87,13 +87,13 @@ class Arrival:
         self.stages = len(stages)
 
 
-def records_of(ends: Buffer, seat: Seat, steps: int) -> Array:
+def records_of(ends: BytesLike, record: WorkerRecord, steps: int) -> Array:
     """Episode ends, believed only where they can be true."""
-    if len(ends) % ENDS.itemsize or len(ends) // ENDS.itemsize > steps * seat.num_envs:
+    if len(ends) % ENDS.itemsize or len(ends) // ENDS.itemsize > steps * record.num_envs:
         raise WireError("a chunk with more episode ends than steps.")
     records = np.frombuffer(ends, ENDS).copy()  # a view would keep the whole message
     if len(records):
         rows_fit = records["row"].min() >= 0 and records["row"].max() < steps
-        if not rows_fit or records["slot"].min() < seat.first or records["slot"].max() >= seat.stop:
+        if not rows_fit or records["slot"].min() < record.first or records["slot"].max() >= record.stop:
             raise WireError("a chunk with episode ends outside its rows or columns.")
     return records

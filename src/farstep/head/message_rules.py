@@ -1,7 +1,7 @@
 """Which messages a worker may send, in which state and over which channel.
 
-A worker whose message breaks a rule is replaced (`Crew.distrust`). The contents of a message are checked where they are
-used.
+A worker whose message breaks a rule is replaced (`Supervisor.distrust`). The contents of a message are checked where
+they are used.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ RULES: Mapping[type, Rule] = {
     m.Reply: Rule(frames=(1, 1)),
     m.Chunk: Rule(frames=(1, None), shared_frames=(1, 2)),  # episode ends, and infos where the ticket wants them
     m.Part: Rule(only_remote=True, frames=(1, None)),
-    m.Asking: Rule(only_remote=True),
+    m.RequestSend: Rule(only_remote=True),
     m.WeightRequest: Rule(only_remote=True),
     m.Progress: Rule(RUNNING, only_remote=True, heartbeat=True),
 }

@@ -18,12 +18,12 @@ from farstep.agents.parameters import (
     travelling,
 )
 from farstep.config.env import ALL_WEIGHTS, WeightsConfig
-from farstep.core import Agent, Array, Buffer
+from farstep.core import Agent, Array, BytesLike
 from farstep.errors import AgentError
+from farstep.rollout.weight_headers import HEADER, PAGE, digest, pack_word, stride
 from farstep.wire.delta import encode
 from farstep.wire.memory import SharedMemory
 from farstep.wire.messages import Parameters
-from farstep.worker.weights import HEADER, PAGE, digest, pack_word, stride
 
 
 class ParameterStore:
@@ -110,12 +110,12 @@ class ParameterStore:
     def _leaves(self, agent: Agent) -> list[tuple[str, Any]]:
         return self.schema.ordered(travelling(leaves_of(given_parameters(agent)), self._config))
 
-    def payload(self) -> Buffer:
+    def payload(self) -> BytesLike:
         """The current version's bytes, for a worker that shares no memory."""
         start = self._start(self._index) + HEADER
         return self.memory.map[start : start + self.schema.nbytes]
 
-    def handover(self, worker: int, held: int) -> tuple[int, list[Buffer]]:
+    def handover(self, worker: int, held: int) -> tuple[int, list[BytesLike]]:
         """What brings a worker from the version it has to the current one: frames, and the version to add them to
         (-1: they are whole)."""
         if not self._config.delta or not self.schema.nbytes:

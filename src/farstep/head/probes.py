@@ -9,38 +9,37 @@ import numpy as np
 
 from farstep.agents.divergence import Comparison
 from farstep.core import Array
-from farstep.head.worker_records import Seat
-from farstep.rollout.probe_rows import Pick, Picks, joined
+from farstep.head.worker_records import WorkerRecord
+from farstep.rollout.probe_rows import ProbeRows, RecentProbeRows, joined, probe_rows_of
 from farstep.rollout.rows import Rows
 from farstep.wire.messages import Chunk
-from farstep.worker.probing import picked
 
 _AHEAD = 64
 """Probes that may wait for a worker: it looks at the latest few, and they take room on the way to it."""
 
 
 @dataclass(frozen=True)
-class Question:
+class ProbeRequest:
     """What one worker's probe is about."""
 
     worker: int
     incarnation: int
-    picks: Sequence[Pick]
+    probed: Sequence[ProbeRows]
 
     @property
-    def orders(self) -> list[int]:
-        return [pick.order for pick in self.picks]
+    def indices(self) -> list[int]:
+        return [rows_of_chunk.index for rows_of_chunk in self.probed]
 
 
 class Prober:
     """Remembers rows of every worker's latest chunks, and asks the learner's policy about them."""
 
-    def __init__(self, comparison: Comparison, seats: Sequence[Seat], rows: int) -> None:
+    def __init__(self, comparison: Comparison, records: Sequence[WorkerRecord], rows: int) -> None:
         self._comparison, self._rows = comparison, rows
-        self._seats = seats
-        self._picks = [Picks(rows) for _ in seats]
-        self._incarnations = [-1] * len(seats)
-        self._unanswered = [0] * len(seats)
+        self._records = records
+        self._recent = [RecentProbeRows(rows) for _ in records]
+        self._incarnations = [-1] * len(records)
+        self._unanswered = [0] * len(records)
         """Probes sent to each worker since its last chunk."""
 
     @property
@@ -48,36 +47,36 @@ class Prober:
         """The agent's method that describes the policy."""
         return self._comparison.method
 
-    def remember(self, seat: Seat, chunk: Chunk, rows: Rows, steps: int) -> None:
+    def remember(self, record: WorkerRecord, chunk: Chunk, rows: Rows, steps: int) -> None:
         """A chunk was accepted: keep the rows that a probe may ask about."""
-        picks = self._picks[seat.worker]
-        if self._incarnations[seat.worker] != seat.incarnation:
-            picks.clear()  # a replaced worker remembers nothing of what its predecessor sent
-            self._incarnations[seat.worker] = seat.incarnation
-        picks.add(picked(self._comparison, chunk.order, chunk.version, rows, steps, self._rows))
-        self._unanswered[seat.worker] = 0
+        probed = self._recent[record.worker]
+        if self._incarnations[record.worker] != record.incarnation:
+            probed.clear()  # a replaced worker remembers nothing of what its predecessor sent
+            self._incarnations[record.worker] = record.incarnation
+        probed.add(probe_rows_of(self._comparison, chunk.index, chunk.version, rows, steps, self._rows))
+        self._unanswered[record.worker] = 0
 
-    def questions(self) -> list[Question]:
+    def questions(self) -> list[ProbeRequest]:
         """What to ask now, for each worker that is there; one that is long busy with a chunk has probes enough."""
         found = []
-        for seat in self._seats:
-            self._unanswered[seat.worker] += 1
-            if not seat.ready or self._unanswered[seat.worker] > _AHEAD:
+        for record in self._records:
+            self._unanswered[record.worker] += 1
+            if not record.ready or self._unanswered[record.worker] > _AHEAD:
                 continue
-            same = self._incarnations[seat.worker] == seat.incarnation
-            picks = self._picks[seat.worker].all() if same else ()
-            found.append(Question(seat.worker, seat.incarnation, picks))
+            same = self._incarnations[record.worker] == record.incarnation
+            probed = self._recent[record.worker].all() if same else ()
+            found.append(ProbeRequest(record.worker, record.incarnation, probed))
         return found
 
-    def answers(self, questions: Sequence[Question]) -> list[dict[str, Array]]:
+    def answers(self, questions: Sequence[ProbeRequest]) -> list[dict[str, Array]]:
         """What the policy says to each, in one evaluation; nothing where there is nothing to ask about."""
-        picks = [pick for question in questions for pick in question.picks]
-        if not picks:
+        probed = [rows_of_chunk for question in questions for rows_of_chunk in question.probed]
+        if not probed:
             return [{} for _ in questions]
-        said = self._comparison.describe(joined(picks))
-        ends = np.cumsum([sum(pick.rows for pick in question.picks) for question in questions])
+        said = self._comparison.describe(joined(probed))
+        ends = np.cumsum([sum(rows_of_chunk.rows for rows_of_chunk in question.probed) for question in questions])
         parts = {name: np.split(array, ends[:-1]) for name, array in said.items()}
         return [
-            {name: part[i] for name, part in parts.items()} if question.picks else {}
+            {name: part[i] for name, part in parts.items()} if question.probed else {}
             for i, question in enumerate(questions)
         ]

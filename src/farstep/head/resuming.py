@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 
 from farstep.core import Array
-from farstep.head.broadcast import Calls
-from farstep.head.worker_records import Seat
+from farstep.head.broadcast import Broadcast
+from farstep.head.worker_records import WorkerRecord
 
 log = logging.getLogger("farstep")
 
 
-class Place(IntEnum):
+class ReplayResult(IntEnum):
     """Where a slot is afterwards."""
 
     NONE = 0
@@ -26,40 +26,52 @@ class Place(IntEnum):
     SAME = 2
 
 
-def lead_back(
-    seats: Sequence[Seat], calls: Calls, root: int, workers: Sequence[Any], actions: Sequence[Mapping[str, Array]]
+def replay_episodes(
+    records: Sequence[WorkerRecord],
+    calls: Broadcast,
+    root: int,
+    workers: Sequence[Any],
+    actions: Sequence[Mapping[str, Array]],
 ) -> Array:
-    """Tell workers what they saved, and each slot's actions since its episode began; a `Place` for every slot."""
-    parts = _parts(seats, workers, actions)
-    for seat, part in zip(seats, parts, strict=True):
+    """Send workers what they saved and each slot's actions of its current episode; returns a `ReplayResult` per slot."""
+    parts = _parts(records, workers, actions)
+    for record, part in zip(records, parts, strict=True):
         if part is not None:  # for whoever replaces it, and for the seeds that errors name
-            seat.roots[:] = part["roots"]
-            seat.resume[:] = [episode + bool(n) for episode, n in zip(part["episodes"], part["steps"], strict=True)]
-    places = np.full(seats[-1].stop, Place.NONE, np.int8)
+            record.roots[:] = part["roots"]
+            record.resume[:] = [episode + bool(n) for episode, n in zip(part["episodes"], part["steps"], strict=True)]
+    places = np.full(records[-1].stop, ReplayResult.NONE, np.int8)
     strayed: dict[str, list[int]] = {}
     answers = calls.call("resume", *[(part, root) for part in parts])
-    for seat, part, answer in zip(seats, parts, answers, strict=True):
+    for record, part, answer in zip(records, parts, answers, strict=True):
         if answer is not None:
-            seat.resume[:], elsewhere = answer
-            places[seat.columns] = Place.SAME
+            record.resume[:], elsewhere = answer
+            places[record.columns] = ReplayResult.SAME
             for slot, why in elsewhere:
-                places[slot] = Place.OTHER
+                places[slot] = ReplayResult.OTHER
                 strayed.setdefault(why, []).append(slot)
         elif part is not None:
-            log.warning("episodes of worker %d begin anew: it was lost while it took their actions again", seat.worker)
+            log.warning(
+                "episodes of worker %d begin anew: it was lost while it took their actions again", record.worker
+            )
     for why, slots in strayed.items():
         log.warning("not where it was when the run was saved: environment slot %s: %s", ", ".join(map(str, slots)), why)
     return places
 
 
-def _parts(seats: Sequence[Seat], workers: Sequence[Any], actions: Sequence[Mapping[str, Array]]) -> list[Any]:
+def _parts(
+    records: Sequence[WorkerRecord], workers: Sequence[Any], actions: Sequence[Mapping[str, Array]]
+) -> list[Any]:
     """What each worker is told; None if there is nothing that it could go on with."""
-    fitting = len(workers) == len(seats) and len(actions) == seats[-1].stop
-    if not fitting or any(w and len(w["episodes"]) != seat.num_envs for w, seat in zip(workers, seats, strict=True)):
+    fitting = len(workers) == len(records) and len(actions) == records[-1].stop
+    if not fitting or any(
+        w and len(w["episodes"]) != record.num_envs for w, record in zip(workers, records, strict=True)
+    ):
         if workers:
             log.warning("episodes begin anew: there were other workers or environments when this run was saved")
-        return [None] * len(seats)
-    for seat, worker in zip(seats, workers, strict=True):
+        return [None] * len(records)
+    for record, worker in zip(records, workers, strict=True):
         if worker is None:
-            log.warning("episodes of worker %d begin anew: it was being replaced when this run was saved", seat.worker)
-    return [w and {**w, "actions": list(actions[seat.columns])} for w, seat in zip(workers, seats, strict=True)]
+            log.warning(
+                "episodes of worker %d begin anew: it was being replaced when this run was saved", record.worker
+            )
+    return [w and {**w, "actions": list(actions[record.columns])} for w, record in zip(workers, records, strict=True)]

@@ -10,11 +10,11 @@ import numpy as np
 
 from farstep.batch import EPISODE_KEYS, RESERVED, Batch, FinalObs, Part, is_final
 from farstep.config.transfer import ALL_AT_ONCE, TransferTrigger
-from farstep.core import Array, Buffer, Nested, Received
+from farstep.core import Array, BytesLike, Nested, Received
 from farstep.errors import WireError
-from farstep.head.incoming_chunks import Arrival, records_of
-from farstep.head.tickets import Arrived, Order
-from farstep.head.worker_records import Seat
+from farstep.head.incoming_chunks import IncomingChunk, records_of
+from farstep.head.tickets import AcceptedChunk, IssuedTicket
+from farstep.head.worker_records import WorkerRecord
 from farstep.resources import check_memory
 from farstep.rollout.blocks import Layout
 from farstep.rollout.rows import Rows
@@ -43,7 +43,7 @@ def base_rows(obs: Schema, reward_dtype: str = "<f4") -> Schema:
 
 
 @dataclass(frozen=True)
-class Piece:
+class ChunkInfo:
     """A chunk that was checked: what of it is not in the blocks."""
 
     ends: Array
@@ -67,17 +67,17 @@ class Rollouts:
 
     def __init__(
         self,
-        seats: Sequence[Seat],
+        records: Sequence[WorkerRecord],
         obs: Structure,
         obs_schema: Schema,
         remote: bool = False,
         transfer: TransferTrigger = ALL_AT_ONCE,
     ) -> None:
-        self._seats = seats
+        self._records = records
         self._remote, self._transfer = remote, transfer
-        self._arrivals: dict[int, Arrival] = {}
+        self._incoming: dict[int, IncomingChunk] = {}
         self._stages: list[list[str]] = []
-        self._slots = seats[-1].stop
+        self._slots = records[-1].stop
         self._obs, self._obs_schema = obs, obs_schema
         self.layout: Layout | None = None
         self.memory: SharedMemory | None = None
@@ -85,7 +85,7 @@ class Rollouts:
         self.structures: dict[str, Structure] = {"obs": obs}
         self.state: Structure | None = None
 
-    def fit(self, lanes: int, steps: int, rows: Schema, chunks: Schema) -> m.Lay | None:
+    def fit(self, lanes: int, steps: int, rows: Schema, chunks: Schema) -> m.SetLayout | None:
         """Make room for what a session writes; if the layout changed, what workers must be told."""
         wanted = Layout(lanes, steps, self._slots, rows, chunks)
         if self.layout is not None and self.layout.covers(wanted):
@@ -108,85 +108,93 @@ class Rollouts:
         """From now on, batches have what this agent returns."""
         self.structures, self.state = {"obs": self._obs, **structures}, state
 
-    def take(self, seat: Seat, order: Order, steps: int, chunk: m.Chunk, received: Received, version: int) -> Piece:
+    def take(
+        self, record: WorkerRecord, issued: IssuedTicket, steps: int, chunk: m.Chunk, received: Received, version: int
+    ) -> ChunkInfo:
         """Check a chunk; what a remote worker sends with it goes to its columns."""
         if not -1 <= chunk.version <= chunk.passed <= version:
             raise WireError("a chunk whose header cannot be true.")
         ends, *frames = received.frames[1:] or [b""]
         if len(frames) != len(chunk.keys) + chunk.infos or (chunk.keys and not self._remote):
             raise WireError(f"a chunk with {len(chunk.keys)} arrays and infos={chunk.infos} in {len(frames)} frames.")
-        infos = _infos(frames.pop(), seat.num_envs) if chunk.infos else None
-        resume, key = _episodes(chunk.resume, seat.num_envs), key_of(seat, chunk.order)
+        infos = _infos(frames.pop(), record.num_envs) if chunk.infos else None
+        resume, key = _episodes(chunk.resume, record.num_envs), key_of(record, chunk.index)
         if not self._remote:
-            records, nbytes = records_of(ends, seat, steps), self._chunk_bytes(seat, steps)
-            return Piece(records, resume, infos, key, nbytes, chunk.version)
-        arrival = self._arrival(seat, order, steps, chunk)
-        stage = arrival.stages
+            records, nbytes = records_of(ends, record, steps), self._chunk_bytes(record, steps)
+            return ChunkInfo(records, resume, infos, key, nbytes, chunk.version)
+        incoming = self._incoming_chunk(record, issued, steps, chunk)
+        stage = incoming.stages
         if not stage:
-            arrival.ends = records_of(ends, seat, steps)
+            incoming.ends = records_of(ends, record, steps)
         elif len(ends):
             raise WireError("episode ends that do not come with the first stage.")
-        arrival.add(chunk.keys, frames, chunk.first, chunk.codecs)
-        arrival.complete(self._stages)
-        del self._arrivals[seat.worker]
-        assert arrival.ends is not None
-        return Piece(arrival.ends, resume, infos, key, arrival.nbytes, chunk.version, stage)
+        incoming.add(chunk.keys, frames, chunk.first, chunk.codecs)
+        incoming.complete(self._stages)
+        del self._incoming[record.worker]
+        assert incoming.ends is not None
+        return ChunkInfo(incoming.ends, resume, infos, key, incoming.nbytes, chunk.version, stage)
 
-    def take_part(self, seat: Seat, order: Order, steps: int, part: m.Part, received: Received) -> Array | None:
+    def take_part(
+        self, record: WorkerRecord, issued: IssuedTicket, steps: int, part: m.Part, received: Received
+    ) -> Array | None:
         """Put what a remote worker sends ahead of its chunk into its columns; episode ends, if a stage is complete."""
-        key_of(seat, part.order)  # refuses what can be none
+        key_of(record, part.index)  # refuses what can be none
         early = self._remote and (part.stage >= 0 or self._transfer.sends_early)
         if not early or not -1 <= part.stage < len(self._stages) - 1:
             raise WireError(f"a part of stage {part.stage}, which EnvConfig.transfer does not have sent ahead.")
-        arrival = self._arrival(seat, order, steps, part)
-        if part.stage not in (-1, arrival.stages):
-            raise WireError(f"a part of stage {part.stage} when it was the turn of {arrival.stages}.")
+        incoming = self._incoming_chunk(record, issued, steps, part)
+        if part.stage not in (-1, incoming.stages):
+            raise WireError(f"a part of stage {part.stage} when it was the turn of {incoming.stages}.")
         ends, *frames = received.frames[1:] or [b""]
         if part.stage == 0:
-            arrival.ends = records_of(ends, seat, steps)
+            incoming.ends = records_of(ends, record, steps)
         elif len(ends):
             raise WireError("episode ends that do not come with the first stage.")
-        arrival.add(part.keys, frames, part.first, part.codecs)
+        incoming.add(part.keys, frames, part.first, part.codecs)
         if part.stage < 0:
             return None
-        arrival.complete(self._stages[: part.stage + 1])
-        return arrival.ends
+        incoming.complete(self._stages[: part.stage + 1])
+        return incoming.ends
 
-    def _arrival(self, seat: Seat, order: Order, steps: int, message: m.Part | m.Chunk) -> Arrival:
+    def _incoming_chunk(
+        self, record: WorkerRecord, issued: IssuedTicket, steps: int, message: m.Part | m.Chunk
+    ) -> IncomingChunk:
         """What is here of that chunk; a ticket that its worker does once more begins anew."""
-        arrival = self._arrivals.get(seat.worker)
-        if arrival is None or arrival.id != (order.seq, message.order):
-            arrival = Arrival(self.rows(seat, order.lane), steps, order.seq, message.order)
-            self._arrivals[seat.worker] = arrival
-        return arrival
+        incoming = self._incoming.get(record.worker)
+        if incoming is None or incoming.id != (issued.seq, message.index):
+            incoming = IncomingChunk(self.rows(record, issued.lane), steps, issued.seq, message.index)
+            self._incoming[record.worker] = incoming
+        return incoming
 
-    def rows(self, seat: Seat, lane: int) -> Rows:
+    def rows(self, record: WorkerRecord, lane: int) -> Rows:
         """A worker's own columns of a lane."""
         assert self.layout is not None
-        return Rows(self.layout, self.blocks, lane, seat.first, seat.stop)
+        return Rows(self.layout, self.blocks, lane, record.first, record.stop)
 
-    def _chunk_bytes(self, seat: Seat, steps: int) -> int:
+    def _chunk_bytes(self, record: WorkerRecord, steps: int) -> int:
         """What a chunk in shared memory amounts to."""
         assert self.layout is not None
         rows = sum(spec.nbytes for name, spec in self.layout.rows.items() if not is_final(name))
-        return rows * steps * seat.num_envs
+        return rows * steps * record.num_envs
 
-    def batch(self, arrived: Sequence[Arrived], steps: int, continues: Array) -> Batch:
+    def batch(self, accepted: Sequence[AcceptedChunk], steps: int, continues: Array) -> Batch:
         """One chunk of every worker: views of their common lane."""
-        return self._views(arrived, slice(0, self._slots), steps, continues)
+        return self._views(accepted, slice(0, self._slots), steps, continues)
 
-    def part(self, order: Order, steps: int, stage: int, stop: int | None, ends: Array, continues: Array) -> Part:
+    def part(
+        self, issued: IssuedTicket, steps: int, stage: int, stop: int | None, ends: Array, continues: Array
+    ) -> Part:
         """The stages from `stage` to before `stop` of a worker's chunk: views of its columns."""
-        seat, stop = self._seats[order.worker], stop or len(self._stages)
-        arrived = Arrived(order, -1, Piece(ends, seat.resume, None, 0, 0, -1))
-        whole = self._views([arrived], seat.columns, steps, continues)
+        record, stop = self._records[issued.worker], stop or len(self._stages)
+        accepted = AcceptedChunk(issued, -1, ChunkInfo(ends, record.resume, None, 0, 0, -1))
+        whole = self._views([accepted], record.columns, steps, continues)
         names = [{name for names in self._stages[first:stop] for name in names} for first in (stage, 0)]
         new, so_far = (self._only(whole, here) for here in names)
-        return Part(seat.worker, whole.slots, stop - 1, stop == len(self._stages), new, so_far)
+        return Part(record.worker, whole.slots, stop - 1, stop == len(self._stages), new, so_far)
 
-    def chunk(self, arrived: Arrived, steps: int, continues: Array) -> Batch:
+    def chunk(self, accepted: AcceptedChunk, steps: int, continues: Array) -> Batch:
         """One worker's chunk: views of its columns."""
-        return self._views([arrived], self._seats[arrived.order.worker].columns, steps, continues)
+        return self._views([accepted], self._records[accepted.ticket.worker].columns, steps, continues)
 
     def _only(self, batch: Batch, here: Container[str]) -> Batch:
         """What of a batch is already here."""
@@ -203,18 +211,18 @@ class Rollouts:
             initial_state=batch.initial_state if has_state else None,
         )
 
-    def _views(self, arrived: Sequence[Arrived], columns: slice, steps: int, continues: Array) -> Batch:
-        lane = arrived[0].order.lane
+    def _views(self, accepted: Sequence[AcceptedChunk], columns: slice, steps: int, continues: Array) -> Batch:
+        lane = accepted[0].ticket.lane
         arrays = {name: block[lane, :steps, columns] for name, block in self._row_blocks()}
         last = {name: self.blocks[name][lane, steps, columns] for name in self._obs_schema}
         state = None
         if self.state is not None:
             state = nest(self.state, {name: self.blocks[name][lane, columns] for name in leaf_names(self.state)})
-        return self._batch(arrays, last, state, arrived, np.arange(columns.start, columns.stop), continues)
+        return self._batch(arrays, last, state, accepted, np.arange(columns.start, columns.stop), continues)
 
-    def copied(self, arrived: Sequence[Arrived], steps: int, continues: Array) -> Batch:
+    def copied(self, accepted: Sequence[AcceptedChunk], steps: int, continues: Array) -> Batch:
         """Chunks of any workers, copied side by side."""
-        parts = [(a.order.lane, self._seats[a.order.worker]) for a in arrived]
+        parts = [(a.ticket.lane, self._records[a.ticket.worker]) for a in accepted]
 
         def joined(name: str, start: int, stop: int) -> Array:
             return np.concatenate([self.blocks[name][lane, start:stop, s.first : s.stop] for lane, s in parts], axis=1)
@@ -227,7 +235,7 @@ class Rollouts:
             pieces = {n: np.concatenate([self.blocks[n][lane, s.first : s.stop] for lane, s in parts]) for n in names}
             state = nest(self.state, pieces)
         slots = np.concatenate([np.arange(s.first, s.stop) for _, s in parts])
-        return self._batch(arrays, last, state, arrived, slots, continues)
+        return self._batch(arrays, last, state, accepted, slots, continues)
 
     def _row_blocks(self) -> list[tuple[str, Array]]:
         assert self.layout is not None
@@ -238,30 +246,29 @@ class Rollouts:
         arrays: Mapping[str, Array],
         last: Mapping[str, Array],
         state: Nested,
-        arrived: Sequence[Arrived],
+        accepted: Sequence[AcceptedChunk],
         slots: Array,
         continues: Array,
     ) -> Batch:
         ends, columns, finals, infos, column = [], [], [], [], 0
-        for a in arrived:
-            seat = self._seats[a.order.worker]
-            records = a.piece.ends
-            ends.append(records)
-            columns.append(records["slot"] - seat.first + column)
-            k = np.arange(len(records))
-            place = (a.order.lane, k // seat.num_envs, seat.first + k % seat.num_envs)
+        for a in accepted:
+            record = self._records[a.ticket.worker]
+            ends.append(a.piece.ends)
+            columns.append(a.piece.ends["slot"] - record.first + column)
+            k = np.arange(len(a.piece.ends))
+            place = (a.ticket.lane, k // record.num_envs, record.first + k % record.num_envs)
             finals.append({name: self.blocks["final_" + name][place] for name in self._obs_schema})
             if a.piece.infos is not None:
-                infos.append((seat.first, a.piece.infos))
-            column += seat.num_envs
-        record = np.concatenate(ends)
+                infos.append((record.first, a.piece.infos))
+            column += record.num_envs
+        episodes = np.concatenate(ends)
         final = nest(self._obs, {n: np.concatenate([part[n] for part in finals]) for n in self._obs_schema})
         return Batch(
             arrays,
             self.structures,
             nest(self._obs, last),
-            FinalObs(record["row"].astype(np.int64), np.concatenate(columns).astype(np.int64), final),
-            {key: record[key].copy() for key in EPISODE_KEYS},
+            FinalObs(episodes["row"].astype(np.int64), np.concatenate(columns).astype(np.int64), final),
+            {key: episodes[key].copy() for key in EPISODE_KEYS},
             slots,
             continues,
             state,
@@ -273,14 +280,14 @@ class Rollouts:
             self.memory.close()
             self.memory = None
             self.blocks = {}  # what a batch still shows stays; nothing else does
-            self._arrivals.clear()
+            self._incoming.clear()
 
 
-def key_of(seat: Seat, order: int) -> int:
+def key_of(record: WorkerRecord, index: int) -> int:
     """Consecutive for chunks of one worker process that follow each other without a gap."""
-    if not 0 <= order < 1 << 40:
+    if not 0 <= index < 1 << 40:
         raise WireError("a chunk whose header cannot be true.")
-    return seat.incarnation << 40 | order
+    return record.incarnation << 40 | index
 
 
 def _episodes(resume: bytes, num_envs: int) -> Array:
@@ -289,7 +296,7 @@ def _episodes(resume: bytes, num_envs: int) -> Array:
     return np.frombuffer(resume, np.int64)
 
 
-def _infos(frame: Buffer, num_envs: int) -> list[Any]:
+def _infos(frame: BytesLike, num_envs: int) -> list[Any]:
     infos = unpack(frame)
     if not isinstance(infos, list) or len(infos) != num_envs or not all(isinstance(info, dict) for info in infos):
         raise WireError("a chunk whose infos are not one mapping per environment.")

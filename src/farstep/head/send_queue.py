@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 
-class Turns:
+class SendQueue:
     """Workers ask, `limit` at a time are told to go (None: all of them), the others wait in order."""
 
     def __init__(self, limit: int | None) -> None:
@@ -16,9 +16,9 @@ class Turns:
         self._sending: dict[int, int] = {}
         """Per sending worker, its incarnation."""
 
-    def ask(self, worker: int, incarnation: int, order: int) -> None:
+    def ask(self, worker: int, incarnation: int, index: int) -> None:
         self.forget(worker)  # what it was sending, or asked for, was lost
-        self._waiting[worker] = incarnation, order
+        self._waiting[worker] = incarnation, index
 
     def forget(self, worker: int) -> None:
         """It is gone, or its chunk is."""
@@ -34,10 +34,10 @@ class Turns:
         self._sending = {w: number for w, number in self._sending.items() if incarnation_of(w) == number}
         going = []
         while self._waiting and (self._limit is None or len(self._sending) < self._limit):
-            worker, (incarnation, order) = self._waiting.popitem(last=False)
+            worker, (incarnation, index) = self._waiting.popitem(last=False)
             if incarnation_of(worker) == incarnation:
                 self._sending[worker] = incarnation
-                going.append((worker, order))
+                going.append((worker, index))
         return going
 
     def clear(self) -> None:

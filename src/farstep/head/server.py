@@ -32,12 +32,12 @@ from farstep.errors import (
     typed_shortage,
 )
 from farstep.head import membership as life
-from farstep.head.event_loop import Switchboard
+from farstep.head.event_loop import EventLoop
 from farstep.head.message_rules import check_message, is_late
 from farstep.head.slow_call_warnings import FIRST_NOTE_S, NOTE_S, noted_while_slow
-from farstep.head.supervisor import Crew
-from farstep.head.tickets import Order, Tickets
-from farstep.head.worker_records import Seat, expected, split
+from farstep.head.supervisor import Supervisor
+from farstep.head.tickets import IssuedTicket, Tickets
+from farstep.head.worker_records import WorkerRecord, expected, split
 from farstep.launch import launcher_for
 from farstep.launch.process import import_path
 from farstep.rollout.nested_launch import refuse_nested_launch
@@ -56,15 +56,15 @@ _PRELOADED = ("torch",)
 class Client(Protocol):
     """Who uses the server: makes tickets of orders and takes what workers answer."""
 
-    def make_ticket(self, order: Order) -> tuple[m.Ticket, Sequence[Any]]: ...
+    def make_ticket(self, issued: IssuedTicket) -> tuple[m.Ticket, Sequence[Any]]: ...
 
-    def on_message(self, seat: Seat, message: m.FromWorker, received: Received) -> None: ...
+    def on_message(self, record: WorkerRecord, message: m.FromWorker, received: Received) -> None: ...
 
-    def on_error(self, seat: Seat, failure: m.Failure, error: WorkerError) -> None:
+    def on_error(self, record: WorkerRecord, failure: m.Failure, error: WorkerError) -> None:
         """What the client asked of a worker (an agent, a call, a step) raised there; the worker is as before."""
         ...
 
-    def on_lost(self, seat: Seat) -> None:
+    def on_lost(self, record: WorkerRecord) -> None:
         """A worker is gone, with what it was asked."""
         ...
 
@@ -93,7 +93,7 @@ class Server:
         self._slow_start = f"{engine} has not answered yet" if engine else "worker processes are being started"
         self._client = client
         workers = config.num_workers(envs_per_node)
-        self.seats = split(config.most_nodes, envs_per_node, workers, root)
+        self.records = split(config.most_nodes, envs_per_node, workers, root)
         per_node = workers // config.most_nodes
         self._fewest = config.fewest_nodes * per_node
         self.tickets = Tickets(workers, self._fewest)
@@ -112,13 +112,15 @@ class Server:
         self._tick_s = min(0.5, max(0.02, min(limits) / 4))
         self._next_tick = 0.0
         with typed_shortage("the head could not be set up"), contextlib.ExitStack() as opened:
-            self._switchboard = Switchboard()
+            self._switchboard = EventLoop()
             opened.callback(self._switchboard.close)
             with noted_while_slow(self._slow_start):
-                launcher = launcher_for(config, workers, max(seat.num_envs for seat in self.seats))
+                launcher = launcher_for(config, workers, max(record.num_envs for record in self.records))
             opened.callback(launcher.close)
             self.shares_memory, self._driven = launcher.shares_memory, launcher.driven
-            self.crew = Crew(launcher, self.seats, config.timeouts, restart_budget, self._switchboard, self)
+            self.supervisor = Supervisor(
+                launcher, self.records, config.timeouts, restart_budget, self._switchboard, self
+            )
             opened.pop_all()
 
     # ---- start and end ----
@@ -134,7 +136,7 @@ class Server:
         """Start all workers, without waiting for them."""
         self._started_at = time.monotonic()
         with self.locked(), noted_while_slow(self._slow_start):
-            self.crew.start()
+            self.supervisor.start()
         if not self._driven:
             with typed_shortage("the head's thread could not be started"):
                 self._switchboard.start_thread(self._pump_alone, self._tick_s)
@@ -142,27 +144,27 @@ class Server:
     def _all_there(self) -> bool:
         """Whoever has a node is ready, and enough have one."""
         present = self.present()
-        return len(present) >= self._fewest and all(seat.ready for seat in present)
+        return len(present) >= self._fewest and all(record.ready for record in present)
 
     def scale(self, nodes: int) -> None:
         with self.locked():
             self.raise_failure()
-            self.crew.launcher.scale(nodes)
+            self.supervisor.launcher.scale(nodes)
 
-    def present(self) -> list[Seat]:
+    def present(self) -> list[WorkerRecord]:
         """All workers but those that no node has a place for."""
-        return [seat for seat in self.seats if seat.worker not in self.tickets.absent]
+        return [record for record in self.records if record.worker not in self.tickets.absent]
 
     def unsettled(self) -> bool:
         """Whether workers are missing or about to leave, so that the set of workers to wait for will change."""
-        return not all(self._can_roll(seat) for seat in self.seats)
+        return not all(self._can_roll(record) for record in self.records)
 
-    def _can_roll(self, seat: Seat) -> bool:
-        return seat.ready and seat.handle is not None and not seat.handle.leaving
+    def _can_roll(self, record: WorkerRecord) -> bool:
+        return record.ready and record.handle is not None and not record.handle.leaving
 
     def __contains__(self, worker: object) -> bool:
         """Whether a worker can be given a ticket."""
-        return isinstance(worker, int) and self._can_roll(self.seats[worker])
+        return isinstance(worker, int) and self._can_roll(self.records[worker])
 
     def close(self) -> None:
         """Stop workers, kill the ones that do not stop in time, and free everything.
@@ -187,23 +189,23 @@ class Server:
                     self._freed.set()
 
     def _stop_all(self) -> None:
-        self.crew.stop()
-        for seat in self.seats:
-            if seat.link is not None:
-                seat.words[CANCEL] = 2**62
+        self.supervisor.stop()
+        for record in self.records:
+            if record.link is not None:
+                record.words[CANCEL] = 2**62
                 with contextlib.suppress(OSError):
-                    seat.link.send([m.encode(m.Stop())])
+                    record.link.send([m.encode(m.Stop())])
 
     def _end_all(self) -> None:
-        self.crew.kill()
+        self.supervisor.kill()
         try:
             self._wait_for_ends(time.monotonic() + 5.0)
         finally:
             self._switchboard.close()
-            self.crew.close()
+            self.supervisor.close()
 
     def _wait_for_ends(self, deadline: float) -> None:
-        while time.monotonic() < deadline and not self.crew.ended():
+        while time.monotonic() < deadline and not self.supervisor.ended():
             self._pump(0.02)
 
     # ---- waiting ----
@@ -228,10 +230,10 @@ class Server:
                     return answer
                 self._pump(min(left, self._tick_s))
                 if (now := time.monotonic()) > next_note and (
-                    starting or self.tickets.in_flight or self.crew.launcher.waiting()
+                    starting or self.tickets.in_flight or self.supervisor.launcher.waiting()
                 ):
                     next_note = now + NOTE_S
-                    log.warning("waiting for %.0f s: %s", now - began, self.crew.whereabouts())
+                    log.warning("waiting for %.0f s: %s", now - began, self.supervisor.whereabouts())
 
     def watch(self, fd: int, reader: Callable[[], None]) -> None:
         """Whoever waits also looks at this descriptor."""
@@ -263,7 +265,7 @@ class Server:
         """The run cannot go on; whoever waits gets the error."""
         if self._failure is None:
             self._failure = error
-        self.crew.stop()
+        self.supervisor.stop()
         if self.tickets.is_open:
             self.cancel()  # or workers would try again and again what nobody takes
 
@@ -294,78 +296,80 @@ class Server:
 
     def _pump(self, timeout_s: float) -> None:
         """Read what has arrived, look at processes, do what is due. The lock is held."""
-        arrived = self.crew.read_shared()
-        self._switchboard.poll(0.0 if arrived else timeout_s)
+        accepted = self.supervisor.read_shared()
+        self._switchboard.poll(0.0 if accepted else timeout_s)
         if not self._switchboard.running:
             return  # somebody else closed it while we slept
-        self.crew.read_shared()
+        self.supervisor.read_shared()
         if time.monotonic() >= self._next_tick:
             self._next_tick = time.monotonic() + self._tick_s
-            self.crew.tick()
+            self.supervisor.tick()
 
-    # ---- what the crew tells (see `crew.Watcher`) ----
+    # ---- what the crew tells (see `supervisor.Watcher`) ----
 
-    def expected(self, seat: Seat) -> str:
-        return expected(seat, self.tickets.oldest_of(seat.worker))
+    def expected(self, record: WorkerRecord) -> str:
+        return expected(record, self.tickets.oldest_of(record.worker))
 
-    def lost(self, seat: Seat) -> None:
-        self.tickets.lost(seat.worker)
-        self._client.on_lost(seat)
+    def lost(self, record: WorkerRecord) -> None:
+        self.tickets.lost(record.worker)
+        self._client.on_lost(record)
 
-    def absent(self, seat: Seat) -> None:
-        self.tickets.leave(seat.worker)
+    def absent(self, record: WorkerRecord) -> None:
+        self.tickets.leave(record.worker)
 
-    def draining(self, seat: Seat) -> None:
-        self.tickets.drain(seat.worker)
+    def draining(self, record: WorkerRecord) -> None:
+        self.tickets.drain(record.worker)
 
     def receive(self, worker: int, received: Received) -> None:
         if self._failure is not None and not self._closed:
             return  # the run is over: nothing counts any more
-        seat = self.seats[worker]
+        record = self.records[worker]
         try:
-            self._handle(seat, m.decode_from_worker(received.frames), received)
+            self._handle(record, m.decode_from_worker(received.frames), received)
         except WireError as error:
-            self.crew.distrust(seat, error)
+            self.supervisor.distrust(record, error)
 
-    def _handle(self, seat: Seat, message: m.FromWorker, received: Received) -> None:
-        state = self.crew.membership.members[seat.worker].state
+    def _handle(self, record: WorkerRecord, message: m.FromWorker, received: Received) -> None:
+        state = self.supervisor.membership.members[record.worker].state
         check_message(message, received, state, self.shares_memory)
         if is_late(message, state):
             return
         match message:
             case m.Hello():
-                self._welcome(seat, message)
+                self._welcome(record, message)
             case m.Ready():
-                self._ready(seat, message)
+                self._ready(record, message)
             case m.Progress():
-                check_words(message.words, len(seat.words))
-                copy_words(message.words, seat.words)
+                check_words(message.words, len(record.words))
+                copy_words(message.words, record.words)
             case m.Failure():
-                self._failed(seat, message)
-            case _ if seat.ready:  # else it was given up, and what it died of stays
-                seat.asked = seat.asked and not isinstance(message, (m.AgentReady, m.Reply))
-                seat.error = None
-                seat.heard += 1
-                self._client.on_message(seat, message, received)
+                self._failed(record, message)
+            case _ if record.ready:  # else it was given up, and what it died of stays
+                record.asked = record.asked and not isinstance(message, (m.AgentReady, m.Reply))
+                record.error = None
+                record.heard += 1
+                self._client.on_message(record, message, received)
 
     # ---- messages ----
 
     def drain(self) -> None:
         """Look once for what arrived: sending on a ZeroMQ socket can hide from whoever waits that something did."""
         if not self.shares_memory:
-            self.crew.read_shared()
+            self.supervisor.read_shared()
 
-    def send(self, seat: Seat, message: m.FromHead, frames: Sequence[Any] = (), fds: Sequence[int] = ()) -> int:
+    def send(
+        self, record: WorkerRecord, message: m.FromHead, frames: Sequence[Any] = (), fds: Sequence[int] = ()
+    ) -> int:
         """Say it to one worker; how many bytes that took."""
-        if seat.link is None:
+        if record.link is None:
             return 0
-        seat.asked = seat.asked or isinstance(message, (m.Ship, m.Call))
+        record.asked = record.asked or isinstance(message, (m.SendAgent, m.Call))
         said = [m.encode(message), *frames]
         try:
-            with typed_shortage(f"worker {seat.worker} could not be sent a message"):
-                seat.link.send(said, fds if self.shares_memory else ())
+            with typed_shortage(f"worker {record.worker} could not be sent a message"):
+                record.link.send(said, fds if self.shares_memory else ())
         except OSError as error:
-            self.crew.cannot_tell(seat, error)
+            self.supervisor.cannot_tell(record, error)
             return 0
         return sum(memoryview(frame).nbytes for frame in said)
 
@@ -373,61 +377,61 @@ class Server:
         """Tell every worker that is there, and those that come later; replaces what was told before of its kind."""
         self.untell(type(message))
         self.stage.append((message, frames, fds))
-        for seat in self.seats:
-            if seat.ready:
-                self.send(seat, message, frames, fds)
+        for record in self.records:
+            if record.ready:
+                self.send(record, message, frames, fds)
 
     def untell(self, *kinds: type) -> None:
         """Workers that come later are no longer told."""
         self.stage = [entry for entry in self.stage if not isinstance(entry[0], kinds)]
 
-    def _welcome(self, seat: Seat, hello: m.Hello) -> None:
+    def _welcome(self, record: WorkerRecord, hello: m.Hello) -> None:
         different = mismatches(hello.versions)
-        if hello.run != self.crew.run or hello.worker != seat.worker or hello.incarnation != seat.incarnation:
+        if hello.run != self.supervisor.run or hello.worker != record.worker or hello.incarnation != record.incarnation:
             different.append("it belongs to another run or incarnation")
-        seat.host, seat.pid = hello.host, hello.pid
+        record.host, record.pid = hello.host, hello.pid
         if different:
-            reason = f"worker {seat.worker} on {hello.host} does not fit: {'; '.join(different)}."
-            self.send(seat, m.Refuse(reason))
+            reason = f"worker {record.worker} on {hello.host} does not fit: {'; '.join(different)}."
+            self.send(record, m.Refuse(reason))
             self.fail(HandshakeError(f"{reason} Install the same versions on both sides."))
             return
-        self.crew.act_on(life.Hello(seat.worker))
-        self._note(seat, Phase.CONSTRUCT)
-        if not seat.incarnation:
+        self.supervisor.act_on(life.Hello(record.worker))
+        self._note(record, Phase.CONSTRUCT)
+        if not record.incarnation:
             self.start_s["connect"] = time.monotonic() - self._started_at
         preload = [name for name in _PRELOADED if name in sys.modules]
-        welcome = m.Welcome(seat.first, seat.roots, seat.resume.tolist(), import_path(), preload, seat.clock)
-        self.send(seat, welcome, [self._program])
+        welcome = m.Welcome(record.first, record.roots, record.resume.tolist(), import_path(), preload, record.clock)
+        self.send(record, welcome, [self._program])
 
-    def _note(self, seat: Seat, phase: Phase) -> None:
+    def _note(self, record: WorkerRecord, phase: Phase) -> None:
         """Where a worker without shared memory must be, until its next heartbeat says it."""
         if not self.shares_memory:
-            seat.words[PHASE] = phase
+            record.words[PHASE] = phase
 
-    def _ready(self, seat: Seat, message: m.Ready) -> None:
+    def _ready(self, record: WorkerRecord, message: m.Ready) -> None:
         spaces = (unpack(message.observation_space), unpack(message.action_space))
         if self.spaces is not None and spaces != self.spaces:
             self.fail(
                 HandshakeError(
-                    f"worker {seat.worker} on {seat.host} has the spaces {spaces}, another worker has {self.spaces}. "
-                    "All environments of a run must have equal spaces."
+                    f"worker {record.worker} on {record.host} has the spaces {spaces}, another worker has "
+                    f"{self.spaces}. All environments of a run must have equal spaces."
                 )
             )
             return
-        if self.spaces is None or (seat.worker == 0 and not seat.incarnation):
+        if self.spaces is None or (record.worker == 0 and not record.incarnation):
             self.spaces = spaces  # those of slot 0, with its generators, in whatever order workers get ready
-        seat.ready = True
-        self.tickets.join(seat.worker)
-        if not seat.incarnation:
+        record.ready = True
+        self.tickets.join(record.worker)
+        if not record.incarnation:
             self.start_s["construct"] = time.monotonic() - self._started_at - self.start_s["connect"]
-        self.crew.act_on(life.Ready(seat.worker))
-        self._note(seat, Phase.IDLE)
+        self.supervisor.act_on(life.Ready(record.worker))
+        self._note(record, Phase.IDLE)
         for staged, frames, fds in self.stage:
-            self.send(seat, staged, frames, fds)
+            self.send(record, staged, frames, fds)
         self.grant()
 
-    def _failed(self, seat: Seat, failure: m.Failure) -> None:
-        where = seat.where(
+    def _failed(self, record: WorkerRecord, failure: m.Failure) -> None:
+        where = record.where(
             failure.phase,
             slot=failure.slot,
             seed=failure.seed,
@@ -438,25 +442,25 @@ class Server:
         message = failure.message.partition(": ")[2] if is_own(failure.kind) else f"{who} raised {failure.message}"
         error = remote_error(failure.kind, message, where, failure.traceback)
         if failure.request is not None or failure.agent is not None:
-            seat.asked = False
-            self._client.on_error(seat, failure, error)
+            record.asked = False
+            self._client.on_error(record, failure, error)
             return
-        seat.error = error
-        first_time = failure.phase == "construct" and not seat.incarnation and not seat.ready
+        record.error = error
+        first_time = failure.phase == "construct" and not record.incarnation and not record.ready
         if failure.phase in ("act", "load") or (failure.ticket is None and first_time):
             self.fail(error)  # trying the same again would only fail again
         elif failure.ticket is None:
             log.warning("%s", str(error).splitlines()[0])
         elif not failure.again:
-            if self.tickets.give_back(seat.worker, failure.ticket, "environment failed"):
-                self._client.on_error(seat, failure, error)
+            if self.tickets.give_back(record.worker, failure.ticket, "environment failed"):
+                self._client.on_error(record, failure, error)
         elif isinstance(error, (AgentError, ConfigError)):
             self.fail(error)  # neither is mended by trying again
-        elif self.tickets.again(seat.worker, failure.ticket, "environment failed"):
-            self.crew.act_on(life.Failed(seat.worker))
+        elif self.tickets.again(record.worker, failure.ticket, "environment failed"):
+            self.supervisor.act_on(life.Failed(record.worker))
             if self._failure is None:
                 log.warning("%s; going on with the next episodes", str(error).splitlines()[0])
-                seat.error = None  # what it dies of later is something else
+                record.error = None  # what it dies of later is something else
 
     # ---- tickets ----
 
@@ -464,15 +468,15 @@ class Server:
         """Give every ticket that may be given now."""
         if self._failure is not None:
             return
-        for order in self.tickets.grant(self, self._client.version()):
-            ticket, frames = self._client.make_ticket(order)
-            self.send(self.seats[order.worker], ticket, frames)
+        for issued in self.tickets.grant(self, self._client.version()):
+            ticket, frames = self._client.make_ticket(issued)
+            self.send(self.records[issued.worker], ticket, frames)
 
     def cancel(self) -> None:
         """Take back what was given and is not done."""
         open_tickets = self.tickets.in_flight
         upto = self.tickets.cancel()
-        for seat in self.seats:
-            if open_tickets and seat.link is not None:
-                seat.words[CANCEL] = upto
-                self.send(seat, m.Cancel(upto))
+        for record in self.records:
+            if open_tickets and record.link is not None:
+                record.words[CANCEL] = upto
+                self.send(record, m.Cancel(upto))

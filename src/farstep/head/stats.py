@@ -13,7 +13,7 @@ import numpy as np
 from farstep.batch import Batch
 from farstep.head.membership import State
 from farstep.head.server import Server
-from farstep.head.tickets import Arrived
+from farstep.head.tickets import AcceptedChunk
 from farstep.wire.messages import Chunk
 
 _WINDOW = 100
@@ -50,11 +50,11 @@ class Counters:
         self.wait["weights"] += chunk.weights_s
         self.stagger_steps += chunk.stagger_steps
 
-    def batch(self, batch: Batch, arrived: Sequence[Arrived], version: int) -> None:
+    def batch(self, batch: Batch, accepted: Sequence[AcceptedChunk], version: int) -> None:
         """A batch was handed to the learner."""
         rows, slots = batch.shape
         self.steps += rows * slots
-        self.chunks += len(arrived) if rows else 0  # a reset rolls nothing
+        self.chunks += len(accepted) if rows else 0  # a reset rolls nothing
         now = time.monotonic()
         self._recent.append((now, rows * slots))
         while now - self._recent[0][0] > _RATE_WINDOW_S and len(self._recent) > 2:
@@ -65,8 +65,8 @@ class Counters:
         if rows:
             versions = np.asarray(batch["version"])[0]  # one version per chunk: the first row has them all
             lags = version - versions
-            for chunk in arrived:
-                self._lags[chunk.order.worker][_bucket(version - chunk.piece.version)] += 1
+            for chunk in accepted:
+                self._lags[chunk.ticket.worker][_bucket(version - chunk.piece.version)] += 1
             self._lag_sum += int(lags.sum())
             self._lag_rows += len(lags)
             self._lag_max = max(self._lag_max, int(lags.max()))
@@ -74,7 +74,7 @@ class Counters:
             self._oldest = oldest if self._oldest is None else min(self._oldest, oldest)
 
     def snapshot(self, server: Server, version: int, inference: str) -> dict[str, Any]:
-        members, tickets = server.crew.membership, server.tickets
+        members, tickets = server.supervisor.membership, server.tickets
         span = self._recent[-1][0] - self._recent[0][0] if len(self._recent) > 1 else 0.0
         later_steps = sum(steps for _, steps in list(self._recent)[1:])
         return {
@@ -90,12 +90,12 @@ class Counters:
             "workers": {
                 "alive": members.count(State.ALIVE),
                 "starting": members.count(State.STARTING, State.CONSTRUCTING, State.WAITING) - len(tickets.absent),
-                "queued": len(tickets.absent) - server.crew.launcher.spare(),
+                "queued": len(tickets.absent) - server.supervisor.launcher.spare(),
                 "parked": 0,
                 "lost": members.count(State.DYING),
                 "restarts": members.restarts,
             },
-            "nodes": server.crew.launcher.nodes(),
+            "nodes": server.supervisor.launcher.nodes(),
             "weight_syncs": {"total": sum(self.syncs), "per_worker": list(self.syncs)},
             "bytes": {
                 "weights_sent": self.weights_sent,

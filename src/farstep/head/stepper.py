@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from farstep.config.launch import LaunchConfig
-from farstep.core import Array, Buffer, Received
+from farstep.core import Array, BytesLike, Received
 from farstep.errors import WireError, WorkerError
-from farstep.head.broadcast import Calls
-from farstep.head.incoming_chunks import Arrival, records_of
+from farstep.head.broadcast import Broadcast
+from farstep.head.incoming_chunks import IncomingChunk, records_of
 from farstep.head.rollouts import Rollouts, base_rows
 from farstep.head.server import Server
-from farstep.head.tickets import Arrived, Order
-from farstep.head.worker_records import ResetOrder, Seat
+from farstep.head.tickets import AcceptedChunk, IssuedTicket
+from farstep.head.worker_records import ResetRequest, WorkerRecord
 from farstep.rollout.program import Program
 from farstep.schema import ArraySpec, Schema, space_schema
 from farstep.wire import messages as m
@@ -32,9 +32,9 @@ class Stepper:
     def __init__(self, config: LaunchConfig, program: Program, envs_per_node: int) -> None:
         self.server = Server(config, program, envs_per_node, 0, 0, self)
         self._steps = 0
-        self._reset: ResetOrder | None = None
+        self._reset: ResetRequest | None = None
         self._error: WorkerError | None = None
-        self._calls = Calls(self.server, without_lost=False)
+        self._broadcast = Broadcast(self.server, without_lost=False)
         self._rollouts: Rollouts | None = None
 
     def start(self) -> tuple[Any, Any]:
@@ -42,7 +42,7 @@ class Stepper:
         observation_space, action_space = self.server.start()
         obs, self._obs_schema = space_schema(observation_space, "obs")
         _, actions = space_schema(action_space, "action")
-        self._rollouts = Rollouts(self.server.seats, obs, self._obs_schema)
+        self._rollouts = Rollouts(self.server.records, obs, self._obs_schema)
         self._lay(actions)
         return observation_space, action_space
 
@@ -77,10 +77,10 @@ class Stepper:
             self.blocks[name][0, 0] = array
         return self._roll(1, None)
 
-    def reset(self, order: ResetOrder) -> list[Info]:
-        return self._roll(0, order)
+    def reset(self, issued: ResetRequest) -> list[Info]:
+        return self._roll(0, issued)
 
-    def _roll(self, steps: int, reset: ResetOrder | None) -> list[Info]:
+    def _roll(self, steps: int, reset: ResetRequest | None) -> list[Info]:
         """One ticket for every worker."""
         server = self.server
         with server.locked():
@@ -91,80 +91,80 @@ class Stepper:
             server.tickets.open(None, None, 1)
             server.grant()
             try:
-                arrived = server.wait(self._arrived)
+                accepted = server.wait(self._arrived)
             finally:
                 if server.tickets.is_open:
                     server.cancel()
-        return [info for a in arrived for info in a.piece]
+        return [info for a in accepted for info in a.piece]
 
-    def _arrived(self) -> list[Arrived] | None:
+    def _arrived(self) -> list[AcceptedChunk] | None:
         if self._error is not None:
             raise self._error
         return self.server.tickets.take(0)
 
     def call(self, name: str, *arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         """Do something on every worker; `arguments` is one tuple for all, or one each. Values in order of slots."""
-        return tuple(value for answer in self._calls.call(name, *arguments) for value in answer or ())
+        return tuple(value for answer in self._broadcast.call(name, *arguments) for value in answer or ())
 
     # ---- the server's side ----
 
     def version(self) -> int:
         return 0  # the learner acts: there is no policy on the workers
 
-    def make_ticket(self, order: Order) -> tuple[m.Ticket, list[Any]]:
-        seat = self.server.seats[order.worker]
+    def make_ticket(self, issued: IssuedTicket) -> tuple[m.Ticket, list[Any]]:
+        record = self.server.records[issued.worker]
         frames: list[Any] = []
-        reset = None if self._reset is None else self._reset.part(seat)
+        reset = None if self._reset is None else self._reset.part(record)
         if reset is None and not self.server.shares_memory:
-            frames = [self.blocks[name][0, 0, seat.columns].tobytes() for name in self._action_schema]
-        return m.Ticket(order.seq, order.lane, self._steps, 0, reset, infos=True), frames
+            frames = [self.blocks[name][0, 0, record.columns].tobytes() for name in self._action_schema]
+        return m.Ticket(issued.seq, issued.lane, self._steps, 0, reset, infos=True), frames
 
-    def on_message(self, seat: Seat, message: m.FromWorker, received: Received) -> None:
+    def on_message(self, record: WorkerRecord, message: m.FromWorker, received: Received) -> None:
         match message:
             case m.Chunk():
-                order = self.server.tickets.order(message.ticket)
-                if order is not None and order.worker == seat.worker:  # else it was taken back meanwhile
-                    self._take(seat, message, received)
+                issued = self.server.tickets.outstanding(message.ticket)
+                if issued is not None and issued.worker == record.worker:  # else it was taken back meanwhile
+                    self._take(record, message, received)
             case m.Reply():
-                self._calls.replied(seat, message, received)
+                self._broadcast.replied(record, message, received)
             case _:
                 raise WireError(f"{type(message).__name__} from a worker of make_vec, which has no agent.")
 
-    def _take(self, seat: Seat, chunk: m.Chunk, received: Received) -> None:
+    def _take(self, record: WorkerRecord, chunk: m.Chunk, received: Received) -> None:
         ends, *frames = received.frames[1:]
-        infos = _infos(frames.pop(), seat) if chunk.infos and frames else []
+        infos = _infos(frames.pop(), record) if chunk.infos and frames else []
         if self.server.shares_memory and (frames or chunk.keys):
             raise WireError("a chunk with arrays from a worker with shared memory.")
         if not self.server.shares_memory:
             assert self._rollouts is not None and self._rollouts.layout is not None
-            arrival = Arrival(self._rollouts.rows(seat, 0), self._steps)
-            arrival.ends = records_of(ends, seat, self._steps)
-            arrival.add(chunk.keys, frames, codecs=chunk.codecs)
-            arrival.complete([self._rollouts.layout.names()])
-        self.server.tickets.accept(seat.worker, chunk.ticket, 0, infos)
+            incoming = IncomingChunk(self._rollouts.rows(record, 0), self._steps)
+            incoming.ends = records_of(ends, record, self._steps)
+            incoming.add(chunk.keys, frames, codecs=chunk.codecs)
+            incoming.complete([self._rollouts.layout.names()])
+        self.server.tickets.accept(record.worker, chunk.ticket, 0, infos)
 
-    def on_lost(self, seat: Seat) -> None:
+    def on_lost(self, record: WorkerRecord) -> None:
         """The learner would step into episodes that it did not begin if another worker took the place of this one."""
-        ended = seat.handle.poll() if seat.handle is not None else None
+        ended = record.handle.poll() if record.handle is not None else None
         if ended is not None and ended.blameless and self._rollouts is not None:
-            self.server.fail(seat.died(ended))
+            self.server.fail(record.died(ended))
 
-    def on_error(self, seat: Seat, failure: m.Failure, error: WorkerError) -> None:
+    def on_error(self, record: WorkerRecord, failure: m.Failure, error: WorkerError) -> None:
         if failure.ticket is not None:
             self._error = self._error or error
         else:
-            self._calls.failed(seat, failure, error)
+            self._broadcast.failed(record, failure, error)
 
 
-def _infos(frame: Buffer, seat: Seat) -> list[Info]:
+def _infos(frame: BytesLike, record: WorkerRecord) -> list[Info]:
     infos = unpack(frame)
     if not isinstance(infos, list):
         raise WireError("infos that are not a list.")
     found: list[Info] = []
     for entry in infos:
         match entry:
-            case (int(i), dict() | None as final, dict(info)) if 0 <= i < seat.num_envs:
-                found.append((seat.first + i, final, info))
+            case (int(i), dict() | None as final, dict(info)) if 0 <= i < record.num_envs:
+                found.append((record.first + i, final, info))
             case _:
                 raise WireError("infos that are not of this worker's environments.")
     return found

@@ -13,8 +13,8 @@ from farstep.config.launch import RESTART_WINDOW_S, Timeouts
 from farstep.core import Launcher, Received
 from farstep.errors import FarstepError, LaunchError, ResourceError, WireError, WorkerError, typed_shortage
 from farstep.head import membership as life
-from farstep.head.event_loop import Switchboard
-from farstep.head.worker_records import Seat
+from farstep.head.event_loop import EventLoop
+from farstep.head.worker_records import WorkerRecord
 from farstep.rollout.progress import BEAT_S, COUNT, SLOT, Phase, check_words
 from farstep.wire.messages import Stop, encode
 
@@ -34,19 +34,19 @@ class Watcher(Protocol):
         """A worker said something."""
         ...
 
-    def expected(self, seat: Seat) -> str:
-        """What this worker is waited for if it does nothing (see `seats.expected`)."""
+    def expected(self, record: WorkerRecord) -> str:
+        """What this worker is waited for if it does nothing (see `records.expected`)."""
         ...
 
-    def lost(self, seat: Seat) -> None:
+    def lost(self, record: WorkerRecord) -> None:
         """What it was doing will not be done."""
         ...
 
-    def absent(self, seat: Seat) -> None:
+    def absent(self, record: WorkerRecord) -> None:
         """There is no node for it; it comes when there is one."""
         ...
 
-    def draining(self, seat: Seat) -> None:
+    def draining(self, record: WorkerRecord) -> None:
         """The worker's node is about to leave."""
         ...
 
@@ -55,26 +55,26 @@ class Watcher(Protocol):
         ...
 
 
-class Crew:
+class Supervisor:
     """All workers of a run. Everything here happens under the switchboard's lock."""
 
     def __init__(
         self,
         launcher: Launcher,
-        seats: Sequence[Seat],
+        records: Sequence[WorkerRecord],
         timeouts: Timeouts,
         restart_budget: int,
-        switchboard: Switchboard,
+        switchboard: EventLoop,
         watcher: Watcher,
     ) -> None:
-        self.seats = seats
+        self.records = records
         self.launcher = launcher
         self._timeouts, self._switchboard, self._watcher = timeouts, switchboard, watcher
         # Where progress is reported by message, what we know is up to a heartbeat old (and a message may be late).
         slack_s = 0.0 if launcher.shares_memory else 3 * BEAT_S
         phases = [*(phase.label for phase in Phase if phase is not Phase.QUEUED), "transfer"]
         limits = {phase: getattr(timeouts, f"{phase}_s") + slack_s for phase in phases}
-        self.membership = life.Membership(len(seats), limits, restart_budget)
+        self.membership = life.Membership(len(records), limits, restart_budget)
         self.run = f"{time.time_ns():x}"
         for fd in launcher.filenos():
             switchboard.register(fd, lambda: None)
@@ -94,32 +94,32 @@ class Crew:
         self.launcher.stop()
 
     def ended(self) -> bool:
-        return all(seat.handle is None or seat.handle.poll() is not None for seat in self.seats)
+        return all(record.handle is None or record.handle.poll() is not None for record in self.records)
 
     def kill(self) -> None:
-        for seat in self.seats:
-            if seat.handle is not None:
-                seat.handle.kill()
+        for record in self.records:
+            if record.handle is not None:
+                record.handle.kill()
 
     def close(self) -> None:
-        for seat in self.seats:
-            self._drop_process(seat)
+        for record in self.records:
+            self._drop_process(record)
         self.launcher.close()
 
     def whereabouts(self) -> str:
         """What each worker that keeps somebody waiting is doing."""
         queued = [waiting] if (waiting := self.launcher.waiting()) else []
         parts: list[str] = []
-        for seat, member in zip(self.seats, self.membership.members, strict=True):
-            if seat.phase == "queued":
+        for record, member in zip(self.records, self.membership.members, strict=True):
+            if record.phase == "queued":
                 continue
             if member.state is not life.State.ALIVE:
                 again = f" (restart {member.incarnation})" if member.incarnation else ""
-                parts.append(f"worker {seat.worker} is {member.state.value}{again}")
-            elif seat.phase != "idle":
-                i = int(seat.words[SLOT])
-                slot = f", environment slot {seat.first + i}" if i >= 0 else ""
-                parts.append(f"worker {seat.worker} in {seat.phase}{slot}")
+                parts.append(f"worker {record.worker} is {member.state.value}{again}")
+            elif record.phase != "idle":
+                i = int(record.words[SLOT])
+                slot = f", environment slot {record.first + i}" if i >= 0 else ""
+                parts.append(f"worker {record.worker} in {record.phase}{slot}")
         rest = [f"{len(parts) - _MOST_NAMED} more workers"] if len(parts) > _MOST_NAMED else []
         return "; ".join([*queued, *parts[:_MOST_NAMED], *rest]) or "all workers are idle"
 
@@ -127,136 +127,136 @@ class Crew:
 
     def read_shared(self) -> bool:
         """What has arrived on connections that have no descriptor per worker; True if anything did."""
-        arrived = self.launcher.drain(self._watcher.receive)
+        accepted = self.launcher.drain(self._watcher.receive)
         if self.launcher.driven:
-            for seat in self.seats:
-                arrived = self._drive(seat) or arrived
-        return arrived
+            for record in self.records:
+                accepted = self._drive(record) or accepted
+        return accepted
 
-    def _drive(self, seat: Seat) -> bool:
+    def _drive(self, record: WorkerRecord) -> bool:
         """A worker in this process moves when we make it: its environments may hang, so Ctrl-C must reach them."""
         moved = False
-        while seat.link is not None:
+        while record.link is not None:
             with self._switchboard.interruptible():
-                received = seat.link.receive()
+                received = record.link.receive()
             if received is None:
                 break
             moved = True
-            self._watcher.receive(seat.worker, received)
+            self._watcher.receive(record.worker, received)
             if self.membership.stopping:
                 break  # the run is over: nobody takes another step before whoever waits has heard of it
-        if seat.handle is not None and seat.handle.poll() is not None:
-            self._process_ended(seat)
+        if record.handle is not None and record.handle.poll() is not None:
+            self._process_ended(record)
         return moved
 
-    def _read(self, seat: Seat, limit: int | None = _MESSAGES_AT_ONCE) -> None:
+    def _read(self, record: WorkerRecord, limit: int | None = _MESSAGES_AT_ONCE) -> None:
         count = 0
-        while seat.link is not None and (limit is None or count < limit):
+        while record.link is not None and (limit is None or count < limit):
             count += 1
             try:
-                received = seat.link.receive()
+                received = record.link.receive()
             except EOFError:
-                self._switchboard.unregister(seat.link.fileno())
-                seat.silent_since = time.monotonic()
+                self._switchboard.unregister(record.link.fileno())
+                record.silent_since = time.monotonic()
                 return
             except OSError as error:
-                self.distrust(seat, WireError(f"a message that could not be received: {error}"))
+                self.distrust(record, WireError(f"a message that could not be received: {error}"))
                 return
             except WireError as error:
-                self.distrust(seat, error)
+                self.distrust(record, error)
                 return
             if received is None:
                 return
             for fd in received.fds:
                 os.close(fd)
             if received.fds:
-                self.distrust(seat, WireError(f"a message with {len(received.fds)} descriptors; workers send none."))
+                self.distrust(record, WireError(f"a message with {len(received.fds)} descriptors; workers send none."))
                 return
-            self._watcher.receive(seat.worker, received)
+            self._watcher.receive(record.worker, received)
 
-    def distrust(self, seat: Seat, error: WireError) -> None:
+    def distrust(self, record: WorkerRecord, error: WireError) -> None:
         """A worker said what cannot be read, or cannot be true: it is replaced."""
-        if self.membership.is_running(seat.worker):
-            log.warning("worker %d sent a message that cannot be accepted: %s", seat.worker, str(error))
-            seat.blame(seat.phase)
-            seat.error = WorkerError(
-                f"a worker sent a message that cannot be accepted: {error}", seat.where(seat.phase)
+        if self.membership.is_running(record.worker):
+            log.warning("worker %d sent a message that cannot be accepted: %s", record.worker, str(error))
+            record.blame(record.phase)
+            record.error = WorkerError(
+                f"a worker sent a message that cannot be accepted: {error}", record.where(record.phase)
             )
-        self.act_on(life.Gone(seat.worker))
+        self.act_on(life.Gone(record.worker))
 
-    def _read_output(self, seat: Seat) -> None:
-        if seat.handle is None:
+    def _read_output(self, record: WorkerRecord) -> None:
+        if record.handle is None:
             return
-        new = seat.handle.read_output()
+        new = record.handle.read_output()
         if new is None:
-            self._switchboard.unregister(seat.handle.output_fd)
+            self._switchboard.unregister(record.handle.output_fd)
         for line in (new or b"").decode(errors="replace").splitlines():
-            log.info("worker %d: %s", seat.worker, line)
+            log.info("worker %d: %s", record.worker, line)
 
     # ---- watching ----
 
     def tick(self) -> None:
         """Look at everybody's progress, and do what time alone brings about."""
-        for seat in self.seats:
-            if seat.handle is None or self.launcher.driven:
+        for record in self.records:
+            if record.handle is None or self.launcher.driven:
                 continue  # one in this process cannot be stuck without us
-            if time.monotonic() - seat.silent_since > _LAST_WORDS_S:
-                seat.silent_since = math.inf
-                self.act_on(life.Gone(seat.worker))
-            if self.launcher.shares_memory and self.membership.is_running(seat.worker):  # it writes its words itself
+            if time.monotonic() - record.silent_since > _LAST_WORDS_S:
+                record.silent_since = math.inf
+                self.act_on(life.Gone(record.worker))
+            if self.launcher.shares_memory and self.membership.is_running(record.worker):  # it writes its words itself
                 try:
-                    check_words(seat.words)
+                    check_words(record.words)
                 except WireError as error:
-                    self.distrust(seat, error)
-            phase = seat.phase
+                    self.distrust(record, error)
+            phase = record.phase
             if phase == "idle":
-                phase = self._watcher.expected(seat)
-            count = (int(seat.words[COUNT]), int(seat.words[SLOT]), seat.heard)
-            self.act_on(life.Observed(seat.worker, phase, count))
-            if seat.link is not None:
-                seat.link.flush()
-            if seat.handle.leaving:
-                self._watcher.draining(seat)
-                if not self._watcher.expected(seat):
-                    self._send_off(seat)
+                phase = self._watcher.expected(record)
+            count = (int(record.words[COUNT]), int(record.words[SLOT]), record.heard)
+            self.act_on(life.Observed(record.worker, phase, count))
+            if record.link is not None:
+                record.link.flush()
+            if record.handle.leaving:
+                self._watcher.draining(record)
+                if not self._watcher.expected(record):
+                    self._send_off(record)
         try:
             self.launcher.tick()
         except LaunchError as error:
             self._watcher.fail(error)
         self._perform(self.membership.tick(time.monotonic()))
 
-    def _send_off(self, seat: Seat) -> None:
+    def _send_off(self, record: WorkerRecord) -> None:
         """Its node is taken away, and it owes nothing any more."""
-        if seat.ready and seat.link is not None:
-            seat.ready = False  # no ticket finds it
-            seat.link.send([encode(Stop())])
+        if record.ready and record.link is not None:
+            record.ready = False  # no ticket finds it
+            record.link.send([encode(Stop())])
 
     def act_on(self, event: life.Event) -> None:
         self._perform(self.membership.handle(event, time.monotonic()))
 
     def _perform(self, actions: Sequence[life.Action]) -> None:
         for action in actions:
-            seat = self.seats[action.worker]
+            record = self.records[action.worker]
             match action:
                 case life.Start():
-                    self._start_process(seat, action.incarnation)
+                    self._start_process(record, action.incarnation)
                 case life.Kill():
-                    if action.stuck_in and seat.handle is not None:
+                    if action.stuck_in and record.handle is not None:
                         limit_s = getattr(self._timeouts, f"{action.stuck_in}_s")
-                        seat.blame(action.stuck_in)
-                        seat.error = seat.stuck(action.stuck_in, limit_s)
-                        log.warning("%s", str(seat.error).splitlines()[0])
-                    if seat.handle is not None:
-                        seat.handle.kill()
+                        record.blame(action.stuck_in)
+                        record.error = record.stuck(action.stuck_in, limit_s)
+                        log.warning("%s", str(record.error).splitlines()[0])
+                    if record.handle is not None:
+                        record.handle.kill()
                 case life.Ask():
-                    if seat.handle is not None and self.launcher.nodes():  # others are asked when they are killed
-                        seat.handle.dump_stacks()
+                    if record.handle is not None and self.launcher.nodes():  # others are asked when they are killed
+                        record.handle.dump_stacks()
                 case life.Lost():
-                    seat.ready = False
-                    self._watcher.lost(seat)
+                    record.ready = False
+                    self._watcher.lost(record)
                 case life.GiveUp():
-                    undead = WorkerError("a worker does not end, although it was killed", seat.where(seat.phase))
-                    error = seat.shortage or seat.error or undead
+                    undead = WorkerError("a worker does not end, although it was killed", record.where(record.phase))
+                    error = record.shortage or record.error or undead
                     budget = self.membership.restart_budget
                     if action.failures and budget and isinstance(error, WorkerError):
                         error.preface(
@@ -265,76 +265,76 @@ class Crew:
                         )
                     self._watcher.fail(error)
 
-    def _start_process(self, seat: Seat, incarnation: int) -> None:
-        self._drop_process(seat)
-        seat.incarnation, seat.ready, seat.error, seat.asked = incarnation, False, None, False
-        seat.silent_since = math.inf
+    def _start_process(self, record: WorkerRecord, incarnation: int) -> None:
+        self._drop_process(record)
+        record.incarnation, record.ready, record.error, record.asked = incarnation, False, None, False
+        record.silent_since = math.inf
         try:
-            with typed_shortage(f"worker {seat.worker} could not be started"):
-                started = self.launcher.start(seat.worker, incarnation, self.run)
+            with typed_shortage(f"worker {record.worker} could not be started"):
+                started = self.launcher.start(record.worker, incarnation, self.run)
         except ResourceError as error:
-            self._not_started(seat, error)
+            self._not_started(record, error)
             return
         except OSError as error:
-            self._watcher.fail(WorkerError(f"a worker could not be started: {error}", seat.where("start")))
+            self._watcher.fail(WorkerError(f"a worker could not be started: {error}", record.where("start")))
             return
         except LaunchError as error:
             self._watcher.fail(error)
             return
-        seat.shortage = None
-        seat.handle, seat.link = started.handle, started.link
-        seat.words, seat.host, seat.pid = started.words, started.host, started.handle.pid
-        readers: list[tuple[int, Callable[[Seat], None]]] = [
+        record.shortage = None
+        record.handle, record.link = started.handle, started.link
+        record.words, record.host, record.pid = started.words, started.host, started.handle.pid
+        readers: list[tuple[int, Callable[[WorkerRecord], None]]] = [
             (started.link.fileno(), self._read),
             (started.handle.exit_fd, self._process_ended),
             (started.handle.output_fd, self._read_output),
         ]
         for fd, reader in readers:
-            self._switchboard.register(fd, lambda reader=reader: reader(seat))  # type: ignore[misc]
-        if seat.phase == "queued":
-            self._watcher.absent(seat)
+            self._switchboard.register(fd, lambda reader=reader: reader(record))  # type: ignore[misc]
+        if record.phase == "queued":
+            self._watcher.absent(record)
 
-    def _not_started(self, seat: Seat, error: ResourceError) -> None:
+    def _not_started(self, record: WorkerRecord, error: ResourceError) -> None:
         """Retry a replacement later; during the launch, fail at once."""
-        if not seat.incarnation:
+        if not record.incarnation:
             self._watcher.fail(error)
             return
-        if not self.membership.members[seat.worker].attempts:
+        if not self.membership.members[record.worker].attempts:
             log.warning("%s Retrying for %g s.", str(error), self._timeouts.connect_s)
-        seat.incarnation -= 1
-        seat.shortage = error
-        self.act_on(life.NotStarted(seat.worker))
+        record.incarnation -= 1
+        record.shortage = error
+        self.act_on(life.NotStarted(record.worker))
 
-    def cannot_tell(self, seat: Seat, error: OSError) -> None:
+    def cannot_tell(self, record: WorkerRecord, error: OSError) -> None:
         """Replace a worker to which a message could not be sent; its replacement gets the message."""
-        seat.error = WorkerError(str(error), seat.where(seat.phase))
-        log.warning("%s; replacing the worker", str(seat.error).splitlines()[0])
-        self.act_on(life.Gone(seat.worker))
+        record.error = WorkerError(str(error), record.where(record.phase))
+        log.warning("%s; replacing the worker", str(record.error).splitlines()[0])
+        self.act_on(life.Gone(record.worker))
 
-    def _process_ended(self, seat: Seat) -> None:
-        ended = seat.handle.poll() if seat.handle is not None else None
-        if ended is None or seat.handle is None:
+    def _process_ended(self, record: WorkerRecord) -> None:
+        ended = record.handle.poll() if record.handle is not None else None
+        if ended is None or record.handle is None:
             return
         self.launcher.drain(self._watcher.receive)  # what it said before it ended still counts
-        if seat.link is not None and seat.link.fileno() >= 0:
-            self._read(seat, limit=None)
-        if seat.error is None and not self.membership.stopping and not ended.blameless:
-            seat.blame(seat.phase)
-            seat.error = seat.died(ended)
-            log.warning("%s", str(seat.error).splitlines()[0])
-        self._switchboard.unregister(seat.handle.exit_fd)
-        self.act_on(life.Ended(seat.worker, ended.blameless))
+        if record.link is not None and record.link.fileno() >= 0:
+            self._read(record, limit=None)
+        if record.error is None and not self.membership.stopping and not ended.blameless:
+            record.blame(record.phase)
+            record.error = record.died(ended)
+            log.warning("%s", str(record.error).splitlines()[0])
+        self._switchboard.unregister(record.handle.exit_fd)
+        self.act_on(life.Ended(record.worker, ended.blameless))
         if ended.blameless:  # it went with its node, and batches go on without it, however soon it is back
-            self._watcher.absent(seat)
+            self._watcher.absent(record)
 
-    def _drop_process(self, seat: Seat) -> None:
-        if seat.link is not None:
-            self._switchboard.unregister(seat.link.fileno())
-            seat.link.close()
-            seat.link = None
-        if seat.handle is not None:
-            self._read_output(seat)
-            self._switchboard.unregister(seat.handle.exit_fd)
-            self._switchboard.unregister(seat.handle.output_fd)
-            seat.handle.close()
-            seat.handle = None
+    def _drop_process(self, record: WorkerRecord) -> None:
+        if record.link is not None:
+            self._switchboard.unregister(record.link.fileno())
+            record.link.close()
+            record.link = None
+        if record.handle is not None:
+            self._read_output(record)
+            self._switchboard.unregister(record.handle.exit_fd)
+            self._switchboard.unregister(record.handle.output_fd)
+            record.handle.close()
+            record.handle = None

@@ -26,7 +26,7 @@ _FEED_LANES = 3  # the same, and one that is being taken in
 
 
 @dataclass(frozen=True)
-class Order:
+class IssuedTicket:
     """A ticket that was given: who rolls what into which lane."""
 
     seq: int
@@ -38,10 +38,10 @@ class Order:
 
 
 @dataclass(frozen=True)
-class Arrived:
+class AcceptedChunk:
     """A chunk that was accepted."""
 
-    order: Order
+    ticket: IssuedTicket
     version: int
     """What it counts as, for its age."""
     piece: Any
@@ -60,12 +60,12 @@ class FeedPlan:
     """Per worker, how many chunks it was asked for already; None: it rolls what it may."""
 
 
-Place = tuple[int, int, int]
+QueueKey = tuple[int, int, int]
 """A worker's key in the queue for tickets: tickets that it holds, tickets that it was given so far, its number."""
 
 
 @dataclass
-class Session:
+class CollectionSession:
     """What the current call asked for, and how far it got."""
 
     max_staleness: int | None
@@ -102,8 +102,8 @@ class Session:
     begun: Counter[int] = field(default_factory=Counter)
     """Per worker, windows of a feed that it has begun and that were not consumed."""
     begun_total: int = 0
-    completing: list[Place] = field(default_factory=list)
-    beginning: list[Place] = field(default_factory=list)
+    completing: list[QueueKey] = field(default_factory=list)
+    beginning: list[QueueKey] = field(default_factory=list)
     """Heaps of workers that may get a ticket: those with an incomplete window, and the others. Entries may be stale."""
 
     @property
@@ -130,15 +130,15 @@ class Tickets:
         self.membership = 0
         """Increases whenever a worker joins or leaves."""
         self._seq = 0
-        self._outstanding: dict[int, Order] = {}
+        self._outstanding: dict[int, IssuedTicket] = {}
         self._open: list[list[int]] = [[] for _ in range(num_workers)]
         """Per worker, the numbers of its open tickets, in order."""
-        self._arrived: dict[int, Arrived] = {}
+        self._arrived: dict[int, AcceptedChunk] = {}
         """By ticket id, in order of arrival."""
         self._arrived_of: Counter[int] = Counter()
         self._oldest = 0
         """No chunk that has arrived is of an older version."""
-        self._session: Session | None = None
+        self._session: CollectionSession | None = None
         self.issued = self.delivered = 0
         self.dropped: Counter[str] = Counter()
 
@@ -172,7 +172,7 @@ class Tickets:
             rollouts: Rounds per batch, if `num_chunks` is None.
         """
         assert self._session is None, "cancel the session before opening another"
-        session = Session(max_staleness, num_chunks, batches, rollouts, feed=feed)
+        session = CollectionSession(max_staleness, num_chunks, batches, rollouts, feed=feed)
         lanes = self.lanes_needed(max_staleness, num_chunks, feed, rollouts)
         for worker in range(self._workers):
             session.issued[worker] = 0
@@ -231,7 +231,7 @@ class Tickets:
 
     def arrived_of(self) -> list[int]:
         """The workers of chunks that nobody took yet, in order."""
-        return [arrived.order.worker for arrived in self._arrived.values()]
+        return [accepted.ticket.worker for accepted in self._arrived.values()]
 
     def oldest_of(self, worker: int) -> int | None:
         """The open ticket that a worker got first: it does them in order."""
@@ -247,7 +247,7 @@ class Tickets:
 
     # ---- giving ----
 
-    def grant(self, available: Container[int], version: int) -> list[Order]:
+    def grant(self, available: Container[int], version: int) -> list[IssuedTicket]:
         """All tickets that the available workers may get now; `version` is the current one. Call `join` first when
         another worker has become available."""
         session = self._session
@@ -255,7 +255,7 @@ class Tickets:
             return []
         if session.num_chunks is None:
             there = sorted(worker for worker in session.due if worker in available)
-            orders = [order for worker in there for order in self._rounds(session, worker, version)]
+            orders = [issued for worker in there for issued in self._rounds(session, worker, version)]
             # Workers that are being restarted stay queued; `join` queues absent ones when they return.
             session.due = {worker for worker in session.due.difference(there) if worker not in self.absent}
             return orders
@@ -264,7 +264,7 @@ class Tickets:
             wanted = max(1, self._workers - len(self.absent) - len(self._draining)) * session.feed.chunks
         return self._first_come(session, wanted, available, version)
 
-    def _rounds(self, session: Session, worker: int, version: int) -> list[Order]:
+    def _rounds(self, session: CollectionSession, worker: int, version: int) -> list[IssuedTicket]:
         places = []
         while session.redo[worker]:
             places.append(session.redo[worker].popleft())
@@ -280,8 +280,10 @@ class Tickets:
             for number, lane in places
         ]
 
-    def _first_come(self, session: Session, wanted: int, available: Container[int], version: int) -> list[Order]:
-        orders: list[Order] = []
+    def _first_come(
+        self, session: CollectionSession, wanted: int, available: Container[int], version: int
+    ) -> list[IssuedTicket]:
+        orders: list[IssuedTicket] = []
         while True:
             ahead = len(self._outstanding) + len(self._arrived) + session.held_total
             if session.feed is None and ahead >= session.depth * wanted:
@@ -299,7 +301,9 @@ class Tickets:
             lane = session.lanes[worker].pop()
             orders.append(self._order(session, worker, -1, lane, version + ahead // wanted))
 
-    def _first(self, session: Session, queue: list[Place], inside: bool, available: Container[int]) -> Place | None:
+    def _first(
+        self, session: CollectionSession, queue: list[QueueKey], inside: bool, available: Container[int]
+    ) -> QueueKey | None:
         """The first place of a queue that is up to date and whose worker may have a ticket."""
         while queue:
             worker = queue[0][2]
@@ -309,7 +313,7 @@ class Tickets:
             heapq.heappop(queue)  # `_touch` queues the worker again when this changes
         return None
 
-    def _place(self, session: Session, worker: int) -> Place:
+    def _place(self, session: CollectionSession, worker: int) -> QueueKey:
         return self.busy(worker), session.issued[worker], worker
 
     def _touch(self, worker: int) -> None:
@@ -337,11 +341,11 @@ class Tickets:
             heapq.heapify(queue)
         heapq.heappush(queue, self._place(session, worker))
 
-    def _chunks_of(self, session: Session, worker: int) -> int:
+    def _chunks_of(self, session: CollectionSession, worker: int) -> int:
         """Chunks of a worker that are being rolled, wait to be taken, or are held by the learner."""
         return session.held[worker] + self.pending(worker)
 
-    def _may_roll(self, session: Session, worker: int) -> bool:
+    def _may_roll(self, session: CollectionSession, worker: int) -> bool:
         """Whether a worker's own limits allow it another chunk."""
         if not session.lanes[worker] or self.busy(worker) >= _QUEUED_PER_WORKER:
             return False
@@ -352,14 +356,14 @@ class Tickets:
             return True
         return self._chunks_of(session, worker) < session.depth * feed.chunks
 
-    def _is_inside(self, session: Session, worker: int) -> bool:
+    def _is_inside(self, session: CollectionSession, worker: int) -> bool:
         """Whether the worker's next chunk continues a window of a feed."""
         feed = session.feed
         if feed is None or feed.max_staleness is None:
             return False
         return self._chunks_of(session, worker) % feed.chunks > 0
 
-    def _may_begin(self, session: Session) -> bool:
+    def _may_begin(self, session: CollectionSession) -> bool:
         """Whether another window may be begun. With `n="all"` each worker has a bound of its own instead: windows that
         a departed worker left in the buffer must not block the others."""
         feed = session.feed
@@ -367,34 +371,34 @@ class Tickets:
             return True
         return session.begun_total < session.depth * feed.actors
 
-    def _order(self, session: Session, worker: int, batch: int, lane: int, version_then: int) -> Order:
+    def _order(self, session: CollectionSession, worker: int, batch: int, lane: int, version_then: int) -> IssuedTicket:
         """`version_then`: the version when the chunk is consumed, if the learner publishes once per batch."""
         self._seq += 1
         self.issued += 1
         bound = 0 if session.max_staleness is None else max(0, version_then - session.max_staleness)
-        order = Order(self._seq, worker, batch, lane, bound)
-        self._outstanding[order.seq] = order
-        self._open[worker].append(order.seq)
+        issued = IssuedTicket(self._seq, worker, batch, lane, bound)
+        self._outstanding[issued.seq] = issued
+        self._open[worker].append(issued.seq)
         self._touch(worker)
-        return order
+        return issued
 
     # ---- taking ----
 
-    def order(self, seq: int) -> Order | None:
+    def outstanding(self, seq: int) -> IssuedTicket | None:
         """The open ticket of that number."""
         return self._outstanding.get(seq)
 
     def accept(self, worker: int, seq: int, version: int, piece: Any) -> bool:
         """Take a chunk if its ticket is open and this worker owns it; anything else is a leftover or a repetition."""
-        order = self._outstanding.get(seq)
-        if order is None or order.worker != worker:
+        issued = self._outstanding.get(seq)
+        if issued is None or issued.worker != worker:
             return False
         self._oldest = min(self._oldest, version) if self._arrived else version
-        self._arrived[seq] = Arrived(order, version, piece)
+        self._arrived[seq] = AcceptedChunk(issued, version, piece)
         self._arrived_of[worker] += 1
-        self._shut(order)
+        self._shut(issued)
         session = self._session
-        if session is not None and session.missing and order.batch < session.taken + session.rollouts:
+        if session is not None and session.missing and issued.batch < session.taken + session.rollouts:
             left = session.missing.pop(worker, 1) - 1  # an absent worker has no entry: its chunk is optional
             if left:
                 session.missing[worker] = left
@@ -402,17 +406,17 @@ class Tickets:
 
     def give_back(self, worker: int, seq: int, cause: str) -> bool:
         """The worker could not do this ticket; somebody is to do it again."""
-        order = self._outstanding.get(seq)
-        if order is None or order.worker != worker:
+        issued = self._outstanding.get(seq)
+        if issued is None or issued.worker != worker:
             return False
-        self._shut(order)
-        self._drop(order, cause)
+        self._shut(issued)
+        self._drop(issued, cause)
         return True
 
     def again(self, worker: int, seq: int, cause: str) -> bool:
         """The worker could not do this ticket and does it once more by itself, before its later ones."""
-        order = self._outstanding.get(seq)
-        if order is None or order.worker != worker:
+        issued = self._outstanding.get(seq)
+        if issued is None or issued.worker != worker:
             return False
         self.dropped[cause] += 1
         self.issued += 1
@@ -420,15 +424,15 @@ class Tickets:
 
     def lost(self, worker: int) -> None:
         """The worker is gone with its open tickets; what it handed over stays."""
-        for order in [self._outstanding[seq] for seq in self._open[worker]]:
-            self._shut(order)
-            self._drop(order, "worker lost")
+        for issued in [self._outstanding[seq] for seq in self._open[worker]]:
+            self._shut(issued)
+            self._drop(issued, "worker lost")
 
-    def _shut(self, order: Order) -> None:
+    def _shut(self, issued: IssuedTicket) -> None:
         """The ticket is not open any more."""
-        del self._outstanding[order.seq]
-        self._open[order.worker].remove(order.seq)
-        self._touch(order.worker)
+        del self._outstanding[issued.seq]
+        self._open[issued.worker].remove(issued.seq)
+        self._touch(issued.worker)
 
     def leave(self, worker: int) -> None:
         """The worker has no place to be, and nobody knows for how long: batches go on without it."""
@@ -465,16 +469,16 @@ class Tickets:
                 session.missing = None
         self._touch(worker)
 
-    def _skip_delivered(self, session: Session, worker: int) -> None:
+    def _skip_delivered(self, session: CollectionSession, worker: int) -> None:
         """Do not reissue tickets for rounds that the worker delivered before it left and that are still unread."""
         first = session.issued[worker]
         session.redo[worker].clear()  # filled by chunks that became stale while it was absent
-        delivered = {a.order.batch for a in self._arrived.values() if a.order.worker == worker}
+        delivered = {a.ticket.batch for a in self._arrived.values() if a.ticket.worker == worker}
         session.issued[worker] = max([first, *(number + 1 for number in delivered)])
         gaps = set(range(first, session.issued[worker])) - delivered
         session.redo[worker].extend((number, number % session.rounds_ahead) for number in sorted(gaps))
 
-    def _present(self, session: Session) -> set[int]:
+    def _present(self, session: CollectionSession) -> set[int]:
         """Whose chunks the next batch needs."""
         return {
             worker
@@ -482,48 +486,48 @@ class Tickets:
             if worker not in self.absent and session.since.get(worker, 0) <= session.taken
         }
 
-    def _drop(self, order: Order, cause: str) -> None:
+    def _drop(self, issued: IssuedTicket, cause: str) -> None:
         self.dropped[cause] += 1
         session = self._session
         if session is None:
             return
         if session.num_chunks is None:
-            if order.batch >= session.since.get(order.worker, 0):  # else no batch waits for it
-                session.redo[order.worker].append((order.batch, order.lane))
+            if issued.batch >= session.since.get(issued.worker, 0):  # else no batch waits for it
+                session.redo[issued.worker].append((issued.batch, issued.lane))
             session.missing = None
-            self._touch(order.worker)
+            self._touch(issued.worker)
         else:
-            session.lanes[order.worker].append(order.lane)
+            session.lanes[issued.worker].append(issued.lane)
             if session.feed is not None:
-                session.voided.append((order.worker, order.seq))
+                session.voided.append((issued.worker, issued.seq))
             if session.invited is not None:
-                session.invited[order.worker] += 1
-            self._touch(order.worker)
+                session.invited[issued.worker] += 1
+            self._touch(issued.worker)
 
-    def take_one(self, wanted: Callable[[int], bool], version: int) -> Arrived | None:
+    def take_one(self, wanted: Callable[[int], bool], version: int) -> AcceptedChunk | None:
         """The first chunk of a feed whose worker is wanted: held until `consumed`, its lane in use until `stored`."""
         session = self._session
         assert session is not None
         self._drop_stale(session, version)
-        for arrived in self._arrived.values():
-            worker = arrived.order.worker
+        for accepted in self._arrived.values():
+            worker = accepted.ticket.worker
             if wanted(worker):
-                self._forget(arrived)
+                self._forget(accepted)
                 session.held[worker] += 1
                 session.held_total += 1
                 self.delivered += 1
-                return arrived
+                return accepted
         return None
 
-    def _forget(self, arrived: Arrived) -> None:
-        del self._arrived[arrived.order.seq]
-        self._arrived_of[arrived.order.worker] -= 1
+    def _forget(self, accepted: AcceptedChunk) -> None:
+        del self._arrived[accepted.ticket.seq]
+        self._arrived_of[accepted.ticket.worker] -= 1
 
-    def stored(self, arrived: Arrived) -> None:
+    def stored(self, accepted: AcceptedChunk) -> None:
         """A chunk of a feed was copied to where it stays."""
         if self._session is not None:
-            self._session.lanes[arrived.order.worker].append(arrived.order.lane)
-            self._touch(arrived.order.worker)
+            self._session.lanes[accepted.ticket.worker].append(accepted.ticket.lane)
+            self._touch(accepted.ticket.worker)
 
     def consumed(self, worker: int, chunks: int, dropped: str | None = None) -> None:
         """The learner is done with some chunks of a feed, or they were dropped for a cause when it was their turn."""
@@ -540,7 +544,7 @@ class Tickets:
                 session.invited[worker] += chunks
         self._touch(worker)
 
-    def take(self, version: int) -> list[Arrived] | None:
+    def take(self, version: int) -> list[AcceptedChunk] | None:
         """The next batch if it is there, its chunks in order of workers; releases the one before."""
         session = self._session
         assert session is not None
@@ -554,40 +558,40 @@ class Tickets:
             if len(self._arrived) < session.num_chunks:
                 return None
             batch = list(islice(self._arrived.values(), session.num_chunks))
-            session.held = Counter(arrived.order.worker for arrived in batch)
+            session.held = Counter(accepted.ticket.worker for accepted in batch)
             session.held_total = len(batch)
-            for arrived in batch:  # copied together by the caller before anybody gets the next ticket
-                session.lanes[arrived.order.worker].append(arrived.order.lane)
-        for arrived in batch:
-            self._forget(arrived)
-            self._touch(arrived.order.worker)
+            for accepted in batch:  # copied together by the caller before anybody gets the next ticket
+                session.lanes[accepted.ticket.worker].append(accepted.ticket.lane)
+        for accepted in batch:
+            self._forget(accepted)
+            self._touch(accepted.ticket.worker)
         session.taken += session.rollouts
         self.delivered += len(batch)
-        return sorted(batch, key=lambda arrived: (arrived.order.worker, arrived.order.seq))
+        return sorted(batch, key=lambda accepted: (accepted.ticket.worker, accepted.ticket.seq))
 
     def round_is_complete(self) -> bool:
         """Whether the next batch has every chunk of the present workers, and chunks of at least `fewest` workers."""
         session = self._session
         assert session is not None
         if session.missing is None:
-            here = Counter(arrived.order.worker for arrived in self._of_next_batch(session))
+            here = Counter(accepted.ticket.worker for accepted in self._of_next_batch(session))
             needed = {worker: session.rollouts - here[worker] for worker in self._present(session)}
             session.missing = {worker: count for worker, count in needed.items() if count}
         if session.missing or len(self._arrived) < self._fewest:
             return False
-        return len({arrived.order.worker for arrived in self._of_next_batch(session)}) >= self._fewest
+        return len({accepted.ticket.worker for accepted in self._of_next_batch(session)}) >= self._fewest
 
-    def _of_next_batch(self, session: Session) -> list[Arrived]:
+    def _of_next_batch(self, session: CollectionSession) -> list[AcceptedChunk]:
         stop = session.taken + session.rollouts
-        return [arrived for arrived in self._arrived.values() if arrived.order.batch < stop]
+        return [accepted for accepted in self._arrived.values() if accepted.ticket.batch < stop]
 
-    def _drop_stale(self, session: Session, version: int) -> None:
+    def _drop_stale(self, session: CollectionSession, version: int) -> None:
         if session.max_staleness is None or not self._arrived or version - self._oldest <= session.max_staleness:
             return
-        for arrived in [a for a in self._arrived.values() if version - a.version > session.max_staleness]:
-            self._forget(arrived)
-            self._drop(arrived.order, "stale")
-        self._oldest = min((arrived.version for arrived in self._arrived.values()), default=version)
+        for accepted in [a for a in self._arrived.values() if version - a.version > session.max_staleness]:
+            self._forget(accepted)
+            self._drop(accepted.ticket, "stale")
+        self._oldest = min((accepted.version for accepted in self._arrived.values()), default=version)
 
     def release(self) -> None:
         """The learner is done with the batch it held."""

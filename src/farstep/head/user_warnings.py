@@ -13,7 +13,7 @@ _STARVED_S = 5.0
 """A stream that drops what arrives and hands out nothing for so long says so."""
 
 
-class Notes:
+class UserWarnings:
     """What was said of the present agent, and of the present stream."""
 
     def __init__(self, rule: SyncRule, weights: WeightsConfig) -> None:

@@ -21,7 +21,7 @@ _ENV_PHASES = ("step", "reset", "construct")
 
 
 @dataclass
-class Seat:
+class WorkerRecord:
     """One worker, through all its incarnations."""
 
     worker: int
@@ -125,25 +125,25 @@ class Seat:
 
 
 @dataclass(frozen=True)
-class ResetOrder:
+class ResetRequest:
     """What `reset` asks of all environments."""
 
     seeds: Sequence[int | None] | None
     mask: Array | None
     options: bytes | None
 
-    def part(self, seat: Seat) -> Reset:
+    def part(self, record: WorkerRecord) -> Reset:
         """A worker's share."""
-        seeds = None if self.seeds is None else list(self.seeds[seat.columns])
-        return Reset(seeds, None if self.mask is None else self.mask[seat.columns].tobytes(), self.options)
+        seeds = None if self.seeds is None else list(self.seeds[record.columns])
+        return Reset(seeds, None if self.mask is None else self.mask[record.columns].tobytes(), self.options)
 
 
-def expected(seat: Seat, ticket: int | None) -> str:
+def expected(record: WorkerRecord, ticket: int | None) -> str:
     """What a worker that does nothing is waited for, `ticket` being its oldest open one: to begin (`idle`), or for the
     rest of what it rolled (`transfer`); empty: for nothing."""
-    if ticket is not None and seat.words[ROLLED] >= ticket:
+    if ticket is not None and record.words[ROLLED] >= ticket:
         return "transfer"
-    return "idle" if seat.asked or ticket is not None else ""
+    return "idle" if record.asked or ticket is not None else ""
 
 
 def _wait_for_output(handle: WorkerHandle, timeout_s: float = 0.5) -> None:
@@ -157,15 +157,17 @@ def _wait_for_output(handle: WorkerHandle, timeout_s: float = 0.5) -> None:
         timeout_s = 0.05  # it writes piece by piece: done when nothing more comes
 
 
-def split(nodes: int, envs_per_node: int, workers: int, root: int) -> Sequence[Seat]:
+def split(nodes: int, envs_per_node: int, workers: int, root: int) -> Sequence[WorkerRecord]:
     """Slots in order, as even as they go: sizes of one node's workers differ by at most one."""
     per_node = workers // nodes
-    seats: list[Seat] = []
+    records: list[WorkerRecord] = []
     first = 0
     for _ in range(nodes):
         for k in range(per_node):
             count = envs_per_node // per_node + (k < envs_per_node % per_node)
             resume = np.zeros(count, np.int64)
-            seats.append(Seat(len(seats), first, first + count, [root] * count, resume, private_words(count)))
+            records.append(
+                WorkerRecord(len(records), first, first + count, [root] * count, resume, private_words(count))
+            )
             first += count
-    return seats
+    return records

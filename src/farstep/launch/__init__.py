@@ -16,7 +16,7 @@ from farstep.core import Launcher
 from farstep.errors import ConfigError
 from farstep.launch.cluster import ClusterLauncher
 from farstep.launch.engine import Engine
-from farstep.launch.in_process import InprocessLauncher
+from farstep.launch.in_process import InProcessLauncher
 from farstep.launch.kubernetes.engine import KubernetesEngine
 from farstep.launch.local import LocalLauncher
 from farstep.launch.network import NetworkLauncher
@@ -28,7 +28,7 @@ from farstep.launch.ssh import SSHEngine
 def launcher_for(config: LaunchConfig, workers: int, envs: int) -> Launcher:
     """The launcher that a configuration asks for, for workers of up to `envs` environments; it starts nothing yet."""
     if isinstance(config, InProcessConfig):
-        return InprocessLauncher(workers, envs)
+        return InProcessLauncher(workers, envs)
     if isinstance(config, LocalConfig):
         gpus = [config.gpu_of(worker) for worker in range(workers)]
         if config.transport == "shm":

@@ -30,7 +30,7 @@ class EngineLost(LaunchError):
 
 
 @dataclass(frozen=True)
-class Standing:
+class RequestStatus:
     """How it is with nodes that were asked for together."""
 
     text: str
@@ -54,7 +54,7 @@ class Standing:
 class Group(Protocol):
     """Nodes that were asked for together: a job, a deployment, some sessions."""
 
-    def standing(self) -> Standing:
+    def standing(self) -> RequestStatus:
         """May take a while: all but `logs` is called in a thread of the group's own."""
         ...
 

@@ -11,14 +11,14 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import IO
 
-from farstep.launch.engine import Group, Standing, setup_lines
+from farstep.launch.engine import Group, RequestStatus, setup_lines
 
 _TAIL_BYTES = 4096
 _LEAVE_S = 2.0
 ENDED = "ended on"
 
 
-class Session:
+class EngineProcess:
     """A process that runs agents on nodes, and to whose standard input they are told where to connect."""
 
     def __init__(self, command: Sequence[str], where: str, bootstrap: bytes, nodes: int = 1) -> None:
@@ -68,7 +68,7 @@ def after_setup(setup: Sequence[str], agent: str) -> str:
     return "\n".join(["exec 3<&0 </dev/null", *setup_lines(setup), f"exec {agent} <&3 3<&-"])
 
 
-def end_sessions(sessions: Iterable[Session], patience_s: float = _LEAVE_S) -> None:
+def end_processes(sessions: Iterable[EngineProcess], patience_s: float = _LEAVE_S) -> None:
     """Agents were told to leave; whoever is still there after a while is beyond hearing."""
     left = [session for session in sessions if not session.ended]
     for wait_s, number in ((patience_s, signal.SIGTERM), (_LEAVE_S, signal.SIGKILL)):
@@ -80,13 +80,13 @@ def end_sessions(sessions: Iterable[Session], patience_s: float = _LEAVE_S) -> N
         session.close()
 
 
-class Sessions(Group):
+class EngineProcesses(Group):
     """Sessions that were begun together."""
 
-    def __init__(self, program: str, sessions: Sequence[Session]) -> None:
+    def __init__(self, program: str, sessions: Sequence[EngineProcess]) -> None:
         self._program, self._sessions = program, sessions
 
-    def standing(self) -> Standing:
+    def standing(self) -> RequestStatus:
         ended = [session for session in self._sessions if session.ended]
         here = [session for session in self._sessions if not session.ended]
         parts = [
@@ -96,10 +96,10 @@ class Sessions(Group):
         ]
         text = "; ".join(parts) or f"no node is free for {self._program}"
         over = [f"{self._program} {session.where}" for session in ended]
-        return Standing(text, sum(session.nodes for session in here), over=over)
+        return RequestStatus(text, sum(session.nodes for session in here), over=over)
 
     def logs(self) -> str:
         return "\n".join(f"{session.where}:\n{session.tail()}" for session in self._sessions if session.tail())
 
     def cancel(self) -> None:
-        end_sessions(self._sessions)
+        end_processes(self._sessions)

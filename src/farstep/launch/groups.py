@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from farstep.config.launch import RESTART_WINDOW_S, EngineConfig
 from farstep.errors import FarstepError, LaunchError, counted
-from farstep.launch.engine import Engine, EngineLost, Group, Standing
+from farstep.launch.engine import Engine, EngineLost, Group, RequestStatus
 
 log = logging.getLogger("farstep")
 _LOOK_S = 2.0
@@ -26,7 +26,7 @@ class Watched:
     def __init__(self, nodes: int, ask: Callable[[], Group]) -> None:
         self._nodes, self._ask = nodes, ask
         self._group: Group | None = None
-        self._look = (0.0, Standing("asked for", nodes))
+        self._look = (0.0, RequestStatus("asked for", nodes))
         """When the engine was last asked how it is, and what it said."""
         self._gone: list[str] = []
         """Places of nodes of it that were there and will not be again, as far as is known."""
@@ -52,7 +52,7 @@ class Watched:
         self._thread.start()
 
     @property
-    def standing(self) -> Standing:
+    def standing(self) -> RequestStatus:
         return self._look[1]
 
     @property
@@ -69,7 +69,7 @@ class Watched:
             self._forget(standing)
         return max(self.here, standing.nodes - self._unnoticed(standing))
 
-    def _forget(self, standing: Standing) -> None:
+    def _forget(self, standing: RequestStatus) -> None:
         """Nodes that are not gone after all: SLURM starts a job that lost its nodes once more."""
         if standing.over is not None:
             self._gone = [place for place in self._gone if place.partition(",")[0] not in standing.anew]
@@ -77,7 +77,7 @@ class Watched:
             mistaken = self._unnoticed(standing) - max(0, standing.nodes - self.here - standing.coming)
             del self._gone[: max(0, mistaken)]
 
-    def _unnoticed(self, standing: Standing) -> int:
+    def _unnoticed(self, standing: RequestStatus) -> int:
         """Of the nodes that are gone, those that the engine still counts."""
         if standing.over is not None:
             return sum(not standing.is_over(place) for place in self._gone)
@@ -116,7 +116,7 @@ class Watched:
                 self.ask()
         except Exception as error:  # an engine that was there may be there again soon
             log.warning("%s: %s Going on without for now.", type(error).__name__, error)
-            self._look = (time.monotonic(), Standing(str(error), 0, lost=isinstance(error, EngineLost)))
+            self._look = (time.monotonic(), RequestStatus(str(error), 0, lost=isinstance(error, EngineLost)))
         if self._group is None:
             return
         while self.standing.nodes and not self._cancelled.wait(_LOOK_S):
@@ -128,7 +128,7 @@ class Watched:
             self._look = (began, now)
         self._group.cancel()
 
-    def _how(self, group: Group) -> Standing:
+    def _how(self, group: Group) -> RequestStatus:
         before = self.standing
         try:
             group.there(tuple(self._places))
@@ -137,7 +137,7 @@ class Watched:
             text = f"the engine does not answer: {error if isinstance(error, FarstepError) else repr(error)}"
             if text != before.text:
                 log.warning("%s", text)
-            return Standing(text, before.nodes, lost=isinstance(error, EngineLost))
+            return RequestStatus(text, before.nodes, lost=isinstance(error, EngineLost))
 
     def logs(self) -> str:
         if self._logs is not None:

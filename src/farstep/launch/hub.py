@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from farstep.core import Buffer, Received
+from farstep.core import BytesLike, Received
 from farstep.wire.zmq import Hub
 
 
@@ -18,7 +18,7 @@ class HubLink:
     def fileno(self) -> int:
         return -1
 
-    def send(self, frames: Sequence[Buffer], fds: Sequence[int] = ()) -> None:
+    def send(self, frames: Sequence[BytesLike], fds: Sequence[int] = ()) -> None:
         self._hub.send(self._worker, frames)
 
     def receive(self, timeout_s: float | None = None) -> Received | None:

@@ -6,25 +6,25 @@ import socket
 from collections.abc import Callable, Sequence
 
 from farstep.core import Ended, Launcher, Received, Started
-from farstep.rollout.progress import Board
-from farstep.wire.in_process import InprocLink, inproc_pair
+from farstep.rollout.progress import ProgressBoard
+from farstep.wire.in_process import InProcessLink, inproc_pair
 from farstep.worker.loop import Worker
 
 
-class InprocessLauncher(Launcher):
+class InProcessLauncher(Launcher):
     """A worker per seat, all in the head's thread."""
 
     shares_memory = True
     driven = True
 
     def __init__(self, workers: int, envs: int) -> None:
-        self._board = Board(workers, envs)
+        self._board = ProgressBoard(workers, envs)
 
     def start(self, worker: int, incarnation: int, run: str) -> Started:
         words = self._board.words(worker)
         link, theirs = inproc_pair()
         return Started(
-            InprocessWorker(Worker(theirs, worker, incarnation, run, words), link, theirs),
+            InProcessWorker(Worker(theirs, worker, incarnation, run, words), link, theirs),
             link,
             words,
             socket.gethostname(),
@@ -40,14 +40,14 @@ class InprocessLauncher(Launcher):
         self._board.close()
 
 
-class InprocessWorker:
+class InProcessWorker:
     """A worker that runs when the head reads its link."""
 
     output_fd = exit_fd = -1
     pid = 0
     leaving = False
 
-    def __init__(self, worker: Worker, head_link: InprocLink, link: InprocLink) -> None:
+    def __init__(self, worker: Worker, head_link: InProcessLink, link: InProcessLink) -> None:
         self._worker, self._link = worker, link
         self._ended: Ended | None = None
         head_link.drive = self._drive

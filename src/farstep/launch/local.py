@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from farstep.core import Launcher, Received, Started
 from farstep.launch.process import ProcessStarter
-from farstep.rollout.progress import PHASE, Board, Phase
+from farstep.rollout.progress import PHASE, Phase, ProgressBoard
 from farstep.wire.local import local_pair
 
 
@@ -18,7 +18,7 @@ class LocalLauncher(Launcher):
     driven = False
 
     def __init__(self, workers: int, envs: int, threads: int, gpus: Sequence[int | None]) -> None:
-        self._board, self._gpus = Board(workers, envs), gpus
+        self._board, self._gpus = ProgressBoard(workers, envs), gpus
         self._starter = ProcessStarter(threads)
 
     def start(self, worker: int, incarnation: int, run: str) -> Started:

@@ -30,7 +30,7 @@ from farstep.launch.daemon_supervisor import keep_alive
 from farstep.launch.engine import RESTARTS, SETUP_FAILED, TAKEN_BACK
 from farstep.launch.process import ProcessStarter, WorkerProcess
 from farstep.resources import usable_cpus
-from farstep.rollout.progress import PHASE, Board, Phase
+from farstep.rollout.progress import PHASE, Phase, ProgressBoard
 from farstep.wire import node_messages as n
 from farstep.wire.dealer import DealerLink
 from farstep.wire.keys import KeyPair
@@ -51,7 +51,7 @@ class _Child:
     """A worker that runs here."""
 
     process: WorkerProcess
-    board: Board
+    board: ProgressBoard
     """Where it is, which the head would like to know when it dies."""
     printed: bytearray = field(default_factory=bytearray)
     mute: bool = False
@@ -68,7 +68,7 @@ class _Child:
         return [self.process.exit_fd] if self.mute else [self.process.exit_fd, self.process.output_fd]
 
 
-class NodeAgent:
+class NodeDaemon:
     """Starts and ends workers of one run on this node, as the head says."""
 
     def __init__(self, bootstrap: Mapping[str, Any], place: str, named: mmap.mmap | None = None) -> None:
@@ -222,7 +222,7 @@ class NodeAgent:
         self._begun[who] = None
         asked = json.loads(order.bootstrap)
         try:
-            board = Board(1, int(asked["envs"]))
+            board = ProgressBoard(1, int(asked["envs"]))
             board.words(0)[PHASE] = Phase.CONNECT
             contents = {**asked, **board.bootstrap(0), "address": self._address, "under_agent": True}
             process = self._starter.start(contents, [board.memory.fd])
@@ -277,7 +277,7 @@ def main() -> None:
     bootstrap = read_bootstrap(None if arguments.bootstrap else sys.stdin.fileno(), arguments.bootstrap)
     restarts = int(os.environ.pop(RESTARTS, "0"))  # not for processes that workers start
     named = keep_alive(restarts, n.NAME_BYTES) if restarts else None
-    agent = NodeAgent(bootstrap, os.path.expandvars(arguments.place), named)
+    agent = NodeDaemon(bootstrap, os.path.expandvars(arguments.place), named)
     signal.signal(signal.SIGTERM, agent.told_to_go)
     try:
         sys.exit(agent.run())

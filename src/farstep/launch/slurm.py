@@ -21,8 +21,8 @@ from pathlib import Path
 from farstep.config.launch import SlurmConfig
 from farstep.errors import LaunchError, counted
 from farstep.launch.addresses import own_addresses
-from farstep.launch.engine import RESTARTS, TAKEN_BACK, Group, Standing, setup_lines
-from farstep.launch.engine_processes import Session, Sessions, after_setup, end_sessions
+from farstep.launch.engine import RESTARTS, TAKEN_BACK, Group, RequestStatus, setup_lines
+from farstep.launch.engine_processes import EngineProcess, EngineProcesses, after_setup, end_processes
 from farstep.launch.guardian import Guardian
 
 log = logging.getLogger("farstep")
@@ -59,13 +59,13 @@ class SlurmEngine:
         self._config, self._per_node = config, workers_per_node
         self._inside = "SLURM_JOB_ID" in os.environ
         self._guardian = Guardian()
-        self._steps: list[Session] = []
+        self._steps: list[EngineProcess] = []
         self._jobs: list[Jobs] = []
 
     def listen_on(self) -> Sequence[str]:
         return self._config.head_address or own_addresses()
 
-    def ask(self, nodes: int, bootstrap: bytes) -> Jobs | Sessions:
+    def ask(self, nodes: int, bootstrap: bytes) -> Jobs | EngineProcesses:
         program = "srun" if self._inside else "sbatch"
         if shutil.which(program) is None:
             raise LaunchError(
@@ -73,9 +73,11 @@ class SlurmEngine:
                 "or use LocalConfig."
             )
         if self._inside:
-            step = Session(step_command(self._config, self._per_node, nodes), counted(nodes, "node"), bootstrap, nodes)
+            step = EngineProcess(
+                step_command(self._config, self._per_node, nodes), counted(nodes, "node"), bootstrap, nodes
+            )
             self._steps.append(step)
-            return Sessions("srun", [step])
+            return EngineProcesses("srun", [step])
         folder = Path(self._config.log_folder).absolute()
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -106,7 +108,7 @@ class SlurmEngine:
             yield size, batch_script(self._config, self._per_node, size, bootstrap)
 
     def close(self) -> None:
-        end_sessions(self._steps)
+        end_processes(self._steps)
         self._guardian.close()
 
 
@@ -236,7 +238,7 @@ class Jobs(Group):
         options = ["--noheader", "--states=RUNNING,CONFIGURING", f"--jobs={','.join(self._sizes)}", "--format=%N"]
         return ",".join(filter(None, map(str.strip, _run(["squeue", *options], missing="").splitlines())))
 
-    def standing(self) -> Standing:
+    def standing(self) -> RequestStatus:
         options = ["--noheader", "--noconvert", "--states=all", f"--jobs={','.join(self._sizes)}"]
         said = _run(["squeue", *options, "--format=%A|%T|%D|%P|%N|%r"], missing="")
         lines = [line.split("|", 5) for line in said.splitlines() if line.count("|") >= 5]
@@ -259,7 +261,7 @@ class Jobs(Group):
                 # With its first node went `srun`, and the agents on the others, which SLURM would keep for the job. (If
                 # none had failed, agents may only be cut off for a while.)
                 self._cancel(number, "has lost all of its agents")
-        return Standing("; ".join(parts), nodes, over=over, anew=anew)
+        return RequestStatus("; ".join(parts), nodes, over=over, anew=anew)
 
     def _size(self, number: str, state: str, held: int) -> int:
         """Nodes that a job has or requests; also notes the size of a job that must be requested again."""

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from farstep.config.launch import SSHConfig
 from farstep.errors import LaunchError
 from farstep.launch.addresses import own_addresses
-from farstep.launch.engine_processes import Session, Sessions, after_setup, end_sessions
+from farstep.launch.engine_processes import EngineProcess, EngineProcesses, after_setup, end_processes
 
 
 class SSHEngine:
@@ -20,12 +20,12 @@ class SSHEngine:
 
     def __init__(self, config: SSHConfig) -> None:
         self._config = config
-        self._sessions: dict[str, Session] = {}
+        self._sessions: dict[str, EngineProcess] = {}
 
     def listen_on(self) -> Sequence[str]:
         return self._config.head_address or own_addresses()
 
-    def ask(self, nodes: int, bootstrap: bytes) -> Sessions:
+    def ask(self, nodes: int, bootstrap: bytes) -> EngineProcesses:
         program = self._config.ssh[0]
         if shutil.which(program) is None:
             raise LaunchError(f"{program!r} is not on this machine; install an ssh client (Debian: openssh-client).")
@@ -34,9 +34,9 @@ class SSHEngine:
         for host in free[:nodes]:
             if host in self._sessions:
                 self._sessions[host].close()
-            self._sessions[host] = Session([*self._config.ssh, host, self._command(host)], host, bootstrap)
+            self._sessions[host] = EngineProcess([*self._config.ssh, host, self._command(host)], host, bootstrap)
             started.append(self._sessions[host])
-        return Sessions("ssh", started)
+        return EngineProcesses("ssh", started)
 
     def _command(self, host: str) -> str:
         """For the shell of the host."""
@@ -44,4 +44,4 @@ class SSHEngine:
         return after_setup(self._config.setup, f"{python} -m farstep.launch.node_daemon --place {place}")
 
     def close(self) -> None:
-        end_sessions(list(self._sessions.values()))
+        end_processes(list(self._sessions.values()))

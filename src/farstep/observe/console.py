@@ -26,7 +26,7 @@ from rich.text import Text
 from farstep.errors import ClosedError
 from farstep.observe.loggers import Logger
 from farstep.observe.panel import panel
-from farstep.observe.run_status import Standing, line
+from farstep.observe.run_status import RunStatus, line
 
 _LINE_EVERY_S = 10.0
 _REFRESH_S = 0.25
@@ -47,7 +47,7 @@ class PlainLines:
     def __init__(
         self, total_steps: int, console: Console | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._standing = Standing(total_steps)
+        self._standing = RunStatus(total_steps)
         self._console = Console() if console is None else console
         self._clock = clock
         self._next_s = float("-inf")
@@ -75,7 +75,7 @@ class LiveDisplay:
     """A picture of the run at the bottom of the terminal, drawn anew a few times per second."""
 
     def __init__(self, total_steps: int, title: str = "farstep", console: Console | None = None) -> None:
-        self._standing = Standing(total_steps)
+        self._standing = RunStatus(total_steps)
         self._title = title
         self._console = Console() if console is None else console
         self._console.file = self._console.file  # the stream of now; sys.stdout leads into the queue from here on

@@ -13,7 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from farstep.observe.run_status import RETURN, Standing, data_size, duration, number, percent
+from farstep.observe.run_status import RETURN, RunStatus, data_size, duration, number, percent
 
 _BARS = "▁▂▃▄▅▆▇█"
 _SHADES = "█▓▒░"
@@ -31,7 +31,7 @@ _MAX_WIDTH = 100
 _SPARKLINE_WIDTH = 32
 
 
-def panel(standing: Standing, title: str, elapsed_s: float, now_s: float, width: int) -> Panel:
+def panel(standing: RunStatus, title: str, elapsed_s: float, now_s: float, width: int) -> Panel:
     """Everything there is to see of a run while it trains."""
     width = min(width, _MAX_WIDTH)
     latest = standing.latest
@@ -72,7 +72,7 @@ def _add(text: Text, label: str, value: float | None, form: Callable[[float], st
         text.append(f"{label} {form(value)}", style="dim")
 
 
-def _progress(standing: Standing, now_s: float) -> Table:
+def _progress(standing: RunStatus, now_s: float) -> Table:
     left = standing.seconds_left(now_s)
     row = Table.grid(padding=(0, 1), expand=True)
     row.add_column(no_wrap=True)
@@ -101,7 +101,7 @@ def _sparkline(values: Sequence[float], width: int = _SPARKLINE_WIDTH) -> str:
     return "".join(_BARS[min(int((value - low) / (high - low) * len(_BARS)), len(_BARS) - 1)] for value in values)
 
 
-def _weights(standing: Standing) -> str:
+def _weights(standing: RunStatus) -> str:
     latest = standing.latest
     parts = []
     if "version" in latest:
@@ -113,7 +113,7 @@ def _weights(standing: Standing) -> str:
     return "   ".join(parts)
 
 
-def _workers(standing: Standing) -> Text:
+def _workers(standing: RunStatus) -> Text:
     latest = standing.latest
     text = Text()
     if "workers/alive" in latest:

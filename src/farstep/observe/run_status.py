@@ -14,7 +14,7 @@ _PHASES = {"recompute_logprobs": "recompute"}
 """Phases of an update whose names are too long to be shown."""
 
 
-class Standing:
+class RunStatus:
     """The latest of each metric, the history of the return, the time that is left and where time goes."""
 
     def __init__(self, total_steps: int) -> None:
@@ -83,7 +83,7 @@ class Standing:
         return {name.removeprefix(prefix): int(n) for name, n in self.latest.items() if name.startswith(prefix) and n}
 
 
-def line(standing: Standing) -> str:
+def line(standing: RunStatus) -> str:
     """The standing in one line, for logs and terminals that cannot be drawn on."""
     latest = standing.latest
     parts = [f"steps {standing.step:,} of {standing.total_steps:,} ({percent(standing.fraction)})"]

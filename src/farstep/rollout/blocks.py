@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from farstep.batch import is_obs
-from farstep.core import Array, Buffer
+from farstep.core import Array, BytesLike
 from farstep.schema import ArraySpec, Schema
-from farstep.wire.messages import Lay
+from farstep.wire.messages import SetLayout
 
 _ALIGN = 4096  # every block starts on a page, so that untouched keys cost no memory
 
@@ -59,7 +59,7 @@ class Layout:
     def nbytes(self) -> int:
         return self.offsets()[""]
 
-    def views(self, memory: Buffer) -> dict[str, Array]:
+    def views(self, memory: BytesLike) -> dict[str, Array]:
         """Each key's block over `memory`."""
         offsets = self.offsets()
         return {
@@ -77,9 +77,9 @@ class Layout:
             and self.chunks == other.chunks
         )
 
-    def message(self) -> Lay:
-        return Lay(self.lanes, self.steps, self.slots, self.rows, self.chunks)
+    def message(self) -> SetLayout:
+        return SetLayout(self.lanes, self.steps, self.slots, self.rows, self.chunks)
 
     @classmethod
-    def of(cls, message: Lay) -> Layout:
+    def of(cls, message: SetLayout) -> Layout:
         return cls(message.lanes, message.steps, message.slots, message.rows, message.chunks)

@@ -39,7 +39,7 @@ STEP, ACT, RESET = int(Phase.STEP), int(Phase.ACT), int(Phase.RESET)
 """For the innermost loops: an enum costs a microsecond to store."""
 
 
-class Board:
+class ProgressBoard:
     """One row of words per worker, in memory that head and local workers share."""
 
     def __init__(self, workers: int, envs: int) -> None:

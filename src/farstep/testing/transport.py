@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
-from farstep.core import Buffer, Received
+from farstep.core import BytesLike, Received
 from farstep.wire.memory import SharedMemory
 
 _DEADLINE_S = 30.0
@@ -19,7 +19,7 @@ _DEADLINE_S = 30.0
 class LinkEnd(Protocol):
     """What the contract asks of either end (see `core.Link`)."""
 
-    def send(self, frames: Sequence[Buffer], fds: Sequence[int] = ()) -> None: ...
+    def send(self, frames: Sequence[BytesLike], fds: Sequence[int] = ()) -> None: ...
 
     def receive(self, timeout_s: float | None = None) -> Received | None: ...
 
@@ -56,7 +56,7 @@ def take(receiver: LinkEnd, sender: LinkEnd | None = None) -> Received:
     raise AssertionError(f"nothing arrived within {_DEADLINE_S:g} s")
 
 
-def _check(receiver: LinkEnd, sender: LinkEnd | None, expected: Sequence[Buffer]) -> None:
+def _check(receiver: LinkEnd, sender: LinkEnd | None, expected: Sequence[BytesLike]) -> None:
     received = take(receiver, sender)
     got = [bytes(frame) for frame in received.frames]
     sizes = [len(frame) for frame in got], [len(frame) for frame in expected]
@@ -70,7 +70,7 @@ def _both_ways(ends: Ends) -> list[tuple[LinkEnd, LinkEnd]]:
 
 def _frames(ends: Ends) -> None:
     """Borders between frames and between messages stay where they were."""
-    messages: list[list[Buffer]] = [
+    messages: list[list[BytesLike]] = [
         [b"one"],
         [b""],
         [b"", b"x", b"", b""],

@@ -20,7 +20,7 @@ def _references(rooms: list[Room], i: int) -> int:
 _UNUSED = _references([np.empty(1, np.uint8)], 0)
 
 
-class Rooms:
+class BufferPool:
     """Those that were handed out. One is free again when the last view of it has gone."""
 
     def __init__(self) -> None:

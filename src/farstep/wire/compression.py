@@ -17,7 +17,7 @@ from functools import cache
 
 import numpy as np
 
-from farstep.core import Array, Buffer
+from farstep.core import Array, BytesLike
 from farstep.errors import WireError
 
 DELTA = "delta-"
@@ -33,8 +33,8 @@ _WORTH = 0.5
 
 @dataclass(frozen=True)
 class Codec:
-    compress: Callable[[Buffer], bytes]
-    decompress: Callable[[Buffer, int], bytes]
+    compress: Callable[[BytesLike], bytes]
+    decompress: Callable[[BytesLike, int], bytes]
     """With the size that comes out, at most."""
 
 
@@ -60,7 +60,7 @@ def available() -> dict[str, Codec]:
     return found
 
 
-def _unzstd(data: Buffer, size: int) -> bytes:
+def _unzstd(data: BytesLike, size: int) -> bytes:
     import zstandard
 
     if zstandard.frame_content_size(data) != size:  # else it would make as much room as the sender likes
@@ -78,7 +78,7 @@ class Compressor:
         self._choices: dict[str, str] = {}
         self._uses: Counter[str] = Counter()
 
-    def pack(self, name: str, array: Array) -> tuple[str, Buffer]:
+    def pack(self, name: str, array: Array) -> tuple[str, BytesLike]:
         """The codec, empty for none, and the bytes of an array whose first axis is time; perhaps still its own."""
         if not self._codecs or array.nbytes < _SMALL_BYTES or math.isinf(self._rate()):
             return "", _bytes(array)
@@ -115,7 +115,7 @@ class Compressor:
         return min(costs, key=costs.__getitem__)
 
 
-def unpack(choice: str, frame: Buffer, most_bytes: int, row_bytes: int) -> Iterator[Array]:
+def unpack(choice: str, frame: BytesLike, most_bytes: int, row_bytes: int) -> Iterator[Array]:
     """What was packed, if it is not larger than `most_bytes`: the bytes of some rows at a time, `[rows, row_bytes]`."""
     codec = available().get(choice.removeprefix(DELTA))
     if codec is None or len(frame) < _SIZE.size:
@@ -151,7 +151,7 @@ def _pieces(rows: int, row_bytes: int) -> Iterator[tuple[int, int]]:
     return ((first, min(first + step, rows)) for first in range(0, rows, step))
 
 
-def _bytes(array: Array) -> Buffer:
+def _bytes(array: Array) -> BytesLike:
     """Its bytes where they are, if they lie one after the other; to be used before it changes."""
     return array.data.cast("B") if array.nbytes and array.flags.c_contiguous else array.tobytes()
 

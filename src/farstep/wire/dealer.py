@@ -11,12 +11,12 @@ from collections.abc import Sequence
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from farstep.core import Buffer, Received
+from farstep.core import BytesLike, Received
 from farstep.errors import WireError
 from farstep.wire.codec import Limits
-from farstep.wire.encryption import TAG_BYTES, Seal, Side
+from farstep.wire.encryption import TAG_BYTES, Cipher, Side
 from farstep.wire.keys import KeyPair, Tokens
-from farstep.wire.reliable_channel import REPORT_S, SEGMENT_BYTES, Packet, Session
+from farstep.wire.reliable_channel import REPORT_S, SEGMENT_BYTES, Packet, ReliableChannel
 from farstep.wire.zmq import BEAT, CONTROL_BYTES, LEASE_S, NODE, UNSENT, bulk_address, keep_asking, waiting
 
 _BROKEN = (
@@ -98,17 +98,17 @@ class DealerLink:
         socket.sndtimeo = -1 if send_s is None else int(send_s * 1000)
         socket.connect(address)
         self._bulk: _Connection | None = None
-        self._session: Session | None = None
+        self._session: ReliableChannel | None = None
         self._messages: deque[Received] = deque()
         self._reported_at = 0.0
         if bulk is not None:
             self._bulk_address, self._lease_s = bulk_address(address, bulk), lease_s
             self._public, self._tokens = pair.public, Tokens(pair)
-            seal = Seal(pair.derived(b"bulk"), Side.WORKER) if encrypted else None
-            self._session = Session(seal, Limits.MESSAGE_BYTES)
+            seal = Cipher(pair.derived(b"bulk"), Side.WORKER) if encrypted else None
+            self._session = ReliableChannel(seal, Limits.MESSAGE_BYTES)
             self._bulk = self._dial(self._session)
 
-    def _dial(self, session: Session) -> _Connection:
+    def _dial(self, session: ReliableChannel) -> _Connection:
         bulk = _Connection(self._context, None, self._lease_s, SEGMENT_BYTES + TAG_BYTES)
         bulk.socket.plain_username, bulk.socket.plain_password = self._public, self._tokens.fresh()
         bulk.socket.sndhwm = UNSENT
@@ -116,7 +116,7 @@ class DealerLink:
         bulk.socket.send_multipart(list(session.here().frames))
         return bulk
 
-    def _look(self, bulk: _Connection, session: Session) -> None:
+    def _look(self, bulk: _Connection, session: ReliableChannel) -> None:
         """A token opens one bulk connection: when that breaks, ZeroMQ connects again in vain, and another takes its
         place; what is lost with it the session sends again."""
         if self._main.look():
@@ -139,7 +139,7 @@ class DealerLink:
         """Bytes per second that the connection has carried, as far as that was seen; infinite before."""
         return self._session.rate if self._session is not None else math.inf
 
-    def send(self, frames: Sequence[Buffer], fds: Sequence[int] = ()) -> None:
+    def send(self, frames: Sequence[BytesLike], fds: Sequence[int] = ()) -> None:
         if fds:
             raise WireError("descriptors do not travel over ZeroMQ.")
         if self._session is None:
@@ -178,7 +178,7 @@ class DealerLink:
                 return None
             self.wait((), min(left, 1.0))
 
-    def _service(self, session: Session) -> None:
+    def _service(self, session: ReliableChannel) -> None:
         """Take what arrived, and do what a session owes the other side."""
         assert self._bulk is not None
         now = time.monotonic()

@@ -11,20 +11,20 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from farstep.core import Array, Buffer
+from farstep.core import Array, BytesLike
 from farstep.errors import WireError
 
 _PLANES = 4
 
 
-def encode(old: Buffer, new: Buffer) -> list[bytes]:
+def encode(old: BytesLike, new: BytesLike) -> list[bytes]:
     """Frames from which, with `old`, `new` can be made; both have the same length, a multiple of 4."""
     difference = np.frombuffer(new, np.int32) - np.frombuffer(old, np.int32)
     folded = (difference << 1) ^ (difference >> 31)  # small ones of either sign have zeros in front
     return [_shrunk(plane) for plane in folded.view(np.uint8).reshape(-1, _PLANES).T]
 
 
-def decode(old: Buffer, frames: Sequence[Buffer]) -> bytes:
+def decode(old: BytesLike, frames: Sequence[BytesLike]) -> bytes:
     """The new buffer; a `WireError` if the frames are not those of `encode`."""
     size = memoryview(old).nbytes // _PLANES
     if len(frames) != _PLANES:
@@ -42,7 +42,7 @@ def _shrunk(plane: Array) -> bytes:
     return packed if len(packed) < len(raw) else raw  # of full length: as it is
 
 
-def _grown(frame: Buffer, size: int) -> Buffer:
+def _grown(frame: BytesLike, size: int) -> BytesLike:
     if memoryview(frame).nbytes == size:
         return frame
     unpacker = zlib.decompressobj(-zlib.MAX_WBITS)

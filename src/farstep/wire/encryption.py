@@ -8,7 +8,7 @@ from enum import IntEnum
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from farstep.core import Buffer
+from farstep.core import BytesLike
 from farstep.errors import WireError
 
 TAG_BYTES = 16
@@ -23,7 +23,7 @@ class Side(IntEnum):
     WORKER = 2
 
 
-class Seal:
+class Cipher:
     """Seals what one side sends, opens what the other sent.
 
     A nonce is the sender, the number of its message and the segment's place in that: never the same for two different
@@ -34,11 +34,11 @@ class Seal:
         self._cipher = AESGCM(key)
         self._own, self._other = side, Side.HEAD if side is Side.WORKER else Side.WORKER
 
-    def seal(self, seq: int, index: int, about: bytes, text: Buffer, into: memoryview) -> None:
+    def seal(self, seq: int, index: int, about: bytes, text: BytesLike, into: memoryview) -> None:
         """Write it to `into`, which is longer by `TAG_BYTES`."""
         self._cipher.encrypt_into(_nonce(self._own, seq, index), text, about, into)
 
-    def open(self, seq: int, index: int, about: bytes, sealed: Buffer, into: memoryview) -> None:
+    def open(self, seq: int, index: int, about: bytes, sealed: BytesLike, into: memoryview) -> None:
         """Write what was sealed to `into`, which has its length."""
         try:
             self._cipher.decrypt_into(_nonce(self._other, seq, index), sealed, about, into)

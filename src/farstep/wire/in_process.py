@@ -6,10 +6,10 @@ import os
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from farstep.core import Buffer, Received
+from farstep.core import BytesLike, Received
 
 
-class InprocLink:
+class InProcessLink:
     """One end; the head's end drives the worker when it has nothing to read."""
 
     def __init__(
@@ -21,7 +21,7 @@ class InprocLink:
     def fileno(self) -> int:
         return -1
 
-    def send(self, frames: Sequence[Buffer], fds: Sequence[int] = ()) -> None:
+    def send(self, frames: Sequence[BytesLike], fds: Sequence[int] = ()) -> None:
         # Copied, as on any other link: neither side may see later changes of the sender's buffers.
         self._outbox.append(Received([bytes(frame) for frame in frames], [os.dup(fd) for fd in fds]))
 
@@ -41,8 +41,8 @@ class InprocLink:
         self._inbox.clear()
 
 
-def inproc_pair() -> tuple[InprocLink, InprocLink]:
+def inproc_pair() -> tuple[InProcessLink, InProcessLink]:
     """The head's link and the worker's."""
     to_head: deque[Received] = deque()
     to_worker: deque[Received] = deque()
-    return InprocLink(to_head, to_worker), InprocLink(to_worker, to_head)
+    return InProcessLink(to_head, to_worker), InProcessLink(to_worker, to_head)

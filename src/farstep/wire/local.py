@@ -15,7 +15,7 @@ import struct
 from collections import deque
 from collections.abc import Sequence
 
-from farstep.core import Buffer, Received
+from farstep.core import BytesLike, Received
 from farstep.errors import WireError
 from farstep.wire.codec import Limits, frame_lengths
 from farstep.wire.memory import map_immutable, write_immutable
@@ -42,7 +42,7 @@ class LocalLink:
     def fileno(self) -> int:
         return self._socket.fileno()
 
-    def send(self, frames: Sequence[Buffer], fds: Sequence[int] = ()) -> None:
+    def send(self, frames: Sequence[BytesLike], fds: Sequence[int] = ()) -> None:
         """Send at once; what a busy peer has no room for waits and goes out with `flush`."""
         table = frame_lengths([len(frame) for frame in frames])
         total = sum(len(frame) for frame in frames)
@@ -145,7 +145,7 @@ def _parse(packet: bytes, fds: list[int]) -> Received:
     if packet[:1] == b"M":
         if not fds:
             raise WireError("a large message without its memory.")
-        payload: Buffer = map_immutable(fds[-1], sum(lengths))
+        payload: BytesLike = map_immutable(fds[-1], sum(lengths))
         os.close(fds.pop())
     else:
         payload = memoryview(packet)[5 + 8 * count :]

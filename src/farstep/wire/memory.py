@@ -15,7 +15,7 @@ import stat
 import weakref
 from collections.abc import Sequence
 
-from farstep.core import Buffer
+from farstep.core import BytesLike
 from farstep.errors import WireError, typed_shortage
 
 _F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
@@ -66,7 +66,7 @@ class SharedMemory:
         self.close()
 
 
-def write_immutable(frames: Sequence[Buffer]) -> int:
+def write_immutable(frames: Sequence[BytesLike]) -> int:
     """A sealed memfd that holds these frames and that no process can change; the caller closes it."""
     fd = os.memfd_create("farstep-message", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:

@@ -10,7 +10,7 @@ The order of a conversation:
 After a publish the head may send a `Probe`. Workers without shared memory also ask for weights (`WeightRequest` to
 `Weights`) after a `Newest`, send `Progress`, and may send arrays of a chunk, or some rows of them, ahead of it (`Part`;
 rows of a chunk that is still being rolled are answered with `Taken`, and one such part is under way at a time). Where
-they send in turn, they ask (`Asking`) and wait for `Go` before a chunk's last stage.
+they send in turn, they ask (`RequestSend`) and wait for `GrantSend` before a chunk's last stage.
 Decoding validates types; a message that does not fit is a `WireError`.
 """
 
@@ -21,7 +21,7 @@ from typing import Annotated, TypeVar
 
 import msgspec
 
-from farstep.core import Buffer
+from farstep.core import BytesLike
 from farstep.errors import WireError
 from farstep.schema import Schema
 from farstep.wire.codec import Limits
@@ -73,7 +73,7 @@ class Chunk(msgspec.Struct, tag="chunk"):
     version: int
     resume: bytes
     """int64 per slot: the episode to go on with if this worker is replaced."""
-    order: int = 0
+    index: int = 0
     """Counts the chunks this worker began; a gap says that rows between two chunks were never handed over."""
     infos: bool = False
     """The last frame has the environments' infos."""
@@ -106,7 +106,7 @@ class Part(msgspec.Struct, tag="part"):
     the first stage."""
 
     ticket: int
-    order: int
+    index: int
     stage: int
     """The stage (see `TransferTrigger`) that is complete with this; -1: some rows only, while the chunk is rolled."""
     first: int
@@ -144,11 +144,11 @@ class Failure(msgspec.Struct, tag="failure"):
     """The agent that could not be used; the worker waits for another."""
 
 
-class Asking(msgspec.Struct, tag="asking"):
+class RequestSend(msgspec.Struct, tag="request-send"):
     """A chunk is rolled; may its last stage be sent now, or do others come first?"""
 
     ticket: int
-    order: int
+    index: int
 
 
 class WeightRequest(msgspec.Struct, tag="weight-request"):
@@ -183,7 +183,7 @@ class Refuse(msgspec.Struct, tag="refuse"):
     reason: str
 
 
-class Ship(msgspec.Struct, tag="ship"):
+class SendAgent(msgspec.Struct, tag="send-agent"):
     """An agent, pickled, in the frame that follows."""
 
     agent: int
@@ -199,7 +199,7 @@ class Parameters(msgspec.Struct, tag="parameters"):
     """Of names, shapes and dtypes, which must be the same on both sides."""
 
 
-class Lay(msgspec.Struct, tag="lay"):
+class SetLayout(msgspec.Struct, tag="set-layout"):
     """Where rollouts go; with shared memory its descriptor comes along."""
 
     lanes: int
@@ -249,16 +249,16 @@ class Weights(msgspec.Struct, tag="weights"):
     """The version that they are to be added to; -1: they are whole."""
 
 
-class Go(msgspec.Struct, tag="go"):
-    """The worker's turn to send a chunk for which it asked (`Asking`)."""
+class GrantSend(msgspec.Struct, tag="grant-send"):
+    """The worker's turn to send a chunk for which it asked (`RequestSend`)."""
 
-    order: int
+    index: int
 
 
 class Taken(msgspec.Struct, tag="taken"):
     """Rows of the chunk with that order have arrived: more of them may follow."""
 
-    order: int
+    index: int
 
 
 class Probe(msgspec.Struct, tag="probe"):
@@ -266,8 +266,8 @@ class Probe(msgspec.Struct, tag="probe"):
 
     agent: int
     version: int
-    orders: list[int]
-    """The chunks that the observations are from (see `rollout/probe_rows.py`); none if there was nothing to ask about."""
+    indices: list[int]
+    """Chunks that the observations are from (see `rollout/probe_rows.py`); empty if there was nothing to compare."""
     keys: list[str]
 
 
@@ -282,9 +282,22 @@ class Stop(msgspec.Struct, tag="stop"):
     """Close the environments and end."""
 
 
-FromWorker = Hello | Ready | AgentReady | Part | Chunk | Reply | Failure | Asking | WeightRequest | Progress
+FromWorker = Hello | Ready | AgentReady | Part | Chunk | Reply | Failure | RequestSend | WeightRequest | Progress
 FromHead = (
-    Welcome | Refuse | Ship | Parameters | Lay | Ticket | Cancel | Taken | Go | Newest | Weights | Probe | Call | Stop
+    Welcome
+    | Refuse
+    | SendAgent
+    | Parameters
+    | SetLayout
+    | Ticket
+    | Cancel
+    | Taken
+    | GrantSend
+    | Newest
+    | Weights
+    | Probe
+    | Call
+    | Stop
 )
 
 _encoder = msgspec.msgpack.Encoder()
@@ -298,17 +311,17 @@ def encode(message: FromWorker | FromHead) -> bytes:
     return _encoder.encode(message)
 
 
-def decode_from_worker(frames: Sequence[Buffer]) -> FromWorker:
+def decode_from_worker(frames: Sequence[BytesLike]) -> FromWorker:
     """The message of a worker's header frame."""
     return decoded(_from_worker, frames)
 
 
-def decode_from_head(frames: Sequence[Buffer]) -> FromHead:
+def decode_from_head(frames: Sequence[BytesLike]) -> FromHead:
     """The message of the head's header frame."""
     return decoded(_from_head, frames)
 
 
-def decoded(decoder: msgspec.msgpack.Decoder[M], frames: Sequence[Buffer]) -> M:
+def decoded(decoder: msgspec.msgpack.Decoder[M], frames: Sequence[BytesLike]) -> M:
     """The message of a header frame, if it is one."""
     if not frames:
         raise WireError("a message without frames.")

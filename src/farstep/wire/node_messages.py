@@ -15,7 +15,7 @@ from typing import Annotated
 
 import msgspec
 
-from farstep.core import Buffer
+from farstep.core import BytesLike
 from farstep.errors import WireError
 from farstep.wire.messages import Count, Line, Lines, Word, decoded
 
@@ -121,11 +121,11 @@ def encode(message: FromNode | ToNode) -> bytes:
     return _encoder.encode(message)
 
 
-def decode_from_node(frames: Sequence[Buffer]) -> FromNode:
+def decode_from_node(frames: Sequence[BytesLike]) -> FromNode:
     return decoded(_from_node, frames)
 
 
-def decode_to_node(frames: Sequence[Buffer]) -> ToNode:
+def decode_to_node(frames: Sequence[BytesLike]) -> ToNode:
     return decoded(_to_node, frames)
 
 
@@ -136,7 +136,7 @@ class _Versions(msgspec.Struct):
 _versions = msgspec.msgpack.Decoder(_Versions)
 
 
-def versions_in(frames: Sequence[Buffer]) -> dict[str, str]:
+def versions_in(frames: Sequence[BytesLike]) -> dict[str, str]:
     """The versions in a message, even if the rest cannot be decoded: a hello from another version of farstep."""
     try:
         return decoded(_versions, frames).versions

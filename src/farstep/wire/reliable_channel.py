@@ -20,10 +20,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-from farstep.core import Buffer
+from farstep.core import BytesLike
 from farstep.errors import WireError
-from farstep.wire.buffer_pool import Rooms
-from farstep.wire.encryption import SEGMENTS, TAG_BYTES, Seal
+from farstep.wire.buffer_pool import BufferPool
+from farstep.wire.encryption import SEGMENTS, TAG_BYTES, Cipher
 
 SEGMENT_BYTES = 1 << 20
 SMALL_BYTES = 1 << 13
@@ -64,7 +64,7 @@ class Packet:
     """Frames for one of the two connections."""
 
     bulk: bool
-    frames: Sequence[Buffer]
+    frames: Sequence[BytesLike]
 
     @property
     def is_here(self) -> bool:
@@ -77,7 +77,7 @@ class _Sent:
     """A message that the other side has not confirmed."""
 
     seq: int
-    bodies: list[list[Buffer]]
+    bodies: list[list[BytesLike]]
     """Per packet, the frames after its envelope."""
     bulk: bool
     began: float
@@ -102,17 +102,17 @@ class _Arriving:
             self.prefix += 1
 
 
-class Session:
+class ReliableChannel:
     """One side of a conversation."""
 
-    def __init__(self, seal: Seal | None = None, most_bytes: int = 1 << 33, rooms: Rooms | None = None) -> None:
+    def __init__(self, seal: Cipher | None = None, most_bytes: int = 1 << 33, rooms: BufferPool | None = None) -> None:
         self._seal, self._most_bytes = seal, most_bytes
-        self._room_for = (rooms or Rooms()).room
+        self._room_for = (rooms or BufferPool()).room
         self._tag_bytes = TAG_BYTES if seal else 0
         self._next = 1
         self._unconfirmed: deque[_Sent] = deque()
         self._delivered = 0
-        self._ready: dict[int, Sequence[Buffer]] = {}
+        self._ready: dict[int, Sequence[BytesLike]] = {}
         self._arriving: dict[int, _Arriving] = {}
         self._held: dict[int, int] = {}
         """Per message that is here, whole or not, and was not handed out: the memory that it takes."""
@@ -129,7 +129,7 @@ class Session:
 
     # ---- sending ----
 
-    def send(self, frames: Sequence[Buffer], now: float) -> Iterator[Packet]:
+    def send(self, frames: Sequence[BytesLike], now: float) -> Iterator[Packet]:
         """What to put on the wire for a message; the frames may be changed once all of it was taken."""
         views = [memoryview(frame).cast("B") if not isinstance(frame, bytes) else memoryview(frame) for frame in frames]
         if len(views) > MAX_FRAMES:
@@ -147,7 +147,7 @@ class Session:
             sent.bodies.append(body)
             yield self._packet(sent, len(sent.bodies) - 1)
 
-    def _segments(self, seq: int, views: Sequence[memoryview]) -> Iterator[list[Buffer]]:
+    def _segments(self, seq: int, views: Sequence[memoryview]) -> Iterator[list[BytesLike]]:
         lengths = b"".join(_LENGTH.pack(view.nbytes) for view in views)
         starts, total = _starts([view.nbytes for view in views])
         count = -(-total // SEGMENT_BYTES)
@@ -250,7 +250,7 @@ class Session:
                 raise WireError(f"a packet of unknown kind {kind}.")
         return again
 
-    def messages(self) -> Iterator[Sequence[Buffer]]:
+    def messages(self) -> Iterator[Sequence[BytesLike]]:
         """Those whose turn it is."""
         while (frames := self._ready.pop(self._delivered + 1, None)) is not None:
             self._delivered += 1
@@ -273,7 +273,7 @@ class Session:
         self.owes_report = True
         return seq > self._delivered and seq not in self._ready
 
-    def _take_segment(self, seq: int, frames: Sequence[Buffer]) -> None:
+    def _take_segment(self, seq: int, frames: Sequence[BytesLike]) -> None:
         table_bytes = len(frames[0]) - _PLACE.size if len(frames) == 2 else -1
         if table_bytes < 0 or table_bytes % _LENGTH.size:
             raise WireError("a segment that does not say what it is.")
@@ -313,7 +313,7 @@ class Session:
             used = [body[-1] for body in sent.bodies if len(body[-1]) == size][: _MOST_SPARE - len(self._spare)]
             self._spare += [view.obj for view in used if isinstance(view, memoryview)]  # type: ignore[misc]
 
-    def _open(self, seq: int, index: int, about: bytes, sealed: Buffer, into: memoryview) -> None:
+    def _open(self, seq: int, index: int, about: bytes, sealed: BytesLike, into: memoryview) -> None:
         if self._seal:
             self._seal.open(seq, index, about, sealed, into)
         else:
@@ -354,7 +354,7 @@ def _starts(lengths: Sequence[int]) -> tuple[list[int], int]:
     return starts, max(total, 1)
 
 
-def _cut(views: Sequence[memoryview], starts: Sequence[int], first: int, stop: int) -> Buffer:
+def _cut(views: Sequence[memoryview], starts: Sequence[int], first: int, stop: int) -> BytesLike:
     """A stretch of a message: of one frame where it is as it is, else copied together."""
     inside = bisect_right(starts, first) - 1
     if stop <= starts[inside] + views[inside].nbytes:

@@ -21,13 +21,13 @@ from typing import cast
 import zmq
 import zmq.utils.z85
 
-from farstep.core import Buffer, Received
+from farstep.core import BytesLike, Received
 from farstep.errors import WireError
-from farstep.wire.buffer_pool import Rooms
+from farstep.wire.buffer_pool import BufferPool
 from farstep.wire.codec import Limits
-from farstep.wire.encryption import TAG_BYTES, Seal, Side
+from farstep.wire.encryption import TAG_BYTES, Cipher, Side
 from farstep.wire.keys import KeyPair, Tokens
-from farstep.wire.reliable_channel import SEGMENT_BYTES, Packet, Session
+from farstep.wire.reliable_channel import SEGMENT_BYTES, Packet, ReliableChannel
 
 _ZAP = "inproc://zeromq.zap.01"
 _DOMAIN = b"farstep"
@@ -62,7 +62,7 @@ class Peer:
     """As the router calls its last bulk connection: nobody else can have that name, or choose it."""
     tokens: Tokens | None = None
     """What it shows, each time another, to be let in to the bulk connection."""
-    session: Session | None = None
+    session: ReliableChannel | None = None
 
 
 class Hub:
@@ -86,7 +86,7 @@ class Hub:
         """Packets on the bulk connection that nobody who was admitted can have sent."""
         self._peers: dict[bytes, Peer] = {}
         self._keys: dict[int, bytes] = {}
-        self._rooms = Rooms()
+        self._rooms = BufferPool()
         check_descriptors(_DESCRIPTORS + (2 if isinstance(address, str) else 2 * len(address)))
         self._context = zmq.Context()
         try:
@@ -151,8 +151,8 @@ class Hub:
         self._keys[worker] = pair.public
         if self._reliable and worker >= 0:
             peer.tokens = Tokens(pair)
-            seal = Seal(pair.derived(b"bulk"), Side.HEAD) if self._encrypted else None
-            peer.session = Session(seal, Limits.MESSAGE_BYTES, rooms=self._rooms)
+            seal = Cipher(pair.derived(b"bulk"), Side.HEAD) if self._encrypted else None
+            peer.session = ReliableChannel(seal, Limits.MESSAGE_BYTES, rooms=self._rooms)
         return pair
 
     def expel(self, worker: int) -> None:
@@ -226,7 +226,7 @@ class Hub:
         """Send, if somebody is there; what is lost is sent again when the worker is back."""
         self.send_to(peer.bulk_route if packet.bulk else peer.route, packet.frames, bulk=packet.bulk)
 
-    def send(self, worker: int, frames: Sequence[Buffer]) -> bool:
+    def send(self, worker: int, frames: Sequence[BytesLike]) -> bool:
         """Send, unless nobody is connected there: False. A worker's launcher or lease says that it has gone."""
         peer = self._peers.get(self._keys.get(worker, b""))
         if peer is None:
@@ -237,7 +237,7 @@ class Hub:
             self._put(peer, packet)
         return True
 
-    def send_to(self, route: bytes, frames: Sequence[Buffer], *, bulk: bool = False) -> bool:
+    def send_to(self, route: bytes, frames: Sequence[BytesLike], *, bulk: bool = False) -> bool:
         """The same by routing id."""
         router = self._bulk if bulk else self._router
         if not route or router is None:

@@ -8,13 +8,13 @@ from typing import Any
 
 from farstep.batch import ENDS, is_final
 from farstep.config.transfer import ALL_AT_ONCE, TransferTrigger
-from farstep.core import Array, Buffer
+from farstep.core import Array, BytesLike
 from farstep.rollout.rows import Rows
 from farstep.wire import messages as m
 from farstep.wire.compression import Compressor
 
 
-class Shipping:
+class ChunkSender:
     """Sends parts of a chunk ahead of it, as a `TransferTrigger` says.
 
     ZeroMQ does not tell how much of what it was given still waits to be sent. So rows of a chunk that is being rolled
@@ -26,11 +26,11 @@ class Shipping:
         self, transfer: TransferTrigger, send: Callable[..., None], look: Callable[[], None], compressor: Compressor
     ) -> None:
         self._transfer, self._send, self._look, self._compressor = transfer, send, look, compressor
-        self._under_way, self._order = False, -1
+        self._under_way, self._index = False, -1
 
-    def begin(self, ticket: m.Ticket, order: int, rows: Rows) -> int:
+    def begin(self, ticket: m.Ticket, index: int, rows: Rows) -> int:
         """A chunk begins; returns the row before which `ship` wants to be called, -1 for never."""
-        self._ticket, self._order, self._rows = ticket, order, rows
+        self._ticket, self._index, self._rows = ticket, index, rows
         self._first, self._under_way, self._since = 0, False, time.monotonic()
         self._now = self._transfer if ticket.steps > 1 else ALL_AT_ONCE  # a single step has nothing to gain
         self._row_bytes = sum(block[:1].nbytes for name, block in rows.row.items() if not is_final(name))
@@ -44,7 +44,7 @@ class Shipping:
 
     def heard(self, taken: m.Taken) -> None:
         """The head has what was sent."""
-        if taken.order == self._order:
+        if taken.index == self._index:
             self._under_way = False
 
     def ship(self, t: int) -> int:
@@ -82,10 +82,10 @@ class Shipping:
 
     def _part(self, stage: int, arrays: dict[str, Array], ends: bytes = b"", passed: int = -1) -> None:
         codecs, frames = self._packed(arrays)
-        part = m.Part(self._ticket.seq, self._order, stage, self._first, list(arrays), passed, codecs)
+        part = m.Part(self._ticket.seq, self._index, stage, self._first, list(arrays), passed, codecs)
         self._send(part, ends, *frames)
 
-    def _packed(self, arrays: dict[str, Array]) -> tuple[list[str], list[Buffer]]:
+    def _packed(self, arrays: dict[str, Array]) -> tuple[list[str], list[BytesLike]]:
         """Codecs, none if nothing is compressed, and frames."""
         packed = [self._compressor.pack(name, array) for name, array in arrays.items()]
         codecs = [codec for codec, _ in packed]

@@ -20,11 +20,12 @@ import cloudpickle
 from gymnasium.vector import AutoresetMode
 
 from farstep.agents.divergence import Comparison, comparing_method
-from farstep.core import Buffer, Link, Received, SyncState
+from farstep.core import BytesLike, Link, Received, SyncState
 from farstep.errors import ConfigError, WireError, described, printable
 from farstep.rollout.program import Program
 from farstep.rollout.progress import CANCEL, COUNT, PHASE, ROLLED, SLOT, Phase
 from farstep.rollout.rows import Slots
+from farstep.rollout.weight_headers import check_digest
 from farstep.schema import Schema, space_schema
 from farstep.sync.rules import divergence_of, name_of, probes_of, rows_of, threshold_of
 from farstep.wire import messages as m
@@ -32,7 +33,7 @@ from farstep.wire.codec import pack
 from farstep.wire.compression import Compressor
 from farstep.wire.versions import versions
 from farstep.worker.acting import Actor
-from farstep.worker.chunk_sender import Shipping
+from farstep.worker.chunk_sender import ChunkSender
 from farstep.worker.hosting import Host, HostedEnvs
 from farstep.worker.probing import Probing
 from farstep.worker.rolling import AnyHost, NotWanted, Roller
@@ -41,7 +42,7 @@ from farstep.worker.stagger import Places
 from farstep.worker.staggered_hosting import StaggeredEnvs, StaggeredVector
 from farstep.worker.strict_hosting import StrictEnvs
 from farstep.worker.vector_hosting import HostedVector
-from farstep.worker.weights import RemoteWeights, SharedWeights, Weights, check_digest
+from farstep.worker.weights import RemoteWeights, SharedWeights, Weights
 
 log = logging.getLogger("farstep.worker")
 _TURN_S = 1.0
@@ -67,7 +68,7 @@ class Worker:
         self._probing: Probing | None = None
         self._agent_id = -1
         self._pulled_at = self._idle_since = time.monotonic()
-        self._order = 0
+        self._index = 0
         self._synced = (0, 0, 0.0)
         """Pulls of weights, their bytes, and seconds they took, that no chunk has reported yet."""
         self._passed = -1
@@ -134,7 +135,7 @@ class Worker:
             self._dispatch(message, received)
         except self._theirs as error:
             agents_own = Phase(self._words[PHASE]) in (Phase.LOAD, Phase.ACT)
-            refused = message.agent if isinstance(message, (m.Ship, m.Parameters)) and agents_own else None
+            refused = message.agent if isinstance(message, (m.SendAgent, m.Parameters)) and agents_own else None
             self._report(error, request=message.request if isinstance(message, m.Call) else None, agent=refused)
             self._words[PHASE] = Phase.IDLE
             if not isinstance(message, m.Call) and refused is None:
@@ -153,13 +154,13 @@ class Worker:
                 self._hear(message, received.frames[1:])
             case m.Weights():
                 log.debug("weights of version %d come too late", message.version)
-            case m.Go():
+            case m.GrantSend():
                 pass  # for a chunk that was given up meanwhile
             case m.Taken():
                 pass  # of a chunk that is done
-            case m.Lay():
+            case m.SetLayout():
                 self._roller.lay(message, received.fds)
-            case m.Ship():
+            case m.SendAgent():
                 self._adopt(message, bytes(received.frames[1]))
             case m.Parameters():
                 self._connect_weights(message, received.fds)
@@ -178,7 +179,7 @@ class Worker:
 
     # ---- getting ready ----
 
-    def _construct(self, message: m.Welcome, program: Buffer) -> None:
+    def _construct(self, message: m.Welcome, program: BytesLike) -> None:
         sys.path[:] = list(dict.fromkeys(message.path + sys.path))
         self._words[PHASE] = Phase.CONSTRUCT
         self._first_slot = message.first_slot
@@ -197,8 +198,8 @@ class Worker:
         _, self._action_schema = space_schema(self._host.action_space, "action")
         rate = getattr(self._link, "rate", lambda: math.inf)
         compressor = Compressor(self._program.compression, self._program.codecs, rate)
-        self._shipping = Shipping(self._program.transfer, self._send, self._look, compressor)
-        self._roller = Roller(self._host, self._words, self._look, self._shipping)
+        self._sender = ChunkSender(self._program.transfer, self._send, self._look, compressor)
+        self._roller = Roller(self._host, self._words, self._look, self._sender)
         spaces = (pack(self._host.observation_space), pack(self._host.action_space))
         self._send(m.Ready(*spaces))
         self._words[PHASE] = Phase.CONNECT  # whose limit is meant for imports
@@ -212,7 +213,7 @@ class Worker:
         if self._owns_process:
             seed_generators(root, slot, self._id[1])
 
-    def _adopt(self, message: m.Ship, payload: bytes) -> None:
+    def _adopt(self, message: m.SendAgent, payload: bytes) -> None:
         self._words[PHASE] = Phase.LOAD
         self._actor, self._probing, self._agent_id = None, None, -1
         self._drop_weights()
@@ -256,7 +257,7 @@ class Worker:
         else:
             self._weights = RemoteWeights(self._ask_for_weights, self._program.weights.delta)
 
-    def _hear(self, probe: m.Probe, frames: Sequence[Buffer]) -> None:
+    def _hear(self, probe: m.Probe, frames: Sequence[BytesLike]) -> None:
         if probe.agent != self._agent_id or self._probing is None or self._actor is None:
             return  # of an agent that was replaced meanwhile
         self._words[PHASE] = Phase.ACT
@@ -264,7 +265,7 @@ class Worker:
         self._probing.hear(probe, frames, self._actor.version)
         self._words[PHASE] = Phase.IDLE
 
-    def _ask_for_weights(self, held: int) -> tuple[int, int, Sequence[Buffer]]:
+    def _ask_for_weights(self, held: int) -> tuple[int, int, Sequence[BytesLike]]:
         self._send(m.WeightRequest(self._agent_id, held))
         while True:  # the head answers; should it not, our time in this phase is limited
             received = self._link.receive(None)
@@ -281,15 +282,15 @@ class Worker:
 
     def _wait_for_turn(self, ticket: m.Ticket) -> None:
         """Others send first; the head says when they are done, takes the ticket back, or is gone."""
-        self._send(m.Asking(ticket.seq, self._order))
+        self._send(m.RequestSend(ticket.seq, self._index))
         while self._words[CANCEL] < ticket.seq:
             received = self._link.receive(_TURN_S)
             if received is None:
                 self._words[COUNT] += 1  # waiting, not stuck: others may take as long as they need
                 continue
             message = m.decode_from_head(received.frames)
-            if isinstance(message, m.Go):
-                if message.order == self._order:
+            if isinstance(message, m.GrantSend):
+                if message.index == self._index:
                     return
                 continue
             self._put_off(message, received)
@@ -300,7 +301,7 @@ class Worker:
     def _put_off(self, message: m.FromHead, received: Received) -> None:
         """While a ticket is being done, only what takes it back is heard; the rest comes afterwards, in order."""
         if isinstance(message, m.Taken):
-            self._shipping.heard(message)
+            self._sender.heard(message)
             return
         if isinstance(message, m.Cancel):
             self._words[CANCEL] = message.upto
@@ -318,10 +319,10 @@ class Worker:
 
     def _do(self, ticket: m.Ticket, frames: list[Any]) -> None:
         waited_s = time.monotonic() - self._idle_since
-        self._order += ticket.steps > 0
+        self._index += ticket.steps > 0
         try:
             self._sync(ticket)
-            chunk, arrays = self._roller.roll(ticket, frames, self._actor, self._order, self._passed)
+            chunk, arrays = self._roller.roll(ticket, frames, self._actor, self._index, self._passed)
         except NotWanted:
             return
         except self._theirs as error:
@@ -333,10 +334,10 @@ class Worker:
         finally:
             self._words[PHASE] = Phase.IDLE
             self._idle_since = time.monotonic()
-        chunk.order, chunk.tickets_s, chunk.divergence = self._order, waited_s, self._divergence
+        chunk.index, chunk.tickets_s, chunk.divergence = self._index, waited_s, self._divergence
         if self._probing is not None and ticket.steps:
             chunk.unmeasured = self._probing.take_note()
-            self._probing.remember(self._order, chunk.version, self._roller.rows, ticket.steps)
+            self._probing.remember(self._index, chunk.version, self._roller.rows, ticket.steps)
         (chunk.syncs, chunk.synced_bytes, chunk.weights_s), self._synced = self._synced, (0, 0, 0.0)
         if self._actor is not None:
             chunk.inference = self._actor.take_note()
@@ -389,7 +390,7 @@ class Worker:
 
     def _recover(self, i: int | None) -> None:
         assert self._host is not None
-        self._order += 1  # whatever comes next does not follow what was handed over
+        self._index += 1  # whatever comes next does not follow what was handed over
         self._host.recover(i)
 
     def _give_up(self, ticket: m.Ticket, frames: list[Any], error: BaseException) -> None:
@@ -453,7 +454,7 @@ class Worker:
         assert isinstance(self._host, Host)
         return Saving(self._host, self._actor, self._owns_process, self._theirs)
 
-    def _call(self, message: m.Call, arguments: Buffer) -> None:
+    def _call(self, message: m.Call, arguments: BytesLike) -> None:
         self._words[PHASE] = Phase.STEP
         self._words[COUNT] += 1
         args, kwargs = cloudpickle.loads(arguments)

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from farstep.agents.divergence import Comparison
-from farstep.core import Array, Buffer
+from farstep.core import Array, BytesLike
 from farstep.errors import AgentError
-from farstep.rollout.probe_rows import Pick, Picks, joined, places
+from farstep.rollout.probe_rows import ProbeRows, RecentProbeRows, joined, probe_rows_of
 from farstep.rollout.rows import Rows
 from farstep.wire.messages import Probe
 
@@ -24,11 +24,11 @@ class Probing:
 
     def __init__(self, comparison: Comparison, window: int, rows: int) -> None:
         self._comparison, self._rows = comparison, rows
-        self._picks = Picks(_MEMORY * rows)
+        self._recent = RecentProbeRows(_MEMORY * rows)
         self._divergences: deque[float] = deque(maxlen=window)
         self._known: tuple[tuple[int, tuple[int, ...]], dict[str, Array]] | None = None
         """What the weights in use said last, and of what: published in a row, versions are probed on the same rows."""
-        self._latest: tuple[int, Sequence[Pick], dict[str, Array]] | None = None
+        self._latest: tuple[int, Sequence[ProbeRows], dict[str, Array]] | None = None
         """Version, rows and answers of the latest probe that could be compared."""
         self._heard = -1
         self._note = self._noted = ""
@@ -40,9 +40,9 @@ class Probing:
         """Since the last pull, newest first."""
         return tuple(self._divergences)
 
-    def remember(self, order: int, version: int, rows: Rows, steps: int) -> None:
+    def remember(self, index: int, version: int, rows: Rows, steps: int) -> None:
         """A chunk is complete: keep the rows that a probe may ask about."""
-        self._picks.add(picked(self._comparison, order, version, rows, steps, self._rows))
+        self._recent.add(probe_rows_of(self._comparison, index, version, rows, steps, self._rows))
 
     def pulled(self, version: int) -> float:
         """New weights are in use: what was said of the old ones is void.
@@ -53,23 +53,25 @@ class Probing:
         self._divergences.clear()
         if self._latest is None or self._latest[0] != version:
             return 0.0
-        _, picks, learner = self._latest
-        return max(0.0, self._comparison.compare(self._described(version, picks), learner))
+        _, probed, learner = self._latest
+        return max(0.0, self._comparison.compare(self._described(version, probed), learner))
 
-    def hear(self, probe: Probe, frames: Sequence[Buffer], held: int) -> None:
+    def hear(self, probe: Probe, frames: Sequence[BytesLike], held: int) -> None:
         """Compare with what the head's policy says; a late or repeated probe says nothing new."""
         if held < 0 or probe.version <= max(self._heard, held):
             return
         self._heard = probe.version
         self._divergences.appendleft(math.inf)  # until somebody can tell how far it is, it is too far
-        picks = self._picks.find(probe.orders)
-        if not picks:
+        probed = self._recent.find(probe.indices)
+        if not probed:
             return
-        local = self._described(held, picks)
+        local = self._described(held, probed)
         learner = _like(local, probe.keys, frames)
-        self._latest = (probe.version, picks, learner)
-        if self._comparison.estimates and any(own := [pick.version == held for pick in picks]):
-            mine = np.repeat(own, [pick.rows for pick in picks])  # whose actions are of the weights in use
+        self._latest = (probe.version, probed, learner)
+        if self._comparison.estimates and any(own := [rows_of_chunk.version == held for rows_of_chunk in probed]):
+            mine = np.repeat(
+                own, [rows_of_chunk.rows for rows_of_chunk in probed]
+            )  # whose actions are of the weights in use
             local, learner = ({name: array[mine] for name, array in side.items()} for side in (local, learner))
         self._divergences[0] = self._comparison.compare(local, learner)
         self._note = self._comparison.note
@@ -81,20 +83,14 @@ class Probing:
         note, noted, self._noted = self._note, self._noted, self._note or self._noted
         return note if note != noted else ""
 
-    def _described(self, held: int, picks: Sequence[Pick]) -> dict[str, Array]:
-        about = (held, tuple(pick.order for pick in picks))
+    def _described(self, held: int, probed: Sequence[ProbeRows]) -> dict[str, Array]:
+        about = (held, tuple(rows_of_chunk.index for rows_of_chunk in probed))
         if self._known is None or self._known[0] != about:
-            self._known = (about, self._comparison.describe(joined(picks)))
+            self._known = (about, self._comparison.describe(joined(probed)))
         return self._known[1]
 
 
-def picked(comparison: Comparison, order: int, version: int, rows: Rows, steps: int, count: int) -> Pick:
-    """The rows of a chunk that a probe of `count` rows may ask about; head and worker take the same."""
-    time, column = places(order, 1 if comparison.first_row_only else steps, rows.num_envs, count)
-    return Pick(order, version, rows.at(comparison.names, time, column))
-
-
-def _like(local: Mapping[str, Array], keys: Sequence[str], frames: Sequence[Buffer]) -> dict[str, Array]:
+def _like(local: Mapping[str, Array], keys: Sequence[str], frames: Sequence[BytesLike]) -> dict[str, Array]:
     """A probe's arrays, which must be shaped as our own."""
     theirs = {key: memoryview(frame).nbytes for key, frame in zip(keys, frames, strict=False)}
     ours = {key: array.nbytes for key, array in local.items()}

@@ -18,7 +18,7 @@ from farstep.wire import messages as m
 from farstep.wire.codec import pack
 from farstep.wire.memory import SharedMemory
 from farstep.worker.acting import Actor
-from farstep.worker.chunk_sender import Shipping
+from farstep.worker.chunk_sender import ChunkSender
 from farstep.worker.hosting import Host, HostedEnvs
 from farstep.worker.staggered_hosting import Staggered
 from farstep.worker.strict_hosting import StrictEnvs
@@ -39,12 +39,12 @@ class Roller:
     rows: Rows
     """Where the last ticket wrote."""
 
-    def __init__(self, host: AnyHost, words: memoryview, look: Callable[[], None], shipping: Shipping) -> None:
-        self._host, self._words, self._look, self._shipping = host, words, look, shipping
+    def __init__(self, host: AnyHost, words: memoryview, look: Callable[[], None], shipping: ChunkSender) -> None:
+        self._host, self._words, self._look, self._sender = host, words, look, shipping
         _, self._action_schema = space_schema(host.action_space, "action")
         self._next_look = 0.0
 
-    def lay(self, message: m.Lay, fds: Sequence[int]) -> None:
+    def lay(self, message: m.SetLayout, fds: Sequence[int]) -> None:
         """From now on, write there."""
         layout = Layout.of(message)
         first, count = self._host.slots.first, self._host.num_envs
@@ -60,9 +60,9 @@ class Roller:
         self._layout, self._shared = layout, bool(fds)
 
     def roll(
-        self, ticket: m.Ticket, frames: Sequence[Any], actor: Actor | None, order: int, passed: int
+        self, ticket: m.Ticket, frames: Sequence[Any], actor: Actor | None, index: int, passed: int
     ) -> tuple[m.Chunk, list[Any]]:
-        """Do the ticket; the chunk's header and the frames that go with it. `order` counts chunks that were begun; the
+        """Do the ticket; the chunk's header and the frames that go with it. `index` counts chunks that were begun; the
         weights passed the probe of version `passed`."""
         host, words, steps = self._host, self._words, ticket.steps
         acting = actor if isinstance(host, Host) else None
@@ -79,7 +79,7 @@ class Roller:
             if isinstance(host, Staggered):
                 host.place(steps, acting, partial(self._check_wanted, ticket))
             rows.row["version"][:steps] = acting.version
-        due = -1 if self._shared else self._shipping.begin(ticket, order, rows)
+        due = -1 if self._shared else self._sender.begin(ticket, index, rows)
         next_look = time.monotonic() + _LOOK_S
         for t in range(steps):
             if not self._shared and time.monotonic() > next_look:
@@ -89,7 +89,7 @@ class Roller:
                 host.finish(t)
                 raise NotWanted
             if t == due:
-                due = self._shipping.ship(t)
+                due = self._sender.ship(t)
             if acting is not None:
                 if host.slots.any_fresh:
                     host.slots.mark_starts(rows.row["episode_start"][t])
@@ -102,7 +102,7 @@ class Roller:
         chunk = m.Chunk(ticket.seq, version, host.slots.resume.tobytes(), passed=max(version, passed))
         if isinstance(host, Staggered):
             chunk.clock, chunk.stagger_steps = host.report()
-        arrays: list[Any] = [ends] if self._shared else self._shipping.finish(chunk, ends)
+        arrays: list[Any] = [ends] if self._shared else self._sender.finish(chunk, ends)
         if ticket.infos and host.infos:
             chunk.infos = True
             arrays.append(pack(host.infos, opaque=True))
@@ -116,8 +116,8 @@ class Roller:
         if self._words[CANCEL] >= ticket.seq:
             raise NotWanted
 
-    def _reset(self, order: m.Reset) -> None:
-        mask = None if order.mask is None else np.frombuffer(order.mask, bool)
-        options = pickle.loads(order.options) if order.options else None
+    def _reset(self, request: m.Reset) -> None:
+        mask = None if request.mask is None else np.frombuffer(request.mask, bool)
+        options = pickle.loads(request.options) if request.options else None
         if mask is None or mask.any():
-            self._host.reset(mask, order.seeds, options)  # type: ignore[arg-type]
+            self._host.reset(mask, request.seeds, options)  # type: ignore[arg-type]

@@ -16,7 +16,7 @@ from farstep.errors import ClosedError, FarstepError
 from farstep.workflow.delivery import Direct, LocalQueue
 from farstep.workflow.dispatch import Message, Passer, extended
 from farstep.workflow.ledger import Actor, Ledger
-from farstep.workflow.row_retention import Holdings, rows_of, windows_of
+from farstep.workflow.row_retention import RowRetention, rows_of, windows_of
 from farstep.workflow.triggers import DataKeyTrigger
 
 Consumer = Callable[[Message], object]
@@ -28,7 +28,7 @@ class Flow(Protocol):
     agent: Agent
     buffer: Buffer
     ledger: Ledger
-    holdings: Holdings
+    holdings: RowRetention
     stopped: bool
     """Nothing fires any more."""
 

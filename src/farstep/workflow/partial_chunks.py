@@ -29,7 +29,7 @@ class _Chunk:
     told: set[str] = field(default_factory=set)
 
 
-class Ahead:
+class PartialChunks:
     """The chunks of all actors that are here in part; each is as long as the windows of `triggers`."""
 
     def __init__(self, ledger: Ledger, triggers: Sequence[DataKeyTrigger]) -> None:

@@ -22,7 +22,7 @@ PipelineMode = Literal["accumulate", "step"]
 
 
 @dataclass(frozen=True)
-class MiniBatch:
+class Minibatch:
     """All columns of one worker, and what to do with their gradient."""
 
     worker: int
@@ -38,7 +38,7 @@ def minibatches(
     num_envs: int,
     mode: PipelineMode = "accumulate",
     prepare: Callable[[Part], object] | None = None,
-) -> Iterator[MiniBatch]:
+) -> Iterator[Minibatch]:
     """A mini-batch for each worker, in order of arrival; `prepare` is given every part first, complete or not.
 
     `accumulate`: one optimiser step, after the last. A mini-batch weighs its share of the `num_envs` columns, so the
@@ -56,6 +56,6 @@ def minibatches(
         if part.complete:
             done += len(part.slots)
             if mode == "step":
-                yield MiniBatch(part.worker, part.so_far, 1.0, True)
+                yield Minibatch(part.worker, part.so_far, 1.0, True)
             else:
-                yield MiniBatch(part.worker, part.so_far, len(part.slots) / num_envs, done == num_envs)
+                yield Minibatch(part.worker, part.so_far, len(part.slots) / num_envs, done == num_envs)

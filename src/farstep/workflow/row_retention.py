@@ -16,7 +16,7 @@ from farstep.buffer.replay import Buffer
 from farstep.errors import ConfigError, FarstepError
 from farstep.workflow.dispatch import Message
 from farstep.workflow.ledger import Ledger
-from farstep.workflow.partial_chunks import Ahead
+from farstep.workflow.partial_chunks import PartialChunks
 from farstep.workflow.triggers import DataKeyTrigger
 from farstep.workflow.windows import Windows
 
@@ -45,7 +45,7 @@ class Holder(Protocol):
         ...
 
 
-class Holdings:
+class RowRetention:
     """The rows of all actors from the first that somebody is to read, `holders` being those who do.
 
     `freed(actor, chunks, cause)` is called when chunks are not needed any more; a cause says why nobody read them.
@@ -60,7 +60,7 @@ class Holdings:
     ) -> None:
         self._buffer, self._ledger, self._freed = buffer, ledger, freed
         self._windows = Windows(buffer)
-        self.ahead = Ahead(ledger, triggers)
+        self.ahead = PartialChunks(ledger, triggers)
         self.holders: list[Holder] = []
         self._early: dict[int, Batch] = {}
         """What messages name that were passed on before it was in the buffer, by their `ahead`."""

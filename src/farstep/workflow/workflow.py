@@ -28,14 +28,14 @@ from farstep.core import Agent, Array, Nested
 from farstep.errors import ClosedError, ConfigError, FarstepError, described, unknown_name
 from farstep.head.collector import Collector
 from farstep.head.feed import Feed
-from farstep.head.incoming_chunks import Early
-from farstep.head.tickets import Arrived, FeedPlan
+from farstep.head.incoming_chunks import EarlyPart
+from farstep.head.tickets import AcceptedChunk, FeedPlan
 from farstep.workflow.consumers import Consumer, ConsumerThread, Guard, Publisher, name_of
 from farstep.workflow.delivery import Direct, LocalQueue
 from farstep.workflow.dispatch import Dispatcher, Message, Passer, Trigger, leaves_of
 from farstep.workflow.ledger import Ledger
 from farstep.workflow.objects import ModelBlock
-from farstep.workflow.row_retention import Holdings, windows_of
+from farstep.workflow.row_retention import RowRetention, windows_of
 from farstep.workflow.triggers import DataKeyTrigger
 
 log = logging.getLogger("farstep")
@@ -82,7 +82,7 @@ class Workflow:
         self._dispatcher = Dispatcher()
         self._takers: list[DataKeyTrigger] = []
         """Those of the table whose messages name rows that nobody may overwrite before their consumer is done."""
-        self.holdings = Holdings(buffer, self.ledger, self._takers, self._freed)
+        self.holdings = RowRetention(buffer, self.ledger, self._takers, self._freed)
         self._reading: list[str] = []
         """The names of their triggers, one for each holder of rows."""
         self._by_data: list[DataKeyTrigger] = []
@@ -128,7 +128,7 @@ class Workflow:
 
         Args:
             trigger: When to call the consumer.
-            consumer: A function of the message, or a passer (`farstep.workflow.delivery`), which hands messages elsewhere.
+            consumer: A function of the message, or a passer (`farstep.workflow.delivery`), which delivers elsewhere.
             thread: Call the consumer in a thread of its own instead of the thread of `run`.
             max_outstanding: Messages that may be unfinished at a time; the trigger does not fire beyond that.
             samples: Rows that the consumer samples at once; it is called only when the buffer's limiter would give
@@ -363,25 +363,25 @@ class Workflow:
 
         feed.take(wanted, wait_until, check, self._store, self._store_early, self.buffer.locked())
 
-    def _store(self, arrived: Arrived, batch: Batch) -> None:
-        worker = arrived.order.worker
+    def _store(self, accepted: AcceptedChunk, batch: Batch) -> None:
+        worker = accepted.ticket.worker
         batch = replace(batch, continues=batch.continues & self._follows[batch.slots])
         self._follows[batch.slots] = True
         self._owed[worker] = max(0, self._owed[worker] - 1)
-        ticket = arrived.order.seq
+        ticket = accepted.ticket.seq
         self._void_lost()
         self.buffer.insert(batch, timeout_s=0)
-        self.holdings.add(worker, ticket, arrived.version, batch)
+        self.holdings.add(worker, ticket, accepted.version, batch)
         if worker not in self._present and self._feed is not None:  # it has left, and this was the last of it
             self._drop_rest(worker, self._feed)
 
-    def _store_early(self, early: Early) -> None:
+    def _store_early(self, early: EarlyPart) -> None:
         """Some keys of a chunk are here: those are written down, the rows not yet in the buffer."""
-        order, batch = early.order, early.part.so_far
+        issued, batch = early.ticket, early.part.so_far
         self._void_lost()
-        if self._feed is not None and self._feed.is_live(order.seq):
+        if self._feed is not None and self._feed.is_live(issued.seq):
             batch = replace(batch, continues=batch.continues & self._follows[batch.slots])
-            self.holdings.ahead.add(order.worker, order.seq, early.key, early.version, batch)
+            self.holdings.ahead.add(issued.worker, issued.seq, early.key, early.version, batch)
 
     def _void_lost(self) -> None:
         """Discard the early parts of chunks that were dropped."""
@@ -504,7 +504,7 @@ class Workflow:
                 f"a consumer samples {self._most_samples} rows at once, and this limiter never gives so many "
                 f"({buffer.limiter}); widen it, or sample fewer."
             )
-        chunk = steps * max(seat.num_envs for seat in collector.server.seats)
+        chunk = steps * max(record.num_envs for record in collector.server.records)
         if buffer.limiter.never_inserts(chunk):
             raise ConfigError(
                 f"a chunk of {chunk} rows never fits this limiter ({buffer.limiter}); widen it, or make chunks shorter "
@@ -513,7 +513,7 @@ class Workflow:
 
     def _has_room(self, worker: int, steps: int, feed: Feed) -> bool:
         """Whether a worker's next chunk overwrites nothing that somebody is still to read, and the limiter agrees."""
-        if not self.buffer.limiter.can_insert(steps * feed.seat(worker).num_envs):
+        if not self.buffer.limiter.can_insert(steps * feed.record(worker).num_envs):
             return False
         return self.holdings.has_room(worker, steps)
 

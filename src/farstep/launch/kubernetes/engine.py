@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from farstep.config.kubernetes import KubernetesConfig
 from farstep.errors import FarstepError, LaunchError
 from farstep.launch.addresses import own_addresses
-from farstep.launch.engine import Group, Standing
+from farstep.launch.engine import Group, RequestStatus
 from farstep.launch.guardian import Guardian
 from farstep.launch.kubernetes.api import Api, RefusedError, containers
 from farstep.launch.kubernetes.manifests import GROUP_LABEL, RUN_LABEL, Manifest, manifests, owned, owner
@@ -104,14 +104,14 @@ class Pods(Group):
             self._there.pop()
             raise
 
-    def standing(self) -> Standing:
+    def standing(self) -> RequestStatus:
         pods = self._api.pods(self._selector)
         if self._deployed:
             nodes = self._shrink(pods)
         else:
             nodes = sum(not is_over(job) for job in self._api.jobs(self._selector))
         coming = sum(pod.get("status", {}).get("phase") == "Pending" for pod in pods)
-        return Standing(f"Kubernetes {self._name} has {describe(pods)}", nodes, coming)
+        return RequestStatus(f"Kubernetes {self._name} has {describe(pods)}", nodes, coming)
 
     def _shrink(self, pods: Sequence[Manifest]) -> int:
         """How many pods the Deployment will have; one less for each agent that the head let go."""

@@ -8,7 +8,7 @@ import socket
 from collections import deque
 from typing import Any
 
-from farstep.launch.node_daemon import NodeAgent, Unreachable
+from farstep.launch.node_daemon import NodeDaemon, Unreachable
 
 _TAIL_LINES = 50
 
@@ -33,7 +33,7 @@ class Agent:
 
         contents: dict[str, Any] = json.loads(bootstrap)
         try:
-            NodeAgent(contents, f"Ray node {ray.get_runtime_context().get_node_id()[:12]}").run()
+            NodeDaemon(contents, f"Ray node {ray.get_runtime_context().get_node_id()[:12]}").run()
         except Unreachable as error:
             return str(error)
         return self._said[-1] if self._said else ""

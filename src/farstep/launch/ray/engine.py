@@ -23,7 +23,7 @@ from typing import Any
 from farstep.config.launch import RayConfig
 from farstep.errors import LaunchError
 from farstep.launch.addresses import own_addresses
-from farstep.launch.engine import EngineLost, Group, Standing
+from farstep.launch.engine import EngineLost, Group, RequestStatus
 from farstep.launch.engine_processes import file_tail
 from farstep.launch.process import import_path
 
@@ -211,15 +211,15 @@ class Actors(Group):
     def __init__(self, engine: RayEngine, driver: Driver, number: int) -> None:
         self._engine, self._driver, self._number = engine, driver, number
 
-    def standing(self) -> Standing:
+    def standing(self) -> RequestStatus:
         self._engine.check(self._driver)
         try:
             said = self._driver.call("standing", group=self._number)
         except LaunchError:
             if self._driver.ended:
-                return Standing("the connection to Ray has ended", 0)
+                return RequestStatus("the connection to Ray has ended", 0)
             raise
-        return Standing(str(said["text"]), int(said["nodes"]))
+        return RequestStatus(str(said["text"]), int(said["nodes"]))
 
     def logs(self) -> str:
         if not self._engine.is_silent:
