@@ -34,7 +34,7 @@ from farstep.config.launch import SSHConfig
 from farstep.core import Received
 from farstep.errors import WireError
 from farstep.head.collector import Request
-from farstep.head.tickets import Order
+from farstep.head.tickets import IssuedTicket
 from farstep.rollout.progress import Phase
 from farstep.schema import ArraySpec
 from farstep.testing import CountingEnv, TableAgent
@@ -44,7 +44,7 @@ from farstep.wire import reliable_channel as sessions
 from farstep.wire.codec import pack, unpack
 from farstep.wire.encryption import Cipher, Side
 from farstep.wire.keys import KeyPair, Tokens
-from farstep.wire.reliable_channel import MAX_AHEAD, Kind, Packet, Session
+from farstep.wire.reliable_channel import MAX_AHEAD, Kind, Packet, ReliableChannel
 from farstep.wire.versions import versions
 from farstep.wire.zmq import Hub, bulk_address
 from farstep.workflow.delivery import ZmqPasser, ZmqReceiver
@@ -121,7 +121,7 @@ def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def conversation(key: bytes, messages: Sequence[bytes]) -> list[Packet]:
-    worker = Session(Cipher(key, Side.WORKER))
+    worker = ReliableChannel(Cipher(key, Side.WORKER))
     packets = [packet for message in messages for packet in worker.send([message], 0.0)]
     return [*packets, worker.report(), worker.back(), worker.here(), *worker.due(100.0)]
 
@@ -132,7 +132,7 @@ def test_what_is_written_to_the_bulk_connection_by_others(small_segments: None) 
     sent = [bytes([i]) * (9 + 37 * i) for i in range(40)]
     packets = [packet for packet in conversation(key, sent) if packet.bulk and not packet.is_here]
     known = [[bytes(frame) for frame in packet.frames] for packet in packets]
-    head = Session(Cipher(key, Side.HEAD), 1 << 20)
+    head = ReliableChannel(Cipher(key, Side.HEAD), 1 << 20)
     refused = 0
     for case in range(CASES):
         frames = list(chance.choice(known))
@@ -158,7 +158,7 @@ def test_packets_of_a_worker_that_has_gone_mad(small_segments: None) -> None:
     key, chance = os.urandom(32), random.Random(5)
     most = 100_000
     for _ in range(10):
-        head = Session(Cipher(key, Side.HEAD), most)
+        head = ReliableChannel(Cipher(key, Side.HEAD), most)
         packets = conversation(key, [chance.randbytes(chance.randrange(200)) for _ in range(50)])
         known = [[bytes(frame) for frame in packet.frames] for packet in packets]
         for _ in range(CASES // 10):
@@ -182,7 +182,7 @@ def envelope(kind: Kind, seq: int) -> bytes:
 
 
 def test_a_worker_cannot_have_the_head_keep_what_it_never_hands_out() -> None:
-    head = Session(None, most := 1 << 20)
+    head = ReliableChannel(None, most := 1 << 20)
     refused = 0
     for seq in range(2, MAX_AHEAD):  # the first never comes
         try:
@@ -191,13 +191,13 @@ def test_a_worker_cannot_have_the_head_keep_what_it_never_hands_out() -> None:
             refused += 1
     assert refused and sum(len(frame) for frames in head._ready.values() for frame in frames) <= most
     with pytest.raises(WireError, match="frames"):
-        Session(None).receive(Packet(False, [envelope(Kind.WHOLE, 1), *[b""] * 5000]), 0.0)
+        ReliableChannel(None).receive(Packet(False, [envelope(Kind.WHOLE, 1), *[b""] * 5000]), 0.0)
 
 
 def test_a_promise_of_gigabytes_takes_no_memory() -> None:
     before = resident_bytes()
     key = os.urandom(32)
-    head = Session(Cipher(key, Side.HEAD), 1 << 34)
+    head = ReliableChannel(Cipher(key, Side.HEAD), 1 << 34)
     size, sealed = 8 << 30, bytearray(sessions.SEGMENT_BYTES + 16)
     about = sessions._PLACE.pack(0, size // sessions.SEGMENT_BYTES) + sessions._LENGTH.pack(size)
     Cipher(key, Side.WORKER).seal(1, 0, about, bytes(sessions.SEGMENT_BYTES), memoryview(sealed))
@@ -242,7 +242,7 @@ def test_messages_of_an_admitted_worker_raise_nothing_but_wire_errors(monkeypatc
                 place = chance.randrange(len(frames))
                 frames[place] = mutated(chance, frames[place], [other[0] for other in heard])
                 if case % 100 == 0:  # tickets to be answered
-                    server.tickets._outstanding |= {seq: Order(seq, seq % 2, 0, 0, 0) for seq in range(50)}
+                    server.tickets._outstanding |= {seq: IssuedTicket(seq, seq % 2, 0, 0, 0) for seq in range(50)}
                 try:
                     receive(chance.randrange(2), Received(frames))
                 except Exception as error:
@@ -406,15 +406,15 @@ def hub_of(env: farstep.ClusterEnv) -> Hub:
 def overhear(hub: Hub, run: Run) -> list[tuple[bytes, list[bytes], list[Sequence[Any]]]]:
     """Of each worker what can be read on the bulk connection: its name, sealed segments, and tokens to come."""
     heard: dict[bytes, list[Sequence[Any]]] = {key: [] for key, peer in hub._peers.items() if peer.session}
-    peers, receive = {id(peer.session): key for key, peer in hub._peers.items()}, Session.receive
+    peers, receive = {id(peer.session): key for key, peer in hub._peers.items()}, ReliableChannel.receive
     with pytest.MonkeyPatch.context() as patch:
 
-        def listening(self: Session, packet: Packet, now: float) -> list[Packet]:
+        def listening(self: ReliableChannel, packet: Packet, now: float) -> list[Packet]:
             if packet.bulk:
                 heard[peers[id(self)]].append([bytes(frame) for frame in packet.frames])
             return receive(self, packet, now)
 
-        patch.setattr(Session, "receive", listening)
+        patch.setattr(ReliableChannel, "receive", listening)
         while not all(heard.values()):
             run.collect()
     tokens = {key: copy.copy(hub._peers[key].tokens) for key in heard}

@@ -16,7 +16,7 @@ from namespaces import Network
 
 import farstep.launch
 from farstep.config.kubernetes import KubernetesConfig
-from farstep.launch.engine import Group, Standing
+from farstep.launch.engine import Group, RequestStatus
 from farstep.launch.guardian import Guardian
 from farstep.launch.kubernetes.manifests import manifests
 
@@ -143,9 +143,9 @@ class Played(Group):
         guardian.promise(self._name, self._down)
         podman(self._url, "kube", "play", str(file))
 
-    def standing(self) -> Standing:
+    def standing(self) -> RequestStatus:
         pods = podman(self._url, "pod", "ps", "--filter", f"name={self._name}", "--format", "{{.Status}}").split()
-        return Standing(f"podman has pods {pods}", sum(pod not in ("Exited", "Degraded") for pod in pods))
+        return RequestStatus(f"podman has pods {pods}", sum(pod not in ("Exited", "Degraded") for pod in pods))
 
     def logs(self) -> str:
         names = podman(self._url, "ps", "-a", "--filter", f"name={self._name}.*agent", "--format", "{{.Names}}").split()

@@ -113,7 +113,7 @@ class World:
             record.ready = True
         self.head = Prober(Comparison(Policy(learner), "obs", "action", "state"), self.records, rows=64)
         self.worker = Probing(Comparison(Policy(worker), "obs", "action", "state"), window=4, rows=64)
-        self.order, self.version, self.generator = 0, 0, np.random.default_rng(0)
+        self.index, self.version, self.generator = 0, 0, np.random.default_rng(0)
 
     def rows(self, worker: int = 0) -> Rows:
         record = self.records[worker]
@@ -121,7 +121,7 @@ class World:
 
     def roll(self, version: int = 0, heard: bool = True, actor: Any = None) -> None:
         """A chunk that the worker hands over, and that the head accepts (or not); actions by a policy, or any."""
-        self.order += 1
+        self.index += 1
         self.blocks["obs"][:] = self.generator.normal(size=self.blocks["obs"].shape)
         self.blocks["action"][:] = self.generator.integers(0, 4, self.blocks["action"].shape)
         self.blocks["state"][:] = self.generator.normal(size=self.blocks["state"].shape)
@@ -129,17 +129,17 @@ class World:
             logits = self.blocks["obs"] @ actor.w
             likely = (np.exp(logits) / np.exp(logits).sum(axis=-1, keepdims=True)).cumsum(axis=-1)
             self.blocks["action"][:] = (self.generator.random(likely.shape[:-1])[..., None] > likely).sum(axis=-1)
-        self.worker.remember(self.order, version, self.rows(), STEPS)
+        self.worker.remember(self.index, version, self.rows(), STEPS)
         if heard:
             for record in self.records:
-                chunk = Chunk(0, version, b"", order=self.order)
+                chunk = Chunk(0, version, b"", index=self.index)
                 self.head.remember(record, chunk, self.rows(record.worker), STEPS)
 
     def probe(self) -> tuple[Probe, list[bytes]]:
         self.version += 1
         question = self.head.questions()[0]
         answer = self.head.answers([question])[0]
-        return Probe(1, self.version, question.orders, list(answer)), [array.tobytes() for array in answer.values()]
+        return Probe(1, self.version, question.indices, list(answer)), [array.tobytes() for array in answer.values()]
 
     def publish(self, held: int = 0) -> float:
         self.worker.hear(*self.probe(), held)

@@ -32,7 +32,7 @@ def test_the_job_is_printed_without_keys(capsys: pytest.CaptureFixture[str]) -> 
 def test_manifests_are_printed_without_keys(capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--image", "x:1", "--nodes", "2", "--setup", "one", "two"]
     more = ["--pod-template", '{"spec": {"hostNetwork": true}}']
-    status, output, _ = said(capsys, "k8s", "--print", *options, *more)
+    status, output, _ = said(capsys, "kubernetes", "--print", *options, *more)
     secret, first, second = yaml.safe_load_all(output)
     assert status == 0 and "redacted" in secret["stringData"]["bootstrap"]
     assert [first["kind"], second["kind"]] == ["Job", "Job"]
@@ -129,5 +129,5 @@ def test_a_finding_of_several_lines_is_indented() -> None:
 
 
 def test_an_option_without_its_value(capsys: pytest.CaptureFixture[str]) -> None:
-    status, _, error = said(capsys, "k8s", "--print", "--image", "x", "--requests", "cpu")
+    status, _, error = said(capsys, "kubernetes", "--print", "--image", "x", "--requests", "cpu")
     assert status == 1 and "--requests: expected names and values in turn, e.g. cpu 4 memory 8Gi." in error

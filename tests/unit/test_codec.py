@@ -190,7 +190,7 @@ MESSAGES: list[Any] = [
     m.Hello(1, 0, "run", "host", 42, {"python": "3.11"}),
     m.Ready(pack(SPACES[0]), pack(SPACES[4])),
     m.AgentReady(1, {"action": ArraySpec((2,), "<f4")}, pack({"action": "action"})),
-    m.Chunk(7, 3, b"\0" * 8, order=4, infos=True, keys=["obs", "reward"]),
+    m.Chunk(7, 3, b"\0" * 8, index=4, infos=True, keys=["obs", "reward"]),
     m.Reply(3),
     m.Failure("ValueError: x", "traceback", "step", slot=3, seed=5),
     m.WeightRequest(2),

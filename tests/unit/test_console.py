@@ -24,7 +24,7 @@ from farstep.errors import ClosedError
 from farstep.observe.console import LiveDisplay, PlainLines, console_logger
 from farstep.observe.loggers import Loggers
 from farstep.observe.panel import panel
-from farstep.observe.run_status import Standing, data_size, duration, line, number, percent
+from farstep.observe.run_status import RunStatus, data_size, duration, line, number, percent
 from farstep.testing import FakeClock
 
 METRICS = {
@@ -55,21 +55,21 @@ def plain(console: Console) -> str:
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", console.file.getvalue())
 
 
-def shown(standing: Standing, width: int = 100) -> str:
+def shown(standing: RunStatus, width: int = 100) -> str:
     console = Console(file=io.StringIO(), width=width, color_system=None)
     console.print(panel(standing, "CartPole-v1", 16.0, 20.0, width))
     return console.file.getvalue()
 
 
-def after(*updates: dict[str, float], total_steps: int = 500_000) -> Standing:
-    standing = Standing(total_steps)
+def after(*updates: dict[str, float], total_steps: int = 500_000) -> RunStatus:
+    standing = RunStatus(total_steps)
     for position, metrics in enumerate(updates, 1):
         standing.update(position * 2048, metrics, float(position))
     return standing
 
 
 def test_the_line_says_how_the_run_stands() -> None:
-    standing = Standing(500_000)
+    standing = RunStatus(500_000)
     standing.update(51_200, METRICS, 0.0)
     assert line(standing) == (
         "steps 51,200 of 500,000 (10 %) · return 123.4 · 8,210 steps/s · staleness 0.5 · "
@@ -97,7 +97,7 @@ def test_shares_are_of_the_recent_updates_and_sum_to_one() -> None:
 
 
 def test_the_time_left_follows_the_latest_speed() -> None:
-    standing = Standing(1000)
+    standing = RunStatus(1000)
     assert standing.seconds_left(0.0) is None
     standing.update(100, {}, 10.0)
     assert standing.seconds_left(10.0) is None  # a resumed run starts at a step without having been fast
@@ -110,7 +110,7 @@ def test_the_time_left_follows_the_latest_speed() -> None:
 
 
 def test_a_long_history_keeps_its_shape() -> None:
-    standing = Standing(10**6)
+    standing = RunStatus(10**6)
     for position in range(10_000):
         standing.update(position, {"env/return_mean": float(position)}, float(position))
     assert 64 <= len(standing.returns) < 256 and standing.returns == sorted(standing.returns)
@@ -162,7 +162,7 @@ def test_the_picture_shows_everything() -> None:
 
 
 def test_before_the_first_update_it_says_so() -> None:
-    assert "waiting for the first update" in shown(Standing(100))
+    assert "waiting for the first update" in shown(RunStatus(100))
 
 
 @pytest.mark.parametrize("width", [20, 40, 60, 80, 100, 200])

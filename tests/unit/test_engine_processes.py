@@ -11,7 +11,7 @@ import pytest
 
 from farstep.doctor.programs import Program
 from farstep.launch.engine import SETUP_FAILED, setup_lines
-from farstep.launch.engine_processes import Session, end_sessions
+from farstep.launch.engine_processes import EngineProcess, end_processes
 
 STUBBORN = (
     "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('here', flush=True); time.sleep(60)"
@@ -19,13 +19,13 @@ STUBBORN = (
 
 
 def test_sessions_end_whatever_their_programs_say() -> None:
-    sessions = [Session([sys.executable, "-c", STUBBORN], f"host{i}", b"") for i in range(3)]
-    sessions.append(Session(["true"], "host3", b""))
+    sessions = [EngineProcess([sys.executable, "-c", STUBBORN], f"host{i}", b"") for i in range(3)]
+    sessions.append(EngineProcess(["true"], "host3", b""))
     deadline = time.monotonic() + 30
     while not all("here" in session.tail() for session in sessions[:3]):
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    end_sessions(sessions, patience_s=0.0)
+    end_processes(sessions, patience_s=0.0)
     assert all(session.ended for session in sessions)
     assert sessions[0].tail() == "here"  # what they said is still known
 

@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from farstep.launch.engine import Group, Standing
+from farstep.launch.engine import Group, RequestStatus
 from farstep.launch.groups import Watched
 
 
@@ -94,7 +94,7 @@ class Jobs(RuleBasedStateMachine):
         nodes = sum(job.size for job in self.jobs if job.state != "ENDED")
         over = [f"SLURM job {job.number}" for job in self.jobs if job.state == "ENDED"]
         anew = [f"SLURM job {job.number}" for job in self.jobs if job.state == "PENDING"]
-        self.watched._look = (time.monotonic(), Standing("", nodes, over=over, anew=anew))
+        self.watched._look = (time.monotonic(), RequestStatus("", nodes, over=over, anew=anew))
         self.watched.expected()  # as the head asks all the time
         self.seen = True
 

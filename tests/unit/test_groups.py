@@ -10,18 +10,18 @@ import pytest
 from farstep.config.launch import RESTART_WINDOW_S, SSHConfig
 from farstep.errors import LaunchError
 from farstep.launch import groups as module
-from farstep.launch.engine import EngineLost, Group, Standing
+from farstep.launch.engine import EngineLost, Group, RequestStatus
 from farstep.launch.groups import Groups
 
 
 class Job(Group):
     def __init__(self, nodes: int) -> None:
-        self.stands = Standing(f"job of {nodes}", nodes)
+        self.stands = RequestStatus(f"job of {nodes}", nodes)
         self.looks = 0
         self.cancelled = False
         self.words = "its last words"
 
-    def standing(self) -> Standing:
+    def standing(self) -> RequestStatus:
         self.looks += 1
         return self.stands
 
@@ -92,7 +92,7 @@ def make(engine: Fake, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[...
 def stands(engine: Fake, job: int, nodes: int, coming: int = 0, over: Sequence[str] | None = None) -> None:
     """Let an engine say this, and be heard."""
     found = engine.jobs[job]
-    found.stands = Standing(found.stands.text, nodes, coming, over)
+    found.stands = RequestStatus(found.stands.text, nodes, coming, over)
     looks = found.looks
     eventually(lambda: found.looks > looks + (1 if nodes else 0))
 
@@ -206,7 +206,7 @@ def test_what_an_engine_said_before_a_loss_does_not_make_up_for_it(engine: Fake,
     stands(engine, 0, nodes=1, coming=1)
     groups[0].welcomed("a node")
     groups[0].left("a node", for_good=True)
-    engine.jobs[0].stands = Standing("runs", 1)
+    engine.jobs[0].stands = RequestStatus("runs", 1)
     stands(engine, 0, nodes=1)
     assert groups.expected() == 0
 
@@ -275,7 +275,7 @@ def test_an_engine_hears_one_order_at_a_time(
 def test_an_engine_that_does_not_answer_is_logged_once(
     make: Callable[..., Groups], engine: Fake, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail() -> Standing:
+    def fail() -> RequestStatus:
         engine.jobs[0].looks += 1
         raise KeyError("a mistake")
 
@@ -353,7 +353,7 @@ def test_logs_that_cannot_be_read_hide_nothing(
 def test_a_lost_engine_ends_a_run_that_needs_more_nodes_although_budget_is_left(
     make: Callable[..., Groups], engine: Fake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail() -> Standing:
+    def fail() -> RequestStatus:
         raise EngineLost("its controller is gone")
 
     groups = make(2, here=2, min_nodes=1)

@@ -37,7 +37,8 @@ from farstep.agents.policy import ship
 from farstep.config.env import WeightsConfig
 from farstep.errors import AgentError
 from farstep.head.parameters import ParameterStore
-from farstep.worker.weights import RemoteWeights, SharedWeights, check_digest
+from farstep.rollout.weight_headers import check_digest
+from farstep.worker.weights import RemoteWeights, SharedWeights
 
 
 @pytest.mark.parametrize("make", AGENTS, ids=lambda make: make.__name__)

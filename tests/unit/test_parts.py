@@ -66,7 +66,7 @@ class World:
         self.rollouts = Rollouts(self.records, {name[4:]: name for name in OBS}, OBS, remote, transfer)
         self.rollouts.adopt({"action": "action", "value": "value"}, "state")
         self.rollouts.fit(LANES, STEPS, ROWS, STATE)
-        self.order = IssuedTicket(seq=4, worker=1, batch=0, lane=1, min_version=0)
+        self.ticket = IssuedTicket(seq=4, worker=1, batch=0, lane=1, min_version=0)
         layout = Layout(1, STEPS, 2, ROWS, STATE)
         rng = np.random.default_rng(3)
         memory = bytearray(rng.integers(0, 2, layout.nbytes, np.uint8).tobytes())
@@ -87,15 +87,15 @@ class World:
                 due = shipping.ship(t)
                 if answers:
                     shipping.heard(m.Taken(6))
-        chunk = m.Chunk(4, 0, np.zeros(2, np.int64).tobytes(), order=6, passed=0)
+        chunk = m.Chunk(4, 0, np.zeros(2, np.int64).tobytes(), index=6, passed=0)
         frames = shipping.finish(chunk, self.ends.tobytes())
         return [*sent, (chunk, [*map(bytes, frames)])]
 
     def give(self, message: m.Part | m.Chunk, frames: list[Any]) -> Any:
         received = Received([b"header", *frames])
         if isinstance(message, m.Part):
-            return self.rollouts.take_part(self.record, self.order, STEPS, message, received)
-        return self.rollouts.take(self.record, self.order, STEPS, message, received, 0)
+            return self.rollouts.take_part(self.record, self.ticket, STEPS, message, received)
+        return self.rollouts.take(self.record, self.ticket, STEPS, message, received, 0)
 
     def give_all(self) -> ChunkInfo:
         *parts, chunk = self.messages
@@ -105,7 +105,7 @@ class World:
         return piece
 
     def assert_all_there(self, piece: ChunkInfo) -> None:
-        there = self.rollouts.rows(self.record, self.order.lane).tables(STEPS)
+        there = self.rollouts.rows(self.record, self.ticket.lane).tables(STEPS)
         for name, table in self.rows.tables(STEPS).items():
             used = -(-len(self.ends) // 2) if name.startswith("final_") else len(table)
             np.testing.assert_array_equal(there[name][:used], table[:used], err_msg=name)
@@ -154,7 +154,7 @@ def test_a_part_shows_the_columns_of_its_stage_and_nothing_else() -> None:
     world = World(TransferTrigger.dual())
     (first, *_), _ = world.messages
     ends = world.give(first, world.messages[0][1])
-    part = world.rollouts.part(world.order, STEPS, 0, 1, ends, np.zeros(2, bool))
+    part = world.rollouts.part(world.ticket, STEPS, 0, 1, ends, np.zeros(2, bool))
     assert (part.worker, part.stage, part.complete, part.slots.tolist()) == (1, 0, False, [3, 4])
     assert "obs" not in part.batch.structures and "action" not in part.batch
     np.testing.assert_array_equal(part.batch["reward"], world.rows.row["reward"][:STEPS])
@@ -166,12 +166,12 @@ def test_a_part_shows_the_columns_of_its_stage_and_nothing_else() -> None:
     with pytest.raises(KeyError, match="unknown array"):
         part.batch["obs"]
     piece = world.give(*world.messages[1])
-    part = world.rollouts.part(world.order, STEPS, piece.stage, None, ends, np.zeros(2, bool))
+    part = world.rollouts.part(world.ticket, STEPS, piece.stage, None, ends, np.zeros(2, bool))
     assert (part.stage, part.complete, set(part.batch)) == (1, True, {*OBS, "action"})
     assert part.batch.shape == (STEPS, 2)
     assert part.batch.last_obs is None and part.batch.final_obs.obs is None and part.batch.initial_state is None
     np.testing.assert_array_equal(part.batch["obs"]["camera"], world.rows.row["obs.camera"][:STEPS])
-    lane = world.rollouts.batch([AcceptedChunk(world.order, 0, piece)], STEPS, np.zeros(5, bool))
+    lane = world.rollouts.batch([AcceptedChunk(world.ticket, 0, piece)], STEPS, np.zeros(5, bool))
     assert set(part.so_far) == set(lane) and part.so_far.last_obs is not None
     assert np.shares_memory(part.so_far["obs.pose"], lane["obs.pose"])
 
@@ -244,9 +244,9 @@ MALFORMED: dict[str, tuple[int, Callable[[Message], Message]]] = {
     "ends-again-with-the-chunk": (3, ends(lambda f: AN_END)),
     "a-chunk-without-its-last-rows": (3, frame("obs.pose", lambda f: b"")),
     "a-chunk-without-arrays": (3, lambda message: (changed(keys=[])(message)[0], message[1][:1])),
-    "a-negative-order": (0, changed(order=-1)),
-    "an-order-beyond-counting": (0, changed(order=1 << 40)),
-    "a-chunk-of-another-attempt": (3, changed(order=9)),
+    "a-negative-order": (0, changed(index=-1)),
+    "an-order-beyond-counting": (0, changed(index=1 << 40)),
+    "a-chunk-of-another-attempt": (3, changed(index=9)),
     "a-version-of-the-future": (3, changed(version=3, passed=3)),
 }
 
@@ -284,7 +284,7 @@ def test_a_ticket_that_is_done_once_more_begins_anew(until: int) -> None:
     world = World(TRANSFERS["dual-rows"])
     for message in world.messages[:until]:
         world.give(*message)
-    world.messages = [changed(order=8)(message) for message in world.messages]
+    world.messages = [changed(index=8)(message) for message in world.messages]
     world.assert_all_there(world.give_all())
 
 
@@ -292,7 +292,7 @@ def test_parts_of_a_lost_chunk_count_for_no_other_ticket() -> None:
     world = World(TRANSFERS["dual-rows"])
     for message in world.messages[:3]:
         world.give(*message)
-    world.order = replace(world.order, seq=5)
+    world.ticket = replace(world.ticket, seq=5)
     with pytest.raises(WireError):
         world.give(*changed(ticket=5)(world.messages[3]))
 

@@ -42,7 +42,7 @@ def test_the_divergence_is_exact_on_rows_that_the_worker_sent(kind: Any) -> None
     for _ in range(6):
         world.roll()
     found = world.publish()
-    rows = np.concatenate([pick.arrays["obs"] for pick in world.head.questions()[0].picks]).astype(np.float32)
+    rows = np.concatenate([pick.arrays["obs"] for pick in world.head.questions()[0].probed]).astype(np.float32)
     assert len(rows) == 64
     if isinstance(learner, torch.nn.Module):
         before = {name: value.clone() for name, value in learner.state_dict().items()}
@@ -119,7 +119,7 @@ def test_an_estimate_looks_at_actions_of_the_weights_in_use_where_it_has_any() -
     world.roll(version=0)
     world.roll(version=1)
     both = world.publish(held=0)
-    rows = world.worker._picks.all()[0].arrays
+    rows = world.worker._recent.all()[0].arrays
     ratio = learner.log_prob(rows["obs"], rows["action"]) - worker.log_prob(rows["obs"], rows["action"])
     assert both == pytest.approx((np.expm1(ratio) - ratio).mean(), rel=1e-4)
 
@@ -127,7 +127,7 @@ def test_an_estimate_looks_at_actions_of_the_weights_in_use_where_it_has_any() -
 def test_a_deterministic_policy_brings_its_own_measure() -> None:
     world = World(DeterministicAgent(0.3), DeterministicAgent(0.1))
     world.roll()
-    obs = world.worker._picks.all()[0].arrays["obs"]
+    obs = world.worker._recent.all()[0].arrays["obs"]
     assert world.publish() == pytest.approx(((obs @ (np.full((SIZE, 4), 0.2) * np.arange(4))) ** 2).sum(axis=1).mean())
 
 
@@ -181,7 +181,7 @@ class RecurrentAgent(LinearAgent):
 def test_a_recurrent_policy_is_asked_where_its_state_is_known() -> None:
     world = World(RecurrentAgent(0.3), RecurrentAgent(0.1))
     world.roll()
-    pick = world.worker._picks.all()[0]
+    pick = world.worker._recent.all()[0]
     assert pick.rows == ENVS
     for row, state in zip(pick.arrays["obs"], pick.arrays["state"], strict=True):
         assert any(
@@ -373,7 +373,7 @@ def test_what_is_left_after_a_pull_is_measured_by_the_probe_that_it_was_for() ->
     world.roll()
     world.publish()
     worker.w[:] = learner.w.astype(np.float16) * 0.9  # what travelled is not what the learner has
-    rows = world.worker._picks.all()[0].arrays["obs"]
+    rows = world.worker._recent.all()[0].arrays["obs"]
     sides = [flat_distribution({"logits": rows @ w}) for w in (worker.w, learner.w)]
     assert world.worker.pulled(world.version) == pytest.approx(kl_divergence(*sides).mean(), rel=1e-4)
     assert world.worker.pulled(world.version + 1) == 0.0  # of that one nothing is known
@@ -407,10 +407,10 @@ def test_a_replaced_worker_is_not_asked_about_what_its_predecessor_sent() -> Non
     world = World(LinearAgent(), LinearAgent())
     world.roll()
     world.records[0].incarnation += 1
-    assert not world.head.questions()[0].picks
-    world.order = 0
+    assert not world.head.questions()[0].probed
+    world.index = 0
     world.roll()
-    assert world.head.questions()[0].orders == [1]
+    assert world.head.questions()[0].indices == [1]
 
 
 def test_all_workers_are_asked_about_in_one_evaluation() -> None:
@@ -430,8 +430,8 @@ def test_all_workers_are_asked_about_in_one_evaluation() -> None:
     assert calls == [128]
     assert not answers[1]
     for question, answer in zip(questions, answers, strict=True):
-        if question.picks:
-            obs = np.concatenate([pick.arrays["obs"] for pick in question.picks])
+        if question.probed:
+            obs = np.concatenate([pick.arrays["obs"] for pick in question.probed])
             np.testing.assert_allclose(answer["logits"], LinearAgent(0.3).distribution(obs)["logits"], rtol=1e-5)
 
 
@@ -464,7 +464,7 @@ def test_with_a_window_of_one_no_chunk_begins_with_weights_too_far_from_the_newe
     for _ in range(3000):
         if generator.random() < 0.5:
             learner.w += generator.normal(size=learner.w.shape) * 0.02
-            picks = world.head.questions()[0].picks
+            picks = world.head.questions()[0].probed
             rows = np.concatenate([pick.arrays["obs"] for pick in picks]) if picks else None
             under_way.append((world.probe(), learner.w.copy(), rows))
         while under_way and generator.random() < 0.6:
@@ -528,7 +528,7 @@ def test_a_policy_inside_an_affine_map_is_seen() -> None:
     world = World(OwnScaleAgent(0.3), OwnScaleAgent(0.1))
     world.roll()
     found = world.publish()
-    rows = torch.from_numpy(world.worker._picks.all()[0].arrays["obs"].astype(np.float32))
+    rows = torch.from_numpy(world.worker._recent.all()[0].arrays["obs"].astype(np.float32))
     weights = {v: torch.full((3, 4), v) * torch.arange(4) for v in (0.1, 0.3)}
     local, learner = (torch.distributions.Normal(rows @ w, v + 1) for v, w in weights.items())
     assert found == pytest.approx(float(torch.distributions.kl_divergence(local, learner).sum(-1).mean()), rel=1e-4)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from farstep.errors import WireError
 from farstep.wire import reliable_channel as module
 from farstep.wire.encryption import Cipher, Side
-from farstep.wire.reliable_channel import ASK_S, SEGMENT_BYTES, SMALL_BYTES, STILL_S, Kind, Packet, Session
+from farstep.wire.reliable_channel import ASK_S, SEGMENT_BYTES, SMALL_BYTES, STILL_S, Kind, Packet, ReliableChannel
 
 
 class Pair:
@@ -21,7 +21,7 @@ class Pair:
 
     def __init__(self, sealed: bool = True) -> None:
         key = os.urandom(32)
-        self.ends = {side: Session(Cipher(key, side) if sealed else None) for side in (Side.HEAD, Side.WORKER)}
+        self.ends = {side: ReliableChannel(Cipher(key, side) if sealed else None) for side in (Side.HEAD, Side.WORKER)}
         self.lines: dict[tuple[Side, bool], deque[Packet]] = {
             (side, bulk): deque() for side in self.ends for bulk in (False, True)
         }
@@ -168,14 +168,14 @@ def test_nothing_is_lost_or_comes_twice_whatever_breaks(seed: int) -> None:
         module.SMALL_BYTES, module.SEGMENT_BYTES = small, segment
 
 
-def packets_of(session: Session, size: int) -> list[Packet]:
+def packets_of(session: ReliableChannel, size: int) -> list[Packet]:
     return list(session.send([os.urandom(size)], 0.0))
 
 
 @pytest.mark.parametrize("frame", range(3))
 def test_a_segment_that_was_changed_is_refused_and_takes_no_room(frame: int) -> None:
     key = os.urandom(32)
-    head, worker = Session(Cipher(key, Side.HEAD)), Session(Cipher(key, Side.WORKER))
+    head, worker = ReliableChannel(Cipher(key, Side.HEAD)), ReliableChannel(Cipher(key, Side.WORKER))
     packet = packets_of(worker, 2 * SEGMENT_BYTES)[0]
     text = bytes(packet.frames[frame])
     last = 8 if frame == 0 else len(text) - 1  # what the envelope says beyond the number is not looked at
@@ -189,9 +189,9 @@ def test_a_segment_that_was_changed_is_refused_and_takes_no_room(frame: int) -> 
 
 def test_a_segment_of_another_worker_or_of_the_other_side_is_refused() -> None:
     key = os.urandom(32)
-    head = Session(Cipher(key, Side.HEAD))
-    stranger = Session(Cipher(os.urandom(32), Side.WORKER))
-    mirror = Session(Cipher(key, Side.HEAD))
+    head = ReliableChannel(Cipher(key, Side.HEAD))
+    stranger = ReliableChannel(Cipher(os.urandom(32), Side.WORKER))
+    mirror = ReliableChannel(Cipher(key, Side.HEAD))
     for liar in (stranger, mirror):
         with pytest.raises(WireError, match="not sealed"):
             head.receive(packets_of(liar, SMALL_BYTES + 1)[0], 0.0)
@@ -199,7 +199,7 @@ def test_a_segment_of_another_worker_or_of_the_other_side_is_refused() -> None:
 
 def test_a_segment_that_is_sent_again_by_somebody_else_changes_nothing() -> None:
     key = os.urandom(32)
-    head, worker = Session(Cipher(key, Side.HEAD)), Session(Cipher(key, Side.WORKER))
+    head, worker = ReliableChannel(Cipher(key, Side.HEAD)), ReliableChannel(Cipher(key, Side.WORKER))
     packets = packets_of(worker, 2 * SEGMENT_BYTES)
     for packet in packets + packets:
         head.receive(packet, 0.0)
@@ -225,7 +225,7 @@ def test_no_nonce_is_used_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("kind", [kind for kind in Kind if kind not in (Kind.SEGMENT, Kind.HERE)])
 def test_the_bulk_connection_takes_only_segments(kind: Kind) -> None:
     """Else whoever can write to it could put words into a worker's mouth, or say that something has arrived."""
-    head = Session(Cipher(os.urandom(32), Side.HEAD))
+    head = ReliableChannel(Cipher(os.urandom(32), Side.HEAD))
     list(head.send([b"to be confirmed"], 0.0))
     with pytest.raises(WireError, match="wrong connection"):
         head.receive(Packet(True, [bytes([kind]) + b"\1" + b"\0" * 7 + b"\1" + b"\0" * 11, b"forged"]), 0.0)
@@ -248,13 +248,13 @@ def test_the_bulk_connection_takes_only_segments(kind: Kind) -> None:
 )
 def test_what_is_no_packet_is_refused(frames: list[bytes], bulk: bool) -> None:
     with pytest.raises(WireError):
-        Session(Cipher(os.urandom(32), Side.HEAD)).receive(Packet(bulk, frames), 0.0)
+        ReliableChannel(Cipher(os.urandom(32), Side.HEAD)).receive(Packet(bulk, frames), 0.0)
 
 
 def test_a_forged_segment_does_not_overwrite_what_is_there() -> None:
     """A segment that cannot be opened is noticed only after it was written: it has no place but its own."""
     key = os.urandom(32)
-    head, worker = Session(Cipher(key, Side.HEAD)), Session(Cipher(key, Side.WORKER))
+    head, worker = ReliableChannel(Cipher(key, Side.HEAD)), ReliableChannel(Cipher(key, Side.WORKER))
     text = os.urandom(2 * SEGMENT_BYTES)
     first, second = worker.send([text], 0.0)
     head.receive(first, 0.0)

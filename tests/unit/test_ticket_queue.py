@@ -8,7 +8,7 @@ from collections.abc import Container
 
 import pytest
 
-from farstep.head.tickets import AcceptedChunk, FeedPlan, IssuedTicket, Session, Tickets
+from farstep.head.tickets import AcceptedChunk, CollectionSession, FeedPlan, IssuedTicket, Tickets
 
 
 class NaiveTickets(Tickets):
@@ -24,7 +24,9 @@ class NaiveTickets(Tickets):
             self._session.missing = None
         return super().take(version)
 
-    def _first_come(self, session: Session, wanted: int, available: Container[int], version: int) -> list[IssuedTicket]:
+    def _first_come(
+        self, session: CollectionSession, wanted: int, available: Container[int], version: int
+    ) -> list[IssuedTicket]:
         orders: list[IssuedTicket] = []
         while True:
             ahead = len(self._outstanding) + len(self._arrived) + session.held.total()
@@ -44,7 +46,7 @@ class NaiveTickets(Tickets):
             lane = session.lanes[worker].pop()
             orders.append(self._order(session, worker, -1, lane, version + ahead // wanted))
 
-    def _admitted(self, session: Session, feed: FeedPlan, free: list[int]) -> list[int]:
+    def _admitted(self, session: CollectionSession, feed: FeedPlan, free: list[int]) -> list[int]:
         if feed.max_staleness is None:
             return free
         chunks = session.held.copy()
@@ -110,7 +112,7 @@ def test_grants_the_same_tickets_as_checking_every_worker(seed: int) -> None:
                 if arrived is not None:
                     tickets.stored(arrived)
             if taken[0] is not None:
-                held[taken[0].order.worker] += 1
+                held[taken[0].ticket.worker] += 1
         elif held[worker]:
             count = rng.randint(1, held[worker])
             cause = rng.choice([None, "stale"])

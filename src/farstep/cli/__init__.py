@@ -21,11 +21,11 @@ farstep trains Gymnasium environments on workers, and shows what came of it.
   farstep plot runs/NAME runs/OTHER                   draw return, throughput and staleness to a PNG
   farstep doctor --launcher slurm --nodes 4           look whether nodes, network and versions are fit for a run
   farstep slurm --print --nodes 4 --partition gpu     show the job that SLURM would be given
-  farstep k8s --print --image NAME                    show what Kubernetes would be asked for
+  farstep kubernetes --print --image NAME             show what Kubernetes would be asked for
 
 'farstep train ppo --help' lists every option with what it does.
 """
-_COMMANDS = ("train", "watch", "plot", "doctor", "slurm", "k8s")
+_COMMANDS = ("train", "watch", "plot", "doctor", "slurm", "kubernetes")
 _LAUNCHING = ("train", "doctor")
 
 

@@ -1,4 +1,4 @@
-"""`farstep k8s`: what Kubernetes would be asked for."""
+"""`farstep kubernetes`: what Kubernetes would be asked for."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class Options:
 
 def main(arguments: Sequence[str]) -> int:
     """Parse, show."""
-    options = parse(Options, arguments, "farstep k8s")
+    options = parse(Options, arguments, "farstep kubernetes")
     if not options.print:
-        raise ConfigError("'farstep k8s' shows manifests and does nothing else; say --print.")
+        raise ConfigError("'farstep kubernetes' shows manifests and does nothing else; say --print.")
     config = options.config
-    yaml = require("yaml", "pyyaml", "'farstep k8s --print'", "safe_dump_all")
+    yaml = require("yaml", "pyyaml", "'farstep kubernetes --print'", "safe_dump_all")
     asked = manifests(config, "0123456789abcdef", 0, config.nodes, b"", KubernetesEngine.grace_s)
     shown = [_placed(redacted(manifest), config.namespace) for manifest in asked]
     yaml.add_representer(str, _text, yaml.SafeDumper)

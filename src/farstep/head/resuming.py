@@ -33,7 +33,7 @@ def replay_episodes(
     workers: Sequence[Any],
     actions: Sequence[Mapping[str, Array]],
 ) -> Array:
-    """Send workers what they saved and each slot's actions of its current episode; returns a `ReplayResult` per slot."""
+    """Send workers what they saved and the actions of current episodes; returns a `ReplayResult` per slot."""
     parts = _parts(records, workers, actions)
     for record, part in zip(records, parts, strict=True):
         if part is not None:  # for whoever replaces it, and for the seeds that errors name

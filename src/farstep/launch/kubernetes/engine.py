@@ -24,7 +24,10 @@ _MOST_LOGS = 8
 _MOST_RESTARTS = 5
 """A pod of a Deployment that ended so often without being told to is not waited for."""
 _COST = "controller.kubernetes.io/pod-deletion-cost"
-_CLEAN_UP = "import sys; from farstep.launch.kubernetes.engine import clean_up; clean_up(sys.argv[1], sys.argv[2], sys.argv[3:])"
+_CLEAN_UP = (
+    "import sys; from farstep.launch.kubernetes.engine import clean_up; "
+    "clean_up(sys.argv[1], sys.argv[2], sys.argv[3:])"
+)
 
 
 class KubernetesEngine:
