@@ -39,10 +39,10 @@ from versions import versions_of
 
 import farstep
 from farstep.learners.async_ppo import AsyncPPO, AsyncPPOConfig
-from farstep.learners.nets import NetConfig, make_agent
+from farstep.learners.loop.timing import Timer
+from farstep.learners.loop.training import Learner, Limits, Training
+from farstep.learners.networks.nets import NetConfig, make_agent
 from farstep.learners.ppo import PPO, PPOConfig
-from farstep.learners.timing import Timer
-from farstep.learners.training import Learner, Limits, Training
 
 HERE = Path(__file__).resolve().parent
 WARM_UP = 3

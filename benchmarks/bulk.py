@@ -25,9 +25,9 @@ from document import header, write_document, write_markdown
 from roster import BENCHMARKS
 from tables import table
 
-from farstep.wire.dealer import DealerLink
+from farstep.wire.channels.dealer import DealerLink
+from farstep.wire.channels.zmq import MAIN, Hub
 from farstep.wire.keys import KeyPair
-from farstep.wire.zmq import MAIN, Hub
 
 MARKS = ("<!-- bulk: begin -->", "<!-- bulk: end -->")
 WARM_S = 0.5

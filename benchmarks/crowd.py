@@ -19,18 +19,18 @@ import numpy as np
 import zmq
 from gymnasium import spaces
 
-from farstep.launch.node_daemon import NodeDaemon
+from farstep.launch.daemon.node_daemon import NodeDaemon
 from farstep.rollout.blocks import Layout
 from farstep.rollout.progress import BEAT_S, private_words
 from farstep.rollout.rows import Rows
 from farstep.schema import ArraySpec
 from farstep.wire import messages as m
 from farstep.wire import node_messages as n
+from farstep.wire.channels.dealer import DealerLink
+from farstep.wire.channels.zmq import BEAT, MAIN
 from farstep.wire.codec import pack
-from farstep.wire.dealer import DealerLink
 from farstep.wire.keys import KeyPair
 from farstep.wire.versions import versions
-from farstep.wire.zmq import BEAT, MAIN
 from farstep.worker.bootstrap import read_bootstrap
 
 

@@ -22,7 +22,7 @@ from farstep.config.launch import LaunchConfig, LocalConfig
 from farstep.core import Agent, Array, Nested
 from farstep.errors import CheckpointError, ClosedError, ConfigError
 from farstep.head.collector import Collector
-from farstep.head.worker_records import ResetRequest
+from farstep.head.members.worker_records import ResetRequest
 from farstep.rollout.seeds import fresh_root, resumed_root
 from farstep.schema import map_leaves, nest
 from farstep.sync import Always

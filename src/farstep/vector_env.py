@@ -20,8 +20,8 @@ from farstep.config.env import EnvConfig, check_count
 from farstep.config.launch import LaunchConfig, LocalConfig
 from farstep.core import Array, Nested
 from farstep.errors import ConfigError, EndedError, RemoteEnvError, WireError, unknown_name
+from farstep.head.members.worker_records import ResetRequest
 from farstep.head.stepper import Info, Stepper
-from farstep.head.worker_records import ResetRequest
 from farstep.rollout.program import Program
 from farstep.rollout.progress import Phase
 from farstep.rollout.sources import Source

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from farstep.wire.channels.zmq import Hub
 from farstep.wire.keys import KeyPair
-from farstep.wire.zmq import Hub
 
 
 @pytest.fixture

@@ -20,9 +20,9 @@ from farstep.rollout.progress import CANCEL, EPISODES, PHASE, Phase
 from farstep.testing import CountingEnv, FaultyEnv, TableAgent
 from farstep.testing.envs import do_fault
 from farstep.wire import messages
+from farstep.wire.channels.dealer import DealerLink
+from farstep.wire.channels.local import LocalLink
 from farstep.wire.codec import frame_lengths
-from farstep.wire.dealer import DealerLink
-from farstep.wire.local import LocalLink
 
 
 def once(marker: str) -> bool:

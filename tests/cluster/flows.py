@@ -56,7 +56,7 @@ def _flat(name: str, value: Any) -> dict[str, np.ndarray]:
 
 def receive() -> None:
     """Another process: takes messages and prints, for each, the rewards that it reads in the buffer's own memory."""
-    from farstep.buffer.cyclic import CyclicBlocks
+    from farstep.buffer.storage.cyclic import CyclicBlocks
     from farstep.workflow.delivery import ZmqReceiver
 
     receiver = ZmqReceiver(json.loads(sys.stdin.readline()))

@@ -12,9 +12,9 @@ from pathlib import Path
 import attacker
 import pytest
 
-from farstep.wire.dealer import DealerLink
+from farstep.wire.channels.dealer import DealerLink
+from farstep.wire.channels.zmq import MAIN, Hub
 from farstep.wire.keys import KeyPair, Tokens
-from farstep.wire.zmq import MAIN, Hub
 
 DEADLINE_S = 60.0
 LARGE = 3 << 20

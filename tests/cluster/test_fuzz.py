@@ -40,13 +40,13 @@ from farstep.schema import ArraySpec
 from farstep.testing import CountingEnv, TableAgent
 from farstep.wire import messages as m
 from farstep.wire import node_messages as n
-from farstep.wire import reliable_channel as sessions
+from farstep.wire.channels import reliable_channel as sessions
+from farstep.wire.channels.reliable_channel import MAX_AHEAD, Kind, Packet, ReliableChannel
+from farstep.wire.channels.zmq import Hub, bulk_address
 from farstep.wire.codec import pack, unpack
 from farstep.wire.encryption import Cipher, Side
 from farstep.wire.keys import KeyPair, Tokens
-from farstep.wire.reliable_channel import MAX_AHEAD, Kind, Packet, ReliableChannel
 from farstep.wire.versions import versions
-from farstep.wire.zmq import Hub, bulk_address
 from farstep.workflow.delivery import ZmqPasser, ZmqReceiver
 
 CASES = 25_000

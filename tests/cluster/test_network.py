@@ -181,6 +181,6 @@ def test_agents_and_workers_end_when_their_head_does(tmp_path: Path) -> None:
     with far_head(tmp_path, lease_s=4) as (net, head):
         head.wait_for(2, columns=4)
         running = net.run("h2", ["ps", "-ewwo", "args"])
-        assert "farstep.launch.node_daemon" in running and "farstep.worker" in running
+        assert "farstep.launch.daemon.node_daemon" in running and "farstep.worker" in running
         head.kill_alone()
         eventually(lambda: "farstep." not in net.run("h2", ["ps", "-ewwo", "args"]), 15)

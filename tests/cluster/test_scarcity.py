@@ -22,7 +22,7 @@ from farstep.observe.curves import Run
 from farstep.observe.loggers import JsonlLogger, TensorBoardLogger
 from farstep.observe.run_folder import RunFolder
 from farstep.testing import CountingEnv, TableAgent
-from farstep.wire.memory import SharedMemory
+from farstep.wire.channels.memory import SharedMemory
 
 ADVICE = "raise the limit (ulimit -n) or use fewer workers."
 

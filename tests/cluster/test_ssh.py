@@ -166,7 +166,7 @@ def _agents() -> list[Path]:
     for path in Path("/proc").iterdir():
         if path.name.isdigit() and _readable(path / "cmdline"):
             words = (path / "cmdline").read_bytes().split(b"\0")
-            if b"farstep.launch.node_daemon" in words and str(os.getpid()) in _ancestors(path):
+            if b"farstep.launch.daemon.node_daemon" in words and str(os.getpid()) in _ancestors(path):
                 found.append(path)
     return found
 

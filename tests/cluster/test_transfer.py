@@ -18,8 +18,8 @@ from farstep import TransferTrigger
 from farstep.batch import Part
 from farstep.core import Received
 from farstep.errors import ClosedError, ConfigError
+from farstep.head.chunks.rollouts import Rollouts
 from farstep.head.collector import Request
-from farstep.head.rollouts import Rollouts
 from farstep.schema import flat
 from farstep.testing import FaultyEnv, TableAgent
 from farstep.wire import messages as m

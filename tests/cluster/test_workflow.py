@@ -30,7 +30,7 @@ from toys import NestedAgent, NestedEnv, RememberingAgent
 
 import farstep
 from farstep.buffer import MaxHeap, Queue, SampleToInsertRatio, Uniform
-from farstep.buffer.cyclic import CyclicBlocks
+from farstep.buffer.storage.cyclic import CyclicBlocks
 from farstep.head.collector import Collector
 from farstep.testing import CountingEnv, TableAgent
 from farstep.workflow.triggers import DataKeyTrigger, ObjectKeyTrigger, TimeTrigger, Trigger

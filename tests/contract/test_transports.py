@@ -12,10 +12,10 @@ import pytest
 
 from farstep.core import BytesLike, Received
 from farstep.testing.transport import Ends, check_transport, take
-from farstep.wire.dealer import DealerLink
-from farstep.wire.in_process import inproc_pair
-from farstep.wire.local import LocalLink, local_pair
-from farstep.wire.zmq import MAIN, Hub
+from farstep.wire.channels.dealer import DealerLink
+from farstep.wire.channels.in_process import inproc_pair
+from farstep.wire.channels.local import LocalLink, local_pair
+from farstep.wire.channels.zmq import MAIN, Hub
 
 
 @contextlib.contextmanager

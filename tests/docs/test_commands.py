@@ -12,9 +12,9 @@ import pytest
 
 from farstep.learners.async_ppo import AsyncPPOConfig
 from farstep.learners.impala import ImpalaConfig
-from farstep.learners.nets import NetConfig
+from farstep.learners.loop.run_config import RunConfig
+from farstep.learners.networks.nets import NetConfig
 from farstep.learners.ppo import PPOConfig
-from farstep.learners.run_config import RunConfig
 
 DOCS = Path(__file__).parents[2] / "docs"
 LEARNERS = {"ppo": PPOConfig, "async_ppo": AsyncPPOConfig, "impala": ImpalaConfig}

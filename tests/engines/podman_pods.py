@@ -16,8 +16,8 @@ from namespaces import Network
 
 import farstep.launch
 from farstep.config.kubernetes import KubernetesConfig
+from farstep.launch.daemon.guardian import Guardian
 from farstep.launch.engine import Group, RequestStatus
-from farstep.launch.guardian import Guardian
 from farstep.launch.kubernetes.manifests import manifests
 
 PACKAGES = "podman runc conmon netavark aardvark-dns catatonit iptables"

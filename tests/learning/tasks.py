@@ -16,9 +16,9 @@ from gymnasium import spaces
 import farstep
 from farstep.learners.async_ppo import AsyncPPO, AsyncPPOConfig
 from farstep.learners.impala import Impala, ImpalaConfig
-from farstep.learners.nets import ActorCritic, make_agent
+from farstep.learners.loop.training import Limits, Stopped, Training
+from farstep.learners.networks.nets import ActorCritic, make_agent
 from farstep.learners.ppo import PPO, PPOConfig
-from farstep.learners.training import Limits, Stopped, Training
 
 Config = PPOConfig | AsyncPPOConfig | ImpalaConfig
 DEFAULTS: dict[str, Config] = {"ppo": PPOConfig(), "async-ppo": AsyncPPOConfig(), "impala": ImpalaConfig()}

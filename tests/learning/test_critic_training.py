@@ -17,10 +17,10 @@ from tasks import Config, Rows, assert_resumes_exactly, make_env, make_training,
 from farstep.checkpoint import folder as checkpoint
 from farstep.learners.async_ppo import AsyncPPOConfig
 from farstep.learners.impala import ImpalaConfig
-from farstep.learners.nets import ActorCritic, NetConfig, make_agent
+from farstep.learners.loop.saving import put_together, taken_apart
+from farstep.learners.networks.nets import ActorCritic, NetConfig, make_agent
 from farstep.learners.optimizing import Optimizer
 from farstep.learners.ppo import PPOConfig
-from farstep.learners.saving import put_together, taken_apart
 
 ENVS, STEPS = 4, 12
 ROWS = ENVS * STEPS

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tasks import Identity, Rows, make_env, make_training
 
-from farstep.learners.nets import NetConfig
+from farstep.learners.networks.nets import NetConfig
 from farstep.learners.ppo import PPOConfig
 
 KINDS = ["discrete", "multi-discrete", "binary", "continuous", "dict"]

@@ -20,9 +20,9 @@ from tasks import Rows, make_env, make_training, trained
 
 from farstep.checkpoint import folder as checkpoint
 from farstep.learners.async_ppo import AsyncPPOConfig
-from farstep.learners.nets import NetConfig
+from farstep.learners.loop.training import Stopped
+from farstep.learners.networks.nets import NetConfig
 from farstep.learners.ppo import PPOConfig
-from farstep.learners.training import Stopped
 
 VARIANTS = [("plain", "local"), ("lstm", "local"), ("normalised", "inprocess"), ("gru", "inprocess")]
 NETS = {

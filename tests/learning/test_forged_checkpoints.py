@@ -22,10 +22,10 @@ from farstep.checkpoint import folder as checkpoint
 from farstep.errors import CheckpointError
 from farstep.learners.async_ppo import AsyncPPOConfig
 from farstep.learners.impala import ImpalaConfig
-from farstep.learners.nets import NetConfig, make_agent
+from farstep.learners.loop.saving import put_together, taken_apart
+from farstep.learners.loop.training import Limits, Training
+from farstep.learners.networks.nets import NetConfig, make_agent
 from farstep.learners.ppo import PPO, PPOConfig
-from farstep.learners.saving import put_together, taken_apart
-from farstep.learners.training import Limits, Training
 from forging import REMOVED, Way, changed, fields
 
 CONFIG = PPOConfig(

@@ -13,7 +13,7 @@ from tasks import make_env, make_training
 
 from farstep.cli import main
 from farstep.errors import RewardError, SpaceError
-from farstep.learners.nets import NetConfig, make_agent
+from farstep.learners.networks.nets import NetConfig, make_agent
 from farstep.learners.ppo import PPOConfig
 from farstep.learners.returns import gae, lambda_returns
 from farstep.testing import CountingEnv

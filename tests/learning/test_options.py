@@ -19,12 +19,12 @@ from farstep.cli import main
 from farstep.config.launch import LocalConfig
 from farstep.errors import ConfigError
 from farstep.learners.async_ppo import AsyncPPOConfig
-from farstep.learners.evaluation import Evaluator
 from farstep.learners.impala import ImpalaConfig
-from farstep.learners.nets import NetConfig, make_agent
+from farstep.learners.loop.evaluation import Evaluator
+from farstep.learners.loop.run_config import RunConfig
+from farstep.learners.networks.nets import NetConfig, make_agent
 from farstep.learners.optimizing import Optimizer
 from farstep.learners.ppo import PPOConfig
-from farstep.learners.run_config import RunConfig
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ class Endless(gymnasium.Env[Any, Any]):
 def test_an_evaluation_whose_episodes_do_not_end_is_cut_off(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("farstep.learners.evaluation._MOST_STEPS", 128)
+    monkeypatch.setattr("farstep.learners.loop.evaluation._MOST_STEPS", 128)
     with make_env(Endless, 2, launcher="inprocess") as env:
         agent = make_agent(*env.launch(), NetConfig(), 0.99)
         evaluator = Evaluator(env.env_config, 2, seed=0)

@@ -12,7 +12,7 @@ from tasks import Config, Rows, make_env, make_training
 
 from farstep.learners.async_ppo import AsyncPPOConfig
 from farstep.learners.impala import ImpalaConfig
-from farstep.learners.nets import NetConfig
+from farstep.learners.networks.nets import NetConfig
 from farstep.learners.ppo import PPOConfig
 from farstep.testing import CountingEnv
 

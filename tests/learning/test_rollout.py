@@ -13,12 +13,12 @@ from gymnasium import spaces
 from tasks import Identity, make_env
 
 from farstep.batch import Batch
-from farstep.learners.encoders import encoder_for
-from farstep.learners.nets import ActorCritic, NetConfig, make_agent
+from farstep.learners.loop.statistics import Statistics
+from farstep.learners.networks.encoders import encoder_for
+from farstep.learners.networks.nets import ActorCritic, NetConfig, make_agent
 from farstep.learners.optimizing import Optimizer, Schedule
 from farstep.learners.ppo import PPO, PPOConfig
 from farstep.learners.rollout import Minibatch, Rollout, minibatches, prepare
-from farstep.learners.statistics import Statistics
 
 CPU = torch.device("cpu")
 KINDS = ["discrete", "multi-discrete", "binary", "continuous", "dict"]

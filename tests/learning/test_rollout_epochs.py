@@ -11,7 +11,7 @@ import torch
 from tasks import Config, Rows, assert_resumes_exactly, make_env, make_training, trained
 
 from farstep.learners.async_ppo import AsyncPPOConfig
-from farstep.learners.nets import NetConfig, make_agent
+from farstep.learners.networks.nets import NetConfig, make_agent
 from farstep.learners.ppo import PPOConfig
 from farstep.learners.rollout import prepare
 

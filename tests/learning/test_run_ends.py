@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tasks import Rows, make_env, make_training
 
-from farstep.learners.evaluation import Evaluated
+from farstep.learners.loop.evaluation import Evaluated
 from farstep.learners.ppo import PPOConfig
 
 ROWS = 4 * 8

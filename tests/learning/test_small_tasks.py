@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tasks import DEFAULTS, Identity, Recall, trained
 
-from farstep.learners.nets import NetConfig
+from farstep.learners.networks.nets import NetConfig
 from farstep.learners.ppo import PPOConfig
 
 pytestmark = pytest.mark.timeout(600)

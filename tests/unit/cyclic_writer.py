@@ -12,7 +12,7 @@ import sys
 
 import numpy as np
 
-from farstep.buffer.cyclic import CyclicBlocks
+from farstep.buffer.storage.cyclic import CyclicBlocks
 
 CHUNKS = (1, 3, 7, 2)
 

@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from farstep.head.membership import (
+from farstep.head.members.membership import (
     DEATH_S,
     RESTART_WINDOW_S,
     Action,

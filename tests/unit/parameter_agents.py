@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from farstep.agents.parameters import ParameterLoader, as_stored, leaves_of
-from farstep.head.parameters import ParameterStore
+from farstep.head.weights.parameters import ParameterStore
 from farstep.worker.weights import SharedWeights
 
 

@@ -10,8 +10,8 @@ import torch
 
 from farstep.agents.divergence import Comparison
 from farstep.agents.policy import Policy
-from farstep.head.probes import Prober
-from farstep.head.worker_records import split
+from farstep.head.members.worker_records import split
+from farstep.head.weights.probes import Prober
 from farstep.rollout.blocks import Layout
 from farstep.rollout.rows import Rows
 from farstep.schema import ArraySpec

@@ -10,7 +10,7 @@ from sampled_rows import rows
 
 from farstep import Buffer, ConfigError
 from farstep.buffer import FIFO, LIFO, FullBatch, Sampler, Uniform
-from farstep.buffer.table import Table
+from farstep.buffer.storage.table import Table
 
 
 def test_bytes_limit_the_capacity() -> None:

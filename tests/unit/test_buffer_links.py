@@ -14,7 +14,7 @@ from sampled_rows import episodes
 from farstep import Batch, Buffer, ConfigError
 from farstep.batch import FinalObs
 from farstep.buffer import DPER, FIFO, LIFO, MinSize, NStep, Prioritized, Queue, Sampler, Sequence, Stack, Uniform
-from farstep.buffer.cyclic import CyclicBlocks
+from farstep.buffer.storage.cyclic import CyclicBlocks
 from farstep.errors import BufferTimeout
 
 

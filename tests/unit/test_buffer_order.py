@@ -23,7 +23,7 @@ from farstep.buffer import (
     Uniform,
 )
 from farstep.buffer.selectors import HeapSelector, OrderSelector
-from farstep.buffer.table import Table
+from farstep.buffer.storage.table import Table
 from farstep.errors import BufferTimeout
 
 # ---- in order ----

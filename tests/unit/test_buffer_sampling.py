@@ -23,7 +23,7 @@ from farstep.buffer import (
     Sequence,
     Uniform,
 )
-from farstep.buffer.table import Table
+from farstep.buffer.storage.table import Table
 from farstep.errors import BufferTimeout
 
 # ---- uniform ----

@@ -20,7 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from farstep import Buffer, ClosedError, ConfigError
 from farstep.buffer import Uniform
-from farstep.buffer.cyclic import CyclicBlocks, Writer, spans
+from farstep.buffer.storage.cyclic import CyclicBlocks, Writer, spans
 from farstep.schema import ArraySpec
 
 SCHEMA = {"a": ArraySpec((), "<i8"), "b": ArraySpec((3,), "<f4"), "c": ArraySpec((2, 2), "<i4")}
@@ -364,7 +364,7 @@ def test_writers_that_are_killed_leave_whole_rows() -> None:
 
 def test_another_process_reads_a_buffer() -> None:
     code = (
-        "import sys; from farstep.buffer.cyclic import CyclicBlocks\n"
+        "import sys; from farstep.buffer.storage.cyclic import CyclicBlocks\n"
         "blocks = CyclicBlocks.attach(sys.argv[1])\n"
         "print(blocks.rows, blocks.columns, *blocks.schema, *blocks.read(0, 2, 4)['x'].tolist())"
     )

@@ -10,11 +10,11 @@ import sys
 import time
 from pathlib import Path
 
-from farstep.launch.guardian import Guardian, guard
+from farstep.launch.daemon.guardian import Guardian, guard
 
 HEAD = """
 import signal, sys
-from farstep.launch.guardian import Guardian
+from farstep.launch.daemon.guardian import Guardian
 guardian = Guardian()
 guardian.promise("kept", ["touch", sys.argv[1] + "/kept"])
 guardian.promise("released", ["touch", sys.argv[1] + "/released"])

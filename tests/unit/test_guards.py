@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from farstep.learners.guards import Guards
+from farstep.learners.loop.guards import Guards
 
 HEALTHY = {
     "train/actor/clip_fraction": 0.1,

@@ -21,13 +21,13 @@ from zmq.utils.monitor import recv_monitor_message
 
 from farstep.errors import WireError
 from farstep.wire import node_messages as n
+from farstep.wire.channels.dealer import DealerLink
+from farstep.wire.channels.local import LocalLink, local_pair
+from farstep.wire.channels.memory import write_immutable
+from farstep.wire.channels.zmq import MAIN, Hub
 from farstep.wire.codec import Limits, frame_lengths
-from farstep.wire.dealer import DealerLink
 from farstep.wire.keys import KeyPair
-from farstep.wire.local import LocalLink, local_pair
-from farstep.wire.memory import write_immutable
 from farstep.wire.messages import Hello, decode_from_worker, encode
-from farstep.wire.zmq import MAIN, Hub
 
 F_ADD_SEALS = 1033
 SHRINK, GROW, WRITE = 2, 4, 8
@@ -319,7 +319,7 @@ def test_the_name_of_a_connection_is_not_for_others_to_know(hub: Hub) -> None:
 
 
 def test_reading_ends_however_much_is_sent(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("farstep.wire.zmq._DRAIN_S", 0.0)
+    monkeypatch.setattr("farstep.wire.channels.zmq._DRAIN_S", 0.0)
     with contextlib.closing(DealerLink(hub.address, hub.keys.public, hub.admit(0, 0), MAIN)) as link:
         for _ in range(100):
             link.send([b"again"])
@@ -354,8 +354,8 @@ def test_what_goes_into_a_line_of_the_log_is_one(text: str) -> None:
 PEERS = """
 import time
 import zmq
-from farstep.wire.dealer import DealerLink
-from farstep.wire.zmq import MAIN, Hub
+from farstep.wire.channels.dealer import DealerLink
+from farstep.wire.channels.zmq import MAIN, Hub
 
 def until(done):
     deadline = time.monotonic() + 60

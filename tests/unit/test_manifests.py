@@ -110,7 +110,7 @@ def test_options_reach_the_pod() -> None:
     assert container["command"][:2] == ["/bin/sh", "-c"]
     _, first, *_, second = container["command"][3].splitlines()
     assert first == "source /env/bin/activate"
-    assert second.startswith("exec '/opt/my python/bin/python' -m farstep.launch.node_daemon")
+    assert second.startswith("exec '/opt/my python/bin/python' -m farstep.launch.daemon.node_daemon")
     assert [mount["mountPath"] for mount in container["volumeMounts"]] == ["/run/farstep", "/data"]
     assert [volume["name"] for volume in pod["volumes"]] == ["farstep", "data"]
     assert (pod["serviceAccountName"], pod["nodeSelector"]) == ("farstep", {"pool": "gpu"})
@@ -134,7 +134,7 @@ def test_setup_runs_before_the_agent(shells: list[str], tmp_path: Path) -> None:
     command = [part.replace("/run/farstep", str(tmp_path)) for part in pod_of(job)["containers"][0]["command"]]
     environment = {"PATH": str(tmp_path / "bin"), "FARSTEP_NODE": "a node"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout == "sourced -m farstep.launch.node_daemon --place a node\nthe keys\n"
+    assert done.stdout == "sourced -m farstep.launch.daemon.node_daemon --place a node\nthe keys\n"
     assert done.stderr == ""
 
 

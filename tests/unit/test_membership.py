@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from member_world import LIMITS_S, MemberWorld
 
-from farstep.head.membership import (
+from farstep.head.members.membership import (
     DEATH_S,
     RESTART_WINDOW_S,
     Ask,
@@ -23,7 +23,7 @@ from farstep.head.membership import (
     Start,
     State,
 )
-from farstep.head.worker_records import expected, split
+from farstep.head.members.worker_records import expected, split
 from farstep.rollout.progress import ROLLED
 from farstep.testing import FakeClock
 

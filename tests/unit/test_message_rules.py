@@ -9,8 +9,8 @@ import pytest
 
 from farstep.core import Received
 from farstep.errors import WireError
-from farstep.head.membership import State
-from farstep.head.message_rules import RULES, check_message, is_late
+from farstep.head.members.membership import State
+from farstep.head.members.message_rules import RULES, check_message, is_late
 from farstep.rollout.progress import EPISODES, PHASE, Phase, check_words
 from farstep.wire import messages as m
 

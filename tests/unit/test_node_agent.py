@@ -15,9 +15,9 @@ import pytest
 import zmq
 
 from farstep.errors import WireError
+from farstep.launch.daemon.node_daemon import NodeDaemon, _Child
+from farstep.launch.daemon.process import ProcessStarter
 from farstep.launch.engine import TAKEN_BACK
-from farstep.launch.node_daemon import NodeDaemon, _Child
-from farstep.launch.process import ProcessStarter
 from farstep.rollout.progress import ProgressBoard
 from farstep.wire import node_messages as n
 from farstep.wire.keys import KeyPair
@@ -71,7 +71,7 @@ def test_an_end_that_the_head_did_not_hear_of_is_told_again(monkeypatch: pytest.
 
 def test_an_agent_that_is_taken_back_while_it_looks_for_its_head_says_so_by_its_status() -> None:
     with subprocess.Popen(
-        [sys.executable, "-m", "farstep.launch.node_daemon"],
+        [sys.executable, "-m", "farstep.launch.daemon.node_daemon"],
         stdin=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

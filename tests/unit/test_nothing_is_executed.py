@@ -166,7 +166,7 @@ def test_nothing_received_is_executed() -> None:
 
 
 def test_what_reads_from_workers_imports_no_module_that_could() -> None:
-    """`head/broadcast.py` writes pickles for workers; nothing else there even imports one."""
+    """`head/members/broadcast.py` writes pickles for workers; nothing else there even imports one."""
     imports = {
         (str(path.relative_to(ROOT)), name)
         for folder in TRUSTS_NOBODY
@@ -174,4 +174,4 @@ def test_what_reads_from_workers_imports_no_module_that_could() -> None:
         for name in names_of(ast.parse(path.read_text())).values()
         if name.partition(".")[0] in PICKLES
     }
-    assert imports == {("head/broadcast.py", "cloudpickle")}
+    assert imports == {("head/members/broadcast.py", "cloudpickle")}

@@ -23,8 +23,8 @@ from parameter_agents import (
 )
 
 from farstep.errors import AgentError
-from farstep.head import parameters
-from farstep.head.parameters import ParameterStore
+from farstep.head.weights import parameters
+from farstep.head.weights.parameters import ParameterStore
 
 LARGE = 600_000  # elements: more bytes than are compared when counters say "unchanged"
 

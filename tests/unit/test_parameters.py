@@ -36,7 +36,7 @@ from farstep.agents.parameters import ParameterLoader, ParameterSchema, leaves_o
 from farstep.agents.policy import ship
 from farstep.config.env import WeightsConfig
 from farstep.errors import AgentError
-from farstep.head.parameters import ParameterStore
+from farstep.head.weights.parameters import ParameterStore
 from farstep.rollout.weight_headers import check_digest
 from farstep.worker.weights import RemoteWeights, SharedWeights
 

@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 from farstep.errors import ClosedError, ConfigError, DeliveryError, FarstepError, WireError
-from farstep.wire.dealer import DealerLink
+from farstep.wire.channels.dealer import DealerLink
+from farstep.wire.channels.zmq import MAIN
 from farstep.wire.keys import KeyPair
-from farstep.wire.zmq import MAIN
 from farstep.workflow.delivery import Direct, LocalQueue, ZmqPasser, ZmqReceiver
 from farstep.workflow.triggers import DataKeyTrigger, Dispatcher, Ledger, Message
 

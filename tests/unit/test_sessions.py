@@ -11,9 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from farstep.errors import WireError
-from farstep.wire import reliable_channel as module
+from farstep.wire.channels import reliable_channel as module
+from farstep.wire.channels.reliable_channel import (
+    ASK_S,
+    SEGMENT_BYTES,
+    SMALL_BYTES,
+    STILL_S,
+    Kind,
+    Packet,
+    ReliableChannel,
+)
 from farstep.wire.encryption import Cipher, Side
-from farstep.wire.reliable_channel import ASK_S, SEGMENT_BYTES, SMALL_BYTES, STILL_S, Kind, Packet, ReliableChannel
 
 
 class Pair:

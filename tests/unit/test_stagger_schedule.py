@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import farstep
 from farstep.config.env import Stagger
 from farstep.rollout.rows import Slots
-from farstep.worker.stagger import Places, num_groups, offsets_of
+from farstep.worker.hosting.stagger import Places, num_groups, offsets_of
 
 
 def slots(first: int, count: int, root: int = 5) -> Slots:

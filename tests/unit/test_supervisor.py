@@ -10,7 +10,7 @@ KILLED_ONCE = """
 import os
 import signal
 
-from farstep.launch import daemon_supervisor as supervisor
+from farstep.launch.daemon import supervisor as supervisor
 
 replaces = supervisor._Supervisor._replaces
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farstep.head.send_queue import SendQueue
+from farstep.head.chunks.send_queue import SendQueue
 
 
 def of(*incarnations: int) -> Callable[[int], int]:

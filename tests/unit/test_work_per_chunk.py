@@ -10,7 +10,7 @@ import pytest
 from test_ahead import rows
 from work import instructions, peak_bytes
 
-from farstep.head.send_queue import SendQueue
+from farstep.head.chunks.send_queue import SendQueue
 from farstep.head.tickets import IssuedTicket, Tickets
 from farstep.workflow.partial_chunks import PartialChunks
 from farstep.workflow.triggers import DataKeyTrigger, Dispatcher, Ledger

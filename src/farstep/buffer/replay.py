@@ -16,13 +16,22 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from farstep.batch import Batch
-from farstep.buffer.contents import Contents, fitting_capacity
 from farstep.buffer.gate import Gate, check_timeout
 from farstep.buffer.limiter import MinSize, RateLimiter, check_limiter
-from farstep.buffer.rows import arrays_of, as_arrays, as_keys, as_priorities, as_schema, count_plain, nested, schema_of
 from farstep.buffer.samplers import FIFO, Sampler, check_remover, check_sampler, with_beta
 from farstep.buffer.sampling import Chooser, SampleInfo
-from farstep.buffer.store import Store
+from farstep.buffer.storage.contents import Contents, fitting_capacity
+from farstep.buffer.storage.rows import (
+    arrays_of,
+    as_arrays,
+    as_keys,
+    as_priorities,
+    as_schema,
+    count_plain,
+    nested,
+    schema_of,
+)
+from farstep.buffer.storage.store import Store
 from farstep.config.env import check_count
 from farstep.core import Array, Nested
 from farstep.errors import ConfigError

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from farstep.buffer.selectors import Cells, HeapSelector, OrderSelector, PrioritySelector, Selector, UniformSelector
-from farstep.buffer.store import ENDINGS, Store
-from farstep.buffer.table import Table
+from farstep.buffer.storage.store import ENDINGS, Store
+from farstep.buffer.storage.table import Table
 from farstep.config.env import check_count
 from farstep.core import Array
 from farstep.errors import ConfigError

@@ -13,9 +13,9 @@ from functools import cached_property
 
 import numpy as np
 
-from farstep.buffer.contents import Contents
 from farstep.buffer.samplers import EpisodeSelector, FullBatch, Sampler
-from farstep.buffer.table import occurrences
+from farstep.buffer.storage.contents import Contents
+from farstep.buffer.storage.table import occurrences
 from farstep.core import Array
 
 _ROUNDS = 8  # of draws for what was refused, each of twice as many, before all items are looked at

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from farstep.buffer import samplers
-from farstep.buffer.contents import cells_of
 from farstep.buffer.limiter import RateLimiter
 from farstep.buffer.samplers import Sampler, check_sampler
+from farstep.buffer.storage.contents import cells_of
 from farstep.checkpoint.checks import Count, check_array, check_keys, converted, require
 from farstep.checkpoint.files import Refused
 from farstep.checkpoint.folder import Loaded, load_with, save

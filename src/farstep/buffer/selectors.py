@@ -11,8 +11,8 @@ from typing import Protocol, TypeAlias
 
 import numpy as np
 
+from farstep.buffer.storage.table import Table
 from farstep.buffer.sum_tree import SumTree
-from farstep.buffer.table import Table
 from farstep.checkpoint.checks import check_finite, check_like, require
 from farstep.core import Array
 

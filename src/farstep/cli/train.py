@@ -25,12 +25,12 @@ from farstep.cluster_env import ClusterEnv
 from farstep.config.launch import EngineConfig
 from farstep.errors import ConfigError, RunError, unknown_name
 from farstep.learners.async_ppo import AsyncPPO, AsyncPPOConfig
-from farstep.learners.evaluation import EVALUATION_SLOTS, Evaluator
 from farstep.learners.impala import Impala, ImpalaConfig
-from farstep.learners.nets import ActorCritic, NetConfig, make_agent
+from farstep.learners.loop.evaluation import EVALUATION_SLOTS, Evaluator
+from farstep.learners.loop.run_config import RunConfig
+from farstep.learners.loop.training import Learner, Limits, Progress, Stopped, Training
+from farstep.learners.networks.nets import ActorCritic, NetConfig, make_agent
 from farstep.learners.ppo import PPO, PPOConfig
-from farstep.learners.run_config import RunConfig
-from farstep.learners.training import Learner, Limits, Progress, Stopped, Training
 from farstep.observe.console import console_logger
 from farstep.observe.loggers import (
     JsonlLogger,

@@ -19,9 +19,9 @@ from farstep.cli.train import load_config
 from farstep.cli.trust import check_trusted
 from farstep.config.env import check_count, check_seed
 from farstep.errors import ConfigError
-from farstep.learners.nets import ActorCritic
-from farstep.learners.saving import check_agent, put_together
-from farstep.learners.training import Progress
+from farstep.learners.loop.saving import check_agent, put_together
+from farstep.learners.loop.training import Progress
+from farstep.learners.networks.nets import ActorCritic
 from farstep.observe.run_folder import RunFolder
 from farstep.observe.video import check_fps
 

@@ -17,7 +17,7 @@ from farstep.doctor.findings import Finding, ok, problem, warning
 from farstep.launch.addresses import own_addresses
 from farstep.resources import available_memory, usable_cpus
 from farstep.version import VERSION
-from farstep.wire.zmq import Hub
+from farstep.wire.channels.zmq import Hub
 
 _LITTLE_MEMORY, _LITTLE_SHM = 2**30, 256 * 2**20
 _FEW_FILES = 1024

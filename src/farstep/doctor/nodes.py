@@ -18,12 +18,12 @@ from farstep.core import Received
 from farstep.doctor.findings import Finding, Say, ok, problem, warning
 from farstep.doctor.probe import Probe
 from farstep.errors import FarstepError, WireError, WorkerError, counted
+from farstep.head.members.worker_records import WorkerRecord
 from farstep.head.server import Server
 from farstep.head.tickets import IssuedTicket
-from farstep.head.worker_records import WorkerRecord
 from farstep.launch.cluster import ClusterLauncher
+from farstep.launch.daemon.node_daemon import UNANSWERED
 from farstep.launch.engine_processes import ENDED
-from farstep.launch.node_daemon import UNANSWERED
 from farstep.launch.slurm import NEVER_STARTS
 from farstep.rollout.program import Program
 from farstep.rollout.sources import Source

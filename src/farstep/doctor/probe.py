@@ -15,7 +15,7 @@ import gymnasium
 import numpy as np
 
 from farstep.doctor.programs import Program
-from farstep.launch.process import import_path
+from farstep.launch.daemon.process import import_path
 from farstep.resources import available_memory, usable_cpus
 
 

@@ -20,19 +20,19 @@ from farstep.config.env import EnvConfig
 from farstep.config.launch import LaunchConfig
 from farstep.core import Agent, Array, BytesLike, Received
 from farstep.errors import AgentError, ClosedError, HandshakeError, WireError, WorkerError, described
-from farstep.head.broadcast import Broadcast
-from farstep.head.incoming_chunks import EarlyPart
-from farstep.head.parameters import ParameterStore
-from farstep.head.probes import Prober, ProbeRequest
-from farstep.head.resuming import ReplayResult, replay_episodes
-from farstep.head.rollouts import ChunkInfo, Rollouts, agent_structures, base_rows, key_of
-from farstep.head.saved_state import check_saved
-from farstep.head.send_queue import SendQueue
+from farstep.head.chunks.incoming_chunks import EarlyPart
+from farstep.head.chunks.rollouts import ChunkInfo, Rollouts, agent_structures, base_rows, key_of
+from farstep.head.chunks.send_queue import SendQueue
+from farstep.head.members.broadcast import Broadcast
+from farstep.head.members.resuming import ReplayResult, replay_episodes
+from farstep.head.members.saved_state import check_saved
+from farstep.head.members.worker_records import ResetRequest, WorkerRecord
 from farstep.head.server import Server
 from farstep.head.stats import Counters
 from farstep.head.tickets import AcceptedChunk, FeedPlan, IssuedTicket
 from farstep.head.user_warnings import UserWarnings
-from farstep.head.worker_records import ResetRequest, WorkerRecord
+from farstep.head.weights.parameters import ParameterStore
+from farstep.head.weights.probes import Prober, ProbeRequest
 from farstep.rollout.blocks import Layout
 from farstep.rollout.program import Program
 from farstep.rollout.sources import Source

@@ -12,10 +12,10 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
 from farstep.batch import Batch
+from farstep.head.chunks.incoming_chunks import EarlyPart
 from farstep.head.collector import Collector
-from farstep.head.incoming_chunks import EarlyPart
+from farstep.head.members.worker_records import WorkerRecord
 from farstep.head.tickets import AcceptedChunk, FeedPlan
-from farstep.head.worker_records import WorkerRecord
 
 
 @dataclass(frozen=True)

@@ -31,15 +31,15 @@ from farstep.errors import (
     remote_error,
     typed_shortage,
 )
-from farstep.head import membership as life
 from farstep.head.event_loop import EventLoop
-from farstep.head.message_rules import check_message, is_late
+from farstep.head.members import membership as life
+from farstep.head.members.message_rules import check_message, is_late
+from farstep.head.members.supervisor import Supervisor
+from farstep.head.members.worker_records import WorkerRecord, expected, split
 from farstep.head.slow_call_warnings import FIRST_NOTE_S, NOTE_S, noted_while_slow
-from farstep.head.supervisor import Supervisor
 from farstep.head.tickets import IssuedTicket, Tickets
-from farstep.head.worker_records import WorkerRecord, expected, split
 from farstep.launch import launcher_for
-from farstep.launch.process import import_path
+from farstep.launch.daemon.process import import_path
 from farstep.rollout.nested_launch import refuse_nested_launch
 from farstep.rollout.program import Program
 from farstep.rollout.progress import CANCEL, PHASE, Phase, check_words, copy_words

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from farstep.batch import Batch
-from farstep.head.membership import State
+from farstep.head.members.membership import State
 from farstep.head.server import Server
 from farstep.head.tickets import AcceptedChunk
 from farstep.wire.messages import Chunk

@@ -8,12 +8,12 @@ from typing import Any
 from farstep.config.launch import LaunchConfig
 from farstep.core import Array, BytesLike, Received
 from farstep.errors import WireError, WorkerError
-from farstep.head.broadcast import Broadcast
-from farstep.head.incoming_chunks import IncomingChunk, records_of
-from farstep.head.rollouts import Rollouts, base_rows
+from farstep.head.chunks.incoming_chunks import IncomingChunk, records_of
+from farstep.head.chunks.rollouts import Rollouts, base_rows
+from farstep.head.members.broadcast import Broadcast
+from farstep.head.members.worker_records import ResetRequest, WorkerRecord
 from farstep.head.server import Server
 from farstep.head.tickets import AcceptedChunk, IssuedTicket
-from farstep.head.worker_records import ResetRequest, WorkerRecord
 from farstep.rollout.program import Program
 from farstep.schema import ArraySpec, Schema, space_schema
 from farstep.wire import messages as m

@@ -26,8 +26,8 @@ from farstep.launch.hub import HubLink, admit, admit_worker, drain
 from farstep.launch.nodes import Node, RemoteWorker, tell
 from farstep.rollout.progress import PHASE, Phase, copy_words, private_words
 from farstep.wire import node_messages as n
+from farstep.wire.channels.zmq import Hub
 from farstep.wire.versions import mismatches
-from farstep.wire.zmq import Hub
 
 log = logging.getLogger("farstep")
 _FILES_PER_WORKER, _OTHER_FILES = 8, 1024

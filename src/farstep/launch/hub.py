@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from farstep.core import BytesLike, Received
-from farstep.wire.zmq import Hub
+from farstep.wire.channels.zmq import Hub
 
 
 class HubLink:

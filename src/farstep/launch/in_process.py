@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from farstep.core import Ended, Launcher, Received, Started
 from farstep.rollout.progress import ProgressBoard
-from farstep.wire.in_process import InProcessLink, inproc_pair
+from farstep.wire.channels.in_process import InProcessLink, inproc_pair
 from farstep.worker.loop import Worker
 
 

@@ -6,9 +6,9 @@ import socket
 from collections.abc import Callable, Sequence
 
 from farstep.core import Launcher, Received, Started
-from farstep.launch.process import ProcessStarter
+from farstep.launch.daemon.process import ProcessStarter
 from farstep.rollout.progress import PHASE, Phase, ProgressBoard
-from farstep.wire.local import local_pair
+from farstep.wire.channels.local import local_pair
 
 
 class LocalLauncher(Launcher):

@@ -7,10 +7,10 @@ import socket
 from collections.abc import Callable, Sequence
 
 from farstep.core import Launcher, Received, Started
+from farstep.launch.daemon.process import ProcessStarter
 from farstep.launch.hub import HubLink, admit_worker, drain
-from farstep.launch.process import ProcessStarter
 from farstep.rollout.progress import PHASE, Phase, private_words
-from farstep.wire.zmq import Hub
+from farstep.wire.channels.zmq import Hub
 
 
 class NetworkLauncher(Launcher):

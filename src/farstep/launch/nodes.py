@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from farstep.core import Ended
 from farstep.rollout.progress import PHASE, Phase
 from farstep.wire import node_messages as n
-from farstep.wire.zmq import NODE, Hub
+from farstep.wire.channels.zmq import NODE, Hub
 
 _TAIL_BYTES = 16 * 1024
 _UNREAD_BYTES = 1 << 20

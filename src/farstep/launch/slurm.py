@@ -21,9 +21,9 @@ from pathlib import Path
 from farstep.config.launch import SlurmConfig
 from farstep.errors import LaunchError, counted
 from farstep.launch.addresses import own_addresses
+from farstep.launch.daemon.guardian import Guardian
 from farstep.launch.engine import RESTARTS, TAKEN_BACK, Group, RequestStatus, setup_lines
 from farstep.launch.engine_processes import EngineProcess, EngineProcesses, after_setup, end_processes
-from farstep.launch.guardian import Guardian
 
 log = logging.getLogger("farstep")
 _COMMAND_S = 60.0
@@ -182,7 +182,7 @@ def _agent(config: SlurmConfig) -> list[str]:
     place = "'SLURM job $SLURM_JOB_ID, node $SLURMD_NODENAME'"
     # Not a command-line option: a daemon of another version would reject it before it reports its version.
     restarts = f"{RESTARTS}={config.restart_budget}"
-    return ["env", restarts, python, "-m", "farstep.launch.node_daemon", "--place", place]
+    return ["env", restarts, python, "-m", "farstep.launch.daemon.node_daemon", "--place", place]
 
 
 class Jobs(Group):

@@ -41,7 +41,7 @@ class SSHEngine:
     def _command(self, host: str) -> str:
         """For the shell of the host."""
         python, place = shlex.quote(self._config.python or sys.executable), shlex.quote(f"ssh {host}")
-        return after_setup(self._config.setup, f"{python} -m farstep.launch.node_daemon --place {place}")
+        return after_setup(self._config.setup, f"{python} -m farstep.launch.daemon.node_daemon --place {place}")
 
     def close(self) -> None:
         end_processes(list(self._sessions.values()))

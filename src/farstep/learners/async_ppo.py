@@ -19,13 +19,13 @@ from farstep.batch import Batch
 from farstep.cluster_env import ClusterEnv
 from farstep.errors import ConfigError
 from farstep.learners import losses
-from farstep.learners.checks import LARGE, TINY, check_choice, check_counts, check_critic, check_numbers
-from farstep.learners.nets import DEFAULT_NET, ActorCritic, NetConfig
+from farstep.learners.loop.checks import LARGE, TINY, check_choice, check_counts, check_critic, check_numbers
+from farstep.learners.loop.sizes import minibatch_rows, rollout_steps
+from farstep.learners.loop.timing import Timer
+from farstep.learners.networks.nets import DEFAULT_NET, ActorCritic, NetConfig
 from farstep.learners.on_policy import OnPolicy, rollouts
 from farstep.learners.optimizing import Schedule, named
 from farstep.learners.rollout import Minibatch
-from farstep.learners.sizes import minibatch_rows, rollout_steps
-from farstep.learners.timing import Timer
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,14 +14,14 @@ from farstep.batch import Batch
 from farstep.cluster_env import ClusterEnv
 from farstep.core import Array
 from farstep.learners import losses
-from farstep.learners.checks import LARGE, TINY, check_counts, check_critic, check_numbers
-from farstep.learners.nets import DEFAULT_NET, ActorCritic, NetConfig
+from farstep.learners.loop.checks import LARGE, TINY, check_counts, check_critic, check_numbers
+from farstep.learners.loop.sizes import chunk_steps
+from farstep.learners.loop.timing import Timer
+from farstep.learners.networks.nets import DEFAULT_NET, ActorCritic, NetConfig
 from farstep.learners.on_policy import OnPolicy
 from farstep.learners.optimizing import Schedule, named
 from farstep.learners.returns import LOG_RATIO_LIMIT, fold_ends, vtrace
 from farstep.learners.rollout import Minibatch, Rollout
-from farstep.learners.sizes import chunk_steps
-from farstep.learners.timing import Timer
 
 
 @dataclass(frozen=True, kw_only=True)

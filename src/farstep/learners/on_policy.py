@@ -14,10 +14,10 @@ from farstep.batch import Batch
 from farstep.checkpoint.checks import Count, converted
 from farstep.cluster_env import ClusterEnv
 from farstep.errors import RewardError
-from farstep.learners.nets import ActorCritic
+from farstep.learners.loop.statistics import Statistics
+from farstep.learners.networks.nets import ActorCritic
 from farstep.learners.optimizing import Loss, Optimizer, Schedule, lean
 from farstep.learners.rollout import Rollout, prepare
-from farstep.learners.statistics import Statistics
 
 
 class Rates(Protocol):

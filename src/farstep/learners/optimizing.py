@@ -15,9 +15,9 @@ from torch.optim.adam import adam
 
 from farstep.checkpoint.checks import check_keys, check_torch_generator, converted
 from farstep.checkpoint.files import Refused
-from farstep.learners.nets import ActorCritic
+from farstep.learners.loop.saving import check_tensor
+from farstep.learners.networks.nets import ActorCritic
 from farstep.learners.rollout import Minibatch, Rollout, minibatches
-from farstep.learners.saving import check_tensor
 
 _MOST_STEPS = 2**24
 """Adam counts its steps in float32, which cannot count further."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from farstep.batch import Batch
 from farstep.core import Array, Nested
 from farstep.learners.losses import normalize
-from farstep.learners.nets import ActorCritic, Evaluation, RecurrentActorCritic, State
+from farstep.learners.networks.nets import ActorCritic, Evaluation, RecurrentActorCritic, State
 from farstep.learners.returns import gae, usable
 from farstep.schema import map_leaves
 

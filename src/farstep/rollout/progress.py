@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from enum import IntEnum
 
 from farstep.errors import WireError
-from farstep.wire.memory import SharedMemory
+from farstep.wire.channels.memory import SharedMemory
 
 PHASE, COUNT, SLOT, CANCEL, ROLLED = range(5)
 EPISODES = 8

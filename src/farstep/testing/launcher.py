@@ -23,7 +23,7 @@ import numpy as np
 from farstep.cluster_env import ClusterEnv
 from farstep.config.launch import LaunchConfig
 from farstep.errors import ClosedError, ConfigError, LaunchError, RemoteEnvError, WorkerDied
-from farstep.launch.process import import_path
+from farstep.launch.daemon.process import import_path
 from farstep.rollout.seeds import episode_seed
 from farstep.testing.envs import CountingEnv, TableAgent
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from farstep.core import BytesLike, Received
-from farstep.wire.memory import SharedMemory
+from farstep.wire.channels.memory import SharedMemory
 
 _DEADLINE_S = 30.0
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from farstep.errors import LaunchError
 from farstep.rollout.progress import BEAT_S, private_words
-from farstep.wire.local import LocalLink
-from farstep.wire.memory import SharedMemory
+from farstep.wire.channels.local import LocalLink
+from farstep.wire.channels.memory import SharedMemory
 from farstep.wire.messages import Progress, encode
 from farstep.worker.loop import Worker
 
@@ -23,8 +23,8 @@ def connect(bootstrap: dict[str, Any]) -> Worker:
             link = LocalLink(socket.socket(fileno=bootstrap["link_fd"]))
             return Worker(link, *identity, _words(bootstrap), has_gpu)
         case "ipc" | "tcp":
-            from farstep.wire.dealer import DealerLink
-            from farstep.wire.zmq import MAIN
+            from farstep.wire.channels.dealer import DealerLink
+            from farstep.wire.channels.zmq import MAIN
 
             words = _words(bootstrap)
             link_to_head = DealerLink(
@@ -57,8 +57,8 @@ def _address(bootstrap: dict[str, Any]) -> tuple[str, bytes, Any]:
 
 def _beat(bootstrap: dict[str, Any], words: memoryview) -> None:
     """Tell the head where we are, over a connection of our own, since a socket belongs to one thread."""
-    from farstep.wire.dealer import DealerLink
-    from farstep.wire.zmq import BEAT
+    from farstep.wire.channels.dealer import DealerLink
+    from farstep.wire.channels.zmq import BEAT
 
     link = DealerLink(*_address(bootstrap), BEAT, lease_s=bootstrap["lease_s"])
     pause = threading.Event()

@@ -34,14 +34,14 @@ from farstep.wire.compression import Compressor
 from farstep.wire.versions import versions
 from farstep.worker.acting import Actor
 from farstep.worker.chunk_sender import ChunkSender
-from farstep.worker.hosting import Host, HostedEnvs
+from farstep.worker.hosting.base import Host, HostedEnvs
+from farstep.worker.hosting.stagger import Places
+from farstep.worker.hosting.staggered import StaggeredEnvs, StaggeredVector
+from farstep.worker.hosting.strict import StrictEnvs
+from farstep.worker.hosting.vector import HostedVector
 from farstep.worker.probing import Probing
 from farstep.worker.rolling import AnyHost, NotWanted, Roller
 from farstep.worker.saving import Saving, seed_generators
-from farstep.worker.stagger import Places
-from farstep.worker.staggered_hosting import StaggeredEnvs, StaggeredVector
-from farstep.worker.strict_hosting import StrictEnvs
-from farstep.worker.vector_hosting import HostedVector
 from farstep.worker.weights import RemoteWeights, SharedWeights, Weights
 
 log = logging.getLogger("farstep.worker")

@@ -15,14 +15,14 @@ from farstep.rollout.progress import ACT, CANCEL, COUNT, PHASE
 from farstep.rollout.rows import Rows
 from farstep.schema import space_schema
 from farstep.wire import messages as m
+from farstep.wire.channels.memory import SharedMemory
 from farstep.wire.codec import pack
-from farstep.wire.memory import SharedMemory
 from farstep.worker.acting import Actor
 from farstep.worker.chunk_sender import ChunkSender
-from farstep.worker.hosting import Host, HostedEnvs
-from farstep.worker.staggered_hosting import Staggered
-from farstep.worker.strict_hosting import StrictEnvs
-from farstep.worker.vector_hosting import HostedVector
+from farstep.worker.hosting.base import Host, HostedEnvs
+from farstep.worker.hosting.staggered import Staggered
+from farstep.worker.hosting.strict import StrictEnvs
+from farstep.worker.hosting.vector import HostedVector
 
 AnyHost = HostedEnvs | HostedVector | StrictEnvs
 _LOOK_S = 0.2

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from farstep.worker.acting import Actor
-from farstep.worker.hosting import Host, HostedEnvs, Past
+from farstep.worker.hosting.base import Host, HostedEnvs, Past
 
 
 class Saving:

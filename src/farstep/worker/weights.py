@@ -12,8 +12,8 @@ from farstep.agents.parameters import ParameterLoader
 from farstep.core import BytesLike
 from farstep.errors import WireError
 from farstep.rollout.weight_headers import HEADER, PAGE, stride, unpack_word
+from farstep.wire.channels.memory import mapped
 from farstep.wire.delta import decode
-from farstep.wire.memory import mapped
 
 
 class Weights(Protocol):

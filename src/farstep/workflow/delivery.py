@@ -21,11 +21,11 @@ import msgspec
 import zmq
 
 from farstep.errors import ClosedError, ConfigError, DeliveryError, WireError, printable
+from farstep.wire.channels.dealer import DealerLink
+from farstep.wire.channels.zmq import MAIN, Hub
 from farstep.wire.codec import Limits, pack, unpack
-from farstep.wire.dealer import DealerLink
 from farstep.wire.keys import KeyPair
 from farstep.wire.messages import decoded
-from farstep.wire.zmq import MAIN, Hub
 from farstep.workflow.dispatch import Message
 
 _PING_S = 0.5  # a receiver that has died is noticed when something is sent to it

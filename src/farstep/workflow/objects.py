@@ -20,12 +20,12 @@ import msgspec
 import numpy as np
 
 from farstep.agents.parameters import as_array
-from farstep.buffer.cyclic import fence
+from farstep.buffer.storage.cyclic import fence
 from farstep.core import Array, Nested
 from farstep.errors import AgentError, BufferTimeout, ClosedError, ConfigError
 from farstep.rollout.blocks import Layout
 from farstep.schema import ArraySpec, Schema, Structure, differences, nest, structure_of
-from farstep.wire.memory import SharedMemory
+from farstep.wire.channels.memory import SharedMemory
 
 _MAGIC = 0x6661727374656F62  # "farsteob"
 _PAGE = 4096

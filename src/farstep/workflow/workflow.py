@@ -26,9 +26,9 @@ from farstep.cluster_env import ClusterEnv
 from farstep.config.env import check_count, is_number
 from farstep.core import Agent, Array, Nested
 from farstep.errors import ClosedError, ConfigError, FarstepError, described, unknown_name
+from farstep.head.chunks.incoming_chunks import EarlyPart
 from farstep.head.collector import Collector
 from farstep.head.feed import Feed
-from farstep.head.incoming_chunks import EarlyPart
 from farstep.head.tickets import AcceptedChunk, FeedPlan
 from farstep.workflow.consumers import Consumer, ConsumerThread, Guard, Publisher, name_of
 from farstep.workflow.delivery import Direct, LocalQueue

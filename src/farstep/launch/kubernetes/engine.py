@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from farstep.config.kubernetes import KubernetesConfig
 from farstep.errors import FarstepError, LaunchError
 from farstep.launch.addresses import own_addresses
+from farstep.launch.daemon.guardian import Guardian
+from farstep.launch.daemon.process import import_path
 from farstep.launch.engine import Group, RequestStatus
-from farstep.launch.guardian import Guardian
 from farstep.launch.kubernetes.api import Api, RefusedError, containers
 from farstep.launch.kubernetes.manifests import GROUP_LABEL, RUN_LABEL, Manifest, manifests, owned, owner
-from farstep.launch.process import import_path
 
 log = logging.getLogger("farstep")
 _MOST_LOGS = 8

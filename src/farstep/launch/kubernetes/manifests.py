@@ -136,7 +136,7 @@ def _container(config: KubernetesConfig) -> Manifest:
     if config.gpus_per_node:
         limits["nvidia.com/gpu"] = str(config.gpus_per_node)
     # Through stdin: an agent that opens the file itself insists on mode 0600, and fsGroup makes it 0440.
-    agent = f"{shlex.quote(config.python or 'python3')} -m farstep.launch.node_daemon"
+    agent = f"{shlex.quote(config.python or 'python3')} -m farstep.launch.daemon.node_daemon"
     start = f'exec {agent} --place "$FARSTEP_NODE" < {_FOLDER}/{_FILE}'
     return {
         "name": CONTAINER,

@@ -8,7 +8,7 @@ import socket
 from collections import deque
 from typing import Any
 
-from farstep.launch.node_daemon import NodeDaemon, Unreachable
+from farstep.launch.daemon.node_daemon import NodeDaemon, Unreachable
 
 _TAIL_LINES = 50
 

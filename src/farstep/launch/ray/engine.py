@@ -23,9 +23,9 @@ from typing import Any
 from farstep.config.launch import RayConfig
 from farstep.errors import LaunchError
 from farstep.launch.addresses import own_addresses
+from farstep.launch.daemon.process import import_path
 from farstep.launch.engine import EngineLost, Group, RequestStatus
 from farstep.launch.engine_processes import file_tail
-from farstep.launch.process import import_path
 
 _KNOCK_S, _CONNECT_S, _ANSWER_S, _ENDING_S, _CLOSE_S = 5.0, 120.0, 10.0, 5.0, 10.0
 _GONE_S = 30.0

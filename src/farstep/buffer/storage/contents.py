@@ -1,0 +1,509 @@
+"""Contents: what a buffer holds, once it is known which arrays: rows, and the selectors that are told of each.
+
+Nobody waits here and nothing is limited or locked: that is `Buffer`'s part. Whoever puts rows is told how many items
+came and went, for its counters.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from farstep.batch import Batch
+from farstep.buffer.samplers import FIFO, EpisodeSelector, Sampler
+from farstep.buffer.selectors import Selector
+from farstep.buffer.storage.cyclic import spans
+from farstep.buffer.storage.episodes import Episodes
+from farstep.buffer.storage.rows import arrays_of, check_names, check_rows
+from farstep.buffer.storage.store import Store
+from farstep.checkpoint.checks import check_array, check_keys, check_like, check_numpy_generator, prefixed, require
+from farstep.checkpoint.files import Refused
+from farstep.core import Array
+from farstep.errors import ConfigError
+from farstep.resources import available_memory
+from farstep.schema import Schema, Structure, leaves
+
+
+class Contents:
+    """Room for `capacity` rows of `schema` in `columns`, one for each environment slot.
+
+    Without `remover`, rows stay in order and the oldest are evicted. They form a ring until a row other than the oldest
+    is removed; from then on links record their order. With `remover`, a new row goes into any free cell, and once there
+    is none the remover chooses an item to remove.
+    """
+
+    def __init__(
+        self,
+        schema: Schema,
+        capacity: int,
+        columns: int,
+        structures: Mapping[str, Structure],
+        sampler: Sampler,
+        remover: Sampler | None,
+        rng: np.random.Generator,
+    ) -> None:
+        self.capacity, self.structures, self.rng = capacity, structures, rng
+        self.is_cyclic = remover is None
+        rows = capacity // columns + _spare_rows(self.is_cyclic)
+        follow = self.is_cyclic and "obs" in structures
+        tails = [name for name in schema if name.split(".")[0] == "obs"] if follow else []
+        self.store = Store(schema, rows, columns, tails)
+        self.is_pinned = False
+        """Rows are read in place, so they stay a ring: a removed row's cell is reused only when it is the oldest."""
+        self._span = sampler.span(self.store)
+        self.selector: Selector = sampler.selector(self.store.table)
+        """Chooses what is sampled."""
+        self._remover = None if remover is None else remover.selector(self.store.table)
+        self._removes_oldest = isinstance(remover, FIFO)
+        self._free = FreeCells(self.store.table.cells)
+        """Cells for new rows; always empty for a ring, which overwrites its oldest row."""
+        if not self.is_cyclic:
+            self._free.push(np.arange(rows))
+        self._episodes = Episodes(self.store)
+        self._slots: Array = np.full(columns, -1, np.int64)
+        """Per column, which environment slot wrote last."""
+        self.is_plain = (
+            columns == 1 and not tails and "valid" not in schema and not isinstance(self.selector, EpisodeSelector)
+        )
+        """Whether items are single rows of one column, without filler rows or episodes to assemble."""
+
+    @property
+    def size(self) -> int:
+        """How many items there are."""
+        return self.store.table.size
+
+    @property
+    def items(self) -> Array:
+        """The cells of all items."""
+        if isinstance(self.selector, EpisodeSelector):
+            return self.selector.episodes
+        return np.flatnonzero(self.store.table.keys >= 0)
+
+    def _selectors(self) -> list[Selector]:
+        return [self.selector] if self._remover is None else [self.selector, self._remover]
+
+    # ---- coming ----
+
+    def check(self, values: Mapping[str, Array]) -> None:
+        """Refuse rows `[n, ...]` that it does not hold."""
+        check_names(values, self.store.schema)
+        check_rows(values, self.store.schema)
+        if self.store.tails is not None:
+            raise ConfigError("this buffer holds rows of batches and what came after each: insert batches, not rows.")
+
+    def rows_of(self, batch: Batch) -> dict[str, Array]:
+        """A batch's rows as they are held, `[T, N, ...]`, if there is room for so many."""
+        store = self.store
+        values = arrays_of(batch, with_next=any(name.startswith("next_obs") for name in store.schema))
+        check_rows(values, store.schema, leading=2, slots=batch.slots.tolist())
+        if self.is_cyclic and batch.shape[0] > store.rows:
+            raise ConfigError(
+                f"a batch of {batch.shape[0]} steps does not fit: {self.capacity} rows for {store.columns} environment "
+                f"slots are {store.rows} each. Raise capacity."
+            )
+        return values
+
+    def warn_if_shared(self, batch: Batch) -> None:
+        """Say so to the caller of `Buffer.insert` where slots have no column of their own."""
+        if batch.slots.max() >= self.store.columns:
+            warnings.warn(
+                f"slot {batch.slots.max()} came to a buffer for {self.store.columns} slots and shares a column with "
+                "another one, so rows of different chunks do not follow each other. Call buffer.bind for all slots "
+                "first.",
+                stacklevel=4,
+            )
+
+    def put_rows(self, values: Mapping[str, Array], count: int) -> tuple[Array, int]:
+        """Rows `[count, ...]`, if that is all there is to it; their keys, and how many items made room for them."""
+        if not self.is_cyclic:
+            keys, _, evicted = self.put_anywhere(values, count)
+            return keys, evicted
+        if self.store.links is not None:
+            keys, _, evicted = self.put({name: values[name][:, None] for name in self.store.schema})
+            return keys.reshape(-1), evicted
+        keys, evicted = self.store.append_rows(values, count)
+        if self.selector.listens:
+            cells = self.store.table.cells
+            for rows, times in spans(int(keys[0]) % cells, count, cells):
+                self.selector.inserted(rows, keys[times])
+        return keys, evicted
+
+    def put(
+        self, values: Mapping[str, Array], first: int = 0, continues: Array | None = None
+    ) -> tuple[Array, int, int]:
+        """Rows `[T, n, ...]`, in order, into columns from `first` on; their keys `[T, n]`, how many of them are items,
+        and how many items made room for them."""
+        table = self.store.table
+        if self.is_linked:
+            shape = next(iter(values.values())).shape[:2]
+            evicted = self._make_room(shape[0] * shape[1])
+            keys = self.store.put_linked(values, self._free.pop(shape[0] * shape[1]).reshape(shape), first, continues)
+        else:
+            keys, evicted = self.store.append(values, first, continues)
+        new = keys.reshape(-1)
+        cells = new % table.cells
+        valid = values.get("valid")
+        if valid is not None and valid.ndim == 2 and not valid.all():  # some are no steps, but a reset's
+            filler = ~valid.astype(bool).reshape(-1)
+            self._take_out(cells[filler])  # selectors may still list what these cells held before
+            cells, new = cells[~filler], new[~filler]
+        for selector in self._selectors():
+            selector.inserted(cells, new)
+        if isinstance(self.selector, EpisodeSelector):
+            columns = slice(first, first + keys.shape[1])
+            self.selector.completed(self._episodes.completed(keys, columns, continues))
+        return keys, len(cells), evicted
+
+    def put_anywhere(self, values: Mapping[str, Array], count: int) -> tuple[Array, int, int]:
+        """Put rows `[count, ...]`, in order, each into a free cell; returns their keys, how many of them are items, and
+        how many items were removed for them.
+
+        Once there are too many, the remover decides after each row which item goes, perhaps the new one.
+        """
+        valid = values.get("valid")
+        if valid is None or valid.ndim != 1 or valid.all():
+            keys, evicted = self._put_steps(values, count)
+            return keys, count, evicted
+        table, keys = self.store.table, np.empty(count, np.int64)
+        filler, steps = np.flatnonzero(valid == 0), np.flatnonzero(valid)  # filler rows are resets, not steps
+        cells = np.full(len(filler), self._free.next)
+        keys[filler] = table.put_cells(cells, is_distinct=False)
+        table.remove(cells[:1])
+        keys[steps], evicted = self._put_steps({name: values[name][steps] for name in self.store.schema}, len(steps))
+        return keys, len(steps), evicted
+
+    def _put_steps(self, values: Mapping[str, Array], count: int) -> tuple[Array, int]:
+        """Put rows `[count, ...]`, none of them filler; their keys, and how many items were removed for them."""
+        table, keys, evicted = self.store.table, np.empty(count, np.int64), 0
+        missing = count - (self.capacity - table.size)
+        if missing > 0 and count <= self.capacity and self._removes_oldest:  # at once: none of them is a new row
+            assert self._remover is not None
+            oldest, _ = self._remover.select(missing, self.rng)
+            self._take_out(oldest)
+            evicted = missing
+        fitting = min(count, self.capacity - table.size)
+        if fitting:
+            self._fill(self._free.pop(fitting), values, slice(0, fitting), keys)
+        if fitting < count:
+            evicted += self._displace(values, np.arange(fitting, count), keys)
+        return keys, evicted
+
+    def _fill(self, cells: Array, values: Mapping[str, Array], rows: slice | Array, keys: Array) -> None:
+        """Put rows into as many free cells, and note their keys."""
+        keys[rows] = new = self.store.table.put_cells(cells)
+        self._write(cells, values, rows, new)
+
+    def _write(self, cells: Array, values: Mapping[str, Array], rows: slice | Array, keys: Array) -> None:
+        self.store.write(cells, {name: values[name][rows] for name in self.store.flat})
+        for selector in self._selectors():
+            selector.inserted(cells, keys)
+
+    def _displace(self, values: Mapping[str, Array], rows: Array, keys: Array) -> int:
+        """Put rows into a full store, one after the other; returns how many items were removed for them."""
+        assert self._remover is not None
+        table, evicted = self.store.table, 0
+        while evicted < len(rows):
+            self._fill(self._free.pop(1), values, rows[evicted : evicted + 1], keys)
+            path = self._remover.displaced(len(rows) - evicted, self.rng)
+            gone = np.unique(path) if len(path) > 1 else path
+            if len(path) > 1:
+                further, cells = rows[evicted + 1 : evicted + len(path)], path[:-1]
+                is_distinct = len(gone) == len(path)
+                keys[further] = new = table.put_cells(cells, is_distinct)
+                for selector in self._selectors():
+                    selector.removed(gone)
+                if not is_distinct:
+                    stay = _last_occurrences(cells)
+                    stay = stay[cells[stay] != path[-1]]
+                    cells, further, new = cells[stay], further[stay], new[stay]
+                if len(cells):
+                    self._write(cells, values, further, new)
+                gone = path[-1:]
+            self._take_out(gone)
+            evicted += len(path)
+        return evicted
+
+    def put_batch(self, batch: Batch, values: Mapping[str, Array]) -> tuple[Array, int, int]:
+        """As `put`, of a batch's rows `[T, N, ...]`, each slot in its column."""
+        store = self.store
+        keys = np.empty(batch.shape, np.int64)
+        inserted = evicted = 0
+        columns = batch.slots % store.columns
+        for a, b in _neighbours(columns):
+            first = int(columns[a])
+            slots = self._slots[first : first + b - a]
+            part = {name: values[name][:, a:b] for name in store.schema}
+            follows = batch.continues[a:b] & (slots == batch.slots[a:b])
+            # The batch before may have gone elsewhere.
+            follows &= store.goes_on(slice(first, first + b - a), {name: v[0] for name, v in part.items()})
+            slots[:] = batch.slots[a:b]
+            found, came, went = self.put(part, first, follows)
+            keys[:, a:b] = found
+            inserted, evicted = inserted + came, evicted + went
+            if store.tails is not None:
+                self._keep_tails(batch, a, b, found % store.table.cells)
+        return keys, inserted, evicted
+
+    def _keep_tails(self, batch: Batch, a: int, b: int, cells: Array) -> None:
+        """What was observed after episodes' ends, and after the last row."""
+        structure, final = self.structures["obs"], batch.final_obs
+        ours = np.flatnonzero((final.slot >= a) & (final.slot < b))
+        ends = cells[final.row[ours], final.slot[ours] - a]
+        # The row of a reset that no other row needs was removed at once, and its cell may get another row.
+        goes_on = np.flatnonzero(~np.isin(cells[-1], ends) & ~self._free.is_free[cells[-1]])
+        last = {name: value[goes_on + a] for name, value in leaves(structure, batch.last_obs)}
+        self.store.keep_tails(cells[-1, goes_on], last)
+        if len(ends):
+            self.store.keep_tails(ends, {name: value[ours] for name, value in leaves(structure, final.obs)})
+
+    # ---- changing and going ----
+
+    def update(self, keys: Array, priorities: Array) -> int:
+        """Give items new priorities; how many of them are there."""
+        table = self.store.table
+        cells = keys % table.cells
+        there = (keys >= 0) & (table.keys.take(cells) == keys)
+        if not there.all():
+            cells, priorities = cells[there], priorities[there]
+        for selector in self._selectors():
+            selector.updated(cells, priorities)
+        return len(cells)
+
+    def remove(self, cells: Array, in_turn: bool = False) -> int:
+        """Remove items; an episode is removed with all its rows.
+
+        Args:
+            cells: The cells of the items, without duplicates.
+            in_turn: Whether these are the oldest items, whose cells a ring reuses next anyway.
+
+        Returns:
+            The number of rows removed.
+        """
+        if not len(cells):
+            return 0
+        if isinstance(self.selector, EpisodeSelector):
+            cells = self._with_episodes(cells, self.selector)
+        if self.is_cyclic and not (in_turn or self.is_linked or self.is_pinned):
+            self.link()
+        self._take_out(cells)
+        return len(cells)
+
+    def _take_out(self, cells: Array) -> None:
+        """Remove the items of distinct cells, and free the cells of all rows that no other item needs."""
+        self.store.table.remove(cells)
+        for selector in self._selectors():
+            selector.removed(cells)
+        if (links := self.store.links) is not None:
+            self._release(links.unneeded_after(cells, self._span))
+        elif not self.is_cyclic:
+            self._free.push(cells)
+
+    def _with_episodes(self, cells: Array, selector: EpisodeSelector) -> Array:
+        """The given cells, and those of all further rows of the episodes that begin there."""
+        table, found = self.store.table, [cells]
+        at = cells[selector.weights[cells] > 0]
+        while len(at := self.store.following(at[~self.store.flat_cut[at]])):
+            found.append(at[table.keys[at] >= 0])
+        return np.unique(np.concatenate(found))
+
+    # ---- rows in cells of any order ----
+
+    @property
+    def is_linked(self) -> bool:
+        """Whether links record the order of rows, instead of the order of their cells."""
+        return self.store.links is not None
+
+    def link(self) -> None:
+        """Record the order of rows in links, so that any free cell can hold the next row."""
+        table, by_age = self.store.table, self.store.rows_by_age()
+        links = self.store.link()
+        self._remover = FIFO().selector(table)
+        items = by_age[table.keys[by_age] >= 0]
+        self._remover.inserted(items, table.keys[items])
+        rows, columns = np.divmod(np.arange(table.cells), table.columns)
+        never_used = rows >= table.used[columns]
+        self._free.push(np.flatnonzero(never_used))
+        unneeded = links.unneeded(self._span)
+        self._release(unneeded[~never_used[unneeded]])
+
+    def _release(self, cells: Array) -> None:
+        self._free.push(cells)
+        self.store.release(cells, self._free.is_free)
+
+    def _make_room(self, count: int) -> int:
+        """Evict as many of the oldest items as needed to have `count` free cells; returns how many."""
+        if (missing := count - len(self._free)) <= 0:
+            return 0
+        assert self._remover is not None and self.store.links is not None
+        oldest, _ = self._remover.select(missing, self.rng)
+        # Evicting an item also frees the rows kept for it, since all older items are gone by then.
+        freed = np.cumsum(1 + self.store.links.rows_kept_for(oldest))
+        evicted = oldest[: int(np.searchsorted(freed, missing)) + 1]
+        self._take_out(evicted)
+        return len(evicted)
+
+    # ---- checkpoints ----
+
+    def state(self) -> tuple[dict[str, Array], dict[str, Any]]:
+        """All of it, for a checkpoint: arrays, and plain data."""
+        used = int(self.store.table.used.max())
+        parts: dict[str, Mapping[str, Array]] = {
+            "rows": {name: block[:used] for name, block in self.store.blocks.arrays.items()},
+            "table": self.store.table.state(),
+            "store": self.store.state(),
+            **{f"selector{place}": selector.state() for place, selector in enumerate(self._selectors())},
+        }
+        arrays = {f"{part}/{name}": array for part, held in parts.items() for name, array in held.items()}
+        arrays["begun"], arrays["slots"] = self._episodes.begun, self._slots
+        return arrays, {"rng": self.rng.bit_generator.state, "free": self._free.cells.tolist()}
+
+    def restore(self, arrays: Mapping[str, Array], plain: Mapping[str, Any]) -> None:
+        """Apply what `state` returned to empty contents.
+
+        Raises:
+            Refused: If it is not a state that these contents can have; they are of no use then.
+        """
+        store, table = self.store, self.store.table
+        if self.is_cyclic and "store/after" in arrays:
+            self.link()
+        selectors = self._selectors()
+        parts: dict[str, dict[str, Array]] = {"rows": {}, "table": {}, "store": {}, "": {}}
+        parts |= {f"selector{place}": {} for place in range(len(selectors))}
+        for name, array in arrays.items():
+            part, rest = name.split("/", 1) if "/" in name else ("", name)
+            require(part in parts, f"the checkpoint has {name!r}, which nothing uses")
+            parts[part][rest] = array
+
+        with prefixed("table"):
+            table.restore(parts["table"])
+        with prefixed("rows"):
+            self._restore_rows(parts["rows"])
+        with prefixed("store"):
+            store.restore(parts["store"])
+            filled = np.minimum(store.blocks.written[0], store.rows)
+            is_ring = self.is_cyclic and not self.is_linked
+            require((filled == (table.used if is_ring else 0)).all(), "written and table/used do not agree")
+        for place, selector in enumerate(selectors):
+            with prefixed(f"selector{place}"):
+                try:
+                    selector.restore(parts[f"selector{place}"])
+                except Refused:
+                    raise
+                except Exception as error:  # a user's own selector may raise anything
+                    raise Refused(f"{type(selector).__name__} raised {type(error).__name__}: {error}") from error
+        self._restore_columns(parts[""])
+        self._restore_free(plain["free"])
+        require(table.size <= self.capacity, f"there are {table.size} items, at most {self.capacity} expected")
+        check_numpy_generator("rng", plain["rng"])
+        self.rng.bit_generator.state = plain["rng"]
+
+    def _restore_free(self, free: list[int]) -> None:
+        store, expected = self.store, np.zeros(0, np.int64)
+        if store.links is not None:
+            expected = store.links.unneeded(self._span)
+        elif not self.is_cyclic:
+            expected = np.flatnonzero(store.table.keys < 0)
+        require(sorted(free) == expected.tolist(), "free does not name every cell without an item once")
+        self._free = FreeCells(store.table.cells)
+        self._free.push(np.array(free[::-1], np.int64))
+        if store.links is not None:
+            with prefixed("store"):
+                store.check_free(self._free.is_free)
+
+    def _restore_rows(self, rows: Mapping[str, Array]) -> None:
+        store, used = self.store, int(self.store.table.used.max())
+        check_keys("the checkpoint", rows, store.schema)
+        for name, spec in store.schema.items():
+            check_array(name, rows[name], (used, store.columns, *spec.shape), spec.dtype)
+            store.blocks.arrays[name][:used] = rows[name]
+
+    def _restore_columns(self, state: Mapping[str, Array]) -> None:
+        check_like(state, {"begun": self._episodes.begun, "slots": self._slots})
+        begun, slots, columns = state["begun"], state["slots"], np.arange(self.store.columns)
+        is_key = self.store.table.was_issued(begun) & (self.is_linked | (begun % self.store.columns == columns))
+        require((is_key | (begun == -1)).all(), "begun has a key that no row of its column ever had")
+        is_slot = (slots >= 0) & (slots <= 2**62) & (slots % self.store.columns == columns)
+        require((is_slot | (slots == -1)).all(), "slots has an environment slot of another column")
+        self._episodes.begun[:], self._slots[:] = begun, slots
+
+
+class FreeCells:
+    """A stack of free cells."""
+
+    def __init__(self, cells: int) -> None:
+        self._stack: Array = np.zeros(cells, np.int64)
+        self._count = 0
+        self.is_free: Array = np.zeros(cells, bool)
+        """Per cell, whether it is on the stack."""
+
+    def __len__(self) -> int:
+        return self._count
+
+    @property
+    def next(self) -> int:
+        """The cell that `pop` returns first."""
+        return int(self._stack[self._count - 1])
+
+    @property
+    def cells(self) -> Array:
+        """All free cells; `pop` returns the last one first."""
+        return self._stack[: self._count]
+
+    def push(self, cells: Array) -> None:
+        """Add distinct cells; `pop` returns the first of them first."""
+        self._stack[self._count : self._count + len(cells)] = cells[::-1]
+        self._count += len(cells)
+        self.is_free[cells] = True
+
+    def pop(self, count: int) -> Array:
+        """Remove and return `count` cells."""
+        start = self._count - count
+        taken: Array = self._stack[start : self._count][::-1].copy()
+        self._count = start
+        self.is_free[taken] = False
+        return taken
+
+
+def cells_of(capacity: int, columns: int, is_cyclic: bool) -> int:
+    """Number of cells of a store for this many rows."""
+    return (capacity // columns + _spare_rows(is_cyclic)) * columns
+
+
+def _spare_rows(is_cyclic: bool) -> int:
+    """Rows beyond the capacity: without a fixed order one, as a new item competes with the others for its place."""
+    return 0 if is_cyclic else 1
+
+
+def fitting_capacity(schema: Schema, capacity: int, columns: int, is_cyclic: bool, max_bytes: int | None) -> int:
+    """How many rows, of at most `capacity`, there is room for: as many for each column."""
+    row_bytes = max(1, sum(spec.nbytes for spec in schema.values()))
+    if max_bytes is not None:
+        capacity = min(capacity, max_bytes // row_bytes - _spare_rows(is_cyclic))
+    if capacity < columns:
+        raise ConfigError(
+            f"room for {capacity} rows of {row_bytes} bytes is less than one for each of {columns} "
+            "environment slots. Raise capacity or max_bytes."
+        )
+    capacity -= capacity % columns
+    if (needed := capacity * row_bytes) > available_memory():
+        raise ConfigError(
+            f"{capacity} rows of {row_bytes} bytes need {needed / 2**30:,.1f} GiB; this machine has "
+            f"{available_memory() / 2**30:,.1f} GiB available. Lower capacity."
+        )
+    return capacity
+
+
+def _last_occurrences(values: Array) -> Array:
+    """The places of the last of each group of equal entries, in order."""
+    _, from_end = np.unique(values[::-1], return_index=True)
+    return np.sort(len(values) - 1 - from_end)
+
+
+def _neighbours(slots: Array) -> list[tuple[int, int]]:
+    """Ranges of entries whose slots follow each other."""
+    cuts = [0, *(np.flatnonzero(np.diff(slots) != 1) + 1).tolist(), len(slots)]
+    return [(a, b) for a, b in pairwise(cuts) if b > a]

@@ -1,0 +1,286 @@
+"""Cyclic blocks: per key one array `[rows, columns, ...]` in shared memory, and a header that says what of it is true.
+
+Every column (an environment slot) has one writer and cursors of its own, which count rows since the beginning and
+never go back: row `p` of a column is stored at `p % rows`. A writer first *claims* rows (from then on what they held
+before is not to be read), writes them and then *commits* them, key by key if it likes; so a reader never takes a row
+that is half written, also when the writer was killed in the middle of one. A column that changes hands gets a new
+generation and goes on after the last committed row.
+
+A reader in another process maps the memory and copies: `read` looks at the claim again afterwards, and copies that
+were overtaken are not handed out. Registered consumers have read cursors in the header, for `backlog`.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import numpy as np
+
+from farstep.core import Array
+from farstep.errors import ClosedError, ConfigError
+from farstep.rollout.blocks import Layout
+from farstep.schema import Schema
+from farstep.wire.channels.memory import SharedMemory
+
+_MAGIC = 0x6661727374657031  # "farstep1"
+_WORDS = 8  # magic, bytes of the description, rows, columns, consumers; the rest is free
+_PAGE = 4096
+_own = threading.local()
+
+
+class _Description(msgspec.Struct):
+    """What somebody needs to map the blocks."""
+
+    rows: Annotated[int, msgspec.Meta(ge=1)]
+    columns: Annotated[int, msgspec.Meta(ge=1)]
+    consumers: Annotated[int, msgspec.Meta(ge=0)]
+    schema: Schema
+
+
+class CyclicBlocks:
+    """The blocks of one buffer, in this process or mapped from another."""
+
+    def __init__(self, memory: SharedMemory, description: _Description) -> None:
+        self.memory = memory
+        self.rows, self.columns, self.schema = description.rows, description.columns, description.schema
+        self.keys = {name: i for i, name in enumerate(self.schema)}
+        words = np.frombuffer(memory.map, np.int64, offset=_PAGE, count=_header_words(description))
+        columns, keys = self.columns, max(1, len(self.keys))
+        self.generation: Array = words[:columns]
+        """Per column, how often it changed hands; odd while somebody owns it."""
+        self.claimed: Array = words[columns : 2 * columns]
+        """Per column, up to where rows may be half written."""
+        self.written: Array = words[2 * columns : (2 + keys) * columns].reshape(keys, columns)
+        """Per key and column, how many rows were committed."""
+        self.cursors: Array = words[(2 + keys) * columns :].reshape(description.consumers, columns)
+        """Per consumer and column, how many rows it has read."""
+        start = _PAGE + _pages(words.nbytes)
+        blocks = _layout(description).views(memory.map[start:])
+        self.arrays: dict[str, Array] = {name: block[0] for name, block in blocks.items()}
+
+    @classmethod
+    def create(cls, schema: Schema, rows: int, columns: int = 1, consumers: int = 0) -> CyclicBlocks:
+        """New memory, for this process and whoever it hands `path` to."""
+        description = _Description(rows, columns, consumers, dict(schema))
+        said = msgspec.msgpack.encode(description)
+        if len(said) > _PAGE - 8 * _WORDS:
+            raise ConfigError(f"{len(schema)} arrays are too many to describe; put some of them together.")
+        memory = SharedMemory.create(cls.nbytes_of(schema, rows, columns, consumers), "farstep-buffer")
+        np.frombuffer(memory.map, np.int64, 2)[:] = _MAGIC, len(said)
+        memory.map[8 * _WORDS : 8 * _WORDS + len(said)] = said
+        return cls(memory, description)
+
+    @staticmethod
+    def nbytes_of(schema: Schema, rows: int, columns: int = 1, consumers: int = 0) -> int:
+        """What `create` takes."""
+        description = _Description(rows, columns, consumers, dict(schema))
+        return _PAGE + _pages(8 * _header_words(description)) + _layout(description).nbytes
+
+    @classmethod
+    def attach(cls, path: str | Path) -> CyclicBlocks:
+        """Blocks of another process of this host, by its `path`; nothing that stands there is executed."""
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            nbytes = os.fstat(fd).st_size
+            if nbytes < _PAGE:
+                raise ConfigError(f"{path} holds no blocks of farstep's.")
+            memory = SharedMemory(fd, nbytes)
+        except BaseException:
+            os.close(fd)
+            raise
+        magic, length = np.frombuffer(memory.map, np.int64, 2).tolist()
+        try:
+            if magic != _MAGIC or not 0 < length <= _PAGE - 8 * _WORDS:
+                raise ConfigError(f"{path} holds no blocks of farstep's.")
+            description = msgspec.msgpack.decode(memory.map[8 * _WORDS : 8 * _WORDS + length], type=_Description)
+            if cls.nbytes_of(description.schema, description.rows, description.columns, description.consumers) > nbytes:
+                raise ConfigError(f"{path} is smaller than the blocks it describes.")
+            return cls(memory, description)
+        except (msgspec.DecodeError, ConfigError) as error:
+            memory.close()
+            raise error if isinstance(error, ConfigError) else ConfigError(f"{path} holds no blocks: {error}") from None
+
+    @property
+    def path(self) -> str:
+        """Where other processes of this user find the memory while this one lives."""
+        if self.memory.fd < 0:
+            raise ClosedError("these blocks are closed.")
+        return f"/proc/{os.getpid()}/fd/{self.memory.fd}"
+
+    # ---- columns ----
+
+    def join(self, first: int, count: int) -> Writer:
+        """Become the writer of these columns; what they hold stays."""
+        if not 0 <= first <= first + count <= self.columns or count < 1:
+            raise ConfigError(f"columns {first} to {first + count} are not within the {self.columns} reserved ones.")
+        columns = slice(first, first + count)
+        if (self.generation[columns] % 2).any():
+            raise ConfigError(f"columns {first} to {first + count} have a writer; it must leave, or be dead, first.")
+        self.generation[columns] += 1
+        # Keys that a dead writer had committed beyond others are taken back: a row is there when all of it is.
+        self.written[:, columns] = self.committed(columns)
+        return Writer(self, first, count)
+
+    def leave(self, first: int, count: int) -> None:
+        """Their writer is gone; whoever joins next goes on after its last committed row."""
+        columns = slice(first, first + count)
+        self.generation[columns] += self.generation[columns] % 2
+
+    def committed(self, columns: slice = slice(None)) -> Array:
+        """Per column, how many rows are there with all their keys."""
+        least: Array = self.written[:, columns].min(axis=0)
+        return least
+
+    # ---- reading ----
+
+    def oldest(self, column: int) -> int:
+        """The first row of a column that is not, and is not being, overwritten."""
+        return max(0, int(self.claimed[column]) - self.rows)
+
+    def read(self, column: int, start: int, count: int, keys: Sequence[str] | None = None) -> dict[str, Array] | None:
+        """Copies of committed rows `[start, start + count)` of a column; None if they are not all there any more, or
+        not yet."""
+        names = list(self.schema if keys is None else keys)
+        generation = self.generation[column]
+        places = np.arange(start, start + count) % self.rows
+        if any(start + count > self.written[self.keys[name], column] for name in names):
+            return None
+        fence()
+        copies = {name: self.arrays[name][places, column] for name in names}
+        fence()
+        # A writer that joined meanwhile may have taken back keys of rows that its predecessor did not finish.
+        return copies if start >= self.oldest(column) and self.generation[column] == generation else None
+
+    def backlog(self, consumer: int) -> Array:
+        """Per column, how many committed rows a consumer has not read."""
+        backlog: Array = self.committed() - self.cursors[consumer]
+        return backlog
+
+    def close(self) -> None:
+        """Give the memory back, when the last array over it goes."""
+        self.memory.close()
+
+
+class _Run:
+    """Neighbouring columns of one writer whose cursors agree, and their part of the header."""
+
+    __slots__ = ("claimed", "columns", "start", "written")
+
+    def __init__(self, blocks: CyclicBlocks, columns: slice, start: int) -> None:
+        self.columns, self.start = columns, start
+        self.claimed, self.written = blocks.claimed[columns], blocks.written[:, columns]
+
+
+class Writer:
+    """Writes some columns; the only one to do so, until it leaves."""
+
+    def __init__(self, blocks: CyclicBlocks, first: int, count: int) -> None:
+        self._blocks, self._columns = blocks, slice(first, first + count)
+        self._ours = blocks.generation[self._columns]
+        self._generation = self._ours.tobytes()
+        self._first = first
+        self._runs = [_Run(blocks, *run) for run in self._of(blocks.committed(self._columns))]
+        self._reached = int(blocks.claimed[self._columns].max())
+        """Up to where rows were ever claimed, in any of these columns."""
+
+    def claim(self, rows: int) -> list[tuple[slice, int]]:
+        """From now on the next `rows` rows are being written: neighbouring columns whose cursors agree, and these."""
+        blocks = self._blocks
+        if rows > blocks.rows:
+            raise ConfigError(f"{rows} rows at once do not fit into a block of {blocks.rows}.")
+        self._check_ours()
+        for run in self._runs:
+            # Never back: a writer that died may have begun to overwrite rows beyond these.
+            until = run.start + rows
+            if until >= self._reached:
+                run.claimed.fill(until)
+                self._reached = until
+            else:
+                np.maximum(run.claimed, until, out=run.claimed)
+        fence()
+        return [(run.columns, run.start) for run in self._runs]
+
+    def commit(self, rows: int, keys: Sequence[str] | None = None) -> None:
+        """What was claimed is written: all of it, or the arrays of these keys."""
+        self._check_ours()
+        fence()
+        if keys is None:
+            for run in self._runs:
+                run.start += rows
+                run.written.fill(run.start)
+            return
+        for name in keys:
+            self._blocks.written[self._blocks.keys[name], self._columns] += rows
+        if self._complete(rows):
+            for run in self._runs:
+                run.start += rows
+
+    def _check_ours(self) -> None:
+        if self._ours.tobytes() != self._generation:
+            raise ClosedError("these columns belong to another writer now.")
+
+    def _complete(self, rows: int) -> bool:
+        least = self._blocks.committed(self._columns)
+        return all(least[run.columns.start - self._first] == run.start + rows for run in self._runs)
+
+    def write(self, values: Mapping[str, Array]) -> None:
+        """Claim, copy `[T, n, ...]` arrays and commit them."""
+        if values.keys() != self._blocks.keys.keys():
+            raise ConfigError(f"a row has {', '.join(self._blocks.keys)}; write got {', '.join(values)}.")
+        rows = len(next(iter(values.values())))
+        for columns, start in self.claim(rows):
+            part = slice(columns.start - self._first, columns.stop - self._first)
+            for here, there in spans(start % self._blocks.rows, rows, self._blocks.rows):
+                for name, value in values.items():
+                    self._blocks.arrays[name][here, columns] = value[there, part]
+        self.commit(rows)
+
+    def _of(self, cursors: Array) -> list[tuple[slice, int]]:
+        cuts = np.flatnonzero(np.diff(cursors)) + 1
+        edges = [0, *cuts.tolist(), len(cursors)]
+        return [(slice(self._first + a, self._first + b), int(cursors[a])) for a, b in pairwise(edges)]
+
+    def leave(self) -> None:
+        self._ours += self._ours == np.frombuffer(self._generation, np.int64)
+
+
+def spans(place: int, count: int, rows: int) -> Iterator[tuple[slice, slice]]:
+    """Where `count` rows from `place` on go in a cyclic block: rows of the block, rows of the values."""
+    until = min(count, rows - place)
+    yield slice(place, place + until), slice(0, until)
+    if until < count:
+        yield slice(0, count - until), slice(until, count)
+
+
+def fence() -> None:
+    """What this thread wrote before is visible to other processors before what it writes now, and so for reading.
+
+    A release followed by an acquire of one lock, which is a full barrier on the processors Python runs on; NumPy has
+    none of its own, and on ARM plain stores may pass each other.
+    """
+    try:
+        gate = _own.gate
+    except AttributeError:
+        gate = _own.gate = threading.Lock()
+        gate.acquire()
+    gate.release()
+    gate.acquire()
+
+
+def _layout(description: _Description) -> Layout:
+    # A lane of `steps + 1` rows is a block of as many.
+    return Layout(1, description.rows - 1, description.columns, description.schema)
+
+
+def _header_words(description: _Description) -> int:
+    return (2 + max(1, len(description.schema)) + description.consumers) * description.columns
+
+
+def _pages(nbytes: int) -> int:
+    return -(-nbytes // _PAGE) * _PAGE

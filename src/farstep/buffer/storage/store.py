@@ -1,0 +1,436 @@
+"""Rows of a buffer, in cyclic blocks, and what follows each of them.
+
+A row is followed by the next one of its column unless it is *cut*: its episode ended there, rows between were lost, or
+it is the newest row. The next row is in the next cell of its column or, once the store is linked (see `links.py`), in
+any cell. The observation after a cut row is kept beside the blocks (a tail), so that every row of a rollout has a next
+observation and none is stored twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from farstep.buffer.storage.cyclic import CyclicBlocks, Writer, spans
+from farstep.buffer.storage.links import Links
+from farstep.buffer.storage.table import Table
+from farstep.checkpoint.checks import check_like, require
+from farstep.core import Array
+from farstep.schema import Schema
+
+CONSUMERS = 16
+"""Readers whose cursors have a place in the header of the blocks."""
+
+_MANY, _RUNS = 128, 8  # at least 128 cells in at most 9 runs of adjacent cells are copied run by run
+
+ENDINGS = ("terminated", "truncated", "done")
+"""Arrays that say that an episode ended with the row."""
+
+
+class Tails:
+    """Observations after cut rows, by cell."""
+
+    def __init__(self, schema: Schema, cells: int) -> None:
+        self._of: Array = np.full(cells, -1, np.int32)
+        self._pool = {name: np.zeros((0, *spec.shape), spec.dtype) for name, spec in schema.items()}
+        self._free: list[int] = []
+
+    def put(self, cells: Array, values: Mapping[str, Array]) -> None:
+        """Keep one observation for each cell."""
+        if len(self._free) < len(cells):
+            self._grow(len(cells))
+        places = np.array([self._free.pop() for _ in range(len(cells))], np.int32)
+        self._of[cells] = places
+        for name, value in values.items():
+            self._pool[name][places] = value
+
+    def _grow(self, wanted: int) -> None:
+        held = len(next(iter(self._pool.values())))
+        more = max(64, wanted, held)
+        self._free += range(held + more - 1, held - 1, -1)
+        for name, values in self._pool.items():
+            self._pool[name] = np.concatenate([values, np.zeros((more, *values.shape[1:]), values.dtype)])
+
+    def drop(self, cells: Array) -> None:
+        """Forget what belongs to these cells."""
+        places = self._of[cells]
+        self._free += places[places >= 0].tolist()
+        self._of[cells] = -1
+
+    def fill(self, name: str, cells: Array, values: Array) -> None:
+        """Overwrite `values` where a cell has a tail."""
+        places = self._of.take(cells)
+        have = np.flatnonzero(places >= 0)
+        if len(have):
+            values[have] = self._pool[name][places[have]]
+
+    def equal(self, cells: Array, values: Mapping[str, Array]) -> Array:
+        """For which cells the observation that is kept is this one; -1 is no cell."""
+        places = np.where(cells >= 0, self._of[cells], -1)
+        same = places >= 0
+        for name, pool in self._pool.items():
+            if same.any():
+                unlike = pool[places[same]] != values[name][same]
+                same[same] = ~unlike.reshape(len(unlike), -1).any(axis=1)
+        return same
+
+    def state(self) -> dict[str, Array]:
+        """All of it, for a checkpoint."""
+        cells = np.flatnonzero(self._of >= 0)
+        return {"tails": cells, **{f"tails.{name}": pool[self._of[cells]] for name, pool in self._pool.items()}}
+
+    def restore(self, state: Mapping[str, Array]) -> None:
+        self.put(state["tails"], {name: state[f"tails.{name}"] for name in self._pool})
+
+
+class Store:
+    """Blocks, item table and tails of one buffer."""
+
+    def __init__(self, schema: Schema, rows: int, columns: int, tails: Sequence[str] = ()) -> None:
+        self.schema, self.rows, self.columns = schema, rows, columns
+        self.blocks = CyclicBlocks.create(schema, rows, columns, CONSUMERS)
+        self.table = Table(rows, columns)
+        self.flat: dict[str, Array] = {
+            name: block.reshape(self.table.cells, *block.shape[2:]) for name, block in self.blocks.arrays.items()
+        }
+        self.cut: Array = np.ones((rows, columns), bool)
+        self.flat_cut: Array = self.cut.reshape(-1)
+        self._open: Array = np.zeros(columns, bool)
+        """Per column: its newest row waits for the next one."""
+        self._newest: Array = np.full(columns, -1, np.int64)
+        """Per column, the cell of its newest row."""
+        self.links: Links | None = None
+        """The next row of each row, in a linked store; None: it is in the next cell of its column."""
+        self._writers: dict[tuple[int, int], Writer] = {}
+        self.kinds = [(name, np.dtype(spec.dtype), spec.shape) for name, spec in schema.items()]
+        """What a row's arrays are exactly."""
+        self._endings = [name for name in ENDINGS if name in schema]
+        self.tails = Tails({name: schema[name] for name in tails}, self.table.cells) if tails else None
+
+    # ---- writing ----
+
+    def append(self, values: Mapping[str, Array], first: int = 0, continues: Array | None = None) -> tuple[Array, int]:
+        """Rows `[T, n, ...]` for columns from `first` on; their keys `[T, n]`, and how many items made room for them.
+
+        At most as many rows as a column has. `continues`: per column, the first row follows the newest one.
+        """
+        count, width = next(iter(values.values())).shape[:2]
+        writer = self._writer(first, width)
+        keys = np.empty((count, width), np.int64)
+        gone = 0
+        begins = values.get("episode_start")
+        for columns, start in writer.claim(count):
+            part = slice(columns.start - first, columns.stop - first)
+            for rows, times in spans(start % self.rows, count, self.rows):
+                if self.tails is not None:
+                    self.tails.drop(self.cells(rows, columns))
+                for name, block in self.blocks.arrays.items():
+                    block[rows, columns] = values[name][times, part]
+                keys[times, part], evicted = self.table.put(rows, columns)
+                gone += evicted
+                self.cut[rows, columns] = self._ended(rows, columns)
+            starts = None if begins is None else begins[:, part]
+            self._link(start, count, columns, starts, None if continues is None else continues[part])
+        writer.commit(count)
+        return keys, gone
+
+    def append_rows(self, values: Mapping[str, Array], count: int) -> tuple[Array, int]:
+        """As `append`, of rows `[n, ...]` for the only column: what somebody who inserts them singly waits for."""
+        writer = self._writer(0, 1)
+        ((_, start),) = writer.claim(count)
+        place, cut = start % self.rows, self.flat_cut
+        if place + count <= self.rows:
+            keys, gone = self._put_rows(values, slice(place, place + count))
+        else:
+            keys, gone = np.empty(count, np.int64), 0
+            for rows, times in spans(place, count, self.rows):
+                part = {name: values[name][times] for name in self.flat}
+                keys[times], evicted = self._put_rows(part, rows)
+                gone += evicted
+        begins = values.get("episode_start")
+        if begins is not None:
+            cut[(start + np.flatnonzero(begins[1:])) % self.rows] = True
+        if count < self.rows and self._open[0] and (begins is None or not begins[0]):
+            cut[place - 1] = False
+        newest = (start + count - 1) % self.rows
+        self._open[0] = not cut[newest]
+        cut[newest] = True
+        self._newest[0] = newest
+        writer.commit(count)
+        return keys, gone
+
+    def _put_rows(self, values: Mapping[str, Array], rows: slice) -> tuple[Array, int]:
+        """Write neighbouring rows of the only column, new items."""
+        for name, flat in self.flat.items():
+            flat[rows] = values[name]
+        self.flat_cut[rows] = values[self._endings[0]] if self._endings else False
+        for name in self._endings[1:]:
+            self.flat_cut[rows] |= values[name].astype(bool, copy=False)
+        return self.table.put_rows(rows)
+
+    # ---- linked ----
+
+    def link(self) -> Links:
+        """Switch from a ring to links: from now on a row can be put into any cell.
+
+        Other processes can no longer read the rows in place.
+        """
+        assert self.links is None
+        for first, width in list(self._writers):
+            self._release(first, width)
+        self.blocks.written[:] = 0
+        self.blocks.generation[:] += 2  # readers that are copying rows right now discard their copies
+        follows = np.flatnonzero(~self.flat_cut)
+        after = self.following(follows)
+        self.links = Links(self.table, self.flat_cut)
+        self.links.join(follows, after)
+        return self.links
+
+    def rows_by_age(self) -> Array:
+        """Cells of all rows in a ring, ordered by the number of newer rows in their column, largest first."""
+        written = self.blocks.committed()
+        cells = np.arange(self.table.cells)
+        row, column = np.divmod(cells, self.columns)
+        rows_since = (written[column] - 1 - row) % self.rows
+        there = row < written[column]
+        return cells[there][np.argsort(-rows_since[there], kind="stable")]
+
+    def put_linked(
+        self, values: Mapping[str, Array], cells: Array, first: int = 0, continues: Array | None = None
+    ) -> Array:
+        """As `append`, into the given free cells `[T, n]` of a linked store; returns the keys."""
+        assert self.links is not None
+        columns, flat = slice(first, first + cells.shape[1]), cells.reshape(-1)
+        self.write(flat, {name: values[name].reshape(-1, *held.shape[1:]) for name, held in self.flat.items()})
+        keys = self.table.put_cells(flat).reshape(cells.shape)
+        found = self.ended(flat)
+        ended = np.zeros(cells.shape, bool) if found is None else found.reshape(cells.shape)
+        begins = values["episode_start"].astype(bool) if "episode_start" in values else np.zeros_like(ended)
+        follows = ~(ended[:-1] | begins[1:])
+        self.links.join(cells[:-1][follows], cells[1:][follows])
+
+        newest = self._newest[columns]
+        follows = self._open[columns] & ~begins[0]
+        if continues is not None:
+            follows &= continues
+        if self.tails is not None:
+            self.tails.drop(newest[follows])
+        self.links.join(newest[follows], cells[0, follows])
+        self._open[columns], self._newest[columns] = ~ended[-1], cells[-1]
+        return keys
+
+    def write(self, cells: Array, values: Mapping[str, Array]) -> None:
+        """Copy rows `[n, ...]` into `n` cells."""
+        for here, there in runs(cells):
+            for name, held in self.flat.items():
+                held[here] = values[name][there]
+
+    def release(self, cells: Array, is_free: Array) -> None:
+        """Remove rows from a linked store.
+
+        Args:
+            cells: The cells of the rows.
+            is_free: Per cell of the store, whether it is free, these included.
+        """
+        assert self.links is not None
+        self.links.release(cells)
+        if self.tails is not None:
+            self.tails.drop(cells)
+        gone = is_free[self._newest] & (self._newest >= 0)
+        self._newest[gone], self._open[gone] = -1, False
+
+    def _ended(self, rows: slice, columns: slice) -> Array | bool:
+        ended: Array | bool = False
+        for name in self._endings:
+            ended = self.blocks.arrays[name][rows, columns].astype(bool, copy=False) | ended
+        return ended
+
+    def _link(self, start: int, count: int, columns: slice, begins: Array | None, continues: Array | None) -> None:
+        """Say of the newest rows, and of the ones before, what follows them."""
+        before, newest = (start - 1) % self.rows, (start + count - 1) % self.rows
+        follows = self._open[columns]
+        if begins is not None:  # a start cuts whatever was before it
+            follows = follows & ~begins[0].astype(bool)
+            t, k = np.nonzero(begins[1:])
+            self.cut[(start + t) % self.rows, columns.start + k] = True
+        if continues is not None:
+            follows = follows & continues
+        if count < self.rows:  # else the row before is overwritten
+            self.cut[before, columns] &= ~follows
+            if self.tails is not None and follows.any():
+                self.tails.drop(before * self.columns + columns.start + np.flatnonzero(follows))
+        np.logical_not(self.cut[newest, columns], out=self._open[columns])
+        self.cut[newest, columns] = True
+        self._newest[columns] = newest * self.columns + np.arange(columns.start, columns.stop)
+
+    def ended(self, cells: Array) -> Array | None:
+        """Whether an episode ended with each row; None if rows do not say so."""
+        ended = None
+        for name in self._endings:
+            flags = self.flat[name].take(cells).astype(bool, copy=False)
+            ended = flags if ended is None else ended | flags
+        return ended
+
+    def goes_on(self, columns: slice, first: Mapping[str, Array]) -> Array | bool:
+        """Per column, whether these observations are what came after its newest row, as far as that is known."""
+        return True if self.tails is None else self.tails.equal(self._newest[columns], first)
+
+    def keep_tails(self, cells: Array, values: Mapping[str, Array]) -> None:
+        """What was observed after these rows."""
+        assert self.tails is not None
+        self.tails.put(cells, values)
+
+    def _writer(self, first: int, width: int) -> Writer:
+        writer = self._writers.get((first, width))
+        if writer is None:
+            self._release(first, width)  # the same columns can come in other ranges
+            writer = self._writers[first, width] = self.blocks.join(first, width)
+        return writer
+
+    def _release(self, first: int, width: int) -> None:
+        for start, count in list(self._writers):
+            if start < first + width and first < start + count:
+                self._writers.pop((start, count)).leave()
+
+    # ---- reading ----
+
+    def cells(self, rows: slice, columns: slice) -> Array:
+        """The numbers of a rectangle of cells, row by row."""
+        grid = np.arange(rows.start, rows.stop)[:, None] * self.columns + np.arange(columns.start, columns.stop)
+        return grid.reshape(-1)
+
+    def following(self, cells: Array) -> Array:
+        """The cells of the next rows in the same environment; arbitrary for cut rows."""
+        if self.links is not None:
+            return self.links.after.take(cells)
+        after = cells + self.columns
+        return np.where(after < self.table.cells, after, after - self.table.cells)
+
+    def rows_after(self) -> Array:
+        """For each cell, how many rows follow it in its column before one that is cut, that one included."""
+        if self.links is not None:
+            return self.links.rows_after()
+        at = np.arange(self.rows, dtype=np.int32)[:, None]
+        cuts = np.where(self.cut, at, np.int32(2 * self.rows))
+        first = cuts.min(axis=0) + np.int32(self.rows)  # from the last row on, around the end
+        after: Array = np.minimum(np.minimum.accumulate(cuts[::-1])[::-1], first) - at
+        return after.reshape(-1)
+
+    def ahead(self, steps: Array) -> Array:
+        """For each cell, the cell `steps` rows later; `steps` is at most `rows_after()`."""
+        if self.links is not None:
+            return self.links.ahead(steps)
+        ahead: Array = (np.arange(len(steps)) + steps * self.columns) % len(steps)
+        return ahead
+
+    def take(self, name: str, cells: Array) -> Array:
+        """Copies of rows of one array."""
+        taken: Array = self.flat[name].take(cells, axis=0)
+        return taken
+
+    def observed_after(self, name: str, cells: Array) -> Array:
+        """What an observation array showed after each row."""
+        values = self.take(name, self.following(cells))
+        if self.tails is not None:
+            self.tails.fill(name, cells, values)
+        return values
+
+    def state(self) -> dict[str, Array]:
+        """What is not in the rows, for a checkpoint."""
+        tails = {} if self.tails is None else self.tails.state()
+        own = {"cut": self.cut, "open": self._open, "newest": self._newest, "written": self.blocks.written}
+        links = {} if self.links is None else {"after": self.links.after}
+        return {**own, **links, **tails}
+
+    def restore(self, state: Mapping[str, Array]) -> None:
+        """Apply a state to a store whose rows are already restored."""
+        self._check(state)
+        if self.links is not None:
+            self.flat_cut[:] = state["cut"].reshape(-1)
+            self.links.restore(state["after"])
+        self.cut[:], self._open[:], self._newest[:] = state["cut"], state["open"], state["newest"]
+        self.blocks.written[:] = state["written"]
+        self.blocks.claimed[:] = self.blocks.committed()
+        if self.tails is not None:
+            self.tails.restore(state)
+
+    def _check(self, state: Mapping[str, Array]) -> None:
+        """Refuse a state that does not belong to these rows, or that no insertion leads to."""
+        check_like(state, self.state())
+        cut, written = state["cut"], state["written"][0]
+        require((state["written"] == written).all(), "written differs between arrays of the same rows")
+        require(((written >= 0) & (written <= 2**62)).all(), "written is not a number of rows")
+        if self.tails is not None:
+            cells = state["tails"]
+            is_cell = ((cells >= 0) & (cells < self.table.cells)).all() and (np.diff(cells) > 0).all()
+            require(is_cell and cut.reshape(-1)[cells].all(), "tails names a row that has none")
+            require(
+                all(len(v) == len(cells) for n, v in state.items() if n.startswith("tails")), "tails differ in length"
+            )
+        if self.links is None:
+            self._check_ring(state, written)
+        else:
+            require(not written.any(), "written counts rows of a ring")
+
+    def _check_ring(self, state: Mapping[str, Array], written: Array) -> None:
+        columns = np.flatnonzero(written)
+        newest = np.full(self.columns, -1)
+        newest[columns] = (written[columns] - 1) % self.rows * self.columns + columns
+        require((state["newest"] == newest).all(), "newest is not the last row that was written")
+        cut, is_used = state["cut"], np.arange(self.rows)[:, None] < written
+        ended, starts = self._ends_and_starts()
+        must = ~is_used | (ended & is_used) | np.roll(starts & is_used, -1, axis=0)
+        must.reshape(-1)[newest[columns]] = True
+        require((cut | ~must).all(), "cut lets a row follow the last one of its episode or column")
+        self._check_open(state, ended)
+        if self.tails is not None:
+            require(is_used.reshape(-1)[state["tails"]].all(), "tails names a row that has none")
+
+    def _ends_and_starts(self) -> tuple[Array, Array]:
+        """For each cell, whether an episode ended with its row, and whether one began."""
+        ended, starts = np.zeros_like(self.cut), np.zeros_like(self.cut)
+        ended[...] = self._ended(slice(None), slice(None))
+        if "episode_start" in self.schema:
+            starts[...] = self.blocks.arrays["episode_start"].astype(bool)
+        return ended, starts
+
+    def _check_open(self, state: Mapping[str, Array], ended: Array) -> None:
+        newest = state["newest"]
+        is_open = (newest >= 0) & ~ended.reshape(-1)[newest]
+        require((state["open"] == is_open).all(), "open does not say which episodes are still running")
+
+    def check_free(self, is_free: Array) -> None:
+        """Raise `Refused` if a restored linked store does not agree with the free cells."""
+        assert self.links is not None
+        state, (ended, starts) = self.state(), self._ends_and_starts()
+        newest = state["newest"]
+        is_cell = ((newest >= -1) & (newest < self.table.cells)).all()
+        held = newest[newest >= 0]
+        is_last = is_cell and (self.flat_cut & ~is_free)[held].all() and len(np.unique(held)) == len(held)
+        require(is_last, "newest is not the last row of an environment")
+        self._check_open(state, ended)
+        linked = np.flatnonzero(~self.flat_cut)
+        after = self.links.after[linked]
+        require(not (is_free[linked] | is_free[after]).any(), "after names a cell that is free")
+        is_end = ended.reshape(-1)[linked] | starts.reshape(-1)[after]
+        require(not is_end.any(), "after lets a row follow the last one of its episode")
+        if self.tails is not None:
+            require(not is_free[state["tails"]].any(), "tails names a row that has none")
+
+    def close(self) -> None:
+        self.blocks.close()
+
+
+def runs(cells: Array) -> list[tuple[slice | Array, slice]]:
+    """Split cells into runs of adjacent cells, if there are many cells in few runs.
+
+    Returns:
+        Pairs (cells, slice of the entries of `cells`); the cells of a run are a slice, which is quicker to copy.
+    """
+    ends = np.flatnonzero(cells[1:] - cells[:-1] != 1) + 1 if len(cells) >= _MANY else ()
+    if len(cells) < _MANY or len(ends) > _RUNS:
+        return [(cells, slice(None))]
+    edges = [0, *ends, len(cells)]
+    return [(slice(int(cells[a]), int(cells[a]) + b - a), slice(a, b)) for a, b in pairwise(edges)]

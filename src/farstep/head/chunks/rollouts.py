@@ -1,0 +1,329 @@
+"""The head's side of the blocks: lays them out, takes chunks in, puts batches together."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from farstep.batch import EPISODE_KEYS, RESERVED, Batch, FinalObs, Part, is_final
+from farstep.config.transfer import ALL_AT_ONCE, TransferTrigger
+from farstep.core import Array, BytesLike, Nested, Received
+from farstep.errors import WireError
+from farstep.head.chunks.incoming_chunks import IncomingChunk, records_of
+from farstep.head.members.worker_records import WorkerRecord
+from farstep.head.tickets import AcceptedChunk, IssuedTicket
+from farstep.resources import check_memory
+from farstep.rollout.blocks import Layout
+from farstep.rollout.rows import Rows
+from farstep.schema import ArraySpec, Schema, Structure, leaf_names, nest
+from farstep.wire import messages as m
+from farstep.wire.channels.memory import SharedMemory
+from farstep.wire.codec import unpack
+
+MAX_STEP_BYTES = 2**28
+"""What an agent may return per environment and step."""
+
+
+def base_rows(obs: Schema, reward_dtype: str = "<f4") -> Schema:
+    """The arrays that every rollout has, before an agent adds its own."""
+    flag = ArraySpec((), "|b1")
+    return {
+        **obs,
+        "reward": ArraySpec((), reward_dtype),
+        "terminated": flag,
+        "truncated": flag,
+        "valid": flag,
+        "episode_start": flag,
+        "version": ArraySpec((), "<i8"),
+        **{"final_" + name: spec for name, spec in obs.items()},
+    }
+
+
+@dataclass(frozen=True)
+class ChunkInfo:
+    """A chunk that was checked: what of it is not in the blocks."""
+
+    ends: Array
+    resume: Array
+    infos: list[Any] | None
+    key: int
+    """Consecutive for chunks of one worker process that follow each other without a gap."""
+    nbytes: int
+    version: int
+    """The weights that acted."""
+    stage: int = 0
+    """The first of the stages that came with it, not ahead of it."""
+
+
+class Rollouts:
+    """Blocks of one layout at a time; a new layout gets new memory, so batches of the old one stay readable.
+
+    Of workers that share no memory (`remote`), a chunk counts only when all of it has arrived, at once or in parts. A
+    worker does one ticket after the other, so one chunk of each is under way; what came of others is void.
+    """
+
+    def __init__(
+        self,
+        records: Sequence[WorkerRecord],
+        obs: Structure,
+        obs_schema: Schema,
+        remote: bool = False,
+        transfer: TransferTrigger = ALL_AT_ONCE,
+    ) -> None:
+        self._records = records
+        self._remote, self._transfer = remote, transfer
+        self._incoming: dict[int, IncomingChunk] = {}
+        self._stages: list[list[str]] = []
+        self._slots = records[-1].stop
+        self._obs, self._obs_schema = obs, obs_schema
+        self.layout: Layout | None = None
+        self.memory: SharedMemory | None = None
+        self.blocks: dict[str, Array] = {}
+        self.structures: dict[str, Structure] = {"obs": obs}
+        self.state: Structure | None = None
+
+    def fit(self, lanes: int, steps: int, rows: Schema, chunks: Schema) -> m.SetLayout | None:
+        """Make room for what a session writes; if the layout changed, what workers must be told."""
+        wanted = Layout(lanes, steps, self._slots, rows, chunks)
+        if self.layout is not None and self.layout.covers(wanted):
+            return None
+        if self.layout is not None and (self.layout.rows, self.layout.chunks) == (rows, chunks):
+            lanes, steps = max(lanes, self.layout.lanes), max(steps, self.layout.steps)
+        layout = Layout(lanes, steps, self._slots, rows, chunks)
+        # Room for last observations is for the worst case, an end in every row, and hardly ever touched.
+        touched = {name: spec for name, spec in rows.items() if not is_final(name)}
+        needed = Layout(lanes, steps, self._slots, touched, chunks).nbytes
+        check_memory(needed, f"rollouts of {steps} steps of {self._slots} environments, {lanes} at a time,")
+        memory = SharedMemory.create(layout.nbytes, "farstep-rollouts")
+        self.close()
+        self.layout, self.memory = layout, memory
+        self.blocks = layout.views(memory.map)
+        self._stages = self._transfer.split(layout.names())
+        return layout.message()
+
+    def adopt(self, structures: Mapping[str, Structure], state: Structure | None) -> None:
+        """From now on, batches have what this agent returns."""
+        self.structures, self.state = {"obs": self._obs, **structures}, state
+
+    def take(
+        self, record: WorkerRecord, issued: IssuedTicket, steps: int, chunk: m.Chunk, received: Received, version: int
+    ) -> ChunkInfo:
+        """Check a chunk; what a remote worker sends with it goes to its columns."""
+        if not -1 <= chunk.version <= chunk.passed <= version:
+            raise WireError("a chunk whose header cannot be true.")
+        ends, *frames = received.frames[1:] or [b""]
+        if len(frames) != len(chunk.keys) + chunk.infos or (chunk.keys and not self._remote):
+            raise WireError(f"a chunk with {len(chunk.keys)} arrays and infos={chunk.infos} in {len(frames)} frames.")
+        infos = _infos(frames.pop(), record.num_envs) if chunk.infos else None
+        resume, key = _episodes(chunk.resume, record.num_envs), key_of(record, chunk.index)
+        if not self._remote:
+            records, nbytes = records_of(ends, record, steps), self._chunk_bytes(record, steps)
+            return ChunkInfo(records, resume, infos, key, nbytes, chunk.version)
+        incoming = self._incoming_chunk(record, issued, steps, chunk)
+        stage = incoming.stages
+        if not stage:
+            incoming.ends = records_of(ends, record, steps)
+        elif len(ends):
+            raise WireError("episode ends that do not come with the first stage.")
+        incoming.add(chunk.keys, frames, chunk.first, chunk.codecs)
+        incoming.complete(self._stages)
+        del self._incoming[record.worker]
+        assert incoming.ends is not None
+        return ChunkInfo(incoming.ends, resume, infos, key, incoming.nbytes, chunk.version, stage)
+
+    def take_part(
+        self, record: WorkerRecord, issued: IssuedTicket, steps: int, part: m.Part, received: Received
+    ) -> Array | None:
+        """Put what a remote worker sends ahead of its chunk into its columns; episode ends, if a stage is complete."""
+        key_of(record, part.index)  # refuses what can be none
+        early = self._remote and (part.stage >= 0 or self._transfer.sends_early)
+        if not early or not -1 <= part.stage < len(self._stages) - 1:
+            raise WireError(f"a part of stage {part.stage}, which EnvConfig.transfer does not have sent ahead.")
+        incoming = self._incoming_chunk(record, issued, steps, part)
+        if part.stage not in (-1, incoming.stages):
+            raise WireError(f"a part of stage {part.stage} when it was the turn of {incoming.stages}.")
+        ends, *frames = received.frames[1:] or [b""]
+        if part.stage == 0:
+            incoming.ends = records_of(ends, record, steps)
+        elif len(ends):
+            raise WireError("episode ends that do not come with the first stage.")
+        incoming.add(part.keys, frames, part.first, part.codecs)
+        if part.stage < 0:
+            return None
+        incoming.complete(self._stages[: part.stage + 1])
+        return incoming.ends
+
+    def _incoming_chunk(
+        self, record: WorkerRecord, issued: IssuedTicket, steps: int, message: m.Part | m.Chunk
+    ) -> IncomingChunk:
+        """What is here of that chunk; a ticket that its worker does once more begins anew."""
+        incoming = self._incoming.get(record.worker)
+        if incoming is None or incoming.id != (issued.seq, message.index):
+            incoming = IncomingChunk(self.rows(record, issued.lane), steps, issued.seq, message.index)
+            self._incoming[record.worker] = incoming
+        return incoming
+
+    def rows(self, record: WorkerRecord, lane: int) -> Rows:
+        """A worker's own columns of a lane."""
+        assert self.layout is not None
+        return Rows(self.layout, self.blocks, lane, record.first, record.stop)
+
+    def _chunk_bytes(self, record: WorkerRecord, steps: int) -> int:
+        """What a chunk in shared memory amounts to."""
+        assert self.layout is not None
+        rows = sum(spec.nbytes for name, spec in self.layout.rows.items() if not is_final(name))
+        return rows * steps * record.num_envs
+
+    def batch(self, accepted: Sequence[AcceptedChunk], steps: int, continues: Array) -> Batch:
+        """One chunk of every worker: views of their common lane."""
+        return self._views(accepted, slice(0, self._slots), steps, continues)
+
+    def part(
+        self, issued: IssuedTicket, steps: int, stage: int, stop: int | None, ends: Array, continues: Array
+    ) -> Part:
+        """The stages from `stage` to before `stop` of a worker's chunk: views of its columns."""
+        record, stop = self._records[issued.worker], stop or len(self._stages)
+        accepted = AcceptedChunk(issued, -1, ChunkInfo(ends, record.resume, None, 0, 0, -1))
+        whole = self._views([accepted], record.columns, steps, continues)
+        names = [{name for names in self._stages[first:stop] for name in names} for first in (stage, 0)]
+        new, so_far = (self._only(whole, here) for here in names)
+        return Part(record.worker, whole.slots, stop - 1, stop == len(self._stages), new, so_far)
+
+    def chunk(self, accepted: AcceptedChunk, steps: int, continues: Array) -> Batch:
+        """One worker's chunk: views of its columns."""
+        return self._views([accepted], self._records[accepted.ticket.worker].columns, steps, continues)
+
+    def _only(self, batch: Batch, here: Container[str]) -> Batch:
+        """What of a batch is already here."""
+        arrays = {name: array for name, array in batch.arrays.items() if name in here}
+        structures = {key: s for key, s in self.structures.items() if all(name in here for name in leaf_names(s))}
+        has_last, has_final = (all(kind + name in here for name in self._obs_schema) for kind in ("last_", "final_"))
+        has_state = self.state is not None and all(name in here for name in leaf_names(self.state))
+        return replace(
+            batch,
+            arrays=arrays,
+            structures=structures,
+            last_obs=batch.last_obs if has_last else None,
+            final_obs=batch.final_obs if has_final else replace(batch.final_obs, obs=None),
+            initial_state=batch.initial_state if has_state else None,
+        )
+
+    def _views(self, accepted: Sequence[AcceptedChunk], columns: slice, steps: int, continues: Array) -> Batch:
+        lane = accepted[0].ticket.lane
+        arrays = {name: block[lane, :steps, columns] for name, block in self._row_blocks()}
+        last = {name: self.blocks[name][lane, steps, columns] for name in self._obs_schema}
+        state = None
+        if self.state is not None:
+            state = nest(self.state, {name: self.blocks[name][lane, columns] for name in leaf_names(self.state)})
+        return self._batch(arrays, last, state, accepted, np.arange(columns.start, columns.stop), continues)
+
+    def copied(self, accepted: Sequence[AcceptedChunk], steps: int, continues: Array) -> Batch:
+        """Chunks of any workers, copied side by side."""
+        parts = [(a.ticket.lane, self._records[a.ticket.worker]) for a in accepted]
+
+        def joined(name: str, start: int, stop: int) -> Array:
+            return np.concatenate([self.blocks[name][lane, start:stop, s.first : s.stop] for lane, s in parts], axis=1)
+
+        arrays = {name: joined(name, 0, steps) for name, _ in self._row_blocks()}
+        last = {name: joined(name, steps, steps + 1)[0] for name in self._obs_schema}
+        state = None
+        if self.state is not None:
+            names = leaf_names(self.state)
+            pieces = {n: np.concatenate([self.blocks[n][lane, s.first : s.stop] for lane, s in parts]) for n in names}
+            state = nest(self.state, pieces)
+        slots = np.concatenate([np.arange(s.first, s.stop) for _, s in parts])
+        return self._batch(arrays, last, state, accepted, slots, continues)
+
+    def _row_blocks(self) -> list[tuple[str, Array]]:
+        assert self.layout is not None
+        return [(name, self.blocks[name]) for name in self.layout.rows if not is_final(name)]
+
+    def _batch(
+        self,
+        arrays: Mapping[str, Array],
+        last: Mapping[str, Array],
+        state: Nested,
+        accepted: Sequence[AcceptedChunk],
+        slots: Array,
+        continues: Array,
+    ) -> Batch:
+        ends, columns, finals, infos, column = [], [], [], [], 0
+        for a in accepted:
+            record = self._records[a.ticket.worker]
+            ends.append(a.piece.ends)
+            columns.append(a.piece.ends["slot"] - record.first + column)
+            k = np.arange(len(a.piece.ends))
+            place = (a.ticket.lane, k // record.num_envs, record.first + k % record.num_envs)
+            finals.append({name: self.blocks["final_" + name][place] for name in self._obs_schema})
+            if a.piece.infos is not None:
+                infos.append((record.first, a.piece.infos))
+            column += record.num_envs
+        episodes = np.concatenate(ends)
+        final = nest(self._obs, {n: np.concatenate([part[n] for part in finals]) for n in self._obs_schema})
+        return Batch(
+            arrays,
+            self.structures,
+            nest(self._obs, last),
+            FinalObs(episodes["row"].astype(np.int64), np.concatenate(columns).astype(np.int64), final),
+            {key: episodes[key].copy() for key in EPISODE_KEYS},
+            slots,
+            continues,
+            state,
+            infos,
+        )
+
+    def close(self) -> None:
+        if self.memory is not None:
+            self.memory.close()
+            self.memory = None
+            self.blocks = {}  # what a batch still shows stays; nothing else does
+            self._incoming.clear()
+
+
+def key_of(record: WorkerRecord, index: int) -> int:
+    """Consecutive for chunks of one worker process that follow each other without a gap."""
+    if not 0 <= index < 1 << 40:
+        raise WireError("a chunk whose header cannot be true.")
+    return record.incarnation << 40 | index
+
+
+def _episodes(resume: bytes, num_envs: int) -> Array:
+    if len(resume) != 8 * num_envs or (np.frombuffer(resume, np.int64) < 0).any():
+        raise WireError("a chunk that does not say where its slots would go on.")
+    return np.frombuffer(resume, np.int64)
+
+
+def _infos(frame: BytesLike, num_envs: int) -> list[Any]:
+    infos = unpack(frame)
+    if not isinstance(infos, list) or len(infos) != num_envs or not all(isinstance(info, dict) for info in infos):
+        raise WireError("a chunk whose infos are not one mapping per environment.")
+    return infos
+
+
+def agent_structures(answer: m.AgentReady, actions: Schema) -> tuple[dict[str, Structure], Structure | None]:
+    """How an agent's outputs and its state nest, believed only where they can be stored."""
+    structure, state = unpack(answer.structure), unpack(answer.state_structure) or None
+    if not isinstance(structure, dict) or not _is_structure(structure) or not _is_structure(state or ""):
+        raise WireError("an agent whose outputs do not nest as mappings and tuples.")
+    if sorted(leaf_names(structure)) != sorted(answer.schema):
+        raise WireError("an agent whose outputs are not the arrays it names.")
+    if sorted(leaf_names(state) if state else []) != sorted(answer.state):
+        raise WireError("an agent whose state is not the arrays it names.")
+    clash = sorted(RESERVED & structure.keys())
+    shapes = {name: spec.shape for name, spec in answer.schema.items()}
+    unfit = [name for name, spec in actions.items() if shapes.get(name) != spec.shape]
+    if clash or unfit or any(name in answer.schema for name in answer.state):
+        raise WireError(f"an agent whose outputs {clash or unfit} cannot be stored.")
+    size = sum(spec.nbytes for spec in [*answer.schema.values(), *answer.state.values()])
+    if size > MAX_STEP_BYTES:
+        raise WireError(f"an agent that returns {size} bytes per step; at most {MAX_STEP_BYTES} are accepted.")
+    return structure, state
+
+
+def _is_structure(value: object) -> bool:
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_structure(sub) for key, sub in value.items())
+    return isinstance(value, str) or (isinstance(value, tuple) and all(_is_structure(sub) for sub in value))

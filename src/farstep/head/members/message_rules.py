@@ -1,0 +1,71 @@
+"""Which messages a worker may send, in which state and over which channel.
+
+A worker whose message breaks a rule is replaced (`Supervisor.distrust`). The contents of a message are checked where
+they are used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from farstep.core import Received
+from farstep.errors import WireError
+from farstep.head.members.membership import RUNNING, State
+from farstep.wire import messages as m
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Where one kind of message is valid."""
+
+    states: tuple[State, ...] = (State.ALIVE,)
+    only_remote: bool = False
+    """Only workers without shared memory send it."""
+    heartbeat: bool = False
+    """Whether it is sent on the heartbeat connection, which carries nothing else."""
+    frames: tuple[int, int | None] = (0, 0)
+    """Fewest and most frames after the header; None: as many as its header lists."""
+    shared_frames: tuple[int, int] | None = None
+    """The same for workers with shared memory, where that differs."""
+
+
+RULES: Mapping[type, Rule] = {
+    m.Hello: Rule((State.STARTING,)),
+    m.Ready: Rule((State.CONSTRUCTING,)),
+    m.Failure: Rule((State.CONSTRUCTING, State.ALIVE)),
+    m.AgentReady: Rule(),
+    m.Reply: Rule(frames=(1, 1)),
+    m.Chunk: Rule(frames=(1, None), shared_frames=(1, 2)),  # episode ends, and infos where the ticket wants them
+    m.Part: Rule(only_remote=True, frames=(1, None)),
+    m.RequestSend: Rule(only_remote=True),
+    m.WeightRequest: Rule(only_remote=True),
+    m.Progress: Rule(RUNNING, only_remote=True, heartbeat=True),
+}
+
+
+def check_message(message: m.FromWorker, received: Received, state: State, shares_memory: bool) -> None:
+    """Raise `WireError` unless a worker in this state may send this message the way it came.
+
+    Args:
+        message: What the header frame says.
+        received: The message as it arrived.
+        state: The worker's state; one that no longer runs may only report why (see `is_late`).
+        shares_memory: Whether the worker shares memory with the head.
+    """
+    rule, kind = RULES[type(message)], type(message).__name__
+    if state in RUNNING and state not in rule.states:
+        raise WireError(f"{kind} from a worker that is {state.value}.")
+    if rule.only_remote and shares_memory:
+        raise WireError(f"{kind} from a worker with shared memory.")
+    if rule.heartbeat is not received.heartbeat:
+        raise WireError(f"{kind} {'outside of' if rule.heartbeat else 'on'} the heartbeat connection.")
+    fewest, most = (shares_memory and rule.shared_frames) or rule.frames
+    count = len(received.frames) - 1
+    if count < fewest or (most is not None and count > most):
+        raise WireError(f"{kind} with {count} frames; expected {fewest if most == fewest else f'{fewest} to {most}'}.")
+
+
+def is_late(message: m.FromWorker, state: State) -> bool:
+    """Whether to ignore a message: its worker was given up, and it does not report why that worker failed."""
+    return state not in RUNNING and not isinstance(message, m.Failure)

@@ -1,0 +1,174 @@
+"""Versions of the policy: the head flattens each one into a free buffer and names it the current one."""
+
+from __future__ import annotations
+
+import fcntl
+from typing import Any
+
+import numpy as np
+
+from farstep.agents.parameters import (
+    ChangeDetector,
+    ParameterSchema,
+    as_stored,
+    given_parameters,
+    has_nan,
+    leaves_of,
+    parameters_of,
+    travelling,
+)
+from farstep.config.env import ALL_WEIGHTS, WeightsConfig
+from farstep.core import Agent, Array, BytesLike
+from farstep.errors import AgentError
+from farstep.rollout.weight_headers import HEADER, PAGE, digest, pack_word, stride
+from farstep.wire.channels.memory import SharedMemory
+from farstep.wire.delta import encode
+from farstep.wire.messages import Parameters
+
+
+class ParameterStore:
+    """All versions of one agent; the newest is in memory that local workers read from."""
+
+    def __init__(
+        self,
+        agent: Agent,
+        agent_id: int,
+        workers: int,
+        first_version: int = 0,
+        config: WeightsConfig = ALL_WEIGHTS,
+    ) -> None:
+        self._config = config
+        leaves = travelling(leaves_of(parameters_of(agent)), config)
+        self.schema = ParameterSchema.of(leaves, config.half)
+        self._agent_id = agent_id
+        # Every worker can hold one buffer, one is current: one more is always free.
+        self._buffers = workers + 2
+        self._stride = stride(self.schema.nbytes)
+        self.memory = SharedMemory.create(PAGE + self._buffers * self._stride, "farstep-parameters")
+        self.memory.refuse_other_writers()
+        self._word = self.memory.map.cast("q")
+        self._changes = ChangeDetector()
+        self._index = -1
+        self._handed: dict[int, tuple[int, bytes]] = {}
+        """Per worker without shared memory, the version it has and its bytes, to send differences to."""
+        self._differences: dict[int, list[bytes]] = {}
+        """From earlier versions to the current one."""
+        self.version = first_version - 1
+        self._write(leaves)
+
+    def message(self) -> Parameters:
+        return Parameters(self._agent_id, self.schema.nbytes, self._buffers, digest(self.schema))
+
+    def publish(self, agent: Agent) -> int:
+        """A new version from the agent's parameters, whether they changed or not."""
+        leaves = self._leaves(agent)
+        self.schema.check(leaves)
+        self._write(leaves)
+        return self.version
+
+    def changed(self, agent: Agent) -> bool:
+        """Whether the agent's parameters differ from the published ones."""
+        leaves = self._leaves(agent)
+        counters = self._changes.counters(leaves)
+        if self._changes.same_counters(counters) and self._changes.trusted(self.schema.nbytes):
+            return False
+        self.schema.check(leaves)
+        current = self.schema.views(self.memory.map, self._start(self._index) + HEADER)
+        for old, source, leaf in zip(current, self.schema.sources, leaves, strict=True):
+            new = as_stored(*leaf)
+            if new.dtype != source or not np.array_equal(old, _cast(new, old.dtype)):
+                return True
+        self._changes.note(counters)
+        return False
+
+    def check(self, agent: Agent) -> None:
+        """Refuse, by name, parameters that cannot be published."""
+        leaves = self._leaves(agent)
+        self.schema.check(leaves)
+        for source, (name, leaf) in zip(self.schema.sources, leaves, strict=True):
+            self._checked(name, leaf, source)
+
+    def _checked(self, name: str, leaf: Any, source: str) -> Array:
+        array = as_stored(name, leaf)
+        if array.dtype != source:
+            raise AgentError(
+                f"parameter {name!r} changed its dtype from {np.dtype(source)} to {array.dtype}; "
+                f"{self._stays}. Convert it back, or make another agent of it."
+            )
+        if has_nan(leaf, array):
+            raise AgentError(
+                f"parameter {name!r} has a NaN; {self._stays}. "
+                "Workers would act on it: lower the learning rate, or clip gradients."
+            )
+        return array
+
+    @property
+    def _stays(self) -> str:
+        """What follows of a refusal."""
+        return "it was not published" if self.version < 0 else f"version {self.version} stays in force"
+
+    def _leaves(self, agent: Agent) -> list[tuple[str, Any]]:
+        return self.schema.ordered(travelling(leaves_of(given_parameters(agent)), self._config))
+
+    def payload(self) -> BytesLike:
+        """The current version's bytes, for a worker that shares no memory."""
+        start = self._start(self._index) + HEADER
+        return self.memory.map[start : start + self.schema.nbytes]
+
+    def handover(self, worker: int, held: int) -> tuple[int, list[BytesLike]]:
+        """What brings a worker from the version it has to the current one: frames, and the version to add them to
+        (-1: they are whole)."""
+        if not self._config.delta or not self.schema.nbytes:
+            return -1, [self.payload()]
+        known = self._handed.get(worker, (-1, b""))
+        same = next((bytes_ for version, bytes_ in self._handed.values() if version == self.version), None)
+        self._handed[worker] = (self.version, same or bytes(self.payload()))  # one copy, however many have it
+        if held < 0 or known[0] != held:
+            return -1, [self.payload()]
+        if held not in self._differences:
+            self._differences[held] = encode(known[1], self.payload())
+        return held, list(self._differences[held])
+
+    def _start(self, index: int) -> int:
+        return PAGE + index * self._stride
+
+    def _write(self, leaves: list[tuple[str, Any]]) -> None:
+        index, counters = self._lock_free_buffer(), self._changes.counters(leaves)
+        try:
+            start = self._start(index)
+            views = self.schema.views(self.memory.map, start + HEADER)
+            for view, source, (name, leaf) in zip(views, self.schema.sources, leaves, strict=True):
+                array = self._checked(name, leaf, source)
+                view[...] = _cast(array, view.dtype)
+                if view.dtype != array.dtype and not np.array_equal(np.isinf(view), np.isinf(array)):
+                    raise AgentError(
+                        f"parameter {name!r} has values beyond {np.finfo(view.dtype).max:,.0f}, which do not fit half "
+                        f"precision; {self._stays}. Leave weights.half out."
+                    )
+            self._word[start // 8] = self.version + 1
+        finally:
+            fcntl.lockf(self.memory.fd, fcntl.LOCK_UN, 1, index)
+        self.version += 1
+        self._differences.clear()
+        self._index = index
+        self._word[0] = pack_word(self.version, index)
+        self._changes.note(counters)
+
+    def _lock_free_buffer(self) -> int:
+        for index in range(self._buffers):
+            if index == self._index:
+                continue
+            try:
+                fcntl.lockf(self.memory.fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, index)
+            except OSError:
+                continue  # a worker is reading it
+            return index
+        raise AssertionError("every worker holds at most one buffer, so one is free")
+
+    def close(self) -> None:
+        self.memory.close()
+
+
+def _cast(array: Array, dtype: np.dtype[Any]) -> Array:
+    with np.errstate(over="ignore"):  # what does not fit becomes infinite, which is looked for
+        return array.astype(dtype, copy=False)

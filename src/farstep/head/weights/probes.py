@@ -1,0 +1,82 @@
+"""The head's side of probes: after a publish, one evaluation of the new policy for all workers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from farstep.agents.divergence import Comparison
+from farstep.core import Array
+from farstep.head.members.worker_records import WorkerRecord
+from farstep.rollout.probe_rows import ProbeRows, RecentProbeRows, joined, probe_rows_of
+from farstep.rollout.rows import Rows
+from farstep.wire.messages import Chunk
+
+_AHEAD = 64
+"""Probes that may wait for a worker: it looks at the latest few, and they take room on the way to it."""
+
+
+@dataclass(frozen=True)
+class ProbeRequest:
+    """What one worker's probe is about."""
+
+    worker: int
+    incarnation: int
+    probed: Sequence[ProbeRows]
+
+    @property
+    def indices(self) -> list[int]:
+        return [rows_of_chunk.index for rows_of_chunk in self.probed]
+
+
+class Prober:
+    """Remembers rows of every worker's latest chunks, and asks the learner's policy about them."""
+
+    def __init__(self, comparison: Comparison, records: Sequence[WorkerRecord], rows: int) -> None:
+        self._comparison, self._rows = comparison, rows
+        self._records = records
+        self._recent = [RecentProbeRows(rows) for _ in records]
+        self._incarnations = [-1] * len(records)
+        self._unanswered = [0] * len(records)
+        """Probes sent to each worker since its last chunk."""
+
+    @property
+    def method(self) -> str:
+        """The agent's method that describes the policy."""
+        return self._comparison.method
+
+    def remember(self, record: WorkerRecord, chunk: Chunk, rows: Rows, steps: int) -> None:
+        """A chunk was accepted: keep the rows that a probe may ask about."""
+        probed = self._recent[record.worker]
+        if self._incarnations[record.worker] != record.incarnation:
+            probed.clear()  # a replaced worker remembers nothing of what its predecessor sent
+            self._incarnations[record.worker] = record.incarnation
+        probed.add(probe_rows_of(self._comparison, chunk.index, chunk.version, rows, steps, self._rows))
+        self._unanswered[record.worker] = 0
+
+    def questions(self) -> list[ProbeRequest]:
+        """What to ask now, for each worker that is there; one that is long busy with a chunk has probes enough."""
+        found = []
+        for record in self._records:
+            self._unanswered[record.worker] += 1
+            if not record.ready or self._unanswered[record.worker] > _AHEAD:
+                continue
+            same = self._incarnations[record.worker] == record.incarnation
+            probed = self._recent[record.worker].all() if same else ()
+            found.append(ProbeRequest(record.worker, record.incarnation, probed))
+        return found
+
+    def answers(self, questions: Sequence[ProbeRequest]) -> list[dict[str, Array]]:
+        """What the policy says to each, in one evaluation; nothing where there is nothing to ask about."""
+        probed = [rows_of_chunk for question in questions for rows_of_chunk in question.probed]
+        if not probed:
+            return [{} for _ in questions]
+        said = self._comparison.describe(joined(probed))
+        ends = np.cumsum([sum(rows_of_chunk.rows for rows_of_chunk in question.probed) for question in questions])
+        parts = {name: np.split(array, ends[:-1]) for name, array in said.items()}
+        return [
+            {name: part[i] for name, part in parts.items()} if question.probed else {}
+            for i, question in enumerate(questions)
+        ]

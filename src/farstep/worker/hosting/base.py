@@ -1,0 +1,280 @@
+"""Lean hosting of single environments: many in one process, stepped straight into the rows that will be read.
+
+Inside, an episode ends one way only, whatever wrappers say: the row gets its flags, the final observation goes to
+the side, the environment is reset at once with the seed of its next episode, and the next row begins it.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import gymnasium
+import numpy as np
+
+from farstep.core import Array
+from farstep.errors import AgentError, described
+from farstep.rollout.progress import ACT, COUNT, EPISODES, PHASE, RESET, SLOT, STEP
+from farstep.rollout.rows import Rows, Slots, with_nan
+from farstep.rollout.sources import Source
+from farstep.schema import Schema, leaves, space_schema
+from farstep.worker.hosting.single_envs import SingleEnvs, as_info, explain_step, outside
+
+Space = gymnasium.spaces.Space[Any]
+Info = dict[str, Any]
+_UNSTEADY = "it does not depend on its seed and actions alone"
+
+
+@dataclass(frozen=True)
+class Past:
+    """Where a slot was when it was saved."""
+
+    steps: int | None
+    """Of its episode; None if that had not begun."""
+    actions: Mapping[str, Array]
+    """Those of the episode, `[steps, ...]` by name."""
+    obs: Mapping[str, Array]
+    """What it saw last."""
+
+
+class Host:
+    """What hosts of an acting worker share: slots, and the observations that lead from one chunk to the next."""
+
+    def __init__(self, spaces: tuple[Space, Space], slots: Slots, progress: memoryview) -> None:
+        self.slots, self._progress = slots, progress
+        self.num_envs = len(slots.roots)
+        self.observation_space, self.action_space = spaces
+        self._obs, self._obs_schema = space_schema(self.observation_space, "obs")
+        self.current = empty_like(self._obs_schema, self.num_envs)
+        self.infos: list[Info] | None = None
+        self._late: tuple[int, BaseException] | None = None
+        """Slot and error of a reset that failed outside of a ticket."""
+
+    def _start(self, chosen: Array, options: Info | None) -> None:
+        """Reset the chosen slots with their episodes' seeds, observations into `current`."""
+        raise NotImplementedError
+
+    def reset(self, mask: Array | None, roots: list[int] | None, options: Info | None) -> None:
+        """Begin new episodes in the masked slots (all without a mask); with roots, from episode 0."""
+        self._late = None  # of an episode that nobody wants any more
+        chosen = self.slots.choose(mask, roots)
+        if roots is not None:
+            self._reseed(chosen)
+        self._start(chosen, options)
+
+    def _reseed(self, chosen: Array) -> None:
+        """For environments that do not take a seed when they are reset."""
+
+    def prepare(self, failures: tuple[type[BaseException], ...]) -> None:
+        """Begin episodes where there are none, for the trial of an agent.
+
+        Of what raises, failures are left for the next ticket to raise, since a ticket can be given up and done again.
+        """
+        missing = ~self.slots.started
+        try:
+            if missing.any():
+                self._start(missing, None)
+        except failures as error:
+            self._late = self._progress[SLOT], error
+            for name, leaf in leaves(self._obs, self.observation_space.sample()):
+                self.current[name][~self.slots.started] = leaf
+
+    def want_infos(self, wanted: bool) -> None:
+        """Whether the next chunk brings the environments' infos along (a rollout does not)."""
+        self.infos = [{} for _ in range(self.num_envs)] if wanted else None
+
+    def begin(self, rows: Rows, steps: int) -> None:
+        """Get ready to write `steps` rows: the first observation of a chunk is the last one of the one before."""
+        self.slots.begin_chunk()
+        if self._late is not None:
+            (self._progress[SLOT], error), self._late = self._late, None
+            self._progress[PHASE] = RESET
+            raise error
+        if not self.slots.started.all():
+            self._start(~self.slots.started, None)
+        self._rows = rows.row
+        self._final = {name: rows.row["final_" + name] for name in self._obs_schema}
+        for name, current in self.current.items():
+            self._rows[name][0] = current
+        rows.clear_flags(steps)
+
+    def finish(self, steps: int) -> bytes:
+        """The chunk is written: keep its last observations for the next one."""
+        for name, current in self.current.items():
+            np.copyto(current, self._rows[name][steps])
+        return self.slots.finish(steps)
+
+    def _blame(self, error: Exception, t: int, i: int, action: Any) -> None:
+        """Raise instead of what the step of row `t` raised if the agent is to blame; else say in the error what may be.
+
+        A number outside a Box is common, since many environments clip, so there it is only noted.
+        """
+        explain_step(error)
+        nan = i in with_nan(self._rows[name][t] for name in self.current)
+        cause = " (the observation that it acted on has NaN: see to the environment)" if nan else ""
+        for space, clause in outside(self.action_space, action):
+            if not isinstance(space, gymnasium.spaces.Box):
+                self._progress[PHASE] = ACT  # trying again would not help, as in all that the agent does
+                raise AgentError(
+                    f"the agent's {clause}{cause}, in environment slot {self.slots.first + i}; the step raised "
+                    f"{type(error).__name__}."
+                ) from error
+            error.add_note(f"The agent's {clause}{cause}.")
+
+    def seed_of(self, i: int) -> int | None:
+        """The seed of the episode that slot `i` is in, if it has one."""
+        return self.slots.seed_of(i)
+
+
+class HostedEnvs(Host):
+    """Single environments, one per slot."""
+
+    def __init__(self, source: Source, slots: Slots, progress: memoryview) -> None:
+        self._envs = SingleEnvs(source, len(slots.roots), progress)
+        super().__init__(self._envs.spaces, slots, progress)
+        self._single = self._obs if isinstance(self._obs, str) else None
+        self._steps = [env.step for env in self._envs.envs]
+        self._stepped = False
+        """Whether all of them have been stepped: the first time, their dtypes are looked at."""
+        self._rewards: list[Any] = [0.0] * self.num_envs
+        self._gained = np.zeros(self.num_envs)
+        self._seed_episodes, self._seeded = source.seed_episodes, [False] * self.num_envs
+        # Faster than np.array, which would make NaN of None.
+        self._pack_rewards = partial(struct.Struct(f"{self.num_envs}d").pack_into, self._gained.data, 0)
+
+    def _start(self, chosen: Array, options: Info | None) -> None:
+        for i in np.flatnonzero(chosen).tolist():
+            self._begin_episode(i, self.current, 0, options)
+
+    def replay(self, past: Sequence[Past], failures: tuple[type[BaseException], ...]) -> dict[int, str]:
+        """Lead every slot to where its episode was; of those that are elsewhere now, why."""
+        strayed = {}
+        for i, then in enumerate(past):
+            try:
+                why = self._lead_back(i, then)
+            except failures as error:
+                self._replace(i)
+                self.slots.skip(i)
+                why = f"it raised {described(error)}; it is rebuilt and starts its next episode"
+            if why:
+                strayed[self.slots.first + i] = why
+        return strayed
+
+    def _lead_back(self, i: int, then: Past) -> str:
+        self._begin_episode(i, self.current, 0, None)
+        if then.steps is None:
+            return ""
+        if then.steps and len(next(iter(then.actions.values()), ())) != then.steps:
+            self.slots.skip(i)
+            return "the actions of its episode were not kept, so it begins the next one"  # too long (see `Journal`)
+        for t in range(then.steps):
+            self._progress[PHASE], self._progress[SLOT] = STEP, i
+            self._progress[COUNT] += 1
+            obs, reward, terminated, truncated, _ = self._steps[i](self._envs.action(then.actions, t))
+            if terminated or truncated:
+                self.slots.skip(i)
+                return f"its episode ended earlier than before, so it begins the next one; {_UNSTEADY}"
+            self.slots.took(i, float(reward))
+            for name, leaf in leaves(self._obs, obs):
+                self.current[name][i] = leaf
+        same = all(np.array_equal(self.current[name][i], leaf, equal_nan=True) for name, leaf in then.obs.items())
+        return "" if same else f"its observation is another one than before; {_UNSTEADY}"
+
+    def step(self, t: int) -> None:
+        """Step every environment with row `t`'s action; observations go to row `t + 1`."""
+        progress, rewards, rows = self._progress, self._rewards, self._rows
+        progress[PHASE] = STEP
+        progress[COUNT] += 1
+        self.slots.row = t
+        ended: list[tuple[int, bool, bool, Any]] = []
+        actions = self._envs.actions(rows, t)
+        infos = self.infos
+        try:
+            if self._single is not None and infos is None and self._stepped:
+                next_obs = rows[self._single][t + 1]
+                shape = next_obs.shape[1:]
+                for i, (step, action) in enumerate(zip(self._steps, actions, strict=True)):
+                    progress[SLOT] = i
+                    obs, rewards[i], terminated, truncated, info = step(action)
+                    if getattr(obs, "shape", None) != shape:
+                        self._envs.check_obs(obs)
+                    next_obs[i] = obs
+                    if terminated or truncated:
+                        ended.append((i, terminated, truncated, info))
+            else:
+                check = self._envs.check_obs if self._stepped else self._envs.check_first_obs
+                for i, (step, action) in enumerate(zip(self._steps, actions, strict=True)):
+                    progress[SLOT] = i
+                    obs, rewards[i], terminated, truncated, info = step(action)
+                    check(obs)
+                    for name, leaf in leaves(self._obs, obs):
+                        rows[name][t + 1, i] = leaf
+                    if terminated or truncated:
+                        ended.append((i, terminated, truncated, info))
+                    elif infos is not None:
+                        infos[i] = as_info(info)
+                self._stepped = True
+        except Exception as error:
+            self._blame(error, t, progress[SLOT], actions[progress[SLOT]])
+            raise
+        try:
+            self._pack_rewards(*rewards)
+        except struct.error:
+            self._refuse_rewards()
+        rows["reward"][t] = self._gained
+        self.slots.returns += self._gained
+        for i, terminated, truncated, info in ended:
+            self._end(t, i, terminated, truncated, info)
+
+    def _refuse_rewards(self) -> None:
+        for i, reward in enumerate(self._rewards):
+            self._progress[SLOT] = i
+            try:
+                struct.pack("d", reward)
+            except struct.error:
+                raise TypeError(f"step returned the reward {reward!r}; a number is expected.") from None
+
+    def _end(self, t: int, i: int, terminated: bool, truncated: bool, info: Any) -> None:
+        rows = self._rows
+        rows["terminated"][t, i], rows["truncated"][t, i] = terminated, truncated
+        k = self.slots.end_episode(i, t)
+        for name in self.current:
+            self._final[name][k // self.num_envs, k % self.num_envs] = rows[name][t + 1, i]
+        self._begin_episode(i, {name: rows[name][t + 1] for name in self.current}, t + 1, None)
+        if self.infos is not None:
+            self.infos[i] = {**self.infos[i], "final_info": as_info(info)}
+
+    def _begin_episode(self, i: int, target: dict[str, Array], row: int, options: Info | None) -> None:
+        self._progress[EPISODES + i] = self.slots.episodes[i] + 1
+        anew = self._seed_episodes or not self._seeded[i] or not self.slots.episodes[i]
+        info = self._envs.reset(i, self.slots.seed_of(i) if anew else None, options, target)
+        self._seeded[i] = True
+        self.slots.begin_episode(i, row)
+        self._progress[PHASE] = STEP
+        if self.infos is not None:
+            self.infos[i] = info
+
+    def recover(self, i: int | None) -> None:
+        """After an exception: build the environment anew and go on with everybody's next episode."""
+        self.slots.rewind(() if i is None else (i,))
+        if i is not None:
+            self._replace(i)
+
+    def _replace(self, i: int) -> None:
+        self._envs.replace(i)
+        self._steps[i] = self._envs.envs[i].step
+        self._seeded[i] = False
+
+    def seed_of(self, i: int) -> int | None:
+        return self.slots.seed_of(i) if self._seed_episodes else None
+
+    def close(self) -> None:
+        self._envs.close()
+
+
+def empty_like(schema: Schema, count: int) -> dict[str, Array]:
+    """Arrays for one row of `count` slots."""
+    return {name: np.zeros((count, *spec.shape), spec.dtype) for name, spec in schema.items()}

@@ -1,0 +1,166 @@
+"""Hosting for `make_vec`: single environments with exactly the semantics of Gymnasium's `SyncVectorEnv`.
+
+Here the head acts and an environment keeps its own generator after its first seed. A row holds one step: the
+action and what came of it; the observation after it is in row 1, a final one beside it.
+"""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import numpy as np
+from gymnasium.vector import AutoresetMode
+
+from farstep.core import Array
+from farstep.errors import WireError
+from farstep.rollout.progress import COUNT, PHASE, SLOT, STEP
+from farstep.rollout.rows import Rows, Slots
+from farstep.rollout.sources import Source
+from farstep.schema import leaves, space_schema
+from farstep.wire.codec import pack
+from farstep.worker.hosting.base import Info, empty_like
+from farstep.worker.hosting.single_envs import SingleEnvs, as_info, explain_step, outside
+
+
+class StrictEnvs:
+    """Single environments, one per slot, stepped with the head's actions."""
+
+    def __init__(self, source: Source, slots: Slots, progress: memoryview, mode: AutoresetMode) -> None:
+        self.slots, self._progress, self._mode = slots, progress, mode
+        self.num_envs = len(slots.roots)
+        self._envs = SingleEnvs(source, self.num_envs, progress, slots.first)
+        self.envs = self._envs.envs
+        self.observation_space, self.action_space = self._envs.spaces
+        self._check_spaces()
+        self._obs, schema = space_schema(self.observation_space, "obs")
+        self.current = empty_like(schema, self.num_envs)
+        self._done = np.zeros(self.num_envs, bool)
+        self._check = self._envs.check_first_obs
+        self._seeds: list[int | None] = [None] * self.num_envs
+        self.infos: list[tuple[int, Info | None, Info]] = []
+        """Slot, what an episode ended with (SAME_STEP), info: only of slots that have any."""
+
+    def _check_spaces(self) -> None:
+        for i, env in enumerate(self.envs):
+            if env.observation_space != self.observation_space or env.action_space != self.action_space:
+                raise RuntimeError(
+                    f"environment {self.slots.first + i} has spaces {env.observation_space} and {env.action_space}; "
+                    f"the first has {self.observation_space} and {self.action_space}. They must be equal."
+                )
+
+    def reset(self, mask: Array | None, seeds: list[int | None] | None, options: Info | None) -> None:
+        """`SyncVectorEnv.reset` for the masked slots."""
+        for i in range(self.num_envs):
+            if mask is None or mask[i]:
+                seed = seeds[i] if seeds else None
+                self._seeds[i] = self._seeds[i] if seed is None else seed
+                info = self._envs.reset(i, seed, options, self.current)
+                self.slots.begin_episode(i, 0)
+                self._done[i] = False
+                if info:
+                    self.infos.append((i, None, info))
+
+    def _autoreset(self, i: int, final: Info | None = None) -> None:
+        """Reset a slot in the middle of a step."""
+        info = self._envs.reset(i, None, None, self._after)
+        self.slots.begin_episode(i, 1)
+        self._progress[PHASE] = STEP
+        if info or final:
+            self.infos.append((i, final, info))
+
+    def want_infos(self, wanted: bool) -> None:
+        """Always, as Gymnasium does."""
+        self.infos = []
+
+    def begin(self, rows: Rows, steps: int) -> None:
+        self._rows = rows.row
+        self._after = {name: rows.row[name][steps] for name in self.current}
+
+    def step(self, t: int) -> None:
+        """One `SyncVectorEnv.step` of this worker's slots."""
+        progress, rows, after = self._progress, self._rows, self._after
+        progress[PHASE] = STEP
+        progress[COUNT] += 1
+        rewards, terminations, truncations = rows["reward"][0], rows["terminated"][0], rows["truncated"][0]
+        next_step, same_step = self._mode == AutoresetMode.NEXT_STEP, self._mode == AutoresetMode.SAME_STEP
+        single = after[self._obs] if isinstance(self._obs, str) else None
+        done = self._done.tolist()
+        actions = self._envs.actions(rows, 0)
+        for i, env in enumerate(self.envs):
+            if next_step and done[i]:
+                self._autoreset(i)
+                rewards[i], terminations[i], truncations[i], done[i] = 0.0, False, False, False
+                continue
+            progress[SLOT] = i
+            try:
+                obs, rewards[i], terminated, truncated, info = env.step(actions[i])
+            except Exception as error:
+                explain_step(error)
+                for _, clause in outside(self.action_space, actions[i]):
+                    error.add_note(f"The {clause}.")
+                raise
+            self._check(obs)
+            terminations[i], truncations[i] = terminated, truncated
+            done[i] = bool(terminated or truncated)
+            if single is not None:
+                single[i] = obs
+            else:
+                for name, leaf in leaves(self._obs, obs):
+                    after[name][i] = leaf
+            if done[i] and same_step:
+                # The very object that the environment returned; a copy, since it may use its memory again.
+                self._autoreset(i, {"final_obs": deepcopy(obs), "final_info": as_info(info)})
+            elif info:
+                self.infos.append((i, None, as_info(info)))
+        self._done[:] = done
+        self._check = self._envs.check_obs
+
+    def finish(self, steps: int) -> bytes:
+        self.slots.total_rows += steps
+        if steps:
+            for name, after in self._after.items():
+                np.copyto(self.current[name], after)
+        else:
+            for name, current in self.current.items():
+                self._after[name][:] = current
+        return b""
+
+    def recover(self, i: int | None) -> None:
+        """The caller steps these environments itself, so a lost one is its business: nothing is replaced."""
+
+    def seed_of(self, i: int) -> int | None:
+        return self._seeds[i]
+
+    def call(self, name: str, args: tuple[Any, ...], kwargs: Info) -> list[Any]:
+        """`SyncVectorEnv.call`: the attribute, or its result if it is a function."""
+        results = []
+        for i, env in enumerate(self.envs):
+            self._progress[SLOT] = i
+            function = env.get_wrapper_attr(name)
+            results.append(function(*args, **kwargs) if callable(function) else function)
+        return results
+
+    def set_attr(self, name: str, values: list[Any]) -> None:
+        for i, (env, value) in enumerate(zip(self.envs, values, strict=True)):
+            self._progress[SLOT] = i
+            env.set_wrapper_attr(name, value)
+
+    def describe(self) -> list[Any]:
+        """What the vector needs to know of its environments beyond their spaces."""
+        metadata = {key: value for key, value in self.envs[0].metadata.items() if _is_data(value)}
+        return [{"metadata": metadata, "render_mode": self.envs[0].render_mode}]
+
+    def render(self) -> list[Any]:
+        return [env.render() for env in self.envs]
+
+    def close(self) -> None:
+        self._envs.close()
+
+
+def _is_data(value: object) -> bool:
+    try:
+        pack(value)
+    except WireError:
+        return False
+    return True

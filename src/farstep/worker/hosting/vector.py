@@ -1,0 +1,196 @@
+"""Hosting of environments that come as one vector: a Gymnasium VectorEnv of any autoreset mode, or an EnvPool.
+
+The form of an episode's end is made the same as for single environments. Only a vector that resets in its *next*
+step needs filler rows: the step that resets takes no action, so its row has `valid` False.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium.vector import AutoresetMode
+
+from farstep.core import Array
+from farstep.errors import ConfigError
+from farstep.rollout.progress import COUNT, PHASE, RESET, SLOT, STEP, Phase
+from farstep.rollout.rows import Slots
+from farstep.rollout.sources import Source
+from farstep.schema import leaf_names, leaves, nest, space_schema
+from farstep.worker.hosting.base import Host, Info
+from farstep.worker.hosting.single_envs import check_dtypes
+
+
+class HostedVector(Host):
+    """One vector environment for all slots of a worker."""
+
+    def __init__(self, source: Source, slots: Slots, progress: memoryview) -> None:
+        self._source = source
+        self.env = _build(source, slots, progress)
+        self._pool = source.type == "envpool"
+        if self._pool:
+            self.mode = AutoresetMode.NEXT_STEP
+            spaces = self.env.observation_space, self.env.action_space
+        else:
+            self.mode = self.env.metadata.get("autoreset_mode", AutoresetMode.NEXT_STEP)
+            spaces = self.env.single_observation_space, self.env.single_action_space
+        super().__init__(spaces, slots, progress)
+        self._action, _ = space_schema(self.action_space, "action")
+        self._action_names = leaf_names(self._action)
+        self._one_seed: bool | None = None
+        """Whether it takes one seed for all, as those written as a whole do; None until it was tried."""
+        self._looked = False
+        """Whether the dtypes of a step's observations were looked at."""
+        self._pending = np.zeros(self.num_envs, bool)
+        """Slots whose next step only resets them (NEXT_STEP)."""
+
+    def _reseed(self, chosen: Array) -> None:
+        if self._pool:  # which takes a seed at construction only
+            assert chosen.all(), "the head refuses to reseed some environments of an EnvPool"
+            self._rebuild()
+
+    def _start(self, chosen: Array, options: Info | None) -> None:
+        self._progress[PHASE] = RESET
+        self._progress[COUNT] += 1
+        ids = np.flatnonzero(chosen)
+        if self._pool:
+            obs, info = self.env.reset(ids.astype(np.int32))
+            entries, count = np.arange(len(ids)), len(ids)  # EnvPool answers only for those that were asked
+        else:
+            obs, info = self._reset_vector(chosen, options)
+            entries, count = ids, self.num_envs
+        check_dtypes(leaves(self._obs, obs), self._obs_schema, self.env)
+        for name, leaf in leaves(self._obs, obs):
+            self.current[name][ids] = leaf[entries]
+        if self.infos is not None:
+            parts = split_infos(info, count)
+            for i, k in zip(ids.tolist(), entries.tolist(), strict=True):
+                self.infos[i] = parts[k]
+        self._pending[ids] = False
+        for i in ids.tolist():
+            self.slots.begin_episode(i, 0)
+
+    def _reset_vector(self, chosen: Array, options: Info | None) -> tuple[Any, Info]:
+        """Reset with a seed for each slot, or with one for all if a list is refused the first time."""
+        if not chosen.all():
+            options = {**(options or {}), "reset_mask": chosen}
+        if not self._one_seed:
+            seeds = [self.slots.seed_of(i) if chosen[i] else None for i in range(self.num_envs)]
+            try:
+                result = self.env.reset(seed=seeds, options=options)
+            except (TypeError, gymnasium.error.Error):
+                if self._one_seed is False:  # it took a list before: this is something else
+                    raise
+            else:
+                self._one_seed = False
+                return result  # type: ignore[no-any-return]
+        if not chosen.all() and self.mode != AutoresetMode.DISABLED:
+            # It would reset all of them and say nothing, unless it leaves resets to its caller and so must know masks.
+            raise ConfigError(
+                f"reset_mask chooses {int(chosen.sum())} of the {self.num_envs} environments that "
+                f"{type(self.env.unwrapped).__name__} resets together; reset all, or use type='gymnasium' or a "
+                "SyncVectorEnv."
+            )
+        seed = self.slots.seed_of(int(np.flatnonzero(chosen)[0]))
+        result = self.env.reset(seed=seed, options=options)
+        self._one_seed = True
+        return result  # type: ignore[no-any-return]
+
+    def step(self, t: int) -> None:
+        self._progress[PHASE] = STEP
+        self._progress[COUNT] += 1
+        rows = self._rows
+        actions = nest(self._action, {name: rows[name][t].copy() for name in self._action_names})
+        try:
+            obs, reward, terminated, truncated, info = self.env.step(actions)
+        except Exception as error:
+            for slot in range(self.num_envs):
+                action = nest(self._action, {name: rows[name][t, slot] for name in self._action_names})
+                self._blame(error, t, slot, action)
+            raise
+        if not self._looked:
+            check_dtypes(leaves(self._obs, obs), self._obs_schema, self.env)
+            self._looked = True
+        for name, leaf in leaves(self._obs, obs):
+            rows[name][t + 1] = leaf
+        rows["reward"][t] = reward
+        if self.infos is not None:
+            self.infos = split_infos(info, self.num_envs)
+        if self._pending.any():  # the step that reset them was nobody's action
+            rows["valid"][t] = ~self._pending
+            rows["reward"][t, self._pending] = 0.0
+            for i in np.flatnonzero(self._pending):
+                self.slots.begin_episode(int(i), t + 1)
+        self.slots.returns += rows["reward"][t]
+        done = (np.asarray(terminated) | np.asarray(truncated)) & ~self._pending
+        self._pending = done if self.mode == AutoresetMode.NEXT_STEP else np.zeros_like(done)
+        if done.any():
+            rows["terminated"][t], rows["truncated"][t] = terminated & done, truncated & done
+            self._end(t, done, info)
+
+    def _end(self, t: int, done: Array, info: Info) -> None:
+        rows, ended = self._rows, np.flatnonzero(done).tolist()
+        same_step = self.mode == AutoresetMode.SAME_STEP
+        for i in ended:
+            k = self.slots.end_episode(i, t)
+            place = k // self.num_envs, k % self.num_envs
+            final = dict(leaves(self._obs, info["final_obs"][i])) if same_step else {}
+            for name in self.current:
+                self._final[name][place] = final[name] if same_step else rows[name][t + 1, i]
+        if self.mode == AutoresetMode.DISABLED:
+            obs, info = self.env.reset(options={"reset_mask": done})
+            for name, leaf in leaves(self._obs, obs):
+                rows[name][t + 1] = leaf
+        if self.infos is not None and not same_step:
+            after = split_infos(info, self.num_envs)
+            for i in ended:
+                self.infos[i] = {**after[i], "final_info": self.infos[i]}
+        if self.mode != AutoresetMode.NEXT_STEP:
+            for i in ended:
+                self.slots.begin_episode(i, t + 1)
+
+    def recover(self, i: int | None) -> None:
+        """After an exception nothing of the vector can be trusted, and any slot may have raised: all go on."""
+        self.slots.rewind(range(self.num_envs))
+        self._rebuild()
+
+    def _rebuild(self) -> None:
+        self._pending[:] = False
+        with contextlib.suppress(Exception, SystemExit):
+            self.env.close()
+        self.env = _build(self._source, self.slots, self._progress)
+
+    def close(self) -> None:
+        self._progress[PHASE] = Phase.CLOSE
+        self.env.close()
+
+
+def _build(source: Source, slots: Slots, progress: memoryview) -> Any:
+    progress[PHASE] = Phase.CONSTRUCT
+    progress[COUNT] += 1
+    progress[SLOT] = -1  # nobody knows which of them is being stepped
+    return source.build_vector(len(slots.roots), slots.seed_of(0))
+
+
+def split_infos(batched: Info, count: int) -> list[Info]:
+    """Each environment's own part of a vector's infos; `final_obs` is left out, since it has a place of its own.
+
+    Gymnasium says in `_key` who has a `key`. Without that (EnvPool) everybody has every array of the right length.
+    """
+    parts: list[Info] = [{} for _ in range(count)]
+    for key, value in batched.items():
+        mask = batched.get(f"_{key}")
+        if key == "final_obs" or (isinstance(key, str) and key.startswith("_") and key[1:] in batched):
+            continue
+        if isinstance(value, dict) and mask is not None:
+            entries: Any = split_infos(value, count)
+        elif isinstance(value, np.ndarray) and value.shape[:1] == (count,):
+            # Python's truth values: of NumPy's own, Gymnasium makes arrays of objects.
+            entries = value.tolist() if value.dtype == bool and value.ndim == 1 else value
+        else:
+            continue
+        for i in range(count) if mask is None else np.flatnonzero(mask):
+            parts[i][key] = entries[i]
+    return parts
