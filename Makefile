@@ -34,7 +34,7 @@ test: setup      ## all tests, in four processes, since many of them mostly wait
 	@$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder $(PYTEST_OPTIONS)
 
 test-kubernetes: setup  ## the launcher contract on a real Kubernetes cluster, built once from Debian's sources (needs root)
-	@$(BIN)/python tests/engines/kubernetes_cluster.py
+	@$(BIN)/python -m tests.engines.kubernetes_cluster
 
 lint: setup      ## ruff, mypy --strict, import-linter
 	$(BIN)/ruff check .

@@ -7,9 +7,10 @@ import tempfile
 from collections.abc import Generator
 
 import pytest
-from guarded import EngineMissing
 
-pytest_plugins = ["longest_first"]
+from tests.engines.guarded import EngineMissing
+
+pytest_plugins = ["tests.longest_first"]
 
 # A shell's `&` and nohup have Ctrl-C ignored, here and in all that tests start; some of them are about Ctrl-C.
 signal.signal(signal.SIGINT, signal.default_int_handler)

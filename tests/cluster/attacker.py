@@ -22,7 +22,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import zmq
-from mutations import mutated
+
+from tests.cluster.mutations import mutated
 
 GREETING = b"\xff" + b"\0" * 8 + b"\x7f\x03\x00"
 MECHANISMS = [b"NULL", b"PLAIN", b"CURVE", b"GSSAPI", b"WRONG", b"\xff" * 20, b""]

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from faulty import once
 
 import farstep
 from farstep.testing import CountingEnv
+from tests.cluster.faulty import once
 
 
 class GatedEnv(CountingEnv):

@@ -9,10 +9,9 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from faulty import BusyParentEnv
-
 import farstep
 from farstep.testing import TableAgent
+from tests.cluster.faulty import BusyParentEnv
 
 
 def main(phase: str, end: str, folder: str) -> None:

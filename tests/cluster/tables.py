@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checks import assert_sound, inprocess
-from flows import full
 
 import farstep
 from farstep.workflow.triggers import DataKeyTrigger, ObjectKeyTrigger
+from tests.cluster.checks import assert_sound, inprocess
+from tests.cluster.flows import full
 
 ENDLESS = {"length": None}
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checks import assert_balanced, cluster, eventually, inprocess, within
 
 import farstep
 from farstep.sync import AAPS, Always, MaxLag
 from farstep.testing import CountingEnv, TableAgent
+from tests.cluster.checks import assert_balanced, cluster, eventually, inprocess, within
 
 EVERYWHERE = pytest.mark.parametrize(
     "config",

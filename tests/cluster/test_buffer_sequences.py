@@ -8,17 +8,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checks import cluster, inprocess
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from rollout_world import Held, Row, World
-from toys import NestedAgent, NestedEnv, counting_vector
 
 from farstep import Batch, Buffer, ConfigError
 from farstep.batch import FinalObs
 from farstep.buffer import DPER, FIFO, MinHeap, NStep, Prioritized, Queue, Sequence, Uniform
 from farstep.errors import BufferTimeout
 from farstep.testing import CountingEnv, TableAgent
+from tests.cluster.checks import cluster, inprocess
+from tests.cluster.rollout_world import Held, Row, World
+from tests.cluster.toys import NestedAgent, NestedEnv, counting_vector
 
 quick = settings(max_examples=60, deadline=None, derandomize=True)
 

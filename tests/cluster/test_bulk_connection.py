@@ -9,12 +9,12 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import attacker
 import pytest
 
 from farstep.wire.channels.dealer import DealerLink
 from farstep.wire.channels.zmq import MAIN, Hub
 from farstep.wire.keys import KeyPair, Tokens
+from tests.cluster import attacker
 
 DEADLINE_S = 60.0
 LARGE = 3 << 20

@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checks import assert_balanced, assert_sound, cluster, eventually, inprocess, together, within
-from faulty import SelfNamingEnv
 
 import farstep
 from farstep.testing import CountingEnv, FaultyEnv, TableAgent
+from tests.cluster.checks import assert_balanced, assert_sound, cluster, eventually, inprocess, together, within
+from tests.cluster.faulty import SelfNamingEnv
 
 TRANSPORTS = pytest.mark.parametrize("transport", ["shm", "tcp"])
 BOTH = pytest.mark.parametrize(

@@ -7,13 +7,13 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
-from checks import cluster, inprocess
 from gymnasium import spaces
-from toys import NestedAgent, NestedEnv
 
 import farstep
 from farstep.buffer import LIFO, Sampler, Uniform
 from farstep.testing import TableAgent
+from tests.cluster.checks import cluster, inprocess
+from tests.cluster.toys import NestedAgent, NestedEnv
 
 
 class Later(TableAgent):

@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checks import cluster, eventually, inprocess, within
-from faulty import MuteAgent, MuteEnv, MuteError, SlowToCloseEnv
-from flows import full
-from test_fuzz import node_config
 
 import farstep
 from farstep.errors import AgentError, RemoteEnvError
 from farstep.testing import CountingEnv, TableAgent
 from farstep.workflow.triggers import DataKeyTrigger
+from tests.cluster.checks import cluster, eventually, inprocess, within
+from tests.cluster.faulty import MuteAgent, MuteEnv, MuteError, SlowToCloseEnv
+from tests.cluster.flows import full
+from tests.cluster.test_fuzz import node_config
 
 
 def descriptors() -> dict[str, str]:

@@ -8,13 +8,13 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
-from checks import assert_balanced, assert_sound, cluster, inprocess, together, within
-from toys import DoubledReward, NestedAgent, NestedEnv, RememberingAgent, counting_vector, telling_vector
 
 import farstep
 from farstep.rollout.seeds import episode_seed
 from farstep.sync import EveryK
 from farstep.testing import CountingEnv, FaultyEnv, TableAgent
+from tests.cluster.checks import assert_balanced, assert_sound, cluster, inprocess, together, within
+from tests.cluster.toys import DoubledReward, NestedAgent, NestedEnv, RememberingAgent, counting_vector, telling_vector
 
 BOTH = pytest.mark.parametrize(
     "config", [inprocess(2), farstep.LocalConfig(workers_per_node=2)], ids=["inprocess", "local"]

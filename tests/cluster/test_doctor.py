@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from slurm_cluster import SlurmCluster
-from ssh_hosts import SshServer
 
 import farstep
 from farstep.cli import main
 from farstep.wire.versions import versions
+from tests.engines.slurm_cluster import SlurmCluster
+from tests.engines.ssh_hosts import SshServer
 
 pytestmark = pytest.mark.timeout(300)
 SOURCE = Path(farstep.__file__).parents[1]

@@ -16,8 +16,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checks import assert_balanced, assert_sound, cluster, eventually, inprocess, together, within
-from faulty import (
+from gymnasium.wrappers import TimeLimit
+
+import farstep
+from farstep.errors import ClosedError, RemoteEnvError, WorkerDied, WorkerError, WorkerStuck
+from farstep.rollout.seeds import episode_seed
+from farstep.testing import CountingEnv, FaultyEnv, TableAgent
+from farstep.testing.envs import do_fault
+from tests.cluster.checks import assert_balanced, assert_sound, cluster, eventually, inprocess, together, within
+from tests.cluster.faulty import (
     BareResetEnv,
     EachOnceEnv,
     FaultyAgent,
@@ -32,14 +39,7 @@ from faulty import (
     faulty_vector,
     poisoned_vector,
 )
-from gymnasium.wrappers import TimeLimit
-from toys import counting_vector
-
-import farstep
-from farstep.errors import ClosedError, RemoteEnvError, WorkerDied, WorkerError, WorkerStuck
-from farstep.rollout.seeds import episode_seed
-from farstep.testing import CountingEnv, FaultyEnv, TableAgent
-from farstep.testing.envs import do_fault
+from tests.cluster.toys import counting_vector
 
 DEATHS = {"sigkill": "SIGKILL", "sigsegv": "SIGSEGV", "exit": "status 3"}
 HANGS = ["sigstop", "hang", "hang-gil"]
@@ -433,7 +433,7 @@ def test_an_environment_that_cannot_be_built_again_is_raised(config: Any, tmp_pa
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_what_an_environment_started_dies_with_its_worker(transport: str) -> None:
-    with cluster(SelfNamingEnv, envs=1, wrappers=["faulty:with_a_child"], transport=transport) as env:
+    with cluster(SelfNamingEnv, envs=1, wrappers=["tests.cluster.faulty:with_a_child"], transport=transport) as env:
         _, info = env.reset()
         os.kill(info["pid"][0], signal.SIGKILL)
         _, after = env.reset()

@@ -19,15 +19,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import attacker
 import gymnasium
 import numpy as np
 import pytest
 import zmq
-from checks import assert_balanced, assert_sound, cluster
-from far_head import WideAgent, WideEnv
-from faulty import RogueEnv
-from mutations import mutated
 
 import farstep
 from farstep.config.launch import SSHConfig
@@ -48,6 +43,13 @@ from farstep.wire.encryption import Cipher, Side
 from farstep.wire.keys import KeyPair, Tokens
 from farstep.wire.versions import versions
 from farstep.workflow.delivery import ZmqPasser, ZmqReceiver
+from tests.cluster import attacker
+from tests.cluster.checks import assert_balanced, assert_sound, cluster
+from tests.cluster.far_head import WideAgent, WideEnv
+from tests.cluster.faulty import RogueEnv
+from tests.cluster.mutations import mutated
+
+ROOT = Path(__file__).parents[2]
 
 CASES = 25_000
 NODE = "0123456789abcdef"
@@ -335,7 +337,7 @@ class Attack:
 
     def __init__(self, known: dict[str, Any]) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, str(Path(attacker.__file__))], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            [sys.executable, "-m", attacker.__name__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT
         )
         assert self._process.stdin is not None
         with self._process.stdin as stdin:

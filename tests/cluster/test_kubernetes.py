@@ -9,10 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from guarded import EngineMissing
-from podman_pods import PodmanPods
 
-HEAD = Path(__file__).parents[1] / "engines" / "pods_head.py"
+from tests.engines.guarded import EngineMissing
+from tests.engines.podman_pods import PodmanPods
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -28,8 +29,8 @@ def pods() -> Iterator[PodmanPods]:
 
 @pytest.mark.timeout(600)
 def test_agents_in_pods_keep_the_contract_of_launchers(pods: PodmanPods) -> None:
-    command = [sys.executable, HEAD, pods.url, pods.folder]
-    head = pods.popen("head", command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    command = [sys.executable, "-m", "tests.engines.pods_head", pods.url, pods.folder]
+    head = pods.popen("head", command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT)
     said, _ = head.communicate(timeout=580)
     assert head.returncode == 0 and said.splitlines()[-1] == "kept", said
     assert pods.pods() == []

@@ -12,12 +12,12 @@ import weakref
 from pathlib import Path
 
 import pytest
-from checks import assert_sound, cluster, eventually, inprocess, within
 
 import farstep
 from farstep.testing import TableAgent
+from tests.cluster.checks import assert_sound, cluster, eventually, inprocess, within
 
-HERE = Path(__file__).parent
+ROOT = Path(__file__).parents[2]
 TAG = "FARSTEP_TEST_TAG"
 SIGNALS = {"SIGKILL": signal.SIGKILL, "SIGTERM": signal.SIGTERM, "SIGINT": signal.SIGINT}
 ENDS = [*SIGNALS, "exception", "sys.exit", "os._exit"]
@@ -36,7 +36,7 @@ class Head:
         self.process = subprocess.Popen(
             [sys.executable, *command],
             env=environment,
-            cwd=HERE,
+            cwd=ROOT,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -88,7 +88,7 @@ class Head:
 def test_the_head_ends(phase: str, tmp_path: Path) -> None:
     shared = set(Path("/dev/shm").iterdir())
     ends = ["SIGKILL", "SIGTERM"] if phase == "gil" else ENDS
-    heads = {end: Head(tmp_path / end, str(HERE / "head.py"), phase, end, str(tmp_path / end)) for end in ends}
+    heads = {end: Head(tmp_path / end, "-m", "tests.cluster.head", phase, end, str(tmp_path / end)) for end in ends}
     try:
         for head in heads.values():
             head.until_there()

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checks import cluster, inprocess
 
 import farstep
 from farstep.testing import CountingEnv
+from tests.cluster.checks import cluster, inprocess
 
 MODULE = """
 import os

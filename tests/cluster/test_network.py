@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checks import assert_balanced, eventually
-from namespaces import Network
-from ssh_hosts import SshServer
+
+from tests.cluster.checks import assert_balanced, eventually
+from tests.engines.namespaces import Network
+from tests.engines.ssh_hosts import SshServer
 
 pytestmark = pytest.mark.timeout(300)
 HERE = Path(__file__).parent

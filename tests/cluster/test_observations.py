@@ -7,8 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checks import cluster, inprocess
-from faulty import FussyBoxEnv, SevenAgent
 from gymnasium import spaces
 from gymnasium.vector import SyncVectorEnv
 
@@ -16,6 +14,8 @@ import farstep
 from farstep.errors import SpaceError
 from farstep.rollout.seeds import episode_seed
 from farstep.testing import CountingEnv, TableAgent
+from tests.cluster.checks import cluster, inprocess
+from tests.cluster.faulty import FussyBoxEnv, SevenAgent
 
 
 class LyingEnv(CountingEnv):

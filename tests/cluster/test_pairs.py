@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checks import assert_balanced, cluster, within
 
 import farstep
 from farstep import DataKeyTrigger, TimeTrigger, TransferTrigger
 from farstep.buffer import Sequence, Uniform
 from farstep.testing import CountingEnv
+from tests.cluster.checks import assert_balanced, cluster, within
 
 FEATURES = ("aaps", "staleness", "stagger", "recurrent", "thread", "nodes", "transfer", "replay")
 ENVS, STEPS, HORIZON, DELTA = 4, 6, 12, 0.02

@@ -7,10 +7,10 @@ import re
 from pathlib import Path
 
 import pytest
-from checks import cluster
 
 from farstep.testing import TableAgent
 from farstep.wire.keys import KeyPair, Tokens
+from tests.cluster.checks import cluster
 
 
 @pytest.mark.parametrize("transport", ["tcp", "ipc"])

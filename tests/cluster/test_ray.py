@@ -19,15 +19,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checks import assert_balanced, assert_sound, cluster, eventually, within
 
 import farstep
 from farstep.testing import TableAgent, check_launcher
+from tests.cluster.checks import assert_balanced, assert_sound, cluster, eventually, within
 
 if importlib.util.find_spec("ray") is None and os.environ.get("FARSTEP_ENGINES") != "required":
     pytest.skip("pip install farstep[ray]", allow_module_level=True)
 
-from ray_nodes import RayCluster
+from tests.engines.ray_nodes import RayCluster
 
 LEASE_S = 20.0  # ten, and as much again for a busy machine
 TAG = "FARSTEP_TEST_TAG"

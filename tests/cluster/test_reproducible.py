@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checks import arrays_of, assert_same, assert_sound, cluster, inprocess
-from faulty import MortalEnv, PoisonEnv
 
 import farstep
 from farstep.rollout.seeds import episode_generator, episode_seed
 from farstep.testing import CountingEnv, TableAgent
+from tests.cluster.checks import arrays_of, assert_same, assert_sound, cluster, inprocess
+from tests.cluster.faulty import MortalEnv, PoisonEnv
 
 SLOTS = 5  # so that workers differ in size
 

@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import scarce
-from checks import cluster, within
 
 import farstep
 from farstep.errors import ResourceError, RunError
@@ -23,6 +21,8 @@ from farstep.observe.loggers import JsonlLogger, TensorBoardLogger
 from farstep.observe.run_folder import RunFolder
 from farstep.testing import CountingEnv, TableAgent
 from farstep.wire.channels.memory import SharedMemory
+from tests.cluster import scarce
+from tests.cluster.checks import cluster, within
 
 ADVICE = "raise the limit (ulimit -n) or use fewer workers."
 

@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checks import assert_balanced, eventually, within, without_programs
-from slurm_cluster import SlurmCluster
 
 import farstep
 from farstep.config.launch import SlurmConfig
 from farstep.errors import LaunchError
 from farstep.launch.slurm import batch_script, job_sizes
 from farstep.testing import CountingEnv, TableAgent, check_launcher
+from tests.cluster.checks import assert_balanced, eventually, within, without_programs
+from tests.engines.slurm_cluster import SlurmCluster
 
 pytestmark = pytest.mark.timeout(400)
 BATCH_S = 200.0
@@ -321,11 +321,11 @@ def test_nodes_that_come_late_join(cluster: SlurmCluster, tmp_path: Path) -> Non
 
 
 def test_inside_an_allocation_agents_are_a_step(cluster: SlurmCluster, tmp_path: Path) -> None:
-    code = "import test_slurm; test_slurm.inside()"
-    here = Path(__file__).parent
-    folders = os.pathsep.join([str(here), str(here.parent / "engines")])
+    code = "from tests.cluster import test_slurm; test_slurm.inside()"
     (tmp_path / "activate").write_text(f"echo sourced > {tmp_path}/mark\n")
-    script = f"#!/bin/sh\nexport PYTHONPATH={folders}:$PYTHONPATH\nexec {sys.executable} -c '{code}'\n"
+    script = (
+        f"#!/bin/sh\nexport PYTHONPATH={Path(__file__).parents[2]}:$PYTHONPATH\nexec {sys.executable} -c '{code}'\n"
+    )
     log = tmp_path / "inside.log"
     path = tmp_path / "script"
     path.write_text(script)

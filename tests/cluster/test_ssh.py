@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checks import eventually, within, without_programs
-from ssh_hosts import SshServer
 
 import farstep
 from farstep.config.launch import SSHConfig
@@ -20,6 +18,8 @@ from farstep.errors import ConfigError, LaunchError, WorkerDied, WorkerStuck
 from farstep.rollout.seeds import episode_seed
 from farstep.testing import CountingEnv, FaultyEnv, TableAgent, check_launcher
 from farstep.wire.keys import KeyPair
+from tests.cluster.checks import eventually, within, without_programs
+from tests.engines.ssh_hosts import SshServer
 
 pytestmark = pytest.mark.timeout(400)
 HOSTS = ["one", "two", "three"]

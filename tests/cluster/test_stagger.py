@@ -10,14 +10,14 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
-from checks import arrays_of, assert_balanced, assert_same, assert_sound, cluster, eventually, inprocess
-from faulty import MortalEnv, PoisonEnv
-from toys import NestedAgent, NestedEnv
 
 import farstep
 from farstep.head.collector import Request
 from farstep.rollout.seeds import episode_seed
 from farstep.testing import CountingEnv, TableAgent
+from tests.cluster.checks import arrays_of, assert_balanced, assert_same, assert_sound, cluster, eventually, inprocess
+from tests.cluster.faulty import MortalEnv, PoisonEnv
+from tests.cluster.toys import NestedAgent, NestedEnv
 
 H, K, N = 20, 5, 8
 ENDLESS = {"length": None}

@@ -12,11 +12,11 @@ import time
 from pathlib import Path
 
 import pytest
-from checks import cluster, eventually, within
 
 import farstep
 from farstep.head import server
 from farstep.testing import CountingEnv
+from tests.cluster.checks import cluster, eventually, within
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checks import cluster, inprocess
-from toys import NestedAgent, NestedEnv, RememberingAgent, counting_vector
 
 import farstep
 from farstep.testing import CountingEnv, TableAgent
+from tests.cluster.checks import cluster, inprocess
+from tests.cluster.toys import NestedAgent, NestedEnv, RememberingAgent, counting_vector
 
 EVERYWHERE = pytest.mark.parametrize(
     "config",

@@ -9,9 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checks import assert_balanced, assert_sound, cluster, inprocess, within
-from faulty import CutOffEnv, StageCutOffEnv
-from toys import NestedAgent, NestedEnv, RememberingAgent, counting_vector
 
 import farstep
 from farstep import TransferTrigger
@@ -24,6 +21,9 @@ from farstep.schema import flat
 from farstep.testing import FaultyEnv, TableAgent
 from farstep.wire import messages as m
 from farstep.workflow.pipeline import minibatches
+from tests.cluster.checks import assert_balanced, assert_sound, cluster, inprocess, within
+from tests.cluster.faulty import CutOffEnv, StageCutOffEnv
+from tests.cluster.toys import NestedAgent, NestedEnv, RememberingAgent, counting_vector
 
 SMALL = ("reward", "terminated", "truncated", "valid", "episode_start", "version", "last_obs", "final_obs")
 TRANSFERS = {

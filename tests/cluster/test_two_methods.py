@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checks import assert_balanced, cluster, inprocess
 
 import farstep
 from farstep.sync import AAPS, MaxLag
 from farstep.testing import CountingEnv, TableAgent
+from tests.cluster.checks import assert_balanced, cluster, inprocess
 
 EVERYWHERE = pytest.mark.parametrize(
     "config",

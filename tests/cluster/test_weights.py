@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checks import cluster
 
 import farstep
 from farstep.testing import TableAgent
+from tests.cluster.checks import cluster
 
 
 @pytest.fixture(scope="module")

@@ -13,10 +13,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checks import assert_balanced, assert_same, assert_sound, cluster, eventually, inprocess, within
-from faulty import MortalEnv
-from flows import GatedEnv, everything, full
-from tables import (
+
+import farstep
+from farstep.buffer import MaxHeap, Queue, SampleToInsertRatio, Uniform
+from farstep.buffer.storage.cyclic import CyclicBlocks
+from farstep.head.collector import Collector
+from farstep.testing import CountingEnv, TableAgent
+from farstep.workflow.triggers import DataKeyTrigger, ObjectKeyTrigger, TimeTrigger, Trigger
+from tests.cluster.checks import assert_balanced, assert_same, assert_sound, cluster, eventually, inprocess, within
+from tests.cluster.faulty import MortalEnv
+from tests.cluster.flows import GatedEnv, everything, full
+from tests.cluster.tables import (
     ENDLESS,
     TRANSPORTS,
     Recorder,
@@ -26,14 +33,7 @@ from tables import (
     launch,
     ppo,
 )
-from toys import NestedAgent, NestedEnv, RememberingAgent
-
-import farstep
-from farstep.buffer import MaxHeap, Queue, SampleToInsertRatio, Uniform
-from farstep.buffer.storage.cyclic import CyclicBlocks
-from farstep.head.collector import Collector
-from farstep.testing import CountingEnv, TableAgent
-from farstep.workflow.triggers import DataKeyTrigger, ObjectKeyTrigger, TimeTrigger, Trigger
+from tests.cluster.toys import NestedAgent, NestedEnv, RememberingAgent
 
 # ---- the batch ----
 

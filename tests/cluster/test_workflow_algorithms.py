@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from checks import assert_balanced, cluster, inprocess
-from flows import full
 
 import farstep
 from farstep.buffer import NStep, Prioritized, SampleToInsertRatio, Uniform
 from farstep.testing import TableAgent
 from farstep.workflow.triggers import DataKeyTrigger, ObjectKeyTrigger, TimeTrigger
+from tests.cluster.checks import assert_balanced, cluster, inprocess
+from tests.cluster.flows import full
 
 WORKERS, ENVS = 2, 4  # of all workers
 

@@ -6,13 +6,13 @@ import threading
 from typing import Any
 
 import pytest
-from checks import cluster, inprocess, together, within
-from flows import full
 
 import farstep
 from farstep.testing import TableAgent
 from farstep.workflow.delivery import LocalQueue, ZmqPasser, ZmqReceiver
 from farstep.workflow.triggers import DataKeyTrigger, ObjectKeyTrigger, TimeTrigger, Trigger
+from tests.cluster.checks import cluster, inprocess, together, within
+from tests.cluster.flows import full
 
 ENDLESS = {"length": None}
 

@@ -9,9 +9,16 @@ import traceback
 from typing import Any
 
 import pytest
-from checks import assert_balanced, assert_sound, cluster, eventually, inprocess, within
-from flows import full
-from tables import (
+
+import farstep
+from farstep.buffer import LIFO, MaxHeap, Queue, RateLimiter, Uniform
+from farstep.errors import BufferTimeout, ClosedError, ConfigError, FarstepError
+from farstep.testing import TableAgent
+from farstep.workflow.delivery import LocalQueue
+from farstep.workflow.triggers import DataKeyTrigger, ObjectKeyTrigger, TimeTrigger, Trigger
+from tests.cluster.checks import assert_balanced, assert_sound, cluster, eventually, inprocess, within
+from tests.cluster.flows import full
+from tests.cluster.tables import (
     ENDLESS,
     TRANSPORTS,
     Recorder,
@@ -22,13 +29,6 @@ from tables import (
     launch,
     ppo,
 )
-
-import farstep
-from farstep.buffer import LIFO, MaxHeap, Queue, RateLimiter, Uniform
-from farstep.errors import BufferTimeout, ClosedError, ConfigError, FarstepError
-from farstep.testing import TableAgent
-from farstep.workflow.delivery import LocalQueue
-from farstep.workflow.triggers import DataKeyTrigger, ObjectKeyTrigger, TimeTrigger, Trigger
 
 # ---- ends ----
 

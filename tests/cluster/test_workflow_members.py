@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checks import assert_balanced, assert_sound, cluster, eventually, within
-from flows import full
-from tables import ENDLESS, Recorder
 
 import farstep
 from farstep import workflow
 from farstep.config.launch import SSHConfig
 from farstep.testing import FaultyEnv, TableAgent
 from farstep.workflow.triggers import DataKeyTrigger, ObjectKeyTrigger
+from tests.cluster.checks import assert_balanced, assert_sound, cluster, eventually, within
+from tests.cluster.flows import full
+from tests.cluster.tables import ENDLESS, Recorder
 
 SHELL = """#!/bin/sh
 shift

@@ -13,10 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checks import cluster, eventually, inprocess, together, within
-from flows import full
-from tables import ENDLESS, deliberate
-from torn import ComparedAgent, TornAgent
 
 import farstep
 from farstep.agents import update_gate
@@ -25,6 +21,10 @@ from farstep.errors import PublishTimeout
 from farstep.sync import AAPS
 from farstep.workflow.delivery import LocalQueue
 from farstep.workflow.triggers import DataKeyTrigger, ObjectKeyTrigger, TimeTrigger
+from tests.cluster.checks import cluster, eventually, inprocess, together, within
+from tests.cluster.flows import full
+from tests.cluster.tables import ENDLESS, deliberate
+from tests.cluster.torn import ComparedAgent, TornAgent
 
 VERSIONS = 12
 

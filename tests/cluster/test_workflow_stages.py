@@ -9,15 +9,24 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checks import assert_balanced, assert_same, assert_sound, cluster, eventually, inprocess, together, within
-from faulty import HeldBackEnv, StageCutOffEnv
-from flows import everything, full
-from toys import RememberingAgent
 
 import farstep
 from farstep import DataKeyTrigger, TransferTrigger
 from farstep.testing import TableAgent
 from farstep.workflow.delivery import LocalQueue
+from tests.cluster.checks import (
+    assert_balanced,
+    assert_same,
+    assert_sound,
+    cluster,
+    eventually,
+    inprocess,
+    together,
+    within,
+)
+from tests.cluster.faulty import HeldBackEnv, StageCutOffEnv
+from tests.cluster.flows import everything, full
+from tests.cluster.toys import RememberingAgent
 
 STAGES = (("reward", "terminated"), ("obs", "action"))
 

@@ -11,12 +11,18 @@ import time
 from pathlib import Path
 from typing import Any
 
-import flows
 import numpy as np
 import pytest
-from checks import assert_same, assert_sound, cluster, eventually, inprocess, within
-from flows import everything, full
-from tables import (
+
+import farstep
+from farstep.head.collector import Collector
+from farstep.testing import TableAgent
+from farstep.workflow.delivery import LocalQueue, ZmqPasser
+from farstep.workflow.triggers import DataKeyTrigger, ObjectKeyTrigger, TimeTrigger
+from tests.cluster import flows
+from tests.cluster.checks import assert_same, assert_sound, cluster, eventually, inprocess, within
+from tests.cluster.flows import everything, full
+from tests.cluster.tables import (
     ENDLESS,
     Recorder,
     assert_followed,
@@ -25,12 +31,6 @@ from tables import (
     helper,
     launch,
 )
-
-import farstep
-from farstep.head.collector import Collector
-from farstep.testing import TableAgent
-from farstep.workflow.delivery import LocalQueue, ZmqPasser
-from farstep.workflow.triggers import DataKeyTrigger, ObjectKeyTrigger, TimeTrigger
 
 # ---- time ----
 

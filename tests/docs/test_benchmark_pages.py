@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from benchmark_modules import benchmark_modules
+
+from tests.docs.benchmark_modules import benchmark_modules
 
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"

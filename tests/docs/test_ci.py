@@ -8,10 +8,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import podman_pods
 import pytest
 
-import longest_first
+from tests import longest_first
+from tests.engines import podman_pods
 
 ROOT = Path(__file__).parents[2]
 PYTHON_AND_COMPILERS = {"make", "g++", "python3", "python3-venv", "python3-dev"}

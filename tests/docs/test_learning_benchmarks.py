@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmark_modules import BENCHMARKS, benchmark_modules
+
+from tests.docs.benchmark_modules import BENCHMARKS, benchmark_modules
 
 aaps, async_return, learning_tables, trainings = benchmark_modules(
     "aaps", "async_return", "learning_tables", "trainings"

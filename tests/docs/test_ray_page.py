@@ -7,7 +7,8 @@ import subprocess
 import sys
 
 import pytest
-from test_readme import ROOT, example
+
+from tests.docs.test_readme import ROOT, example
 
 
 @pytest.mark.timeout(240)

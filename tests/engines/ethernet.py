@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-from guarded import EngineError, Guarded, expect_line, system_path
+from tests.engines.guarded import EngineError, Guarded, expect_line, system_path
 
-_TAP_SWITCH = Path(__file__).with_name("tap_switch.py")
+_ROOT = Path(__file__).parents[2]
 
 
 class Switch(Protocol):
@@ -89,9 +89,9 @@ class TapSwitch:
 
     def __init__(self, networks: Sequence[int], delay_ms: float) -> None:
         # Not isolated (-I): it imports its neighbour.
-        command = [sys.executable, "-S", _TAP_SWITCH, str(delay_ms), *map(str, networks)]
+        command = [sys.executable, "-S", "-m", "tests.engines.tap_switch", str(delay_ms), *map(str, networks)]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        self._process = Guarded(command, pass_fds=networks, text=True, bufsize=1, **pipes)
+        self._process = Guarded(command, pass_fds=networks, text=True, bufsize=1, cwd=_ROOT, **pipes)
         try:
             expect_line(self._process, "up", "the switch")
         except BaseException:

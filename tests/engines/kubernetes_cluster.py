@@ -17,16 +17,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import host_image
-import kubernetes_build
-from guarded import EngineError, Guarded, require, system_path, tail, wait_until
-from namespaces import Network
+from tests.engines import host_image, kubernetes_build
+from tests.engines.guarded import EngineError, Guarded, require, system_path, tail, wait_until
+from tests.engines.namespaces import Network
 
 NODES = ("node1", "node2")
 NAMESPACE, USER = "rl", "farstep"
 _ADMIN_TOKEN, _USER_TOKEN = "of-the-administrator", "of-the-head"
 _PAUSE = "localhost/pause:1"
-_PAGE = Path(__file__).parents[2] / "docs" / "kubernetes.md"
+_ROOT = Path(__file__).parents[2]
+_PAGE = _ROOT / "docs" / "kubernetes.md"
 _READY_S = 180.0
 
 
@@ -146,7 +146,7 @@ class KubernetesCluster(Network):
     def start_pod(self, name: str, command: list[str]) -> None:
         """A pod with the rights of the page, that finds the API server where it is: nobody routes services here."""
         server = {"KUBERNETES_SERVICE_HOST": self.address("control"), "KUBERNETES_SERVICE_PORT": "6443"}
-        path = f"{Path(__file__).parents[2] / 'src'}:{Path(__file__).parent}"
+        path = f"{_ROOT / 'src'}:{_ROOT}"
         spec = host_image.pod_template(**server, PYTHONPATH=path)["spec"]
         (container,) = spec["containers"]
         container |= {"name": name, "image": host_image.NAME, "imagePullPolicy": "Never", "command": command}
@@ -284,7 +284,8 @@ def check(cluster: KubernetesCluster, kind: str) -> None:
     """The contract with Jobs or a Deployment; the head says when a node is to crash."""
     head = cluster.popen(
         "head",
-        [sys.executable, "-u", Path(__file__).with_name("kubernetes_head.py"), kind],
+        [sys.executable, "-u", "-m", "tests.engines.kubernetes_head", kind],
+        cwd=_ROOT,
         env={**system_path(), "KUBECONFIG": str(cluster.kubeconfig(_USER_TOKEN))},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -312,7 +313,7 @@ def check(cluster: KubernetesCluster, kind: str) -> None:
 
 def check_inside(cluster: KubernetesCluster) -> None:
     """A head in a pod: what it asks for is its pod's, and goes with it."""
-    cluster.start_pod("head", [sys.executable, "-u", str(Path(__file__).with_name("kubernetes_head.py")), "inside"])
+    cluster.start_pod("head", [sys.executable, "-u", "-m", "tests.engines.kubernetes_head", "inside"])
 
     def is_training() -> bool:
         with contextlib.suppress(EngineError):  # no log yet

@@ -12,12 +12,11 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-import host_image
-
 from farstep import ClusterEnv
 from farstep.config.kubernetes import KubernetesConfig
 from farstep.errors import LaunchError
 from farstep.testing import CountingEnv, TableAgent, check_launcher
+from tests.engines import host_image
 
 
 def make(kind: str, **options: Any) -> KubernetesConfig:

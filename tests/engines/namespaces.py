@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ethernet import Bridge, Switch, TapSwitch, in_network, new_namespaces
-from guarded import Engine, EngineError, Guarded, expect_line, require, require_root
+from tests.engines.ethernet import Bridge, Switch, TapSwitch, in_network, new_namespaces
+from tests.engines.guarded import Engine, EngineError, Guarded, expect_line, require, require_root
 
 
 class Network(Engine):

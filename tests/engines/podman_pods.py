@@ -10,15 +10,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import host_image
-from guarded import require, system_path, wait_until
-from namespaces import Network
-
 import farstep.launch
 from farstep.config.kubernetes import KubernetesConfig
 from farstep.launch.daemon.guardian import Guardian
 from farstep.launch.engine import Group, RequestStatus
 from farstep.launch.kubernetes.manifests import manifests
+from tests.engines import host_image
+from tests.engines.guarded import require, system_path, wait_until
+from tests.engines.namespaces import Network
 
 PACKAGES = "podman runc conmon netavark aardvark-dns catatonit iptables"
 _PROGRAMS = ("podman", "runc", "conmon", "catatonit", "iptables")

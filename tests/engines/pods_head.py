@@ -9,10 +9,10 @@ import time
 from typing import Any
 
 import numpy as np
-from podman_pods import PodmanConfig, podman
 
 import farstep
 from farstep.testing import CountingEnv, TableAgent, check_launcher
+from tests.engines.podman_pods import PodmanConfig, podman
 
 
 def kill_pod(url: str, node: dict[str, Any]) -> None:

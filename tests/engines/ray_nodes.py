@@ -8,8 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from guarded import Engine, EngineMissing, Guarded, free_ports, wait_until
-from namespaces import Network
+from tests.engines.guarded import Engine, EngineMissing, Guarded, free_ports, wait_until
+from tests.engines.namespaces import Network
 
 _ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",

@@ -9,8 +9,18 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from guarded import Engine, EngineError, Guarded, free_ports, require, require_root, system_path, tail, wait_until
-from namespaces import Network
+from tests.engines.guarded import (
+    Engine,
+    EngineError,
+    Guarded,
+    free_ports,
+    require,
+    require_root,
+    system_path,
+    tail,
+    wait_until,
+)
+from tests.engines.namespaces import Network
 
 _CONFIGURATION = """
 ClusterName=farstep

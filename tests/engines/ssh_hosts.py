@@ -7,8 +7,8 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from guarded import Engine, Guarded, free_ports, require, wait_until
-from namespaces import Network
+from tests.engines.guarded import Engine, Guarded, free_ports, require, wait_until
+from tests.engines.namespaces import Network
 
 _PRIVATE = Path("/run/sshd")
 """An empty folder that Debian's sshd insists on if root starts it; the package's service makes it too. It stays."""

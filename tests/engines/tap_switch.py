@@ -19,7 +19,7 @@ import time
 from collections import deque
 from typing import Any
 
-from guard import CLONE_NEWNET, call
+from tests.engines.guard import CLONE_NEWNET, call
 
 TUNSETIFF, IFF_TAP, IFF_NO_PI = 0x400454CA, 0x2, 0x1000
 MAX_FRAME_BYTES = 1600

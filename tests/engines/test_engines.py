@@ -13,11 +13,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from guarded import EngineError, EngineMissing, Guarded, expect_line, require, wait_until
-from namespaces import Network
-from ray_nodes import RayCluster
-from slurm_cluster import SlurmCluster
-from ssh_hosts import SshServer
+
+from tests.engines.guarded import EngineError, EngineMissing, Guarded, expect_line, require, wait_until
+from tests.engines.namespaces import Network
+from tests.engines.ray_nodes import RayCluster
+from tests.engines.slurm_cluster import SlurmCluster
+from tests.engines.ssh_hosts import SshServer
 
 HERE = Path(__file__).parent
 TAG = "FARSTEP_ENGINE_TAG"
@@ -343,8 +344,8 @@ def test_ray_restarts_actors_of_a_lost_node(in_network):
 
 USER = """
 import os, signal, sys, time
-from namespaces import Network
-from slurm_cluster import SlurmCluster
+from tests.engines.namespaces import Network
+from tests.engines.slurm_cluster import SlurmCluster
 with Network(["h1", "h2"], delay_ms=1) as network, SlurmCluster(network=network) as cluster:
     cluster.command("sbatch", "--wrap", "sleep 1000", "-o", "/dev/null")
     while "RUNNING" not in [job.state for job in cluster.jobs().values()]:
@@ -357,7 +358,7 @@ with Network(["h1", "h2"], delay_ms=1) as network, SlurmCluster(network=network)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
 def test_nothing_is_left_however_the_test_ends(tag, tmp_path, number):
     folder = Path(tempfile.mkdtemp(prefix="u"))  # a short name: the path of a socket in it has at most 107 bytes
-    environment = {**os.environ, "PYTHONPATH": str(HERE), "TMPDIR": str(folder)}
+    environment = {**os.environ, "PYTHONPATH": str(HERE.parents[1]), "TMPDIR": str(folder)}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen([sys.executable, "-c", USER], env=environment, start_new_session=True, **pipes) as user:
         expect_line(user, "ready", "the user", 60)

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from tasks import Config, Rows, assert_resumes_exactly, make_env, make_training, resumable, trained
 
 from farstep.checkpoint import folder as checkpoint
 from farstep.learners.async_ppo import AsyncPPOConfig
@@ -21,6 +20,7 @@ from farstep.learners.loop.saving import put_together, taken_apart
 from farstep.learners.networks.nets import ActorCritic, NetConfig, make_agent
 from farstep.learners.optimizing import Optimizer
 from farstep.learners.ppo import PPOConfig
+from tests.learning.tasks import Config, Rows, assert_resumes_exactly, make_env, make_training, resumable, trained
 
 ENVS, STEPS = 4, 12
 ROWS = ENVS * STEPS

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tasks import Identity, Rows, make_env, make_training
 
 from farstep.learners.networks.nets import NetConfig
 from farstep.learners.ppo import PPOConfig
+from tests.learning.tasks import Identity, Rows, make_env, make_training
 
 KINDS = ["discrete", "multi-discrete", "binary", "continuous", "dict"]
 

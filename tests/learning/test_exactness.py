@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tasks import Rows, make_env, make_training, trained
 
 from farstep.checkpoint import folder as checkpoint
 from farstep.learners.async_ppo import AsyncPPOConfig
 from farstep.learners.loop.training import Stopped
 from farstep.learners.networks.nets import NetConfig
 from farstep.learners.ppo import PPOConfig
+from tests.learning.tasks import Rows, make_env, make_training, trained
 
 VARIANTS = [("plain", "local"), ("lstm", "local"), ("normalised", "inprocess"), ("gru", "inprocess")]
 NETS = {

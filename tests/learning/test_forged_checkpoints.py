@@ -14,10 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tasks import Config, make_env, make_training
 
 import farstep
-import forging
 from farstep.checkpoint import folder as checkpoint
 from farstep.errors import CheckpointError
 from farstep.learners.async_ppo import AsyncPPOConfig
@@ -26,7 +24,9 @@ from farstep.learners.loop.saving import put_together, taken_apart
 from farstep.learners.loop.training import Limits, Training
 from farstep.learners.networks.nets import NetConfig, make_agent
 from farstep.learners.ppo import PPO, PPOConfig
-from forging import REMOVED, Way, changed, fields
+from tests import forging
+from tests.forging import REMOVED, Way, changed, fields
+from tests.learning.tasks import Config, make_env, make_training
 
 CONFIG = PPOConfig(
     num_steps=8,
@@ -195,9 +195,9 @@ def test_metadata_that_describes_no_state_is_refused(tmp_path: Path, caplog: pyt
 RESUMING = """
 import sys
 from pathlib import Path
-sys.path[:0] = [sys.argv[1], str(Path(sys.argv[1]).parent)]
-from test_forged_checkpoints import CONFIG, ENVS, ROWS
-from tasks import Config, make_env, make_training
+sys.path.insert(0, sys.argv[1])
+from tests.learning.test_forged_checkpoints import CONFIG, ENVS, ROWS
+from tests.learning.tasks import Config, make_env, make_training
 with make_env("CartPole-v1", ENVS, launcher="inprocess") as env:
     training, agent = make_training(env, CONFIG, 6 * ROWS, checkpoints=Path(sys.argv[2]))
     training.resume()
@@ -208,7 +208,7 @@ with make_env("CartPole-v1", ENVS, launcher="inprocess") as env:
 def test_forged_moments_do_not_crash_the_process(forger: Forger) -> None:
     shutil.copytree(forger.real, forger.folder / "000001")
     forger.forge(("learner", "optimizer", "adam", "exp_avg"), torch.zeros(1))
-    command = [sys.executable, "-c", RESUMING, str(Path(__file__).parent), str(forger.folder)]
+    command = [sys.executable, "-c", RESUMING, str(Path(__file__).parents[2]), str(forger.folder)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=170)
     assert (done.returncode, done.stdout) == (0, "6\n"), done.stderr
     assert "000002 is not used: optimizer.adam.exp_avg is float32[1]" in done.stderr

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from tasks import DEFAULTS, make_env, make_training, trained
 
 from farstep.learners.ppo import PPOConfig
+from tests.learning.tasks import DEFAULTS, make_env, make_training, trained
 
 pytestmark = pytest.mark.timeout(600)
 

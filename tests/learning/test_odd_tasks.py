@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 from gymnasium import spaces
-from tasks import make_env, make_training
 
 from farstep.cli import main
 from farstep.errors import RewardError, SpaceError
@@ -17,6 +16,7 @@ from farstep.learners.networks.nets import NetConfig, make_agent
 from farstep.learners.ppo import PPOConfig
 from farstep.learners.returns import gae, lambda_returns
 from farstep.testing import CountingEnv
+from tests.learning.tasks import make_env, make_training
 
 CONFIG = PPOConfig(num_steps=8)
 

@@ -13,7 +13,6 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
-from tasks import Rows, make_env, make_training
 
 from farstep.cli import main
 from farstep.config.launch import LocalConfig
@@ -25,6 +24,7 @@ from farstep.learners.loop.run_config import RunConfig
 from farstep.learners.networks.nets import NetConfig, make_agent
 from farstep.learners.optimizing import Optimizer
 from farstep.learners.ppo import PPOConfig
+from tests.learning.tasks import Rows, make_env, make_training
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tasks import Config, Rows, make_env, make_training
 
 from farstep.learners.async_ppo import AsyncPPOConfig
 from farstep.learners.impala import ImpalaConfig
 from farstep.learners.networks.nets import NetConfig
 from farstep.learners.ppo import PPOConfig
 from farstep.testing import CountingEnv
+from tests.learning.tasks import Config, Rows, make_env, make_training
 
 NET = NetConfig(normalize_obs=True, normalize_reward=True)
 CONFIGS: dict[str, tuple[Config, dict[str, Any]]] = {

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from tasks import Identity, make_env
 
 from farstep.batch import Batch
 from farstep.learners.loop.statistics import Statistics
@@ -19,6 +18,7 @@ from farstep.learners.networks.nets import ActorCritic, NetConfig, make_agent
 from farstep.learners.optimizing import Optimizer, Schedule
 from farstep.learners.ppo import PPO, PPOConfig
 from farstep.learners.rollout import Minibatch, Rollout, minibatches, prepare
+from tests.learning.tasks import Identity, make_env
 
 CPU = torch.device("cpu")
 KINDS = ["discrete", "multi-discrete", "binary", "continuous", "dict"]

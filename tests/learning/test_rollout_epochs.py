@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tasks import Config, Rows, assert_resumes_exactly, make_env, make_training, trained
 
 from farstep.learners.async_ppo import AsyncPPOConfig
 from farstep.learners.networks.nets import NetConfig, make_agent
 from farstep.learners.ppo import PPOConfig
 from farstep.learners.rollout import prepare
+from tests.learning.tasks import Config, Rows, assert_resumes_exactly, make_env, make_training, trained
 
 ENVS, STEPS, EPOCHS = 4, 12, 3
 SIZES: dict[str, Any] = {"num_steps": STEPS, "rollout_epochs": EPOCHS, "update_epochs": 1}

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tasks import Rows, make_env, make_training
 
 from farstep.learners.loop.evaluation import Evaluated
 from farstep.learners.ppo import PPOConfig
+from tests.learning.tasks import Rows, make_env, make_training
 
 ROWS = 4 * 8
 CONFIG = PPOConfig(num_steps=8)

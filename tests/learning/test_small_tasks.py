@@ -7,10 +7,10 @@ from functools import partial
 from typing import Any
 
 import pytest
-from tasks import DEFAULTS, Identity, Recall, trained
 
 from farstep.learners.networks.nets import NetConfig
 from farstep.learners.ppo import PPOConfig
+from tests.learning.tasks import DEFAULTS, Identity, Recall, trained
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from tasks import Config, Rows, make_env, make_training
 
 from farstep.learners.async_ppo import AsyncPPOConfig
 from farstep.learners.impala import ImpalaConfig
 from farstep.learners.networks.nets import NetConfig
 from farstep.learners.ppo import PPOConfig
+from tests.learning.tasks import Config, Rows, make_env, make_training
 
 CONFIGS: dict[str, Config] = {
     "ppo": PPOConfig(num_steps=10),

@@ -1,0 +1,266 @@
+"""The engine against an API server that is not real: what it creates, says and leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from farstep.config.kubernetes import KubernetesConfig
+from farstep.errors import LaunchError
+from farstep.launch.kubernetes import api as kubernetes_api
+from farstep.launch.kubernetes.engine import KubernetesEngine, Pods
+from tests.launch.fake_kubernetes import FakeKubernetes, kubeconfig, serving
+
+BOOTSTRAP = json.dumps({"run": "ab12", "secret": "s3cret"}).encode()
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeKubernetes]:
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    with serving(tmp_path) as (fake, file):
+        monkeypatch.setenv("KUBECONFIG", str(file))
+        yield fake
+
+
+@pytest.fixture
+def engine() -> Iterator[Any]:
+    engines: list[KubernetesEngine] = []
+
+    def make(**options: Any) -> KubernetesEngine:
+        engines.append(KubernetesEngine(KubernetesConfig(image="farstep:1", **options)))
+        return engines[-1]
+
+    yield make
+    for each in engines:
+        each.close()
+
+
+def ask(engine: KubernetesEngine, nodes: int = 2) -> Pods:
+    return engine.ask(nodes, BOOTSTRAP)
+
+
+def test_jobs_own_their_secret_and_go_when_cancelled(cluster: FakeKubernetes, engine: Any) -> None:
+    group = ask(engine())
+    assert cluster.names() == ["jobs/farstep-ab12-0-0", "jobs/farstep-ab12-0-1", "secrets/farstep-ab12-0"]
+    owners = cluster.objects["secrets"]["farstep-ab12-0"]["metadata"]["ownerReferences"]
+    assert [(owner["apiVersion"], owner["kind"], owner["name"]) for owner in owners] == [
+        ("batch/v1", "Job", "farstep-ab12-0-0"),
+        ("batch/v1", "Job", "farstep-ab12-0-1"),
+    ]
+    group.cancel()
+    group.cancel()
+    assert cluster.names() == []
+
+
+def test_a_second_group_has_names_of_its_own(cluster: FakeKubernetes, engine: Any) -> None:
+    one = engine(kind="deployment")
+    first, second = ask(one, 1), ask(one, 1)
+    assert len(cluster.objects["deployments"]) == 2
+    first.cancel()
+    assert cluster.names() == ["deployments/farstep-ab12-1", "secrets/farstep-ab12-1"]
+    second.cancel()
+
+
+def test_jobs_that_are_over_are_nodes_that_will_not_come(cluster: FakeKubernetes, engine: Any) -> None:
+    group = ask(engine())
+    assert group.standing().nodes == 2 and "no pods yet" in group.standing().text
+    jobs = cluster.objects["jobs"]
+    jobs["farstep-ab12-0-0"]["status"] = {"conditions": [{"type": "Failed", "status": "True"}]}
+    jobs["farstep-ab12-0-1"]["status"] = {"conditions": [{"type": "Suspended", "status": "False"}]}
+    assert group.standing().nodes == 1
+    del jobs["farstep-ab12-0-1"]
+    assert group.standing().nodes == 0
+    group.cancel()
+
+
+@pytest.mark.parametrize(
+    ("status", "text"),
+    [
+        ({"phase": "Running"}, "pods: 1 Running"),
+        (
+            {
+                "phase": "Pending",
+                "conditions": [
+                    {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/2 nodes: cpu"}
+                ],
+            },
+            "1 Pending (Unschedulable: 0/2 nodes: cpu)",
+        ),
+        (
+            {
+                "phase": "Pending",
+                "containerStatuses": [{"state": {"waiting": {"reason": "ImagePullBackOff", "message": "no x:1"}}}],
+            },
+            "1 Pending (ImagePullBackOff: no x:1)",
+        ),
+        (
+            {
+                "phase": "Failed",
+                "containerStatuses": [
+                    {"state": {"terminated": {"reason": "Error", "exitCode": 1, "message": "a\nfarstep: no head\n"}}}
+                ],
+            },
+            "1 Failed (Error: farstep: no head)",
+        ),
+        ({"phase": "Failed", "reason": "Evicted", "message": "low on memory"}, "1 Failed (Evicted: low on memory)"),
+    ],
+)
+def test_pods_that_do_not_run_say_why(cluster: FakeKubernetes, engine: Any, status: dict[str, Any], text: str) -> None:
+    group = ask(engine(), 1)
+    cluster.add_pod("p", cluster.objects["jobs"]["farstep-ab12-0-0"], **status)
+    assert text in group.standing().text
+    group.cancel()
+
+
+def test_a_deployment_shrinks_by_the_pods_whose_agents_were_let_go(cluster: FakeKubernetes, engine: Any) -> None:
+    group = ask(engine(kind="deployment"), 3)
+    deployment = cluster.objects["deployments"]["farstep-ab12-0"]
+    ended = {"terminated": {"exitCode": 0}}
+    for name, state in (
+        ("here", {"state": {"running": {}}, "lastState": {"terminated": {"exitCode": 1}}, "restartCount": 1}),
+        ("left", {"state": {"waiting": {"reason": "CrashLoopBackOff"}}, "lastState": ended, "restartCount": 1}),
+        ("moved", {"state": ended}),
+    ):
+        cluster.add_pod(name, deployment, phase="Running", containerStatuses=[state])
+    cluster.objects["pods"]["moved"]["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
+    assert group.standing().nodes == 2
+    assert deployment["spec"]["replicas"] == 2
+    assert [name for name, pod in cluster.objects["pods"].items() if pod["metadata"].get("annotations")] == ["left"]
+    assert group.standing().nodes == 2, "once is enough"
+    group.cancel()
+    assert group.standing().nodes == 0
+
+
+def test_a_deployment_that_only_crashes_is_not_waited_for(cluster: FakeKubernetes, engine: Any) -> None:
+    group = ask(engine(kind="deployment"), 1)
+    crashed = {"state": {"waiting": {"reason": "CrashLoopBackOff"}}, "restartCount": 5}
+    cluster.add_pod("p", cluster.objects["deployments"]["farstep-ab12-0"], containerStatuses=[crashed])
+    assert group.standing().nodes == 0 and "CrashLoopBackOff" in group.standing().text
+    group.cancel()
+
+
+def test_logs_are_the_ends_of_the_pods(cluster: FakeKubernetes, engine: Any) -> None:
+    group = ask(engine(), 2)
+    for name in ("p", "q"):
+        cluster.add_pod(name, cluster.objects["jobs"]["farstep-ab12-0-0"])
+    cluster.logs["p"] = "farstep: no head\n"
+    assert group.logs() == "pod p:\nfarstep: no head"
+    group.cancel()
+
+
+@pytest.mark.parametrize(
+    ("options", "namespace"),
+    [({}, "default"), ({"kube_context": "second"}, "rl"), ({"namespace": "rl"}, "rl")],
+)
+def test_the_namespace_is_that_of_the_context(
+    cluster: FakeKubernetes, engine: Any, options: dict[str, Any], namespace: str
+) -> None:
+    cluster.namespaces = {namespace}
+    ask(engine(**options)).cancel()
+
+
+def test_a_missing_namespace_is_one_sentence(cluster: FakeKubernetes, engine: Any) -> None:
+    with pytest.raises(LaunchError, match=r"'nowhere' does not exist. Create it: kubectl create namespace nowhere"):
+        ask(engine(namespace="nowhere"))
+
+
+@pytest.mark.parametrize("kind", ["secrets", "jobs"])
+def test_missing_rights_are_one_sentence_and_leave_nothing(cluster: FakeKubernetes, engine: Any, kind: str) -> None:
+    cluster.forbidden = {("POST", kind), ("DELETE", "jobs")}
+    with pytest.raises(LaunchError, match=rf"not let this user create a .*{kind} is forbidden.*docs/kubernetes.md"):
+        ask(engine())
+    assert cluster.names() == []
+
+
+def test_what_does_not_fit_the_schemas_is_refused_by_name(cluster: FakeKubernetes, engine: Any) -> None:
+    with pytest.raises(LaunchError, match=r"refused to create a Job.*hostNetwrk"):
+        ask(engine(pod_template={"spec": {"hostNetwrk": True}}))
+
+
+def test_an_unknown_context_is_one_sentence(cluster: FakeKubernetes, engine: Any) -> None:
+    with pytest.raises(LaunchError, match=r"no Kubernetes cluster is configured.*third"):
+        ask(engine(kube_context="third"))
+
+
+def test_no_configuration_is_one_sentence(engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "nowhere"))
+    with pytest.raises(LaunchError, match=r"no Kubernetes cluster is configured.*Set KUBECONFIG"):
+        ask(engine())
+
+
+def test_no_server_is_one_sentence(engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "kubeconfig").write_text(kubeconfig("http://127.0.0.1:9"))
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "kubeconfig"))
+    one = engine()
+    one._guardian._deadline_s = 0.1  # what it cannot delete is deleted by nobody: there is no server
+    with pytest.raises(LaunchError, match=r"http://127.0.0.1:9 does not answer"):
+        ask(one)
+
+
+def test_a_missing_package_is_one_sentence(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "kubernetes.client", None)
+    with pytest.raises(LaunchError, match=r"needs the package kubernetes.*pip install farstep\[kubernetes\]"):
+        ask(engine())
+
+
+def test_in_a_pod_everything_belongs_to_it(
+    cluster: FakeKubernetes, engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The service account's files, with the fake in place of the cluster's address."""
+    for name, text in (("token", "t"), ("namespace", "rl")):
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(kubernetes_api, "_ACCOUNT", tmp_path)
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+    monkeypatch.setenv("HOSTNAME", "head-0")
+    host = json.loads((tmp_path / "kubeconfig").read_text())["clusters"][0]["cluster"]["server"]
+    monkeypatch.setattr(
+        "kubernetes.config.load_incluster_config",
+        lambda client_configuration: setattr(client_configuration, "host", host),
+    )
+    cluster.objects["pods"]["head-0"] = {"metadata": {"name": "head-0", "uid": "u-1", "labels": {}}}
+    head = engine()
+    group = ask(head, 1)
+    (job,) = cluster.objects["jobs"].values()
+    assert job["metadata"]["ownerReferences"] == [{"apiVersion": "v1", "kind": "Pod", "name": "head-0", "uid": "u-1"}]
+    (secret,) = cluster.objects["secrets"].values()
+    assert secret["metadata"]["ownerReferences"][0]["kind"] == "Job"
+    cluster.answer("DELETE", "/api/v1/namespaces/rl/pods/head-0", None)
+    cluster.collect()
+    assert cluster.names() == []
+    late = ask(head, 1)  # it has not noticed yet
+    cluster.collect()
+    assert cluster.names() == []
+    group.cancel()
+    late.cancel()
+
+
+HEAD = """
+import signal, sys
+from farstep.launch.kubernetes.engine import KubernetesEngine
+from farstep.config.kubernetes import KubernetesConfig
+engine = KubernetesEngine(KubernetesConfig(image="farstep:1"))
+engine.ask(2, sys.argv[1].encode())
+print(flush=True)
+signal.pause()
+"""
+
+
+def test_a_killed_head_leaves_no_objects(cluster: FakeKubernetes) -> None:
+    command = [sys.executable, "-c", HEAD, BOOTSTRAP.decode()]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=dict(os.environ)) as head:
+        assert head.stdout is not None and head.stdout.readline()
+        assert len(cluster.names()) == 3
+        os.kill(head.pid, signal.SIGKILL)
+    deadline = time.monotonic() + 60
+    while cluster.names():
+        assert time.monotonic() < deadline, cluster.names()
+        time.sleep(0.05)
