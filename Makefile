@@ -8,7 +8,7 @@ UV     := $(shell command -v uv 2>/dev/null)
 ADD    := $(if $(UV),$(UV) pip install --python $(BIN)/python --constraint constraints.txt,$(PIP))
 EXTRAS := torch,envs,envpool,tensorboard,ray,kubernetes,dev
 
-.PHONY: help setup demo test test-kubernetes lint format bench bench-buffer scaling aaps stagger defaults learning async scale bench-peers clean
+.PHONY: help setup demo test test-quick test-kubernetes lint format bench bench-buffer scaling aaps stagger defaults learning async scale bench-peers clean
 help:            ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
 
@@ -32,6 +32,10 @@ demo: $(VENV)/.demo-ready  ## train CartPole-v1 on two local workers until it is
 
 test: setup      ## all tests, in four processes, since many of them mostly wait
 	@$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder $(PYTEST_OPTIONS)
+
+test-quick: setup  ## units and in-process contracts, two processes, under two minutes: run it while you edit
+	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow" \
+	  --ignore tests/cluster --ignore tests/docs --ignore tests/engines --ignore tests/learning $(PYTEST_OPTIONS)
 
 test-kubernetes: setup  ## the launcher contract on a real Kubernetes cluster, built once from Debian's sources (needs root)
 	@$(BIN)/python -m tests.engines.kubernetes_cluster

@@ -89,14 +89,14 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str,
         ([*TRAIN, "--device", "cuda:x"], ["device", "cuda:x"]),
         (["train", "ppo", "--env", "m:f", "--env-type", "vector", *VIDEO], ["vector", "rendered"]),
         (["train", "ppo", "--env", "Pong-v5", "--env-type", "envpool", *VIDEO], ["envpool", "rendered"]),
-        (["train", "ppo", "--env", "test_cli:OddActions", *INSIDE], ["no policy for the action space"]),
+        (["train", "ppo", "--env", "tests.cli.test_cli:OddActions", *INSIDE], ["no policy for the action space"]),
         (["train", "async-ppo", "--env", "CartPole-v1", "--staleness-threshold", "-1"], ["staleness_threshold"]),
         (["train", "ppo", "--resume", "nowhere"], ["nowhere", "does not exist"]),
         (["train", "ppo", "--resume"], ["--resume", "folder"]),
         (["train", "ppo", "--env", "CartPol-v1"], ["CartPol"]),
         (["train", "ppo", "--env", "nomodule:Env", *HERE], ["'nomodule:Env'", "No module named 'nomodule'", "Install"]),
         (["train", "ppo", "--env", "nomodule:Env", *INSIDE], ["No module named 'nomodule'", "PYTHONPATH"]),
-        (["train", "ppo", "--env", "test_cli:Nothing", *INSIDE], ["module 'test_cli' has no 'Nothing'"]),
+        (["train", "ppo", "--env", "tests.cli.test_cli:Nothing", *INSIDE], ["'tests.cli.test_cli' has no 'Nothing'"]),
         ([*CARTPOLE, "--env-kwargs", '{"x": 1}'], ["{'x': 1}", "unexpected keyword argument 'x'", "env_kwargs"]),
         ([*CARTPOLE, "--env-type", "vector", "--env-kwargs", '{"x": 1}'], ["{'x': 1}", "'x'", "env_kwargs"]),
         ([*CARTPOLE[:4], "--env-type", "envpool", "--env-kwargs", '{"x": 1}'], ["{'x': 1}", "'x'", "env_kwargs"]),
@@ -163,14 +163,14 @@ def test_a_video_without_its_encoder_is_refused_first(
 
 
 def test_what_is_wrong_with_options_on_a_worker_needs_no_traceback(capsys: pytest.CaptureFixture[str]) -> None:
-    status, _, error = said(capsys, "train", "ppo", "--env", "test_cli:NoSpace", *INSIDE)
+    status, _, error = said(capsys, "train", "ppo", "--env", "tests.cli.test_cli:NoSpace", *INSIDE)
     assert status == 1 and "Traceback" not in error and "On the worker" not in error
     assert "worker 0" in error
 
 
 def test_what_is_wrong_inside_an_environment_keeps_its_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     for name, line in (("Broken", "super().__init__(size=3)"), ("outdated", 'gymnasium.make("NoSuchEnv-v0")')):
-        status, _, error = said(capsys, "train", "ppo", "--env", f"test_cli:{name}", *INSIDE)
+        status, _, error = said(capsys, "train", "ppo", "--env", f"tests.cli.test_cli:{name}", *INSIDE)
         assert status == 1 and "Traceback" in error and line in error
 
 

@@ -67,7 +67,7 @@ def test_rewards_too_large_are_told_of_once(
         "--folder",
         str(tmp_path),
     ]
-    env = ["--env", "test_odd_tasks:BadReward", "--env-type", "factory", "--env-kwargs", '{"reward": 1e308}']
+    env = ["--env", f"{__name__}:BadReward", "--env-type", "factory", "--env-kwargs", '{"reward": 1e308}']
     assert main([*train, *env]) == 1
     assert "slot 0 returned the reward inf" in capsys.readouterr().err
     assert not [warning for warning in recwarn if issubclass(warning.category, RuntimeWarning)]
