@@ -118,7 +118,7 @@ class StaggeredEnvs(HostedEnvs, Staggered):
     def _advance_with(self, actor: Actor, still_wanted: StillWanted) -> None:
         """The agent acts for all slots, and those that are at their places do not mind; row 0 is free until then."""
         rows, starts = self._rows, self._unplaced.copy()
-        with actor.aside():
+        with actor.restoring_state():
             while (self._left > 0).any():
                 still_wanted()
                 for name, current in self.current.items():
