@@ -265,7 +265,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "a state from nowhere": (returning({"action": ACTION, "state": ACTION}), r"has no initial_state\(n\)"),
     "another state": (
         returning({"action": ACTION, "state": {"h": np.zeros((3, 2))}}, **STATE),
-        r"state.h is float64\[2\] here and float32\[2\] there. Convert",
+        r"state.h is float64\[2\] here and float32\[2\] there. Give both",
     ),
     "a state with layers first": (
         returning({"action": ACTION, "state": {"h": np.zeros((1, 3, 2))}}, **STATE),
