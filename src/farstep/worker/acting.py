@@ -151,12 +151,12 @@ class Actor:
             row = rows[name][t]
             if (squares := np.vdot(row, row)) != squares:  # NaN; in half the time of np.isnan(row).any()
                 slot, value = self._slot_and_value(np.argwhere(np.isnan(row))[0], row)
-                error = AgentError(
+                invalid = AgentError(
                     f"act returned {name} {value} for environment slot {slot}; an environment cannot step with it. "
                     "Check the weights and observations for NaN and infinity."
                 )
-                self._explain(error, [rows[name][t] for name in leaf_names(self._obs)])
-                raise error
+                self._explain(invalid, [rows[name][t] for name in leaf_names(self._obs)])
+                raise invalid
 
     def _flattened(self, out: dict[str, Any]) -> dict[str, Any]:
         """The arrays of an output by name; raises `AgentError` if it is not nested as in the first call of `act`."""
