@@ -39,7 +39,7 @@ from farstep.wire.versions import versions
 from farstep.worker.acting import Actor
 from farstep.worker.chunk_sender import ChunkSender
 from farstep.worker.hosting.base import Host, HostedEnvs
-from farstep.worker.hosting.stagger import Places
+from farstep.worker.hosting.stagger import StaggerSchedule
 from farstep.worker.hosting.staggered import StaggeredEnvs, StaggeredVector
 from farstep.worker.hosting.strict import StrictEnvs
 from farstep.worker.hosting.vector import HostedVector
@@ -193,7 +193,8 @@ class Worker:
             self._host = StrictEnvs(source, slots, self._words, mode)
         elif (stagger := self._program.stagger) is not None:
             kind = StaggeredVector if source.is_vector else StaggeredEnvs
-            self._host = kind(source, slots, self._words, Places(stagger, self._program.num_slots, message.clock))
+            schedule = StaggerSchedule(stagger, self._program.num_slots, message.clock)
+            self._host = kind(source, slots, self._words, schedule)
         else:
             self._host = (HostedVector if source.is_vector else HostedEnvs)(source, slots, self._words)
         self._obs, self._obs_schema = space_schema(self._host.observation_space, "obs")

@@ -102,7 +102,7 @@ class Roller:
         if acting is not None and steps:
             acting.begin(rows)
             if isinstance(host, Staggered):
-                host.place(steps, acting, partial(self._check_cancelled, ticket))
+                host.advance_to_phase(steps, acting, partial(self._check_cancelled, ticket))
             rows.row["version"][:steps] = acting.version
         due = -1 if self._shared else self._sender.begin(ticket, index, rows)
         next_poll = time.monotonic() + _POLL_S
@@ -132,7 +132,7 @@ class Roller:
         return Rollout(version, passed, resume, clock, stagger_steps, payload, infos)
 
     def _check_cancelled(self, ticket: m.Ticket) -> None:
-        """Raise `TicketCancelled` if so; used before the first row, while environments are brought to their places."""
+        """Raise `TicketCancelled` if so; used while a staggered host moves environments, before the first row."""
         if not self._shared and time.monotonic() > self._next_poll:
             self._poll()
             self._next_poll = time.monotonic() + _POLL_S
