@@ -55,7 +55,7 @@ class WeightSync:
             return
         self._words[PHASE] = Phase.ACT
         self._words[COUNT] += 1
-        self.probing.hear(probe, frames, actor.version)
+        self.probing.compare(probe, frames, actor.version)
         self._words[PHASE] = Phase.IDLE
 
     def before(self, ticket: m.Ticket, actor: Actor | None) -> None:
