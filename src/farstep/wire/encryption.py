@@ -34,14 +34,14 @@ class Cipher:
         self._cipher = AESGCM(key)
         self._own, self._other = side, Side.HEAD if side is Side.WORKER else Side.WORKER
 
-    def seal(self, seq: int, index: int, about: bytes, text: BytesLike, into: memoryview) -> None:
+    def seal(self, seq: int, index: int, header: bytes, text: BytesLike, into: memoryview) -> None:
         """Write it to `into`, which is longer by `TAG_BYTES`."""
-        self._cipher.encrypt_into(_nonce(self._own, seq, index), text, about, into)
+        self._cipher.encrypt_into(_nonce(self._own, seq, index), text, header, into)
 
-    def open(self, seq: int, index: int, about: bytes, sealed: BytesLike, into: memoryview) -> None:
+    def open(self, seq: int, index: int, header: bytes, sealed: BytesLike, into: memoryview) -> None:
         """Write what was sealed to `into`, which has its length."""
         try:
-            self._cipher.decrypt_into(_nonce(self._other, seq, index), sealed, about, into)
+            self._cipher.decrypt_into(_nonce(self._other, seq, index), sealed, header, into)
         except (InvalidTag, ValueError) as error:
             raise WireError("a segment that was not sealed by its sender, or was changed on the way.") from error
 
