@@ -108,7 +108,7 @@ def send(asked: dict[str, object]) -> None:
     link = DealerLink(str(asked["address"]), str(asked["server_key"]).encode(), pair, MAIN, **options)  # type: ignore[arg-type]
     while True:
         link.send([data])
-        while link.unconfirmed > IN_FLIGHT:
+        while link.unacknowledged > IN_FLIGHT:
             link.receive(0.001)
 
 

@@ -255,8 +255,8 @@ STATE = {"initial_state": lambda self, n: {"h": np.zeros((n, 2), np.float32)}}
 REFUSED: dict[str, tuple[Any, str]] = {
     "nothing": (returning(None), "action: the agent returned NoneType; arrays of numbers are expected"),
     "no action": (returning({"value": ACTION}), r"act returned \['value'\] without 'action'"),
-    "a reserved name": (returning({"action": ACTION, "reward": ACTION}), r"\['reward'\], which farstep records itself"),
-    "another shape": (returning(np.zeros((3, 2))), r"action is float64\[2\] per .* wants shape \[\]. Return one"),
+    "a reserved name": (returning({"action": ACTION, "reward": ACTION}), r"\['reward'\], names that farstep records"),
+    "another shape": (returning(np.zeros((3, 2))), r"action is float64\[2\] per .* requires shape \[\]. Return one"),
     "one for all": (returning({"action": ACTION, "value": np.zeros(1)}), r"act's value has shape \[1\].*the 3 env"),
     "a list": (returning([0, 1, 0]), "act's action is a list of 3 numbers.*return an array with one entry"),
     "a number": (returning({"action": ACTION, "value": 1.5}), r"act's value has shape \[\]; its first dimension"),
@@ -265,7 +265,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "a state from nowhere": (returning({"action": ACTION, "state": ACTION}), r"has no initial_state\(n\)"),
     "another state": (
         returning({"action": ACTION, "state": {"h": np.zeros((3, 2))}}, **STATE),
-        r"state.h is float64\[2\] here and float32\[2\] there. Convert",
+        r"state.h is float64\[2\] here and float32\[2\] there. Give both",
     ),
     "a state with layers first": (
         returning({"action": ACTION, "state": {"h": np.zeros((1, 3, 2))}}, **STATE),

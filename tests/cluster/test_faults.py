@@ -277,7 +277,7 @@ def limited(env: Any) -> Any:
 def test_environments_of_the_old_gym_are_told_so(wrappers: list[Any]) -> None:
     with (
         cluster(OldGymEnv, wrappers=wrappers, config=inprocess(restart_budget=0)) as env,
-        pytest.raises(ValueError, match="a step returned 4 values, as those of the old Gym"),
+        pytest.raises(ValueError, match="a step returned 4 values, as in the old Gym API"),
     ):
         env.collect(TableAgent(), steps=2)
     with (

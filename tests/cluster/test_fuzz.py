@@ -125,14 +125,14 @@ def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
 def conversation(key: bytes, messages: Sequence[bytes]) -> list[Packet]:
     worker = ReliableChannel(Cipher(key, Side.WORKER))
     packets = [packet for message in messages for packet in worker.send([message], 0.0)]
-    return [*packets, worker.report(), worker.back(), worker.here(), *worker.due(100.0)]
+    return [*packets, worker.ack(), worker.reconnected(), worker.bulk_opened(), *worker.due(100.0)]
 
 
 def test_what_is_written_to_the_bulk_connection_by_others(small_segments: None) -> None:
     """Segments that were overheard, changed, mixed up and sent again: what comes out is what the worker sent."""
     key, chance = os.urandom(32), random.Random(4)
     sent = [bytes([i]) * (9 + 37 * i) for i in range(40)]
-    packets = [packet for packet in conversation(key, sent) if packet.bulk and not packet.is_here]
+    packets = [packet for packet in conversation(key, sent) if packet.bulk and not packet.opens_bulk]
     known = [[bytes(frame) for frame in packet.frames] for packet in packets]
     head = ReliableChannel(Cipher(key, Side.HEAD), 1 << 20)
     refused = 0
@@ -173,7 +173,7 @@ def test_packets_of_a_worker_that_has_gone_mad(small_segments: None) -> None:
                 answers = head.receive(Packet(chance.random() < 0.5, frames), 0.0)
             except WireError:
                 continue
-            assert len(answers) <= head.unconfirmed + 1
+            assert len(answers) <= head.unacknowledged + 1
             list(head.messages())
             assert sum(head._held.values()) <= most
             assert len(head._ready) + len(head._arriving) <= MAX_AHEAD
@@ -407,8 +407,8 @@ def hub_of(env: farstep.ClusterEnv) -> Hub:
 
 def overhear(hub: Hub, run: Run) -> list[tuple[bytes, list[bytes], list[Sequence[Any]]]]:
     """Of each worker what can be read on the bulk connection: its name, sealed segments, and tokens to come."""
-    heard: dict[bytes, list[Sequence[Any]]] = {key: [] for key, peer in hub._peers.items() if peer.session}
-    peers, receive = {id(peer.session): key for key, peer in hub._peers.items()}, ReliableChannel.receive
+    heard: dict[bytes, list[Sequence[Any]]] = {key: [] for key, peer in hub._peers.items() if peer.channel}
+    peers, receive = {id(peer.channel): key for key, peer in hub._peers.items()}, ReliableChannel.receive
     with pytest.MonkeyPatch.context() as patch:
 
         def listening(self: ReliableChannel, packet: Packet, now: float) -> list[Packet]:

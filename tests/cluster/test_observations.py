@@ -155,13 +155,13 @@ class BoxAgent(TableAgent):
 def test_nan_in_observations_is_not_blamed_on_the_agent(at: int) -> None:
     kwargs = {"seed": episode_seed(5, 1, 0), "at": at}
     config = inprocess(restart_budget=0)
-    said = r"^the observations that act was given have NaN, of environment slot 1; it raised ValueError: invalid values"
+    said = r"^the observations of environment slot 1 have NaN, and act raised ValueError: invalid values"
     with (
         cluster(NanEnv, envs=3, env_kwargs=kwargs, config=config) as env,
         pytest.raises(SpaceError, match=said),
     ):
         env.collect(BoxAgent(strict=True), steps=4)
-    said = r"^the observations that act was given have NaN, of environment slot 1; .*act returned action nan"
+    said = r"^the observations of environment slot 1 have NaN, and .*act returned action nan"
     with (
         cluster(NanEnv, envs=3, env_kwargs=kwargs, config=config) as env,
         pytest.raises(SpaceError, match=said),

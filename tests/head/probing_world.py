@@ -142,5 +142,5 @@ class World:
         return Probe(1, self.version, question.indices, list(answer)), [array.tobytes() for array in answer.values()]
 
     def publish(self, held: int = 0) -> float:
-        self.worker.hear(*self.probe(), held)
+        self.worker.compare(*self.probe(), held)
         return self.worker.divergences[0]

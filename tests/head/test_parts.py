@@ -78,17 +78,18 @@ class World:
     def _rolled(self, transfer: TransferTrigger, answers: bool) -> list[Message]:
         sent: list[Message] = []
         plain = Compressor("none", (), lambda: math.inf)
-        shipping = ChunkSender(
+        sender = ChunkSender(
             transfer, lambda message, *frames: sent.append((message, [*map(bytes, frames)])), lambda: None, plain
         )
-        due = shipping.begin(m.Ticket(4, 1, STEPS), 6, self.rows)
+        due = sender.begin(m.Ticket(4, 1, STEPS), 6, self.rows)
         for t in range(STEPS):
             if t == due:
-                due = shipping.ship(t)
+                due = sender.send_rows(t)
                 if answers:
-                    shipping.heard(m.Taken(6))
-        chunk = m.Chunk(4, 0, np.zeros(2, np.int64).tobytes(), index=6, passed=0)
-        frames = shipping.finish(chunk, self.ends.tobytes())
+                    sender.acknowledged(m.Taken(6))
+        frames, keys, codecs, first = sender.finish(self.ends.tobytes(), passed=0)
+        resume = np.zeros(2, np.int64).tobytes()
+        chunk = m.Chunk(4, 0, resume, index=6, passed=0, keys=keys, codecs=codecs, first=first)
         return [*sent, (chunk, [*map(bytes, frames)])]
 
     def give(self, message: m.Part | m.Chunk, frames: list[Any]) -> Any:

@@ -394,12 +394,12 @@ def test_late_and_repeated_probes_are_harmless() -> None:
     world = World(LinearAgent(0.3), LinearAgent(0.1))
     world.roll()
     first, second = world.probe(), world.probe()
-    world.worker.hear(*second, 0)
+    world.worker.compare(*second, 0)
     said = world.worker.divergences
     for late in (first, second, second):
-        world.worker.hear(*late, 0)
+        world.worker.compare(*late, 0)
     assert world.worker.divergences == said and world.worker.compared == 2
-    world.worker.hear(*world.probe(), 3)  # a version that was pulled before its probe came
+    world.worker.compare(*world.probe(), 3)  # a version that was pulled before its probe came
     assert world.worker.divergences == said
 
 
@@ -469,7 +469,7 @@ def test_with_a_window_of_one_no_chunk_begins_with_weights_too_far_from_the_newe
             under_way.append((world.probe(), learner.w.copy(), rows))
         while under_way and generator.random() < 0.6:
             probe, weights, rows = under_way.pop(int(generator.integers(len(under_way))))
-            world.worker.hear(*probe, held)
+            world.worker.compare(*probe, held)
             newest = max(newest, (probe[0].version, weights, rows), key=lambda entry: entry[0])
         if generator.random() < 0.5:
             chunks += 1
@@ -488,7 +488,7 @@ def test_with_a_window_of_one_no_chunk_begins_with_weights_too_far_from_the_newe
 def test_a_worker_without_weights_passes_no_probe() -> None:
     world = World(LinearAgent(), LinearAgent())
     world.roll()
-    world.worker.hear(*world.probe(), -1)
+    world.worker.compare(*world.probe(), -1)
     assert world.worker.compared == -1 and world.worker.divergences == ()
 
 

@@ -16,12 +16,12 @@ def address(room: memoryview) -> int:
 
 
 def test_a_room_is_used_again() -> None:
-    rooms = BufferPool()
-    first = rooms.room(LARGE)
+    pool = BufferPool()
+    first = pool.take(LARGE)
     place = address(first)
     first[:] = bytes(LARGE)
     del first
-    second = rooms.room(LARGE - 1)
+    second = pool.take(LARGE - 1)
     assert address(second) == place and len(second) == LARGE - 1
 
 
@@ -36,33 +36,33 @@ def test_a_room_is_used_again() -> None:
     ids=["slice", "cast", "array", "part of an array"],
 )
 def test_who_looks_into_a_room_keeps_it(look: object) -> None:
-    rooms = BufferPool()
-    first = rooms.room(LARGE)
+    pool = BufferPool()
+    first = pool.take(LARGE)
     place = address(first)
     first[:] = bytes([7]) * LARGE
     view = look(first)  # type: ignore[operator]
     del first
-    others = [rooms.room(LARGE) for _ in range(3)]
+    others = [pool.take(LARGE) for _ in range(3)]
     for other in others:
         other[:] = bytes(LARGE)
     assert place not in map(address, others)
     assert np.asarray(view).any()
     del view
-    assert address(rooms.room(LARGE)) == place
+    assert address(pool.take(LARGE)) == place
 
 
 def test_a_much_larger_room_is_left_to_others() -> None:
-    rooms = BufferPool()
-    place = address(rooms.room(8 * LARGE))
-    assert address(rooms.room(LARGE)) != place
+    pool = BufferPool()
+    place = address(pool.take(8 * LARGE))
+    assert address(pool.take(LARGE)) != place
 
 
 def test_not_more_is_kept_than_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_KEPT_BYTES", 3 * LARGE)
-    rooms = BufferPool()
-    held = [rooms.room(LARGE) for _ in range(10)]
+    pool = BufferPool()
+    held = [pool.take(LARGE) for _ in range(10)]
     assert len({address(room) for room in held}) == 10
-    assert sum(map(len, rooms._rooms)) == 3 * LARGE
+    assert sum(map(len, pool._buffers)) == 3 * LARGE
     del held
-    rooms.room(100 * LARGE)
-    assert sum(map(len, rooms._rooms)) == 3 * LARGE
+    pool.take(100 * LARGE)
+    assert sum(map(len, pool._buffers)) == 3 * LARGE

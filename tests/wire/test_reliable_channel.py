@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from farstep.errors import WireError
 from farstep.wire.channels import reliable_channel as module
 from farstep.wire.channels.reliable_channel import (
-    ASK_S,
+    REQUEST_ACK_S,
     SEGMENT_BYTES,
     SMALL_BYTES,
-    STILL_S,
+    STALL_S,
     Kind,
     Packet,
     ReliableChannel,
@@ -61,17 +61,17 @@ class Pair:
             self.lines[side, bulk].clear()
         worker = self.ends[Side.WORKER]
         if bulk:
-            self.put(Side.WORKER, worker.here())
-        self.put(Side.WORKER, worker.back(bulk))
+            self.put(Side.WORKER, worker.bulk_opened())
+        self.put(Side.WORKER, worker.reconnected(bulk))
 
     def settle(self) -> None:
         for _ in range(10_000):
             for side, bulk in list(self.lines):
                 self.deliver(side, bulk)
             if not any(self.lines.values()):
-                if not any(end.unconfirmed for end in self.ends.values()):
+                if not any(end.unacknowledged for end in self.ends.values()):
                     return
-                self.now += ASK_S + 0.1
+                self.now += REQUEST_ACK_S + 0.1
                 for side, end in self.ends.items():
                     for packet in end.due(self.now):
                         self.put(side, packet)
@@ -124,7 +124,7 @@ def test_a_slow_connection_is_not_given_everything_twice() -> None:
     pair.send(Side.WORKER, [os.urandom(4 * SEGMENT_BYTES)])
     for _ in range(4):  # a segment every ten seconds; meanwhile the worker asks, and hears how far it is
         for _ in range(10):
-            pair.now += ASK_S
+            pair.now += REQUEST_ACK_S
             for packet in pair.ends[Side.WORKER].due(pair.now):
                 pair.put(Side.WORKER, packet)
             pair.deliver(Side.WORKER, bulk=False)
@@ -141,7 +141,7 @@ def test_what_is_lost_without_anybody_noticing_is_sent_again_in_the_end() -> Non
     pair.lines[Side.HEAD, False].clear()
     pair.settle()
     assert pair.got[Side.WORKER] == [[b"lost"]]
-    assert pair.now > STILL_S
+    assert pair.now > STALL_S
 
 
 @settings(deadline=None, max_examples=150)
@@ -230,14 +230,14 @@ def test_no_nonce_is_used_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(used) == len(set(used)) == 20 * 2 + 20
 
 
-@pytest.mark.parametrize("kind", [kind for kind in Kind if kind not in (Kind.SEGMENT, Kind.HERE)])
+@pytest.mark.parametrize("kind", [kind for kind in Kind if kind not in (Kind.SEGMENT, Kind.BULK_OPENED)])
 def test_the_bulk_connection_takes_only_segments(kind: Kind) -> None:
     """Else whoever can write to it could put words into a worker's mouth, or say that something has arrived."""
     head = ReliableChannel(Cipher(os.urandom(32), Side.HEAD))
     list(head.send([b"to be confirmed"], 0.0))
     with pytest.raises(WireError, match="wrong connection"):
         head.receive(Packet(True, [bytes([kind]) + b"\1" + b"\0" * 7 + b"\1" + b"\0" * 11, b"forged"]), 0.0)
-    assert head.unconfirmed == 1
+    assert head.unacknowledged == 1
     assert not list(head.messages())
 
 

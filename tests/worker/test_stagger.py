@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import farstep
 from farstep.config.env import Stagger
 from farstep.rollout.rows import Slots
-from farstep.worker.hosting.stagger import Places, num_groups, offsets_of
+from farstep.worker.hosting.stagger import StaggerSchedule, num_groups, offsets_of
 
 
 def slots(first: int, count: int, root: int = 5) -> Slots:
@@ -121,46 +121,46 @@ def test_random_offsets_depend_on_seed_and_slot_only() -> None:
     assert offsets_of(stagger, slots(0, 50, root=6), 50, 5).tolist() != found
 
 
-# ---- places over time ----
+# ---- schedule over time ----
 
 
 def test_phases_stay_the_same_multiset_modulo_the_horizon() -> None:
     """Invariant (a): as seen from group 0, nothing changes."""
-    places = Places(Stagger(horizon=20, groups=4), 8)
-    places.settle(slots(0, 8), 5)
-    at_first = [places.phase(i, 0) for i in range(8)]
+    schedule = StaggerSchedule(Stagger(horizon=20, groups=4), 8)
+    schedule.fix_offsets(slots(0, 8), 5)
+    at_first = [schedule.phase(i, 0) for i in range(8)]
     assert at_first == [0, 0, 5, 5, 10, 10, 15, 15]
     for row in range(0, 200, 5):
-        assert sorted((places.phase(i, row) - row) % 20 for i in range(8)) == at_first
+        assert sorted((schedule.phase(i, row) - row) % 20 for i in range(8)) == at_first
         # With groups as far apart as rollouts are long, they are so even as they stand.
-        assert sorted(places.phase(i, row) for i in range(8)) == at_first
+        assert sorted(schedule.phase(i, row) for i in range(8)) == at_first
 
 
 def test_gates_open_where_the_specification_says() -> None:
     """(s + g * S) mod H == 0."""
-    places, size = Places(Stagger(horizon=10, groups=3), 3), 3
-    places.settle(slots(0, 3), 5)
+    schedule, size = StaggerSchedule(Stagger(horizon=10, groups=3), 3), 3
+    schedule.fix_offsets(slots(0, 3), 5)
     for i in range(3):
-        gates = [row for row in range(40) if places.phase(i, row) == 0]
+        gates = [row for row in range(40) if schedule.phase(i, row) == 0]
         assert gates == [s for s in range(40) if (s + i * size) % 10 == 0]
 
 
 def test_a_replaced_worker_finds_its_place() -> None:
-    old, new = Places(Stagger(horizon=10, groups=3), 3), None
-    old.settle(slots(0, 3), 4)
-    new = Places(Stagger(horizon=10, groups=3), 3, clock=old.clock(17))
-    new.settle(slots(0, 3), 4)
+    old, new = StaggerSchedule(Stagger(horizon=10, groups=3), 3), None
+    old.fix_offsets(slots(0, 3), 4)
+    new = StaggerSchedule(Stagger(horizon=10, groups=3), 3, clock=old.clock(17))
+    new.fix_offsets(slots(0, 3), 4)
     for later in range(25):
         assert [new.phase(i, later) for i in range(3)] == [old.phase(i, 17 + later) for i in range(3)]
         assert new.clock(later) == old.clock(17 + later)
 
 
 def test_all_begin_anew() -> None:
-    places = Places(Stagger(horizon=12), 4)
-    places.settle(slots(0, 4), 3)
-    places.settle(slots(0, 4), 6)  # a later rollout of another length changes nothing ...
-    assert [places.phase(i, 12) for i in range(4)] == [0, 3, 6, 9]
-    places.anew(14)
-    places.settle(slots(0, 4), 6)  # ... unless they begin anew
-    assert [places.phase(i, 14) for i in range(4)] == [0, 0, 6, 6]
-    assert places.clock(14) == 0
+    schedule = StaggerSchedule(Stagger(horizon=12), 4)
+    schedule.fix_offsets(slots(0, 4), 3)
+    schedule.fix_offsets(slots(0, 4), 6)  # a later rollout of another length changes nothing ...
+    assert [schedule.phase(i, 12) for i in range(4)] == [0, 3, 6, 9]
+    schedule.restart(14)
+    schedule.fix_offsets(slots(0, 4), 6)  # ... until the schedule restarts
+    assert [schedule.phase(i, 14) for i in range(4)] == [0, 0, 6, 6]
+    assert schedule.clock(14) == 0

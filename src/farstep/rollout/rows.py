@@ -1,4 +1,4 @@
-"""A worker's own columns of one lane, and the bookkeeping of episodes that all hosts share."""
+"""A worker's columns of one lane, and the episode counters of its slots, which all hosts share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from farstep.rollout.seeds import episode_seed
 
 
 class Rows:
-    """Views of the arrays a chunk is written into: `row[name][t]` per step, `chunk[name]` once."""
+    """Views of the arrays of one chunk: `row[name][t]` has one entry per step, `chunk[name]` one per chunk."""
 
     def __init__(self, layout: Layout, blocks: dict[str, Array], lane: int, first: int, stop: int) -> None:
         self.row = {name: blocks[name][lane, :, first:stop] for name in layout.rows}
@@ -23,20 +23,21 @@ class Rows:
         self.num_envs = stop - first
 
     def at(self, names: Iterable[str], time: Array, column: Array) -> dict[str, Array]:
-        """Copies of rows, of the arrays with these names; those of the whole chunk have no time."""
+        """Copies of single rows of the named arrays; arrays with one entry per chunk ignore `time`."""
         return {n: self.chunk[n][column] if n in self.chunk else self.row[n][time, column] for n in names}
 
     def tables(self, steps: int) -> dict[str, Array]:
-        """All that a chunk of `steps` steps consists of, by the names it travels under, each `[rows, envs, ...]`.
+        """All arrays of a chunk of `steps` rows, `[rows, envs, ...]`, by the names they have in messages.
 
-        Observations after the last step are `last_obs`; of `final_obs`, only as many rows are in use as ends fill.
+        `last_obs` is the observation after the last step. `final_obs` is filled from the front, one entry per ended
+        episode, so only its first rows are in use.
         """
         after = {"last_" + name: block[steps : steps + 1] for name, block in self.row.items() if is_obs(name)}
         whole = {name: array[None] for name, array in self.chunk.items()}
         return {**{name: block[:steps] for name, block in self.row.items()}, **after, **whole}
 
     def clear_flags(self, steps: int) -> None:
-        """Ends and starts are rare: cleared once per chunk, then only set where they happen."""
+        """Clear the flags of all rows; they are rarely set, so the hosts only write the exceptions."""
         for name in ("terminated", "truncated", "episode_start"):
             self.row[name][:steps] = False
         self.row["valid"][:steps] = True
@@ -44,35 +45,40 @@ class Rows:
 
 @dataclass
 class Slots:
-    """State of a worker's environment slots that outlives a chunk."""
+    """The episodes of a worker's environment slots; kept from chunk to chunk."""
 
     first: int
     roots: list[int]
     episodes: list[int]
-    """The episode each slot is in, or will start with."""
+    """The index of each slot's episode: the one in progress, or the first one to start."""
 
     def __post_init__(self) -> None:
         count = len(self.roots)
         self.started = np.zeros(count, bool)
         self.fresh = np.zeros(count, bool)
-        """The next row begins an episode."""
+        """Whether the next row is the first of an episode."""
         self.returns = np.zeros(count, np.float64)
         self.start_row = np.zeros(count, np.int64)
         self.start_time = np.zeros(count, np.float64)
         self.total_rows = 0
-        """Rows of the chunks before this one."""
+        """Rows of all previous chunks."""
         self.row = 0
-        """The row of this chunk that is under way."""
+        """The row of the current chunk that is being stepped."""
         self.resume = np.array(self.episodes, np.int64)
+        """The episode with which each slot continues if the current chunk is lost."""
         self.any_fresh = False
         self._ends: list[tuple[int, int, int, float, float]] = []
 
     def seed_of(self, i: int) -> int:
-        """The seed of the episode that slot `i` is in."""
+        """The seed of slot `i`'s episode."""
         return episode_seed(self.roots[i], self.first + i, self.episodes[i])
 
     def choose(self, mask: Array | None, roots: list[int] | None) -> Array:
-        """Move the masked slots (all without a mask) on to their next episode, or to episode 0 of new roots."""
+        """Advance the masked slots (all without a mask) to their next episode, or to episode 0 of new roots.
+
+        Returns:
+            The mask of these slots.
+        """
         chosen = np.ones(len(self.roots), bool) if mask is None else mask
         for i in np.flatnonzero(chosen):
             if roots is not None:
@@ -82,28 +88,28 @@ class Slots:
         return chosen
 
     def episode_step(self, i: int) -> int:
-        """How many steps of its episode slot `i` had done before the row under way."""
+        """Steps of slot `i`'s episode before the row that is being stepped."""
         return int(self.total_rows + self.row - self.start_row[i])
 
     def begin_episode(self, i: int, next_row: int) -> None:
-        """Slot `i` was reset; its first observation is row `next_row` of the current chunk."""
+        """Record that slot `i` was reset; its first observation is in row `next_row` of the current chunk."""
         self.started[i] = self.fresh[i] = self.any_fresh = True
         self.returns[i] = 0.0
         self.start_row[i] = self.total_rows + next_row
         self.start_time[i] = time.monotonic()
 
-    def taken(self, i: int) -> int | None:
-        """Between chunks: the steps that slot `i` has done of its episode; None before it has begun one."""
+    def steps_done(self, i: int) -> int | None:
+        """Steps of slot `i`'s episode so far, between chunks; None if no episode is in progress."""
         return int(self.total_rows - self.start_row[i]) if self.started[i] else None
 
     def skip(self, i: int) -> None:
-        """Give up slot `i`'s episode; its next one is begun with the next chunk."""
+        """Abandon slot `i`'s episode; the next chunk starts its next one."""
         self.episodes[i] += 1
         self.resume[i] = self.episodes[i]
         self.started[i] = self.fresh[i] = False
 
-    def took(self, i: int, reward: float) -> None:
-        """Slot `i` did a step of its episode again that a process before this one had handed over."""
+    def replayed(self, i: int, reward: float) -> None:
+        """Record that slot `i` repeated a step of its episode whose row the head already has."""
         self.fresh[i] = False
         self.any_fresh = bool(self.fresh.any())
         self.returns[i] += reward
@@ -111,7 +117,7 @@ class Slots:
         self.resume[i] = self.episodes[i] + 1
 
     def end_episode(self, i: int, t: int) -> int:
-        """Slot `i` ended its episode at row `t`; returns how many episodes ended in this chunk before it."""
+        """Record that slot `i`'s episode ended in row `t`; returns how many ended in this chunk before it."""
         length = self.total_rows + t + 1 - int(self.start_row[i])
         seconds = time.monotonic() - float(self.start_time[i])
         self._ends.append((t, self.first + i, length, float(self.returns[i]), seconds))
@@ -119,16 +125,16 @@ class Slots:
         return len(self._ends) - 1
 
     def mark_starts(self, row: Array) -> None:
-        """Write the `episode_start` row for slots that were reset since the last row."""
+        """Write one row of `episode_start`: True for slots that were reset since the last row."""
         row[:] = self.fresh
         self.fresh[:] = False
         self.any_fresh = False
 
     def finish(self, steps: int) -> bytes:
-        """A chunk is complete: count its rows, remember where to go on, return the ends as bytes."""
+        """End a chunk: count its rows and update `resume`; returns records of `batch.ENDS` as bytes."""
         self.total_rows += steps
         episodes = np.array(self.episodes, np.int64)
-        # An episode of which no row was handed over yet can be started again without losing anything.
+        # An episode without a row so far can be restarted without losing anything.
         self.resume = np.where(self.started & ~self.fresh, episodes + 1, episodes)
         return np.array(self._ends, ENDS).tobytes()
 
@@ -137,8 +143,8 @@ class Slots:
         self._ends.clear()
 
     def rewind(self, failed: Iterable[int] = ()) -> None:
-        """Forget the chunk in progress; every slot goes on with its next episode, one that failed with the one after
-        the failure: the same episode would only fail again."""
+        """Discard the current chunk. Every slot continues with the episode in `resume`; a failed one with the episode
+        after the failed one, which would fail again."""
         for i in failed:
             self.resume[i] = self.episodes[i] + 1
         self.episodes[:] = self.resume.tolist()
@@ -147,6 +153,6 @@ class Slots:
 
 
 def with_nan(row: Iterable[Array]) -> list[int]:
-    """Which environments of a row `[n, ...]` of observations have a NaN in theirs; looked for once something failed."""
+    """The environments of one row of observations, arrays of `[n, ...]`, that have a NaN; used to explain errors."""
     found = [np.isnan(array.reshape(len(array), -1)).any(axis=1) for array in row if array.dtype.kind in "fc"]
     return np.flatnonzero(np.any(found, axis=0)).tolist() if found else []

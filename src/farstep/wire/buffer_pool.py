@@ -1,4 +1,4 @@
-"""Memory for large messages, used again: what the kernel gives anew it has to clear first, page by page."""
+"""Recycled receive buffers for large messages; avoids that the kernel zeroes fresh pages."""
 
 from __future__ import annotations
 
@@ -8,33 +8,34 @@ from typing import Any
 import numpy as np
 
 _SMALL_BYTES = 1 << 18
-"""Below this, malloc has memory that was used before."""
+"""Smaller buffers are not pooled: malloc recycles them itself."""
 _KEPT_BYTES = 1 << 28
-Room = np.ndarray[Any, np.dtype[np.uint8]]
+"""The most bytes that a pool keeps."""
+RawBuffer = np.ndarray[Any, np.dtype[np.uint8]]
 
 
-def _references(rooms: list[Room], i: int) -> int:
-    return sys.getrefcount(rooms[i])
+def _references(buffers: list[RawBuffer], i: int) -> int:
+    return sys.getrefcount(buffers[i])
 
 
 _UNUSED = _references([np.empty(1, np.uint8)], 0)
 
 
 class BufferPool:
-    """Those that were handed out. One is free again when the last view of it has gone."""
+    """Hands out buffers, and reuses one once no view of it is left."""
 
     def __init__(self) -> None:
-        self._rooms: list[Room] = []
+        self._buffers: list[RawBuffer] = []
 
-    def room(self, length: int) -> memoryview:
-        """Not cleared; what is only promised costs nothing, since the kernel gives memory when it is written to."""
+    def take(self, length: int) -> memoryview:
+        """A buffer of `length` bytes, not cleared; memory is allocated only when it is written to."""
         if not _SMALL_BYTES <= length <= _KEPT_BYTES:
             return np.empty(length, np.uint8).data
-        for i in range(len(self._rooms)):
-            if length <= len(self._rooms[i]) <= 2 * length and _references(self._rooms, i) == _UNUSED:
-                return self._rooms[i].data[:length]
-        room = np.empty(length, np.uint8)
-        self._rooms.append(room)
-        while sum(map(len, self._rooms)) > _KEPT_BYTES:
-            del self._rooms[0]  # who still looks into it keeps it
-        return room.data
+        for i in range(len(self._buffers)):
+            if length <= len(self._buffers[i]) <= 2 * length and _references(self._buffers, i) == _UNUSED:
+                return self._buffers[i].data[:length]
+        buffer = np.empty(length, np.uint8)
+        self._buffers.append(buffer)
+        while sum(map(len, self._buffers)) > _KEPT_BYTES:
+            del self._buffers[0]  # remaining views keep its memory alive
+        return buffer.data

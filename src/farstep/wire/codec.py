@@ -1,7 +1,7 @@
-"""Data-only encoding of plain Python values, arrays and spaces.
+"""Data-only encoding of plain Python values, arrays and Gymnasium spaces.
 
-Nothing in here can name code: whatever a peer sends decodes to numbers, strings, containers, arrays or
-Gymnasium spaces. What has no such form is refused, or replaced by its `repr` where a caller asks for that.
+The format cannot refer to code: bytes from a peer decode to numbers, strings, containers, arrays or spaces, and to
+nothing else. Other values cannot be encoded; on request they are replaced by their `repr`.
 """
 
 from __future__ import annotations
@@ -21,21 +21,29 @@ from farstep.errors import WireError
 _ARRAY, _SCALAR, _TUPLE, _SPACE, _BIGINT, _SEEDED_SPACE, _COMPLEX, _PAIRS = 1, 2, 3, 4, 5, 6, 7, 8
 _KEY_PARTS = (str, int, bool, float, complex, bytes, NoneType)
 _MAX_DEPTH = 32
-_MAX_BOX_BYTES = 2**28  # of all in a value: bounds travel as two numbers, so a few bytes could ask for all memory
+_MAX_BOX_BYTES = 2**28
+"""For all boxes of a value: equal bounds travel as two numbers, so a few bytes could request any amount of memory."""
 
 
 def pack(value: object, *, opaque: bool = False) -> bytes:
-    """Encode `value`; with `opaque`, what has no data form becomes its `repr`, else it is a `WireError`."""
+    """Encode `value`.
+
+    Args:
+        opaque: Whether to replace values that have no data form by their `repr`.
+
+    Raises:
+        WireError: A value has no data form, and `opaque` is False; or it is nested too deeply.
+    """
     return msgspec.msgpack.encode(_data(value, opaque, 0))
 
 
 def unpack(payload: bytes | bytearray | memoryview) -> Any:
-    """Decode what `pack` made; anything else is a `WireError`."""
+    """Decode what `pack` encoded; raises `WireError` for any other bytes."""
     try:
-        return _value(msgspec.msgpack.decode(payload), _Room())
+        return _value(msgspec.msgpack.decode(payload), _BoxBudget())
     except WireError:
         raise
-    except Exception as error:  # a peer's bytes can be wrong in every way; all of them mean the same
+    except Exception as error:  # invalid bytes can raise almost anything
         raise WireError(f"cannot decode {len(payload)} bytes: {error}") from error
 
 
@@ -50,13 +58,13 @@ def _data(value: object, opaque: bool, depth: int) -> object:
         return msgspec.msgpack.Ext(_BIGINT, str(value).encode()) if big else value
     if kind is complex:
         return msgspec.msgpack.Ext(_COMPLEX, struct.pack("<dd", value.real, value.imag))  # type: ignore[attr-defined]
-    if isinstance(value, spaces.Space):  # before Mapping: a Dict space is one too
+    if isinstance(value, spaces.Space):  # before Mapping, since a Dict space is a mapping too
         encoded = _ext(_SPACE, _space_data(value, opaque, depth))
         state = _generator_state(value)
         return encoded if state is None else _ext(_SEEDED_SPACE, [encoded, *(_data(x, opaque, depth) for x in state)])
     if isinstance(value, Mapping):
         entries = {_key(key): _data(sub, opaque, depth + 1) for key, sub in value.items()}
-        if any(isinstance(key, (tuple, complex, bytes)) for key in entries):  # not possible as keys in MessagePack
+        if any(isinstance(key, (tuple, complex, bytes)) for key in entries):  # MessagePack has no such keys
             return _ext(_PAIRS, [[_data(key, opaque, depth + 1), sub] for key, sub in entries.items()])
         return entries
     if kind is list:
@@ -74,12 +82,12 @@ def _data(value: object, opaque: bool, depth: int) -> object:
         return repr(value)
     raise WireError(
         f"a {kind.__module__}.{kind.__qualname__} cannot be sent from a worker: only numbers, strings, "
-        "containers, arrays and spaces travel, since nothing from a worker is ever unpickled."
+        "containers, arrays and spaces can, since the head never unpickles anything from a worker."
     )
 
 
 def _is_utf8(text: str) -> bool:
-    """Lone surrogates, as in names of files that are not UTF-8, cannot be encoded."""
+    """Whether `text` can be encoded; lone surrogates, as in file names that are not UTF-8, cannot."""
     try:
         return text.isascii() or bool(text.encode())
     except UnicodeEncodeError:
@@ -106,8 +114,8 @@ def _ext(code: int, data: object) -> msgspec.msgpack.Ext:
     return msgspec.msgpack.Ext(code, msgspec.msgpack.encode(data))
 
 
-class _Room:
-    """What the boxes of a value may still take."""
+class _BoxBudget:
+    """How many bytes the remaining boxes of a value may take."""
 
     def __init__(self) -> None:
         self._left = _MAX_BOX_BYTES
@@ -115,38 +123,38 @@ class _Room:
     def take(self, shape: Sequence[int], itemsize: int) -> None:
         self._left -= max(1, math.prod(shape)) * max(1, itemsize)
         if min(shape, default=0) < 0 or self._left < 0:
-            raise WireError(f"a Box of shape {shape}; an observation may have {_MAX_BOX_BYTES} bytes.")
+            raise WireError(f"a Box of shape {shape}; all boxes together may have {_MAX_BOX_BYTES} bytes.")
 
 
-def _value(data: object, room: _Room) -> Any:
+def _value(data: object, budget: _BoxBudget) -> Any:
     if isinstance(data, dict):
-        return {key: _value(sub, room) for key, sub in data.items()}
+        return {key: _value(sub, budget) for key, sub in data.items()}
     if isinstance(data, list):
-        return [_value(sub, room) for sub in data]
+        return [_value(sub, budget) for sub in data]
     if isinstance(data, msgspec.msgpack.Ext):
-        return _decode_ext(data.code, bytes(data.data), room)
+        return _decode_ext(data.code, bytes(data.data), budget)
     return data
 
 
-def _decode_ext(code: int, payload: bytes, room: _Room) -> Any:
+def _decode_ext(code: int, payload: bytes, budget: _BoxBudget) -> Any:
     if code == _BIGINT:
         return int(payload)
     if code == _COMPLEX:
         return complex(*struct.unpack("<dd", payload))
     body = msgspec.msgpack.decode(payload)
     if code == _TUPLE:
-        return tuple(_value(sub, room) for sub in body)
+        return tuple(_value(sub, budget) for sub in body)
     if code == _PAIRS:
-        return {_value(key, room): _value(sub, room) for key, sub in body}
+        return {_value(key, budget): _value(sub, budget) for key, sub in body}
     if code == _SCALAR:
         real = _dtype(body[0])
         return np.frombuffer(body[1], dtype=real)[0] if real.itemsize else real.type()  # an empty string has no bytes
     if code == _SPACE:
-        return _space(body, room)
+        return _space(body, budget)
     if code == _SEEDED_SPACE:
-        space, *state = (_value(entry, room) for entry in body)
+        space, *state = (_value(entry, budget) for entry in body)
         if not isinstance(space, spaces.Space):
-            raise WireError(f"a generator for a {type(space).__name__}; only spaces have one.")
+            raise WireError(f"a generator state for a {type(space).__name__}; only spaces have one.")
         space._np_random = _generator(state)
         return space
     if code != _ARRAY:
@@ -154,7 +162,7 @@ def _decode_ext(code: int, payload: bytes, room: _Room) -> Any:
     kind, shape, content = body
     if kind == "O":
         array = np.empty(len(content), dtype=object)
-        array[:] = [_value(sub, room) for sub in content]
+        array[:] = [_value(sub, budget) for sub in content]
         return array.reshape(shape)
     return np.frombuffer(content, dtype=_dtype(kind)).reshape(shape).copy()
 
@@ -162,7 +170,7 @@ def _decode_ext(code: int, payload: bytes, room: _Room) -> Any:
 def _dtype(text: object) -> np.dtype[Any]:
     dtype = np.dtype(str(text))
     if dtype.hasobject:
-        raise WireError(f"dtype {text!r} would hold Python objects.")
+        raise WireError(f"dtype {text!r} contains Python objects.")
     return dtype
 
 
@@ -189,8 +197,8 @@ def _space_data(space: spaces.Space[Any], opaque: bool, depth: int) -> list[obje
 
 
 def _generator_state(space: spaces.Space[Any]) -> list[int] | None:
-    """The state of a space's generator, as integers; None if it was not seeded, or is not Gymnasium's PCG64."""
-    generator = space._np_random  # not `np_random`, which would seed it
+    """The state of a space's generator, as integers; None if it was not seeded or is no PCG64, Gymnasium's kind."""
+    generator = space._np_random  # `np_random` would seed it
     if generator is None or not isinstance(generator.bit_generator, np.random.PCG64):
         return None
     state: Any = generator.bit_generator.state
@@ -198,13 +206,13 @@ def _generator_state(space: spaces.Space[Any]) -> list[int] | None:
 
 
 def _generator(state: Sequence[Any]) -> np.random.Generator:
-    """The generator with that state; no other kind than PCG64 is accepted, since NumPy does not check theirs."""
+    """The PCG64 generator with that state; NumPy does not check the states of other kinds, so these are not sent."""
     limits = (2**128, 2**128, 2, 2**32)
     fits = len(state) == len(limits) and all(
         type(x) is int and 0 <= x < limit for x, limit in zip(state, limits, strict=True)
     )
     if not fits or not state[1] % 2:
-        raise WireError("a space's generator with a state that PCG64 cannot have.")
+        raise WireError("a generator state of a space that is not valid for PCG64.")
     bits = np.random.PCG64(0)
     bits.state = {
         "bit_generator": "PCG64",
@@ -216,18 +224,18 @@ def _generator(state: Sequence[Any]) -> np.random.Generator:
 
 
 def _shrunk(bound: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """A bound that is the same everywhere travels as one number (an image's would be 2 x 28 KB)."""
+    """A bound that is equal everywhere as one number; those of an image would take 2 x 28 KB."""
     first = bound.reshape(-1)[:1]
     return first.reshape(()) if bound.size and bool(np.all(bound == first)) else bound
 
 
-def _space(body: list[Any], room: _Room) -> object:
+def _space(body: list[Any], budget: _BoxBudget) -> object:
     kind, *rest = body
-    fields: list[Any] = [_value(entry, room) for entry in rest]
+    fields: list[Any] = [_value(entry, budget) for entry in rest]
     if kind == "box":
         low, high, shape, dtype = fields
         real = _dtype(dtype)
-        room.take(shape, real.itemsize)
+        budget.take(shape, real.itemsize)
         bounds = [np.broadcast_to(np.asarray(b, real), tuple(shape)).copy() for b in (low, high)]
         return spaces.Box(bounds[0], bounds[1], tuple(shape), real.type)
     if kind == "discrete":
@@ -237,22 +245,22 @@ def _space(body: list[Any], room: _Room) -> object:
     if kind == "multibinary":
         return spaces.MultiBinary(tuple(fields[0]) if isinstance(fields[0], tuple) else fields[0])
     if kind == "dict":
-        found = spaces.Dict([(key, sub) for key, sub in fields[0]])  # pairs: a dict would be sorted
+        found = spaces.Dict([(key, sub) for key, sub in fields[0]])  # pairs, since Gymnasium sorts a dict
         if not fields[1]:
             found.sort_keys = False
         return found
     if kind == "tuple":
         return spaces.Tuple(fields[0])
-    raise WireError(f"a space of kind {fields[0]!r} cannot be rebuilt here.")
+    raise WireError(f"a space of kind {fields[0]!r}, which farstep does not support.")
 
 
 class Limits:
-    """Upper bounds on what one message may be; beyond them the peer is cut off."""
+    """The largest header and message that are accepted; a peer that sends more is disconnected."""
 
     HEADER_BYTES = 16 * 2**20
     MESSAGE_BYTES = 8 * 2**30
 
 
 def frame_lengths(lengths: list[int]) -> bytes:
-    """A fixed-width table of frame lengths, for links that carry one blob per message."""
+    """A table of frame lengths, for links that send each message as one block of bytes."""
     return struct.pack(f"<I{len(lengths)}Q", len(lengths), *lengths)

@@ -1,8 +1,8 @@
-"""Arrays made smaller for slow connections, each as it pays: chosen by measuring, per array.
+"""Compresses arrays for slow connections; a measurement per array decides which codec, if any, saves time.
 
-A row of frames often differs little from the one before: `delta` keeps only what changed, for bytes. Rows are taken
-some at a time, so that they stay in the processor's cache. Packages are optional (`pip install farstep[compression]`);
-both sides must have the one that is used.
+Images often differ little from row to row, so arrays of bytes may be delta-encoded first: each row minus the previous
+one. Rows are compressed in pieces that fit into the processor's cache. The codecs come from optional packages
+(`pip install farstep[compression]`); head and worker must both have the one in use.
 """
 
 from __future__ import annotations
@@ -21,21 +21,23 @@ from farstep.core import Array, BytesLike
 from farstep.errors import WireError
 
 DELTA = "delta-"
+"""The prefix of a codec's name that stands for delta encoding."""
 _SIZE, _LENGTH = struct.Struct("<Q"), struct.Struct("<I")
 _PIECE_BYTES = 1 << 19
 _SAMPLE_BYTES = 256 * 1024
 _SMALL_BYTES = 1024
-_AGAIN = 64
-"""After so many uses a choice is looked at again."""
+_REMEASURE_EVERY = 64
+"""The choice of a codec is measured again after this many uses."""
 _WORTH = 0.5
-"""Of what sending costs as it is, compressing may cost: others send, but who compresses does nothing else."""
+"""A codec must be cheaper than this fraction of sending plain bytes: sending runs in the background, compression
+does not."""
 
 
 @dataclass(frozen=True)
 class Codec:
     compress: Callable[[BytesLike], bytes]
     decompress: Callable[[BytesLike, int], bytes]
-    """With the size that comes out, at most."""
+    """Takes the compressed bytes and the size of the result."""
 
 
 @cache
@@ -63,13 +65,19 @@ def available() -> dict[str, Codec]:
 def _unzstd(data: BytesLike, size: int) -> bytes:
     import zstandard
 
-    if zstandard.frame_content_size(data) != size:  # else it would make as much room as the sender likes
-        raise ValueError("another size than was said")
+    if zstandard.frame_content_size(data) != size:  # else it would allocate as much memory as the sender claims
+        raise ValueError(f"expected {size} bytes")
     return zstandard.ZstdDecompressor().decompress(data)
 
 
 class Compressor:
-    """The sender's side: what to do with each array, given what the connection carries."""
+    """The sender's side: chooses a codec for each array, given the throughput of the connection.
+
+    Args:
+        mode: "auto", "none" or the name of a codec.
+        accepted: The codecs that the receiver has.
+        rate: Returns the throughput in bytes per second; infinite if it is unknown.
+    """
 
     def __init__(self, mode: str, accepted: Sequence[str], rate: Callable[[], float]) -> None:
         codecs = {name: codec for name, codec in available().items() if name in accepted}
@@ -79,17 +87,21 @@ class Compressor:
         self._uses: Counter[str] = Counter()
 
     def pack(self, name: str, array: Array) -> tuple[str, BytesLike]:
-        """The codec, empty for none, and the bytes of an array whose first axis is time; perhaps still its own."""
+        """Compress an array whose first axis is time.
+
+        Returns:
+            The codec ("" for none) and the bytes, which may be a view of the array.
+        """
         if not self._codecs or array.nbytes < _SMALL_BYTES or math.isinf(self._rate()):
             return "", _bytes(array)
         self._uses[name] += 1
-        if name not in self._choices or self._uses[name] % _AGAIN == 0:
+        if name not in self._choices or self._uses[name] % _REMEASURE_EVERY == 0:
             self._choices[name] = self._best(array)
         choice = self._choices[name]
         return choice, self._packed(choice, array) if choice else _bytes(array)
 
     def _packed(self, choice: str, array: Array) -> bytes:
-        """The size, then pieces, each after its length."""
+        """The uncompressed size, then the compressed pieces, each after its length."""
         codec = self._codecs[choice.removeprefix(DELTA)]
         frames = [_SIZE.pack(array.nbytes)]
         for first, stop in _pieces(len(array), array[:1].nbytes):
@@ -99,11 +111,11 @@ class Compressor:
         return b"".join(frames)
 
     def _best(self, array: Array) -> str:
-        """Seconds per byte of each way, the other side's included, against those of sending it as it is."""
+        """The codec with the fewest seconds per byte for compressing, sending and decompressing a sample."""
         rows = max(2, _SAMPLE_BYTES // max(1, array[:1].nbytes))
         sample = array[:rows]
-        as_it_is = 1.0 / self._rate()
-        costs = {"": _WORTH * as_it_is}
+        send_s = 1.0 / self._rate()
+        costs = {"": _WORTH * send_s}
         deltas = [f"{DELTA}{name}" for name in self._codecs] if array.dtype == np.uint8 and len(array) > 1 else []
         for choice in [*self._codecs, *deltas]:
             began = time.perf_counter()
@@ -111,20 +123,24 @@ class Compressor:
             for _ in unpack(choice, packed, sample.nbytes, sample[:1].nbytes):
                 pass
             seconds = time.perf_counter() - began
-            costs[choice] = (seconds + len(packed) * as_it_is) / sample.nbytes
+            costs[choice] = (seconds + len(packed) * send_s) / sample.nbytes
         return min(costs, key=costs.__getitem__)
 
 
 def unpack(choice: str, frame: BytesLike, most_bytes: int, row_bytes: int) -> Iterator[Array]:
-    """What was packed, if it is not larger than `most_bytes`: the bytes of some rows at a time, `[rows, row_bytes]`."""
+    """Decompress an array, some rows at a time, each as bytes of shape `[rows, row_bytes]`.
+
+    Raises:
+        WireError: The array is larger than `most_bytes`, or the frame is invalid.
+    """
     codec = available().get(choice.removeprefix(DELTA))
     if codec is None or len(frame) < _SIZE.size:
-        raise WireError(f"an array that was compressed with {choice!r}, which is not known here.")
+        raise WireError(f"an array compressed with {choice!r}, a codec that is not installed here.")
     (size,) = _SIZE.unpack(frame[: _SIZE.size])
     if size > most_bytes:
-        raise WireError(f"a compressed array of {size} bytes where {most_bytes} have room.")
+        raise WireError(f"a compressed array of {size} bytes; at most {most_bytes} fit.")
     if not size or not row_bytes or size % row_bytes:
-        raise WireError("a compressed array of another size than it says.")
+        raise WireError(f"a compressed array of {size} bytes; a multiple of {row_bytes} is expected.")
     place, last = _SIZE.size, None
     for first, stop in _pieces(size // row_bytes, row_bytes):
         (length,) = _LENGTH.unpack(bytes(frame[place : place + _LENGTH.size]).ljust(_LENGTH.size, b"\0"))
@@ -132,32 +148,32 @@ def unpack(choice: str, frame: BytesLike, most_bytes: int, row_bytes: int) -> It
         expected = (stop - first) * row_bytes
         try:
             data = codec.decompress(frame[place - length : place], expected)
-        except Exception as error:  # each package has errors of its own
+        except Exception as error:  # each package raises its own types
             raise WireError(f"an array that cannot be decompressed: {error}") from error
         if len(data) != expected or place > len(frame):
-            raise WireError("a compressed array of another size than it says.")
+            raise WireError(f"a compressed array that does not have the {size} bytes that its header says.")
         rows = np.frombuffer(data, np.uint8).reshape(stop - first, row_bytes)
         if choice.startswith(DELTA):
             rows = _undelta(rows, last)
             last = rows[-1]
         yield rows
     if place != len(frame):
-        raise WireError("a compressed array that goes on after its end.")
+        raise WireError("a compressed array with further bytes after its end.")
 
 
 def _pieces(rows: int, row_bytes: int) -> Iterator[tuple[int, int]]:
-    """From which row to which, each of them."""
+    """The first row and the end of each piece."""
     step = max(1, _PIECE_BYTES // max(1, row_bytes))
     return ((first, min(first + step, rows)) for first in range(0, rows, step))
 
 
 def _bytes(array: Array) -> BytesLike:
-    """Its bytes where they are, if they lie one after the other; to be used before it changes."""
+    """The bytes of an array: a view if it is contiguous, else a copy."""
     return array.data.cast("B") if array.nbytes and array.flags.c_contiguous else array.tobytes()
 
 
 def _delta(array: Array, first: int, stop: int) -> bytes:
-    """Each row less the one before; the first row of all as it is."""
+    """Each row minus the previous one; the very first row unchanged."""
     changed = np.array(array[first:stop])
     skipped = 1 if first == 0 else 0
     np.subtract(changed[skipped:], array[first + skipped - 1 : stop - 1], out=changed[skipped:])

@@ -1,7 +1,7 @@
-"""What changed between two buffers of numbers, compressed without loss.
+"""The difference between two versions of weights, compressed without loss.
 
-Weights move little from version to version: taken as integers, most 32-bit words differ in their low bits only. So the
-differences are split into their four bytes, and the high ones, nearly all zero, shrink to almost nothing.
+Weights change little from version to version: read as integers, most 32-bit words differ in their low bits only. So the
+differences are split into four planes, one per byte; those of the high bytes are nearly all zero and compress well.
 """
 
 from __future__ import annotations
@@ -18,38 +18,38 @@ _PLANES = 4
 
 
 def encode(old: BytesLike, new: BytesLike) -> list[bytes]:
-    """Frames from which, with `old`, `new` can be made; both have the same length, a multiple of 4."""
+    """The difference from `old` to `new` as frames; both must have the same length, a multiple of 4."""
     difference = np.frombuffer(new, np.int32) - np.frombuffer(old, np.int32)
-    folded = (difference << 1) ^ (difference >> 31)  # small ones of either sign have zeros in front
-    return [_shrunk(plane) for plane in folded.view(np.uint8).reshape(-1, _PLANES).T]
+    folded = (difference << 1) ^ (difference >> 31)  # zigzag: small numbers of either sign have leading zeros
+    return [_compressed(plane) for plane in folded.view(np.uint8).reshape(-1, _PLANES).T]
 
 
 def decode(old: BytesLike, frames: Sequence[BytesLike]) -> bytes:
-    """The new buffer; a `WireError` if the frames are not those of `encode`."""
+    """The new buffer, from the old one and the frames of `encode`; raises `WireError` for other frames."""
     size = memoryview(old).nbytes // _PLANES
     if len(frames) != _PLANES:
-        raise WireError(f"a difference of {len(frames)} frames; expected {_PLANES}.")
-    planes = [np.frombuffer(_grown(frame, size), np.uint8) for frame in frames]
+        raise WireError(f"a difference of weights in {len(frames)} frames; expected {_PLANES}.")
+    planes = [np.frombuffer(_decompressed(frame, size), np.uint8) for frame in frames]
     folded = np.ascontiguousarray(np.stack(planes, axis=1)).view(np.uint32).reshape(-1)
     difference = ((folded >> 1) ^ -(folded & 1).astype(np.int32).view(np.uint32)).view(np.int32)
     return (np.frombuffer(old, np.int32) + difference).tobytes()
 
 
-def _shrunk(plane: Array) -> bytes:
+def _compressed(plane: Array) -> bytes:
     raw = plane.tobytes()
-    packer = zlib.compressobj(1, zlib.DEFLATED, -zlib.MAX_WBITS, strategy=zlib.Z_RLE)  # the fast kind: runs of zeros
+    packer = zlib.compressobj(1, zlib.DEFLATED, -zlib.MAX_WBITS, strategy=zlib.Z_RLE)  # fast, and finds runs of zeros
     packed = packer.compress(raw) + packer.flush()
-    return packed if len(packed) < len(raw) else raw  # of full length: as it is
+    return packed if len(packed) < len(raw) else raw  # the receiver takes full length to mean uncompressed
 
 
-def _grown(frame: BytesLike, size: int) -> BytesLike:
+def _decompressed(frame: BytesLike, size: int) -> BytesLike:
     if memoryview(frame).nbytes == size:
         return frame
     unpacker = zlib.decompressobj(-zlib.MAX_WBITS)
     try:
         raw = unpacker.decompress(frame, size + 1)
     except zlib.error as error:
-        raise WireError(f"a difference that cannot be unpacked: {error}.") from error
+        raise WireError(f"a difference of weights that cannot be decompressed: {error}.") from error
     if len(raw) != size:
-        raise WireError("a difference of another length than what it is to be added to.")
+        raise WireError(f"a difference of weights with another length than the weights ({size} bytes per plane).")
     return raw

@@ -1,4 +1,5 @@
-"""Bulk data under a key that both sides got over the authenticated channel: AES-GCM, which CPUs do in hardware."""
+"""Authenticated encryption of bulk data: AES-GCM, which CPUs have instructions for, with a key that both sides derive
+from the worker's key pair."""
 
 from __future__ import annotations
 
@@ -13,40 +14,44 @@ from farstep.errors import WireError
 
 TAG_BYTES = 16
 SEGMENTS = 1 << 20
-"""Of one message, at most."""
+"""The most segments of a message."""
 
 
 class Side(IntEnum):
-    """Who sealed it: each side counts its own messages, under one key."""
+    """The sender of a segment; both sides share a key, and each counts its own messages."""
 
     HEAD = 1
     WORKER = 2
 
 
 class Cipher:
-    """Seals what one side sends, opens what the other sent.
+    """Encrypts (`seal`) what one side sends, and decrypts and verifies (`open`) what the other side sent.
 
-    A nonce is the sender, the number of its message and the segment's place in that: never the same for two different
-    texts, since a key belongs to one incarnation of one worker and a message that is sent again is the same text.
+    A nonce consists of the sender, the sequence number of the message and the index of the segment. It is never used
+    for two different plaintexts: a key belongs to one incarnation of one worker, and a resent message is the same text.
     """
 
     def __init__(self, key: bytes, side: Side) -> None:
         self._cipher = AESGCM(key)
         self._own, self._other = side, Side.HEAD if side is Side.WORKER else Side.WORKER
 
-    def seal(self, seq: int, index: int, about: bytes, text: BytesLike, into: memoryview) -> None:
-        """Write it to `into`, which is longer by `TAG_BYTES`."""
-        self._cipher.encrypt_into(_nonce(self._own, seq, index), text, about, into)
+    def seal(self, seq: int, index: int, header: bytes, text: BytesLike, into: memoryview) -> None:
+        """Encrypt `text` into `into`, which must be longer by `TAG_BYTES`; `header` is authenticated with it."""
+        self._cipher.encrypt_into(_nonce(self._own, seq, index), text, header, into)
 
-    def open(self, seq: int, index: int, about: bytes, sealed: BytesLike, into: memoryview) -> None:
-        """Write what was sealed to `into`, which has its length."""
+    def open(self, seq: int, index: int, header: bytes, sealed: BytesLike, into: memoryview) -> None:
+        """Decrypt into `into`, which must have the length of the plaintext.
+
+        Raises:
+            WireError: The peer did not encrypt this segment, or it was modified.
+        """
         try:
-            self._cipher.decrypt_into(_nonce(self._other, seq, index), sealed, about, into)
+            self._cipher.decrypt_into(_nonce(self._other, seq, index), sealed, header, into)
         except (InvalidTag, ValueError) as error:
-            raise WireError("a segment that was not sealed by its sender, or was changed on the way.") from error
+            raise WireError("a segment that the peer did not encrypt, or that was modified in transit.") from error
 
 
 def _nonce(side: Side, seq: int, index: int) -> bytes:
     if not 0 <= index < SEGMENTS or not 0 <= seq < 1 << 44:
-        raise WireError("a segment with an impossible number.")
+        raise WireError(f"a segment with index {index} of message {seq}, beyond the largest possible numbers.")
     return struct.pack(">IQ", side, seq * SEGMENTS + index)

@@ -1,4 +1,4 @@
-"""Keys of one run: a CURVE pair for the head and one for every worker it admits."""
+"""The keys of a run: a CURVE pair for the head, one for every worker that it admits, and what is derived from them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _DIGITS = 16
 
 @dataclass(frozen=True)
 class KeyPair:
-    """A CURVE pair, Z85-encoded; the secret half never appears in a repr."""
+    """A CURVE key pair, Z85-encoded; `repr` does not show the secret key."""
 
     public: bytes
     secret: bytes
@@ -23,13 +23,15 @@ class KeyPair:
         return cls(*zmq.curve_keypair())
 
     def derived(self, purpose: bytes) -> bytes:
-        """32 bytes that only who has the secret half can know, others for each purpose."""
+        """A key of 32 bytes, derived from the secret key and different for each purpose."""
         return hashlib.blake2b(self.secret, digest_size=32, person=b"farstep-" + purpose).digest()
 
     @property
     def route(self) -> bytes:
-        """What a worker's connections are called. Nobody else knows it: whoever connects by a name gets what is sent to
-        it."""
+        """The beginning of the routing ids of a worker's connections.
+
+        It is secret, since ZeroMQ delivers messages to whichever connection has the routing id.
+        """
         return self.derived(b"route").hex()[:32].encode()
 
     def __repr__(self) -> str:
@@ -37,7 +39,10 @@ class KeyPair:
 
 
 class Tokens:
-    """What is shown where others may listen: each is good once, and nobody can tell the next one from those before."""
+    """One-time tokens for an unencrypted connection: each is valid once, and used ones do not reveal the next.
+
+    The worker makes them (`fresh`), and the head, which has the same key pair, checks them (`accepts`).
+    """
 
     def __init__(self, pair: KeyPair) -> None:
         self._key, self._last = pair.derived(b"token"), 0
@@ -47,7 +52,7 @@ class Tokens:
         return self._token(self._last)
 
     def accepts(self, token: bytes) -> bool:
-        """Whether it is a token, later than all that were accepted."""
+        """Whether the token is genuine and newer than all accepted ones; if so, it counts as used."""
         try:
             number = int(token[:_DIGITS], 16)
         except ValueError:

@@ -1,17 +1,33 @@
-"""What head and worker say to each other, as typed structures.
+"""The messages between head and worker.
 
-The order of a conversation:
+A message is a header frame, one of the structures below in MessagePack, and further frames with raw bytes. A session in
+the usual order:
 
-    worker  Hello ─────────────►            head  Welcome (or Refuse)
-            Ready (spaces) ────►                  Ship (agent), Parameters, Lay (where to write)
-            AgentReady ────────►                  Ticket, Ticket, ... Cancel
-            Chunk, Chunk, ... ─►                  Call ─► Reply;  Stop
+    worker                          head
+    Hello ───────────────────────►
+                    ◄────────────── Welcome (or Refuse)       what to host
+    Ready ───────────────────────►                            environments are built
+                    ◄────────────── SendAgent                 the policy
+    AgentReady ──────────────────►                            its outputs
+                    ◄────────────── Parameters, SetLayout     where weights come from, where rollouts go
+                    ◄────────────── Ticket, Ticket, ...       at any time: Cancel
+    Chunk, Chunk, ... ───────────►                            or Failure
+                    ◄────────────── Probe                     after a publish, if the sync rule measures divergence
+                    ◄────────────── Call                      answered by Reply or Failure
+                    ◄────────────── Stop
 
-After a publish the head may send a `Probe`. Workers without shared memory also ask for weights (`WeightRequest` to
-`Weights`) after a `Newest`, send `Progress`, and may send arrays of a chunk, or some rows of them, ahead of it (`Part`;
-rows of a chunk that is still being rolled are answered with `Taken`, and one such part is under way at a time). Where
-they send in turn, they ask (`RequestSend`) and wait for `GrantSend` before a chunk's last stage.
-Decoding validates types; a message that does not fit is a `WireError`.
+A worker that shares no memory with the head sends and receives more:
+
+    Progress ────────────────────►                            once a second
+                    ◄────────────── Newest                    after a publish
+    WeightRequest ───────────────►
+                    ◄────────────── Weights
+    Part, Part, ... ─────────────►                            stages of a chunk ahead of its `Chunk`
+                    ◄────────────── Taken                     acknowledges rows of an unfinished chunk
+    RequestSend ─────────────────►                            if workers send in turn (`TransferTrigger.in_turn`)
+                    ◄────────────── GrantSend
+
+Decoding checks all types; an invalid message raises `WireError`.
 """
 
 from __future__ import annotations
@@ -27,15 +43,19 @@ from farstep.schema import Schema
 from farstep.wire.codec import Limits
 
 PROTOCOL = 7
+"""Raise this number with every incompatible change of a message: head and worker must have the same."""
 Word = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 Line = Annotated[str, msgspec.Meta(max_length=1024, pattern=r"\A[^\x00-\x1f\x7f-\x9f\u2028\u2029]*\Z")]
-"""What ends up in a log as part of a line: nothing in it can begin another one, or move a terminal's cursor."""
+"""Text that is safe in one line of a log: without line breaks and terminal control characters."""
 Lines = Annotated[dict[Line, Line], msgspec.Meta(max_length=64)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
 class Hello(msgspec.Struct, tag="hello"):
-    """A worker introduces itself; compared field by field with the head's own versions."""
+    """Worker to head, first message after connecting.
+
+    The head answers `Welcome`, or `Refuse` if run, worker, incarnation or versions are not the expected ones.
+    """
 
     worker: int
     incarnation: int
@@ -46,240 +66,330 @@ class Hello(msgspec.Struct, tag="hello"):
 
 
 class Ready(msgspec.Struct, tag="ready"):
-    """All environments of the worker are built."""
+    """Worker to head, once its environments are built; the spaces are encoded by `codec.pack`.
+
+    The head checks that all workers have equal spaces; from then on it sends the worker the agent and tickets.
+    """
 
     observation_space: bytes
     action_space: bytes
 
 
 class AgentReady(msgspec.Struct, tag="agent-ready"):
-    """The agent was received and tried on the worker's own observations."""
+    """Worker to head, after `SendAgent`: the agent was loaded and called once on the worker's own observations.
+
+    The head checks that all workers report the same, and makes the `SetLayout` from it. A worker that cannot use the
+    agent sends `Failure` with `agent` instead.
+    """
 
     agent: int
     schema: Schema
+    """The arrays that `act` returns, per environment."""
     structure: bytes
+    """How these arrays are nested, encoded by `codec.pack`."""
     state: Schema = {}
+    """The arrays of the recurrent state, per environment; empty without one."""
     state_structure: bytes = b""
     inference: str = ""
+    """How the worker calls the agent, e.g. with a recorded fast path."""
     description: Schema = {}
-    """What `distribution` or `log_prob` says of an observation, where the sync rule measures divergences."""
+    """The arrays that describe the policy on one observation; empty unless the sync rule measures divergence."""
 
 
 class Chunk(msgspec.Struct, tag="chunk"):
-    """A ticket's work is done. The first frame has records of `batch.ENDS`, one per episode that ended; rows are in the
-    worker's columns, or in further frames."""
+    """Worker to head: the chunk of a ticket is complete. The worker fills this in in `Worker._chunk` only.
+
+    The first frame has a record of `batch.ENDS` for each episode that ended (empty if a `Part` had them). With shared
+    memory the rows are in the worker's columns already; otherwise each further frame has one array of `keys`. The head
+    drops the chunk if the worker no longer holds the ticket; otherwise it checks all shapes, copies the arrays into the
+    worker's columns and accepts the chunk.
+    """
 
     ticket: int
     version: int
+    """The version that acted in all rows; -1 if the agent has no parameters, 0 if the head acts."""
     resume: bytes
-    """int64 per slot: the episode to go on with if this worker is replaced."""
+    """int64 per slot: the episode with which a replacement of this worker continues."""
     index: int = 0
-    """Counts the chunks this worker began; a gap says that rows between two chunks were never handed over."""
+    """Counts the chunks that this worker started; a gap means that rows between two chunks were lost."""
     infos: bool = False
-    """The last frame has the environments' infos."""
+    """The last frame has the environments' infos, encoded by `codec.pack`."""
     inference: str = ""
-    """How the agent is called, if that changed since the last chunk."""
+    """How the worker calls the agent, if that changed since the last chunk."""
     passed: int = -1
-    """What it counts as for its age: the newest version whose probe its weights passed, else `version`."""
+    """The version that counts for staleness: the newest one whose probe the weights passed, at least `version`."""
     divergence: float | None = None
-    """The running divergence of its weights from the learner's, where the sync rule measures one."""
+    """Running divergence (KL, in nats) of the weights from the learner's; None if the sync rule measures none."""
     unmeasured: str = ""
-    """Why a divergence came to no number, the first time that it did."""
+    """Why the divergence could not be measured; sent once per reason."""
     syncs: int = 0
+    """Weight pulls since the last chunk."""
     synced_bytes: int = 0
+    """Bytes of these pulls."""
     tickets_s: float = 0.0
+    """Seconds for which the worker had no ticket."""
     weights_s: float = 0.0
+    """Seconds that these pulls took."""
     keys: list[str] = []
     """The arrays in the frames, in order; empty with shared memory."""
     codecs: list[str] = []
-    """What each of them is compressed with (see `compression.py`); empty: none is."""
+    """How each array is compressed (see `compression.py`), "" for not at all; empty if none is compressed."""
     first: int = 0
-    """The row that those with a row per step begin with: rows before it came as `Part`s."""
+    """The first row of the arrays that have a row per step; `Part`s had the rows before it."""
     clock: Count = 0
-    """Rows since environments were staggered, modulo the horizon."""
+    """Rows since the staggered schedule started, modulo the horizon; 0 without one."""
     stagger_steps: Count = 0
-    """Steps that brought environments to their places, and that no chunk has reported yet."""
+    """Steps since the last chunk that only moved environments to their offsets in the staggered schedule."""
 
 
 class Part(msgspec.Struct, tag="part"):
-    """Some arrays of a chunk ahead of it, in frames as those of `Chunk`; the first frame is empty unless this completes
-    the first stage."""
+    """Worker without shared memory to head: some arrays of a chunk, ahead of its `Chunk` message.
+
+    The frames are those of `Chunk`; the first one is empty unless this part completes stage 0. The head copies the
+    arrays into the worker's columns. It acknowledges a part with `stage` -1 by `Taken`, and passes a complete stage on
+    to callers that subscribed to parts.
+    """
 
     ticket: int
     index: int
+    """The chunk's index (see `Chunk.index`)."""
     stage: int
-    """The stage (see `TransferTrigger`) that is complete with this; -1: some rows only, while the chunk is rolled."""
+    """The stage (see `TransferTrigger.keys`) that this part completes; -1 for rows of a chunk still being rolled."""
     first: int
+    """The first row of the arrays that have a row per step."""
     keys: list[str]
     passed: int = -1
-    """As the chunk's, once it is rolled."""
+    """As `Chunk.passed`; -1 while the chunk is still being rolled."""
     codecs: list[str] = []
+    """As `Chunk.codecs`."""
 
 
 class Reply(msgspec.Struct, tag="reply"):
-    """The answer to a `Call`, in the frame that follows."""
+    """Worker to head: the result of a `Call`, in the next frame, encoded by `codec.pack`."""
 
     request: int
 
 
 class Failure(msgspec.Struct, tag="failure"):
-    """Something raised on the worker."""
+    """Worker to head: the environment, the agent or a sync rule raised.
+
+    With `request` the head raises the error from the call that sent the request; with `agent`, from the call that sent
+    the agent. A failed ticket is retried or returned. Any other failure ends the worker, and the head replaces it or,
+    if a retry would fail again, ends the run.
+    """
 
     message: str
     traceback: str
     phase: str
+    """What the worker was doing: the label of a `rollout.progress.Phase`."""
     kind: str = ""
-    """The exception's class, if it is one of Python's own."""
+    """The exception's class, if it is one of Python's or farstep's."""
     slot: int | None = None
     seed: int | None = None
     episode_step: int | None = None
     version: int | None = None
     ticket: int | None = None
-    """The ticket that was given up; the worker goes on with the next episodes."""
+    """The ticket that failed; the worker continues with the next episodes."""
     again: bool = False
-    """The worker does the ticket once more, before any later one."""
+    """The worker retries the ticket before any later one."""
     request: int | None = None
-    """The call that raised; the worker is as before."""
+    """The `Call` that raised; the worker continues as before."""
     agent: int | None = None
-    """The agent that could not be used; the worker waits for another."""
+    """The agent that the worker cannot use; it waits for another."""
 
 
 class RequestSend(msgspec.Struct, tag="request-send"):
-    """A chunk is rolled; may its last stage be sent now, or do others come first?"""
+    """Worker without shared memory to head, before a chunk's last stage, if workers send in turn.
+
+    The head queues the request and answers `GrantSend` when fewer than `TransferTrigger.in_turn` workers are sending.
+    """
 
     ticket: int
     index: int
 
 
 class WeightRequest(msgspec.Struct, tag="weight-request"):
-    """A worker without shared memory wants the newest parameters of the agent it has."""
+    """Worker without shared memory to head, when it pulls; the head answers `Weights`."""
 
     agent: int
     held: int = -1
-    """The version it has now."""
+    """The version that the worker has, to which the head may send a difference; -1 if it keeps none."""
 
 
 class Progress(msgspec.Struct, tag="progress"):
-    """Where a worker without shared memory is; sent by a thread of its own."""
+    """Worker without shared memory to head, once a second from a separate thread and connection.
+
+    The head copies the words to the place where it reads those of local workers (see `rollout/progress.py`).
+    """
 
     words: list[Word]
 
 
 class Welcome(msgspec.Struct, tag="welcome"):
-    """What a worker is to host; the program follows in a frame, pickled by the head for an authenticated worker."""
+    """Head to worker, the answer to `Hello`; the next frame has the pickled `rollout.program.Program`.
+
+    The worker builds its environments, sends `Ready`, then imports the modules in `preload`.
+    """
 
     first_slot: int
     seeds: list[int]
+    """The root seed of each slot."""
     episodes: list[int]
+    """The episode with which each slot starts."""
     path: list[str]
+    """Entries to put in front of `sys.path`."""
     preload: list[str]
+    """Modules to import early, such as torch."""
     clock: Count = 0
-    """Of the worker that it replaces (see `Chunk.clock`)."""
+    """The last `Chunk.clock` of the worker that this one replaces."""
 
 
 class Refuse(msgspec.Struct, tag="refuse"):
-    """The worker does not fit; it logs the reason and ends."""
+    """Head to worker, the answer to a `Hello` that does not match; the worker logs the reason and exits."""
 
     reason: str
 
 
 class SendAgent(msgspec.Struct, tag="send-agent"):
-    """An agent, pickled, in the frame that follows."""
+    """Head to worker, when a call gets an agent that workers do not have; the next frame has it, pickled.
+
+    The worker loads it, calls it once, and answers `AgentReady`, or `Failure` with `agent`.
+    """
 
     agent: int
 
 
 class Parameters(msgspec.Struct, tag="parameters"):
-    """Where the parameters of an agent are: in the memory that comes along, or sent on request."""
+    """Head to worker, after `AgentReady`: where to pull parameters from.
+
+    With shared memory a file descriptor comes with the message, and the worker maps it. Without, the worker sends a
+    `WeightRequest` whenever it pulls.
+    """
 
     agent: int
     nbytes: int
+    """Size of one set of parameters."""
     buffers: int
+    """How many sets the shared memory has room for."""
     digest: str
-    """Of names, shapes and dtypes, which must be the same on both sides."""
+    """A hash of names, shapes and dtypes; the worker rejects the agent if its own differs."""
 
 
 class SetLayout(msgspec.Struct, tag="set-layout"):
-    """Where rollouts go; with shared memory its descriptor comes along."""
+    """Head to worker, before the first ticket and when the arrays change: the layout of rollouts (`rollout/blocks.py`).
+
+    With shared memory a file descriptor comes with the message, and the worker writes its columns there. Without, the
+    worker allocates memory for one chunk.
+    """
 
     lanes: int
     steps: int
     slots: int
     rows: Schema
+    """Arrays with a row per step."""
     chunks: Schema
+    """Arrays with one entry per chunk."""
 
 
 class Reset(msgspec.Struct):
-    """Reset the masked slots (all without a mask) before the ticket's steps."""
+    """Part of a `Ticket`: reset slots before its steps."""
 
     seeds: list[int | None] | None = None
+    """A root seed per slot of the worker; None keeps the seeds."""
     mask: bytes | None = None
+    """A bool per slot of the worker; None resets all."""
     options: bytes | None = None
+    """The `options` of `reset`, pickled."""
 
 
 class Ticket(msgspec.Struct, tag="ticket"):
-    """Permission to roll one chunk into a lane."""
+    """Head to worker: permission to roll one chunk. Further frames have actions, if the head acts (`make_vec`).
+
+    The worker does tickets in the order in which they arrive, and answers each with `Chunk` or `Failure`, unless it is
+    cancelled.
+    """
 
     seq: int
+    """The ticket's id; later tickets have higher ones."""
     lane: int
+    """Where in shared memory to write the chunk."""
     steps: int
+    """Rows of the chunk; 0 to reset only."""
     min_version: int = 0
+    """The oldest version that the weights may count as (see `Chunk.passed`); the worker pulls if theirs is older."""
     reset: Reset | None = None
     infos: bool = False
+    """Whether to send the environments' infos with the chunk."""
 
 
 class Cancel(msgspec.Struct, tag="cancel"):
-    """Tickets up to this one are no longer wanted."""
+    """Head to worker, when a call ends or is interrupted: drop tickets that are not done, the running one included.
+
+    With shared memory the head also writes the id into the worker's progress words, so that a running ticket sees it.
+    """
 
     upto: int
+    """The id of the last ticket that is cancelled."""
 
 
 class Newest(msgspec.Struct, tag="newest"):
-    """A version was published."""
+    """Head to workers without shared memory, after a publish; the sync rule sees it before the next chunk."""
 
     version: int
 
 
 class Weights(msgspec.Struct, tag="weights"):
-    """A version's parameters, in the frames that follow; without any, that agent is no longer wanted."""
+    """Head to worker, the answer to `WeightRequest`: the newest parameters, in the next frames.
+
+    The worker loads them before it rolls. Without frames the agent has been replaced, and the worker drops the ticket.
+    """
 
     agent: int
     version: int
     base: int = -1
-    """The version that they are to be added to; -1: they are whole."""
+    """The version to which the frames are a difference (`delta.py`); -1 if they have the whole parameters."""
 
 
 class GrantSend(msgspec.Struct, tag="grant-send"):
-    """The worker's turn to send a chunk for which it asked (`RequestSend`)."""
+    """Head to worker, the answer to `RequestSend`: the worker sends the rest of that chunk now."""
 
     index: int
 
 
 class Taken(msgspec.Struct, tag="taken"):
-    """Rows of the chunk with that order have arrived: more of them may follow."""
+    """Head to worker, the acknowledgement of a `Part` with `stage` -1: the worker may send more rows of that chunk."""
 
     index: int
 
 
 class Probe(msgspec.Struct, tag="probe"):
-    """What a new version says of observations that the worker has sent: an array in each of the frames that follow."""
+    """Head to worker, after a publish, if the sync rule measures divergence.
+
+    Each further frame has one array: the new policy's distribution parameters on observations that the worker has sent.
+    The worker evaluates its own policy on the same observations and hands the divergence to its sync rule.
+    """
 
     agent: int
     version: int
     indices: list[int]
-    """Chunks that the observations are from (see `rollout/probe_rows.py`); empty if there was nothing to compare."""
+    """The chunks that the observations are from (see `rollout/probe_rows.py`); empty if the head had none."""
     keys: list[str]
+    """The names of the arrays in the frames."""
 
 
 class Call(msgspec.Struct, tag="call"):
-    """Do `name` on the worker's environments, with the arguments in the frame that follows, pickled by the head."""
+    """Head to worker: call a method of its host, with the arguments in the next frame, pickled.
+
+    The worker answers `Reply`, or `Failure` with `request`.
+    """
 
     request: int
     name: str
+    """A method of the host (`worker/hosting/`), or `save` or `resume` (`worker/saving.py`)."""
 
 
 class Stop(msgspec.Struct, tag="stop"):
-    """Close the environments and end."""
+    """Head to worker, at the end of a run or when the worker is scaled away: it closes its environments and exits."""
 
 
 FromWorker = Hello | Ready | AgentReady | Part | Chunk | Reply | Failure | RequestSend | WeightRequest | Progress
@@ -307,22 +417,22 @@ M = TypeVar("M")
 
 
 def encode(message: FromWorker | FromHead) -> bytes:
-    """A message as its header frame."""
+    """The header frame of a message."""
     return _encoder.encode(message)
 
 
 def decode_from_worker(frames: Sequence[BytesLike]) -> FromWorker:
-    """The message of a worker's header frame."""
+    """The message in the first of a worker's frames; raises `WireError` if there is none."""
     return decoded(_from_worker, frames)
 
 
 def decode_from_head(frames: Sequence[BytesLike]) -> FromHead:
-    """The message of the head's header frame."""
+    """The message in the first of the head's frames; raises `WireError` if there is none."""
     return decoded(_from_head, frames)
 
 
 def decoded(decoder: msgspec.msgpack.Decoder[M], frames: Sequence[BytesLike]) -> M:
-    """The message of a header frame, if it is one."""
+    """The message that `decoder` finds in the first frame; raises `WireError` if it finds none."""
     if not frames:
         raise WireError("a message without frames.")
     if len(frames[0]) > Limits.HEADER_BYTES:

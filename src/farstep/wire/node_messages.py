@@ -1,11 +1,16 @@
-"""What the head and the agent on a node say to each other.
+"""The messages between the head and the node daemon on each node of a cluster.
 
-    agent  NodeHello ───────────────►          head  StartWorker, KillWorker, DumpStacks, ... Leave
-           Printed, WorkerEnded, ... ►
-           NodeBeat, once a second ──►               NodeBeat, once a second
+    node daemon                     head
+    NodeHello ───────────────────►
+                    ◄────────────── StartWorker, ...          at any time: KillWorker, DumpStacks
+    Printed, WorkerEnded, ... ───►
+    NodeBeat ────────────────────►                            heartbeat, once a second
+                    ◄────────────── NodeBeat                  heartbeat, once a second
+                    ◄────────────── Leave
 
-An agent that is told to go by its engine (SIGTERM) says `Leaving` and goes when it is told `Leave`, or when its time
-is up. Every message of an agent has its name, which it made up itself: all agents of a job share a key.
+When the engine (SLURM, Kubernetes, ...) reclaims a node, it sends the daemon SIGTERM. The daemon then sends `Leaving`,
+and exits on `Leave` or at the end of its grace period. Each message of a daemon carries its random name, since all
+daemons of a job share one key.
 """
 
 from __future__ import annotations
@@ -20,17 +25,21 @@ from farstep.errors import WireError
 from farstep.wire.messages import Count, Line, Lines, Word, decoded
 
 BEAT_S = 1.0
+"""Seconds between two heartbeats."""
 OUTPUT_BYTES = 64 * 1024
-"""Of one worker's output, at most so much is sent at a time."""
+"""The most output of a worker that one message has."""
 MOST_WORKERS = 1 << 14
-"""Of one node."""
+"""The most workers of one node."""
 NAME_BYTES = 16
 Name = Annotated[str, msgspec.Meta(pattern=rf"\A[0-9a-f]{{{NAME_BYTES}}}\Z")]
-"""Of a node: drawn by its agent, and known to that and to the head alone."""
+"""The name of a node: random, chosen by its daemon and known only to that and the head."""
 
 
 class NodeHello(msgspec.Struct, tag="node-hello"):
-    """An agent is there and can start workers."""
+    """Node daemon to head, until the first answer: the daemon can start workers.
+
+    The head answers `NodeBeat` and starts workers there, or answers `Leave` if it needs no node or versions differ.
+    """
 
     node: Name
     run: Line
@@ -39,31 +48,35 @@ class NodeHello(msgspec.Struct, tag="node-hello"):
     cpus: int
     versions: Lines
     place: Line = ""
-    """What the engine calls it: a job and its task, a pod."""
+    """The engine's name for the node's task, e.g. a job and task id or a pod."""
     address: Line = ""
-    """Which of the head's addresses it reached."""
+    """The address at which the daemon reached the head."""
     setup_failed: Line = ""
-    """What of the `setup` failed on the node, if something did."""
+    """The error of the `setup` commands on the node; empty if they succeeded."""
     replaces: Name | None = None
-    """The killed daemon of the same node that this one replaces."""
+    """The name of the daemon of this node that was killed and that this one replaces."""
 
 
 class NodeBeat(msgspec.Struct, tag="node-beat"):
-    """Still there, with these workers (number and incarnation): said again and again, as anything may get lost."""
+    """Heartbeat in both directions. From a daemon it lists its running workers (id, incarnation).
+
+    Other messages may get lost, so the head compares the list with its own: it kills workers that it does not know,
+    sends a lost `StartWorker` again, and counts workers that vanished as ended.
+    """
 
     node: Name
     workers: Annotated[list[tuple[int, int]], msgspec.Meta(max_length=MOST_WORKERS)] = []
 
 
 class Leaving(msgspec.Struct, tag="leaving"):
-    """The engine takes the node back; what its workers have is to be fetched soon."""
+    """Node daemon to head: the engine reclaims the node. The head drains its workers, then sends `Leave`."""
 
     node: Name
     reason: Line
 
 
 class Printed(msgspec.Struct, tag="printed"):
-    """What a worker wrote to its output."""
+    """Node daemon to head: output that a worker wrote to stdout or stderr; the head logs it."""
 
     node: Name
     worker: Count
@@ -72,7 +85,7 @@ class Printed(msgspec.Struct, tag="printed"):
 
 
 class WorkerEnded(msgspec.Struct, tag="worker-ended"):
-    """A worker's process is over."""
+    """Node daemon to head: the process of a worker exited; the head restarts it within the restart budget."""
 
     node: Name
     worker: Count
@@ -80,33 +93,38 @@ class WorkerEnded(msgspec.Struct, tag="worker-ended"):
     status: int
     note: Line
     words: list[Word] = []
-    """Where it was (see `worker.progress`): its own last word of that may be a second old."""
+    """The worker's last progress words (see `rollout/progress.py`), newer than its last `Progress` message."""
 
 
 class StartWorker(msgspec.Struct, tag="start-worker"):
-    """Start a process with this bootstrap, as JSON."""
+    """Head to node daemon: start a worker process."""
 
     worker: int
     incarnation: int
     bootstrap: bytes
+    """JSON (see `worker/bootstrap.py`)."""
 
 
 class KillWorker(msgspec.Struct, tag="kill-worker"):
+    """Head to node daemon: kill a worker and all processes that it started."""
+
     worker: int
     incarnation: int
 
 
 class DumpStacks(msgspec.Struct, tag="dump-stacks"):
+    """Head to node daemon: make a worker write its Python stacks to its output."""
+
     worker: int
     incarnation: int
 
 
 class Leave(msgspec.Struct, tag="leave"):
-    """End all workers and yourself."""
+    """Head to node daemon: kill all workers and exit."""
 
     reason: str
     come_again: bool = False
-    """As another node: this one was taken for lost, and another takes its place."""
+    """Join again under a new name: the head declared this node lost and has given its workers to others."""
 
 
 FromNode = NodeHello | NodeBeat | Leaving | Printed | WorkerEnded
@@ -137,7 +155,7 @@ _versions = msgspec.msgpack.Decoder(_Versions)
 
 
 def versions_in(frames: Sequence[BytesLike]) -> dict[str, str]:
-    """The versions in a message, even if the rest cannot be decoded: a hello from another version of farstep."""
+    """The versions in a `NodeHello` of another farstep version, even if its other fields cannot be decoded."""
     try:
         return decoded(_versions, frames).versions
     except WireError:

@@ -1,4 +1,4 @@
-"""What must agree between head and worker before anything else is said."""
+"""The versions that head and worker must share; compared in the handshake."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from farstep.wire.messages import PROTOCOL
 
 
 def versions() -> dict[str, str]:
-    """This side's."""
+    """The versions in this process."""
     return {
         "protocol": str(PROTOCOL),
         "farstep": VERSION,
@@ -24,7 +24,7 @@ def versions() -> dict[str, str]:
 
 
 def mismatches(worker: Mapping[str, str]) -> list[str]:
-    """Where a worker differs from this side, a clause each."""
+    """A clause for each version in which a worker differs from this process."""
     mine = versions()
     return [
         f"{name} {mine.get(name, '?')} here and {worker.get(name, '?')} on the worker"

@@ -1,7 +1,7 @@
-"""`python -m farstep.worker`: what every launcher starts.
+"""`python -m farstep.worker`: the worker process, started by every launcher.
 
-Where to connect and with which keys comes through a descriptor or a file of mode 0600, never through arguments or
-the environment. Threads are set before anything that starts some is imported.
+It reads its bootstrap (address of the head, keys, ...) from a descriptor or a file of mode 0600, never from arguments
+or environment variables. It limits threads before it imports any library that starts some.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def main() -> None:
     arguments = parser.parse_args()
     mark_worker_process()
     if os.getpgrp() != os.getpid():
-        os.setpgid(0, 0)  # our group is what we kill at the end: nobody else may be in it
+        os.setpgid(0, 0)  # the whole process group is killed at the end, so it must be this worker's alone
     bootstrap = read_bootstrap(arguments.bootstrap_fd, arguments.bootstrap)
     if "death_fd" in bootstrap:
         _die_with_the_head(bootstrap["death_fd"])
@@ -42,14 +42,14 @@ def main() -> None:
 def _die_with_the_head(fd: int) -> None:
     """Have the kernel kill this process group when the head's end of the pipe closes.
 
-    A thread that waits for it could be held up by an environment that keeps the interpreter; a signal cannot.
+    A thread that watches the pipe could be blocked by an environment that holds the interpreter lock; a signal cannot.
     """
     fcntl.fcntl(fd, _F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(fd, fcntl.F_SETOWN, -os.getpgrp())
     fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_ASYNC)
-    gone = select.poll()
-    gone.register(fd, 0)
-    if gone.poll(0):  # it died before we asked
+    hangup = select.poll()
+    hangup.register(fd, 0)
+    if hangup.poll(0):  # the head died before the signal was set up
         os._exit(1)
 
 
@@ -62,9 +62,9 @@ def _run(bootstrap: dict[str, Any]) -> None:
     import faulthandler
     import logging
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the head's to handle
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the head handles Ctrl-C
     if bootstrap.get("under_agent"):
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # an engine may tell all of a node's processes; its agent acts
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # engines may signal all processes; the node daemon handles it
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR2, all_threads=True, chain=False)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
@@ -80,7 +80,7 @@ def _run(bootstrap: dict[str, Any]) -> None:
 
 
 def _end_children() -> None:
-    """End what environments started and left: once we are gone, a head that dies too could not do it any more."""
+    """Kill the remaining processes of this group, which environments started: no other process may be left to do it."""
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
             with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""The agent's copy on a worker: acts on rows, carries recurrent state and generators from chunk to chunk."""
+"""The agent's copy on a worker: it acts row by row, and keeps recurrent state and generators between chunks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from farstep.schema import (
 
 
 class Actor:
-    """Writes a row of actions and whatever else `act` returns."""
+    """A worker's copy of the agent; `act` writes actions and all other arrays that the agent returns into a row."""
 
     def __init__(
         self,
@@ -45,21 +45,29 @@ class Actor:
         has_gpu: bool = False,
     ) -> None:
         self._slots, self._obs = slots, obs
-        # Tried first on a copy, since an agent may count its calls. The copy is made first: unpickling a class of
-        # the user's script again sets its attributes anew, and ours must be the ones that stay.
+        # `probe` calls a second copy, since an agent may count its calls. That copy is unpickled first: unpickling a
+        # class of the user's script a second time overwrites its class attributes, and the copy that acts must be last.
         self._trial: Policy | None = Policy(_unpacked(payload), "eager", has_gpu)
         self.policy = Policy(_unpacked(payload), inference, has_gpu)
         self.loader = ParameterLoader(self.policy.agent, weights)
         self.version = -1
         self.structure: dict[str, Any] = {}
         self.example: dict[str, Array] = {}
-        """A row of every environment, as it was tried."""
-        self._noted = ""
+        """The arrays of the row that `probe` used, one entry per environment."""
+        self._reported_note = ""
         self._state: Any = None
         self._rng: list[np.random.Generator] = []
 
     def probe(self, current: dict[str, Array], action_schema: Schema) -> tuple[Schema, Schema, Structure]:
-        """Try `act` once on real observations: what it returns, step by step and as state."""
+        """Call `act` once on the environments' current observations.
+
+        Returns:
+            The schema of the arrays that `act` returns, the schema of the recurrent state, and the latter's structure.
+
+        Raises:
+            AgentError: `act` returns something that farstep cannot record.
+            SpaceError: `act` raised, and the observations have NaN.
+        """
         assert self._trial is not None
         trial, self._trial = self._trial, None
         count = len(self._slots.roots)
@@ -75,7 +83,7 @@ class Actor:
             raise AgentError(f"act returned {list(out)} without 'action'; return the actions or a mapping with them.")
         clash = sorted(RESERVED & out.keys())
         if clash:
-            raise AgentError(f"act returned {clash}, which farstep records itself; rename them.")
+            raise AgentError(f"act returned {clash}, names that farstep records itself; rename them.")
         recurrent = self.policy.recurrent
         if recurrent and "state" not in out:
             raise AgentError(
@@ -84,16 +92,16 @@ class Actor:
             )
         if "state" in out and not recurrent:
             raise AgentError(
-                "act returned 'state', but the agent has no initial_state(n) to begin with; add it, or rename the key."
+                "act returned 'state', but the agent has no initial_state(n); add that method, or rename the key."
             )
         new_state = {"state": out.pop("state")} if recurrent else {}
         schema, self.structure = _schema_of(out, count)
         for name, spec in action_schema.items():
             if name not in schema or schema[name].shape != spec.shape:
                 raise AgentError(
-                    f"act's {name} is {schema.get(name, 'absent')} per environment; the action space wants shape "
-                    f"{list(spec.shape)}. Return one such action for each environment, nested as the space is; beside "
-                    'other arrays in a mapping, {"action": ..., "logprob": ...}, not in a tuple.'
+                    f"act's {name} is {schema.get(name, 'absent')} per environment; the action space requires shape "
+                    f"{list(spec.shape)}. Return one such action for each environment, nested like the space. To "
+                    'return further arrays, use a mapping, {"action": ..., "logprob": ...}, not a tuple.'
                 )
         self._state = self.policy.initial_state(count)
         states = {name: as_array(leaf) for name, leaf in leaves_of(self._state, "state")} if recurrent else {}
@@ -101,16 +109,16 @@ class Actor:
         state_schema, state_structure = _schema_of({"state": self._state} if recurrent else {}, count)
         if found := differences(_schema_of(new_state, count)[0], state_schema):
             raise AgentError(
-                f"act returned another state (here) than initial_state({count}) gives (there): {'; '.join(found)}. "
-                "Convert one of them."
+                f"the state that act returned (here) differs from initial_state({count}) (there): {'; '.join(found)}. "
+                "Give both the same shapes and dtypes."
             )
         with same_randomness():
             self.policy.accelerate(nest(self._obs, current), self._state, starts)
-        self._noted = self.policy.note
+        self._reported_note = self.policy.note
         return schema, state_schema, state_structure.get("state", "")
 
     def begin(self, rows: Rows) -> None:
-        """A chunk starts: record the recurrent state it starts with, and where its outputs go."""
+        """Start a chunk: record the recurrent state at its start, and write later outputs into `rows`."""
         if self.policy.recurrent:
             for name, leaf in leaves_of(self._state, "state"):
                 rows.chunk[name][:] = as_array(leaf)
@@ -120,7 +128,7 @@ class Actor:
         self._float_actions = [name for name in actions if self._rows[name].dtype.kind == "f"]
 
     def act(self, t: int) -> None:
-        """Row `t`: from its observations to its actions."""
+        """Act on the observations of row `t`, and write the outputs into the same row."""
         rows = self._rows
         obs = rows[self._obs][t] if isinstance(self._obs, str) else nest(self._obs, {n: a[t] for n, a in rows.items()})
         try:
@@ -142,24 +150,24 @@ class Actor:
         for name in self._float_actions:
             row = rows[name][t]
             if (squares := np.vdot(row, row)) != squares:  # NaN; in half the time of np.isnan(row).any()
-                slot, value = self._first_of(np.argwhere(np.isnan(row))[0], row)
-                refused = AgentError(
-                    f"act returned {name} {value} for environment slot {slot}, which no environment can step with. "
+                slot, value = self._slot_and_value(np.argwhere(np.isnan(row))[0], row)
+                invalid = AgentError(
+                    f"act returned {name} {value} for environment slot {slot}; an environment cannot step with it. "
                     "Check the weights and observations for NaN and infinity."
                 )
-                self._explain(refused, [rows[name][t] for name in leaf_names(self._obs)])
-                raise refused
+                self._explain(invalid, [rows[name][t] for name in leaf_names(self._obs)])
+                raise invalid
 
     def _flattened(self, out: dict[str, Any]) -> dict[str, Any]:
         """The arrays of an output by name; raises `AgentError` if it is not nested as in the first call of `act`."""
         if clause := _unlike(self.structure, out, "the output"):
-            raise AgentError(f"{clause}, unlike in the first call of act: return the same keys every time.")
+            raise AgentError(f"{clause}, unlike in the first call of act. Return the same keys every time.")
         return dict(leaves(self.structure, out))
 
     def _converted(self, name: str, leaf: Any, row: Array) -> Array:
         """An output in the dtype of the first call of `act`; raises `AgentError` if that changes its values."""
         array = np.asarray(leaf)
-        if array.shape != row.shape:  # NumPy would spread a single value over all environments
+        if array.shape != row.shape:  # NumPy would broadcast a single value to all environments
             raise AgentError(
                 f"act returned {name} with shape {list(array.shape)}, but {list(row.shape)} in its first call: "
                 "return one value for each environment every time."
@@ -170,22 +178,22 @@ class Actor:
                 "time."
             )
         if (place := first_misfit(array, row.dtype)) is not None:
-            slot, value = self._first_of(place, array)
+            slot, value = self._slot_and_value(place, array)
             raise AgentError(
                 f"act returned {name} {value} ({array.dtype}) for environment slot {slot}; {name} was {row.dtype} in "
                 "its first call, which cannot hold this number. Return the same dtype every time."
             )
         return array
 
-    def _first_of(self, place: Iterable[int], row: Array) -> tuple[int, Any]:
-        """The environment slot and the value at a place of a row."""
+    def _slot_and_value(self, place: Iterable[int], row: Array) -> tuple[int, Any]:
+        """The environment slot that an index into a row belongs to, and the value there."""
         i, *rest = place
         return self._slots.first + int(i), row[(i, *rest)]
 
     @contextlib.contextmanager
-    def aside(self) -> Iterator[None]:
-        """Act, and be afterwards as if one had not."""
-        # Of the fast path, state lies in buffers that are overwritten.
+    def restoring_state(self) -> Iterator[None]:
+        """Restore recurrent state and generators at the end of the block, whatever acted inside it."""
+        # The fast path keeps state in buffers that it overwrites, so these are copied.
         state = map_leaves(np.array, self._state) if self._is_recurrent_torch else copy.deepcopy(self._state)
         rng = copy.deepcopy(self._rng)
         try:
@@ -198,18 +206,18 @@ class Actor:
         return self.policy.recurrent and self.policy.is_torch
 
     def _explain(self, error: Exception, obs: Iterable[Array]) -> None:
-        """Raise instead of what `act` raised if it is the environment that is to blame."""
+        """Raise `SpaceError` instead of the error of `act` if the observations have NaN."""
         if found := with_nan(obs):
             slots = ", ".join(str(self._slots.first + i) for i in found)
             raise SpaceError(
-                f"the observations that act was given have NaN, of environment slot{'s' * (len(found) > 1)} {slots}; "
-                f"it raised {described(error)}. Fix the environment, or replace NaN in a wrapper."
+                f"the observations of environment slot{'s' * (len(found) > 1)} {slots} have NaN, and act raised "
+                f"{described(error)}. Fix the environment, or replace NaN in a wrapper."
             ) from error
 
     def _generators(self, t: int) -> list[np.random.Generator] | None:
         if not self.policy.wants_rng:
             return None
-        if not self._rng:  # an agent may come in the middle of episodes
+        if not self._rng:  # the agent may have arrived in the middle of episodes
             self._rng = [self._generator(i) for i in range(len(self._slots.roots))]
         for i in np.flatnonzero(self._rows["episode_start"][t]):
             self._rng[i] = self._generator(int(i))
@@ -220,33 +228,33 @@ class Actor:
         return episode_generator(slots.roots[i], slots.first + i, slots.episodes[i])
 
     def save(self) -> dict[str, Any]:
-        """Memory and generators, as plain data."""
+        """Recurrent state and generators, as plain data."""
         state = [as_array(leaf) for _, leaf in leaves_of(self._state, "state")] if self.policy.recurrent else []
         return {"state": state, "generators": [generator.bit_generator.state for generator in self._rng]}
 
     def resume(self, saved: Mapping[str, Any]) -> None:
-        """Go on with what was saved."""
+        """Restore what `save` returned."""
         if self.policy.recurrent and saved["state"]:
-            kept = iter(saved["state"])
-            self._state = map_leaves(lambda leaf: np.array(next(kept)), self._state)
+            arrays = iter(saved["state"])
+            self._state = map_leaves(lambda leaf: np.array(next(arrays)), self._state)
         self._rng = [np.random.Generator(np.random.PCG64()) for _ in saved["generators"]]
         for generator, state in zip(self._rng, saved["generators"], strict=True):
             generator.bit_generator.state = state
 
     def loaded(self, version: int) -> None:
-        """New weights are in: make sure that the fast path still agrees."""
+        """The agent has new weights: check that the fast path still returns what `act` does."""
         self.version = version
-        if self._is_recurrent_torch:  # in buffers of the fast path, which the check overwrites
+        if self._is_recurrent_torch:  # the check overwrites the buffers in which the fast path keeps state
             self._state = map_leaves(np.array, self._state)
         with same_randomness():
             self.policy.check_after_load()
 
     def take_note(self) -> str:
-        """How the policy is called, if that changed since it was last told (`probe`'s answer tells it); else ""."""
-        if self.policy.note == self._noted:
+        """How the worker calls the policy, if that changed since `probe` or the last call of this; else ""."""
+        if self.policy.note == self._reported_note:
             return ""
-        self._noted = self.policy.note
-        return self._noted
+        self._reported_note = self.policy.note
+        return self._reported_note
 
 
 def _unpacked(payload: bytes) -> Any:
@@ -254,13 +262,13 @@ def _unpacked(payload: bytes) -> Any:
         return cloudpickle.loads(payload)
     except Exception as error:
         raise AgentError(
-            f"the agent cannot be loaded on the worker: {described(error)}. Its modules must be "
-            "importable there, and __setstate__ must work without what only the learner has."
+            f"the agent cannot be loaded on the worker: {described(error)}. Its modules must be importable there, and "
+            "__setstate__ must not need objects that exist only in the learner's process."
         ) from error
 
 
 def _unlike(structure: Any, value: Any, name: str) -> str | None:
-    """A clause that names where the nesting of a value differs from a structure; None if it does not."""
+    """A clause that says where the nesting of `value` differs from `structure`; None if it does not."""
     if isinstance(structure, dict):
         if not isinstance(value, Mapping):
             return f"{name} is now a {type(value).__name__}, not a mapping with {', '.join(structure)}"
@@ -286,8 +294,8 @@ def _schema_of(out: dict[str, Any], count: int) -> tuple[Schema, dict[str, Any]]
     for key, sub in structure.items():
         if isinstance(sub, tuple) and sub and all(isinstance(name, str) and not arrays[name].ndim for name in sub):
             raise AgentError(
-                f"act's {key} is a {type(out[key]).__name__} of {len(sub)} numbers, as a Tuple space has; return an "
-                f"array with one entry for each of the {count} environments, e.g. np.array(...)."
+                f"act's {key} is a {type(out[key]).__name__} of {len(sub)} numbers, which looks like an element of a "
+                f"Tuple space; return an array with one entry for each of the {count} environments, e.g. np.array(...)."
             )
     for name, array in arrays.items():
         if array.ndim == 0 or array.shape[0] != count:

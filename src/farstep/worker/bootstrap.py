@@ -1,4 +1,4 @@
-"""Where to connect and with which keys: read from a descriptor or a file of mode 0600."""
+"""Reads the bootstrap of a worker or node daemon: where to connect, and with which keys."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from typing import Any
 
 
 def read_bootstrap(fd: int | None, path: Path | None) -> dict[str, Any]:
+    """Read JSON from `path`, or else from the descriptor `fd`; exits if others may read the file."""
     if path is not None:
         mode = stat.S_IMODE(path.stat().st_mode)
         if mode & 0o077:
-            sys.exit(f"{path} holds keys but has mode {mode:o}; it must be 600.")
+            sys.exit(f"{path} contains keys but has mode {mode:o}; it must be 600.")
         return dict(json.loads(path.read_bytes()))
     assert fd is not None
     with os.fdopen(fd, "rb") as file:

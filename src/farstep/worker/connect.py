@@ -1,4 +1,4 @@
-"""From a bootstrap to a connected worker."""
+"""Connects a worker to its head, over shared memory or ZeroMQ."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from farstep.worker.loop import Worker
 
 
 def connect(bootstrap: dict[str, Any]) -> Worker:
-    """The worker that the bootstrap describes, connected to its head."""
+    """Make the worker that the bootstrap describes, connected to its head."""
     identity = (int(bootstrap["worker"]), int(bootstrap["incarnation"]), str(bootstrap["run"]))
     has_gpu = bootstrap.get("gpu") is not None
     match bootstrap["transport"]:
@@ -41,7 +41,7 @@ def connect(bootstrap: dict[str, Any]) -> Worker:
 
 
 def _words(bootstrap: dict[str, Any]) -> memoryview:
-    """Shared with whoever started this process, if that wants to know where it is."""
+    """The worker's progress words: shared with the process that started it, if the bootstrap has their memory."""
     if "board_fd" not in bootstrap:
         return private_words(int(bootstrap["envs"]))
     board = SharedMemory(bootstrap["board_fd"], bootstrap["board_bytes"])
@@ -56,7 +56,7 @@ def _address(bootstrap: dict[str, Any]) -> tuple[str, bytes, Any]:
 
 
 def _beat(bootstrap: dict[str, Any], words: memoryview) -> None:
-    """Tell the head where we are, over a connection of our own, since a socket belongs to one thread."""
+    """Send `Progress` once a second; over a separate connection, since a ZeroMQ socket belongs to one thread."""
     from farstep.wire.channels.dealer import DealerLink
     from farstep.wire.channels.zmq import BEAT
 

@@ -1,4 +1,4 @@
-"""A worker's side of probes: its own rows, and what probes said of the weights in use."""
+"""The worker's side of probes: measures the divergence of the weights in use from each published version."""
 
 from __future__ import annotations
 
@@ -16,39 +16,40 @@ from farstep.rollout.rows import Rows
 from farstep.wire.messages import Probe
 
 _MEMORY = 4
-"""Rows that a worker remembers for each that the head does, since it is ahead of it."""
+"""A worker keeps this many times the rows that the head keeps, since it is chunks ahead of it."""
 
 
 class Probing:
-    """Compares the weights in use with every version it is told of."""
+    """Compares the weights in use with each version that a probe reports."""
 
     def __init__(self, comparison: Comparison, window: int, rows: int) -> None:
         self._comparison, self._rows = comparison, rows
         self._recent = RecentProbeRows(_MEMORY * rows)
         self._divergences: deque[float] = deque(maxlen=window)
-        self._known: tuple[tuple[int, tuple[int, ...]], dict[str, Array]] | None = None
-        """What the weights in use said last, and of what: published in a row, versions are probed on the same rows."""
+        self._cached: tuple[tuple[int, tuple[int, ...]], dict[str, Array]] | None = None
+        """Version, chunk indices and result of the last evaluation: successive probes are often about the same rows."""
         self._latest: tuple[int, Sequence[ProbeRows], dict[str, Array]] | None = None
-        """Version, rows and answers of the latest probe that could be compared."""
-        self._heard = -1
-        self._note = self._noted = ""
+        """Version, rows and learner's arrays of the latest probe that could be compared."""
+        self._newest_probe = -1
+        self._note = self._reported_note = ""
         self.compared = -1
-        """The newest version that the weights in use could be compared with."""
+        """The newest version with which the weights in use could be compared."""
 
     @property
     def divergences(self) -> tuple[float, ...]:
-        """Since the last pull, newest first."""
+        """The divergences since the last pull, newest first; infinite where one could not be measured."""
         return tuple(self._divergences)
 
     def remember(self, index: int, version: int, rows: Rows, steps: int) -> None:
-        """A chunk is complete: keep the rows that a probe may ask about."""
+        """Keep copies of those rows of a complete chunk that a probe may be about."""
         self._recent.add(probe_rows_of(self._comparison, index, version, rows, steps, self._rows))
 
     def pulled(self, version: int) -> float:
-        """New weights are in use: what was said of the old ones is void.
+        """Forget the divergences of the old weights, after a pull.
 
-        Returns how far they are still from the learner's, by the probe that they were pulled for (else 0): what travels
-        may be rounded, or not be all that the policy uses.
+        Returns:
+            The divergence that is left after the pull, by the probe of the same version; 0 without such a probe. It is
+            positive if weights are rounded for transfer, or if the policy uses more than its parameters.
         """
         self._divergences.clear()
         if self._latest is None or self._latest[0] != version:
@@ -56,12 +57,12 @@ class Probing:
         _, probed, learner = self._latest
         return max(0.0, self._comparison.compare(self._described(version, probed), learner))
 
-    def hear(self, probe: Probe, frames: Sequence[BytesLike], held: int) -> None:
-        """Compare with what the head's policy says; a late or repeated probe says nothing new."""
-        if held < 0 or probe.version <= max(self._heard, held):
+    def compare(self, probe: Probe, frames: Sequence[BytesLike], held: int) -> None:
+        """Measure the divergence of the weights of version `held` from the probe's version; ignores old probes."""
+        if held < 0 or probe.version <= max(self._newest_probe, held):
             return
-        self._heard = probe.version
-        self._divergences.appendleft(math.inf)  # until somebody can tell how far it is, it is too far
+        self._newest_probe = probe.version
+        self._divergences.appendleft(math.inf)  # replaced below if it can be measured
         probed = self._recent.find(probe.indices)
         if not probed:
             return
@@ -69,9 +70,8 @@ class Probing:
         learner = _like(local, probe.keys, frames)
         self._latest = (probe.version, probed, learner)
         if self._comparison.estimates and any(own := [rows_of_chunk.version == held for rows_of_chunk in probed]):
-            mine = np.repeat(
-                own, [rows_of_chunk.rows for rows_of_chunk in probed]
-            )  # whose actions are of the weights in use
+            # An estimate is valid only for rows whose actions the weights in use have sampled.
+            mine = np.repeat(own, [rows_of_chunk.rows for rows_of_chunk in probed])
             local, learner = ({name: array[mine] for name, array in side.items()} for side in (local, learner))
         self._divergences[0] = self._comparison.compare(local, learner)
         self._note = self._comparison.note
@@ -79,24 +79,24 @@ class Probing:
             self.compared = probe.version
 
     def take_note(self) -> str:
-        """Why a comparison came to no number, if that was not told yet; else ""."""
-        note, noted, self._noted = self._note, self._noted, self._note or self._noted
-        return note if note != noted else ""
+        """Why the last divergence could not be measured, if that was not reported yet; else ""."""
+        note, reported, self._reported_note = self._note, self._reported_note, self._note or self._reported_note
+        return note if note != reported else ""
 
     def _described(self, held: int, probed: Sequence[ProbeRows]) -> dict[str, Array]:
         about = (held, tuple(rows_of_chunk.index for rows_of_chunk in probed))
-        if self._known is None or self._known[0] != about:
-            self._known = (about, self._comparison.describe(joined(probed)))
-        return self._known[1]
+        if self._cached is None or self._cached[0] != about:
+            self._cached = (about, self._comparison.describe(joined(probed)))
+        return self._cached[1]
 
 
 def _like(local: Mapping[str, Array], keys: Sequence[str], frames: Sequence[BytesLike]) -> dict[str, Array]:
-    """A probe's arrays, which must be shaped as our own."""
+    """The arrays of a probe; raises `AgentError` unless they have the names and sizes of the worker's own."""
     theirs = {key: memoryview(frame).nbytes for key, frame in zip(keys, frames, strict=False)}
     ours = {key: array.nbytes for key, array in local.items()}
     if theirs != ours:
         raise AgentError(
-            f"the learner describes its policy by {theirs} (bytes per array) and the worker by {ours}, for the same "
-            "observations. It must be described by the same arrays on both."
+            f"for the same observations, the agent returns {theirs} (bytes per array) on the learner and {ours} on the "
+            "worker. Let distribution(obs) or log_prob(obs, action) return the same arrays on both."
         )
     return {key: np.frombuffer(f, np.float32).reshape(local[key].shape) for key, f in zip(keys, frames, strict=True)}

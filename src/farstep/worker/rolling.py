@@ -1,4 +1,4 @@
-"""One ticket: reset if asked, then act and step row by row into the columns that will be read."""
+"""Rolls one ticket: reset if requested, then act and step, row by row, into the worker's columns."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pickle
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,34 +18,52 @@ from farstep.wire import messages as m
 from farstep.wire.channels.memory import SharedMemory
 from farstep.wire.codec import pack
 from farstep.worker.acting import Actor
-from farstep.worker.chunk_sender import ChunkSender
+from farstep.worker.chunk_sender import ChunkPayload, ChunkSender
 from farstep.worker.hosting.base import Host, HostedEnvs
 from farstep.worker.hosting.staggered import Staggered
 from farstep.worker.hosting.strict import StrictEnvs
 from farstep.worker.hosting.vector import HostedVector
+from farstep.worker.inbox import TicketCancelled
 
 AnyHost = HostedEnvs | HostedVector | StrictEnvs
-_LOOK_S = 0.2
-"""How often a worker that shares no memory looks, while it rolls, whether its ticket was taken back."""
+_POLL_S = 0.2
+"""Seconds between two polls of the link while rolling, in a worker without shared memory; they find a `Cancel`."""
 
 
-class NotWanted(Exception):
-    """The ticket in hand was taken back, or its agent replaced."""
+class Rollout(NamedTuple):
+    """A rolled chunk: what its header reports, and its frames."""
+
+    version: int
+    """The version that acted."""
+    passed: int
+    """The version that `version` counts as (see `messages.Chunk.passed`)."""
+    resume: bytes
+    """int64 per slot: the episode with which a replacement worker continues."""
+    clock: int
+    stagger_steps: int
+    payload: ChunkPayload
+    infos: bytes | None
+    """The environments' infos, encoded; None if the ticket did not request any."""
+
+    @property
+    def frames(self) -> list[Any]:
+        """All frames after the header."""
+        return self.payload.frames if self.infos is None else [*self.payload.frames, self.infos]
 
 
 class Roller:
-    """Rolls chunks into blocks that the head laid out, in shared memory or in our own."""
+    """Rolls chunks into the blocks of the head's layout: in shared memory, or in memory of this process."""
 
     rows: Rows
-    """Where the last ticket wrote."""
+    """The rows that the last ticket wrote."""
 
-    def __init__(self, host: AnyHost, words: memoryview, look: Callable[[], None], shipping: ChunkSender) -> None:
-        self._host, self._words, self._look, self._sender = host, words, look, shipping
+    def __init__(self, host: AnyHost, words: memoryview, poll: Callable[[], None], sender: ChunkSender) -> None:
+        self._host, self._words, self._poll, self._sender = host, words, poll, sender
         _, self._action_schema = space_schema(host.action_space, "action")
-        self._next_look = 0.0
+        self._next_poll = 0.0
 
-    def lay(self, message: m.SetLayout, fds: Sequence[int]) -> None:
-        """From now on, write there."""
+    def set_layout(self, message: m.SetLayout, fds: Sequence[int]) -> None:
+        """Write later chunks into blocks of this layout; `fds` has the shared memory, if there is any."""
         layout = Layout.of(message)
         first, count = self._host.slots.first, self._host.num_envs
         if fds:
@@ -59,11 +77,18 @@ class Roller:
             self._columns = (0, count)
         self._layout, self._shared = layout, bool(fds)
 
-    def roll(
-        self, ticket: m.Ticket, frames: Sequence[Any], actor: Actor | None, index: int, passed: int
-    ) -> tuple[m.Chunk, list[Any]]:
-        """Do the ticket; the chunk's header and the frames that go with it. `index` counts chunks that were begun; the
-        weights passed the probe of version `passed`."""
+    def roll(self, ticket: m.Ticket, frames: Sequence[Any], actor: Actor | None, index: int, passed: int) -> Rollout:
+        """Roll the chunk of a ticket.
+
+        Args:
+            frames: Actions, one array per leaf of the action space; empty if the worker acts itself.
+            actor: The agent's copy; None where the head acts.
+            index: The chunk's index (see `messages.Chunk.index`).
+            passed: The newest version whose probe the weights in use passed; -1 if none.
+
+        Raises:
+            TicketCancelled: The head cancelled the ticket, or the worker has to stop.
+        """
         host, words, steps = self._host, self._words, ticket.steps
         acting = actor if isinstance(host, Host) else None
         self.rows = rows = Rows(self._layout, self._blocks, ticket.lane if self._shared else 0, *self._columns)
@@ -77,19 +102,19 @@ class Roller:
         if acting is not None and steps:
             acting.begin(rows)
             if isinstance(host, Staggered):
-                host.place(steps, acting, partial(self._check_wanted, ticket))
+                host.advance_to_phase(steps, acting, partial(self._check_cancelled, ticket))
             rows.row["version"][:steps] = acting.version
         due = -1 if self._shared else self._sender.begin(ticket, index, rows)
-        next_look = time.monotonic() + _LOOK_S
+        next_poll = time.monotonic() + _POLL_S
         for t in range(steps):
-            if not self._shared and time.monotonic() > next_look:
-                self._look()
-                next_look = time.monotonic() + _LOOK_S
+            if not self._shared and time.monotonic() > next_poll:
+                self._poll()
+                next_poll = time.monotonic() + _POLL_S
             if words[CANCEL] >= ticket.seq:
                 host.finish(t)
-                raise NotWanted
+                raise TicketCancelled
             if t == due:
-                due = self._sender.ship(t)
+                due = self._sender.send_rows(t)
             if acting is not None:
                 if host.slots.any_fresh:
                     host.slots.mark_starts(rows.row["episode_start"][t])
@@ -99,22 +124,20 @@ class Roller:
             host.step(t)
         ends = host.finish(steps)
         version = actor.version if actor else 0
-        chunk = m.Chunk(ticket.seq, version, host.slots.resume.tobytes(), passed=max(version, passed))
-        if isinstance(host, Staggered):
-            chunk.clock, chunk.stagger_steps = host.report()
-        arrays: list[Any] = [ends] if self._shared else self._sender.finish(chunk, ends)
-        if ticket.infos and host.infos:
-            chunk.infos = True
-            arrays.append(pack(host.infos, opaque=True))
-        return chunk, arrays
+        passed = max(version, passed)
+        resume = host.slots.resume.tobytes()
+        clock, stagger_steps = host.report() if isinstance(host, Staggered) else (0, 0)
+        payload = ChunkPayload([ends], [], [], 0) if self._shared else self._sender.finish(ends, passed)
+        infos = pack(host.infos, opaque=True) if ticket.infos and host.infos else None
+        return Rollout(version, passed, resume, clock, stagger_steps, payload, infos)
 
-    def _check_wanted(self, ticket: m.Ticket) -> None:
-        """While no rows are rolled yet: raise if the ticket was taken back."""
-        if not self._shared and time.monotonic() > self._next_look:
-            self._look()
-            self._next_look = time.monotonic() + _LOOK_S
+    def _check_cancelled(self, ticket: m.Ticket) -> None:
+        """Raise `TicketCancelled` if so; used while a staggered host moves environments, before the first row."""
+        if not self._shared and time.monotonic() > self._next_poll:
+            self._poll()
+            self._next_poll = time.monotonic() + _POLL_S
         if self._words[CANCEL] >= ticket.seq:
-            raise NotWanted
+            raise TicketCancelled
 
     def _reset(self, request: m.Reset) -> None:
         mask = None if request.mask is None else np.frombuffer(request.mask, bool)

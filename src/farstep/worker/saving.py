@@ -1,7 +1,7 @@
-"""What a worker must know to go on in another process exactly where it is, and how it does.
+"""Saves and restores a worker's state, so that another process can continue exactly where it was.
 
-An environment cannot be saved, but it can be led to the same place: reset with the seed of its episode, then stepped
-with the same actions, which the head has. The rest is small: a recurrent state, and generators.
+An environment cannot be saved, but it can be replayed: reset with the seed of its episode, then stepped with the same
+actions, which the head has stored. The rest is small: recurrent state and random generators.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 
 from farstep.worker.acting import Actor
-from farstep.worker.hosting.base import Host, HostedEnvs, Past
+from farstep.worker.hosting.base import Host, HostedEnvs, SavedSlot
 
 
 class Saving:
-    """Of one worker."""
+    """Saves and restores one worker; the head calls both methods by name (`messages.Call`)."""
 
     def __init__(
         self, host: Host, actor: Actor | None, owns_process: bool, failures: tuple[type[BaseException], ...]
@@ -26,43 +26,51 @@ class Saving:
         self._host, self._actor, self._owns_process, self._failures = host, actor, owns_process, failures
 
     def save(self) -> dict[str, Any]:
-        """Everything as plain data."""
+        """The worker's state as plain data, without the actions."""
         slots = self._host.slots
         saved: dict[str, Any] = {
             "roots": list(slots.roots),
             "episodes": list(slots.episodes),
-            "steps": [slots.taken(i) for i in range(self._host.num_envs)],
+            "steps": [slots.steps_done(i) for i in range(self._host.num_envs)],
             "obs": self._host.current,
         }
-        if self._owns_process:  # else the generators are those of the caller
+        if self._owns_process:  # else the global generators belong to the user's process
             saved["generators"] = _global_generators()
         return saved | {"agent": {} if self._actor is None else self._actor.save()}
 
     def resume(self, part: Mapping[str, Any] | None, root: int) -> tuple[list[int], list[tuple[int, str]]] | None:
-        """Go on from what was saved, with the actions of episodes in progress; returns the episodes to go on with if
-        this worker is replaced, and which slots are elsewhere now, and why. Without anything, the head resets all
-        slots to new roots, so generators get theirs."""
+        """Restore what `save` returned.
+
+        Args:
+            part: The saved state, with the actions of episodes in progress added; None to start fresh, in which case
+                only the global generators are seeded and the head resets all slots.
+            root: The root seed of these generators.
+
+        Returns:
+            The episodes with which a replacement of this worker continues, and the slots whose replay failed, each with
+            the reason. None without a `part`.
+        """
         slots = self._host.slots
         if part is None:
             if self._owns_process:
                 seed_generators(root, slots.first, 0)
             return None
-        assert isinstance(self._host, HostedEnvs), "the head leads back no others"
+        assert isinstance(self._host, HostedEnvs), "the head replays single environments only"
         slots.roots[:], slots.episodes[:], slots.resume[:] = part["roots"], part["episodes"], part["episodes"]
-        past = [
-            Past(steps, actions, {name: array[i] for name, array in part["obs"].items()})
+        saved = [
+            SavedSlot(steps, actions, {name: array[i] for name, array in part["obs"].items()})
             for i, (steps, actions) in enumerate(zip(part["steps"], part["actions"], strict=True))
         ]
-        strayed = self._host.replay(past, self._failures)
+        diverged = self._host.replay(saved, self._failures)
         if self._actor is not None and part["agent"]:
             self._actor.resume(part["agent"])
         if self._owns_process and "generators" in part:
             _set_global_generators(part["generators"])
-        return slots.resume.tolist(), list(strayed.items())
+        return slots.resume.tolist(), list(diverged.items())
 
 
 def seed_generators(root: int, slot: int, incarnation: int) -> None:
-    """An agent that draws from a global generator draws differently on every worker, alike in every run."""
+    """Seed the global generators of Python, NumPy and torch: differently on every worker, equally in every run."""
     seed = int(np.random.SeedSequence(root, spawn_key=(slot, incarnation, 2)).generate_state(1)[0])
     random.seed(seed)
     np.random.seed(seed)

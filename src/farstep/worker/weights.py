@@ -1,4 +1,4 @@
-"""How a worker gets parameters: out of memory it shares with the head, or by asking for them."""
+"""Where a worker pulls parameters from: memory that it shares with the head, or messages."""
 
 from __future__ import annotations
 
@@ -17,25 +17,28 @@ from farstep.wire.delta import decode
 
 
 class Weights(Protocol):
-    """The newest parameters, from wherever they are."""
+    """A source of the newest parameters."""
 
     def newest(self) -> int:
-        """The latest published version that this worker has heard of."""
+        """The newest published version that this worker knows of."""
         ...
 
     def load(self, loader: ParameterLoader) -> tuple[int, int]:
-        """Load the newest version whole; returns it, and the bytes that it took to get it."""
+        """Load the newest version completely; returns that version and the bytes transferred."""
         ...
 
     def close(self) -> None: ...
 
 
 class SharedWeights:
-    """One copy for all workers of the host. A buffer is locked while it is read, so the head never writes into it;
-    the lock is the kernel's and goes with its holder, so a worker killed while reading blocks nobody.
+    """Parameters in shared memory, one copy for all workers of a host.
 
-    Locks of one process never conflict, and go when it closes any descriptor of the file. A worker inside the head's
-    process needs none: it loads only while the head waits for it, in one thread, so nothing is written or closed.
+    A worker locks a buffer (`fcntl.lockf`) while it reads, and the head does not write into locked buffers. The kernel
+    releases the lock if the worker dies, so a worker killed while reading blocks no other process.
+
+    Locks of one process do not conflict with each other, and closing any descriptor of the file releases them. That is
+    no problem for a worker inside the head's process: it runs in the head's thread, so the head neither writes nor
+    closes anything while it loads.
     """
 
     def __init__(self, fd: int, nbytes: int, buffers: int) -> None:
@@ -52,7 +55,7 @@ class SharedWeights:
             fcntl.lockf(self._fd, fcntl.LOCK_SH, 1, index)
             try:
                 start = PAGE + index * stride(self._nbytes)
-                # Between reading the word and locking, the head may have reused the buffer: look again.
+                # The head may have reused the buffer between the read of the word and the lock: check again.
                 if self._word[start // 8] != version or unpack_word(self._word[0])[0] != version:
                     continue
                 loader.load(loader.schema.views(self._map, start + HEADER))
@@ -65,24 +68,27 @@ class SharedWeights:
 
 
 class RemoteWeights:
-    """Parameters that arrive as messages.
+    """Parameters that the head sends on request.
 
-    `ask` says which version is here and returns the newest one, the version to add the frames to (-1: they are whole),
-    and the frames.
+    Args:
+        request: Gets the version that this worker holds (-1: none) and returns the newest version, the version to which
+            the frames are a difference (-1: they have the whole parameters), and the frames.
+        delta: Whether to keep the last parameters, so that the head may send differences.
     """
 
-    def __init__(self, ask: Callable[[int], tuple[int, int, Sequence[BytesLike]]], delta: bool = False) -> None:
-        self._ask, self._delta = ask, delta
+    def __init__(self, request: Callable[[int], tuple[int, int, Sequence[BytesLike]]], delta: bool = False) -> None:
+        self._request, self._delta = request, delta
         self._held: tuple[int, BytesLike] = (-1, b"")
         self.announced = 0
+        """The version of the last `Newest`."""
 
     def newest(self) -> int:
         return self.announced
 
     def load(self, loader: ParameterLoader) -> tuple[int, int]:
-        version, base, frames = self._ask(self._held[0])
+        version, base, frames = self._request(self._held[0])
         if base not in (-1, self._held[0]):
-            raise WireError(f"a difference to version {base}; this worker has {self._held[0]}.")
+            raise WireError(f"weights are a difference to version {base}, but this worker has {self._held[0]}.")
         payload = frames[0] if base < 0 else decode(self._held[1], frames)
         loader.load(loader.schema.views(payload))
         if self._delta:
@@ -90,4 +96,4 @@ class RemoteWeights:
         return version, sum(memoryview(frame).nbytes for frame in frames)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Nothing to release."""

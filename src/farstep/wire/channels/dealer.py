@@ -1,4 +1,4 @@
-"""The worker's side of a `Hub` (see `zmq.py`): a DEALER for control, and one for bulk data if the hub takes any."""
+"""The worker's end of ZeroMQ links (the head's is in `zmq.py`): a DEALER socket for control, and one for bulk data."""
 
 from __future__ import annotations
 
@@ -13,8 +13,17 @@ from zmq.utils.monitor import parse_monitor_message
 
 from farstep.core import BytesLike, Received
 from farstep.errors import WireError
-from farstep.wire.channels.reliable_channel import REPORT_S, SEGMENT_BYTES, Packet, ReliableChannel
-from farstep.wire.channels.zmq import BEAT, CONTROL_BYTES, LEASE_S, NODE, UNSENT, bulk_address, keep_asking, waiting
+from farstep.wire.channels.reliable_channel import ACK_DELAY_S, SEGMENT_BYTES, Packet, ReliableChannel
+from farstep.wire.channels.zmq import (
+    BEAT,
+    CONTROL_BYTES,
+    LEASE_S,
+    NODE,
+    UNSENT,
+    bulk_address,
+    enable_heartbeats,
+    pending_messages,
+)
 from farstep.wire.codec import Limits
 from farstep.wire.encryption import TAG_BYTES, Cipher, Side
 from farstep.wire.keys import KeyPair, Tokens
@@ -25,13 +34,15 @@ _BROKEN = (
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 )
-_AGAIN_MS = 100
-"""After how long a bulk connection that broke is replaced by another."""
+_RETRY_MS = 100
+"""Milliseconds after which a broken bulk connection is replaced."""
 
 
 class _Connection:
-    """A DEALER that knows whether the head, and nobody else, is at the other end: ZeroMQ's threads know, however busy
-    the interpreter is."""
+    """A DEALER socket that knows whether it is connected to the authenticated head.
+
+    It reads ZeroMQ's monitor events. ZeroMQ's own threads write them, so a busy interpreter delays none.
+    """
 
     def __init__(
         self, context: zmq.Context[zmq.Socket[bytes]], route: bytes | None, lease_s: float, most_bytes: int
@@ -41,25 +52,25 @@ class _Connection:
             self.socket.routing_id = route
         self.socket.maxmsgsize = most_bytes
         self.socket.linger = 2000
-        # No limit on received messages, so that libzmq never stops reading: libzmq 4.3.5 aborts the process if a
+        # The receive queue is unlimited, so that libzmq never stops reading: libzmq 4.3.5 aborts the process if a
         # heartbeat is due on a connection that broke while reading was paused. The head sends only what the worker
         # requested, mostly weights, so the queue stays bounded.
         self.socket.rcvhwm = 0
-        keep_asking(self.socket, lease_s)
+        enable_heartbeats(self.socket, lease_s)
         self._monitor = self.socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | _BROKEN)
-        self.connected, self.changed = False, time.monotonic()
+        self.connected, self.changed_at = False, time.monotonic()
         self.broken_at = math.inf
-        """Since when it is not there any more, or not let in."""
+        """When the connection broke or was rejected; infinite while it is established."""
 
-    def look(self) -> bool:
-        """Whether it was made, perhaps once more, since the last look."""
-        made = False
+    def poll_events(self) -> bool:
+        """Read new events; returns whether a connection was established since the last call."""
+        established = False
         while self._monitor.poll(0):
             event = parse_monitor_message(self._monitor.recv_multipart())["event"]
-            self.connected, self.changed = event == zmq.EVENT_HANDSHAKE_SUCCEEDED, time.monotonic()
-            self.broken_at = math.inf if self.connected else min(self.broken_at, self.changed)
-            made = made or self.connected
-        return made
+            self.connected, self.changed_at = event == zmq.EVENT_HANDSHAKE_SUCCEEDED, time.monotonic()
+            self.broken_at = math.inf if self.connected else min(self.broken_at, self.changed_at)
+            established = established or self.connected
+        return established
 
     def close(self, linger_ms: int | None = None) -> None:
         self.socket.disable_monitor()
@@ -68,9 +79,19 @@ class _Connection:
 
 
 class DealerLink:
-    """The worker's side of a `Hub`. Without room `send` waits, at most `send_s` if given (then `zmq.Again`).
+    """The worker's end of a link to a `Hub`.
 
-    With `bulk`, the port where a reliable hub takes bulk data, what is lost with a broken connection is sent again.
+    Args:
+        address: The hub's address.
+        server_key: The hub's public key.
+        pair: The key pair that the hub issued to this worker.
+        role: `MAIN`, `BEAT` or `NODE` (see `zmq.py`).
+        send_s: Seconds for which `send` waits if the queue is full, before it raises `zmq.Again`; None to wait forever.
+        route: The routing id, if not the one derived from `pair` and `role`.
+        lease_s: The lease, from which the heartbeat interval follows.
+        bulk: The hub's port for bulk data, if it is reliable: then what a broken connection loses is resent.
+        encrypted: Whether bulk data is encrypted.
+        context: A ZeroMQ context to share; by default the link makes its own and ends it on `close`.
     """
 
     def __init__(
@@ -98,55 +119,58 @@ class DealerLink:
         socket.sndtimeo = -1 if send_s is None else int(send_s * 1000)
         socket.connect(address)
         self._bulk: _Connection | None = None
-        self._session: ReliableChannel | None = None
+        self._channel: ReliableChannel | None = None
         self._messages: deque[Received] = deque()
-        self._reported_at = 0.0
+        self._acked_at = 0.0
         if bulk is not None:
             self._bulk_address, self._lease_s = bulk_address(address, bulk), lease_s
             self._public, self._tokens = pair.public, Tokens(pair)
-            seal = Cipher(pair.derived(b"bulk"), Side.WORKER) if encrypted else None
-            self._session = ReliableChannel(seal, Limits.MESSAGE_BYTES)
-            self._bulk = self._dial(self._session)
+            cipher = Cipher(pair.derived(b"bulk"), Side.WORKER) if encrypted else None
+            self._channel = ReliableChannel(cipher, Limits.MESSAGE_BYTES)
+            self._bulk = self._connect_bulk(self._channel)
 
-    def _dial(self, session: ReliableChannel) -> _Connection:
+    def _connect_bulk(self, channel: ReliableChannel) -> _Connection:
         bulk = _Connection(self._context, None, self._lease_s, SEGMENT_BYTES + TAG_BYTES)
         bulk.socket.plain_username, bulk.socket.plain_password = self._public, self._tokens.fresh()
         bulk.socket.sndhwm = UNSENT
         bulk.socket.connect(self._bulk_address)
-        bulk.socket.send_multipart(list(session.here().frames))
+        bulk.socket.send_multipart(list(channel.bulk_opened().frames))
         return bulk
 
-    def _look(self, bulk: _Connection, session: ReliableChannel) -> None:
-        """A token opens one bulk connection: when that breaks, ZeroMQ connects again in vain, and another takes its
-        place; what is lost with it the session sends again."""
-        if self._main.look():
-            self._put(session.back())
-        if bulk.look():
-            self._put(session.back(bulk=True))
-        if time.monotonic() - bulk.broken_at > _AGAIN_MS / 1000:
+    def _check_connections(self, bulk: _Connection, channel: ReliableChannel) -> None:
+        """Handle reconnects, and replace a broken bulk connection.
+
+        A token is valid for one bulk connection, so ZeroMQ's own reconnects are rejected and a new socket with a new
+        token is needed. The channel resends what was lost.
+        """
+        if self._main.poll_events():
+            self._put(channel.reconnected())
+        if bulk.poll_events():
+            self._put(channel.reconnected(bulk=True))
+        if time.monotonic() - bulk.broken_at > _RETRY_MS / 1000:
             bulk.close(linger_ms=0)
-            self._bulk = self._dial(session)
+            self._bulk = self._connect_bulk(channel)
 
     def fileno(self) -> int:
         return int(self._socket.fd)
 
     @property
-    def unconfirmed(self) -> int:
-        """Messages that the head has not said it has."""
-        return self._session.unconfirmed if self._session is not None else 0
+    def unacknowledged(self) -> int:
+        """The number of messages that the head has not acknowledged."""
+        return self._channel.unacknowledged if self._channel is not None else 0
 
     def rate(self) -> float:
-        """Bytes per second that the connection has carried, as far as that was seen; infinite before."""
-        return self._session.rate if self._session is not None else math.inf
+        """The measured throughput in bytes per second; infinite before the first measurement."""
+        return self._channel.rate if self._channel is not None else math.inf
 
     def send(self, frames: Sequence[BytesLike], fds: Sequence[int] = ()) -> None:
         if fds:
-            raise WireError("descriptors do not travel over ZeroMQ.")
-        if self._session is None:
+            raise WireError("file descriptors cannot be sent over ZeroMQ.")
+        if self._channel is None:
             self._socket.send_multipart(list(frames))
             return
-        self._service(self._session)  # what was confirmed need not be kept any longer
-        for packet in self._session.send(frames, time.monotonic()):
+        self._service(self._channel)  # frees messages that the head has acknowledged
+        for packet in self._channel.send(frames, time.monotonic()):
             self._put(packet)
 
     def _put(self, packet: Packet) -> None:
@@ -154,52 +178,52 @@ class DealerLink:
         if not packet.bulk:
             self._socket.send_multipart(frames)
             return
-        while self._bulk is not None and self._session is not None:
-            # Sealed segments are ours alone, so they need not be copied; small frames are not worth it.
+        while self._bulk is not None and self._channel is not None:
+            # The segment buffers belong to the channel, so ZeroMQ need not copy them.
             try:
                 self._bulk.socket.send_multipart(frames, zmq.DONTWAIT, copy=False)
             except zmq.Again:
-                self._bulk.socket.poll(_AGAIN_MS, zmq.POLLOUT)
-                self._look(self._bulk, self._session)
+                self._bulk.socket.poll(_RETRY_MS, zmq.POLLOUT)
+                self._check_connections(self._bulk, self._channel)
             else:
                 return
 
     def receive(self, timeout_s: float | None = None) -> Received | None:
         deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
         while True:
-            if self._session is not None:
-                self._service(self._session)
+            if self._channel is not None:
+                self._service(self._channel)
                 if self._messages:
                     return self._messages.popleft()
             else:
-                for frames in waiting(self._socket):
+                for frames in pending_messages(self._socket):
                     return Received([frame.buffer for frame in frames])
             if (left := deadline - time.monotonic()) <= 0:
                 return None
             self.wait((), min(left, 1.0))
 
-    def _service(self, session: ReliableChannel) -> None:
-        """Take what arrived, and do what a session owes the other side."""
+    def _service(self, channel: ReliableChannel) -> None:
+        """Receive what has arrived, and send acknowledgements and other packets that are due."""
         assert self._bulk is not None
         now = time.monotonic()
-        self._look(self._bulk, session)
+        self._check_connections(self._bulk, channel)
         for connection in (self._main, self._bulk):
-            for message in waiting(connection.socket):
+            for message in pending_messages(connection.socket):
                 frames = [frame.buffer for frame in message]
-                with contextlib.suppress(WireError):  # on the bulk connection anybody may try
-                    for answer in session.receive(Packet(connection is self._bulk, frames), now):
+                with contextlib.suppress(WireError):  # anyone can write to the bulk connection
+                    for answer in channel.receive(Packet(connection is self._bulk, frames), now):
                         self._put(answer)
-                self._messages.extend(map(Received, session.messages()))
-                if connection.socket.closed:  # it broke while answers had to wait
+                self._messages.extend(map(Received, channel.messages()))
+                if connection.socket.closed:  # replaced while responses were being sent
                     break
-        if session.owes_report and now - self._reported_at > REPORT_S:
-            self._reported_at = now
-            self._put(session.report())
-        for packet in session.due(now):
+        if channel.owes_ack and now - self._acked_at > ACK_DELAY_S:
+            self._acked_at = now
+            self._put(channel.ack())
+        for packet in channel.due(now):
             self._put(packet)
 
     def wait(self, fds: Sequence[int], timeout_s: float) -> None:
-        """Until something arrived here or on one of these descriptors."""
+        """Block until a message arrives here, one of these descriptors is readable, or `timeout_s` has passed."""
         poller = zmq.Poller()
         for readable in (*self.sockets, *fds):
             poller.register(readable, zmq.POLLIN)
@@ -207,17 +231,17 @@ class DealerLink:
 
     @property
     def sockets(self) -> list[zmq.Socket[bytes]]:
-        """For whoever waits for many links at once."""
+        """The sockets to poll, for a caller that waits for many links at once."""
         return [self._socket] if self._bulk is None else [self._socket, self._bulk.socket]
 
     def is_connected(self) -> bool:
-        """Whether the head, and nobody else, is at the other end."""
-        self._main.look()
+        """Whether the link is connected to the authenticated head."""
+        self._main.poll_events()
         return self._main.connected
 
     def silent_s(self) -> float:
-        """How long the head has not been there."""
-        return 0.0 if self.is_connected() else time.monotonic() - self._main.changed
+        """Seconds since the connection to the head broke; 0 while it is established."""
+        return 0.0 if self.is_connected() else time.monotonic() - self._main.changed_at
 
     def close(self) -> None:
         self._main.close()

@@ -1,4 +1,4 @@
-"""The link inside one process: frames handed over in memory, for debugging in one thread."""
+"""Links within one process and thread, for debugging: messages are copied from one queue to another."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from farstep.core import BytesLike, Received
 
 
 class InProcessLink:
-    """One end; the head's end drives the worker when it has nothing to read."""
+    """One end of a link. The head's end has a `drive` function, which lets the worker run when no message waits."""
 
     def __init__(
         self, inbox: deque[Received], outbox: deque[Received], drive: Callable[[], bool] | None = None
@@ -22,7 +22,7 @@ class InProcessLink:
         return -1
 
     def send(self, frames: Sequence[BytesLike], fds: Sequence[int] = ()) -> None:
-        # Copied, as on any other link: neither side may see later changes of the sender's buffers.
+        # Copied, as on any other link: the receiver must not see later changes of the sender's buffers.
         self._outbox.append(Received([bytes(frame) for frame in frames], [os.dup(fd) for fd in fds]))
 
     def receive(self, timeout_s: float | None = None) -> Received | None:
@@ -42,7 +42,7 @@ class InProcessLink:
 
 
 def inproc_pair() -> tuple[InProcessLink, InProcessLink]:
-    """The head's link and the worker's."""
+    """The head's end and the worker's end of a new link."""
     to_head: deque[Received] = deque()
     to_worker: deque[Received] = deque()
     return InProcessLink(to_head, to_worker), InProcessLink(to_worker, to_head)

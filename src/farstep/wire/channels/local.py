@@ -1,8 +1,8 @@
-"""The link between processes of one host: a socket pair, with shared memory for what is large.
+"""Links between processes of one host: a Unix socket pair, with shared memory for large messages.
 
-A worker inherits its end, so holding it is the authentication, and its end of file is the other side's death,
-noticed by the kernel at once. Messages keep their borders (SOCK_SEQPACKET); a large one travels as a sealed memfd,
-which the receiver maps: of a message that it refuses, only the header was ever read.
+A worker inherits its end, so having it is the authentication. When a process dies, the kernel closes its end and the
+peer reads end-of-file at once. The socket keeps message boundaries (SOCK_SEQPACKET). A large message travels as a
+sealed memfd, which the receiver maps, so it reads only the header of a message that it rejects.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _MAX_FRAMES = 4096
 
 
 def local_pair() -> tuple[LocalLink, socket.socket]:
-    """The head's link, which never blocks, and the socket for the worker to inherit."""
+    """The head's end, which never blocks, and the socket that the worker inherits."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.setblocking(False)
     return LocalLink(ours), theirs
 
 
 class LocalLink:
-    """One end of the pair."""
+    """One end of a socket pair."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
@@ -43,10 +43,10 @@ class LocalLink:
         return self._socket.fileno()
 
     def send(self, frames: Sequence[BytesLike], fds: Sequence[int] = ()) -> None:
-        """Send at once; what a busy peer has no room for waits and goes out with `flush`."""
+        """Send a message now; if the peer's queue is full, keep it for the next `flush`."""
         table = frame_lengths([len(frame) for frame in frames])
         total = sum(len(frame) for frame in frames)
-        # Descriptors are duplicated, so that the caller may close its own while a message still waits.
+        # The descriptors are duplicated, so that the caller may close its own while the message waits in the outbox.
         held: list[int] = []
         try:
             for fd in fds:
@@ -64,7 +64,7 @@ class LocalLink:
         self.flush()
 
     def flush(self) -> bool:
-        """Send what waits; True when nothing waits any more."""
+        """Send the messages in the outbox; returns True if it is empty now."""
         while self._outbox:
             packet, fds = self._outbox[0]
             try:
@@ -75,7 +75,7 @@ class LocalLink:
             except (BlockingIOError, InterruptedError):
                 return False
             except (BrokenPipeError, ConnectionError):
-                pass  # the peer is gone: its end of file says so to whoever reads
+                pass  # the peer is gone; `receive` raises `EOFError`
             except OSError as error:
                 if error.errno not in (errno.ETOOMANYREFS, errno.ENOBUFS, errno.ENOMEM):
                     raise
@@ -96,14 +96,16 @@ class LocalLink:
         except BlockingIOError:
             return None
         except ConnectionError as error:
-            raise EOFError("the other side is gone") from error
+            raise EOFError("the peer is gone") from error
         try:
             if not packet:
-                raise EOFError("the other side is gone")
+                raise EOFError("the peer is gone")
             if flags & socket.MSG_CTRUNC and len(fds) < _MAX_FDS:
-                raise WireError("a descriptor beyond this process's limit of open files: raise it (ulimit -n).")
+                raise WireError(
+                    "a file descriptor beyond this process's limit of open files: raise the limit (ulimit -n)."
+                )
             if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
-                raise WireError("a packet larger than a link carries.")
+                raise WireError("a packet with too many bytes or file descriptors for a link.")
             return _parse(packet, fds)
         except BaseException:
             for fd in fds:
@@ -118,7 +120,7 @@ class LocalLink:
                     os.set_inheritable(fd, False)
                 return packet, fds, flags
             except ConnectionResetError as error:
-                # A peer that ends with something unread: the kernel says so once, before what it had sent.
+                # The peer died with unread messages: the kernel raises this once, before it delivers the peer's own.
                 reset = error
         raise reset
 
@@ -144,13 +146,13 @@ def _parse(packet: bytes, fds: list[int]) -> Received:
         raise WireError(f"a packet of the unknown kind {packet[:1]!r}.")
     if packet[:1] == b"M":
         if not fds:
-            raise WireError("a large message without its memory.")
+            raise WireError("a large message without its memfd.")
         payload: BytesLike = map_immutable(fds[-1], sum(lengths))
         os.close(fds.pop())
     else:
         payload = memoryview(packet)[5 + 8 * count :]
     if len(payload) != sum(lengths):
-        raise WireError("frame lengths and payload disagree.")
+        raise WireError(f"a payload of {len(payload)} bytes; its frame table says {sum(lengths)}.")
     frames, start, view = [], 0, memoryview(payload)
     for length in lengths:
         frames.append(view[start : start + length])

@@ -1,7 +1,7 @@
-"""Memory that processes of one host share, without a name on disk.
+"""Memory that processes of one host share: memfds, which have no name in the file system.
 
-A memfd belongs to whoever holds its descriptor and is gone with the last holder, so nothing is left behind
-however a process ends, and no helper process of Python's can unlink it under somebody who still uses it.
+The kernel frees a memfd with its last descriptor and mapping, so nothing is left behind however a process ends, and no
+resource tracker of Python can unlink it while another process uses it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _BLOCK_BYTES = 512
 
 
 class SharedMemory:
-    """A mapped memfd; arrays made from `map` keep the mapping alive."""
+    """A mapped memfd; arrays over `map` keep the mapping alive."""
 
     def __init__(self, fd: int, nbytes: int) -> None:
         self.fd = -1
@@ -36,12 +36,12 @@ class SharedMemory:
 
     @classmethod
     def create(cls, nbytes: int, name: str = "farstep") -> SharedMemory:
-        """Zeroed memory; pages cost nothing until they are touched."""
-        with typed_shortage(f"{nbytes} bytes of shared memory ({name}) could not be made"):
+        """New memory, zeroed; a page is allocated when it is first touched."""
+        with typed_shortage(f"{nbytes} bytes of shared memory ({name}) could not be allocated"):
             fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             try:
                 os.ftruncate(fd, max(nbytes, 1))
-                # Sealed against shrinking, which would kill a process that reads it with SIGBUS.
+                # Sealed against shrinking: reading beyond the new end would kill a process with SIGBUS.
                 fcntl.fcntl(fd, _F_ADD_SEALS, _F_SEAL_SHRINK)
                 return cls(fd, max(nbytes, 1))
             except BaseException:
@@ -49,7 +49,7 @@ class SharedMemory:
                 raise
 
     def refuse_other_writers(self) -> None:
-        """From now on only this mapping writes: whoever else gets the descriptor can read, and no more."""
+        """Make the memory read-only for all processes that map it from now on; this mapping can still write."""
         try:
             fcntl.fcntl(self.fd, _F_ADD_SEALS, _F_SEAL_FUTURE_WRITE)
         except OSError as error:
@@ -57,7 +57,7 @@ class SharedMemory:
                 raise
 
     def close(self) -> None:
-        """Give the descriptor back; the mapping goes when the last array over it does."""
+        """Close the descriptor; the mapping ends with the last array over it."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
@@ -67,7 +67,7 @@ class SharedMemory:
 
 
 def write_immutable(frames: Sequence[BytesLike]) -> int:
-    """A sealed memfd that holds these frames and that no process can change; the caller closes it."""
+    """Write the frames to a new memfd and seal it, so that no process can change it; the caller closes it."""
     fd = os.memfd_create("farstep-message", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         for frame in frames:
@@ -82,11 +82,11 @@ def write_immutable(frames: Sequence[BytesLike]) -> int:
 
 
 def map_immutable(fd: int, nbytes: int) -> memoryview:
-    """The contents of a peer's memfd, mapped: nothing is copied, so unread bytes take no memory of this process.
+    """Map a peer's memfd: nothing is copied, so unread bytes take no memory of this process.
 
     Raises:
-        WireError: The descriptor is no memfd, its contents could still change (reading could then raise SIGBUS), its
-            size is not `nbytes`, or it has holes, for which the kernel would allocate memory as they are read.
+        WireError: The descriptor is no memfd; its contents could still change, so that reading could raise SIGBUS; its
+            size is not `nbytes`; or it has holes, for which the kernel would allocate memory when they are read.
     """
     try:
         seals = fcntl.fcntl(fd, _F_GET_SEALS)
@@ -114,17 +114,17 @@ def mapped(
 ) -> memoryview:
     """Map the first `nbytes` of a file until the last view of them is released.
 
-    `mmap.mmap` would hold a duplicate of the descriptor for as long, so every batch that a learner keeps, and every
-    closed cluster that still has a name, would cost a descriptor.
+    `mmap.mmap` keeps a duplicate of the descriptor as long as the mapping, so every batch that a learner keeps, and
+    every closed cluster that is still referenced, would cost a descriptor.
     """
     size = os.fstat(fd).st_size
     if not 0 < nbytes <= size:  # reading past the end of the file raises SIGBUS
-        raise ValueError(f"{nbytes} bytes of a file of {size} cannot be mapped")
+        raise ValueError(f"cannot map {nbytes} bytes of a file of {size}")
     address = _libc.mmap(None, nbytes, prot, flags, fd, 0)
     if address == _MAP_FAILED:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
     contents = (ctypes.c_char * nbytes).from_address(address)
-    weakref.finalize(contents, _libc.munmap, address, nbytes).atexit = False  # views may outlive Python's own exit
+    weakref.finalize(contents, _libc.munmap, address, nbytes).atexit = False  # views may outlive the interpreter
     view = memoryview(contents).cast("B")
     return view if prot & mmap.PROT_WRITE else view.toreadonly()

@@ -1,11 +1,11 @@
-"""Links over ZeroMQ: a ROUTER at the head (here), a DEALER per worker (`dealer.py`), CURVE on all of them.
+"""The head's end of ZeroMQ links: a ROUTER socket for all workers; each worker has a DEALER (`dealer.py`).
 
-The head issues a key pair per worker incarnation and admits nobody else; a message is attributed to the key that
-its connection was authenticated with, never to what the message says of itself.
+All control connections use CURVE. The head issues a key pair per worker incarnation and admits no other key. It
+attributes a message to the key that authenticated its connection, never to what the message claims.
 
-A `reliable` hub survives broken connections (see `session.py`) and has a second ROUTER for bulk data: plain TCP, since
-CURVE is slow, with every segment sealed under a key that both sides derive from the pair (see `sealing.py`). What is
-shown there to be let in can be overheard, so it is good for one connection only.
+A `reliable` hub survives broken connections (see `reliable_channel.py`) and has a second ROUTER for bulk data. That one
+uses plain TCP, since CURVE is slow; every segment is encrypted under a key that both sides derive from the pair (see
+`encryption.py`). The token that opens a bulk connection can be eavesdropped, so each is valid once.
 """
 
 from __future__ import annotations
@@ -32,17 +32,19 @@ from farstep.wire.keys import KeyPair, Tokens
 _ZAP = "inproc://zeromq.zap.01"
 _DOMAIN = b"farstep"
 MAIN, BEAT, NODE = b"main", b"beat", b"node"
-"""What a routing id ends in: of a worker's connections, and of a node's agent."""
+"""Endings of routing ids: a worker's main and heartbeat connections, and a node daemon's connection."""
 _AT_ONCE = 64
+"""Messages to read from one socket before the next socket's turn."""
 _DESCRIPTORS = 16
-"""Of a context with its threads and the head's sockets, and some to spare."""
-_WORTH_A_REPORT = 1 << 18
+"""File descriptors of a ZeroMQ context and the head's sockets, with some to spare."""
+_ACK_AT_ONCE_BYTES = 1 << 18
+"""Larger messages are acknowledged at once, so that the worker can free them."""
 UNSENT = 64
-"""Segments that wait in a worker, and that wait at the head for being read, before a sender has to."""
+"""Segments that may be queued in a worker, and at the head, before sending blocks."""
 CONTROL_BYTES = SEGMENT_BYTES
-"""The largest frame on the control connection of a reliable hub: also of those who have not said who they are yet."""
+"""The largest frame on the control connection of a reliable hub; limits peers that are not authenticated yet."""
 _DRAIN_S = 0.5
-"""For reading without a pause: whoever sends faster than that does not keep the head from its other work."""
+"""The longest time, in seconds, to read without a pause, so that a flood of messages does not starve the head."""
 LEASE_S = 10.0
 _PING, _SILENT = 0.1, 0.4
 """Fractions of a lease: the heartbeat interval, and the silence after which a connection is closed. Control
@@ -52,21 +54,30 @@ them, so a busy interpreter delays neither."""
 
 @dataclass
 class Peer:
-    """A worker the head issued a key to; `route` is known once it has spoken."""
+    """A worker to which the head issued a key."""
 
     worker: int
-    """Below zero: not a worker, but the agents on nodes that were asked for together."""
+    """The worker's id; below zero for the node daemons of one group, which share a key."""
     incarnation: int
     route: bytes = b""
+    """The routing id of its main connection; empty until its first message."""
     bulk_route: bytes = b""
-    """As the router calls its last bulk connection: nobody else can have that name, or choose it."""
+    """The routing id of its last bulk connection; assigned by the router, so a peer can neither choose nor forge it."""
     tokens: Tokens | None = None
-    """What it shows, each time another, to be let in to the bulk connection."""
-    session: ReliableChannel | None = None
+    """Checks the one-time tokens with which it opens bulk connections."""
+    channel: ReliableChannel | None = None
 
 
 class Hub:
-    """The head's side: listens, authenticates, and sorts messages by worker."""
+    """The head's end of all ZeroMQ links: listens, authenticates, and attributes messages to workers.
+
+    Args:
+        address: The address or addresses to listen on; port `*` lets the system choose one.
+        lease_s: The lease in seconds, from which the heartbeat interval follows.
+        reliable: Whether to resend what broken connections lose, and to listen for bulk data on a second port.
+        encrypted: Whether bulk data is encrypted.
+        most_bytes: The largest frame that a hub accepts which is not reliable.
+    """
 
     def __init__(
         self,
@@ -81,18 +92,18 @@ class Hub:
         self._reliable, self._encrypted, self.lease_s = reliable, encrypted, lease_s
         self._most_bytes = CONTROL_BYTES if reliable else most_bytes
         self.has_more = False
-        """Whether the last `drain` stopped before all was read."""
+        """Whether the last `drain` stopped before everything was read."""
         self.refused = 0
-        """Packets on the bulk connection that nobody who was admitted can have sent."""
+        """How many invalid packets arrived on bulk connections, where anyone may have sent them."""
         self._peers: dict[bytes, Peer] = {}
         self._keys: dict[int, bytes] = {}
-        self._rooms = BufferPool()
+        self._pool = BufferPool()
         check_descriptors(_DESCRIPTORS + (2 if isinstance(address, str) else 2 * len(address)))
         self._context = zmq.Context()
         try:
             self._listen([address] if isinstance(address, str) else address)
         except BaseException:
-            self.close()  # a context with open sockets blocks whoever collects it
+            self.close()  # the garbage collector would block on a context with open sockets
             raise
 
     @property
@@ -103,11 +114,11 @@ class Hub:
         self._zap = self._context.socket(zmq.REP)
         self._zap.bind(_ZAP)
         self._router = self._socket(self._most_bytes)
-        # Always read on: libzmq 4.3.5 aborts the process if a heartbeat is due on a connection that the peer closed
+        # Never stop reading: libzmq 4.3.5 aborts the process if a heartbeat is due on a connection that the peer closed
         # while its messages are unread.
         self._router.rcvhwm = 0
-        keep_asking(self._router, self.lease_s)
-        self._router.router_handover = True  # who comes back is let in, though its old connection seems to be there
+        enable_heartbeats(self._router, self.lease_s)
+        self._router.router_handover = True  # a reconnect replaces the old connection, even if that seems alive
         self._router.curve_server = True
         self._router.curve_secretkey = self.keys.secret
         self._router.curve_publickey = self.keys.public
@@ -118,7 +129,7 @@ class Hub:
             self._bulk.plain_server = True
             self._bulk.rcvhwm = UNSENT  # bounded, so TCP keepalive takes the place of heartbeats
             self._bulk.tcp_keepalive = 1
-            ping_s = min(max(1, round(_PING * self.lease_s)), 32_767)  # what Linux accepts
+            ping_s = min(max(1, round(_PING * self.lease_s)), 32_767)  # the maximum of Linux
             self._bulk.tcp_keepalive_idle = self._bulk.tcp_keepalive_intvl = ping_s
             self._bulk.tcp_keepalive_cnt = round(_SILENT / _PING)
             self._bulk.tcp_maxrt = min(int(_SILENT * self.lease_s * 1000), 2**31 - 1)  # for unacknowledged data
@@ -130,7 +141,7 @@ class Hub:
         router.zap_domain = _DOMAIN
         router.maxmsgsize = most_bytes
         router.linger = 0
-        router.backlog = 4096  # as many as systems allow: a thousand workers may knock at once
+        router.backlog = 4096  # a thousand workers may connect at once
         router.handshake_ivl = 10_000
         router.sndhwm = 0
         router.router_mandatory = True
@@ -144,101 +155,105 @@ class Hub:
         return [int(socket.fd) for socket in (self._zap, *self._routers)]
 
     def admit(self, worker: int, incarnation: int) -> KeyPair:
-        """A fresh pair for a worker; its earlier ones stop being accepted."""
+        """Issue a new key pair to a worker; its earlier ones are no longer accepted."""
         self.expel(worker)
         pair = KeyPair.fresh()
         peer = self._peers[pair.public] = Peer(worker, incarnation)
         self._keys[worker] = pair.public
         if self._reliable and worker >= 0:
             peer.tokens = Tokens(pair)
-            seal = Cipher(pair.derived(b"bulk"), Side.HEAD) if self._encrypted else None
-            peer.session = ReliableChannel(seal, Limits.MESSAGE_BYTES, rooms=self._rooms)
+            cipher = Cipher(pair.derived(b"bulk"), Side.HEAD) if self._encrypted else None
+            peer.channel = ReliableChannel(cipher, Limits.MESSAGE_BYTES, pool=self._pool)
         return pair
 
     def expel(self, worker: int) -> None:
+        """Revoke a worker's key."""
         self._peers.pop(self._keys.pop(worker, b""), None)
 
     def drain(self) -> Iterator[tuple[Peer, Received]]:
-        """Answer handshakes and yield every message that has arrived, but not for ever (see `has_more`)."""
+        """Answer handshakes and yield the messages that have arrived, for at most `_DRAIN_S` (see `has_more`)."""
         until, self.has_more = time.monotonic() + _DRAIN_S, False
         arrived = True
         while arrived:
             arrived = False
-            for request in islice(waiting(self._zap), _AT_ONCE):
+            for request in islice(pending_messages(self._zap), _AT_ONCE):
                 arrived = True
-                self._answer([frame.bytes for frame in request])
+                self._authenticate([frame.bytes for frame in request])
             for router, frames in self._next():
                 arrived = True
                 peer = self._peers.get(str(frames[-1].get("User-Id")).encode())
                 if peer is None or len(frames) < 2:
-                    continue  # a key that was taken back meanwhile
+                    continue  # its key was revoked
                 route, packet = frames[0].bytes, Packet(router is self._bulk, [frame.buffer for frame in frames[1:]])
-                if packet.is_here and route == peer.bulk_route:
-                    continue  # said already: nobody is sent everything again and again
-                if packet.is_here:
+                if packet.opens_bulk and route == peer.bulk_route:
+                    continue  # a repetition: it must not cause another resend
+                if packet.opens_bulk:
                     peer.bulk_route = route
                 elif not packet.bulk and route.endswith(MAIN):
                     peer.route = route
-                elif not packet.bulk:  # a worker's heartbeat has a connection of its own; answers go to the main one
+                elif not packet.bulk:  # the heartbeat connection, which never gets an answer
                     yield peer, Received(packet.frames, heartbeat=True)
                     continue
-                yield from self._taken(peer, packet)
+                yield from self._process(peer, packet)
             if time.monotonic() > until:
                 self.has_more = True
                 return
 
     def _next(self) -> Iterator[tuple[zmq.Socket[bytes], list[zmq.Frame]]]:
-        """Some of what waits, in turn."""
+        """A limited number of messages from each socket."""
         for router in self._routers:
-            for frames in islice(waiting(router), _AT_ONCE):
+            for frames in islice(pending_messages(router), _AT_ONCE):
                 yield router, frames
 
-    def _taken(self, peer: Peer, packet: Packet) -> Iterator[tuple[Peer, Received]]:
-        if peer.session is None:
+    def _process(self, peer: Peer, packet: Packet) -> Iterator[tuple[Peer, Received]]:
+        if peer.channel is None:
             yield peer, Received(packet.frames)
             return
         try:
-            answers = peer.session.receive(packet, time.monotonic())
+            answers = peer.channel.receive(packet, time.monotonic())
         except WireError:
-            if packet.bulk:  # not necessarily the worker's own: it is not made to pay for it
+            if packet.bulk:  # anyone may have sent it, so the worker is not blamed
                 self.refused += 1
             else:
                 yield peer, Received(())
             return
         for answer in answers:
             self._put(peer, answer)
-        for frames in peer.session.messages():
+        for frames in peer.channel.messages():
             yield peer, Received(frames)
-            if sum(map(len, frames)) > _WORTH_A_REPORT:  # what waits for one is kept by the worker
-                self._put(peer, peer.session.report())
+            if sum(map(len, frames)) > _ACK_AT_ONCE_BYTES:
+                self._put(peer, peer.channel.ack())
 
     def service(self) -> None:
-        """Say what has arrived, and ask about what has not been confirmed; to be called about once a second."""
+        """Send acknowledgements and requests for them; to be called about once a second."""
         now = time.monotonic()
         for peer in self._peers.values():
-            if peer.session is not None:
-                if peer.session.owes_report:
-                    self._put(peer, peer.session.report())
-                for packet in peer.session.due(now):
+            if peer.channel is not None:
+                if peer.channel.owes_ack:
+                    self._put(peer, peer.channel.ack())
+                for packet in peer.channel.due(now):
                     self._put(peer, packet)
 
     def _put(self, peer: Peer, packet: Packet) -> None:
-        """Send, if somebody is there; what is lost is sent again when the worker is back."""
+        """Send if the worker is connected; the channel resends what is lost."""
         self.send_to(peer.bulk_route if packet.bulk else peer.route, packet.frames, bulk=packet.bulk)
 
     def send(self, worker: int, frames: Sequence[BytesLike]) -> bool:
-        """Send, unless nobody is connected there: False. A worker's launcher or lease says that it has gone."""
+        """Send a message to a worker; returns False if that is impossible.
+
+        True does not mean that the worker is alive: its launcher or its lease tells when it is gone.
+        """
         peer = self._peers.get(self._keys.get(worker, b""))
         if peer is None:
             return False
-        if peer.session is None:
+        if peer.channel is None:
             return self.send_to(peer.route, frames)
-        for packet in peer.session.send(frames, time.monotonic()):
+        for packet in peer.channel.send(frames, time.monotonic()):
             self._put(peer, packet)
         return True
 
     def send_to(self, route: bytes, frames: Sequence[BytesLike], *, bulk: bool = False) -> bool:
-        """The same by routing id."""
+        """Send frames to a routing id; returns False if it is not connected."""
         router = self._bulk if bulk else self._router
         if not route or router is None:
             return False
@@ -248,8 +263,8 @@ class Hub:
             return False
         return True
 
-    def _answer(self, request: list[bytes]) -> None:
-        """RFC 27: admit exactly the keys that were issued."""
+    def _authenticate(self, request: list[bytes]) -> None:
+        """Answer a handshake (ZeroMQ RFC 27): admit only keys that were issued, and tokens that were not used."""
         version, request_id, _domain, _address, _identity, mechanism, *credentials = request
         key, known = b"", False
         if mechanism == b"CURVE" and credentials:
@@ -271,7 +286,7 @@ class Hub:
 
 
 def _bound(router: zmq.Socket[bytes], addresses: Sequence[str]) -> list[str]:
-    """Listen on all of them, on one port: what a firewall lets through is easily said then."""
+    """Listen on all addresses, on the same port, so that a firewall needs one rule."""
     bound: list[str] = []
     for address in addresses:
         port = bound[0].rpartition(":")[2] if bound else "*"
@@ -287,18 +302,18 @@ def check_descriptors(count: int) -> None:
             opened.callback(os.close, os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
 
 
-def keep_asking(socket: zmq.Socket[bytes], lease_s: float) -> None:
-    """Make ZeroMQ send heartbeats, and close a connection whose other side does not answer them."""
+def enable_heartbeats(socket: zmq.Socket[bytes], lease_s: float) -> None:
+    """Make ZeroMQ send heartbeats, and close a connection whose peer does not answer them."""
     socket.heartbeat_ivl, socket.heartbeat_timeout = int(_PING * lease_s * 1000), int(_SILENT * lease_s * 1000)
 
 
-def waiting(socket: zmq.Socket[bytes]) -> Iterator[list[zmq.Frame]]:
-    """What has arrived; to try is cheaper than to ask."""
+def pending_messages(socket: zmq.Socket[bytes]) -> Iterator[list[zmq.Frame]]:
+    """The messages that have arrived, without waiting; trying to read is cheaper than polling."""
     with contextlib.suppress(zmq.Again):
         while True:
             yield socket.recv_multipart(zmq.DONTWAIT, copy=False)
 
 
 def bulk_address(address: str, port: str) -> str:
-    """Where bulk data goes of those who are at `address` for the rest."""
+    """The address for bulk data that belongs to a control address."""
     return f"{address}-bulk" if address.startswith("ipc:") else f"{address.rpartition(':')[0]}:{port}"

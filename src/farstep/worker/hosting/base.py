@@ -1,7 +1,8 @@
-"""Lean hosting of single environments: many in one process, stepped straight into the rows that will be read.
+"""Hosting of single environments: many in one process, stepped directly into the rows of the chunk.
 
-Inside, an episode ends one way only, whatever wrappers say: the row gets its flags, the final observation goes to
-the side, the environment is reset at once with the seed of its next episode, and the next row begins it.
+Every host ends an episode in the same way, whatever the autoreset mode of the environment: the row gets the
+`terminated` or `truncated` flag, the final observation goes to `final_obs`, the environment is reset at once with the
+seed of its next episode, and the next row is the first of that episode.
 """
 
 from __future__ import annotations
@@ -25,23 +26,23 @@ from farstep.worker.hosting.single_envs import SingleEnvs, as_info, explain_step
 
 Space = gymnasium.spaces.Space[Any]
 Info = dict[str, Any]
-_UNSTEADY = "it does not depend on its seed and actions alone"
+_NOT_DETERMINISTIC = "it is not determined by its seed and actions"
 
 
 @dataclass(frozen=True)
-class Past:
-    """Where a slot was when it was saved."""
+class SavedSlot:
+    """The episode in progress of a slot when it was saved."""
 
     steps: int | None
-    """Of its episode; None if that had not begun."""
+    """Steps of the episode so far; None if it had not started."""
     actions: Mapping[str, Array]
-    """Those of the episode, `[steps, ...]` by name."""
+    """The actions of these steps, `[steps, ...]` by name."""
     obs: Mapping[str, Array]
-    """What it saw last."""
+    """The last observation."""
 
 
 class Host:
-    """What hosts of an acting worker share: slots, and the observations that lead from one chunk to the next."""
+    """Base of all hosts of a worker that acts: the slots, and the last observations, with which a chunk continues."""
 
     def __init__(self, spaces: tuple[Space, Space], slots: Slots, progress: memoryview) -> None:
         self.slots, self._progress = slots, progress
@@ -50,47 +51,48 @@ class Host:
         self._obs, self._obs_schema = space_schema(self.observation_space, "obs")
         self.current = empty_like(self._obs_schema, self.num_envs)
         self.infos: list[Info] | None = None
-        self._late: tuple[int, BaseException] | None = None
-        """Slot and error of a reset that failed outside of a ticket."""
+        self._pending_error: tuple[int, BaseException] | None = None
+        """Slot and error of a reset that failed outside of a ticket; the next ticket raises it."""
 
     def _start(self, chosen: Array, options: Info | None) -> None:
-        """Reset the chosen slots with their episodes' seeds, observations into `current`."""
+        """Reset the chosen slots with the seeds of their episodes, and write the observations to `current`."""
         raise NotImplementedError
 
     def reset(self, mask: Array | None, roots: list[int] | None, options: Info | None) -> None:
-        """Begin new episodes in the masked slots (all without a mask); with roots, from episode 0."""
-        self._late = None  # of an episode that nobody wants any more
+        """Start new episodes in the masked slots (all without a mask); with roots, from episode 0."""
+        self._pending_error = None  # its episode is replaced
         chosen = self.slots.choose(mask, roots)
         if roots is not None:
             self._reseed(chosen)
         self._start(chosen, options)
 
     def _reseed(self, chosen: Array) -> None:
-        """For environments that do not take a seed when they are reset."""
+        """Hook for environments that take no seed in `reset`."""
 
     def prepare(self, failures: tuple[type[BaseException], ...]) -> None:
-        """Begin episodes where there are none, for the trial of an agent.
+        """Start an episode in each slot that has none, so that an agent can be tried on real observations.
 
-        Of what raises, failures are left for the next ticket to raise, since a ticket can be given up and done again.
+        An error of a type in `failures` is not raised here but by the next ticket, which can be retried. Until then,
+        the slots without an episode get a sample of the observation space.
         """
         missing = ~self.slots.started
         try:
             if missing.any():
                 self._start(missing, None)
         except failures as error:
-            self._late = self._progress[SLOT], error
+            self._pending_error = self._progress[SLOT], error
             for name, leaf in leaves(self._obs, self.observation_space.sample()):
                 self.current[name][~self.slots.started] = leaf
 
     def want_infos(self, wanted: bool) -> None:
-        """Whether the next chunk brings the environments' infos along (a rollout does not)."""
+        """Record the environments' infos during the next chunk, or do not (as for rollouts)."""
         self.infos = [{} for _ in range(self.num_envs)] if wanted else None
 
     def begin(self, rows: Rows, steps: int) -> None:
-        """Get ready to write `steps` rows: the first observation of a chunk is the last one of the one before."""
+        """Start a chunk of `steps` rows; its first observation is the last one of the previous chunk."""
         self.slots.begin_chunk()
-        if self._late is not None:
-            (self._progress[SLOT], error), self._late = self._late, None
+        if self._pending_error is not None:
+            (self._progress[SLOT], error), self._pending_error = self._pending_error, None
             self._progress[PHASE] = RESET
             raise error
         if not self.slots.started.all():
@@ -102,22 +104,22 @@ class Host:
         rows.clear_flags(steps)
 
     def finish(self, steps: int) -> bytes:
-        """The chunk is written: keep its last observations for the next one."""
+        """End a chunk: keep its last observations for the next one; returns the records of ended episodes."""
         for name, current in self.current.items():
             np.copyto(current, self._rows[name][steps])
         return self.slots.finish(steps)
 
     def _blame(self, error: Exception, t: int, i: int, action: Any) -> None:
-        """Raise instead of what the step of row `t` raised if the agent is to blame; else say in the error what may be.
+        """Raise `AgentError` instead of the error of the step in row `t` if the agent's action is invalid.
 
-        A number outside a Box is common, since many environments clip, so there it is only noted.
+        An action outside a Box is only mentioned in a note of the error: many environments clip, so it is common.
         """
         explain_step(error)
         nan = i in with_nan(self._rows[name][t] for name in self.current)
-        cause = " (the observation that it acted on has NaN: see to the environment)" if nan else ""
+        cause = " (the observation it acted on has NaN: check the environment)" if nan else ""
         for space, clause in outside(self.action_space, action):
             if not isinstance(space, gymnasium.spaces.Box):
-                self._progress[PHASE] = ACT  # trying again would not help, as in all that the agent does
+                self._progress[PHASE] = ACT  # errors of the agent end the run, since a retry would fail again
                 raise AgentError(
                     f"the agent's {clause}{cause}, in environment slot {self.slots.first + i}; the step raised "
                     f"{type(error).__name__}."
@@ -125,7 +127,7 @@ class Host:
             error.add_note(f"The agent's {clause}{cause}.")
 
     def seed_of(self, i: int) -> int | None:
-        """The seed of the episode that slot `i` is in, if it has one."""
+        """The seed of slot `i`'s episode; None if it has none."""
         return self.slots.seed_of(i)
 
 
@@ -138,53 +140,57 @@ class HostedEnvs(Host):
         self._single = self._obs if isinstance(self._obs, str) else None
         self._steps = [env.step for env in self._envs.envs]
         self._stepped = False
-        """Whether all of them have been stepped: the first time, their dtypes are looked at."""
+        """Whether all environments have done a step; dtypes of observations are checked in the first one only."""
         self._rewards: list[Any] = [0.0] * self.num_envs
         self._gained = np.zeros(self.num_envs)
         self._seed_episodes, self._seeded = source.seed_episodes, [False] * self.num_envs
-        # Faster than np.array, which would make NaN of None.
+        # Faster than np.array, and raises for None, which np.array would turn into NaN.
         self._pack_rewards = partial(struct.Struct(f"{self.num_envs}d").pack_into, self._gained.data, 0)
 
     def _start(self, chosen: Array, options: Info | None) -> None:
         for i in np.flatnonzero(chosen).tolist():
             self._begin_episode(i, self.current, 0, options)
 
-    def replay(self, past: Sequence[Past], failures: tuple[type[BaseException], ...]) -> dict[int, str]:
-        """Lead every slot to where its episode was; of those that are elsewhere now, why."""
-        strayed = {}
-        for i, then in enumerate(past):
+    def replay(self, saved: Sequence[SavedSlot], failures: tuple[type[BaseException], ...]) -> dict[int, str]:
+        """Bring every slot to where its episode was, by resetting it and repeating its actions.
+
+        Returns:
+            For each slot where that failed, the reason.
+        """
+        diverged = {}
+        for i, slot in enumerate(saved):
             try:
-                why = self._lead_back(i, then)
+                reason = self._replay_slot(i, slot)
             except failures as error:
                 self._replace(i)
                 self.slots.skip(i)
-                why = f"it raised {described(error)}; it is rebuilt and starts its next episode"
-            if why:
-                strayed[self.slots.first + i] = why
-        return strayed
+                reason = f"it raised {described(error)}; it is rebuilt and starts its next episode"
+            if reason:
+                diverged[self.slots.first + i] = reason
+        return diverged
 
-    def _lead_back(self, i: int, then: Past) -> str:
+    def _replay_slot(self, i: int, saved: SavedSlot) -> str:
         self._begin_episode(i, self.current, 0, None)
-        if then.steps is None:
+        if saved.steps is None:
             return ""
-        if then.steps and len(next(iter(then.actions.values()), ())) != then.steps:
+        if saved.steps and len(next(iter(saved.actions.values()), ())) != saved.steps:
             self.slots.skip(i)
-            return "the actions of its episode were not kept, so it begins the next one"  # too long (see `Journal`)
-        for t in range(then.steps):
+            return "the actions of its episode were not kept, so it starts the next one"  # too many for `Journal`
+        for t in range(saved.steps):
             self._progress[PHASE], self._progress[SLOT] = STEP, i
             self._progress[COUNT] += 1
-            obs, reward, terminated, truncated, _ = self._steps[i](self._envs.action(then.actions, t))
+            obs, reward, terminated, truncated, _ = self._steps[i](self._envs.action(saved.actions, t))
             if terminated or truncated:
                 self.slots.skip(i)
-                return f"its episode ended earlier than before, so it begins the next one; {_UNSTEADY}"
-            self.slots.took(i, float(reward))
+                return f"its episode ended earlier than before, so it starts the next one; {_NOT_DETERMINISTIC}"
+            self.slots.replayed(i, float(reward))
             for name, leaf in leaves(self._obs, obs):
                 self.current[name][i] = leaf
-        same = all(np.array_equal(self.current[name][i], leaf, equal_nan=True) for name, leaf in then.obs.items())
-        return "" if same else f"its observation is another one than before; {_UNSTEADY}"
+        same = all(np.array_equal(self.current[name][i], leaf, equal_nan=True) for name, leaf in saved.obs.items())
+        return "" if same else f"its observation differs from the saved one; {_NOT_DETERMINISTIC}"
 
     def step(self, t: int) -> None:
-        """Step every environment with row `t`'s action; observations go to row `t + 1`."""
+        """Step every environment with the actions of row `t`; the new observations go to row `t + 1`."""
         progress, rewards, rows = self._progress, self._rewards, self._rows
         progress[PHASE] = STEP
         progress[COUNT] += 1
@@ -223,13 +229,13 @@ class HostedEnvs(Host):
         try:
             self._pack_rewards(*rewards)
         except struct.error:
-            self._refuse_rewards()
+            self._raise_for_rewards()
         rows["reward"][t] = self._gained
         self.slots.returns += self._gained
         for i, terminated, truncated, info in ended:
             self._end(t, i, terminated, truncated, info)
 
-    def _refuse_rewards(self) -> None:
+    def _raise_for_rewards(self) -> None:
         for i, reward in enumerate(self._rewards):
             self._progress[SLOT] = i
             try:
@@ -249,8 +255,8 @@ class HostedEnvs(Host):
 
     def _begin_episode(self, i: int, target: dict[str, Array], row: int, options: Info | None) -> None:
         self._progress[EPISODES + i] = self.slots.episodes[i] + 1
-        anew = self._seed_episodes or not self._seeded[i] or not self.slots.episodes[i]
-        info = self._envs.reset(i, self.slots.seed_of(i) if anew else None, options, target)
+        seeds = self._seed_episodes or not self._seeded[i] or not self.slots.episodes[i]
+        info = self._envs.reset(i, self.slots.seed_of(i) if seeds else None, options, target)
         self._seeded[i] = True
         self.slots.begin_episode(i, row)
         self._progress[PHASE] = STEP
@@ -258,7 +264,7 @@ class HostedEnvs(Host):
             self.infos[i] = info
 
     def recover(self, i: int | None) -> None:
-        """After an exception: build the environment anew and go on with everybody's next episode."""
+        """After an exception: rebuild environment `i`, if given, and let all slots continue with their next episode."""
         self.slots.rewind(() if i is None else (i,))
         if i is not None:
             self._replace(i)

@@ -1,4 +1,4 @@
-"""The single environments of a worker, one per slot; the hosts that step them stand on this."""
+"""The single environments of a worker, one per slot, and checks of what they return; used by the hosts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from farstep.schema import Schema, leaf_names, leaves, nest, space_schema
 
 
 class SingleEnvs:
-    """Builds environments, resets them, hands out their actions, replaces and closes them."""
+    """Builds, resets, replaces and closes environments, and converts rows of actions for them."""
 
     def __init__(self, source: Source, count: int, progress: memoryview, first: int = 0) -> None:
         self._source, self._progress, self._first = source, progress, first
@@ -26,8 +26,8 @@ class SingleEnvs:
         self.spaces = self.envs[0].observation_space, self.envs[0].action_space
         self._obs, self._obs_schema = space_schema(self.spaces[0], "obs")
         self._action, _ = space_schema(self.spaces[1], "action")
-        self._looked = [False] * count
-        """Whether the dtype of a slot's first observation was looked at."""
+        self._checked = [False] * count
+        """Whether the dtypes of a slot's first observation were checked."""
 
     def _build(self, i: int) -> gymnasium.Env[Any, Any]:
         self._progress[PHASE], self._progress[SLOT] = Phase.CONSTRUCT, i
@@ -35,27 +35,27 @@ class SingleEnvs:
         return self._source.build(self._first + i)
 
     def replace(self, i: int) -> None:
-        """Build one anew, whatever became of the old one."""
+        """Close environment `i`, ignoring errors, and build it again."""
         with contextlib.suppress(Exception, SystemExit):
             self.envs[i].close()
         self.envs[i] = self._build(i)
 
     def reset(self, i: int, seed: int | None, options: dict[str, Any] | None, target: dict[str, Array]) -> Any:
-        """Reset one, its observation into `target[...][i]`; returns its info."""
+        """Reset environment `i` and write its observation to `target[...][i]`; returns its info."""
         self._progress[PHASE], self._progress[SLOT] = RESET, i
         self._progress[COUNT] += 1
         result: Any = self.envs[i].reset(seed=seed, options=options)
         if not isinstance(result, (tuple, list)) or len(result) != 2:
             raise TypeError(f"reset returned a {type(result).__name__}; expected the pair (obs, info).")
         obs, info = result
-        (self.check_obs if self._looked[i] else self.check_first_obs)(obs)
-        self._looked[i] = True
+        (self.check_obs if self._checked[i] else self.check_first_obs)(obs)
+        self._checked[i] = True
         for name, leaf in leaves(self._obs, obs):
             target[name][i] = leaf
         return as_info(info)
 
     def check_obs(self, obs: Any) -> None:
-        """NumPy would broadcast a wrong shape silently; environments that lie about their space are named."""
+        """Raise `SpaceError` if an observation has another shape than its space; NumPy would broadcast it silently."""
         for name, leaf in leaves(self._obs, obs):
             if np.shape(leaf) != self._obs_schema[name].shape:
                 raise SpaceError(
@@ -64,20 +64,20 @@ class SingleEnvs:
                 )
 
     def check_first_obs(self, obs: Any) -> None:
-        """As `check_obs`, and dtypes too: an environment that mixes them up does so from the start, and looking at
-        them in every step would cost too much."""
+        """Like `check_obs`, but checks dtypes too. A wrong dtype shows from the start, and a check in every step would
+        cost too much."""
         self.check_obs(obs)
         check_dtypes(leaves(self._obs, obs), self._obs_schema, self.envs[0])
 
     def actions(self, rows: dict[str, Array], t: int) -> Any:
-        """Row `t`'s action for each, none of them a view of the row (an environment may change its action)."""
+        """The actions of row `t`, one per environment; copies, since an environment may modify its action."""
         if isinstance(self._action, str):
             return rows[self._action][t].copy()
         arrays = {name: rows[name][t].copy() for name in leaf_names(self._action)}
         return [nest(self._action, {n: a[i] for n, a in arrays.items()}) for i in range(len(self.envs))]
 
     def action(self, arrays: Mapping[str, Array], t: int) -> Any:
-        """Row `t` of one environment's own actions."""
+        """The action of row `t` from arrays of a single environment."""
         return nest(self._action, {name: arrays[name][t].copy() for name in leaf_names(self._action)})
 
     def close(self) -> None:
@@ -88,7 +88,7 @@ class SingleEnvs:
 
 
 def check_dtypes(arrays: Iterable[tuple[str, Any]], schema: Schema, env: Any) -> None:
-    """NumPy would cut floats down to a space's integers silently, and let integers that do not fit wrap around."""
+    """Raise `SpaceError` for values that do not fit the space's dtype: NumPy would truncate or wrap them silently."""
     for name, leaf in arrays:
         array, expected = np.asarray(leaf), np.dtype(schema[name].dtype)
         if array.dtype == expected:
@@ -96,17 +96,17 @@ def check_dtypes(arrays: Iterable[tuple[str, Any]], schema: Schema, env: Any) ->
         if array.dtype.kind in "biu" and expected.kind in "biu":
             fits = np.array_equal(array.astype(expected), array)
         else:
-            fits = np.can_cast(array.dtype, expected, "same_kind")  # float64 as float32 is common, and meant
+            fits = np.can_cast(array.dtype, expected, "same_kind")  # float64 for float32 is common and intended
         if not fits:
             raise SpaceError(
                 f"{name}: {type(getattr(env, 'unwrapped', env)).__name__} returned {array.dtype}, but its observation "
-                f"space says {expected}, which cannot hold these values: they would be cut off. Give the space the "
-                f"dtype {array.dtype}, or convert observations in the environment or a wrapper."
+                f"space says {expected}, which cannot represent these values. Give the space the dtype {array.dtype}, "
+                "or convert observations in the environment or a wrapper."
             )
 
 
 def as_info(info: Any) -> Any:
-    """An info as it must be; None stands for an empty one."""
+    """The info, {} for None; raises `TypeError` if it is no mapping."""
     if info is None:
         return {}
     if not isinstance(info, Mapping):
@@ -115,16 +115,16 @@ def as_info(info: Any) -> Any:
 
 
 def explain_step(error: Exception) -> None:
-    """Say in the error what is wrong with an environment of the old Gym, also where a wrapper tripped over it."""
+    """Add an explanation to the error that a step in the old Gym API causes, here or in a wrapper."""
     if isinstance(error, ValueError) and "unpack (expected 5, got 4)" in described(error):
         error.args = (
-            f"{error}: a step returned 4 values, as those of the old Gym do; Gymnasium's return 5: obs, reward, "
-            "terminated, truncated, info. Split its done into terminated and truncated.",
+            f"{error}: a step returned 4 values, as in the old Gym API; Gymnasium expects 5: obs, reward, terminated, "
+            "truncated, info. Split done into terminated and truncated.",
         )
 
 
 def outside(space: spaces.Space[Any], action: Any, name: str = "action") -> Iterator[tuple[spaces.Space[Any], str]]:
-    """The parts of an action that are not in their part of the space, each with a clause that says so."""
+    """The parts of an action that are outside their part of the space, each with a clause that says so."""
     if isinstance(space, spaces.Dict):
         for key, sub in space.spaces.items():
             yield from outside(sub, action[key], f"{name}.{key}")
@@ -133,7 +133,7 @@ def outside(space: spaces.Space[Any], action: Any, name: str = "action") -> Iter
             yield from outside(sub, action[i], f"{name}.{i}")
     else:
         array = np.asarray(action)
-        assert space.dtype is not None  # of all spaces that have a layout
-        fits = np.can_cast(array.dtype, space.dtype, "same_kind")  # a wider float is no mistake
+        assert space.dtype is not None  # true for all spaces that farstep supports
+        fits = np.can_cast(array.dtype, space.dtype, "same_kind")  # a wider float is fine
         if not fits or not space.contains(array.astype(space.dtype)[()]):
             yield space, f"{name} {action}{'' if fits else f' of type {array.dtype}'} is outside {space}"

@@ -1,7 +1,8 @@
-"""Hosting of environments that are spread over the horizon (see `stagger.py`): off, none of this is there.
+"""Hosting of environments whose episodes are spread over the horizon (see `stagger.py`); used only with `stagger`.
 
-Whenever slots begin other than by the end of an episode (the first time, after a reset, where a worker was replaced or
-an environment failed), they are brought to the place that they should be in by then, before the next rollout.
+A slot whose episode starts for any other reason than the end of the previous one (first start, reset, replaced worker,
+failed environment) is out of phase. Before the next rollout the host advances it to the step of its episode where the
+schedule has it.
 """
 
 from __future__ import annotations
@@ -22,105 +23,105 @@ from farstep.rollout.sources import Source
 from farstep.schema import leaves, nest
 from farstep.worker.acting import Actor
 from farstep.worker.hosting.base import Host, HostedEnvs, Info
-from farstep.worker.hosting.stagger import Places
+from farstep.worker.hosting.stagger import StaggerSchedule
 from farstep.worker.hosting.vector import HostedVector
 
-StillWanted = Callable[[], None]
-"""Raises if the ticket in hand was taken back."""
+CheckCancelled = Callable[[], None]
+"""Raises `TicketCancelled` if the head cancelled the running ticket."""
 
 
 class Staggered(Host):
-    """What staggered hosts share: which slots are still to be brought to their places."""
+    """Base of staggered hosts: keeps track of the slots that are out of phase."""
 
-    _places: Places
-    _unplaced: Array
+    _schedule: StaggerSchedule
+    _out_of_phase: Array
     _stagger_steps: int
-    """Steps that brought slots to their places, and that were not reported yet."""
+    """Steps since the last `report` that only advanced slots to their phase."""
 
-    def _stagger(self, places: Places) -> None:
-        self._places, self._horizon = places, places.horizon
-        self._unplaced = np.zeros(self.num_envs, bool)
+    def _stagger(self, schedule: StaggerSchedule) -> None:
+        self._schedule, self._horizon = schedule, schedule.horizon
+        self._out_of_phase = np.zeros(self.num_envs, bool)
         self._stagger_steps = 0
 
-    def place(self, steps: int, actor: Actor, still_wanted: StillWanted) -> None:
-        """A chunk of so many steps begins: first bring slots to their places."""
-        if self._unplaced.any():
-            self._places.settle(self.slots, steps)
-            self._place(actor, still_wanted)
-            self._unplaced[:] = False
+    def advance_to_phase(self, steps: int, actor: Actor, check_cancelled: CheckCancelled) -> None:
+        """Bring all slots into phase before a chunk of `steps` rows."""
+        if self._out_of_phase.any():
+            self._schedule.fix_offsets(self.slots, steps)
+            self._advance_slots(actor, check_cancelled)
+            self._out_of_phase[:] = False
 
-    def _place(self, actor: Actor, still_wanted: StillWanted) -> None:
+    def _advance_slots(self, actor: Actor, check_cancelled: CheckCancelled) -> None:
         raise NotImplementedError
 
     def reset(self, mask: Array | None, roots: list[int] | None, options: Info | None) -> None:
         if mask is None:
-            self._places.anew(self.slots.total_rows)
+            self._schedule.restart(self.slots.total_rows)
         super().reset(mask, roots, options)
 
     def report(self) -> tuple[int, int]:
-        """What a chunk says of the schedule: its clock, and steps that nobody was given."""
-        taken, self._stagger_steps = self._stagger_steps, 0
-        return self._places.clock(self.slots.total_rows), taken
+        """For the chunk's header: the schedule's clock, and the steps since the last call that are in no chunk."""
+        steps, self._stagger_steps = self._stagger_steps, 0
+        return self._schedule.clock(self.slots.total_rows), steps
 
 
 class StaggeredEnvs(HostedEnvs, Staggered):
-    """Single environments, staggered."""
+    """Staggered single environments, one per slot."""
 
-    def __init__(self, source: Source, slots: Slots, progress: memoryview, places: Places) -> None:
+    def __init__(self, source: Source, slots: Slots, progress: memoryview, schedule: StaggerSchedule) -> None:
         super().__init__(source, slots, progress)
-        self._stagger(places)
-        self._gated = places.stagger.early == "gate"
+        self._stagger(schedule)
+        self._gated = schedule.stagger.early == "gate"
         self._sampler = deepcopy(self.action_space)
         self._left = np.zeros(self.num_envs, np.int64)
-        """Steps to each slot's place; -1 until it is known. Kept if a ticket is taken back meanwhile."""
+        """Steps until each slot is in phase, -1 if not computed yet; kept if the ticket is cancelled meanwhile."""
         self._due = np.zeros(self.num_envs, np.int64)
-        """The row that begins a new episode at the latest."""
+        """The row at which each slot has to start a new episode."""
         self._next_due = 0
-        """Nothing is due before."""
+        """A lower bound of `_due`."""
         self._waiting = np.zeros(self.num_envs, bool)
-        """Slots whose episode has ended, and whose group has not begun anew yet."""
+        """Slots whose episode ended early and that wait for the start of their group's next episode (the gate)."""
         self._num_waiting = 0
 
     def _start(self, chosen: Array, options: Info | None) -> None:
-        self._unplaced |= chosen
+        self._out_of_phase |= chosen
         self._left[chosen] = -1
         super()._start(chosen, options)
 
-    # ---- to their places ----
+    # ---- bringing slots into phase ----
 
-    def _place(self, actor: Actor, still_wanted: StillWanted) -> None:
-        now, init = self.slots.total_rows, self._places.stagger.init
-        for i in np.flatnonzero(self._unplaced & (self._left < 0)).tolist():
-            self._left[i] = 0 if init == "clock" else self._places.phase(i, now)
+    def _advance_slots(self, actor: Actor, check_cancelled: CheckCancelled) -> None:
+        now, init = self.slots.total_rows, self._schedule.stagger.init
+        for i in np.flatnonzero(self._out_of_phase & (self._left < 0)).tolist():
+            self._left[i] = 0 if init == "clock" else self._schedule.phase(i, now)
         try:
             if init == "policy":
-                self._advance_with(actor, still_wanted)
+                self._advance_with_agent(actor, check_cancelled)
             else:
-                self._advance(still_wanted)
+                self._advance_at_random(check_cancelled)
         finally:
             for name, current in self.current.items():
                 self._rows[name][0] = current
-        for i in np.flatnonzero(self._unplaced).tolist():
-            whole = init != "clock" and not self._gated  # it ends where its own episode does
+        for i in np.flatnonzero(self._out_of_phase).tolist():
+            whole = init != "clock" and not self._gated  # the episode gets its full horizon
             self._set_due(i, int(self.slots.start_row[i]) + self._horizon if whole else self._gate(i, now))
 
-    def _advance(self, still_wanted: StillWanted) -> None:
+    def _advance_at_random(self, check_cancelled: CheckCancelled) -> None:
         for i in np.flatnonzero(self._left > 0).tolist():
             self._seed_sampler(i)
             while self._left[i] > 0:
-                still_wanted()
+                check_cancelled()
                 if self._advance_one(i, self._sampler.sample()):
                     self._seed_sampler(i)
 
     def _seed_sampler(self, i: int) -> None:
         self._sampler.seed(advance_seed(self.slots.roots[i], self.slots.first + i, self.slots.episodes[i]))
 
-    def _advance_with(self, actor: Actor, still_wanted: StillWanted) -> None:
-        """The agent acts for all slots, and those that are at their places do not mind; row 0 is free until then."""
-        rows, starts = self._rows, self._unplaced.copy()
-        with actor.aside():
+    def _advance_with_agent(self, actor: Actor, check_cancelled: CheckCancelled) -> None:
+        """Use the agent's actions. It acts for all slots, in row 0, but only slots out of phase are stepped."""
+        rows, starts = self._rows, self._out_of_phase.copy()
+        with actor.restoring_state():
             while (self._left > 0).any():
-                still_wanted()
+                check_cancelled()
                 for name, current in self.current.items():
                     rows[name][0] = current
                 rows["episode_start"][0] = starts
@@ -134,7 +135,7 @@ class StaggeredEnvs(HostedEnvs, Staggered):
         rows["episode_start"][0] = False
 
     def _advance_one(self, i: int, action: Any) -> bool:
-        """One step that nobody is given; whether it ended an episode."""
+        """Do one step that is in no chunk; returns whether it ended an episode."""
         progress, slots = self._progress, self.slots
         progress[PHASE], progress[SLOT] = STEP, i
         progress[COUNT] += 1
@@ -147,7 +148,7 @@ class StaggeredEnvs(HostedEnvs, Staggered):
             raise
         for name, leaf in leaves(self._obs, obs):
             self.current[name][i] = leaf
-        slots.start_row[i] -= 1  # the step is one of the episode's
+        slots.start_row[i] -= 1  # the step counts for the length of the episode
         self._stagger_steps += 1
         self._left[i] -= 1
         ended = bool(terminated or truncated)
@@ -164,9 +165,9 @@ class StaggeredEnvs(HostedEnvs, Staggered):
         super().step(t)
         now = self.slots.total_rows + t + 1
         if now >= self._next_due:
-            self._do_due(t, now)
+            self._start_due_episodes(t, now)
 
-    def _do_due(self, t: int, now: int) -> None:
+    def _start_due_episodes(self, t: int, now: int) -> None:
         for i in np.flatnonzero(self._due <= now).tolist():
             if self._waiting[i]:
                 self._wake(i)
@@ -178,7 +179,7 @@ class StaggeredEnvs(HostedEnvs, Staggered):
 
     def _begin_episode(self, i: int, target: dict[str, Array], row: int, options: Info | None) -> None:
         now = self.slots.total_rows + row
-        if self._gated and not self._unplaced[i] and self._places.phase(i, now):
+        if self._gated and not self._out_of_phase[i] and self._schedule.phase(i, now):
             self._wait(i, target, now)
             return
         super()._begin_episode(i, target, row, options)
@@ -189,13 +190,13 @@ class StaggeredEnvs(HostedEnvs, Staggered):
         self._next_due = min(self._next_due, row)
 
     def _gate(self, i: int, now: int) -> int:
-        """The row at which slot `i`'s group begins anew."""
-        return now + self._horizon - self._places.phase(i, now)
+        """The row at which slot `i`'s group starts its next episode."""
+        return now + self._horizon - self._schedule.phase(i, now)
 
     def _wait(self, i: int, last: dict[str, Array], now: int) -> None:
-        """Stand still until the gate: rows repeat the episode's last observation, and count for nothing."""
+        """Pause slot `i` until the gate: its rows repeat the episode's last observation, with `valid` False."""
         obs = nest(self._obs, {name: array[i].copy() for name, array in last.items()})
-        self._steps[i] = partial(_stand, obs)
+        self._steps[i] = partial(_paused_step, obs)
         self._waiting[i] = True
         self._num_waiting += 1
         self._set_due(i, self._gate(i, now))
@@ -207,13 +208,13 @@ class StaggeredEnvs(HostedEnvs, Staggered):
 
     def finish(self, steps: int) -> bytes:
         ends = super().finish(steps)
-        self.slots.resume[self._waiting] = np.array(self.slots.episodes, np.int64)[self._waiting]  # not begun yet
+        self.slots.resume[self._waiting] = np.array(self.slots.episodes, np.int64)[self._waiting]  # not started yet
         return ends
 
     def reset(self, mask: Array | None, roots: list[int] | None, options: Info | None) -> None:
         for i in np.flatnonzero(self._waiting if mask is None else self._waiting & mask).tolist():
             self._wake(i)
-            self.slots.started[i] = False  # of its next episode, which it would otherwise leave out
+            self.slots.started[i] = False  # its next episode has not started, so the reset must not skip it
         super().reset(mask, roots, options)
 
     def recover(self, i: int | None) -> None:
@@ -222,29 +223,31 @@ class StaggeredEnvs(HostedEnvs, Staggered):
         super().recover(i)
 
 
-def _stand(obs: Any, action: Any) -> tuple[Any, float, bool, bool, Info]:
+def _paused_step(obs: Any, action: Any) -> tuple[Any, float, bool, bool, Info]:
     return obs, 0.0, False, False, {}
 
 
 class StaggeredVector(HostedVector, Staggered):
-    """One vector environment whose first episodes are cut short, each at its place; it cannot step only some."""
+    """One staggered vector environment. It steps all slots together, so they get into phase by truncating their first
+    episodes instead of by extra steps."""
 
-    def __init__(self, source: Source, slots: Slots, progress: memoryview, places: Places) -> None:
+    def __init__(self, source: Source, slots: Slots, progress: memoryview, schedule: StaggerSchedule) -> None:
         super().__init__(source, slots, progress)
-        self._stagger(places)
+        self._stagger(schedule)
         self._first_row = np.full(self.num_envs, -1, np.int64)
-        """Where the episode began that is cut short."""
+        """The first row of the episode that is truncated early."""
         self._first_length = np.zeros(self.num_envs, np.int64)
+        """The length of that episode."""
 
     def _start(self, chosen: Array, options: Info | None) -> None:
-        self._unplaced |= chosen
+        self._out_of_phase |= chosen
         super()._start(chosen, options)
 
-    def _place(self, actor: Actor, still_wanted: StillWanted) -> None:
+    def _advance_slots(self, actor: Actor, check_cancelled: CheckCancelled) -> None:
         now = self.slots.total_rows
-        for i in np.flatnonzero(self._unplaced).tolist():
+        for i in np.flatnonzero(self._out_of_phase).tolist():
             self._first_row[i] = now
-            self._first_length[i] = self._horizon - self._places.phase(i, now)
+            self._first_length[i] = self._horizon - self._schedule.phase(i, now)
 
     def step(self, t: int) -> None:
         super().step(t)

@@ -1,7 +1,7 @@
 """Hosting for `make_vec`: single environments with exactly the semantics of Gymnasium's `SyncVectorEnv`.
 
-Here the head acts and an environment keeps its own generator after its first seed. A row holds one step: the
-action and what came of it; the observation after it is in row 1, a final one beside it.
+Here the head acts, and an environment keeps its own generator after its first seed. A chunk has one step: row 0 has the
+action, reward and flags, row 1 the observation after the step; a final observation is in the infos.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ class StrictEnvs:
         self._check = self._envs.check_first_obs
         self._seeds: list[int | None] = [None] * self.num_envs
         self.infos: list[tuple[int, Info | None, Info]] = []
-        """Slot, what an episode ended with (SAME_STEP), info: only of slots that have any."""
+        """Slot, final observation and info of an ended episode (SAME_STEP only), info; only slots that have any."""
 
     def _check_spaces(self) -> None:
         for i, env in enumerate(self.envs):
             if env.observation_space != self.observation_space or env.action_space != self.action_space:
                 raise RuntimeError(
                     f"environment {self.slots.first + i} has spaces {env.observation_space} and {env.action_space}; "
-                    f"the first has {self.observation_space} and {self.action_space}. They must be equal."
+                    f"the first has {self.observation_space} and {self.action_space}. All must have equal spaces."
                 )
 
     def reset(self, mask: Array | None, seeds: list[int | None] | None, options: Info | None) -> None:
@@ -62,7 +62,7 @@ class StrictEnvs:
                     self.infos.append((i, None, info))
 
     def _autoreset(self, i: int, final: Info | None = None) -> None:
-        """Reset a slot in the middle of a step."""
+        """Reset a slot as part of a step."""
         info = self._envs.reset(i, None, None, self._after)
         self.slots.begin_episode(i, 1)
         self._progress[PHASE] = STEP
@@ -70,7 +70,7 @@ class StrictEnvs:
             self.infos.append((i, final, info))
 
     def want_infos(self, wanted: bool) -> None:
-        """Always, as Gymnasium does."""
+        """Clear the infos; they are always recorded, as in Gymnasium."""
         self.infos = []
 
     def begin(self, rows: Rows, steps: int) -> None:
@@ -109,7 +109,7 @@ class StrictEnvs:
                 for name, leaf in leaves(self._obs, obs):
                     after[name][i] = leaf
             if done[i] and same_step:
-                # The very object that the environment returned; a copy, since it may use its memory again.
+                # The object that the environment returned, copied, since the environment may reuse its memory.
                 self._autoreset(i, {"final_obs": deepcopy(obs), "final_info": as_info(info)})
             elif info:
                 self.infos.append((i, None, as_info(info)))
@@ -127,13 +127,13 @@ class StrictEnvs:
         return b""
 
     def recover(self, i: int | None) -> None:
-        """The caller steps these environments itself, so a lost one is its business: nothing is replaced."""
+        """Does nothing: the user steps these environments and handles their errors."""
 
     def seed_of(self, i: int) -> int | None:
         return self._seeds[i]
 
     def call(self, name: str, args: tuple[Any, ...], kwargs: Info) -> list[Any]:
-        """`SyncVectorEnv.call`: the attribute, or its result if it is a function."""
+        """`SyncVectorEnv.call`: each environment's attribute, called if it is callable."""
         results = []
         for i, env in enumerate(self.envs):
             self._progress[SLOT] = i
@@ -147,7 +147,7 @@ class StrictEnvs:
             env.set_wrapper_attr(name, value)
 
     def describe(self) -> list[Any]:
-        """What the vector needs to know of its environments beyond their spaces."""
+        """Metadata and render mode, which the vector environment needs besides the spaces."""
         metadata = {key: value for key, value in self.envs[0].metadata.items() if _is_data(value)}
         return [{"metadata": metadata, "render_mode": self.envs[0].render_mode}]
 

@@ -1,7 +1,7 @@
-"""Hosting of environments that come as one vector: a Gymnasium VectorEnv of any autoreset mode, or an EnvPool.
+"""Hosting of a vector environment: a Gymnasium VectorEnv with any autoreset mode, or an EnvPool.
 
-The form of an episode's end is made the same as for single environments. Only a vector that resets in its *next*
-step needs filler rows: the step that resets takes no action, so its row has `valid` False.
+Rows look the same as those of single environments, with one exception: in mode NEXT_STEP the step after an episode's
+end only resets and ignores its action, so its row has `valid` False.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ class HostedVector(Host):
         self._action, _ = space_schema(self.action_space, "action")
         self._action_names = leaf_names(self._action)
         self._one_seed: bool | None = None
-        """Whether it takes one seed for all, as those written as a whole do; None until it was tried."""
-        self._looked = False
-        """Whether the dtypes of a step's observations were looked at."""
+        """Whether `reset` accepts only one seed for all environments; None until the first reset."""
+        self._checked = False
+        """Whether the dtypes of a step's observations were checked."""
         self._pending = np.zeros(self.num_envs, bool)
         """Slots whose next step only resets them (NEXT_STEP)."""
 
     def _reseed(self, chosen: Array) -> None:
-        if self._pool:  # which takes a seed at construction only
-            assert chosen.all(), "the head refuses to reseed some environments of an EnvPool"
+        if self._pool:  # an EnvPool takes its seed at construction only
+            assert chosen.all(), "the head rejects a reset of some environments of an EnvPool with new seeds"
             self._rebuild()
 
     def _start(self, chosen: Array, options: Info | None) -> None:
@@ -57,7 +57,7 @@ class HostedVector(Host):
         ids = np.flatnonzero(chosen)
         if self._pool:
             obs, info = self.env.reset(ids.astype(np.int32))
-            entries, count = np.arange(len(ids)), len(ids)  # EnvPool answers only for those that were asked
+            entries, count = np.arange(len(ids)), len(ids)  # an EnvPool returns only the requested environments
         else:
             obs, info = self._reset_vector(chosen, options)
             entries, count = ids, self.num_envs
@@ -73,7 +73,7 @@ class HostedVector(Host):
             self.slots.begin_episode(i, 0)
 
     def _reset_vector(self, chosen: Array, options: Info | None) -> tuple[Any, Info]:
-        """Reset with a seed for each slot, or with one for all if a list is refused the first time."""
+        """Reset with a seed for each slot, or with one for all if the environment rejects a list in the first reset."""
         if not chosen.all():
             options = {**(options or {}), "reset_mask": chosen}
         if not self._one_seed:
@@ -81,13 +81,13 @@ class HostedVector(Host):
             try:
                 result = self.env.reset(seed=seeds, options=options)
             except (TypeError, gymnasium.error.Error):
-                if self._one_seed is False:  # it took a list before: this is something else
+                if self._one_seed is False:  # it accepted a list before, so this error has another cause
                     raise
             else:
                 self._one_seed = False
                 return result  # type: ignore[no-any-return]
         if not chosen.all() and self.mode != AutoresetMode.DISABLED:
-            # It would reset all of them and say nothing, unless it leaves resets to its caller and so must know masks.
+            # It would ignore the mask and reset all. In mode DISABLED the caller resets, so masks must work there.
             raise ConfigError(
                 f"reset_mask chooses {int(chosen.sum())} of the {self.num_envs} environments that "
                 f"{type(self.env.unwrapped).__name__} resets together; reset all, or use type='gymnasium' or a "
@@ -110,15 +110,15 @@ class HostedVector(Host):
                 action = nest(self._action, {name: rows[name][t, slot] for name in self._action_names})
                 self._blame(error, t, slot, action)
             raise
-        if not self._looked:
+        if not self._checked:
             check_dtypes(leaves(self._obs, obs), self._obs_schema, self.env)
-            self._looked = True
+            self._checked = True
         for name, leaf in leaves(self._obs, obs):
             rows[name][t + 1] = leaf
         rows["reward"][t] = reward
         if self.infos is not None:
             self.infos = split_infos(info, self.num_envs)
-        if self._pending.any():  # the step that reset them was nobody's action
+        if self._pending.any():  # for these slots the step was a reset
             rows["valid"][t] = ~self._pending
             rows["reward"][t, self._pending] = 0.0
             for i in np.flatnonzero(self._pending):
@@ -152,7 +152,7 @@ class HostedVector(Host):
                 self.slots.begin_episode(i, t + 1)
 
     def recover(self, i: int | None) -> None:
-        """After an exception nothing of the vector can be trusted, and any slot may have raised: all go on."""
+        """After an exception: rebuild the vector; any slot may have raised, so all continue with their next episode."""
         self.slots.rewind(range(self.num_envs))
         self._rebuild()
 
@@ -170,14 +170,15 @@ class HostedVector(Host):
 def _build(source: Source, slots: Slots, progress: memoryview) -> Any:
     progress[PHASE] = Phase.CONSTRUCT
     progress[COUNT] += 1
-    progress[SLOT] = -1  # nobody knows which of them is being stepped
+    progress[SLOT] = -1  # all slots are stepped together
     return source.build_vector(len(slots.roots), slots.seed_of(0))
 
 
 def split_infos(batched: Info, count: int) -> list[Info]:
-    """Each environment's own part of a vector's infos; `final_obs` is left out, since it has a place of its own.
+    """Split the infos of a vector environment by environment; leaves out `final_obs`, which is recorded separately.
 
-    Gymnasium says in `_key` who has a `key`. Without that (EnvPool) everybody has every array of the right length.
+    In Gymnasium the mask `_key` tells which environments have `key`. Without a mask (EnvPool), each array of length
+    `count` has an entry for every environment.
     """
     parts: list[Info] = [{} for _ in range(count)]
     for key, value in batched.items():
@@ -187,7 +188,7 @@ def split_infos(batched: Info, count: int) -> list[Info]:
         if isinstance(value, dict) and mask is not None:
             entries: Any = split_infos(value, count)
         elif isinstance(value, np.ndarray) and value.shape[:1] == (count,):
-            # Python's truth values: of NumPy's own, Gymnasium makes arrays of objects.
+            # Python bools: Gymnasium would put NumPy's into an array of objects.
             entries = value.tolist() if value.dtype == bool and value.ndim == 1 else value
         else:
             continue
