@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+import pydoc
 import subprocess
 import sys
+import zipfile
+from pathlib import Path
 
 import pytest
 
 import farstep
+from farstep.config.base import Options
+from farstep.config.field_docs import field_docs
 
 ERRORS = {
     "AgentError",
@@ -34,7 +40,7 @@ def test_errors_that_programs_catch_are_public() -> None:
 
 def test_there_are_few_public_names() -> None:
     others = [name for name in farstep.__all__ if name not in ERRORS]
-    assert 0 < len(others) <= 20
+    assert 0 < len(others) <= 22
     assert len(set(farstep.__all__)) == len(farstep.__all__)
     assert set(farstep.__all__) <= set(dir(farstep))
 
@@ -46,9 +52,12 @@ def test_each_name_is_there_and_says_what_it_is(name: str) -> None:
     assert (thing.__doc__ or "").strip()
 
 
-@pytest.mark.parametrize("folder", ["buffer", "sync", "testing"])
-def test_folders_with_more_names_need_no_import_of_their_own(folder: str) -> None:
-    code = f"import farstep, sys\nassert 'farstep.{folder}' not in sys.modules\nprint(farstep.{folder}.__all__)"
+@pytest.mark.parametrize("folder", ["buffer", "learners", "sync", "testing"])
+def test_subpackages_are_imported_on_first_use(folder: str) -> None:
+    code = (
+        f"import farstep, sys\nassert 'farstep.{folder}' not in sys.modules\nprint(farstep.{folder}.__all__)\n"
+        "assert 'torch' not in sys.modules"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout and folder in dir(farstep)
 
@@ -68,6 +77,60 @@ def loaded_after(statement: str) -> set[str]:
 def test_importing_farstep_starts_nothing() -> None:
     """Threads must be set before NumPy or torch is imported, so the package itself imports neither."""
     assert not loaded_after("import farstep") & {"numpy", "torch", "jax", "gymnasium", "zmq"}
+
+
+@pytest.mark.parametrize("name", farstep.learners.__all__)
+def test_learners_have_their_public_names(name: str) -> None:
+    assert (getattr(farstep.learners, name).__doc__ or "").strip()
+    assert name in dir(farstep.learners)
+
+
+def test_an_unknown_learner_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="PPOO"):
+        farstep.learners.PPOO
+
+
+PUBLIC = [getattr(farstep, name) for name in farstep.__all__]
+CONFIGS = [
+    *(kind for kind in PUBLIC if isinstance(kind, type) and issubclass(kind, Options)),
+    *(getattr(farstep.learners, name) for name in farstep.learners.__all__ if name.endswith("Config")),
+]
+
+
+def test_all_configurations_are_found() -> None:
+    assert {farstep.EnvConfig, farstep.KubernetesConfig, farstep.Stagger, farstep.learners.PPOConfig} <= {*CONFIGS}
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_help_shows_the_text_of_every_option(kind: type) -> None:
+    shown = " ".join(pydoc.render_doc(kind, renderer=pydoc.plaintext).replace("|", " ").split())
+    docs = field_docs(kind)
+    for field in dataclasses.fields(kind):  # type: ignore[arg-type]
+        assert docs.get(field.name), f"{kind.__name__}.{field.name} has no docstring"
+        assert " ".join(docs[field.name].replace("|", " ").split()) in shown
+
+
+def test_help_works_in_optimized_bytecode() -> None:
+    code = "import farstep\nprint(farstep.LocalConfig.__doc__)"
+    done = subprocess.run([sys.executable, "-OO", "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert "nodes (int, default 1): Number of nodes" in done.stdout
+
+
+def test_help_works_without_source(tmp_path: Path) -> None:
+    """In a zip file, and where only bytecode is installed."""
+    package = Path(farstep.__file__).parent
+    with (
+        zipfile.ZipFile(tmp_path / "source.zip", "w") as source,
+        zipfile.PyZipFile(str(tmp_path / "bytecode.zip"), "w") as bytecode,
+    ):
+        for path in (*package.glob("*.py"), *(package / "config").glob("*.py")):
+            source.write(path, path.relative_to(package.parent))
+            bytecode.writepy(str(path), str(path.parent.relative_to(package.parent)))
+    for name, text in (("source.zip", ": Number of nodes"), ("bytecode.zip", "nodes (int, default 1)")):
+        code = f"import sys\nsys.path.insert(0, {str(tmp_path / name)!r})\nimport farstep\n"
+        code += "print(farstep.__file__, farstep.LocalConfig.__doc__)"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+        assert name in done.stdout and text in done.stdout
 
 
 def test_no_public_name_needs_torch_or_jax() -> None:

@@ -1,6 +1,9 @@
-"""farstep steps Gymnasium environments far away while the learner stays where it is.
+"""farstep runs Gymnasium environments on workers, local or on a cluster, for a learner in one process.
 
-Names are imported when they are first used, so that a worker can set its threads before anything starts some.
+Start with `ClusterEnv` (workers act with a copy of the agent) or `make_vec` (a Gymnasium VectorEnv; you act). All
+errors derive from `FarstepError`. `farstep.buffer`, `farstep.learners`, `farstep.sync` and `farstep.testing` have more.
+
+Names are imported on first use, so that a worker can set its number of threads before NumPy or torch is imported.
 """
 
 from __future__ import annotations
@@ -9,13 +12,19 @@ import importlib
 
 from farstep.version import VERSION
 
-TYPE_CHECKING = False  # not from typing, which `python -m` looks for in the current folder first
+TYPE_CHECKING = False  # `from typing import` would import a typing.py in the current folder under `python -m`
 if TYPE_CHECKING:
+    from farstep import buffer as buffer
+    from farstep import learners as learners
+    from farstep import sync as sync
+    from farstep import testing as testing
     from farstep.batch import Batch as Batch
+    from farstep.batch import Part as Part
     from farstep.buffer.replay import Buffer as Buffer
     from farstep.buffer.samplers import FullBatch as FullBatch
     from farstep.cluster_env import ClusterEnv as ClusterEnv
     from farstep.config.env import EnvConfig as EnvConfig
+    from farstep.config.env import Stagger as Stagger
     from farstep.config.env import WeightsConfig as WeightsConfig
     from farstep.config.kubernetes import KubernetesConfig as KubernetesConfig
     from farstep.config.launch import InProcessConfig as InProcessConfig
@@ -58,9 +67,11 @@ _HOMES = {
     "KubernetesConfig": "config.kubernetes",
     "LocalConfig": "config.launch",
     "ObjectKeyTrigger": "workflow.triggers",
+    "Part": "batch",
     "RayConfig": "config.launch",
     "SSHConfig": "config.launch",
     "SlurmConfig": "config.launch",
+    "Stagger": "config.env",
     "TimeTrigger": "workflow.triggers",
     "Timeouts": "config.launch",
     "TransferTrigger": "config.transfer",
@@ -84,13 +95,13 @@ _HOMES = {
 }
 
 __all__ = list(_HOMES)
-_FOLDERS = ("buffer", "sync", "testing")
+_FOLDERS = ("buffer", "learners", "sync", "testing")
 
 
 def __getattr__(name: str) -> object:
     if name in _HOMES:
         return getattr(importlib.import_module(f"farstep.{_HOMES[name]}"), name)
-    if name in _FOLDERS:  # farstep.sync.EveryK(4), farstep.buffer.Uniform() without another import
+    if name in _FOLDERS:  # farstep.sync.EveryK(4) works after `import farstep`
         return importlib.import_module(f"farstep.{name}")
     raise AttributeError(f"module 'farstep' has no attribute {name!r}")
 

@@ -3,7 +3,7 @@
 import sys
 
 if not sys.flags.safe_path:
-    del sys.path[0]  # the current folder, where a file named json.py would be imported; `main` adds it if it is needed
+    del sys.path[0]  # the current folder: a json.py there would shadow the standard one; `main` adds it if needed
 
 from farstep.cli import main
 

@@ -1,4 +1,4 @@
-"""A batch: what a learner gets, `[T, N, ...]` arrays by name and what does not fit that shape."""
+"""Batches: the rows that a learner gets, as arrays `[T, N, ...]` by name (T steps of N environments)."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from farstep.errors import unknown_name
 from farstep.schema import Structure, leaf_names, map_leaves, nest
 
 ENDS = np.dtype([("row", "<i4"), ("slot", "<i4"), ("length", "<i8"), ("return", "<f8"), ("time", "<f8")])
-"""One record per episode that ended: where, and what it came to."""
+"""Record of an episode that ended: position in the chunk, length, return, and duration in seconds."""
 
 RESERVED = {"obs", "reward", "terminated", "truncated", "valid", "version", "episode_start", "final_obs", "last_obs"}
-"""What farstep records itself; an agent's outputs have other names."""
+"""Names that farstep uses for its own arrays; `act` must not return them."""
 
 
 def is_final(name: str) -> bool:
-    """Whether an array holds last observations of episodes, by place in the list of ends and not by row."""
+    """Return whether an array holds final observations, which are stored per ended episode instead of per row."""
     return name.split(".")[0] == "final_obs"
 
 
 def is_obs(name: str) -> bool:
-    """Whether an array holds observations, of which there is one more than rows."""
+    """Return whether an array holds observations, of which a chunk has one more than rows."""
     return name.split(".")[0] == "obs"
 
 
@@ -34,7 +34,13 @@ EPISODE_KEYS = ("return", "length", "time", "slot")
 
 @dataclass(frozen=True)
 class FinalObs:
-    """The last observations of episodes that ended in the batch: entry `k` belongs to `[row[k], slot[k]]`."""
+    """The final observations of the episodes that ended in a batch; entry `k` belongs to `[row[k], slot[k]]`.
+
+    Attributes:
+        row: Row of the batch in which each episode ended.
+        slot: Column of the batch in which each episode ended.
+        obs: The observations, nested as the observation space is.
+    """
 
     row: Array
     slot: Array
@@ -45,35 +51,44 @@ class FinalObs:
 
 
 @dataclass(frozen=True, repr=False)
-class Batch(Mapping[str, Nested]):
-    """A mapping of arrays `[T, N, ...]`; views of the buffer until the next call, `copy()` keeps.
+class Batch(Mapping[str, Array]):
+    """T steps of N environments, as a mapping of arrays `[T, N, ...]`.
 
-    `batch["obs"]` of a Dict or Tuple space is nested as the space is; `batch["obs.camera"]` is one array.
+    `batch["reward"]`, `batch["obs"]`, `batch["action"]` and so on are views, valid until the next call that collects;
+    `copy()` keeps them. With a Dict or Tuple space, `batch["obs"]` is nested as the space is: `batch["obs"]["camera"]`
+    and `batch["obs.camera"]` are the same array.
+
+    Attributes:
+        arrays: All arrays by name; nested ones by path, e.g. `obs.camera`.
+        structures: How the arrays nest, for each key that the agent or the environment returns.
+        last_obs: The observations after the last row, `[N, ...]`, which the next action is for.
+        final_obs: The final observations of the episodes that ended.
+        episodes: `return`, `length` (steps), `time` (seconds) and `slot` of each episode that ended, ordered by slot.
+        slots: The environment slot of each column, `[N]`.
+        continues: For each column, whether its first row directly follows the last row that was yielded for this slot.
+            False at the start, and after rows were dropped, cancelled, lost with a worker or cut off by `reset`.
+        initial_state: The state of a recurrent agent before the first row, `[N, ...]`; None for other agents.
+        infos: First slot and infos of each worker that sent some; `step` and `reset` merge them.
     """
 
     arrays: Mapping[str, Array]
     structures: Mapping[str, Structure]
     last_obs: Nested
-    """The observations after the last row, `[N, ...]`: what the next action is taken on."""
     final_obs: FinalObs
     episodes: Mapping[str, Array]
-    """`return`, `length`, `time` (seconds) and `slot` of each episode that ended, in order of slots."""
     slots: Array
-    """The environment slot of each column."""
     continues: Array
-    """Per column: its first row follows the last row of that slot which was handed out before. False at the very
-    start and wherever rows between were dropped, cancelled, lost with a worker or cut off by `reset`."""
     initial_state: Nested = None
-    """A recurrent agent's state at the first row, `[N, ...]`; None for others."""
     infos: Sequence[tuple[int, Any]] = ()
-    """First slot and infos of each worker that sent some; `step` and `reset` merge them."""
 
-    def __getitem__(self, key: str) -> Nested:
+    def __getitem__(self, key: str) -> Array:
+        """Return an array by name; nested arrays if `key` is a Dict or Tuple space, which are typed as one array."""
         if key in self.arrays:
             return self.arrays[key]
         if key not in self.structures:
             raise KeyError(unknown_name("array of the batch", str(key), {*self.arrays, *self.structures}))
-        return nest(self.structures[key], self.arrays)
+        nested: Array = nest(self.structures[key], self.arrays)
+        return nested
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.arrays)
@@ -83,12 +98,12 @@ class Batch(Mapping[str, Nested]):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """`(T, N)`."""
+        """`(T, N)`: steps and columns."""
         rows, slots = self.arrays["reward" if "reward" in self.arrays else next(iter(self.arrays))].shape[:2]
         return rows, slots
 
     def copy(self) -> Batch:
-        """The same batch in memory of its own."""
+        """Return a copy whose arrays stay valid."""
         return Batch(
             {name: array.copy() for name, array in self.arrays.items()},
             self.structures,
@@ -108,20 +123,25 @@ class Batch(Mapping[str, Nested]):
 
 @dataclass(frozen=True)
 class Part:
-    """Some arrays of a rollout, of one worker's environments, before the rest is there (see `ClusterEnv.parts`)."""
+    """Some arrays of one worker's chunk, before the rest has arrived (see `ClusterEnv.parts`).
+
+    Attributes:
+        worker: Index of the worker.
+        slots: The environment slot of each column, which is also its column in the whole batch.
+        stage: Index of the stage of `EnvConfig.transfer` that this part completes. Stages that arrive together, as
+            all do with shared memory, form one part with the index of the last.
+        complete: Whether this is the last part of the worker's chunk.
+        batch: The arrays of this part only. `last_obs`, `final_obs.obs` and `initial_state` are None until they have
+            arrived.
+        so_far: All arrays of the chunk that have arrived.
+    """
 
     worker: int
     slots: Array
-    """The environment slot, and in the whole batch the column, of each of its columns."""
     stage: int
-    """Which stage of `EnvConfig.transfer` is complete with it. Stages that arrived together, as all do with shared
-    memory, are one part with the number of the last."""
     complete: bool
-    """Nothing more of this worker comes."""
     batch: Batch
-    """The arrays of the stage alone. `last_obs`, `final_obs.obs` and `initial_state` are None before they are there."""
     so_far: Batch
-    """With those of the stages before."""
 
 
 def _copied(value: Nested) -> Nested:
@@ -129,7 +149,7 @@ def _copied(value: Nested) -> Nested:
 
 
 def side_by_side(batches: Sequence[Batch]) -> Batch:
-    """One batch of the columns of several, in order of their slots, with the arrays that all of them have."""
+    """Concatenate the columns of several batches, ordered by slot; keep the arrays that all of them have."""
     batches = sorted(batches, key=lambda batch: int(batch.slots[0]))
     first, firsts = batches[0], np.cumsum([0, *(len(batch.slots) for batch in batches)])
     names = [name for name in first.arrays if all(name in batch.arrays for batch in batches)]
@@ -152,7 +172,7 @@ def side_by_side(batches: Sequence[Batch]) -> Batch:
 
 
 def joined(values: Sequence[Nested]) -> Nested:
-    """Values of the same structure, end to end; None if one is missing."""
+    """Concatenate values of the same structure; None if one of them is None."""
     first = values[0]
     if any(value is None for value in values):
         return None

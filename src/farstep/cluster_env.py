@@ -1,4 +1,4 @@
-"""ClusterEnv: the DETACH head that a user holds."""
+"""ClusterEnv: environments on workers, as the user's process sees them."""
 
 from __future__ import annotations
 
@@ -33,9 +33,33 @@ log = logging.getLogger("farstep")
 
 
 class ClusterEnv:
-    """Environments on workers that act with a local copy of the agent; batches come back whole.
+    """Environments on workers, which act with their own copy of the agent and return whole rollouts.
 
-    `env_config` says which environments (see `EnvConfig`), `config` where they run (see `LocalConfig`).
+    Workers start with the first call that needs them, and end with `close` or the `with` block.
+
+    Args:
+        env_config: Which environments to run: an `EnvConfig`, or a mapping of its options.
+        config: Where to run them: a `LocalConfig`, `SlurmConfig`, `SSHConfig`, `RayConfig`, `KubernetesConfig` or
+            `InProcessConfig`, or a mapping of the options of `LocalConfig`. None: on this machine, one worker per core.
+
+    Raises:
+        ConfigError: An option is unknown, out of range, or contradicts another.
+
+    Attributes:
+        env_config: The `EnvConfig`.
+        config: The launch configuration.
+        num_envs: Number of environments on all nodes, including nodes that may be absent; `batch.slots` lists the
+            environments of a batch.
+        num_workers: Number of workers on all nodes, including nodes that may be absent.
+        seed: The root seed, given or drawn.
+        observation_space: Space of one environment's observations; set by `launch`.
+        action_space: Space of one environment's actions; set by `launch`.
+
+    Example:
+        with farstep.ClusterEnv({"env_name": "CartPole-v1", "envs_per_node": 64}) as env:
+            for _ in range(100):
+                batch = env.collect(agent, steps=128)
+                learn(agent, batch)
     """
 
     def __init__(
@@ -46,12 +70,10 @@ class ClusterEnv:
         self.env_config = EnvConfig.of(env_config)
         self.config = (config if isinstance(config, LaunchConfig) else LocalConfig.of(config)).resolved()
         self.num_envs = self.config.most_nodes * self.env_config.envs_per_node
-        """With nodes that may be missing, of all of them; `batch.slots` says whose rows a batch has."""
         self.num_workers = self.config.num_workers(self.env_config.envs_per_node)
         self.seed = fresh_root() if self.env_config.seed is None else self.env_config.seed
         self._collector: Collector | None = None
         self._launching = threading.Lock()
-        """Of several threads whose calls are the first, one launches and the others wait."""
         self._closing = threading.RLock()
         self._closed = False
 
@@ -63,10 +85,19 @@ class ClusterEnv:
         workers = f"{self.num_workers} worker{'s' * (self.num_workers > 1)}"
         return f"<ClusterEnv {name}: num_envs={self.num_envs} on {workers}, {state}>"
 
-    # ---- life ----
+    # ---- start and end ----
 
     def launch(self) -> tuple[Space, Space]:
-        """Start the workers; returns the spaces of one environment. Later calls only return them."""
+        """Start the workers, unless they run already.
+
+        Returns:
+            The observation space and the action space of one environment.
+
+        Raises:
+            LaunchError: The workers could not be started.
+            RemoteEnvError: An environment could not be constructed.
+            ClosedError: The `ClusterEnv` is closed.
+        """
         self._launched()
         return self.observation_space, self.action_space
 
@@ -75,16 +106,16 @@ class ClusterEnv:
             self._check_open()
             if self._collector is None:
                 collector = Collector(self.env_config, self.config, self.seed)
-                # Also when nobody calls close(): at garbage collection and at the interpreter's end.
+                # Closes at garbage collection and at interpreter exit, too, if close() is never called.
                 self._finalizer = weakref.finalize(self, Collector.close, collector)
                 self._collector = collector
                 try:
-                    self._check_open()  # another thread may have closed it before there was anything to close
+                    self._check_open()  # another thread may have called close() before self._collector was set
                     self.observation_space, self.action_space = collector.start()
                 except Exception:
                     self.close()
                     raise
-                except BaseException:  # Ctrl-C: nothing is wrong with it, and the next call launches again
+                except BaseException:  # Ctrl-C is not a failure: the next call launches again
                     self._collector = None
                     self._finalizer()
                     raise
@@ -95,7 +126,7 @@ class ClusterEnv:
             raise ClosedError("this ClusterEnv is closed; make a new one.")
 
     def close(self) -> None:
-        """End all workers and free everything; idempotent, and a second call waits until the first is done."""
+        """End all workers and free their resources. May be called repeatedly; a concurrent call waits for the first."""
         self._closed = True
         with self._closing:
             if self._collector is not None:
@@ -115,7 +146,20 @@ class ClusterEnv:
     def reset(
         self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
     ) -> tuple[Nested, dict[str, Any]]:
-        """Begin new episodes everywhere, or where `options["reset_mask"]` says; with a seed, from episode 0."""
+        """Start new episodes in all environments, or in some of them.
+
+        Args:
+            seed: New root seed; episodes are counted from 0 again. None: continue with the next episodes.
+            options: Passed to `reset` of each environment, except `reset_mask`: a bool array `[num_envs]` that selects
+                the environments to reset.
+
+        Returns:
+            `obs, info` with one row per environment, as in Gymnasium.
+
+        Raises:
+            ConfigError: An argument is invalid.
+            FarstepError: A worker or an environment failed and could not be replaced.
+        """
         if options is not None and not isinstance(options, Mapping):
             raise ConfigError(f"reset got options={options!r}; expected a mapping, e.g. {{'reset_mask': ...}}.")
         rest = dict(options or {})
@@ -129,28 +173,27 @@ class ClusterEnv:
                 )
         root = self.env_config.check_reset(seed, mask is not None)
         roots = None if root is None else [root] * self.num_envs
-        order = ResetRequest(roots, mask, cloudpickle.dumps(rest) if rest else None)
-        batch = self._launched().one_batch(0, infos=True, reset=order).copy()
+        request = ResetRequest(roots, mask, cloudpickle.dumps(rest) if rest else None)
+        batch = self._launched().one_batch(0, infos=True, reset=request).copy()
         return batch.last_obs, _merged(batch)
 
     def step(self, agent: Agent) -> tuple[Nested, Array, Array, Array, dict[str, Any]]:
-        """Step every environment once; the workers act, and reset ended environments at once (SAME_STEP).
+        """Step every environment once with the actions of the workers; ended environments are reset (SAME_STEP).
 
         Args:
             agent: The policy; if its parameters have changed, they are published first.
 
         Returns:
             `obs, reward, terminated, truncated, info` with one row per environment, as in Gymnasium. `info` also has
-            what the workers did: `action`, everything else that `act` returned except a recurrent `state`, and
-            `version`, `valid` and `episode_start` as in a batch. If an environment's info has one of these names, it
-            gets the prefix `env_`.
+            `action`, everything else that `act` returned except a recurrent `state`, and `version`, `valid` and
+            `episode_start` as in a batch. If an environment's info has one of these names, it gets the prefix `env_`.
 
         Raises:
-            FarstepError: A worker, an environment or the agent failed for good; the error names it.
+            FarstepError: A worker, an environment or the agent failed and could not be replaced.
         """
         collector = self._launched()
         collector.adopt(agent)
-        batch = collector.one_batch(1, infos=True).copy()  # a step's arrays are kept by many loops, and small
+        batch = collector.one_batch(1, infos=True).copy()  # small, and many loops keep a step's arrays
         return (
             batch.last_obs,
             batch["reward"][0],
@@ -164,16 +207,16 @@ class ClusterEnv:
 
         Args:
             agent: The policy; if its parameters have changed, they are published first.
-            steps: Steps of each environment per rollout.
-            rollout_epochs: Consecutive rollouts in the batch, all with the same parameters.
+            steps: Steps of each environment per rollout; default 128.
+            rollout_epochs: Consecutive rollouts in the batch, all with the same parameters; default 1.
 
         Returns:
-            Rows `[steps, rollout_epochs * num_envs]`. Each slot has one column per rollout, in the order of collection.
+            A batch of shape `[steps, rollout_epochs * num_envs]`. Each slot has one column per rollout, in the order of
+            collection.
 
         Raises:
-            ConfigError: `steps` or `rollout_epochs` is not a positive integer, or there is no room for that many
-                rollouts.
-            FarstepError: A worker, an environment or the agent failed for good; the error names it.
+            ConfigError: `steps` or `rollout_epochs` is not a positive integer, or `rollout_epochs` exceeds the limit.
+            FarstepError: A worker, an environment or the agent failed and could not be replaced.
         """
         steps, rollout_epochs = check_count("steps", steps), _check_rollouts(rollout_epochs)
         collector = self._launched()
@@ -181,22 +224,22 @@ class ClusterEnv:
         return collector.one_batch(steps, rollouts=rollout_epochs)
 
     def parts(self, agent: Agent, steps: int = 128) -> Parts:
-        """Collect a rollout synchronously, and yield its parts in order of arrival.
+        """Collect a rollout synchronously, and yield its parts as they arrive.
 
-        A part is a stage (`EnvConfig.transfer`) of one worker's chunk. If a worker is lost after some stages of its
-        chunk were yielded, they are repeated from another chunk; the last stage, which makes the part `complete`, is
-        yielded once. The rollout does not wait for absent workers.
+        A part is one stage (`EnvConfig.transfer`) of one worker's chunk. If a worker is lost after some stages of its
+        chunk were yielded, its replacement rolls another chunk, and these stages are yielded again; a part with
+        `complete=True` (the last stage) is yielded once. The rollout does not wait for absent workers.
 
         Args:
             agent: The policy; if its parameters have changed, they are published first.
-            steps: Steps of each environment.
+            steps: Steps of each environment; default 128.
 
         Returns:
             An iterator over parts; its `batch` is the whole rollout.
 
         Raises:
             ConfigError: `steps` is not a positive integer.
-            FarstepError: While iterating: a worker, an environment or the agent failed for good; the error names it.
+            FarstepError: While iterating: a worker, an environment or the agent failed and could not be replaced.
         """
         return Parts(self._parts(agent, check_count("steps", steps)))
 
@@ -213,32 +256,37 @@ class ClusterEnv:
         num_chunks: int | None = None,
         rollout_epochs: int = 1,
     ) -> Iterator[Batch]:
-        """Yield batches indefinitely, collected while the learner updates.
+        """Yield batches indefinitely; workers collect the next ones while the learner updates.
 
-        Workers get new weights when `publish` is called. Leaving the loop cancels the rollouts in progress, and so does
-        any other call that collects.
+        Workers get new weights only when `publish` is called. Leaving the loop cancels the rollouts in progress, and so
+        does any other call that collects.
 
         Args:
             agent: The policy; if its parameters have changed, they are published first.
-            steps: Steps of each environment per chunk.
-            max_staleness: Versions that a row may be behind the newest one when its batch is yielded; older rows are
-                dropped. With `kl_threshold`, a row may be older if its policy was found close to a version within the
-                bound.
+            steps: Steps of each environment per chunk; default 128.
+            max_staleness: Largest difference between the newest version and the version that acted, when a batch is
+                yielded; older rows are dropped. Default 1. With `kl_threshold`, a row may be older if its policy was
+                measured to be close to a version within the bound.
             num_chunks: Build each batch from the first `num_chunks * rollout_epochs` chunks to arrive. None: from
                 `rollout_epochs` chunks of every worker.
-            rollout_epochs: Consecutive rollouts per batch. Staleness is counted in batches, not in rollouts.
+            rollout_epochs: Consecutive rollouts per batch; default 1. Staleness is counted in batches, not in rollouts.
 
         Returns:
             An iterator over batches.
 
         Raises:
-            ConfigError: A number is out of range, or there is no room for that many rollouts.
-            FarstepError: While iterating: a worker, an environment or the agent failed for good; the error names it.
+            ConfigError: A number is out of range.
+            FarstepError: While iterating: a worker, an environment or the agent failed and could not be replaced.
+
+        Example:
+            for batch in env.stream(agent, steps=64, max_staleness=2):
+                learn(agent, batch)
+                env.publish(agent)
         """
         steps, max_staleness = check_count("steps", steps), check_count("max_staleness", max_staleness, minimum=0)
         if max_staleness > _MAX_STALENESS:
             raise ConfigError(
-                f"max_staleness is {max_staleness}; at most {_MAX_STALENESS} batches may be under way at a time."
+                f"max_staleness is {max_staleness}; at most {_MAX_STALENESS} batches may be in progress at a time."
             )
         rollout_epochs = _check_rollouts(rollout_epochs, max_staleness + 1)
         if num_chunks is not None:
@@ -252,16 +300,17 @@ class ClusterEnv:
         collector.adopt(agent)
         yield from collector.stream(steps, max_staleness, num_chunks, rollouts)
 
-    def adopt(self, agent: Agent) -> Collector:
-        """Make workers act with this agent, for a workflow that takes chunks itself."""
-        collector = self._launched()
-        collector.adopt(agent)
-        return collector
-
     def scale(self, nodes: int) -> None:
-        """Have so many nodes from now on, between `min_nodes` and `max_nodes` of the launch configuration.
+        """Change the number of nodes during a run.
 
-        Nodes that are given up hand over what they are doing; new ones are part of batches as soon as they are there.
+        Workers on released nodes first finish and send their current chunks. New nodes contribute to batches as soon as
+        they have started.
+
+        Args:
+            nodes: Number of nodes, from `min_nodes` to `max_nodes` of the launch configuration.
+
+        Raises:
+            ConfigError: `nodes` is outside this range.
         """
         low, high = self.config.fewest_nodes, self.config.most_nodes
         if not low <= check_count("nodes", nodes) <= high:
@@ -270,66 +319,73 @@ class ClusterEnv:
             )
         self._launched().server.scale(nodes)
 
-    # ---- what outlives this process ----
+    # ---- checkpoints ----
 
     def save(self) -> dict[str, Any]:
-        """What workers must know to go on in another process, as plain data and arrays; between batches."""
+        """Return the state of the workers for `resume` in another process; call it between batches.
+
+        Returns:
+            Plain data and arrays: the version, and per worker episode counters, random states and recurrent states.
+        """
         return {"version": self.version, "workers": [] if self.cannot_replay else self._launched().save()}
 
     @property
     def cannot_replay(self) -> str:
-        """Why another process could not lead these environments back to where they are; "" if it could."""
+        """Why `resume` cannot replay the episodes in progress of these environments; empty if it can."""
         config = self.env_config
         if config.type in ("vector", "envpool"):
             return f"environments of type {config.type!r} cannot be stepped one by one"
         if not config.seed_episodes:
-            return "with seed_episodes=False, only an environment itself knows its random numbers"
+            return "with seed_episodes=False, the random states of environments are unknown"
         if config.stagger is not None:
-            return "staggered environments are brought to new places"
+            return "staggered environments start at new offsets"
         if config.kl_threshold is not None or not isinstance(config.sync, (Always, NoneType)):
             return "workers may have acted with older weights, which are not kept"
         return ""
 
-    def check_saved(self, agent: Agent, saved: object, actions: Sequence[Mapping[str, Array]]) -> None:
-        """Check the arguments of `resume` without changing anything.
+    def resume(self, agent: Agent, saved: Mapping[str, Any], actions: Sequence[Mapping[str, Array]]) -> None:
+        """Continue where another process called `save`: versions, random states, recurrent states and episodes.
+
+        Episodes in progress are replayed: each environment is reset with its seed and takes its actions again. Episodes
+        that cannot be replayed (another number of workers, a worker that was being replaced, `cannot_replay`) are
+        restarted with seeds that were not used before.
 
         Args:
-            agent: As in `resume`.
-            saved: As in `resume`.
-            actions: As in `resume`.
+            agent: The agent, with the parameters that it had then.
+            saved: What `save` returned.
+            actions: For each slot, the actions of its episode in progress, by their names in a batch.
 
         Raises:
-            farstep.checkpoint.files.Refused: `resume` would refuse these arguments; the message gives the reason.
-        """
-        self._launched().check_saved(agent, saved, actions)
-
-    def resume(self, agent: Agent, saved: Mapping[str, Any], actions: Sequence[Mapping[str, Array]]) -> None:
-        """Go on with an agent where another process saved: versions, random numbers, recurrent states and episodes.
-
-        `actions` are those that each slot's episode in progress was given, by the names they have in a batch: its
-        environment is reset with the same seed and takes them again. Where that cannot be (other workers than then, a
-        worker that was being replaced, `cannot_replay`), episodes begin anew, with seeds not used before.
-
-        Raises:
-            CheckpointError: If `saved` or `actions` do not fit this agent and these environments; nothing has changed.
+            CheckpointError: `saved` or `actions` do not fit this agent and these environments; nothing was changed.
         """
         try:
-            self.check_saved(agent, saved, actions)
+            check_saved(self, agent, saved, actions)
         except Refused as error:
             raise CheckpointError(
-                f"environments cannot go on from what was saved: {error}. Pass what save() returned for the same "
-                "environments and the same agent."
+                f"the environments cannot be resumed: {error}. Pass what save() returned for the same environments and "
+                "the same agent."
             ) from None
         version, workers = saved["version"], saved["workers"]
         if reason := self.cannot_replay:
-            log.warning("episodes begin anew: %s", reason)
+            log.warning("restarting all episodes instead of resuming them: %s", reason)
             workers = []
         self._launched().resume(agent, version, resumed_root(self.seed, version), workers, actions)
 
-    # ---- the policy ----
+    # ---- versions and statistics ----
 
     def publish(self, agent: Agent) -> int:
-        """Make the agent's parameters the newest version; returns it. Batches in hand stay valid."""
+        """Publish the agent's parameters as a new version, from any thread. Batches stay valid.
+
+        Args:
+            agent: The agent, whose parameters are copied between updates.
+
+        Returns:
+            The new version.
+
+        Raises:
+            AgentError: The agent's parameters cannot be read, or have changed in number, shape or type.
+            PublishTimeout: A consumer of a running workflow was in the middle of an update for too long.
+        """
         return self._launched().publish(agent)
 
     @property
@@ -339,12 +395,24 @@ class ClusterEnv:
 
     @property
     def inference(self) -> str:
-        """How workers call the agent: `fast`, or why not."""
+        """How workers call the agent: `fast`, or the reason why not; empty before the first rollout."""
         return self._collector.inference if self._collector is not None else ""
 
     def stats(self) -> dict[str, Any]:
-        """Counters as plain data; the guide lists them. Launches, as every call does."""
+        """Return counters and rates of the run as plain data; docs/guide.md lists them. Launches if necessary."""
         return self._launched().snapshot()
+
+
+def collector_for(env: ClusterEnv, agent: Agent) -> Collector:
+    """Launch, make the workers act with this agent, and return the collector, for a workflow that takes chunks."""
+    collector = env._launched()
+    collector.adopt(agent)
+    return collector
+
+
+def check_saved(env: ClusterEnv, agent: Agent, saved: object, actions: Sequence[Mapping[str, Array]]) -> None:
+    """Check the arguments of `ClusterEnv.resume` without changing anything; raise `Refused` with the reason."""
+    env._launched().check_saved(agent, saved, actions)
 
 
 def _check_rollouts(rollout_epochs: int, batches: int = 1) -> int:
@@ -359,7 +427,7 @@ def _check_rollouts(rollout_epochs: int, batches: int = 1) -> int:
 
 
 class _Infos:
-    """Infos of a batch's columns, put together by Gymnasium's own code."""
+    """Merges the infos of a batch's columns with Gymnasium's code."""
 
     _add_info: Any = VectorEnv._add_info
 
@@ -372,7 +440,7 @@ class _Infos:
 
 
 def _merged(batch: Batch) -> dict[str, Any]:
-    """The environments' infos in Gymnasium's batched form, one entry per column."""
+    """Return the environments' infos in Gymnasium's batched form, one entry per column."""
     infos = _Infos(len(batch.slots))
     for first, per_env in batch.infos:
         column = int(np.searchsorted(batch.slots, first))
@@ -386,15 +454,15 @@ def _merged(batch: Batch) -> dict[str, Any]:
 
 
 def _with_acting(infos: dict[str, Any], batch: Batch) -> dict[str, Any]:
-    """The infos of a step, and what the workers did in it."""
+    """Add to the infos of a step what the workers recorded: actions, further outputs of `act`, versions."""
     row = {name: array[0] for name, array in batch.arrays.items()}
     acting = {key: nest(structure, row) for key, structure in batch.structures.items() if key != "obs"}
     acting |= {key: row[key] for key in ("version", "valid", "episode_start")}
-    return {_own_name(key, acting): value for key, value in infos.items()} | acting
+    return {_renamed(key, acting): value for key, value in infos.items()} | acting
 
 
-def _own_name(key: Any, taken: Container[str]) -> Any:
-    """The key of an environment's info, or of its mask (`_key`), where the workers' arrays have taken that name."""
+def _renamed(key: Any, taken: Container[str]) -> Any:
+    """Prefix the key of an environment's info, or of its mask (`_key`), with `env_` if an array has that name."""
     if not isinstance(key, str):
         return key
     mask, name = ("_", key[1:]) if key.startswith("_") and key not in taken else ("", key)
@@ -402,7 +470,10 @@ def _own_name(key: Any, taken: Container[str]) -> Any:
 
 
 class Parts(Iterator[Part]):
-    """One synchronous rollout, part by part. It begins with the first; `close` or another call cancels the rest."""
+    """Iterator over the parts of one rollout, returned by `ClusterEnv.parts`.
+
+    The rollout starts with the first part that is requested. `close`, or another call that collects, cancels the rest.
+    """
 
     def __init__(self, parts: Generator[Part, None, Batch]) -> None:
         self._parts = parts
@@ -417,7 +488,11 @@ class Parts(Iterator[Part]):
 
     @property
     def batch(self) -> Batch:
-        """The whole rollout, as `collect` returns it; waits for parts that nobody took."""
+        """The whole rollout, as `collect` returns it; consumes the remaining parts.
+
+        Raises:
+            ClosedError: The parts were closed, or the rollout failed.
+        """
         for _ in self:
             pass
         if self._batch is None:
@@ -425,4 +500,5 @@ class Parts(Iterator[Part]):
         return self._batch
 
     def close(self) -> None:
+        """Cancel the rest of the rollout."""
         self._parts.close()

@@ -1,10 +1,10 @@
-"""The nouns of farstep, each in the loop it lives in. Read this first.
+"""The protocols of farstep and the loops they are used in. Read this file first.
 
-    worker:   wait for a ticket ─ pull weights if the sync rule says so ─ roll T steps ─ hand over the chunk
-    head:     give tickets ─ take chunks into the buffer ─ yield a batch ─ publish new weights
-    launcher: start workers ─ watch them ─ end them
+    worker:   wait for a ticket ─ pull weights if the sync rule decides to ─ roll one chunk ─ send it
+    head:     issue tickets ─ receive chunks into the buffer ─ yield a batch ─ publish new weights
+    launcher: start workers ─ watch them ─ kill them
 
-Everything here is a protocol or a small value; implementations live in the folder of the same name.
+A ticket is permission to roll one chunk: T steps of every environment of one worker. `publish` makes a new version.
 """
 
 from __future__ import annotations
@@ -16,185 +16,158 @@ from typing import Any, Protocol, runtime_checkable
 
 from numpy.typing import NDArray
 
+BytesLike = bytes | bytearray | memoryview
 Array = NDArray[Any]
 Nested = Any
-"""An array, or nested mappings and tuples of arrays, shaped like a space."""
+"""An array, or mappings and tuples of arrays, nested as the space is."""
 
 
 class Agent(Protocol):
-    """What acts: lives on the learner, a copy of it on every worker.
+    """The policy. The learner publishes its parameters (arrays or tensors by name); every worker acts with a copy.
 
-    `act(obs)` returns the actions of a batch of observations, or a mapping with `action` and any further
-    per-step arrays. An agent may take `act(obs, rng)` (one generator per environment slot); a recurrent one
-    has `initial_state(n)`, takes `act(obs, state, episode_start)` and returns its new state under `state`.
+    `act` may also take `rng`, one random generator per environment slot. A recurrent agent has `initial_state(n)`,
+    takes `act(obs, state, episode_start)` and returns its new state under the key `state`.
     """
 
-    def act(self, obs: Nested) -> Nested: ...
+    def act(self, obs: Nested) -> Nested:
+        """Return the actions for a batch of observations, or a mapping with `action` and other arrays to record."""
 
     def get_parameters(self) -> Nested: ...
 
 
 @dataclass(frozen=True)
 class SyncState:
-    """What a worker knows before a chunk, for a rule to decide on. Before the first pull, `held` is -1 and there are no
-    `divergences`."""
+    """What a worker knows when its sync rule decides whether to pull."""
 
     held: int
-    """The version in use; -1: none yet."""
+    """The version that the worker acts with; -1 before the first pull."""
     newest: int
-    """The latest published."""
+    """The newest published version."""
     seconds: float = 0.0
-    """Since the last pull."""
+    """Seconds since the last pull."""
     divergences: Sequence[float] = ()
-    """KL(held || learner) by each probe since the last pull, newest first; infinite where it could not be measured."""
+    """KL(held || newest) in nats of each probe since the last pull, newest first; infinite if it was not measurable."""
 
 
 @runtime_checkable
 class SyncRule(Protocol):
-    """Decides on the worker, before each chunk for which there is a newer version, whether to pull the newest weights.
+    """Decides on the worker, before a chunk, whether to pull the newest weights.
 
-    It is asked before the first pull, too, which happens whatever it answers. A rule may say in `probes` how many
-    divergences it looks at (0, or not there: none are measured), and in `rows` on how many observations each is
-    measured (64).
+    Called only if a newer version exists. A rule that reads `state.divergences` sets the attributes `probes`, how many
+    divergences it reads (default 0: none are measured), and `rows`, observations per divergence (default 64).
     """
 
     def should_pull(self, state: SyncState) -> bool: ...
 
 
 class Link(Protocol):
-    """One end of the conversation between the head and one worker.
-
-    A message is a list of frames: a header, then raw buffers. Frames arrive whole, in order and once.
-    """
+    """One end of a connection between head and worker. Messages (lists of frames) arrive complete, in order, once."""
 
     def send(self, frames: Sequence[BytesLike], fds: Sequence[int] = ()) -> None: ...
 
     def receive(self, timeout_s: float | None = None) -> Received | None:
-        """The next message, or None after `timeout_s`; raises `EOFError` if the link can tell that the other side
-        is gone (a local one can)."""
-        ...
+        """Return the next message, or None after `timeout_s`; raise `EOFError` if the peer is known to be gone."""
 
     def fileno(self) -> int:
-        """A descriptor to wait on, or -1 if the link has none of its own."""
-        ...
+        """Return a file descriptor that is readable when a message arrives; -1 if the link shares a connection."""
 
     def close(self) -> None: ...
 
 
 class HeadLink(Link, Protocol):
-    """The head's end of a link, which never blocks: what finds no room waits for `flush`."""
+    """The head's end of a link. `send` queues instead of blocking; `flush` returns True once the queue is empty."""
 
-    def flush(self) -> bool:
-        """Send what waits; True when nothing waits any more."""
-        ...
-
-
-BytesLike = bytes | bytearray | memoryview
+    def flush(self) -> bool: ...
 
 
 @dataclass(frozen=True)
 class Received:
-    """A message as it arrived: its frames and the file descriptors that came along (same host only)."""
+    """A message that has arrived, with the file descriptors sent along with it (only on the same host)."""
 
     frames: Sequence[BytesLike]
     fds: Sequence[int] = ()
     heartbeat: bool = False
-    """Whether it came over the heartbeat connection, on which a worker without shared memory sends only `Progress`."""
+    """Whether it arrived over the heartbeat connection, which carries only the progress of remote workers."""
 
 
 class Launcher(Protocol):
-    """Starts workers somewhere, carries what they say and knows when they have ended.
+    """Starts workers, provides their links and detects when they have ended.
 
-    The head calls `start` for each worker and for its replacements, reads their links, calls `kill` on a handle when
-    it gave a worker up, and `close` at the end. A worker has ended only when it certainly writes nothing any more.
+    The head calls `start` for each worker and each replacement. A worker that is reported as ended can no longer write.
     """
 
     shares_memory: bool
-    """Workers see the head's memory: blocks, parameters and progress words."""
+    """Whether workers map the head's memory: rollout blocks, parameters and progress words."""
     driven: bool
-    """Workers live in the head's thread and move only when their link is read."""
+    """Whether workers run in the head's thread, and only while their link is read."""
 
     def prepare(self) -> None:
-        """Request the nodes that workers run on; called once, before the first `start`. May block; can be interrupted.
-
-        Raises:
-            LaunchError: The engine refused the request.
-        """
+        """Request the nodes for the workers, once, before the first `start`; raises `LaunchError` if it is refused."""
         return
 
-    def start(self, worker: int, incarnation: int, run: str) -> Started: ...
+    def start(self, worker: int, incarnation: int, run: str) -> Started:
+        """Start a worker, or its replacement: `incarnation` counts the processes it has had before."""
 
     def filenos(self) -> Sequence[int]:
-        """Descriptors to wait on for connections that workers share."""
-        ...
+        """Return the file descriptors of connections that several workers share."""
 
     def drain(self, receive: Callable[[int, Received], None]) -> bool:
-        """Hand over what has arrived on such connections, for a while; True if anything did."""
-        ...
+        """Call `receive(worker, message)` for messages of shared connections; return True if there were any."""
 
     def tick(self) -> None:
-        """Called often: do what time alone brings about. Raises `LaunchError` if the run cannot go on."""
+        """Check deadlines. Called often; raises `LaunchError` if the run cannot continue."""
         return
 
     def stop(self) -> None:
-        """The run ends: nothing is asked for any more, and who is queued never comes."""
+        """Stop requesting nodes, since the run ends; workers that wait for one are never started."""
         return
 
     def waiting(self) -> str:
-        """What workers that are queued wait for, in words; empty if none is."""
+        """Describe what queued workers wait for; empty if no worker is queued."""
         return ""
 
     def nodes(self) -> list[dict[str, object]]:
-        """The nodes that are there: host, process id of the agent, what the engine calls it, numbers of workers."""
+        """Describe the present nodes: host, process id of the node daemon, the engine's id, workers."""
         return []
 
     def spare(self) -> int:
-        """Workers that are queued for nodes which nobody asked for: there may be more of these."""
+        """Return how many queued workers belong to nodes beyond the requested number."""
         return 0
 
     def scale(self, nodes: int) -> None:
-        """Have so many nodes from now on; one that cannot is only asked for as many as it has."""
+        """Change the number of nodes. The default ignores it, for launchers whose number is fixed."""
         return
 
     def close(self) -> None: ...
 
 
 class WorkerHandle(Protocol):
-    """One started worker process."""
+    """A started worker. `exit_fd` is readable once it has ended, `output_fd` when it has printed; -1: not available."""
 
     leaving: bool
-    """Its node is taken away: it is to end when it has handed over what it is doing."""
+    """Whether its node is being taken away, so that it must end after its current chunk."""
     exit_fd: int
-    """Readable once it has ended; -1 if there is no such descriptor."""
     output_fd: int
-    """Readable when it printed something; -1 if there is no such descriptor."""
 
     @property
     def pid(self) -> int: ...
 
     def poll(self) -> Ended | None:
-        """How it ended, or None while it may still run."""
-        ...
+        """Return how the process ended, or None while it may still run."""
 
     def kill(self) -> None:
-        """End it and all it started, at once."""
-        ...
+        """Kill the process and its children at once."""
 
     def dump_stacks(self) -> None:
-        """Ask it to write its Python stacks to its output (best effort)."""
-        ...
+        """Make the process write its Python stacks to its output, if it still can."""
 
     def read_output(self) -> bytes | None:
-        """What it printed since the last call, as far as it is here; None once nothing more can come."""
-        ...
+        """Return what was printed since the last call; None after the end of the output."""
 
     def output(self) -> str:
-        """The tail of what it printed."""
-        ...
+        """Return the tail of the output."""
 
-    def close(self) -> None:
-        """Forget it; it has ended."""
-        ...
+    def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -204,7 +177,7 @@ class Started:
     handle: WorkerHandle
     link: HeadLink
     words: memoryview
-    """Where it says how far it is (see `rollout/progress.py`)."""
+    """Shared words in which the worker reports its progress (`rollout/progress.py`)."""
     host: str
 
 
@@ -213,17 +186,15 @@ class Ended:
     """How a worker process ended."""
 
     status: int
-    """Exit status, or minus the signal that killed it."""
+    """Exit status, or minus the number of the signal that killed it."""
     note: str = ""
-    """What the launcher knows beyond the status, e.g. that memory ran out."""
+    """Further cause that the launcher knows, e.g. that memory ran out."""
     blameless: bool = False
-    """Its node went, not the worker itself: no restart of the budget is spent."""
+    """Whether its node was lost; replacing the worker then does not use the restart budget."""
 
     def __str__(self) -> str:
         note = f"; {self.note}" if self.note else ""
         if self.status >= 0:
             return f"exited with status {self.status}{note}"
-        try:
-            return f"was killed by {signal.Signals(-self.status).name}{note}"
-        except ValueError:
-            return f"was killed by signal {-self.status}{note}"
+        names = {each.value: each.name for each in signal.Signals}
+        return f"was killed by {names.get(-self.status, f'signal {-self.status}')}{note}"

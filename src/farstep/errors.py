@@ -1,25 +1,25 @@
-"""Every error that farstep raises.
+"""The errors that farstep raises. `except farstep.FarstepError` catches them all.
 
 FarstepError
-├── ConfigError          options that cannot work together, found at construction (also a ValueError)
-│   └── SpaceError       a space farstep cannot lay out as arrays, or observations that do not fit theirs
-├── AgentError           the agent lacks something a worker needs (also a TypeError)
-├── LaunchError          the cluster did not come up
-│   └── HandshakeError   head and worker differ in version or array schema
-├── WorkerError          something went wrong on a worker; says which, where and in which phase
-│   ├── RemoteEnvError   the environment or the agent raised; carries the remote traceback
-│   ├── WorkerDied       the process ended (signal or exit status), with the tail of its output
-│   └── WorkerStuck      no progress within the phase's limit, with the stacks it was stuck in
-├── BufferTimeout        a buffer had nothing to give, or no room, for too long (also a TimeoutError)
-├── PublishTimeout       a consumer was in the middle of its update for too long (also a TimeoutError)
-├── WireError            a message that is malformed, oversized or not from an admitted peer
-├── DeliveryError        a trigger's message that its consumer did not take, or did not finish
-├── CheckpointError      a checkpoint that cannot be written, or none that can be read (also an OSError)
-├── ResourceError        the machine or a limit has no more descriptors, processes, memory or disk (also an OSError)
-├── RewardError          rewards that nothing can be learned from (also a ValueError)
-├── RunError             a run's folder that is not there, in use, or cannot be read or written (also an OSError)
+├── ConfigError          invalid or contradictory options, found before anything is started (also a ValueError)
+│   └── SpaceError       a space without a fixed array layout, or an observation that does not fit its space
+├── AgentError           the agent lacks something that workers need (also a TypeError)
+├── LaunchError          the workers could not be started
+│   └── HandshakeError   head and worker have different versions or array schemas
+├── WorkerError          a failure on a worker; names the worker, host and phase
+│   ├── RemoteEnvError   the environment or the agent raised; has the remote traceback
+│   ├── WorkerDied       the process ended (signal or exit status); has the tail of its output
+│   └── WorkerStuck      no progress within the timeout of the phase; has the stacks of its threads
+├── BufferTimeout        a buffer's limiter blocked an insert or a sample for too long (also a TimeoutError)
+├── PublishTimeout       a consumer's update blocked publishing for too long (also a TimeoutError)
+├── WireError            a message that is malformed, too large, or from an unauthenticated peer
+├── DeliveryError        a message of a trigger that its consumer did not accept or did not finish
+├── CheckpointError      a checkpoint cannot be written, or no intact one can be read (also an OSError)
+├── ResourceError        file descriptors, processes, memory or disk are exhausted (also an OSError)
+├── RewardError          a reward that is not a finite number (also a ValueError)
+├── RunError             the folder of a run is missing, in use, or not readable or writable (also an OSError)
 ├── EndedError           step() of an ended environment without autoreset (also an AssertionError)
-└── ClosedError          the cluster is closed, or failed earlier and cannot go on
+└── ClosedError          the call needs a cluster that is open and has not failed
 """
 
 from __future__ import annotations
@@ -34,32 +34,44 @@ from typing import Any
 
 
 class FarstepError(Exception):
-    """Root of farstep's errors."""
+    """Base class of all farstep errors."""
 
 
 class ConfigError(FarstepError, ValueError):
-    """Options that cannot work; raised before anything is started."""
+    """An option is invalid or contradicts another; raised before anything is started."""
 
 
 class SpaceError(ConfigError):
-    """An observation or action space that has no fixed array layout, or observations that do not fit theirs."""
+    """A space has no fixed array layout, or an observation does not fit its space."""
 
 
 class AgentError(FarstepError, TypeError):
-    """The agent cannot be used as it is; the message says what to add."""
+    """The agent lacks something that workers need; the message names it."""
 
 
 class LaunchError(FarstepError):
-    """The cluster could not be started."""
+    """The workers could not be started."""
 
 
 class HandshakeError(LaunchError):
-    """Head and worker do not fit together; the message names both sides."""
+    """Head and worker have different versions or array schemas; the message has both."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Where:
-    """Where on the cluster something happened."""
+    """Where on the cluster an error happened.
+
+    Attributes:
+        worker: Index of the worker.
+        incarnation: How often the worker was restarted before.
+        host: Name of its host.
+        pid: Its process id.
+        phase: What it was doing, e.g. `step` or `reset`.
+        slot: Slot of the environment, if the error concerns one.
+        seed: Seed of the episode, if known.
+        episode_step: Step of the episode, if known.
+        version: Version of the policy, if known.
+    """
 
     worker: int
     incarnation: int = 0
@@ -88,7 +100,14 @@ class Where:
 
 
 class WorkerError(FarstepError):
-    """Something went wrong on a worker."""
+    """A failure on a worker.
+
+    Attributes:
+        message: What happened.
+        where: Worker, host, process, phase and environment.
+        remote_traceback: Traceback on the worker; empty if there is none.
+        output: Tail of the worker's output; empty if it is not known.
+    """
 
     def __init__(self, message: str, where: Where, remote_traceback: str = "", output: str = "") -> None:
         self.message, self.where = message, where
@@ -102,64 +121,73 @@ class WorkerError(FarstepError):
         super().__init__(text)
 
     def preface(self, text: str) -> None:
-        """Say something before the message."""
+        """Put `text` in front of the message."""
         WorkerError.__init__(self, f"{text} {self.message}", self.where, self.remote_traceback, self.output)
 
     def __str__(self) -> str:
-        return str(self.args[0])  # also where it doubles as a KeyError, whose own form is a repr
+        return str(self.args[0])  # KeyError, which `remote_error` may mix in, would return a repr
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.message, self.where, self.remote_traceback, self.output)
 
 
 class RemoteEnvError(WorkerError):
-    """The environment or the agent raised on a worker."""
+    """The environment or the agent raised on a worker.
+
+    If it raised a common built-in exception, `except` of that class catches this error, too.
+
+    Attributes:
+        kind: Name of that class; empty if this error cannot be caught as such.
+    """
 
     kind = ""
-    """The class that was raised there, where this can be caught as such."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return remote_error, (self.kind, self.message, self.where, self.remote_traceback)
 
 
 class WorkerDied(WorkerError):
-    """A worker process ended by itself or was killed."""
+    """A worker process exited or was killed."""
 
 
 class WorkerStuck(WorkerError):
-    """A worker made no progress within its phase's limit."""
+    """A worker made no progress within the timeout of its phase (see `Timeouts`)."""
 
 
 class BufferTimeout(FarstepError, TimeoutError):
-    """A buffer's limiter did not let somebody insert or sample in time; says what it waited for."""
+    """A buffer's limiter blocked an insert or a sample for too long; the message says what was missing."""
 
 
 class PublishTimeout(FarstepError, TimeoutError):
-    """Publishing waited too long for a consumer that may be changing the agent; the message names the consumer."""
+    """A consumer that may be changing the agent blocked publishing for too long; the message names the consumer."""
 
 
 class WireError(FarstepError):
-    """A message that cannot be accepted."""
+    """A message is malformed, too large, or from an unauthenticated peer."""
 
 
 class DeliveryError(FarstepError):
-    """A trigger's message did not reach its consumer, or the consumer ended or failed before it was done."""
+    """A consumer did not accept a trigger's message, or failed or ended before it had finished it."""
 
 
 class CheckpointError(FarstepError, OSError):
-    """A checkpoint could not be saved, or none is there that is intact; the message names each and why."""
+    """A checkpoint could not be written, or no intact one was found; the message lists the files and reasons."""
 
 
 class RewardError(FarstepError, ValueError):
-    """An environment returned a reward that is no finite number; the message names its slot."""
+    """An environment returned a reward that is not a finite number; the message names its slot."""
 
 
 class RunError(FarstepError, OSError):
-    """The folder of a run is missing, in use by another process, or cannot be read or written."""
+    """The folder of a run is missing, in use by another process, or not readable or writable."""
 
 
 class ResourceError(FarstepError, OSError):
-    """File descriptors, processes, memory or disk have run out; the message names the limit and says what to do."""
+    """File descriptors, processes, memory or disk are exhausted; the message names the limit and the remedy.
+
+    Attributes:
+        errno: Number of the operating system's error, as in `OSError`.
+    """
 
     def __init__(self, message: str, number: int = 0) -> None:
         super().__init__(message)
@@ -172,17 +200,18 @@ class ResourceError(FarstepError, OSError):
         return type(self), (self.args[0], self.errno)
 
 
-_DISK = "Make room there (df -h)."
+_DISK = "Free some disk space there (df -h)."
 _MEMORY = "Use fewer environments or shorter rollouts, or a machine with more memory (free -h; df -h /dev/shm)."
 _ADVICE = {
     errno.EMFILE: "This process may open {files} files: raise the limit (ulimit -n) or use fewer workers.",
     errno.ENFILE: "The machine has no more file descriptors: close other programs or raise fs.file-max (sysctl).",
-    errno.EAGAIN: "This user may run {processes} processes and threads: raise it (ulimit -u) or use fewer workers.",
+    errno.EAGAIN: "This user may run {processes} processes and threads: raise the limit (ulimit -u) or use fewer "
+    "workers.",
     errno.ENOMEM: _MEMORY,
     errno.ENOBUFS: _MEMORY,
     errno.ENOSPC: _DISK,
     errno.EFBIG: "A file of this process may have {bytes} bytes: raise the limit (ulimit -f).",
-    errno.EDQUOT: "Your quota is used up: make room (quota -s).",
+    errno.EDQUOT: "Your disk quota is used up: delete files (quota -s).",
 }
 
 
@@ -191,13 +220,13 @@ _LIMITS = {"files": resource.RLIMIT_NOFILE, "processes": resource.RLIMIT_NPROC, 
 
 @contextlib.contextmanager
 def typed_shortage(what: str) -> Iterator[None]:
-    """Turn an exception that means that descriptors, processes, memory or disk have run out into `ResourceError`.
+    """Context manager: convert exceptions about exhausted resources into `ResourceError`.
 
     Args:
-        what: What could not be done, as the beginning of a sentence.
+        what: What failed, as the start of a sentence.
 
     Raises:
-        ResourceError: The block raised such an exception; any other one passes unchanged.
+        ResourceError: Descriptors, processes, memory or disk ran out; other exceptions pass unchanged.
     """
     try:
         yield
@@ -218,7 +247,7 @@ def typed_shortage(what: str) -> Iterator[None]:
 
 
 class ClosedError(FarstepError):
-    """A call on a cluster that is closed or has failed."""
+    """The call needs a cluster that is open and has not failed."""
 
 
 _DOUBLES = (
@@ -239,7 +268,7 @@ _DOUBLES = (
 
 
 def remote_error(kind: str, message: str, where: Where, remote_traceback: str) -> RemoteEnvError:
-    """What raised on a worker; one of Python's own exceptions, or of farstep's, can be caught as such here, too."""
+    """Return the error for an exception on a worker; if its class is in `_DOUBLES`, the error is an instance of it."""
     for double in _DOUBLES:
         if double.__name__ == kind:
             both = type(f"Remote{kind}", (RemoteEnvError, double), {"__module__": __name__, "kind": kind})
@@ -248,7 +277,7 @@ def remote_error(kind: str, message: str, where: Where, remote_traceback: str) -
 
 
 def is_own(kind: str) -> bool:
-    """Whether a class that was raised on a worker is one of farstep's, whose message says who did what."""
+    """Return whether an exception class that was raised on a worker is farstep's, with a complete message."""
     return any(double.__name__ == kind and issubclass(double, FarstepError) for double in _DOUBLES)
 
 
@@ -260,7 +289,7 @@ _LONGEST_TEXT = 1 << 18
 
 
 def described(error: BaseException) -> str:
-    """`Class: text` of an exception, also where its `__str__` raises."""
+    """Return `Class: text` of an exception, even if its `__str__` raises."""
     try:
         text = str(error)
     except Exception as another:
@@ -269,7 +298,7 @@ def described(error: BaseException) -> str:
 
 
 def printable(text: str) -> str:
-    """A text that can be encoded and sent: lone surrogates are escaped, the middle of an overlong text is left out."""
+    """Return a text that can be sent: lone surrogates are escaped, and the middle of a very long text is cut out."""
     if len(text) > _LONGEST_TEXT:
         half = _LONGEST_TEXT // 2
         text = f"{text[:half]}\n[{len(text) - 2 * half} characters left out]\n{text[-half:]}"
@@ -277,7 +306,7 @@ def printable(text: str) -> str:
 
 
 def unknown_name(what: str, got: str, known: Iterable[str]) -> str:
-    """One sentence for a name that does not exist: the nearest ones, then all of them."""
+    """Return an error message for an unknown name, with the nearest known name and a list of all."""
     names = sorted(known)
     near = difflib.get_close_matches(got, names, n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
@@ -285,7 +314,7 @@ def unknown_name(what: str, got: str, known: Iterable[str]) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """A number with its noun: `1 node`, `2 nodes`."""
+    """Return a number with its noun: `1 node`, `2 nodes`."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
@@ -301,10 +330,10 @@ EXTRAS = {
     "torch": "torch",
     "wandb": "wandb",
 }
-"""By module, the extra of farstep that installs it."""
+"""The extra of farstep that installs a module."""
 
 
 def install_extra(module: str) -> str:
-    """The command that installs a module with farstep's extra; empty if no extra has it."""
+    """Return the pip command that installs a module through an extra of farstep; empty if no extra has it."""
     extra = EXTRAS.get(module.partition(".")[0])
     return "" if extra is None else f"pip install 'farstep[{extra}]'"

@@ -1,4 +1,4 @@
-"""What this machine lets a process have: cores and memory."""
+"""Cores and memory available to this process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,12 @@ from farstep.errors import ConfigError
 
 
 def check_memory(nbytes: int, what: str) -> None:
-    """Refuse what needs more memory than there is, before the kernel kills somebody for it."""
+    """Raise `ConfigError` if `nbytes` exceed the available memory, before the kernel's OOM killer acts.
+
+    Args:
+        nbytes: Bytes needed.
+        what: What needs them, in the plural, as the start of the message.
+    """
     available = available_memory()
     if nbytes > available:
         raise ConfigError(
@@ -21,7 +26,7 @@ def check_memory(nbytes: int, what: str) -> None:
 
 
 def available_memory(meminfo: Path = Path("/proc/meminfo")) -> float:
-    """Bytes that can be had: what the machine has left, never more than the cgroup's limit; infinite if unknown."""
+    """Return the available memory in bytes, at most the limits of the cgroup; infinite if unknown."""
     limits = _cgroup_memory_limits()
     with contextlib.suppress(OSError, ValueError):
         for line in meminfo.read_text().splitlines():
@@ -31,7 +36,7 @@ def available_memory(meminfo: Path = Path("/proc/meminfo")) -> float:
 
 
 def usable_cpus() -> int:
-    """Cores this process may use: the affinity mask cut by the cgroup's quota, never below one."""
+    """Return the number of cores that the affinity mask and the cgroup's quota allow; at least 1."""
     cores = float(len(os.sched_getaffinity(0)))
     for quota in _cgroup_quotas():
         cores = min(cores, quota)
@@ -42,12 +47,12 @@ _CGROUPS, _MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 def _cgroup_quotas(root: Path = _CGROUPS, self_file: Path = _MEMBERSHIP) -> list[float]:
-    """CPU quotas in cores, of this process's cgroup (v2 or v1) and those above it."""
+    """Return the CPU quotas, in cores, of this process's cgroup (v2 or v1) and its parents."""
     return [quota for folder in _cgroup_folders("cpu", root, self_file) for quota in _quota_of(folder)]
 
 
 def _cgroup_memory_limits(root: Path = _CGROUPS, self_file: Path = _MEMBERSHIP) -> list[float]:
-    """Memory limits in bytes, likewise."""
+    """Return the memory limits, in bytes, of this process's cgroup and its parents."""
     limits: list[float] = []
     for folder in _cgroup_folders("memory", root, self_file):
         for name in ("memory.max", "memory.limit_in_bytes"):
@@ -57,7 +62,7 @@ def _cgroup_memory_limits(root: Path = _CGROUPS, self_file: Path = _MEMBERSHIP) 
 
 
 def _cgroup_folders(controller: str, root: Path, self_file: Path) -> list[Path]:
-    """Where the controller's files of this process's cgroup (v2 or v1) and those above it are."""
+    """Return the folders with a controller's files for this process's cgroup (v2 or v1) and its parents."""
     folders: list[Path] = []
     try:
         lines = self_file.read_text().splitlines()

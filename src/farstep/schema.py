@@ -1,8 +1,7 @@
-"""Array schemas: which arrays a space or an agent's output consists of, and how they nest.
+"""Array schemas: the arrays that a space or an agent's output is stored as, and how they nest.
 
-A nested space becomes named arrays: a Dict observation with a `camera` entry is stored as `obs.camera`, the
-second entry of a Tuple action as `action.1`. A `Structure` remembers the nesting, so that values can be taken
-apart (`leaves`) and put together again (`nest`).
+A nested space is stored as named arrays: the entry `camera` of a Dict observation as `obs.camera`, the second entry of
+a Tuple action as `action.1`. A `Structure` describes the nesting; `leaves` flattens a value, `nest` rebuilds it.
 """
 
 from __future__ import annotations
@@ -19,20 +18,20 @@ from farstep.core import Array, Nested
 from farstep.errors import AgentError, SpaceError
 
 Structure = str | dict[str, Any] | tuple[Any, ...]
-"""A leaf's name, or a mapping or tuple of structures."""
+"""The name of an array, or a mapping or tuple of structures."""
 
 
 class ArraySpec(msgspec.Struct, frozen=True, array_like=True):
-    """Shape and dtype of one step of one environment."""
+    """Shape and dtype of an array for one step of one environment."""
 
     shape: tuple[int, ...]
     dtype: str
 
     def __post_init__(self) -> None:
-        # Also when it comes from a worker: an array of objects over shared memory would be one of raw pointers.
+        # Specs from workers are checked, too: an object array in shared memory would consist of raw pointers.
         try:
             plain = not np.dtype(self.dtype).hasobject and all(size >= 0 for size in self.shape)
-        except (TypeError, ValueError, SyntaxError):  # NumPy parses a dtype with a comma as Python
+        except (TypeError, ValueError, SyntaxError):  # NumPy parses a dtype with a comma as Python code
             plain = False
         if not plain:
             raise ValueError(f"{self.dtype!r} with shape {self.shape} is not an array of plain numbers")
@@ -43,7 +42,7 @@ class ArraySpec(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def of(cls, array: Array) -> ArraySpec:
-        """The spec of a batch `array` of shape [n, ...]."""
+        """Return the spec of a batch `array` of shape [n, ...]."""
         return cls(tuple(array.shape[1:]), array.dtype.str)
 
     def __str__(self) -> str:
@@ -61,7 +60,11 @@ _REFUSED = {
 
 
 def space_schema(space: spaces.Space[Any], name: str) -> tuple[Structure, Schema]:
-    """How `space` is stored under `name`: its nesting and one spec per array."""
+    """Return how `space` is stored under `name`: its structure, and one spec per array.
+
+    Raises:
+        SpaceError: The space has no fixed array layout.
+    """
     schema: Schema = {}
     return _visit(space, name, schema), schema
 
@@ -95,7 +98,7 @@ def _visit(space: spaces.Space[Any], name: str, schema: Schema) -> Structure:
 
 
 def leaf_spaces(space: spaces.Space[Any], name: str) -> dict[str, spaces.Space[Any]]:
-    """The spaces of the arrays that a space is stored as, by their names."""
+    """Return the space of each array that `space` is stored as, by name."""
     if isinstance(space, spaces.Dict):
         return {n: s for key, sub in space.spaces.items() for n, s in leaf_spaces(sub, f"{name}.{key}").items()}
     if isinstance(space, spaces.Tuple):
@@ -104,7 +107,11 @@ def leaf_spaces(space: spaces.Space[Any], name: str) -> dict[str, spaces.Space[A
 
 
 def value_structure(value: Nested, name: str, arrays: dict[str, Array]) -> Structure:
-    """The nesting of an agent's output; its arrays are added to `arrays` under their paths."""
+    """Return the structure of an agent's output, and add its arrays to `arrays` by name.
+
+    Raises:
+        AgentError: A key is not a string without a dot, or a value is not an array of numbers.
+    """
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, str) or not key or "." in key:
@@ -124,9 +131,9 @@ def value_structure(value: Nested, name: str, arrays: dict[str, Array]) -> Struc
 
 
 def first_misfit(array: Array, dtype: np.dtype[Any]) -> tuple[int, ...] | None:
-    """Index of the first number that `dtype` cannot hold; None if it holds all of them.
+    """Return the index of the first number that `dtype` cannot represent; None if it can represent all.
 
-    Integers must keep their value, and finite numbers stay finite; a float may be rounded.
+    Integers must keep their value and finite numbers must stay finite; floats may be rounded.
     """
     with np.errstate(all="ignore"):
         source = array if dtype.kind == "c" else array.real
@@ -141,7 +148,7 @@ def first_misfit(array: Array, dtype: np.dtype[Any]) -> tuple[int, ...] | None:
 
 
 def map_leaves(function: Callable[[Any], Any], value: Nested) -> Nested:
-    """The same nesting with `function(leaf)` for each leaf; mappings become plain dicts."""
+    """Return the same nesting with `function(leaf)` for each leaf; mappings become dicts."""
     if isinstance(value, (list, tuple)):
         items = [map_leaves(function, item) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
@@ -151,7 +158,7 @@ def map_leaves(function: Callable[[Any], Any], value: Nested) -> Nested:
 
 
 def flat(value: Nested) -> Iterator[Any]:
-    """The leaves of whatever nests, in order."""
+    """Yield the leaves of nested lists, tuples and mappings, in order."""
     if isinstance(value, (list, tuple)):
         for item in value:
             yield from flat(item)
@@ -163,7 +170,7 @@ def flat(value: Nested) -> Iterator[Any]:
 
 
 def nest(structure: Structure, arrays: Mapping[str, Any]) -> Nested:
-    """Put named arrays together as `structure` says; half the time of `map_leaves`, for it runs in every step."""
+    """Build nested arrays from named ones. Called in every step, so it avoids the slower `map_leaves`."""
     if isinstance(structure, str):
         return arrays[structure]
     if isinstance(structure, dict):
@@ -172,7 +179,7 @@ def nest(structure: Structure, arrays: Mapping[str, Any]) -> Nested:
 
 
 def leaves(structure: Structure, value: Nested) -> Iterator[tuple[str, Any]]:
-    """Take `value` apart as `structure` says: pairs of array name and entry."""
+    """Yield the name and the value of each array of a nested value."""
     if isinstance(structure, str):
         yield structure, value
     elif isinstance(structure, dict):
@@ -184,26 +191,26 @@ def leaves(structure: Structure, value: Nested) -> Iterator[tuple[str, Any]]:
 
 
 def leaf_names(structure: Structure) -> list[str]:
-    """The names of a structure's arrays, in order."""
+    """Return the names of a structure's arrays, in order."""
     return list(flat(structure))
 
 
 def plain_structure(structure: Structure) -> Any:
-    """A structure as JSON and msgpack have it: tuples are lists."""
+    """Return a structure as plain data for JSON and msgpack: tuples become lists."""
     if isinstance(structure, dict):
         return {key: plain_structure(sub) for key, sub in structure.items()}
     return [plain_structure(sub) for sub in structure] if isinstance(structure, tuple) else structure
 
 
 def structure_of(plain: Any) -> Structure:
-    """A structure from plain data."""
+    """Return the structure that `plain_structure` encoded."""
     if isinstance(plain, dict):
         return {str(key): structure_of(sub) for key, sub in plain.items()}
     return tuple(structure_of(sub) for sub in plain) if isinstance(plain, (list, tuple)) else str(plain)
 
 
 def differences(mine: Mapping[str, ArraySpec], theirs: Mapping[str, ArraySpec]) -> list[str]:
-    """What two schemas disagree on, a clause each; empty when they are equal."""
+    """Return one clause per array in which two schemas differ; empty if they are equal."""
     found = []
     for name in sorted(mine.keys() | theirs.keys()):
         a, b = mine.get(name), theirs.get(name)

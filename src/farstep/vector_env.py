@@ -1,4 +1,4 @@
-"""make_vec: a strict Gymnasium VectorEnv over farstep's workers, for learners that act themselves."""
+"""make_vec: a Gymnasium VectorEnv whose environments run on farstep's workers, for learners that choose the actions."""
 
 from __future__ import annotations
 
@@ -38,20 +38,28 @@ def make_vec(
     env_kwargs: Mapping[str, Any] | None = None,
     wrappers: Sequence[Any] = (),
 ) -> ClusterVectorEnv:
-    """A VectorEnv that behaves as `SyncVectorEnv` does, its environments spread over workers.
+    """Make a Gymnasium VectorEnv that behaves like `SyncVectorEnv`, with its environments on workers.
 
     Args:
-        env_name: a Gymnasium id, an `EnvSpec`, a callable that returns one environment, or a list of callables, one for
-            each environment, as `SyncVectorEnv` takes them.
-        num_envs: how many environments in all; by default 1, or one for each callable of a list.
-        config: where workers run; by default on this machine.
-        autoreset_mode: when an environment whose episode has ended is reset; a mode, its name or its value.
-        env_kwargs: keyword arguments for the environment, or for the callables.
-        wrappers: applied to each environment in order, as in `EnvConfig.wrappers`.
+        env_name: A Gymnasium id, an `EnvSpec`, a callable that returns an environment, or a list of callables, one per
+            environment, as `SyncVectorEnv` takes them.
+        num_envs: Total number of environments. None: 1, or the length of the list.
+        config: Where workers run: a launch configuration, or a mapping of the options of `LocalConfig`. None: on this
+            machine, one worker per core.
+        autoreset_mode: When an ended environment is reset: an `AutoresetMode`, its name or its value; default
+            NEXT_STEP.
+        env_kwargs: Keyword arguments for the environment, or for the callables; default none.
+        wrappers: Wrappers for each environment, applied in order, as in `EnvConfig.wrappers`; default none.
+
+    Returns:
+        The vector environment; its workers are running.
 
     Raises:
-        ConfigError: options that do not fit together.
-        FarstepError: workers that do not start, or environments that cannot be built.
+        ConfigError: An option is invalid, or contradicts another.
+        FarstepError: The workers did not start, or an environment could not be constructed.
+
+    Example:
+        envs = farstep.make_vec("CartPole-v1", num_envs=64)
     """
     launch = (config if isinstance(config, LaunchConfig) else LocalConfig.of(config)).resolved()
     thunks: Sequence[Callable[..., Any]] = ()
@@ -61,7 +69,7 @@ def make_vec(
     elif not isinstance(env_name, (str, EnvSpec)) and not callable(env_name):
         hint = " Call list() on it first." if isinstance(env_name, Iterable) else ""
         if isinstance(env_name, gymnasium.Env):
-            hint = " Pass a function that makes the environment: workers call it to make their own."
+            hint = " Pass a function that makes the environment: each worker calls it."
         raise ConfigError(
             f"make_vec's env_name is {reprlib.repr(env_name)}; expected a Gymnasium id, an EnvSpec, a callable that "
             f"returns an environment, or a list of such callables.{hint}"
@@ -88,7 +96,7 @@ def make_vec(
 def _checked_thunks(thunks: Sequence[Any], num_envs: int | None) -> Sequence[Callable[..., Any]]:
     if not thunks or not all(callable(thunk) for thunk in thunks):
         raise ConfigError(
-            f"make_vec got {reprlib.repr(thunks)}; expected a list with a callable for each environment, at least one."
+            f"make_vec got {reprlib.repr(thunks)}; expected a list of callables, one per environment, at least one."
         )
     if num_envs is not None and num_envs != len(thunks):
         raise ConfigError(f"num_envs is {num_envs!r} with a list of {len(thunks)} callables; leave num_envs out.")
@@ -96,7 +104,7 @@ def _checked_thunks(thunks: Sequence[Any], num_envs: int | None) -> Sequence[Cal
 
 
 def _mode(value: AutoresetMode | str) -> AutoresetMode:
-    """An autoreset mode by itself, by its name or by Gymnasium's value for it."""
+    """Return an autoreset mode, given as itself, by name or by value."""
     for mode in AutoresetMode:
         if value in (mode, mode.name, mode.value):
             return mode
@@ -104,8 +112,11 @@ def _mode(value: AutoresetMode | str) -> AutoresetMode:
 
 
 class ClusterVectorEnv(VectorEnv[Any, Any, Any]):
-    """Made by `make_vec`. A failure of an environment or a worker raises: nothing is restarted behind the
-    learner's back, since it would step into an episode it never began."""
+    """The vector environment that `make_vec` returns.
+
+    If an environment or a worker fails, the call raises; nothing is restarted, since the learner would continue an
+    episode that it did not start.
+    """
 
     def __init__(
         self,
@@ -114,7 +125,7 @@ class ClusterVectorEnv(VectorEnv[Any, Any, Any]):
         autoreset_mode: AutoresetMode,
         thunks: Sequence[Callable[..., Any]] = (),
     ) -> None:
-        self.closed = True  # until there is something to close
+        self.closed = True  # until workers run
         self._closing = threading.RLock()
         self.num_envs = config.nodes * env_config.envs_per_node
         self.autoreset_mode = autoreset_mode
@@ -144,6 +155,19 @@ class ClusterVectorEnv(VectorEnv[Any, Any, Any]):
     def reset(
         self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Nested, dict[str, Any]]:
+        """Reset all environments, or those that `options["reset_mask"]` selects, as `SyncVectorEnv` does.
+
+        Args:
+            seed: One seed per environment; an integer stands for `seed, seed + 1, ...`. None: do not seed.
+            options: Passed to `reset` of each environment, except `reset_mask`, a bool array `[num_envs]`.
+
+        Returns:
+            `obs, info`.
+
+        Raises:
+            ValueError: `seed` or `reset_mask` has the wrong length.
+            FarstepError: A worker or an environment failed.
+        """
         seeds: list[int | None] | None = None
         if isinstance(seed, (int, np.integer)):
             seeds = [int(seed) + i for i in range(self.num_envs)]
@@ -151,7 +175,7 @@ class ClusterVectorEnv(VectorEnv[Any, Any, Any]):
             seeds = [None if entry is None else int(entry) for entry in seed]
             if len(seeds) != self.num_envs:
                 raise ValueError(f"seed has {len(seeds)} entries; with num_envs={self.num_envs} it needs as many.")
-        rest = None if options is None else dict(options)  # the caller's dict stays as it is
+        rest = None if options is None else dict(options)  # do not change the caller's dict
         mask = _checked_mask(rest.pop("reset_mask"), self.num_envs) if rest and "reset_mask" in rest else None
         payload = cloudpickle.dumps(rest) if rest is not None else None
         infos = self._stepper.reset(ResetRequest(seeds, mask, payload))
@@ -159,6 +183,19 @@ class ClusterVectorEnv(VectorEnv[Any, Any, Any]):
         return self._observation(0), self._merged(infos)
 
     def step(self, actions: Nested) -> tuple[Nested, Array, Array, Array, dict[str, Any]]:
+        """Step every environment once.
+
+        Args:
+            actions: One action per environment, batched as `action_space` is.
+
+        Returns:
+            `obs, reward, terminated, truncated, info`; the arrays are copies.
+
+        Raises:
+            ConfigError: `actions` do not have the form of `action_space`.
+            EndedError: With `autoreset_mode=DISABLED`, an ended environment was not reset.
+            FarstepError: A worker or an environment failed.
+        """
         self._stepper.server.raise_failure()
         if self.autoreset_mode == AutoresetMode.DISABLED and self._done.any():
             raise EndedError(
@@ -175,7 +212,7 @@ class ClusterVectorEnv(VectorEnv[Any, Any, Any]):
         try:
             arrays = {name: np.asarray(leaf) for name, leaf in leaves(self._action, actions)}
         except (KeyError, TypeError, ValueError, IndexError) as error:
-            raise ConfigError(f"actions do not have the form of {self.action_space}: {error!r}") from error
+            raise ConfigError(f"actions do not have the structure of {self.action_space}: {error!r}") from error
         for name, array in arrays.items():
             expected = (self.num_envs, *self._action_schema[name].shape)
             if array.shape != expected:
@@ -188,7 +225,7 @@ class ClusterVectorEnv(VectorEnv[Any, Any, Any]):
         return nest(self._obs, {name: self._stepper.blocks[name][0, row].copy() for name in self._obs_schema})
 
     def _merged(self, infos: Sequence[Info]) -> dict[str, Any]:
-        """As Gymnasium merges them."""
+        """Merge the infos as Gymnasium does."""
         merged: dict[str, Any] = {}
         for slot, final, info in infos:
             if final:
@@ -197,42 +234,67 @@ class ClusterVectorEnv(VectorEnv[Any, Any, Any]):
         return merged
 
     def render(self) -> tuple[Any, ...] | None:
-        return self._ask("render", "render", ())
+        """Return the rendered frame of every environment."""
+        return self._call("render", "render", ())
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """An attribute of every environment, or the results of calling it; only plain data comes back."""
-        return self._ask(name, "call", (name, args, kwargs))
+        """Get an attribute of every environment, or call it if it is a method.
 
-    def _ask(self, name: str, what: str, *arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        Args:
+            name: Name of the attribute.
+            *args: Positional arguments of the method.
+            **kwargs: Keyword arguments of the method.
+
+        Returns:
+            One value per environment; only plain data and arrays can be returned.
+
+        Raises:
+            WireError: A value cannot be sent.
+            RemoteEnvError: The environment raised.
+        """
+        return self._call(name, "call", (name, args, kwargs))
+
+    def _call(self, name: str, method: str, *arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         try:
-            return self._stepper.call(what, *arguments)
+            return self._stepper.call(method, *arguments)
         except RemoteEnvError as error:
             if error.where.phase != Phase.IDLE.label:
                 raise
             reason = error.message.partition(": ")[2]
-        raise WireError(f"{name!r} worked, but its value cannot come back: {reason} Return its numbers instead.")
+        raise WireError(f"{name!r} succeeded, but its value cannot be sent: {reason} Return its numbers instead.")
 
     def get_attr(self, name: str) -> tuple[Any, ...]:
+        """Return an attribute of every environment, as `call` does."""
         return self.call(name)
 
     @property
     def np_random_seed(self) -> tuple[int, ...]:  # type: ignore[override]
-        """The seed of every environment's generator."""
+        """The seed of every environment's random generator."""
         return self.get_attr("np_random_seed")
 
     def set_attr(self, name: str, values: list[Any] | tuple[Any, ...] | object) -> None:
+        """Set an attribute of every environment.
+
+        Args:
+            name: Name of the attribute.
+            values: A list or tuple with one value per environment, or one value for all.
+
+        Raises:
+            ValueError: The number of values is not the number of environments.
+        """
         each = list(values) if isinstance(values, (list, tuple)) else [values] * self.num_envs
         if len(each) != self.num_envs:
             raise ValueError(f"{len(each)} values for {self.num_envs} environments; give one, or one for each.")
-        self._ask(name, "set_attr", *((name, each[record.columns]) for record in self._stepper.server.records))
+        self._call(name, "set_attr", *((name, each[record.columns]) for record in self._stepper.server.records))
 
     def close_extras(self, **kwargs: Any) -> None:
-        with self._closing:  # a concurrent call waits until the first is done
+        """End the workers; `close` calls this."""
+        with self._closing:  # a concurrent call waits for the first
             self._finalizer()
 
 
 def _checked_mask(mask: object, num_envs: int) -> Array:
-    """Gymnasium's own rules for a reset mask."""
+    """Apply Gymnasium's rules for a reset mask."""
     if not isinstance(mask, np.ndarray):
         raise TypeError(f"options['reset_mask'] is a {type(mask).__name__}; it must be a NumPy array.")
     if mask.shape != (num_envs,):

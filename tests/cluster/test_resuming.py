@@ -224,7 +224,7 @@ def test_what_cannot_be_replayed_begins_anew_with_seeds_of_its_own(
             found.append(first_seen(other.resume(saved, actions)))
     assert not set(found[0]) & set(first)
     np.testing.assert_array_equal(*found)
-    assert reason in caplog.text and "episodes begin anew" in caplog.text
+    assert reason in caplog.text and "restarting all episodes" in caplog.text
 
 
 def test_with_other_workers_than_before_all_begin_anew(caplog: pytest.LogCaptureFixture) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import farstep
+from farstep.cluster_env import collector_for
 from farstep.head.collector import Request
 from farstep.rollout.seeds import episode_seed
 from farstep.testing import CountingEnv, TableAgent
@@ -427,7 +428,7 @@ def test_a_ticket_may_be_taken_back_on_the_way_and_the_next_goes_on_there(transp
     with cluster(HeldEnv, envs=2, config=config, env_kwargs=kwargs, stagger=stagger) as env:
         agent = TableAgent()
         env.publish(agent)
-        collector = env.adopt(agent)
+        collector = collector_for(env, agent)
         request = collector._open(Request(4), None, 1)
         with collector.server.locked():
             collector.server.grant()

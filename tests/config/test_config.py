@@ -74,7 +74,7 @@ def test_an_unknown_key_names_the_nearest_and_lists_all(kind: Any, key: str, nea
         (lambda: LocalConfig(cpus_per_worker=0), "at least 1"),
         (lambda: LocalConfig(gpus_per_node=-1), "at least 0"),
         (lambda: InProcessConfig(gpus_per_node=1), "InProcessConfig.gpus_per_node is 1"),
-        (lambda: SSHConfig(hosts="a", max_nodes=2), r"asks for 2 nodes and has 1 host\."),
+        (lambda: SSHConfig(hosts="a", max_nodes=2), r"requests 2 nodes and has 1 host\."),
         (lambda: LocalConfig(restart_budget=-1), "at least 0"),
         (lambda: LocalConfig(timeouts={"step_s": 0.0}), "at least 0.01"),  # type: ignore[arg-type]
         (lambda: LocalConfig(timeouts={"stop_s": 1.0}), "option of Timeouts 'stop_s'"),  # type: ignore[arg-type]

@@ -188,7 +188,7 @@ def test_spaces_are_the_first_environments_whichever_worker_is_ready_first(tmp_p
 
 def test_thunks_that_do_not_fit_are_refused() -> None:
     for thunks in ([], [InfosEnv, "CartPole-v1"]):
-        with pytest.raises(ConfigError, match="a callable for each environment"):
+        with pytest.raises(ConfigError, match="callables, one per environment"):
             farstep.make_vec(thunks, config=IN_PROCESS)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="num_envs is 3 with a list of 2 callables"):
         farstep.make_vec([InfosEnv, InfosEnv], 3, IN_PROCESS)
@@ -354,7 +354,7 @@ def test_an_unknown_attribute() -> None:
 def test_what_cannot_come_back_is_not_blamed_on_the_environment() -> None:
     with vectors() as (ours, _):
         for name in ("np_random", "unwrapped"):
-            with pytest.raises(WireError, match=f"'{name}' worked, but its value cannot come back: a .*only numbers"):
+            with pytest.raises(WireError, match=f"'{name}' succeeded, but its value cannot be sent: a .*only numbers"):
                 ours.get_attr(name)
         assert ours.call("multiply", 0) == (0,) * 5  # it goes on
         with pytest.raises(TypeError, match="the environment raised"):

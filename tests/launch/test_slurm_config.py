@@ -55,7 +55,7 @@ def test_debug_runs_as_many_workers_on_this_machine(caplog: pytest.LogCaptureFix
     source = {"type": "factory", "env_name": CountingEnv, "envs_per_node": 3, "seed": 1}
     config = farstep.SlurmConfig(nodes=2, workers_per_node=1, debug=True, gpu_type="a100", partition="gpu")
     with caplog.at_level(logging.WARNING, "farstep"), farstep.ClusterEnv(source, config) as env:
-        assert "SLURM is not used; all workers of 2 nodes run on this machine" in caplog.text
+        assert "running all workers of 2 nodes on the CPU of this machine, without SLURM" in caplog.text
         assert env.collect(TableAgent(), steps=2)["obs"].shape == (2, 6, 3)
         assert env.stats()["workers"]["alive"] == env.num_workers == 2
 

@@ -52,7 +52,7 @@ def test_options_have_defaults_and_may_be_a_mapping() -> None:
         ({"groups": True}, "groups is True; it must be an integer"),
         ({"groups": 2.0}, "groups is 2.0; it must be an integer"),
         ({"groups": "many"}, "groups is 'many'; expected 'auto' or a number"),
-        ({"groups": 201}, "groups is 201 with horizon=200.*no more groups than steps"),
+        ({"groups": 201}, "groups is 201 with horizon=200.*at most one group per step"),
         ({"groups": 4, "offsets": "random"}, "groups=4 and offsets='random'.*leave out one"),
         ({"init": "advanced"}, "init of Stagger 'advanced'.*advance"),
         ({"offsets": "evenly"}, "offsets of Stagger 'evenly'.*even"),
@@ -74,7 +74,7 @@ def test_what_is_no_mapping_is_refused(value: Any) -> None:
 @pytest.mark.parametrize("options", [{}, {"init": "policy"}, {"init": "clock", "early": "gate"}])
 @pytest.mark.parametrize("kind", ["vector", "envpool"])
 def test_vectors_are_staggered_by_the_clock_only(options: dict[str, Any], kind: Any) -> None:
-    with pytest.raises(farstep.ConfigError, match=r"one of a vector.*init='clock' and early='partial'"):
+    with pytest.raises(farstep.ConfigError, match=r"single environment of a vector.*init='clock' and early='partial'"):
         farstep.EnvConfig(type=kind, env_name="CartPole-v1", stagger={"horizon": 9, **options})
     farstep.EnvConfig(type=kind, env_name="CartPole-v1", stagger={"horizon": 9, "init": "clock"})
 

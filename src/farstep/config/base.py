@@ -1,4 +1,4 @@
-"""What all configurations share."""
+"""The base class of all configurations."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from farstep.errors import ConfigError, unknown_name
 
 
 class Options:
-    """What the configurations share: construction from a mapping, names of options, checks of literals."""
+    """Base class of the configurations: construction from a mapping, and checks of values."""
 
     def __new__(cls, *values: object, **options: object) -> Self:
-        """Unknown options are refused by name, with the nearest."""
+        """Reject unknown options, and name the nearest known one."""
         known = [field.name for field in dataclasses.fields(cast(Any, cls)) if field.init]
         for name in options:
             if name not in known:
@@ -23,7 +23,14 @@ class Options:
 
     @classmethod
     def of(cls, value: Self | Mapping[str, object] | None) -> Self:
-        """`value` itself, or a configuration made from a mapping."""
+        """Return `value` as this kind of configuration.
+
+        Args:
+            value: A configuration, which is returned unchanged, a mapping of options, or None for the defaults.
+
+        Raises:
+            ConfigError: `value` is something else, or its options are invalid.
+        """
         if value is None:
             return cls()
         if isinstance(value, cls):
@@ -39,9 +46,9 @@ class Options:
 
     def _at_least(self, field: str, minimum: float) -> None:
         got: Any = getattr(self, field)
-        kind = numbers.Integral if isinstance(minimum, int) else numbers.Real  # NumPy's numbers are both
+        kind = numbers.Integral if isinstance(minimum, int) else numbers.Real  # include NumPy's types
         if not isinstance(got, kind) or isinstance(got, bool) or not float(got) >= minimum:
             what = "an integer" if isinstance(minimum, int) else "a number"
             raise ConfigError(f"{type(self).__name__}.{field} is {got!r}; it must be {what} of at least {minimum}.")
         if isinstance(got, numbers.Integral):
-            object.__setattr__(self, field, int(got))  # NumPy's integers do not travel
+            object.__setattr__(self, field, int(got))  # NumPy's integers cannot be encoded

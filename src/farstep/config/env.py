@@ -1,7 +1,7 @@
-"""What to run: the configurations of environments, and checks that others share (where to run: `launch_config`).
+"""Configurations of environments (what to run), and checks of values that other modules share.
 
-All are frozen, keyword-only and checked at construction; a plain dict with the same keys is accepted
-wherever one is expected.
+Where workers run is configured in `launch.py`. Configurations are frozen, keyword-only and checked at construction.
+Wherever one is expected, a mapping with the same keys is accepted.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any, Literal
 from gymnasium.envs.registration import EnvSpec
 
 from farstep.config.base import Options as _Config
+from farstep.config.field_docs import show_fields
 from farstep.config.transfer import ALL_AT_ONCE, TransferTrigger
 from farstep.core import SyncRule
 from farstep.errors import AgentError, ConfigError, described
@@ -29,18 +30,19 @@ StaggerOffsets = Literal["even", "random"]
 StaggerEarly = Literal["partial", "gate"]
 
 
+@show_fields
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WeightsConfig(_Config):
-    """Which parameters travel to workers, and in what form."""
+    """Which parameters are sent to workers, and in what form."""
 
     only: str | Sequence[str] | Callable[[str], bool] | None = None
-    """Names that travel: a shell pattern (`actor.*`), several, or a predicate. What does not travel stays on workers as
-    it was when the agent was first sent. None: all."""
+    """Names of the parameters to send: a shell pattern such as `actor.*`, several of them, or a function of a name that
+    returns a bool. Workers keep the other parameters as they were when the agent was first sent. None: send all."""
     half: bool = False
-    """Send float32 and float64 rounded to float16."""
+    """Send float32 and float64 parameters rounded to float16."""
     delta: bool = False
-    """Send what changed since the version that a worker has, compressed without loss. Workers that share memory with
-    the head read one common copy instead."""
+    """Send only the difference to the version that the worker has, compressed without loss. Workers that share memory
+    with the head read one common copy instead."""
 
     def __post_init__(self) -> None:
         for name in ("half", "delta"):
@@ -56,7 +58,11 @@ class WeightsConfig(_Config):
             )
 
     def travels(self, name: str) -> bool:
-        """Whether the parameter of that name is sent to workers."""
+        """Return whether the parameter of that name is sent to workers.
+
+        Raises:
+            AgentError: The predicate `only` raised.
+        """
         if self.only is None:
             return True
         if callable(self.only):
@@ -65,37 +71,42 @@ class WeightsConfig(_Config):
             except Exception as error:
                 raise AgentError(
                     f"the predicate weights.only raised {described(error)}, for the parameter {name!r}. "
-                    "Nobody knows now what travels: let it return True or False for every name of get_parameters()."
+                    "It must return True or False for every name of get_parameters()."
                 ) from error
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.only)
 
     def idle_patterns(self, names: Sequence[str]) -> list[str]:
-        """The patterns that choose none of these parameters."""
+        """Return the patterns in `only` that match none of these parameters."""
         patterns = () if self.only is None or callable(self.only) else self.only
         return [p for p in patterns if not any(fnmatch.fnmatchcase(name, p) for name in names)]
 
 
 ALL_WEIGHTS = WeightsConfig()
-"""Everything travels, as it is."""
+"""All parameters are sent, unchanged."""
 
 
+@show_fields
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stagger(_Config):
-    """Environments spread over the horizon, so that a short rollout has rows of every part of an episode (Staggered
-    Environment Resets, arXiv 2511.21011)."""
+    """Spread environments over the horizon, so that a short rollout has rows from every part of an episode.
+
+    This is Staggered Environment Resets (arXiv 2511.21011). `EnvConfig.stagger` takes it.
+    """
 
     horizon: int | None = None
-    """Steps of an episode; one that has not ended by itself by then is truncated."""
+    """Required: largest number of steps of an episode; a longer episode is truncated."""
     groups: int | Literal["auto"] = "auto"
-    """How many groups of environments begin at different times; `auto`: horizon // steps of the first rollout. Never
-    more than there are environments."""
+    """Number of groups of environments, each with its own start offset; at most one per environment. `auto`: horizon
+    divided by the steps of the first rollout, rounded down."""
     init: StaggerInit = "advance"
-    """How an environment gets to its place: by steps with random actions (`advance`), with the agent's (`policy`), none
-    of which you are given, or by a first episode that is cut short (`clock`)."""
+    """How an environment reaches its start offset. `advance`: it takes random actions; `policy`: it takes the agent's
+    actions (neither is part of a rollout); `clock`: its first episode is truncated early."""
     offsets: StaggerOffsets = "even"
-    """Places of groups, evenly apart; or of each environment by itself, drawn from the seed (`random`)."""
+    """Start offsets: `even` spaces the groups evenly over the horizon; `random` draws one per environment from the
+    seed."""
     early: StaggerEarly = "partial"
-    """When an episode ends before the horizon, begin the next at once (`partial`), or when its group does (`gate`)."""
+    """When the next episode starts if one ends before the horizon. `partial`: at once; `gate`: at the next start of its
+    group."""
 
     def __post_init__(self) -> None:
         if self.horizon is None:
@@ -111,53 +122,59 @@ class Stagger(_Config):
         self._at_least("groups", 1)
         if self.groups > self.horizon:
             raise ConfigError(
-                f"Stagger.groups is {self.groups} with horizon={self.horizon}; groups begin at different steps of the "
-                "horizon, so there can be no more groups than steps."
+                f"Stagger.groups is {self.groups} with horizon={self.horizon}; groups start at different steps of the "
+                "horizon, so there can be at most one group per step."
             )
         if self.offsets == "random":
             raise ConfigError(
-                f"Stagger has both groups={self.groups} and offsets='random', which gives every environment a place of "
-                "its own; leave out one of the two."
+                f"Stagger has both groups={self.groups} and offsets='random', which draws an offset for every "
+                "environment instead of every group; leave out one of the two."
             )
 
 
+@show_fields
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EnvConfig(_Config):
-    """Which environments to run, and how workers act in them."""
+    """Which environments to run, and how workers act in them.
+
+    Example:
+        farstep.EnvConfig(env_name="CartPole-v1", envs_per_node=64, seed=0)
+    """
 
     type: EnvType = "gymnasium"
-    """Where environments come from: a Gymnasium id, a factory, a VectorEnv, or EnvPool."""
+    """Source of the environments: `gymnasium` (a registered id), `factory` (a function that returns an environment),
+    `vector` (a function that returns a VectorEnv) or `envpool`."""
     env_name: str | EnvSpec | Callable[..., Any] | None = None
-    """Gymnasium or EnvPool id; `module:Id` imports the module first. For gymnasium also an `EnvSpec`, for factory and
-    vector a dotted path (`package.module:function`) or a callable."""
+    """Required: a Gymnasium or EnvPool id; `module:Id` imports the module first. Type `gymnasium` also takes an
+    `EnvSpec`; `factory` and `vector` take a callable or its dotted path (`package.module:function`)."""
     env_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Passed to the environment's constructor."""
+    """Keyword arguments for the constructor of each environment."""
     wrappers: Sequence[Any] = ()
-    """Applied in order: a callable, a dotted path, or a pair of one of these and its keyword arguments."""
+    """Wrappers, applied in order: callables, dotted paths, or pairs of one of these and its keyword arguments."""
     envs_per_node: int = 1
-    """Environments on each node; the total is nodes times this."""
+    """Number of environments per node; the total is nodes times this."""
     seed: int | None = None
-    """Root of every environment's seeds; None draws one (see `env.seed`)."""
+    """Root seed, from which all environments derive theirs. None: draw one at random; `env.seed` returns it."""
     seed_episodes: bool = True
-    """Seed every episode of a slot, so that a replaced worker goes on with the same episodes. False: only the
-    first, then each environment's own generator, as in Gymnasium's vectors; faster where
-    seeding is costly (180 ms for Atari)."""
+    """Seed every episode of a slot, so that a replacement worker continues with the same episodes. False: seed only the
+    first, as Gymnasium's vector environments do; faster if seeding is slow (180 ms for Atari)."""
     kl_threshold: float | None = None
-    """AAPS: pull weights when the running KL divergence exceeds this; None pulls every published version."""
+    """Pull weights only when the running KL divergence exceeds this many nats (AAPS). None: pull every published
+    version."""
     sync: SyncRule | None = None
     """When a worker pulls weights: `farstep.sync.Always()` (default), `EveryK`, `EverySeconds`, `MaxLag`, `AAPS`, or
-    several, joined by `|`."""
+    several joined by `|`."""
     weights: WeightsConfig = ALL_WEIGHTS
-    """Which parameters travel, and in what form; a mapping is accepted: `{"only": "actor.*", "half": True}`."""
+    """Which parameters are sent, and in what form; a mapping is accepted: `{"only": "actor.*", "half": True}`."""
     transfer: TransferTrigger = ALL_AT_ONCE
-    """What of a chunk travels when, from workers without shared memory; a mapping is accepted: `{"size": 64}`."""
+    """When workers without shared memory send which arrays of a chunk; a mapping is accepted: `{"size": 64}`."""
     compression: Compression = "auto"
-    """Of chunks from workers without shared memory: `auto` measures, array by array, what the connection carries and
-    what each of LZ4 and Zstandard (`farstep[compression]`) would cost; `lz4`, `zstd`: only that one; or `none`."""
+    """Compression of chunks from workers without shared memory: `lz4`, `zstd` (both need `farstep[compression]`),
+    `none`, or `auto`, which measures the connection and chooses for each array."""
     inference: Inference = "auto"
-    """`auto` uses the fast path where it agrees with the agent's own `act`; `eager` never does."""
+    """`auto` replaces the agent's `act` by a faster equivalent if both return the same; `eager` always calls `act`."""
     stagger: Stagger | None = None
-    """Spread environments over the horizon; a mapping is accepted: `{"horizon": 1000}`. None: all begin together."""
+    """Spread environments over the horizon; a mapping is accepted: `{"horizon": 1000}`. None: all start together."""
 
     def __post_init__(self) -> None:
         self._one_of("type", EnvType)
@@ -205,8 +222,8 @@ class EnvConfig(_Config):
     def _check_vector_stagger(self, stagger: Stagger) -> None:
         if stagger.init != "clock" or stagger.early != "partial":
             raise ConfigError(
-                f"EnvConfig.stagger has init={stagger.init!r} and early={stagger.early!r} with type={self.type!r}; an "
-                "environment that is one of a vector cannot be stepped, or left standing, alone. Use init='clock' and "
+                f"EnvConfig.stagger has init={stagger.init!r} and early={stagger.early!r} with type={self.type!r}; a "
+                "single environment of a vector can be neither stepped nor paused. Use init='clock' and "
                 "early='partial', or type='gymnasium' or 'factory'."
             )
 
@@ -238,7 +255,7 @@ class EnvConfig(_Config):
                 )
 
     def check_reset(self, seed: int | None, masked: bool) -> int | None:
-        """The seed of a reset of all environments, or only of masked ones."""
+        """Check the arguments of a reset; return the seed as an int."""
         if seed is not None and masked and self.type == "envpool":
             raise ConfigError(
                 "reset got a seed and a reset_mask, but EnvPool seeds all of its environments together; "
@@ -248,27 +265,27 @@ class EnvConfig(_Config):
 
 
 def is_dotted_path(name: str) -> bool:
-    """Whether `name` can be the path of something to import: `package.module:function` or `package.module.function`."""
+    """Return whether `name` is an import path: `package.module:function` or `package.module.function`."""
     module, _, attribute = name.partition(":") if ":" in name else name.rpartition(".")
     return attribute.isidentifier() and all(part.isidentifier() for part in module.split("."))
 
 
 def check_seed(value: object) -> int:
-    """A root of seeds, if it is one that can be sent to workers."""
+    """Return a root seed as an int; raise `ConfigError` if it does not fit a message to workers."""
     if not isinstance(value, numbers.Integral) or isinstance(value, bool) or not 0 <= int(value) < 2**63:
         raise ConfigError(f"the seed is {value!r}; it must be a non-negative integer below 2**63, to fit a message.")
     return int(value)
 
 
 def check_count(name: str, value: object, minimum: int = 1) -> int:
-    """A number of something, if it is one."""
+    """Return a count as an int; raise `ConfigError` if it is not an integer of at least `minimum`."""
     if not isinstance(value, numbers.Integral) or isinstance(value, bool) or int(value) < minimum:
         raise ConfigError(f"{name} is {value!r}; it must be an integer of at least {minimum}.")
     return int(value)
 
 
 def is_number(value: object) -> bool:
-    """Whether it is a real number that a float can hold, and no NaN."""
+    """Return whether `value` is a real number that fits a float and is not NaN."""
     try:
         return isinstance(value, numbers.Real) and not isinstance(value, bool) and not math.isnan(value)
     except OverflowError:  # 10**400
@@ -276,7 +293,7 @@ def is_number(value: object) -> bool:
 
 
 def check_rule(what: str, rule: object) -> None:
-    """Refuse what is no sync rule, or one that does not say how much it wants to be measured."""
+    """Raise `ConfigError` unless `rule` is a sync rule with valid `probes` and `rows`."""
     if isinstance(rule, type):
         raise ConfigError(f"{what} is the class {rule.__name__}; give an instance, e.g. {rule.__name__}().")
     if not isinstance(rule, SyncRule):

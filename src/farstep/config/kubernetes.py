@@ -1,4 +1,4 @@
-"""Where workers run on Kubernetes."""
+"""The configuration for workers on Kubernetes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
+from farstep.config.field_docs import show_fields
 from farstep.config.launch import EngineConfig
 from farstep.errors import ConfigError
 
@@ -19,37 +20,39 @@ _PART = r"[a-z0-9]+([._-]+[a-z0-9]+)*"
 _IMAGE = rf"((\[[0-9a-fA-F:]+\]|[\w.-]+)(:\d+)?/)?{_PART}(/{_PART})*(:\w[\w.-]{{0,127}})?(@\w+:[0-9a-f]+)?"
 
 
+@show_fields
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KubernetesConfig(EngineConfig):
-    """Workers in pods of a Kubernetes cluster; a node is a pod."""
+    """Run workers in pods of a Kubernetes cluster; each node is one pod."""
 
     image: str = ""
-    """What pods run: an image with farstep and the environments in it (the repository's Dockerfile makes one)."""
+    """Required: container image with farstep and the environments; the repository's Dockerfile builds one."""
     namespace: str | None = None
-    """Where the objects are created; None: that of the kubeconfig's context, or of the head's own pod."""
+    """Namespace of the created objects. None: that of the kubeconfig context, or of the pod that the head runs in."""
     kind: KubernetesKind = "job"
-    """`job`: a Job per node, which is asked for again by the head when its pod fails. `deployment`: one Deployment for
-    all, whose pods Kubernetes itself replaces; it needs somebody to delete it if the head's machine is lost."""
+    """`job`: one Job per node, which the head resubmits when its pod fails. `deployment`: one Deployment for all nodes,
+    whose pods Kubernetes replaces; you must delete it yourself if the machine of the head is lost."""
     requests: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """What each pod asks for, e.g. `{"cpu": "4", "memory": "8Gi"}`; without `cpu` (here and in `limits`), as many cores
-    as its workers have threads."""
+    """Resources that each pod requests, e.g. `{"cpu": "4", "memory": "8Gi"}`. Without `cpu` here and in `limits`, one
+    core per thread of its workers."""
     limits: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """What each pod may use at most; `gpus_per_node` adds `nvidia.com/gpu`."""
+    """Resource limits of each pod; `gpus_per_node` adds `nvidia.com/gpu`."""
     tolerations: Sequence[Mapping[str, object]] = ()
-    """Taints of nodes that do not keep pods away, as Kubernetes writes them."""
+    """Taints that the pods tolerate, as in a Kubernetes pod spec."""
     node_selector: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Labels that nodes must have."""
+    """Labels that the Kubernetes nodes must have."""
     pod_template: Mapping[str, object] = dataclasses.field(default_factory=dict)
-    """Merged deeply into the pods' template (`metadata`, `spec`), over all the above. Items of lists are matched by
-    `mountPath` or `name` (the container's is `agent`); null removes a key."""
+    """Overrides for the pod template (`metadata`, `spec`), merged deeply over the options above. Items of lists are
+    matched by `mountPath` or `name` (the container is named `agent`); null removes a key."""
     image_pull_policy: ImagePullPolicy = "IfNotPresent"
-    """When nodes look for the image in its registry."""
+    """When Kubernetes pulls the image from its registry."""
     service_account: str | None = None
-    """The account of the pods; its token is mounted only if one is named here. None: the namespace's default."""
+    """Service account of the pods, whose token is mounted. None: the default account of the namespace, without its
+    token."""
     kube_context: str | None = None
-    """The kubeconfig's context; None: its current one, or the service account of the head's own pod."""
+    """Context of the kubeconfig. None: the current context, or the service account of the pod that the head runs in."""
     python: str | None = "python3"
-    """The interpreter in the image."""
+    """Python interpreter in the image."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -60,12 +63,12 @@ class KubernetesConfig(EngineConfig):
             )
         if not re.fullmatch(_IMAGE, self.image):
             raise ConfigError(
-                f"KubernetesConfig.image is {self.image!r}; expected [REGISTRY/]NAME[:TAG], with the name in small "
-                "letters and without spaces."
+                f"KubernetesConfig.image is {self.image!r}; expected [REGISTRY/]NAME[:TAG], with a lower-case name "
+                "without spaces."
             )
         if self.namespace is not None and not re.fullmatch(_LABEL, self.namespace):
             raise ConfigError(
-                f"KubernetesConfig.namespace is {self.namespace!r}; expected at most 63 small letters, digits and "
+                f"KubernetesConfig.namespace is {self.namespace!r}; expected at most 63 lower-case letters, digits and "
                 "hyphens."
             )
         self._one_of("kind", KubernetesKind)
@@ -76,7 +79,7 @@ class KubernetesConfig(EngineConfig):
             raise ConfigError(
                 f"KubernetesConfig.pod_template is {self.pod_template!r}; expected a mapping with 'metadata' or "
                 "'spec', which are mappings, e.g. {'spec': {'hostNetwork': True}}; 'containers' in it is a list of "
-                "mappings with a 'name' (that of farstep's own is 'agent')."
+                "mappings with a 'name' (farstep's container is named 'agent')."
             )
         if isinstance(self.tolerations, (str, Mapping)) or not all(isinstance(t, Mapping) for t in self.tolerations):
             raise ConfigError(
@@ -89,8 +92,8 @@ class KubernetesConfig(EngineConfig):
                 _cores(resources["cpu"])
         if self.time_limit_s is not None and self.kind == "deployment":
             raise ConfigError(
-                f"KubernetesConfig.time_limit is {self.time_limit!r} with kind='deployment', whose pods Kubernetes "
-                "does not let end by themselves; use kind='job'."
+                f"KubernetesConfig.time_limit is {self.time_limit!r} with kind='deployment', but Kubernetes restarts "
+                "the pods of a Deployment when they end; use kind='job'."
             )
 
     def _texts(self, name: str) -> dict[str, str]:
@@ -103,7 +106,7 @@ class KubernetesConfig(EngineConfig):
 
     @property
     def time_limit_s(self) -> int | None:
-        """`time_limit` in seconds: `3600`, `60:00` or `1:00:00`."""
+        """`time_limit` (`3600`, `60:00` or `1:00:00`) in seconds; None without a limit."""
         if self.time_limit is None:
             return None
         if not re.fullmatch(r"\d+(:[0-5]?\d){0,2}", str(self.time_limit)):
@@ -118,10 +121,10 @@ class KubernetesConfig(EngineConfig):
 
     @property
     def cores_per_node(self) -> int:
-        """For how many threads a pod has room, by what it asks for."""
-        asked = self.requests.get("cpu") or self.limits.get("cpu")
-        if asked is not None:
-            return max(1, math.floor(_cores(asked)))
+        """Number of cores that a pod requests, at least 1."""
+        requested = self.requests.get("cpu") or self.limits.get("cpu")
+        if requested is not None:
+            return max(1, math.floor(_cores(requested)))
         if self.workers_per_node is not None:
             return self.workers_per_node * self.cpus_per_worker
         return super()._cores_per_node()
@@ -140,9 +143,9 @@ def _is_template(given: object) -> bool:
 
 
 def _cores(quantity: str) -> float:
-    """Kubernetes' way to write a number of cores: `2`, `0.5`, `500m`."""
+    """Parse a number of cores as Kubernetes writes it: `2`, `0.5`, `500m`."""
     if not re.fullmatch(r"\d+(\.\d+)?m?", quantity):
         raise ConfigError(
-            f"KubernetesConfig asks for cpu {quantity!r}; expected a number of cores: '2', '0.5', '500m'."
+            f"KubernetesConfig requests cpu {quantity!r}; expected a number of cores: '2', '0.5', '500m'."
         )
     return float(quantity.removesuffix("m")) / (1000 if quantity.endswith("m") else 1)

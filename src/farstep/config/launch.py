@@ -1,4 +1,7 @@
-"""Where workers run: the words that all share, then a configuration per launcher (that of Kubernetes is beside it)."""
+"""Where workers run: the options that all launchers share, then one configuration per launcher.
+
+`KubernetesConfig` is in `kubernetes.py`.
+"""
 
 from __future__ import annotations
 
@@ -12,65 +15,66 @@ from typing import Literal
 
 from farstep.config.base import Options
 from farstep.config.env import is_number
+from farstep.config.field_docs import show_fields
 from farstep.errors import ConfigError, counted
 from farstep.resources import usable_cpus
 
 log = logging.getLogger("farstep")
 LocalTransport = Literal["shm", "ipc", "tcp"]
 RESTART_WINDOW_S = 600.0
-"""In which `restart_budget` is what may fail: rare faults never add up."""
+"""`restart_budget` counts the failures within this many seconds, so that rare ones do not add up over a long run."""
 
 
+@show_fields
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Timeouts(Options):
-    """How long each phase may go without progress before its worker counts as stuck, in seconds."""
+    """Seconds without progress after which a worker is considered stuck and is replaced, for each phase."""
 
     connect_s: float = 60.0
-    """From the start of a worker until it says hello (imports happen here)."""
+    """Seconds from the start of a worker process until it connects, including its imports."""
     construct_s: float = 120.0
-    """Building one environment."""
+    """Seconds to construct one environment."""
     reset_s: float = 60.0
-    """One `env.reset`."""
+    """Seconds for one `env.reset`."""
     step_s: float = 60.0
-    """One `env.step`."""
+    """Seconds for one `env.step`."""
     act_s: float = 60.0
-    """One call of the agent on a worker, the first one included."""
+    """Seconds for one call of the agent on a worker, including the first."""
     load_s: float = 60.0
-    """Receiving an agent or loading new weights."""
+    """Seconds to receive an agent or to load new weights."""
     idle_s: float = 60.0
-    """From a ticket to an idle worker until it begins with it (a stopped process never does)."""
+    """Seconds for an idle worker to start on a ticket that it was sent; a stopped process never does."""
     transfer_s: float = 600.0
-    """From one message of a rollout that is on its way until the next (workers may share a slow connection)."""
+    """Seconds between two messages of a rollout in transfer; workers may share a slow connection."""
     close_s: float = 5.0
-    """From `close()` until workers that are still there are killed."""
+    """Seconds after `close()` until workers that have not exited are killed."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             self._at_least(field.name, 0.01)
 
 
+@show_fields
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LaunchConfig(Options):
-    """The words that all launch configurations share."""
+    """The options that all launch configurations share."""
 
     nodes: int = 1
-    """How many nodes; each hosts `envs_per_node` environments."""
+    """Number of nodes; each hosts `envs_per_node` environments."""
     workers_per_node: int | None = None
-    """Worker processes on each node; None takes one per usable core (local nodes share this machine's)."""
+    """Worker processes per node. None: one per usable core; local nodes share the cores of this machine."""
     cpus_per_worker: int = 1
     """Threads that torch and BLAS may use in one worker."""
     gpus_per_node: int = 0
-    """GPUs on each node, shared by its workers, which act on them (0: on the CPU). Local nodes share this machine's."""
+    """GPUs per node, shared by its workers for acting; local nodes share this machine's GPUs. 0: act on the CPU."""
     time_limit: str | None = None
-    """Wall-clock limit in the engine's notation; engines without one ignore it."""
+    """Wall-clock limit in the notation of the engine. None: no limit. Engines without time limits ignore it."""
     timeouts: Timeouts = Timeouts()
-    """Limits per phase; a mapping of them is accepted."""
+    """Timeouts per phase, in seconds; a mapping is accepted: `{"step_s": 5}`."""
     restart_budget: int = 10
-    """Restarts of failed workers or environments allowed in any ten minutes; then the next call raises.
-
-    If descriptors, processes or memory run out, the start of a replacement is retried for `Timeouts.connect_s` seconds
-    without using the budget; then the call raises `ResourceError`.
-    """
+    """Restarts of failed workers or environments allowed in any ten minutes; the next failure raises. If descriptors,
+    processes or memory run out, starting a replacement is retried for `Timeouts.connect_s` seconds without using the
+    budget, then the call raises `ResourceError`."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "timeouts", Timeouts.of(self.timeouts))
@@ -82,36 +86,37 @@ class LaunchConfig(Options):
             self._at_least("workers_per_node", 1)
 
     def num_workers(self, envs_per_node: int) -> int:
-        """Workers in all: never more than environments, since an idle worker is a wasted process."""
+        """Return the total number of workers; at most one per environment."""
         return self.most_nodes * min(self.workers_on_node, envs_per_node)
 
     @property
     def workers_on_node(self) -> int:
-        """Workers that a node has, if it has environments for all of them."""
+        """Number of workers per node, if the node has an environment for each."""
         return self.workers_per_node or max(1, self._cores_per_node() // self.cpus_per_worker)
 
     @property
     def most_nodes(self) -> int:
-        """How many nodes there may ever be."""
+        """Largest number of nodes during the run."""
         return self.nodes
 
     @property
     def fewest_nodes(self) -> int:
-        """How many must be there for batches to go on."""
+        """Number of nodes required to start and to continue."""
         return self.nodes
 
     def resolved(self) -> LaunchConfig:
-        """The configuration to launch: this one, unless an option such as `SlurmConfig.debug` replaces it."""
+        """Return the configuration to launch: this one, unless an option such as `SlurmConfig.debug` replaces it."""
         return self
 
     def gpu_of(self, rank: int) -> int | None:
-        """Which of a node's GPUs its worker number `rank` acts on; None: the CPU."""
+        """Return the GPU that worker `rank` of a node acts on; None for the CPU."""
         return rank % self.gpus_per_node if self.gpus_per_node else None
 
     def _cores_per_node(self) -> int:
         return usable_cpus()
 
 
+@show_fields
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _ThisMachine(LaunchConfig):
     """A launch configuration whose nodes are all this machine."""
@@ -120,21 +125,23 @@ class _ThisMachine(LaunchConfig):
         return usable_cpus() // self.nodes
 
 
+@show_fields
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LocalConfig(_ThisMachine):
-    """Workers as processes of this machine."""
+    """Run workers as processes on this machine."""
 
     transport: LocalTransport = "shm"
-    """`shm`: shared memory (fastest); `ipc`, `tcp`: ZeroMQ as a remote worker would use it."""
+    """`shm`: shared memory (fastest). `ipc`, `tcp`: ZeroMQ sockets, as remote workers use them."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._one_of("transport", LocalTransport)
 
 
+@show_fields
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class InProcessConfig(_ThisMachine):
-    """Workers inside the caller's process and thread: for debugging, `breakpoint()` works."""
+    """Run workers inside the caller's process and thread, for debugging: `breakpoint()` works in environments."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -145,26 +152,30 @@ class InProcessConfig(_ThisMachine):
             )
 
 
+@show_fields
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineConfig(LaunchConfig):
-    """What all engines share that put an agent on each of several nodes."""
+    """The options of engines that start a node daemon on each of several nodes."""
 
     min_nodes: int | None = None
-    """Training begins, and goes on, with so many nodes; the others join when they come. None: all of `nodes`."""
+    """Minimum number of nodes required to start and to keep training; more join as they arrive. None: `nodes`."""
     max_nodes: int | None = None
-    """Up to how many `ClusterEnv.scale` may go; None: `nodes`."""
+    """Largest number of nodes that `ClusterEnv.scale` may request. None: `nodes`."""
     head_address: str | Sequence[str] | None = None
-    """Addresses of this machine to listen on, and for nodes to connect to; None: those of all its interfaces."""
+    """Addresses of this machine to listen on, which nodes connect to. None: those of all its network interfaces."""
     lease_s: float = 10.0
-    """A node that is not heard of for so long is lost; an agent that does not reach the head for so long ends."""
+    """Seconds of silence after which a node is declared lost. A node daemon that cannot reach the head for this long
+    ends its workers and exits."""
     queue_s: float = 24 * 3600.0
-    """How long to wait for `min_nodes` nodes before giving up."""
+    """Seconds to wait for `min_nodes` nodes before giving up."""
     encrypted: bool = True
-    """Seal bulk data; False only where nobody else can listen or connect. All the rest is always encrypted."""
+    """Encrypt rollouts and weights. Use False only on a network that no one else can access. Control messages are
+    always encrypted."""
     python: str | None = None
-    """The interpreter on nodes; None: the path of this one."""
+    """Python interpreter on the nodes. None: the path of the current one."""
     setup: Sequence[str] = ()
-    """Shell lines that nodes run first, e.g. `module load cuda`, or `source env/bin/activate` with python="python"."""
+    """Shell lines to run first on each node, e.g. `module load cuda`, or `source env/bin/activate` with
+    python="python"."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -194,20 +205,21 @@ class EngineConfig(LaunchConfig):
         return self.nodes if self.min_nodes is None else self.min_nodes
 
 
+@show_fields
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SSHConfig(EngineConfig):
-    """Workers on hosts that can be logged in to by ssh without a password."""
+    """Run workers on hosts that accept ssh logins without a password."""
 
     hosts: Sequence[str] = ()
-    """A node each, as ssh takes them (`name`, `user@name`, an alias of its configuration)."""
+    """Required: one host per node, as ssh accepts them (`name`, `user@name`, or an alias in the ssh configuration)."""
     ssh: Sequence[str] = (
         *("ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10"),
         *("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=2"),
     )
-    """The command that a host and a command line are appended to, as words or as one line. One that does not end when
-    its host has gone keeps that host from being asked again."""
+    """The ssh command, as one string or a list of words; the host and the remote command are appended. It must exit
+    when the connection is lost, otherwise that host is not tried again."""
     nodes: int = 0
-    """Of `hosts`, so many are used at a time; 0: all."""
+    """Number of hosts used at a time. 0: all."""
 
     def __post_init__(self) -> None:
         hosts = (self.hosts,) if isinstance(self.hosts, str) else tuple(self.hosts)
@@ -226,33 +238,39 @@ class SSHConfig(EngineConfig):
         super().__post_init__()
         if self.most_nodes > len(hosts):
             raise ConfigError(
-                f"SSHConfig asks for {counted(self.most_nodes, 'node')} and has {counted(len(hosts), 'host')}."
+                f"SSHConfig requests {counted(self.most_nodes, 'node')} and has {counted(len(hosts), 'host')}."
             )
 
 
+@show_fields
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SlurmConfig(EngineConfig):
-    """Workers on nodes that SLURM gives; inside an allocation, on the nodes of that."""
+    """Run workers in SLURM jobs; inside an allocation, on its nodes."""
 
     job_name: str = "farstep"
+    """Name of the jobs."""
     partition: str | None = None
-    """The paper's word for `slurm_partition`."""
+    """Same as `slurm_partition`; the name that the ClusterEnv paper uses."""
     slurm_partition: str | None = None
+    """Partition to submit to. None: the cluster's default."""
     slurm_account: str | None = None
+    """Account to charge. None: your default account."""
     slurm_qos: str | None = None
+    """Quality of service. None: the cluster's default."""
     slurm_constraint: str | None = None
+    """Features that nodes must have, as in `sbatch --constraint`. None: any node."""
     slurm_extra: Sequence[str] = ()
-    """Further options of sbatch, e.g. `--exclusive`, `--mem=16G`."""
+    """Further sbatch options, e.g. `--exclusive`, `--mem=16G`."""
     spread: bool = False
-    """Put every node on a host of its own, without reserving whole hosts: nodes that are requested at the same time are
-    one job of at least `min_nodes` nodes, which excludes the hosts of the run's other jobs."""
+    """Place every node on a different host, without reserving whole hosts: nodes that are requested at the same time
+    are one job of at least `min_nodes` nodes, which excludes the hosts of the run's other jobs."""
     log_folder: str = "slurm-logs"
-    """Where jobs write what their nodes say; on a file system that this machine and the nodes share."""
+    """Folder for the output of the jobs, on a file system that this machine and the nodes share."""
     gpu_type: str | None = None
-    """Which GPUs, as the cluster names them: `a100` asks for `--gres=gpu:a100:N`, N being `gpus_per_node` (at least 1);
-    the paper's `gpu:a100` is the same, and its `gpu` means any."""
+    """GPU type as the cluster names it: `a100` requests `--gres=gpu:a100:N`, with N = `gpus_per_node` (at least 1). The
+    paper's forms `gpu:a100` (the same) and `gpu` (any type) are accepted."""
     debug: bool = False
-    """Run the same number of workers on this machine instead, on its CPU, without SLURM."""
+    """Run the same number of workers on the CPU of this machine instead, without SLURM."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -277,8 +295,8 @@ class SlurmConfig(EngineConfig):
         kind = self.gpu_type.removeprefix("gpu:") if isinstance(self.gpu_type, str) else ""
         if not re.fullmatch(r"[\w.-]+", kind):
             raise ConfigError(
-                f"SlurmConfig.gpu_type is {self.gpu_type!r}; expected the name that the cluster has for the GPUs, e.g. "
-                "'a100' (sinfo --format=%G lists them); how many of them is gpus_per_node."
+                f"SlurmConfig.gpu_type is {self.gpu_type!r}; expected the cluster's name of a GPU type, e.g. "
+                "'a100' (sinfo --format=%G lists them); gpus_per_node is their number."
             )
         if chosen := re.search(r"(^|\s)(--gres|--gpus|-G)\S*", " ".join(extra)):
             raise ConfigError(
@@ -290,7 +308,7 @@ class SlurmConfig(EngineConfig):
 
     @property
     def gpu_option(self) -> str | None:
-        """The option of sbatch and srun that asks for the GPUs of a node."""
+        """The option of sbatch and srun that requests the GPUs of a node; None without GPUs."""
         if self.gpu_type is not None:
             return f"--gres=gpu:{self.gpu_type}:{self.gpus_per_node}"
         return f"--gpus-per-node={self.gpus_per_node}" if self.gpus_per_node else None
@@ -298,7 +316,7 @@ class SlurmConfig(EngineConfig):
     def resolved(self) -> LaunchConfig:
         if not self.debug:
             return self
-        log.warning("debug=True: SLURM is not used; all workers of %d nodes run on this machine's CPU", self.nodes)
+        log.warning("debug=True: running all workers of %d nodes on the CPU of this machine, without SLURM", self.nodes)
         return LocalConfig(
             nodes=self.nodes,
             workers_per_node=self.workers_on_node,
@@ -308,18 +326,19 @@ class SlurmConfig(EngineConfig):
         )
 
 
+@show_fields
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RayConfig(EngineConfig):
-    """Workers on the nodes of a Ray cluster; each of `nodes` is an actor with the resources of its workers."""
+    """Run workers on a Ray cluster; each node is a Ray actor with the resources of its workers."""
 
     address: str | None = None
-    """Of the cluster: `auto` finds one that runs, `local` starts one on this machine. None: the one that this program
-    has joined, or `auto`, or else `local`."""
+    """Address of the cluster: `auto` finds a running one, `local` starts one on this machine. None: the cluster that
+    this program has joined, otherwise a running one, otherwise `local`."""
     resources_per_node: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    """What an actor takes beyond CPUs (`workers_per_node` times `cpus_per_worker`) and `gpus_per_node`: Ray's custom
-    resources, or `memory` in bytes."""
+    """Resources of an actor besides CPUs (`workers_per_node` times `cpus_per_worker`) and GPUs (`gpus_per_node`): Ray's
+    custom resources, or `memory` in bytes."""
     namespace: str | None = None
-    """Ray's namespace for the actors; None: one without a name."""
+    """Ray namespace of the actors. None: an anonymous one."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -329,7 +348,7 @@ class RayConfig(EngineConfig):
                 raise ConfigError(f"RayConfig.{name} is {value!r}; expected text, e.g. 'auto', or None.")
         if self.address is not None and self.address.startswith("ray://"):
             raise ConfigError(
-                f"RayConfig.address is {self.address!r}, of a Ray Client server; give the cluster's own address "
+                f"RayConfig.address is {self.address!r}, the address of a Ray Client server; give that of the cluster "
                 "(host:6379), and run on a machine that its nodes can reach."
             )
         resources = self.resources_per_node
@@ -347,6 +366,6 @@ class RayConfig(EngineConfig):
         for name in ("python", "setup"):
             if getattr(self, name):
                 raise ConfigError(
-                    f"RayConfig.{name} is {getattr(self, name)!r}, but Ray itself starts Python on its nodes; call "
-                    "ray.init(runtime_env=...) first, which actors of farstep then use, too."
+                    f"RayConfig.{name} is {getattr(self, name)!r}, but Ray starts Python on its nodes; call "
+                    "ray.init(runtime_env=...) before launch instead, which also applies to farstep's actors."
                 )

@@ -1,4 +1,4 @@
-"""In which parts, and when, what workers have rolled travels to the head."""
+"""When workers send which arrays of a chunk to the head."""
 
 from __future__ import annotations
 
@@ -8,35 +8,38 @@ from collections.abc import Sequence
 from typing import Any, ClassVar, Self
 
 from farstep.config.base import Options as _Config
+from farstep.config.field_docs import show_fields
 from farstep.errors import ConfigError, unknown_name
 
 _REST = "*"
 
 
+@show_fields
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TransferTrigger(_Config):
-    """When, and in which order, the arrays of a chunk travel from workers that share no memory with the head.
+    """When, and in which order, workers without shared memory send the arrays of a chunk.
 
-    The end of a chunk sends what is left; any condition given here sends rows sooner, while it is still being rolled.
+    By default a chunk is sent when it is complete. A condition sends the rows so far while the chunk is still being
+    rolled. `a | b` sends when either condition holds, `a & b` when both do. `EnvConfig.transfer` takes it.
     """
 
     keys: Sequence[Sequence[str]] = ()
-    """Stages: names of arrays, group by group; a group travels in a message of its own, before the next one. `obs`
-    means `obs.camera`, too, unless that is named elsewhere; `last_obs` and `final_obs` are names of their own; `*` is
-    whatever no stage names (without it, that travels in the last)."""
+    """Stages: groups of array names, sent one group after the other, each in a message. `obs` includes `obs.camera`
+    unless another stage names it, but not `last_obs` or `final_obs`. `*` stands for all arrays that no stage names;
+    without it, the last stage includes them."""
     size: int | None = None
-    """Send when this many rows wait."""
+    """Send when this many rows are waiting. None: no such condition."""
     episode_end: bool = False
     """Send when an episode has ended."""
     max_bytes: int | None = None
-    """Send when this many bytes wait."""
+    """Send when this many bytes are waiting. None: no such condition."""
     seconds: float | None = None
-    """Send when the oldest row has waited this long."""
+    """Send when the oldest row has waited this many seconds. None: no such condition."""
     in_turn: int | None = None
-    """How many workers may send their last stage at a time, so that some chunks are complete while others wait; None:
-    all of them, and on a slow connection all are complete at the end."""
+    """Largest number of workers that send their last stage at the same time, so that on a slow connection the first
+    chunks are complete early. None: no limit."""
     also: Sequence[TransferTrigger] = ()
-    """Others that must say so, too, before rows are sent (`first & second`)."""
+    """Further triggers that must hold before rows are sent; set by `first & second`."""
 
     def __post_init__(self) -> None:
         for name in ("size", "max_bytes", "in_turn"):
@@ -63,13 +66,13 @@ class TransferTrigger(_Config):
     _EXPECTED = "expected groups of array names, e.g. (('reward', 'value', 'last_obs'), ('obs', 'action'))."
 
     NO_TRIGGER: ClassVar[str] = (
-        "a TransferTrigger calls nobody: it says when workers send what they have rolled, and belongs into the "
-        'environment\'s configuration, {"transfer": TransferTrigger(...)}. Who is called when rows have arrived says '
-        "flow.on(DataKeyTrigger(n=..., size=...), consumer)."
+        "a TransferTrigger does not call a consumer: it decides when workers send rows, and belongs in the "
+        'environment\'s configuration, {"transfer": TransferTrigger(...)}. To call a consumer when rows have arrived, '
+        "use flow.on(DataKeyTrigger(n=..., size=...), consumer)."
     )
 
     def __or__(self, other: object) -> Self:
-        """Rows are sent when either says so."""
+        """Return a trigger that sends rows when either trigger does."""
         other, shared = self._joined(other)
         first: dict[str, Any] = {}
         for name in ("size", "max_bytes", "seconds"):
@@ -78,14 +81,14 @@ class TransferTrigger(_Config):
         return dataclasses.replace(self, **shared, **first, episode_end=self.episode_end or other.episode_end)
 
     def __and__(self, other: object) -> Self:
-        """Rows are sent when both say so."""
+        """Return a trigger that sends rows when the conditions of both hold."""
         other, shared = self._joined(other)
         return dataclasses.replace(self, **shared, also=(other,))
 
     __rand__ = __ror__ = __and__
 
     def _joined(self, other: object) -> tuple[TransferTrigger, dict[str, Any]]:
-        """The other one, and stages and turns, of which only one of the two may say something."""
+        """Return the other trigger, and the `keys` and `in_turn` of the joined one, which only one of them may set."""
         if not isinstance(other, TransferTrigger):
             raise ConfigError(self.NO_TRIGGER)
         if self.also or other.also:
@@ -95,28 +98,40 @@ class TransferTrigger(_Config):
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine and theirs and mine != theirs:
                 raise ConfigError(
-                    f"two joined TransferTriggers have {name} of their own, {mine} and {theirs}; give one."
+                    f"two joined TransferTriggers have different {name}, {mine} and {theirs}; give only one."
                 )
             shared[name] = mine or theirs
         return other, shared
 
     @classmethod
     def dual(cls, size: int | None = None, in_turn: int | None = None) -> Self:
-        """What advantages are computed of first (ARTOS: dual-stage pipeline), observations and actions after it."""
+        """Return a trigger with two stages: first what advantages need, then observations and actions (ARTOS).
+
+        Args:
+            size: As in `TransferTrigger`.
+            in_turn: As in `TransferTrigger`.
+        """
         return cls(keys=((_REST,), ("obs", "action")), size=size, in_turn=in_turn)
 
     @property
     def sends_early(self) -> bool:
-        """Whether rows may travel before their chunk is done."""
+        """Whether rows may be sent before their chunk is complete."""
         return self.episode_end or not (self.size is None and self.max_bytes is None and self.seconds is None)
 
     @property
     def watches_ends(self) -> bool:
-        """Whether ends of episodes matter."""
+        """Whether a condition depends on the ends of episodes."""
         return self.episode_end or any(each.watches_ends for each in self.also)
 
     def due(self, rows: int, nbytes: int, seconds: float, ended: bool) -> bool:
-        """Whether to send now: so many rows and bytes wait, the first for so long, and an episode `ended` in them."""
+        """Return whether to send now.
+
+        Args:
+            rows: Number of rows waiting.
+            nbytes: Number of bytes waiting.
+            seconds: Seconds since the oldest of these rows was rolled.
+            ended: Whether an episode has ended in them.
+        """
         due = (
             (self.size is not None and rows >= self.size)
             or (self.max_bytes is not None and nbytes >= self.max_bytes)
@@ -126,7 +141,7 @@ class TransferTrigger(_Config):
         return rows > 0 and due and all(each.due(rows, nbytes, seconds, ended) for each in self.also)
 
     def split(self, names: Sequence[str]) -> list[list[str]]:
-        """These arrays, stage by stage; always at least one stage, and a stage may be empty."""
+        """Return the names of these arrays by stage; there is at least one stage, and a stage may be empty."""
         found: list[list[str]] = [[] for _ in self.keys or ((),)]
         homes = {name: i for i, stage in enumerate(self.keys) for name in stage}
         rest = homes.get(_REST, len(found) - 1)
@@ -138,11 +153,11 @@ class TransferTrigger(_Config):
         return found
 
     def check(self, names: Sequence[str]) -> None:
-        """Refuse stages with a name that no array has."""
+        """Raise `ConfigError` if `keys` has a name that no array has."""
         for entry in (name for stage in self.keys for name in stage):
             if entry != _REST and not any(name == entry or name.startswith(entry + ".") for name in names):
                 raise ConfigError(unknown_name("array in TransferTrigger.keys", entry, names))
 
 
 ALL_AT_ONCE = TransferTrigger()
-"""A chunk travels whole, when it is done."""
+"""A chunk is sent as a whole, when it is complete."""

@@ -1,0 +1,61 @@
+"""Learners and what they are made of: PPO, asynchronous PPO, IMPALA, their networks, returns and losses.
+
+Names are imported on first use, so that `returns` works without torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+from farstep.errors import install_extra
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from farstep.learners import losses as losses
+    from farstep.learners import returns as returns
+    from farstep.learners.async_ppo import AsyncPPO as AsyncPPO
+    from farstep.learners.async_ppo import AsyncPPOConfig as AsyncPPOConfig
+    from farstep.learners.impala import Impala as Impala
+    from farstep.learners.impala import ImpalaConfig as ImpalaConfig
+    from farstep.learners.loop.training import Learner as Learner
+    from farstep.learners.loop.training import Limits as Limits
+    from farstep.learners.loop.training import Training as Training
+    from farstep.learners.networks.nets import ActorCritic as ActorCritic
+    from farstep.learners.networks.nets import NetConfig as NetConfig
+    from farstep.learners.networks.nets import make_agent as make_agent
+    from farstep.learners.ppo import PPO as PPO
+    from farstep.learners.ppo import PPOConfig as PPOConfig
+
+_HOMES = {
+    "ActorCritic": "networks.nets",
+    "AsyncPPO": "async_ppo",
+    "AsyncPPOConfig": "async_ppo",
+    "Impala": "impala",
+    "ImpalaConfig": "impala",
+    "Learner": "loop.training",
+    "Limits": "loop.training",
+    "NetConfig": "networks.nets",
+    "PPO": "ppo",
+    "PPOConfig": "ppo",
+    "Training": "loop.training",
+    "make_agent": "networks.nets",
+}
+_MODULES = ("losses", "returns")
+
+__all__ = [*_HOMES, *_MODULES]
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module 'farstep.learners' has no attribute {name!r}")
+    try:
+        module = importlib.import_module(f"farstep.learners.{_HOMES.get(name, name)}")
+    except ModuleNotFoundError as error:
+        if command := install_extra(error.name or ""):
+            error.add_note(f"farstep.learners.{name} needs it: {command}")
+        raise
+    return module if name in _MODULES else getattr(module, name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from farstep.batch import Batch
 from farstep.cluster_env import ClusterEnv
+from farstep.config.field_docs import show_fields
 from farstep.errors import ConfigError
 from farstep.learners import losses
 from farstep.learners.loop.checks import LARGE, TINY, check_choice, check_counts, check_critic, check_numbers
@@ -28,6 +29,7 @@ from farstep.learners.optimizing import Schedule, named
 from farstep.learners.rollout import Minibatch
 
 
+@show_fields
 @dataclass(frozen=True, kw_only=True)
 class AsyncPPOConfig:
     """Asynchronous PPO; names are RLinf's."""
@@ -98,6 +100,7 @@ class AsyncPPOConfig:
     target_kl: float | None = None
     """stop learning from a rollout when the policy has moved this far, in nats"""
     net: NetConfig = DEFAULT_NET
+    """the agent's network"""
 
     def __post_init__(self) -> None:
         check_counts(self, "staleness_threshold", minimum=0)

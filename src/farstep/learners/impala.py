@@ -12,6 +12,7 @@ from torch import Tensor
 
 from farstep.batch import Batch
 from farstep.cluster_env import ClusterEnv
+from farstep.config.field_docs import show_fields
 from farstep.core import Array
 from farstep.learners import losses
 from farstep.learners.loop.checks import LARGE, TINY, check_counts, check_critic, check_numbers
@@ -24,6 +25,7 @@ from farstep.learners.returns import LOG_RATIO_LIMIT, fold_ends, vtrace
 from farstep.learners.rollout import Minibatch, Rollout
 
 
+@show_fields
 @dataclass(frozen=True, kw_only=True)
 class ImpalaConfig:
     """IMPALA: every row is learned from once, whoever acted it."""
@@ -64,6 +66,7 @@ class ImpalaConfig:
     max_grad_norm: float = 0.5
     """gradients are scaled down to this norm"""
     net: NetConfig = DEFAULT_NET
+    """the agent's network"""
 
     def __post_init__(self) -> None:
         check_counts(self, "num_steps", "num_chunks")

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from farstep.batch import Batch
 from farstep.cluster_env import ClusterEnv
+from farstep.config.field_docs import show_fields
 from farstep.learners import losses
 from farstep.learners.loop.checks import LARGE, TINY, check_choice, check_counts, check_critic, check_numbers
 from farstep.learners.loop.sizes import minibatch_rows, rollout_steps
@@ -21,6 +22,7 @@ from farstep.learners.optimizing import Schedule, named
 from farstep.learners.rollout import Minibatch
 
 
+@show_fields
 @dataclass(frozen=True, kw_only=True)
 class PPOConfig:
     """Synchronous PPO; names are CleanRL's, defaults were tuned with 16 to 128 environments."""
@@ -73,6 +75,7 @@ class PPOConfig:
     target_kl: float | None = None
     """stop learning from a rollout when the policy has moved this far, in nats"""
     net: NetConfig = DEFAULT_NET
+    """the agent's network"""
 
     def __post_init__(self) -> None:
         check_counts(self, "num_steps", "rollout_epochs", "minibatch_size", "update_epochs")

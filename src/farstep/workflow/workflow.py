@@ -22,7 +22,7 @@ import numpy as np
 from farstep.agents.update_gate import UpdateGate
 from farstep.batch import Batch, is_final
 from farstep.buffer.replay import Buffer
-from farstep.cluster_env import ClusterEnv
+from farstep.cluster_env import ClusterEnv, collector_for
 from farstep.config.env import check_count, is_number
 from farstep.core import Agent, Array, Nested
 from farstep.errors import ClosedError, ConfigError, FarstepError, described, unknown_name
@@ -294,7 +294,7 @@ class Workflow:
         for thread in self._threads:
             thread.check_ended()
         self.stopped = False
-        collector = self._collector = self.env.adopt(self.agent)
+        collector = self._collector = collector_for(self.env, self.agent)
         steps = self._steps or min((leaf.size for leaf in self._takers), default=_STEPS)
         self._chunk_steps = steps
         self._bind(collector, steps)

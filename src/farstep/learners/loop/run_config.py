@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from farstep.config.env import EnvConfig, check_count, check_seed
+from farstep.config.field_docs import show_fields
 from farstep.config.launch import InProcessConfig, LaunchConfig, LocalConfig, LocalTransport
 from farstep.errors import ConfigError
 
 LauncherName = Literal["local", "inprocess", "slurm", "ssh", "ray", "kubernetes"]
 
 
+@show_fields
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """One training run: environments, workers, how long, what is kept."""

@@ -22,7 +22,7 @@ from farstep.batch import Batch
 from farstep.checkpoint import folder as checkpoint
 from farstep.checkpoint.checks import Count, Finite, check_torch_generator, converted
 from farstep.checkpoint.files import Refused
-from farstep.cluster_env import ClusterEnv
+from farstep.cluster_env import ClusterEnv, check_saved
 from farstep.learners.loop.evaluation import Evaluated, Evaluator
 from farstep.learners.loop.guards import Guards
 from farstep.learners.loop.journal import Journal
@@ -366,7 +366,7 @@ class Training:
         if saved.env.get("version") != saved.version:
             raise Refused(f"the version is {saved.version}, and {saved.env.get('version')!r} of the environments")
         journal = Journal.of(saved.journal)
-        self._env.check_saved(self._learner.agent, saved.env, journal.actions())
+        check_saved(self._env, self._learner.agent, saved.env, journal.actions())
         return journal
 
     # ---- signals ----

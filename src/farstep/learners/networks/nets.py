@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from farstep.config.env import check_count
+from farstep.config.field_docs import show_fields
 from farstep.core import Array, Nested
 from farstep.learners.loop.checks import check_choice, check_counts
 from farstep.learners.networks.encoders import encoder_for, initialised, is_image
@@ -29,6 +30,7 @@ State = tuple[Tensor, ...]
 Recurrence = Literal["none", "gru", "lstm"]
 
 
+@show_fields
 @dataclass(frozen=True, kw_only=True)
 class NetConfig:
     """The agent's network."""

@@ -1,0 +1,75 @@
+"""Shows the docstring of every field of a configuration in `help()`.
+
+Python ignores a string below a dataclass field. `show_fields` reads these strings from the source and adds them to the
+docstring of the class, where `help()` and the command line's `--help` find them. Each text has one home: its field.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import itertools
+import textwrap
+from typing import Any, TypeVar, cast
+
+T = TypeVar("T")
+_WIDTH = 100
+
+
+def show_fields(kind: type[T]) -> type[T]:
+    """Class decorator, above `@dataclass`: add the docstrings of the fields to the docstring of the class.
+
+    The source is read when `__doc__` is first used, not at import. Without source, fields appear without their texts.
+    """
+    cast(Any, kind).__doc__ = _LazyDoc(kind, kind.__doc__ or "")
+    return kind
+
+
+def field_docs(kind: type) -> dict[str, str]:
+    """Return the docstring of each field of a dataclass, inherited ones included; fields without one are left out."""
+    found: dict[str, str] = {}
+    for base in reversed(kind.__mro__):
+        if dataclasses.is_dataclass(base):
+            found |= _docs_in_source(base)
+    return found
+
+
+class _LazyDoc:
+    """Descriptor for the `__doc__` of a class."""
+
+    def __init__(self, kind: type, summary: str) -> None:
+        self._kind, self._summary = kind, summary
+        self._text: str | None = None
+
+    def __get__(self, instance: object, owner: type) -> str:
+        if self._text is None:
+            docs = field_docs(self._kind)
+            entries = [_entry(each, docs.get(each.name, "")) for each in dataclasses.fields(cast(Any, self._kind))]
+            self._text = "\n".join([inspect.cleandoc(self._summary), "", "Attributes:", *entries])
+        return self._text
+
+
+def _docs_in_source(kind: type) -> dict[str, str]:
+    try:
+        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
+    except (OSError, TypeError, SyntaxError):  # no source: bytecode only, or a class made at run time
+        return {}
+    found: dict[str, str] = {}
+    for pair in itertools.pairwise(definition.body if isinstance(definition, ast.ClassDef) else ()):
+        match pair:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                found[name] = " ".join(text.split())
+    return found
+
+
+def _entry(field: dataclasses.Field[Any], text: str) -> str:
+    default: Any = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    if default is dataclasses.MISSING:
+        shown = ""
+    elif dataclasses.is_dataclass(default) and default == cast(Any, type(default))():
+        shown = f", default {type(default).__name__}()"  # not the values of all its fields
+    else:
+        shown = f", default {default!r}"
+    line = f"{field.name} ({field.type}{shown}): {text}"
+    return textwrap.fill(line, _WIDTH, initial_indent=" " * 4, subsequent_indent=" " * 8, break_on_hyphens=False)
