@@ -25,6 +25,7 @@ import learning_tables
 import network
 import scale
 import scaling
+import speed_plot
 import stagger
 import tables
 import transfer
@@ -128,6 +129,7 @@ def stagger_plots(document: dict[str, Any], _: Path) -> None:
 
 
 PLOTS = (
+    Plots("throughput.json", speed_plot.draw, ("speed.png",)),
     Plots("defaults.json", defaults.draw, tuple(f"defaults-{learner}.png" for learner in defaults.LEARNERS)),
     Plots("learning.json", learning_tables.draw, ("learning-cartpole-v1.png", "learning-lunarlander-v3.png")),
     Plots("async-16-cores.json", async_tables.draw, ("async-returns.png", "async-staleness.png")),
