@@ -28,10 +28,10 @@ from roster import BENCHMARKS
 from tables import table
 from tape import recording
 
-sys.path.insert(0, str(BENCHMARKS.parent / "tests" / "engines"))
-from namespaces import Network
-from ray_nodes import RayCluster
-from ssh_hosts import SshServer
+sys.path.append(str(BENCHMARKS.parent))
+from tests.engines.namespaces import Network
+from tests.engines.ray_nodes import RayCluster
+from tests.engines.ssh_hosts import SshServer
 
 MARKS = ("<!-- network: begin -->", "<!-- network: end -->")
 PORT = 5001

@@ -18,13 +18,13 @@ from typing import Any
 import aaps
 import async_return
 import async_tables
-import buffer
 import bulk
 import defaults
 import learning_tables
 import network
 import scale
 import scaling
+import speed_plot
 import stagger
 import tables
 import transfer
@@ -33,6 +33,8 @@ from children import run_script
 from document import put_between
 from roster import BENCHMARKS
 from runner import runs_in
+
+import buffer
 
 README = BENCHMARKS / "README.md"
 DOCS = BENCHMARKS.parent / "docs"
@@ -128,6 +130,7 @@ def stagger_plots(document: dict[str, Any], _: Path) -> None:
 
 
 PLOTS = (
+    Plots("throughput.json", speed_plot.draw, ("speed.png",)),
     Plots("defaults.json", defaults.draw, tuple(f"defaults-{learner}.png" for learner in defaults.LEARNERS)),
     Plots("learning.json", learning_tables.draw, ("learning-cartpole-v1.png", "learning-lunarlander-v3.png")),
     Plots("async-16-cores.json", async_tables.draw, ("async-returns.png", "async-staleness.png")),

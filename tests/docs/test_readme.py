@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+import farstep
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -55,11 +57,46 @@ def test_the_code_of_a_page_is_one_script_and_prints_what_it_says(page, tmp_path
     assert run.stdout == printed
 
 
-def test_the_readmes_example_is_short():
+def test_the_readme_and_its_example_are_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
     assert len([line for line in example("README.md")[0].splitlines() if line.strip()]) == 12
+
+
+def test_the_line_that_moves_the_example_to_slurm_takes_its_place():
+    text = (ROOT / "README.md").read_text()
+    _, line = re.findall(r"^```python\n(.*?)^```$", text, re.S | re.M)
+    assert line.count("\n") == 1 and 'seed": 1}, config) as env' in example("README.md")[0]
+    names = {"farstep": farstep}
+    exec(line, names)
+    env = farstep.ClusterEnv({"env_name": "CartPole-v1", "envs_per_node": 8, "seed": 1}, names["config"])
+    assert isinstance(names["config"], farstep.SlurmConfig) and env.num_envs == 4 * 8
+
+
+def test_the_readmes_commands_are_accepted():
+    train = pytest.importorskip("farstep.cli.train")
+    blocks = "".join(re.findall(r"^```bash\n(.*?)^```$", (ROOT / "README.md").read_text(), re.S | re.M))
+    lines = re.findall(r"^farstep (\w+) (.*?)(?: +#.*)?$", blocks, re.M)
+    assert [command for command, _ in lines] == ["train", "train", "watch", "plot"]
+    learner, *options = lines[0][1].split()
+    assert train._options(learner, options).run.env == "CartPole-v1"
 
 
 def test_every_relative_link_exists():
     for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))):
         for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def headings(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.S | re.M)
+    titles = re.findall(r"^#+ (.*)$", text, re.M)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def test_every_link_to_a_heading_has_one():
+    pages = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks/README.md", *(ROOT / "docs").glob("*.md"))
+    for page in pages:
+        for target, anchor in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", page.read_text()):
+            linked = page.parent / target if target else page
+            assert anchor in headings(linked), f"{page.name} links to {target}#{anchor}"
