@@ -33,7 +33,7 @@ import farstep
 from farstep.config.launch import SSHConfig
 from farstep.core import Received
 from farstep.errors import WireError
-from farstep.head.collector import Request
+from farstep.head.request import Request
 from farstep.head.tickets import IssuedTicket
 from farstep.rollout.progress import Phase
 from farstep.schema import ArraySpec
@@ -299,7 +299,7 @@ def test_a_worker_without_shared_memory_keeps_to_its_channels(monkeypatch: pytes
         assert collector is not None
         server, refused = collector.server, []
         monkeypatch.setattr(server.supervisor, "distrust", lambda record, error: refused.append(str(error)))
-        version = collector._agent_id
+        version = collector.publisher.agent_id
         cases = [
             (m.Progress([0] * 10), [], False, "Progress outside of the heartbeat connection"),
             (m.Progress([0] * 9), [], True, "9 progress words; expected 10"),

@@ -15,7 +15,7 @@ from faulty import MortalEnv, PoisonEnv
 from toys import NestedAgent, NestedEnv
 
 import farstep
-from farstep.head.collector import Request
+from farstep.head.request import Request
 from farstep.rollout.seeds import episode_seed
 from farstep.testing import CountingEnv, TableAgent
 

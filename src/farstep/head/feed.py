@@ -45,7 +45,7 @@ class Feed:
         try:
             self._server.watch(self._wake_fd, self._note)
             self._request = collector.open_feed(steps, plan, self._note_early if early else None)
-            collector.told = self.wake  # env.publish, of whichever thread, is something to look at
+            collector.publisher.on_published = self.wake  # env.publish, of whichever thread, is something to look at
         except BaseException:
             self._stop_watching()
             raise
@@ -164,7 +164,7 @@ class Feed:
 
     def close(self) -> None:
         """Cancel what is under way."""
-        self._collector.told = None
+        self._collector.publisher.on_published = None
         try:
             self._collector.end_feed(self._request)
         finally:

@@ -56,7 +56,7 @@ class Prober:
         probed.add(probe_rows_of(self._comparison, chunk.index, chunk.version, rows, steps, self._rows))
         self._unanswered[record.worker] = 0
 
-    def questions(self) -> list[ProbeRequest]:
+    def requests(self) -> list[ProbeRequest]:
         """What to ask now, for each worker that is there; one that is long busy with a chunk has probes enough."""
         found = []
         for record in self._records:
@@ -68,15 +68,15 @@ class Prober:
             found.append(ProbeRequest(record.worker, record.incarnation, probed))
         return found
 
-    def answers(self, questions: Sequence[ProbeRequest]) -> list[dict[str, Array]]:
+    def answers(self, requests: Sequence[ProbeRequest]) -> list[dict[str, Array]]:
         """What the policy says to each, in one evaluation; nothing where there is nothing to ask about."""
-        probed = [rows_of_chunk for question in questions for rows_of_chunk in question.probed]
+        probed = [rows_of_chunk for request in requests for rows_of_chunk in request.probed]
         if not probed:
-            return [{} for _ in questions]
+            return [{} for _ in requests]
         said = self._comparison.describe(joined(probed))
-        ends = np.cumsum([sum(rows_of_chunk.rows for rows_of_chunk in question.probed) for question in questions])
+        ends = np.cumsum([sum(rows_of_chunk.rows for rows_of_chunk in request.probed) for request in requests])
         parts = {name: np.split(array, ends[:-1]) for name, array in said.items()}
         return [
-            {name: part[i] for name, part in parts.items()} if question.probed else {}
-            for i, question in enumerate(questions)
+            {name: part[i] for name, part in parts.items()} if request.probed else {}
+            for i, request in enumerate(requests)
         ]
