@@ -34,7 +34,7 @@ from farstep.config.launch import SSHConfig
 from farstep.core import Received
 from farstep.errors import WireError
 from farstep.head.request import Request
-from farstep.head.tickets import IssuedTicket
+from farstep.head.tickets.records import IssuedTicket
 from farstep.rollout.progress import Phase
 from farstep.schema import ArraySpec
 from farstep.testing import CountingEnv, TableAgent

@@ -7,7 +7,8 @@ from collections import Counter, deque
 
 import pytest
 
-from farstep.head.tickets import IssuedTicket, Tickets
+from farstep.head.tickets.records import IssuedTicket
+from farstep.head.tickets.tickets import Tickets
 
 
 def roll(tickets: Tickets, available: set[int]) -> None:
@@ -118,10 +119,10 @@ def test_a_worker_that_is_back_before_its_node_has_left_counts_as_joined() -> No
     """Another node has taken the place of the one that was to leave."""
     tickets = Tickets(2, fewest=1)
     tickets.drain(1)
-    before = tickets.membership
-    assert tickets.present == {0}
+    before = tickets.presence.changes
+    assert tickets.presence.present == {0}
     tickets.join(1)
-    assert tickets.present == {0, 1} and tickets.membership > before
+    assert tickets.presence.present == {0, 1} and tickets.presence.changes > before
 
 
 @pytest.mark.parametrize("stale", [False, True])

@@ -13,7 +13,8 @@ from work import instructions
 
 from farstep import Buffer
 from farstep.buffer import LIFO, MaxHeap, MinHeap, Prioritized, Sampler, Uniform
-from farstep.head.tickets import FeedPlan, Tickets
+from farstep.head.tickets.records import FeedPlan
+from farstep.head.tickets.tickets import Tickets
 from farstep.workflow.triggers import DataKeyTrigger, Dispatcher, Ledger
 
 FEW, MANY = 8, 64

@@ -8,7 +8,8 @@ from collections import Counter
 import pytest
 from ticket_world import TicketWorld
 
-from farstep.head.tickets import FeedPlan, IssuedTicket, Tickets
+from farstep.head.tickets.records import FeedPlan, IssuedTicket
+from farstep.head.tickets.tickets import Tickets
 
 RUNS, EVENTS = 13, 600  # for each of 24 kinds of session: 187,200 events
 MODES = pytest.mark.parametrize("mode", ["rounds", "several rounds", "first-come"])

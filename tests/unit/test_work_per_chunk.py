@@ -11,7 +11,8 @@ from test_ahead import rows
 from work import instructions, peak_bytes
 
 from farstep.head.chunks.send_queue import SendQueue
-from farstep.head.tickets import IssuedTicket, Tickets
+from farstep.head.tickets.records import IssuedTicket
+from farstep.head.tickets.tickets import Tickets
 from farstep.workflow.partial_chunks import PartialChunks
 from farstep.workflow.triggers import DataKeyTrigger, Dispatcher, Ledger
 

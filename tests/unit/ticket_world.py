@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 from collections import Counter, defaultdict, deque
 
-from farstep.head.tickets import AcceptedChunk, IssuedTicket, Tickets
+from farstep.head.tickets.records import AcceptedChunk, IssuedTicket
+from farstep.head.tickets.tickets import Tickets
 
 
 class TicketWorld:

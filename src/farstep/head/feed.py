@@ -15,7 +15,7 @@ from farstep.batch import Batch
 from farstep.head.chunks.incoming_chunks import EarlyPart
 from farstep.head.collector import Collector
 from farstep.head.members.worker_records import WorkerRecord
-from farstep.head.tickets import AcceptedChunk, FeedPlan
+from farstep.head.tickets.records import AcceptedChunk, FeedPlan
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ class Feed:
         """With `early`, it also hands out what arrives ahead of the chunk it belongs to."""
         self._collector, self._server = collector, collector.server
         self._woken = False
-        self._membership = -1
-        """As of the last call of `members`."""
+        self._seen_changes = -1
+        """`Presence.changes` at the last call of `members`."""
         self._early: deque[EarlyPart] = deque()
         self._waking = threading.Lock()
         """Whoever wakes it does not write to a descriptor that is closed meanwhile, and perhaps another one's."""
@@ -79,7 +79,7 @@ class Feed:
         def look() -> bool | None:
             nonlocal waited
             waited = time.monotonic() - began
-            if self._woken or self._server.tickets.membership != self._membership:
+            if self._woken or self._server.tickets.presence.changes != self._seen_changes:
                 return False
             with room:
                 found = self._collector.take_chunk(self._request, wanted)
@@ -147,14 +147,14 @@ class Feed:
 
     def members(self) -> Members | None:
         """Which workers are present, and which have left; None if nothing changed since the last call."""
-        tickets = self._server.tickets
-        if tickets.membership == self._membership:
+        presence = self._server.tickets.presence
+        if presence.changes == self._seen_changes:
             return None
         with self._server.locked():
-            self._membership = tickets.membership
-            departed = frozenset(tickets.departed)
-            tickets.departed.clear()
-            return Members(frozenset(tickets.present), departed, tickets.quorum)
+            self._seen_changes = presence.changes
+            departed = frozenset(presence.departed)
+            presence.departed.clear()
+            return Members(frozenset(presence.present), departed, presence.quorum)
 
     def wake(self) -> None:
         """Let `take` return; from any thread."""

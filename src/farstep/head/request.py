@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from farstep.head.chunks.incoming_chunks import EarlyPart
 from farstep.head.members.worker_records import ResetRequest
-from farstep.head.tickets import FeedPlan
+from farstep.head.tickets.records import FeedPlan
 
 OnPart = Callable[[EarlyPart], None]
 """Called for each complete stage of each worker's chunk, in the thread that reads; must neither block nor raise."""

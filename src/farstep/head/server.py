@@ -37,7 +37,8 @@ from farstep.head.members.message_rules import check_message, is_late
 from farstep.head.members.supervisor import Supervisor
 from farstep.head.members.worker_records import WorkerRecord, expected, split
 from farstep.head.slow_call_warnings import FIRST_NOTE_S, NOTE_S, noted_while_slow
-from farstep.head.tickets import IssuedTicket, Tickets
+from farstep.head.tickets.records import IssuedTicket
+from farstep.head.tickets.tickets import Tickets
 from farstep.launch import launcher_for
 from farstep.launch.daemon.process import import_path
 from farstep.rollout.nested_launch import refuse_nested_launch
@@ -153,7 +154,7 @@ class Server:
 
     def present(self) -> list[WorkerRecord]:
         """All workers but those that no node has a place for."""
-        return [record for record in self.records if record.worker not in self.tickets.absent]
+        return [record for record in self.records if record.worker not in self.tickets.presence.absent]
 
     def unsettled(self) -> bool:
         """Whether workers are missing or about to leave, so that the set of workers to wait for will change."""

@@ -13,7 +13,7 @@ import numpy as np
 from farstep.batch import Batch
 from farstep.head.members.membership import State
 from farstep.head.server import Server
-from farstep.head.tickets import AcceptedChunk
+from farstep.head.tickets.records import AcceptedChunk
 from farstep.wire.messages import Chunk
 
 _WINDOW = 100
@@ -75,6 +75,7 @@ class Counters:
 
     def snapshot(self, server: Server, version: int, inference: str) -> dict[str, Any]:
         members, tickets = server.supervisor.membership, server.tickets
+        absent = len(tickets.presence.absent)
         span = self._recent[-1][0] - self._recent[0][0] if len(self._recent) > 1 else 0.0
         later_steps = sum(steps for _, steps in list(self._recent)[1:])
         return {
@@ -89,8 +90,8 @@ class Counters:
             "steps_per_second": later_steps / span if span > 0 else 0.0,
             "workers": {
                 "alive": members.count(State.ALIVE),
-                "starting": members.count(State.STARTING, State.CONSTRUCTING, State.WAITING) - len(tickets.absent),
-                "queued": len(tickets.absent) - server.supervisor.launcher.spare(),
+                "starting": members.count(State.STARTING, State.CONSTRUCTING, State.WAITING) - absent,
+                "queued": absent - server.supervisor.launcher.spare(),
                 "parked": 0,
                 "lost": members.count(State.DYING),
                 "restarts": members.restarts,

@@ -13,7 +13,7 @@ from farstep.head.chunks.rollouts import Rollouts, base_rows
 from farstep.head.members.broadcast import Broadcast
 from farstep.head.members.worker_records import ResetRequest, WorkerRecord
 from farstep.head.server import Server
-from farstep.head.tickets import AcceptedChunk, IssuedTicket
+from farstep.head.tickets.records import AcceptedChunk, IssuedTicket
 from farstep.rollout.program import Program
 from farstep.schema import ArraySpec, Schema, space_schema
 from farstep.wire import messages as m

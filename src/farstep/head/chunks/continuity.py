@@ -8,7 +8,7 @@ import numpy as np
 
 from farstep.core import Array
 from farstep.head.members.worker_records import WorkerRecord
-from farstep.head.tickets import AcceptedChunk
+from farstep.head.tickets.records import AcceptedChunk
 
 
 class Continuity:

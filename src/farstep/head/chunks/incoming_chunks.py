@@ -12,7 +12,7 @@ from farstep.batch import ENDS, Part, is_final
 from farstep.core import Array, BytesLike
 from farstep.errors import WireError
 from farstep.head.members.worker_records import WorkerRecord
-from farstep.head.tickets import IssuedTicket
+from farstep.head.tickets.records import IssuedTicket
 from farstep.rollout.rows import Rows
 from farstep.wire.compression import unpack
 

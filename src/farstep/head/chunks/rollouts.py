@@ -14,7 +14,7 @@ from farstep.core import Array, BytesLike, Nested, Received
 from farstep.errors import WireError
 from farstep.head.chunks.incoming_chunks import IncomingChunk, records_of
 from farstep.head.members.worker_records import WorkerRecord
-from farstep.head.tickets import AcceptedChunk, IssuedTicket
+from farstep.head.tickets.records import AcceptedChunk, IssuedTicket
 from farstep.resources import check_memory
 from farstep.rollout.blocks import Layout
 from farstep.rollout.rows import Rows

@@ -14,106 +14,18 @@ nobody can use. Without a bound on staleness only room holds workers back; `invi
 
 from __future__ import annotations
 
-import heapq
 from collections import Counter, deque
-from collections.abc import Callable, Container, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Container, Iterable
 from itertools import islice
 from typing import Any
 
-_QUEUED_PER_WORKER = 2  # one being rolled, one to go on with at once
-_FEED_LANES = 3  # the same, and one that is being taken in
+from farstep.head.tickets.presence import Presence
+from farstep.head.tickets.records import AcceptedChunk, FeedPlan, IssuedTicket
+from farstep.head.tickets.session import CollectionSession
+from farstep.head.tickets.worker_queue import TICKETS_PER_WORKER, WorkerQueue
 
-
-@dataclass(frozen=True)
-class IssuedTicket:
-    """A ticket that was given: who rolls what into which lane."""
-
-    seq: int
-    worker: int
-    batch: int
-    """Index of its round; -1 in a session without rounds (first come)."""
-    lane: int
-    min_version: int
-
-
-@dataclass(frozen=True)
-class AcceptedChunk:
-    """A chunk that was accepted."""
-
-    ticket: IssuedTicket
-    version: int
-    """What it counts as, for its age."""
-    piece: Any
-
-
-@dataclass(frozen=True)
-class FeedPlan:
-    """What a workflow consumes together, and how far its workers may run ahead."""
-
-    max_staleness: int | None = None
-    actors: int | None = 1
-    """Workers whose windows make a batch; None: all that are present."""
-    chunks: int = 1
-    """Of each actor."""
-    invited: Mapping[int, int] | None = None
-    """Per worker, how many chunks it was asked for already; None: it rolls what it may."""
-
-
-QueueKey = tuple[int, int, int]
-"""A worker's key in the queue for tickets: tickets that it holds, tickets that it was given so far, its number."""
-
-
-@dataclass
-class CollectionSession:
-    """What the current call asked for, and how far it got."""
-
-    max_staleness: int | None
-    """None: synchronous, age is not looked at."""
-    num_chunks: int | None
-    batches: int | None
-    """How many batches in all; None: as many as are asked for."""
-    rollouts: int = 1
-    """Rounds per batch."""
-    issued: dict[int, int] = field(default_factory=dict)
-    """Per worker, the first round for which it has no ticket yet."""
-    redo: dict[int, deque[tuple[int, int]]] = field(default_factory=dict)
-    """Per worker, round and lane of tickets to reissue."""
-    due: set[int] = field(default_factory=set)
-    """Workers whose state changed since tickets were last granted (rounds only)."""
-    missing: dict[int, int] | None = None
-    """Per worker, how many of its chunks the next batch still needs (rounds only); None: must be recomputed."""
-    taken: int = 0
-    """Rounds handed to the learner; like `released`, a multiple of `rollouts`."""
-    released: int = 0
-    """Rounds that the learner has finished with."""
-    lanes: dict[int, list[int]] = field(default_factory=dict)
-    """Per worker, free lanes (first-come sessions only)."""
-    feed: FeedPlan | None = None
-    voided: list[tuple[int, int]] = field(default_factory=list)
-    """Worker and ticket id of each dropped chunk of a feed, until `Tickets.voided` returns them."""
-    since: dict[int, int] = field(default_factory=dict)
-    """Per worker that joined after the session began, the first round that includes it."""
-    held: Counter[int] = field(default_factory=Counter)
-    """Per worker, chunks that the learner has and is not done with (rounds count batches instead)."""
-    invited: dict[int, int] | None = None
-    """Per worker, how many tickets it was asked to take; None: it takes what it may have."""
-    held_total: int = 0
-    begun: Counter[int] = field(default_factory=Counter)
-    """Per worker, windows of a feed that it has begun and that were not consumed."""
-    begun_total: int = 0
-    completing: list[QueueKey] = field(default_factory=list)
-    beginning: list[QueueKey] = field(default_factory=list)
-    """Heaps of workers that may get a ticket: those with an incomplete window, and the others. Entries may be stale."""
-
-    @property
-    def depth(self) -> int:
-        return (self.max_staleness or 0) + 1
-
-    @property
-    def rounds_ahead(self) -> int:
-        """Most rounds that may be outstanding, unread or held at the same time; each has its own lane."""
-        return self.depth * self.rollouts
+_FEED_LANES = TICKETS_PER_WORKER + 1
+"""Lanes per worker in a feed: one per open ticket, and one whose chunk is being stored."""
 
 
 class Tickets:
@@ -121,14 +33,7 @@ class Tickets:
 
     def __init__(self, num_workers: int, fewest: int | None = None) -> None:
         self._workers = num_workers
-        self._fewest = num_workers if fewest is None else fewest
-        """Batches go on without workers that are absent, as long as so many are there."""
-        self.absent: set[int] = set()
-        self._draining: set[int] = set()
-        self.departed: set[int] = set()
-        """Workers that left since `Feed.members` last cleared this."""
-        self.membership = 0
-        """Increases whenever a worker joins or leaves."""
+        self.presence = Presence(num_workers, num_workers if fewest is None else fewest)
         self._seq = 0
         self._outstanding: dict[int, IssuedTicket] = {}
         self._open: list[list[int]] = [[] for _ in range(num_workers)]
@@ -139,6 +44,8 @@ class Tickets:
         self._oldest = 0
         """No chunk that has arrived is of an older version."""
         self._session: CollectionSession | None = None
+        self._queue: WorkerQueue | None = None
+        """Workers to give tickets to, in a session without rounds."""
         self.issued = self.delivered = 0
         self.dropped: Counter[str] = Counter()
 
@@ -152,7 +59,7 @@ class Tickets:
         if num_chunks is None:
             return depth * rollouts
         # With fewer than a batch's share per worker, a batch of many chunks could never be complete.
-        return max(depth, _QUEUED_PER_WORKER, -(-depth * num_chunks // self._fewest))
+        return max(depth, TICKETS_PER_WORKER, -(-depth * num_chunks // self.presence.quorum))
 
     def open(
         self,
@@ -181,18 +88,10 @@ class Tickets:
         if feed is not None and feed.invited is not None:
             session.invited = {worker: feed.invited.get(worker, 0) for worker in range(self._workers)}
         self._session = session
+        if num_chunks is not None:
+            self._queue = WorkerQueue(session, self._open, self._arrived_of)
         for worker in range(self._workers):
             self._touch(worker)
-
-    @property
-    def present(self) -> set[int]:
-        """All workers except those that have no node, or whose node is about to leave."""
-        return set(range(self._workers)) - self.absent - self._draining
-
-    @property
-    def quorum(self) -> int:
-        """Workers that must be present to continue."""
-        return self._fewest
 
     def invite(self, workers: Iterable[int], chunks: int = 1) -> None:
         """Let each of these workers roll `chunks` more chunks."""
@@ -257,121 +156,45 @@ class Tickets:
             there = sorted(worker for worker in session.due if worker in available)
             orders = [issued for worker in there for issued in self._rounds(session, worker, version)]
             # Workers that are being restarted stay queued; `join` queues absent ones when they return.
-            session.due = {worker for worker in session.due.difference(there) if worker not in self.absent}
+            session.due = {worker for worker in session.due.difference(there) if worker not in self.presence.absent}
             return orders
         wanted = session.num_chunks
         if session.feed is not None and session.feed.actors is None:
-            wanted = max(1, self._workers - len(self.absent) - len(self._draining)) * session.feed.chunks
+            wanted = max(1, self.presence.num_present) * session.feed.chunks
         return self._first_come(session, wanted, available, version)
 
     def _rounds(self, session: CollectionSession, worker: int, version: int) -> list[IssuedTicket]:
-        places = []
-        while session.redo[worker]:
-            places.append(session.redo[worker].popleft())
-        last = session.released + session.rounds_ahead
-        if session.batches is not None:
-            last = min(last, session.batches * session.rollouts)
-        while session.issued[worker] < last:
-            number = session.issued[worker]
-            session.issued[worker] += 1
-            places.append((number, number % session.rounds_ahead))
         return [
-            self._order(session, worker, number, lane, version + (number - session.released) // session.rollouts)
-            for number, lane in places
+            self._issue(session, worker, number, lane, version + (number - session.released) // session.rollouts)
+            for number, lane in session.next_rounds(worker)
         ]
 
     def _first_come(
         self, session: CollectionSession, wanted: int, available: Container[int], version: int
     ) -> list[IssuedTicket]:
-        orders: list[IssuedTicket] = []
+        assert self._queue is not None
+        granted: list[IssuedTicket] = []
         while True:
             ahead = len(self._outstanding) + len(self._arrived) + session.held_total
             if session.feed is None and ahead >= session.depth * wanted:
-                return orders
-            # The worker with the fewest open tickets; among equals, the one that was given the fewest so far.
-            places = [self._first(session, session.completing, True, available)]
-            if self._may_begin(session):
-                places.append(self._first(session, session.beginning, False, available))
-            worker = min((place for place in places if place is not None), default=(0, 0, -1))[2]
+                return granted
+            worker = self._queue.first(available)
             if worker < 0:
-                return orders
+                return granted
             session.issued[worker] += 1
             if session.invited is not None:
                 session.invited[worker] -= 1
             lane = session.lanes[worker].pop()
-            orders.append(self._order(session, worker, -1, lane, version + ahead // wanted))
-
-    def _first(
-        self, session: CollectionSession, queue: list[QueueKey], inside: bool, available: Container[int]
-    ) -> QueueKey | None:
-        """The first place of a queue that is up to date and whose worker may have a ticket."""
-        while queue:
-            worker = queue[0][2]
-            same = queue[0] == self._place(session, worker) and inside == self._is_inside(session, worker)
-            if same and self._may_roll(session, worker) and worker in available:
-                return queue[0]
-            heapq.heappop(queue)  # `_touch` queues the worker again when this changes
-        return None
-
-    def _place(self, session: CollectionSession, worker: int) -> QueueKey:
-        return self.busy(worker), session.issued[worker], worker
+            granted.append(self._issue(session, worker, -1, lane, version + ahead // wanted))
 
     def _touch(self, worker: int) -> None:
-        """Queue a worker again after a change that may let it get a ticket."""
-        session = self._session
-        if session is None:
-            return
-        if session.num_chunks is None:
-            session.due.add(worker)
-            return
-        if session.feed is not None:
-            begun = -(-self._chunks_of(session, worker) // session.feed.chunks)
-            session.begun_total += begun - session.begun[worker]
-            session.begun[worker] = begun
-        if not self._may_roll(session, worker):
-            return
-        inside = self._is_inside(session, worker)
-        queue = session.completing if inside else session.beginning
-        if len(queue) > 4 * self._workers:
-            queue[:] = {
-                place
-                for place in queue
-                if place == self._place(session, place[2]) and inside == self._is_inside(session, place[2])
-            }
-            heapq.heapify(queue)
-        heapq.heappush(queue, self._place(session, worker))
+        """Consider a worker again after a change that may let it get a ticket."""
+        if self._queue is not None:
+            self._queue.update(worker)
+        elif self._session is not None:
+            self._session.due.add(worker)
 
-    def _chunks_of(self, session: CollectionSession, worker: int) -> int:
-        """Chunks of a worker that are being rolled, wait to be taken, or are held by the learner."""
-        return session.held[worker] + self.pending(worker)
-
-    def _may_roll(self, session: CollectionSession, worker: int) -> bool:
-        """Whether a worker's own limits allow it another chunk."""
-        if not session.lanes[worker] or self.busy(worker) >= _QUEUED_PER_WORKER:
-            return False
-        if session.invited is not None and not session.invited[worker]:
-            return False
-        feed = session.feed
-        if feed is None or feed.max_staleness is None or self._is_inside(session, worker):
-            return True
-        return self._chunks_of(session, worker) < session.depth * feed.chunks
-
-    def _is_inside(self, session: CollectionSession, worker: int) -> bool:
-        """Whether the worker's next chunk continues a window of a feed."""
-        feed = session.feed
-        if feed is None or feed.max_staleness is None:
-            return False
-        return self._chunks_of(session, worker) % feed.chunks > 0
-
-    def _may_begin(self, session: CollectionSession) -> bool:
-        """Whether another window may be begun. With `n="all"` each worker has a bound of its own instead: windows that
-        a departed worker left in the buffer must not block the others."""
-        feed = session.feed
-        if feed is None or feed.max_staleness is None or feed.actors is None:
-            return True
-        return session.begun_total < session.depth * feed.actors
-
-    def _order(self, session: CollectionSession, worker: int, batch: int, lane: int, version_then: int) -> IssuedTicket:
+    def _issue(self, session: CollectionSession, worker: int, batch: int, lane: int, version_then: int) -> IssuedTicket:
         """`version_then`: the version when the chunk is consumed, if the learner publishes once per batch."""
         self._seq += 1
         self.issued += 1
@@ -436,10 +259,7 @@ class Tickets:
 
     def leave(self, worker: int) -> None:
         """The worker has no place to be, and nobody knows for how long: batches go on without it."""
-        self.absent.add(worker)
-        self._draining.discard(worker)
-        self.departed.add(worker)
-        self.membership += 1
+        self.presence.leave(worker)
         if (session := self._session) is not None:
             session.missing = None
             session.redo[worker].clear()
@@ -448,42 +268,24 @@ class Tickets:
 
     def drain(self, worker: int) -> None:
         """The worker's node is about to leave: the worker finishes its tickets and gets no new ones."""
-        if worker not in self._draining and worker not in self.absent:
-            self._draining.add(worker)
-            self.membership += 1
+        self.presence.drain(worker)
 
     def join(self, worker: int) -> None:
         """The worker is there: it is part of the batches that nobody has begun, or of all that cannot do without it."""
-        self.membership += worker in self.absent or worker in self._draining
-        self._draining.discard(worker)
-        if worker in self.absent:
-            self.absent.discard(worker)
-            if (session := self._session) is not None:
-                others = self._present(session) - {worker}
-                begun = max((session.issued[other] for other in others), default=0)
-                first = session.taken if len(others) < self._fewest else max(begun, session.taken)
-                first = -(-first // session.rollouts) * session.rollouts  # from the start of a batch on
-                session.since[worker] = session.issued[worker] = first
-                if session.num_chunks is None:
-                    self._skip_delivered(session, worker)
-                session.missing = None
+        if self.presence.join(worker) and (session := self._session) is not None:
+            others = self._present(session) - {worker}
+            begun = max((session.issued[other] for other in others), default=0)
+            first = session.taken if len(others) < self.presence.quorum else max(begun, session.taken)
+            delivered = (a.ticket.batch for a in self._arrived.values() if a.ticket.worker == worker)
+            session.join(worker, first, delivered)
         self._touch(worker)
-
-    def _skip_delivered(self, session: CollectionSession, worker: int) -> None:
-        """Do not reissue tickets for rounds that the worker delivered before it left and that are still unread."""
-        first = session.issued[worker]
-        session.redo[worker].clear()  # filled by chunks that became stale while it was absent
-        delivered = {a.ticket.batch for a in self._arrived.values() if a.ticket.worker == worker}
-        session.issued[worker] = max([first, *(number + 1 for number in delivered)])
-        gaps = set(range(first, session.issued[worker])) - delivered
-        session.redo[worker].extend((number, number % session.rounds_ahead) for number in sorted(gaps))
 
     def _present(self, session: CollectionSession) -> set[int]:
         """Whose chunks the next batch needs."""
         return {
             worker
             for worker in range(self._workers)
-            if worker not in self.absent and session.since.get(worker, 0) <= session.taken
+            if worker not in self.presence.absent and session.since.get(worker, 0) <= session.taken
         }
 
     def _drop(self, issued: IssuedTicket, cause: str) -> None:
@@ -533,10 +335,7 @@ class Tickets:
         """The learner is done with some chunks of a feed, or they were dropped for a cause when it was their turn."""
         session = self._session
         if session is not None:
-            # What an earlier session took is not held by this one.
-            left = max(0, session.held[worker] - chunks)
-            session.held_total -= session.held[worker] - left
-            session.held[worker] = left
+            session.consume(worker, chunks)
         if dropped is not None and chunks:
             self.delivered -= chunks
             self.dropped[dropped] += chunks
@@ -577,9 +376,9 @@ class Tickets:
             here = Counter(accepted.ticket.worker for accepted in self._of_next_batch(session))
             needed = {worker: session.rollouts - here[worker] for worker in self._present(session)}
             session.missing = {worker: count for worker, count in needed.items() if count}
-        if session.missing or len(self._arrived) < self._fewest:
+        if session.missing or len(self._arrived) < self.presence.quorum:
             return False
-        return len({accepted.ticket.worker for accepted in self._of_next_batch(session)}) >= self._fewest
+        return len({accepted.ticket.worker for accepted in self._of_next_batch(session)}) >= self.presence.quorum
 
     def _of_next_batch(self, session: CollectionSession) -> list[AcceptedChunk]:
         stop = session.taken + session.rollouts
@@ -595,13 +394,8 @@ class Tickets:
 
     def release(self) -> None:
         """The learner is done with the batch it held."""
-        session = self._session
-        if session is not None:
-            if session.num_chunks is None and session.released < session.taken:
-                session.due.update(range(self._workers))
-            session.released = session.taken
-            session.held.clear()
-            session.held_total = 0
+        if self._session is not None:
+            self._session.release()
 
     def cancel(self) -> int:
         """End the session; open tickets and unread chunks are dropped. Returns the last ticket's number."""
@@ -613,5 +407,5 @@ class Tickets:
             numbers.clear()
         self._arrived.clear()
         self._arrived_of.clear()
-        self._session = None
+        self._session = self._queue = None
         return self._seq
