@@ -235,7 +235,7 @@ def test_messages_of_an_admitted_worker_raise_nothing_but_wire_errors(monkeypatc
         for name in ("fail", "send", "grant"):
             monkeypatch.setattr(server, name, lambda *_: 0)
         monkeypatch.setattr(server.supervisor, "act_on", lambda event: None)
-        monkeypatch.setattr(server.supervisor, "distrust", lambda record, error: None)
+        monkeypatch.setattr(server.supervisor, "reject", lambda record, error: None)
         with server.locked():
             for case in range(CASES):
                 frames = list(chance.choice(heard))
@@ -298,7 +298,7 @@ def test_a_worker_without_shared_memory_keeps_to_its_channels(monkeypatch: pytes
         collector = env._collector
         assert collector is not None
         server, refused = collector.server, []
-        monkeypatch.setattr(server.supervisor, "distrust", lambda record, error: refused.append(str(error)))
+        monkeypatch.setattr(server.supervisor, "reject", lambda record, error: refused.append(str(error)))
         version = collector.publisher.agent_id
         cases = [
             (m.Progress([0] * 10), [], False, "Progress outside of the heartbeat connection"),

@@ -116,7 +116,7 @@ def test_staleness_one_collects_all_rollouts_of_one_batch_ahead() -> None:
 
 
 def test_joining_worker_takes_part_in_whole_batches_only() -> None:
-    tickets = Tickets(2, fewest=1)
+    tickets = Tickets(2, quorum=1)
     tickets.leave(1)
     tickets.open(1, rollouts=2)
     first = tickets.grant([0], 0)

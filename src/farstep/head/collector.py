@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 
 class Collector:
-    """The server's client that stands behind a `ClusterEnv`."""
+    """Collects rollouts for a `ClusterEnv`; the client of its `Server`."""
 
     def __init__(self, env_config: EnvConfig, config: LaunchConfig, seed: int) -> None:
         by_threshold = Always() if env_config.kl_threshold is None else AAPS(env_config.kl_threshold)
@@ -73,7 +73,7 @@ class Collector:
         self._broadcast = Broadcast(self.server, without_lost=True)
 
     def start(self) -> tuple[Space, Space]:
-        """Start the workers; the spaces of one environment."""
+        """Start the workers and return the observation and action space of one environment."""
         observation_space, action_space = self.server.start()
         obs, self._obs_schema = space_schema(observation_space, "obs")
         _, action_schema = space_schema(action_space, "action")
@@ -85,7 +85,7 @@ class Collector:
         return observation_space, action_space
 
     def close(self) -> None:
-        """End all workers and free everything; idempotent."""
+        """Stop all workers and free all resources; idempotent."""
         self.gate.close()
         try:
             self.server.close()
@@ -95,12 +95,13 @@ class Collector:
             self.publisher.close()
 
     def snapshot(self) -> dict[str, Any]:
+        """The counters for `ClusterEnv.stats`."""
         with self.server.locked():
             return self.counters.snapshot(self.server, self.version(), self.inference)
 
     @property
     def inference(self) -> str:
-        """How workers call the agent."""
+        """How workers call the agent: on the fast path, or why not."""
         return self._warnings.inference
 
     def version(self) -> int:
@@ -115,7 +116,7 @@ class Collector:
         """Make workers act with this agent and its present parameters."""
         self.publisher.adopt(agent)
 
-    # ---- sessions ----
+    # ---- requests ----
 
     def one_batch(
         self, steps: int, *, infos: bool = False, reset: ResetRequest | None = None, rollouts: int = 1
@@ -128,25 +129,25 @@ class Collector:
             self._end(request)
 
     def parts(self, steps: int) -> Generator[Part, None, Batch]:
-        """As `one_batch`, with what is complete of each worker's chunk ahead of it."""
-        found: deque[Part] = deque()
-        request = self._open(Request(steps, on_part=lambda early: found.append(early.part)), None, 1)
+        """Collect a batch as `one_batch` does; yield each worker's parts as they arrive and return the batch."""
+        arrived: deque[Part] = deque()
+        request = self._open(Request(steps, on_part=lambda early: arrived.append(early.part)), None, 1)
 
-        def look() -> Part | bool | None:
+        def next_part() -> Part | bool | None:
             """The next part; True after the last one; None while waiting."""
-            if found:
-                return found.popleft()
+            if arrived:
+                return arrived.popleft()
             return True if self.server.tickets.round_is_complete() else None
 
         try:
-            while isinstance(part := self._wait(request, look), Part):
+            while isinstance(part := self._wait(request, next_part), Part):
                 yield part
             return self._next_batch(request)
         finally:
             self._end(request)
 
     def stream(self, steps: int, max_staleness: int, num_chunks: int | None, rollouts: int = 1) -> Iterator[Batch]:
-        """Batches without end; closing the iterator cancels what is under way."""
+        """Yield batches without end; closing the iterator cancels the request."""
         request = self._open(Request(steps, num_chunks, rollouts), max_staleness, None)
         try:
             while True:
@@ -158,65 +159,73 @@ class Collector:
             self._end(request)
 
     def open_feed(self, steps: int, feed: FeedPlan, on_part: OnPart | None) -> Request:
-        """Begin to give tickets for chunks that `take_chunk` takes one by one."""
+        """Open a request whose chunks `take_chunk` takes one by one."""
         actors = self._num_workers if feed.actors is None else feed.actors
         request = Request(steps, actors * feed.chunks, on_part=on_part, feed=feed)
         return self._open(request, feed.max_staleness, None)
 
     def take_chunk(self, request: Request, wanted: Callable[[int], bool]) -> tuple[AcceptedChunk, Batch] | None:
-        """The first chunk that arrived of a worker that is wanted, if there is one: views of its lane."""
+        """Take the first unread chunk of a `wanted` worker, with views of its rows; None if there is none."""
         if request is not self._intake.request:
-            raise ClosedError("another call on this ClusterEnv ended this one; calls must follow each other.")
+            raise _superseded()
         assert self._rollouts is not None
         self.server.grant()
         accepted = self.server.tickets.take_one(wanted, self.version())
         if accepted is None:
-            self.server.grant()  # what was too old is to be rolled again
+            self.server.grant()  # replaces chunks that were dropped as stale
             return None
         batch = self._rollouts.chunk(accepted, request.steps, self._continuity.deliver(accepted, request.steps))
         self.counters.batch(batch, [accepted], self.version())
         return accepted, batch
 
-    # ---- what outlives this process ----
+    # ---- saving and resuming ----
 
     def save(self) -> list[Any]:
-        """What each worker must know to go on in another process; None of one that is being replaced."""
+        """The state of each worker, for `resume` in another process; None for one that is being restarted."""
         self._end()
         return self._broadcast.call("save", ())
 
     def check_saved(self, agent: Agent, saved: object, actions: Sequence[Mapping[str, Array]]) -> None:
-        """Raise `Refused` if `resume` could not go on from this."""
+        """Raise `Refused` if `resume` cannot use this state."""
         check_saved(saved, actions, agent, self._obs_schema, self._action_space)
 
     def resume(
         self, agent: Agent, version: int, root: int, workers: Sequence[Any], actions: Sequence[Mapping[str, Array]]
     ) -> None:
-        """Go on where `save` was called; slots that cannot be led back begin anew, from `root`."""
+        """Continue from where `save` was called, and reset slots whose episodes cannot be replayed.
+
+        Args:
+            agent: The agent to act with.
+            version: Version of its parameters.
+            root: Seed of the slots that are reset.
+            workers: What `save` returned.
+            actions: Per slot, the actions of its current episode.
+        """
         self.publisher.first_version = version
         self.publisher.adopt(agent)
-        places = replay_episodes(self.server.records, self._broadcast, root, workers, actions)
-        for record in self.server.records:  # its first chunk follows what was saved
+        results = replay_episodes(self.server.records, self._broadcast, root, workers, actions)
+        for record in self.server.records:  # the first chunk of a replayed slot continues the saved rows
             self._continuity.last[record.columns] = np.where(
-                places[record.columns] == ReplayResult.SAME, key_of(record, 0), -1
+                results[record.columns] == ReplayResult.SAME, key_of(record, 0), -1
             )
-        if (anew := places == ReplayResult.NONE).any():
-            self.one_batch(0, reset=ResetRequest([root] * len(anew), None if anew.all() else anew, None))
+        if (failed := results == ReplayResult.NONE).any():
+            self.one_batch(0, reset=ResetRequest([root] * len(failed), None if failed.all() else failed, None))
 
     def followed(self) -> Array:
-        """Per slot, which chunk was handed out last; -1: what comes next follows none."""
+        """Per slot, the key of the chunk that was delivered last; -1: the next one continues nothing."""
         return self._continuity.last.copy()
 
     def end_feed(self, request: Request) -> None:
         self._end(request)
 
     def _open(self, request: Request, max_staleness: int | None, batches: int | None) -> Request:
-        """Begin to give tickets for a request; whatever was under way is over."""
+        """Cancel the current request and open a session of tickets for another one."""
         tickets = self.server.tickets
         with self.server.locked():
             self.server.raise_failure()
             self._end()
             plan = request.num_chunks, request.feed, request.rollouts
-            self._lay(max(request.steps, 1), tickets.lanes_needed(max_staleness, *plan))
+            self._set_layout(max(request.steps, 1), tickets.lanes_needed(max_staleness, *plan))
             if request.reset is not None:
                 self._note_reset(request.reset)
             incarnations = tuple(record.incarnation for record in self.server.records)
@@ -225,20 +234,20 @@ class Collector:
             return request
 
     def row_schema(self) -> tuple[Schema, dict[str, Structure]]:
-        """The arrays of a row with the present agent, and how they nest."""
+        """The arrays of a row with the current agent, and how they nest."""
         assert self._rollouts is not None
         return self.publisher.row_schema(), self._rollouts.structures
 
-    def _lay(self, steps: int, lanes: int) -> None:
-        """Make room for a session, and tell workers where to write."""
+    def _set_layout(self, steps: int, lanes: int) -> None:
+        """Allocate blocks for a session if the present ones are too small, and announce them to workers."""
         rollouts = self._rollouts
         assert rollouts is not None
-        if lay := rollouts.fit(lanes, steps, self.publisher.row_schema(), self.publisher.agent_schemas[1]):
+        if message := rollouts.fit(lanes, steps, self.publisher.row_schema(), self.publisher.agent_schemas[1]):
             assert rollouts.memory is not None
-            self.server.tell(lay, fds=[rollouts.memory.fd])
+            self.server.announce(message, fds=[rollouts.memory.fd])
 
     def _note_reset(self, reset: ResetRequest) -> None:
-        """What a worker that is replaced must start from, and that nothing continues where slots are reset."""
+        """Record the seeds that a restarted worker must use; the next rows of slots that are reset continue nothing."""
         chosen = np.ones(len(self._continuity.last), bool) if reset.mask is None else reset.mask
         self._continuity.interrupt(chosen)
         for record in self.server.records:
@@ -248,7 +257,7 @@ class Collector:
                     record.roots[i], record.resume[i] = root, 0
 
     def _end(self, request: Request | None = None) -> None:
-        """Cancel what is under way; with a request, only if it is still that one."""
+        """Cancel the current request; if one is given, only if it is the current one."""
         with self.server.locked():
             if self.server.tickets.is_open and (request is None or request is self._intake.request):
                 self.server.cancel()
@@ -258,7 +267,7 @@ class Collector:
         try:
             return self._assembled(request)
         except BaseException:
-            self._continuity.interrupt()  # a batch that was put together just before Ctrl-C reached nobody
+            self._continuity.interrupt()  # Ctrl-C may have discarded a batch that counts as delivered
             raise
 
     def _assembled(self, request: Request) -> Batch:
@@ -266,15 +275,15 @@ class Collector:
         assert rollouts is not None
         began, dropped = time.monotonic(), server.tickets.dropped["stale"]
 
-        def look() -> list[AcceptedChunk] | None:
+        def next_chunks() -> list[AcceptedChunk] | None:
             if (batch := server.tickets.take(self.version())) is None:
                 self._warnings.note_starving(
                     request, time.monotonic() - began, server.tickets.dropped["stale"] - dropped
                 )
             return batch
 
-        with server.locked():  # until it is copied: a ticket given meanwhile could write into its lanes
-            accepted = self._wait(request, look)
+        with server.locked():  # a ticket issued before the batch is copied could overwrite its lanes
+            accepted = self._wait(request, next_chunks)
             continues = np.concatenate([self._continuity.deliver(a, request.steps) for a in accepted])
             one_round = request.num_chunks is None and request.rollouts == 1
             whole = one_round and len(accepted) == self._num_workers
@@ -282,31 +291,31 @@ class Collector:
             self.counters.batch(batch, accepted, self.version())
         return batch
 
-    def _wait(self, request: Request, look: Callable[[], T | None]) -> T:
-        """What `look` finds, as soon as it does; meanwhile tickets are given."""
+    def _wait(self, request: Request, poll: Callable[[], T | None]) -> T:
+        """Wait until `poll` returns something, and return it; tickets are issued meanwhile."""
         began, server = time.monotonic(), self.server
 
-        def found() -> T | None:
+        def poll_and_grant() -> T | None:
             if request is not self._intake.request:
-                raise ClosedError("another call on this ClusterEnv ended this one; calls must follow each other.")
-            if (answer := look()) is None:
+                raise _superseded()
+            if (result := poll()) is None:
                 server.grant()
-            return answer
+            return result
 
         with server.locked():
             if request is self._intake.request:
                 server.grant()
-            answer = server.wait(found)
+            result = server.wait(poll_and_grant)
             self.counters.wait["learner"] += time.monotonic() - began
-        return answer
+        return result
 
-    # ---- the server's side ----
+    # ---- callbacks of the server (see `server.Client`) ----
 
     def make_ticket(self, issued: IssuedTicket) -> tuple[m.Ticket, list[Any]]:
         request, record = self._intake.request, self.server.records[issued.worker]
         reset = None if request.reset is None else request.reset.part(record)
         if reset is not None and record.incarnation != request.incarnations[record.worker]:
-            reset.seeds = None  # it began with them, and is perhaps past an episode that kills it
+            reset.seeds = None  # a restarted worker has used them, and may have skipped an episode that kills it
         return m.Ticket(issued.seq, issued.lane, request.steps, issued.min_version, reset, request.infos), []
 
     def on_message(self, record: WorkerRecord, message: m.FromWorker, received: Received) -> None:
@@ -331,3 +340,7 @@ class Collector:
     def on_error(self, record: WorkerRecord, failure: m.Failure, error: WorkerError) -> None:
         self._broadcast.failed(record, failure, error)
         self.publisher.on_error(record, failure, error)
+
+
+def _superseded() -> ClosedError:
+    return ClosedError("another call on this ClusterEnv ended this one; make one call at a time.")

@@ -122,7 +122,7 @@ class Feed:
         """The workers whose chunks wait to be taken, if nobody rolls another one."""
         with self._server.locked():
             tickets = self._server.tickets
-            return [] if tickets.in_flight or self._server.unsettled() else tickets.arrived_of()
+            return [] if tickets.in_flight or self._server.unsettled() else tickets.unread_workers()
 
     def pending(self, worker: int) -> int:
         """Chunks of a worker that are being rolled or wait to be taken."""

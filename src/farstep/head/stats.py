@@ -66,7 +66,7 @@ class Counters:
             versions = np.asarray(batch["version"])[0]  # one version per chunk: the first row has them all
             lags = version - versions
             for chunk in accepted:
-                self._lags[chunk.ticket.worker][_bucket(version - chunk.piece.version)] += 1
+                self._lags[chunk.ticket.worker][_bucket(version - chunk.info.version)] += 1
             self._lag_sum += int(lags.sum())
             self._lag_rows += len(lags)
             self._lag_max = max(self._lag_max, int(lags.max()))

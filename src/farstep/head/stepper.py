@@ -66,7 +66,7 @@ class Stepper:
         if lay := rollouts.fit(1, 1, {**base_rows(self._obs_schema, "<f8"), **actions}, {}):
             assert rollouts.memory is not None
             with self.server.locked():
-                self.server.tell(lay, fds=[rollouts.memory.fd])
+                self.server.announce(lay, fds=[rollouts.memory.fd])
 
     def step(self, actions: Mapping[str, Array]) -> list[Info]:
         """Step every environment."""
@@ -95,7 +95,7 @@ class Stepper:
             finally:
                 if server.tickets.is_open:
                     server.cancel()
-        return [info for a in accepted for info in a.piece]
+        return [info for a in accepted for info in a.info]
 
     def _arrived(self) -> list[AcceptedChunk] | None:
         if self._error is not None:

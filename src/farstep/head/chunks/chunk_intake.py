@@ -77,16 +77,16 @@ class ChunkIntake:
         rollouts, publisher = self._rollouts, self._publisher
         assert rollouts is not None
         began = time.monotonic()
-        piece = rollouts.take(record, issued, request.steps, chunk, received, publisher.version)
+        info = rollouts.take(record, issued, request.steps, chunk, received, publisher.version)
         if chunk.keys:
             self._counters.wait["transfer"] += time.monotonic() - began
-        self._counters.received(piece.nbytes)
-        tickets.accept(record.worker, chunk.ticket, chunk.passed, piece)
+        self._counters.received(info.nbytes)
+        tickets.accept(record.worker, chunk.ticket, chunk.passed, info)
         if publisher.prober is not None and request.steps:
             publisher.prober.remember(record, chunk, rollouts.rows(record, issued.lane), request.steps)
-        record.resume[:], record.clock = piece.resume, chunk.clock
+        record.resume[:], record.clock = info.resume, chunk.clock
         if request.on_part is not None:
-            self._notify(issued, piece.stage, None, piece.ends, piece.key, chunk.passed)
+            self._notify(issued, info.stage, None, info.ends, info.key, chunk.passed)
         if request.num_chunks is not None:
             self._server.grant()  # so that a fast worker continues while the learner is busy
 

@@ -26,7 +26,7 @@ class Continuity:
     def deliver(self, accepted: AcceptedChunk, steps: int) -> Array:
         """Record that the learner receives a chunk; returns what `continues` says of it."""
         columns = self._records[accepted.ticket.worker].columns
-        key = accepted.piece.key
+        key = accepted.info.key
         continues: Array = self.last[columns] == key - 1
         if steps:  # a reset has no rows to follow
             self.last[columns] = key

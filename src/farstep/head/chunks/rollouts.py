@@ -253,13 +253,13 @@ class Rollouts:
         ends, columns, finals, infos, column = [], [], [], [], 0
         for a in accepted:
             record = self._records[a.ticket.worker]
-            ends.append(a.piece.ends)
-            columns.append(a.piece.ends["slot"] - record.first + column)
-            k = np.arange(len(a.piece.ends))
+            ends.append(a.info.ends)
+            columns.append(a.info.ends["slot"] - record.first + column)
+            k = np.arange(len(a.info.ends))
             place = (a.ticket.lane, k // record.num_envs, record.first + k % record.num_envs)
             finals.append({name: self.blocks["final_" + name][place] for name in self._obs_schema})
-            if a.piece.infos is not None:
-                infos.append((record.first, a.piece.infos))
+            if a.info.infos is not None:
+                infos.append((record.first, a.info.infos))
             column += record.num_envs
         episodes = np.concatenate(ends)
         final = nest(self._obs, {n: np.concatenate([part[n] for part in finals]) for n in self._obs_schema})

@@ -1,6 +1,6 @@
 """Which messages a worker may send, in which state and over which channel.
 
-A worker whose message breaks a rule is replaced (`Supervisor.distrust`). The contents of a message are checked where
+A worker whose message breaks a rule is replaced (`Supervisor.reject`). The contents of a message are checked where
 they are used.
 """
 

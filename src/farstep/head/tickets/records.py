@@ -28,7 +28,7 @@ class AcceptedChunk:
     ticket: IssuedTicket
     version: int
     """The version that its staleness is counted from."""
-    piece: Any
+    info: Any
     """What the client stores with it; a `ChunkInfo` for a `Collector`."""
 
 

@@ -1,15 +1,14 @@
-"""Who may roll: tickets, admission and exactly-once acceptance, as a state machine without I/O.
+"""Decides which worker may roll a chunk, and accepts each chunk once. No I/O, no clock.
 
 A session yields batches. With `num_chunks=None` every worker rolls one chunk per round, and a batch is the chunks of
-the next `rollouts` rounds; otherwise it is the first `num_chunks` chunks to arrive. Admission is one rule: batches
-outstanding + unread + held by the learner never exceed `max_staleness + 1`; a learner that publishes once per batch
-then never gets an older row. If it publishes more often, rows become too old: those are dropped here, counted, and
-collected again.
+the next `rollouts` rounds. Otherwise a batch is the first `num_chunks` chunks to arrive. In both cases the batches that
+are outstanding, unread or held by the learner never exceed `max_staleness + 1`, so a learner that publishes once per
+batch never receives a row that is too old. If it publishes more often, rows that became too old are dropped, counted
+and collected again.
 
-A workflow opens a feed instead: chunks are taken one by one, as they arrive, and count as held until their rows were
-consumed, by windows of some chunks of some actors each. Admission counts windows: what a worker has begun it may
-complete, and no worker begins so many that others could not begin theirs; so rows never stand still in parts that
-nobody can use. Without a bound on staleness only room holds workers back; `invited` ones wait to be asked.
+A workflow opens a feed instead. It takes chunks one by one as they arrive, and each counts as held until its rows are
+consumed. Feeds are limited by windows (see `worker_queue.py`); without a staleness bound, by free lanes only. With
+invitations, a worker rolls only the chunks that `invite` allows.
 """
 
 from __future__ import annotations
@@ -29,36 +28,45 @@ _FEED_LANES = TICKETS_PER_WORKER + 1
 
 
 class Tickets:
-    """Gives tickets to workers and takes chunks from them."""
+    """Issues tickets to workers and accepts their chunks.
 
-    def __init__(self, num_workers: int, fewest: int | None = None) -> None:
+    At any moment, `issued` = `delivered` + all `dropped` + `buffered` + `in_flight`.
+
+    Args:
+        num_workers: All workers of the run.
+        quorum: Workers that must be present for a batch; None: all.
+    """
+
+    def __init__(self, num_workers: int, quorum: int | None = None) -> None:
         self._workers = num_workers
-        self.presence = Presence(num_workers, num_workers if fewest is None else fewest)
+        self.presence = Presence(num_workers, num_workers if quorum is None else quorum)
         self._seq = 0
         self._outstanding: dict[int, IssuedTicket] = {}
         self._open: list[list[int]] = [[] for _ in range(num_workers)]
-        """Per worker, the numbers of its open tickets, in order."""
+        """Per worker, ids of its open tickets, in order."""
         self._arrived: dict[int, AcceptedChunk] = {}
-        """By ticket id, in order of arrival."""
+        """Unread chunks by ticket id, in order of arrival."""
         self._arrived_of: Counter[int] = Counter()
+        """Per worker, its unread chunks."""
         self._oldest = 0
-        """No chunk that has arrived is of an older version."""
+        """Lower bound of the versions of unread chunks."""
         self._session: CollectionSession | None = None
         self._queue: WorkerQueue | None = None
-        """Workers to give tickets to, in a session without rounds."""
+        """Order in which workers get tickets, in a session without rounds."""
         self.issued = self.delivered = 0
         self.dropped: Counter[str] = Counter()
+        """Tickets and chunks dropped so far, by cause."""
 
     def lanes_needed(
         self, max_staleness: int | None, num_chunks: int | None, feed: FeedPlan | None = None, rollouts: int = 1
     ) -> int:
-        """How many lanes a session writes into."""
+        """Number of lanes per worker that a session writes into; arguments as for `open`."""
         if feed is not None:
             return _FEED_LANES
         depth = (max_staleness or 0) + 1
         if num_chunks is None:
             return depth * rollouts
-        # With fewer than a batch's share per worker, a batch of many chunks could never be complete.
+        # Even with no more workers than the quorum, there must be a lane for every chunk of `depth` batches.
         return max(depth, TICKETS_PER_WORKER, -(-depth * num_chunks // self.presence.quorum))
 
     def open(
@@ -69,13 +77,13 @@ class Tickets:
         feed: FeedPlan | None = None,
         rollouts: int = 1,
     ) -> None:
-        """Begin a session; the previous one must be cancelled.
+        """Start a session; the previous one must be cancelled.
 
         Args:
             max_staleness: Versions that a row may be behind; None: a synchronous session, where age does not matter.
             num_chunks: Chunks per batch, in order of arrival; None: the chunks of whole rounds.
             batches: Number of batches in the session; None: unlimited.
-            feed: For a workflow, whose chunks are taken one by one.
+            feed: For a workflow that takes chunks one by one; None otherwise.
             rollouts: Rounds per batch, if `num_chunks` is None.
         """
         assert self._session is None, "cancel the session before opening another"
@@ -101,7 +109,7 @@ class Tickets:
                 self._touch(worker)
 
     def withdraw(self, worker: int) -> None:
-        """Cancel the chunks that a worker was asked for and has no ticket for."""
+        """Cancel a worker's invitations for which it has no ticket yet."""
         if self._session is not None and self._session.invited is not None:
             self._session.invited[worker] = 0
 
@@ -118,7 +126,7 @@ class Tickets:
         return len(self._arrived)
 
     def is_live(self, seq: int) -> bool:
-        """Whether the chunk of that ticket is still to come, or to be taken."""
+        """Whether the ticket is open, or its chunk is unread."""
         return seq in self._outstanding or seq in self._arrived
 
     def voided(self) -> list[tuple[int, int]]:
@@ -128,36 +136,40 @@ class Tickets:
         found, self._session.voided = self._session.voided, []
         return found
 
-    def arrived_of(self) -> list[int]:
-        """The workers of chunks that nobody took yet, in order."""
+    def unread_workers(self) -> list[int]:
+        """The worker of each unread chunk, in order of arrival."""
         return [accepted.ticket.worker for accepted in self._arrived.values()]
 
     def oldest_of(self, worker: int) -> int | None:
-        """The open ticket that a worker got first: it does them in order."""
+        """Id of the worker's oldest open ticket, which it rolls first; None if it has none."""
         return self._open[worker][0] if self._open[worker] else None
 
     def busy(self, worker: int) -> int:
-        """How many tickets a worker holds."""
+        """Number of open tickets of a worker."""
         return len(self._open[worker])
 
     def pending(self, worker: int) -> int:
-        """Chunks of a worker that are being rolled or wait to be taken."""
+        """Chunks of a worker that are being rolled or are unread."""
         return self.busy(worker) + self._arrived_of[worker]
 
-    # ---- giving ----
+    # ---- issuing ----
 
     def grant(self, available: Container[int], version: int) -> list[IssuedTicket]:
-        """All tickets that the available workers may get now; `version` is the current one. Call `join` first when
-        another worker has become available."""
+        """Issue all tickets that workers may get now.
+
+        Args:
+            available: Workers that can receive a ticket. Call `join` before a worker becomes available.
+            version: The current version.
+        """
         session = self._session
         if session is None:
             return []
         if session.num_chunks is None:
-            there = sorted(worker for worker in session.due if worker in available)
-            orders = [issued for worker in there for issued in self._rounds(session, worker, version)]
-            # Workers that are being restarted stay queued; `join` queues absent ones when they return.
-            session.due = {worker for worker in session.due.difference(there) if worker not in self.presence.absent}
-            return orders
+            ready = sorted(worker for worker in session.due if worker in available)
+            granted = [issued for worker in ready for issued in self._rounds(session, worker, version)]
+            # Workers that are being restarted stay due; `join` adds absent ones when they return.
+            session.due = {worker for worker in session.due.difference(ready) if worker not in self.presence.absent}
+            return granted
         wanted = session.num_chunks
         if session.feed is not None and session.feed.actors is None:
             wanted = max(1, self.presence.num_present) * session.feed.chunks
@@ -188,38 +200,47 @@ class Tickets:
             granted.append(self._issue(session, worker, -1, lane, version + ahead // wanted))
 
     def _touch(self, worker: int) -> None:
-        """Consider a worker again after a change that may let it get a ticket."""
+        """Reconsider a worker after a change that may let it get a ticket."""
         if self._queue is not None:
             self._queue.update(worker)
         elif self._session is not None:
             self._session.due.add(worker)
 
-    def _issue(self, session: CollectionSession, worker: int, batch: int, lane: int, version_then: int) -> IssuedTicket:
-        """`version_then`: the version when the chunk is consumed, if the learner publishes once per batch."""
+    def _issue(
+        self, session: CollectionSession, worker: int, batch: int, lane: int, expected_version: int
+    ) -> IssuedTicket:
+        """Issue one ticket. If the learner publishes once per batch, it consumes the chunk at `expected_version`."""
         self._seq += 1
         self.issued += 1
-        bound = 0 if session.max_staleness is None else max(0, version_then - session.max_staleness)
-        issued = IssuedTicket(self._seq, worker, batch, lane, bound)
+        min_version = 0 if session.max_staleness is None else max(0, expected_version - session.max_staleness)
+        issued = IssuedTicket(self._seq, worker, batch, lane, min_version)
         self._outstanding[issued.seq] = issued
         self._open[worker].append(issued.seq)
         self._touch(worker)
         return issued
 
-    # ---- taking ----
+    # ---- accepting ----
 
     def outstanding(self, seq: int) -> IssuedTicket | None:
-        """The open ticket of that number."""
+        """The open ticket with this id, or None."""
         return self._outstanding.get(seq)
 
-    def accept(self, worker: int, seq: int, version: int, piece: Any) -> bool:
-        """Take a chunk if its ticket is open and this worker owns it; anything else is a leftover or a repetition."""
+    def accept(self, worker: int, seq: int, version: int, info: Any) -> bool:
+        """Accept a chunk if this worker holds its ticket; returns False for a cancelled or duplicate one.
+
+        Args:
+            worker: The worker that sent it.
+            seq: Id of its ticket.
+            version: Version that its staleness is counted from.
+            info: Stored with it, see `AcceptedChunk`.
+        """
         issued = self._outstanding.get(seq)
         if issued is None or issued.worker != worker:
             return False
         self._oldest = min(self._oldest, version) if self._arrived else version
-        self._arrived[seq] = AcceptedChunk(issued, version, piece)
+        self._arrived[seq] = AcceptedChunk(issued, version, info)
         self._arrived_of[worker] += 1
-        self._shut(issued)
+        self._close(issued)
         session = self._session
         if session is not None and session.missing and issued.batch < session.taken + session.rollouts:
             left = session.missing.pop(worker, 1) - 1  # an absent worker has no entry: its chunk is optional
@@ -228,16 +249,16 @@ class Tickets:
         return True
 
     def give_back(self, worker: int, seq: int, cause: str) -> bool:
-        """The worker could not do this ticket; somebody is to do it again."""
+        """Take back a ticket that the worker could not complete, and issue it again later."""
         issued = self._outstanding.get(seq)
         if issued is None or issued.worker != worker:
             return False
-        self._shut(issued)
+        self._close(issued)
         self._drop(issued, cause)
         return True
 
-    def again(self, worker: int, seq: int, cause: str) -> bool:
-        """The worker could not do this ticket and does it once more by itself, before its later ones."""
+    def retry(self, worker: int, seq: int, cause: str) -> bool:
+        """Count an attempt that failed: the worker itself retries the ticket, before its later ones."""
         issued = self._outstanding.get(seq)
         if issued is None or issued.worker != worker:
             return False
@@ -246,32 +267,34 @@ class Tickets:
         return True
 
     def lost(self, worker: int) -> None:
-        """The worker is gone with its open tickets; what it handed over stays."""
+        """Take back the open tickets of a lost worker; its accepted chunks stay."""
         for issued in [self._outstanding[seq] for seq in self._open[worker]]:
-            self._shut(issued)
+            self._close(issued)
             self._drop(issued, "worker lost")
 
-    def _shut(self, issued: IssuedTicket) -> None:
-        """The ticket is not open any more."""
+    def _close(self, issued: IssuedTicket) -> None:
         del self._outstanding[issued.seq]
         self._open[issued.worker].remove(issued.seq)
         self._touch(issued.worker)
 
     def leave(self, worker: int) -> None:
-        """The worker has no place to be, and nobody knows for how long: batches go on without it."""
+        """Continue without a worker that has no node, until it joins again."""
         self.presence.leave(worker)
         if (session := self._session) is not None:
             session.missing = None
             session.redo[worker].clear()
             if session.feed is not None and session.feed.actors is None:
-                self.withdraw(worker)  # others go on without it; it takes part again from the next `invite` on
+                self.withdraw(worker)  # it takes part again from the next `invite`
 
     def drain(self, worker: int) -> None:
-        """The worker's node is about to leave: the worker finishes its tickets and gets no new ones."""
+        """Stop issuing tickets to a worker whose node is about to leave; it finishes those that it has."""
         self.presence.drain(worker)
 
     def join(self, worker: int) -> None:
-        """The worker is there: it is part of the batches that nobody has begun, or of all that cannot do without it."""
+        """Include a worker that is ready, from the first batch that no other worker has a ticket for.
+
+        Without a quorum of other workers, it is included from the next batch on, which cannot be complete without it.
+        """
         if self.presence.join(worker) and (session := self._session) is not None:
             others = self._present(session) - {worker}
             begun = max((session.issued[other] for other in others), default=0)
@@ -281,7 +304,7 @@ class Tickets:
         self._touch(worker)
 
     def _present(self, session: CollectionSession) -> set[int]:
-        """Whose chunks the next batch needs."""
+        """Workers whose chunks the next batch needs."""
         return {
             worker
             for worker in range(self._workers)
@@ -294,7 +317,7 @@ class Tickets:
         if session is None:
             return
         if session.num_chunks is None:
-            if issued.batch >= session.since.get(issued.worker, 0):  # else no batch waits for it
+            if issued.batch >= session.since.get(issued.worker, 0):  # else no batch needs it
                 session.redo[issued.worker].append((issued.batch, issued.lane))
             session.missing = None
             self._touch(issued.worker)
@@ -307,7 +330,10 @@ class Tickets:
             self._touch(issued.worker)
 
     def take_one(self, wanted: Callable[[int], bool], version: int) -> AcceptedChunk | None:
-        """The first chunk of a feed whose worker is wanted: held until `consumed`, its lane in use until `stored`."""
+        """Deliver the first unread chunk of a feed whose worker is `wanted`, or return None.
+
+        It counts as held until `consumed`, and its lane stays in use until `stored`.
+        """
         session = self._session
         assert session is not None
         self._drop_stale(session, version)
@@ -326,13 +352,13 @@ class Tickets:
         self._arrived_of[accepted.ticket.worker] -= 1
 
     def stored(self, accepted: AcceptedChunk) -> None:
-        """A chunk of a feed was copied to where it stays."""
+        """Free the lane of a chunk of a feed whose rows were copied."""
         if self._session is not None:
             self._session.lanes[accepted.ticket.worker].append(accepted.ticket.lane)
             self._touch(accepted.ticket.worker)
 
     def consumed(self, worker: int, chunks: int, dropped: str | None = None) -> None:
-        """The learner is done with some chunks of a feed, or they were dropped for a cause when it was their turn."""
+        """Record that the learner is done with some chunks of a feed, or that they were dropped for a cause."""
         session = self._session
         if session is not None:
             session.consume(worker, chunks)
@@ -344,7 +370,7 @@ class Tickets:
         self._touch(worker)
 
     def take(self, version: int) -> list[AcceptedChunk] | None:
-        """The next batch if it is there, its chunks in order of workers; releases the one before."""
+        """Deliver the next batch, its chunks in order of workers; None if it is incomplete."""
         session = self._session
         assert session is not None
         self._drop_stale(session, version)
@@ -359,7 +385,7 @@ class Tickets:
             batch = list(islice(self._arrived.values(), session.num_chunks))
             session.held = Counter(accepted.ticket.worker for accepted in batch)
             session.held_total = len(batch)
-            for accepted in batch:  # copied together by the caller before anybody gets the next ticket
+            for accepted in batch:  # the caller copies them before it grants tickets
                 session.lanes[accepted.ticket.worker].append(accepted.ticket.lane)
         for accepted in batch:
             self._forget(accepted)
@@ -369,7 +395,7 @@ class Tickets:
         return sorted(batch, key=lambda accepted: (accepted.ticket.worker, accepted.ticket.seq))
 
     def round_is_complete(self) -> bool:
-        """Whether the next batch has every chunk of the present workers, and chunks of at least `fewest` workers."""
+        """Whether the next batch has every chunk of the present workers, and chunks of a quorum of workers."""
         session = self._session
         assert session is not None
         if session.missing is None:
@@ -393,12 +419,12 @@ class Tickets:
         self._oldest = min((accepted.version for accepted in self._arrived.values()), default=version)
 
     def release(self) -> None:
-        """The learner is done with the batch it held."""
+        """Record that the learner is done with the batch that it held."""
         if self._session is not None:
             self._session.release()
 
     def cancel(self) -> int:
-        """End the session; open tickets and unread chunks are dropped. Returns the last ticket's number."""
+        """End the session and drop open tickets and unread chunks; returns the id of the last ticket."""
         self.dropped["cancelled"] += len(self._outstanding) + len(self._arrived)
         if not self.dropped["cancelled"]:
             del self.dropped["cancelled"]

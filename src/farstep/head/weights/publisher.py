@@ -148,7 +148,7 @@ class Publisher:
     def _announce(self) -> None:
         """Tell workers without shared memory that there is a new version."""
         if not self._server.shares_memory:
-            self._server.tell(m.Newest(self.version))
+            self._server.announce(m.Newest(self.version))
 
     # ---- adopting an agent ----
 
@@ -193,8 +193,8 @@ class Publisher:
             self.agent_id, self._answers = self.agent_id + 1, {}
             self._counters.divergence.clear()
             self._warnings.forget()
-            self._server.tell(m.SendAgent(self.agent_id), [payload])
-            self._server.tell(store.message(), fds=[store.memory.fd])
+            self._server.announce(m.SendAgent(self.agent_id), [payload])
+            self._server.announce(store.message(), fds=[store.memory.fd])
             self._announce()
         try:
             self._server.wait(lambda: True if self._all_answered() else None, starting=True)
@@ -208,7 +208,7 @@ class Publisher:
     def _forget_agent(self) -> None:
         with self._server.locked():
             self._agent = self.prober = None
-            self._server.untell(m.SendAgent, m.Parameters, m.Newest)
+            self._server.retract(m.SendAgent, m.Parameters, m.Newest)
             if self._store is not None:
                 self._store.close()
 
