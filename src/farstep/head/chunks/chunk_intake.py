@@ -71,7 +71,7 @@ class ChunkIntake:
         if issued is None or issued.worker != record.worker:
             return  # cancelled, or the worker was declared lost: counted as dropped then
         if chunk.syncs and chunk.divergence is not None:
-            self._warnings.note_left(chunk.divergence)
+            self._warnings.note_remaining(chunk.divergence)
         if chunk.infos and not request.infos:
             raise WireError("a chunk with infos that its ticket does not request.")
         rollouts, publisher = self._rollouts, self._publisher
