@@ -318,7 +318,7 @@ def test_a_worker_without_shared_memory_keeps_to_its_channels(monkeypatch: pytes
             order = collector._open(Request(4), None, 1) and server.tickets.grant([0], 0)[0]
             part = m.Part(order.seq, 9, -1, 0, ["reward"])
             server.receive(0, Received([m.encode(part), b"", bytes(8)]))
-            assert "which EnvConfig.transfer does not have sent ahead" in refused.pop()
+            assert "which EnvConfig.transfer does not send ahead" in refused.pop()
             chunk = m.Chunk(order.seq, 0, bytes(16), infos=True, passed=0)
             server.receive(0, Received([m.encode(chunk), b"", pack([{}, {}])]))
             assert "infos that its ticket does not request" in refused.pop()

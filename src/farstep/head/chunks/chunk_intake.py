@@ -96,7 +96,7 @@ class ChunkIntake:
         if issued is None or issued.worker != record.worker:
             return
         if part.passed > self._publisher.version:
-            raise WireError("a part whose header cannot be true.")
+            raise WireError(f"a part of version {part.passed}; the newest is {self._publisher.version}.")
         assert self._rollouts is not None
         began = time.monotonic()
         ends = self._rollouts.take_part(record, issued, self.request.steps, part, received)
@@ -122,7 +122,7 @@ class ChunkIntake:
             raise WireError("a request for a turn, although all workers send at once (TransferTrigger.in_turn).")
         issued = self._server.tickets.outstanding(message.ticket)
         if issued is not None and issued.worker == record.worker:  # else the ticket was withdrawn meanwhile
-            self._send_queue.ask(record.worker, record.incarnation, message.index)
+            self._send_queue.request(record.worker, record.incarnation, message.index)
             self._grant_sends()
 
     def forget(self, record: WorkerRecord) -> None:
