@@ -178,6 +178,10 @@ class Collector:
         self.counters.batch(batch, [accepted], self.version())
         return accepted, batch
 
+    def end_feed(self, request: Request) -> None:
+        """Cancel the request of a feed."""
+        self._end(request)
+
     # ---- saving and resuming ----
 
     def save(self) -> list[Any]:
@@ -215,8 +219,7 @@ class Collector:
         """Per slot, the key of the chunk that was delivered last; -1: the next one continues nothing."""
         return self._continuity.last.copy()
 
-    def end_feed(self, request: Request) -> None:
-        self._end(request)
+    # ---- sessions of tickets ----
 
     def _open(self, request: Request, max_staleness: int | None, batches: int | None) -> Request:
         """Cancel the current request and open a session of tickets for another one."""
@@ -309,7 +312,7 @@ class Collector:
             self.counters.wait["learner"] += time.monotonic() - began
         return result
 
-    # ---- callbacks of the server (see `server.Client`) ----
+    # ---- callbacks of the server (see `client.Client`) ----
 
     def make_ticket(self, issued: IssuedTicket) -> tuple[m.Ticket, list[Any]]:
         request, record = self._intake.request, self.server.records[issued.worker]

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from farstep.config.launch import EngineConfig, LaunchConfig
 from farstep.core import Received
@@ -26,16 +26,15 @@ from farstep.errors import (
     HandshakeError,
     LaunchError,
     WireError,
-    WorkerError,
     typed_shortage,
 )
+from farstep.head.client import Client
 from farstep.head.event_loop import EventLoop
 from farstep.head.members import membership
 from farstep.head.members.message_rules import check_message, is_late
 from farstep.head.members.supervisor import Supervisor
 from farstep.head.members.worker_records import WorkerRecord, expected, split
 from farstep.head.slow_call_warnings import FIRST_NOTE_S, NOTE_S, noted_while_slow
-from farstep.head.tickets.records import IssuedTicket
 from farstep.head.tickets.tickets import Tickets
 from farstep.launch import launcher_for
 from farstep.launch.daemon.process import import_path
@@ -50,30 +49,6 @@ log = logging.getLogger("farstep")
 T = TypeVar("T")
 _PRELOADED = ("torch",)
 """Heavy modules that workers import early if the head has imported them."""
-
-
-class Client(Protocol):
-    """The user of a server: builds ticket messages and handles what workers answer."""
-
-    def make_ticket(self, issued: IssuedTicket) -> tuple[m.Ticket, Sequence[Any]]:
-        """The message for an issued ticket, and further frames."""
-        ...
-
-    def on_message(self, record: WorkerRecord, message: m.FromWorker, received: Received) -> None:
-        """Handle a valid message from a ready worker; raise `WireError` to replace the worker."""
-        ...
-
-    def on_error(self, record: WorkerRecord, failure: m.Failure, error: WorkerError) -> None:
-        """Handle an exception in something that the client requested (an agent, a call, a step); the worker lives."""
-        ...
-
-    def on_lost(self, record: WorkerRecord) -> None:
-        """Handle the loss of a worker, which will not answer what it was sent."""
-        ...
-
-    def version(self) -> int:
-        """The current version of the policy."""
-        ...
 
 
 class Server:

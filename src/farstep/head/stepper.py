@@ -113,7 +113,7 @@ class Stepper:
         """
         return tuple(value for answer in self._broadcast.call(name, *arguments) for value in answer or ())
 
-    # ---- callbacks of the server (see `server.Client`) ----
+    # ---- callbacks of the server (see `client.Client`) ----
 
     def version(self) -> int:
         return 0  # the caller acts: workers have no policy

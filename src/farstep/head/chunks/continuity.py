@@ -24,7 +24,7 @@ class Continuity:
         return continues
 
     def deliver(self, accepted: AcceptedChunk, steps: int) -> Array:
-        """Record that the learner receives a chunk; returns what `continues` says of it."""
+        """Record that the learner receives a chunk; returns `continues` for it."""
         columns = self._records[accepted.ticket.worker].columns
         key = accepted.info.key
         continues: Array = self.last[columns] == key - 1

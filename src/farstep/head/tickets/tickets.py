@@ -42,6 +42,7 @@ class Tickets:
         self.presence = Presence(num_workers, num_workers if quorum is None else quorum)
         self._seq = 0
         self._outstanding: dict[int, IssuedTicket] = {}
+        """Open tickets by id."""
         self._open: list[list[int]] = [[] for _ in range(num_workers)]
         """Per worker, ids of its open tickets, in order."""
         self._arrived: dict[int, AcceptedChunk] = {}
@@ -119,10 +120,12 @@ class Tickets:
 
     @property
     def in_flight(self) -> int:
+        """Open tickets."""
         return len(self._outstanding)
 
     @property
     def buffered(self) -> int:
+        """Unread chunks: accepted, but not delivered."""
         return len(self._arrived)
 
     def is_live(self, seq: int) -> bool:
@@ -248,6 +251,8 @@ class Tickets:
                 session.missing[worker] = left
         return True
 
+    # ---- workers that fail, leave and join ----
+
     def give_back(self, worker: int, seq: int, cause: str) -> bool:
         """Take back a ticket that the worker could not complete, and issue it again later."""
         issued = self._outstanding.get(seq)
@@ -287,7 +292,7 @@ class Tickets:
                 self.withdraw(worker)  # it takes part again from the next `invite`
 
     def drain(self, worker: int) -> None:
-        """Stop issuing tickets to a worker whose node is about to leave; it finishes those that it has."""
+        """Count a worker whose node is about to leave as not present; it finishes its open tickets."""
         self.presence.drain(worker)
 
     def join(self, worker: int) -> None:
@@ -328,6 +333,8 @@ class Tickets:
             if session.invited is not None:
                 session.invited[issued.worker] += 1
             self._touch(issued.worker)
+
+    # ---- delivering ----
 
     def take_one(self, wanted: Callable[[int], bool], version: int) -> AcceptedChunk | None:
         """Deliver the first unread chunk of a feed whose worker is `wanted`, or return None.
@@ -399,8 +406,8 @@ class Tickets:
         session = self._session
         assert session is not None
         if session.missing is None:
-            here = Counter(accepted.ticket.worker for accepted in self._of_next_batch(session))
-            needed = {worker: session.rollouts - here[worker] for worker in self._present(session)}
+            arrived = Counter(accepted.ticket.worker for accepted in self._of_next_batch(session))
+            needed = {worker: session.rollouts - arrived[worker] for worker in self._present(session)}
             session.missing = {worker: count for worker, count in needed.items() if count}
         if session.missing or len(self._arrived) < self.presence.quorum:
             return False

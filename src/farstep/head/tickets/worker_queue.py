@@ -22,7 +22,7 @@ QueueKey = tuple[int, int, int]
 
 
 class WorkerQueue:
-    """Workers of one session that may get a ticket; it must be told of each change with `update`.
+    """Workers of one session that may get a ticket. Call `update` after each change to a worker.
 
     Args:
         session: What is collected.
