@@ -12,7 +12,8 @@ import pytest
 
 from farstep import Buffer
 from farstep.buffer import LIFO, MaxHeap, MinHeap, Prioritized, Sampler, Uniform
-from farstep.head.tickets import FeedPlan, Tickets
+from farstep.head.tickets.records import FeedPlan
+from farstep.head.tickets.tickets import Tickets
 from farstep.workflow.triggers import DataKeyTrigger, Dispatcher, Ledger
 from tests.work import instructions
 

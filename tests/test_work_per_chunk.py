@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from farstep.head.chunks.send_queue import SendQueue
-from farstep.head.tickets import IssuedTicket, Tickets
+from farstep.head.tickets.records import IssuedTicket
+from farstep.head.tickets.tickets import Tickets
 from farstep.workflow.partial_chunks import PartialChunks
 from farstep.workflow.triggers import DataKeyTrigger, Dispatcher, Ledger
 from tests.work import instructions, peak_bytes
@@ -81,13 +82,13 @@ def turns(workers: int) -> Iterator[Callable[[], object]]:
     """All workers wait for their turn to send."""
     queue = SendQueue(1)
     for worker in range(workers):
-        queue.ask(worker, 0, 0)
+        queue.request(worker, 0, 0)
     ((sending, _),) = queue.next(lambda worker: 0)
 
     def sent() -> None:
         nonlocal sending
         assert queue.done(sending)
-        queue.ask(sending, 0, 0)
+        queue.request(sending, 0, 0)
         ((sending, _),) = queue.next(lambda worker: 0)
 
     while True:

@@ -28,8 +28,8 @@ import farstep
 from farstep.config.launch import SSHConfig
 from farstep.core import Received
 from farstep.errors import WireError
-from farstep.head.collector import Request
-from farstep.head.tickets import IssuedTicket
+from farstep.head.request import Request
+from farstep.head.tickets.records import IssuedTicket
 from farstep.rollout.progress import Phase
 from farstep.schema import ArraySpec
 from farstep.testing import CountingEnv, TableAgent
@@ -237,7 +237,7 @@ def test_messages_of_an_admitted_worker_raise_nothing_but_wire_errors(monkeypatc
         for name in ("fail", "send", "grant"):
             monkeypatch.setattr(server, name, lambda *_: 0)
         monkeypatch.setattr(server.supervisor, "act_on", lambda event: None)
-        monkeypatch.setattr(server.supervisor, "distrust", lambda record, error: None)
+        monkeypatch.setattr(server.supervisor, "reject", lambda record, error: None)
         with server.locked():
             for case in range(CASES):
                 frames = list(chance.choice(heard))
@@ -300,8 +300,8 @@ def test_a_worker_without_shared_memory_keeps_to_its_channels(monkeypatch: pytes
         collector = env._collector
         assert collector is not None
         server, refused = collector.server, []
-        monkeypatch.setattr(server.supervisor, "distrust", lambda record, error: refused.append(str(error)))
-        version = collector._agent_id
+        monkeypatch.setattr(server.supervisor, "reject", lambda record, error: refused.append(str(error)))
+        version = collector.publisher.agent_id
         cases = [
             (m.Progress([0] * 10), [], False, "Progress outside of the heartbeat connection"),
             (m.Progress([0] * 9), [], True, "9 progress words; expected 10"),
@@ -320,7 +320,7 @@ def test_a_worker_without_shared_memory_keeps_to_its_channels(monkeypatch: pytes
             order = collector._open(Request(4), None, 1) and server.tickets.grant([0], 0)[0]
             part = m.Part(order.seq, 9, -1, 0, ["reward"])
             server.receive(0, Received([m.encode(part), b"", bytes(8)]))
-            assert "which EnvConfig.transfer does not have sent ahead" in refused.pop()
+            assert "which EnvConfig.transfer does not send ahead" in refused.pop()
             chunk = m.Chunk(order.seq, 0, bytes(16), infos=True, passed=0)
             server.receive(0, Received([m.encode(chunk), b"", pack([{}, {}])]))
             assert "infos that its ticket does not request" in refused.pop()

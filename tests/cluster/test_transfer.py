@@ -16,7 +16,7 @@ from farstep.batch import Part
 from farstep.core import Received
 from farstep.errors import ClosedError, ConfigError
 from farstep.head.chunks.rollouts import Rollouts
-from farstep.head.collector import Request
+from farstep.head.request import Request
 from farstep.schema import flat
 from farstep.testing import FaultyEnv, TableAgent
 from farstep.wire import messages as m

@@ -137,9 +137,9 @@ class World:
 
     def probe(self) -> tuple[Probe, list[bytes]]:
         self.version += 1
-        question = self.head.questions()[0]
-        answer = self.head.answers([question])[0]
-        return Probe(1, self.version, question.indices, list(answer)), [array.tobytes() for array in answer.values()]
+        request = self.head.requests()[0]
+        answer = self.head.answers([request])[0]
+        return Probe(1, self.version, request.indices, list(answer)), [array.tobytes() for array in answer.values()]
 
     def publish(self, held: int = 0) -> float:
         self.worker.compare(*self.probe(), held)

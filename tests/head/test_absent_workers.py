@@ -7,7 +7,8 @@ from collections import Counter, deque
 
 import pytest
 
-from farstep.head.tickets import IssuedTicket, Tickets
+from farstep.head.tickets.records import IssuedTicket
+from farstep.head.tickets.tickets import Tickets
 
 
 def roll(tickets: Tickets, available: set[int]) -> None:
@@ -22,7 +23,7 @@ def workers_of(tickets: Tickets) -> list[int] | None:
 
 
 def test_a_batch_goes_on_without_who_is_absent() -> None:
-    tickets = Tickets(3, fewest=1)
+    tickets = Tickets(3, quorum=1)
     tickets.leave(2)
     tickets.open(None, batches=1)
     roll(tickets, {0, 1})
@@ -30,7 +31,7 @@ def test_a_batch_goes_on_without_who_is_absent() -> None:
 
 
 def test_who_leaves_in_the_middle_is_not_waited_for() -> None:
-    tickets = Tickets(2, fewest=1)
+    tickets = Tickets(2, quorum=1)
     tickets.open(None, batches=1)
     orders = tickets.grant([0, 1], 0)
     tickets.accept(0, orders[0].seq, 0, None)
@@ -42,7 +43,7 @@ def test_who_leaves_in_the_middle_is_not_waited_for() -> None:
 
 
 def test_who_comes_in_the_middle_is_part_of_the_next_batch() -> None:
-    tickets = Tickets(2, fewest=1)
+    tickets = Tickets(2, quorum=1)
     tickets.leave(1)
     tickets.open(1)
     (*_, last) = tickets.grant([0], 0)
@@ -77,7 +78,7 @@ def test_too_few_are_waited_for_and_all_who_come_count(fewest: int) -> None:
 def test_whoever_comes_and_goes_batches_go_on(seed: int) -> None:
     """Random arrivals, losses and chunks: while enough are there, a batch is complete after everybody did its work."""
     chance = random.Random(seed)
-    tickets = Tickets(4, fewest=2)
+    tickets = Tickets(4, quorum=2)
     tickets.open(chance.choice([None, 0, 1, 2]))
     there = {0, 1, 2, 3}
     taken = 0
@@ -116,18 +117,18 @@ def test_whoever_comes_and_goes_batches_go_on(seed: int) -> None:
 
 def test_a_worker_that_is_back_before_its_node_has_left_counts_as_joined() -> None:
     """Another node has taken the place of the one that was to leave."""
-    tickets = Tickets(2, fewest=1)
+    tickets = Tickets(2, quorum=1)
     tickets.drain(1)
-    before = tickets.membership
-    assert tickets.present == {0}
+    before = tickets.presence.changes
+    assert tickets.presence.present == {0}
     tickets.join(1)
-    assert tickets.present == {0, 1} and tickets.membership > before
+    assert tickets.presence.present == {0, 1} and tickets.presence.changes > before
 
 
 @pytest.mark.parametrize("stale", [False, True])
 def test_worker_that_rejoins_does_not_repeat_a_round_that_it_delivered(stale: bool) -> None:
     """Both workers are required, so the one that rejoins is part of the batch that was in progress when it left."""
-    tickets = Tickets(2, fewest=2)
+    tickets = Tickets(2, quorum=2)
     tickets.open(0)
     first = {order.worker: order for order in tickets.grant([0, 1], 0)}
     assert tickets.accept(1, first[1].seq, 0, None)
@@ -145,7 +146,7 @@ def test_worker_that_rejoins_does_not_repeat_a_round_that_it_delivered(stale: bo
 
 def test_chunk_that_becomes_stale_after_its_worker_rejoined_is_not_rolled_again() -> None:
     """The worker takes part from the next batch on, so no batch waits for the round of the stale chunk."""
-    tickets = Tickets(2, fewest=1)
+    tickets = Tickets(2, quorum=1)
     tickets.open(1)
     first = {(order.worker, order.batch): order for order in tickets.grant([0, 1], 0)}
     for number in (0, 1):
@@ -160,7 +161,7 @@ def test_chunk_that_becomes_stale_after_its_worker_rejoined_is_not_rolled_again(
 
 
 def test_workers_that_rejoin_take_part_in_whole_batches_of_several_rounds() -> None:
-    tickets = Tickets(2, fewest=1)
+    tickets = Tickets(2, quorum=1)
     tickets.open(0, rollouts=2)
     first = {(order.worker, order.batch): order for order in tickets.grant([0, 1], 0)}
     for worker in (0, 1):

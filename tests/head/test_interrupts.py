@@ -31,27 +31,27 @@ def number(request: pytest.FixtureRequest) -> Iterator[signal.Signals]:
 def test_a_signal_waits_for_the_end(number: signal.Signals) -> None:
     interrupts, done = Interrupts(), []
     with pytest.raises(Told):
-        with interrupts.held(), interrupts.held():
+        with interrupts.deferred(), interrupts.deferred():
             signal.raise_signal(number)
             done.append("all of it")
         done.append("and no more")
     assert done == ["all of it"]
-    with interrupts.held():
+    with interrupts.deferred():
         pass  # it came once
 
 
 def test_a_signal_is_let_in_while_somebody_sleeps(number: signal.Signals) -> None:
     interrupts = Interrupts()
-    with interrupts.held():
-        with pytest.raises(Told), interrupts.let_in():
+    with interrupts.deferred():
+        with pytest.raises(Told), interrupts.allowed():
             signal.raise_signal(number)
         signal.raise_signal(number)
-        with pytest.raises(Told), interrupts.let_in():
+        with pytest.raises(Told), interrupts.allowed():
             pass
 
 
 def test_handlers_are_as_before() -> None:
     before = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)}
-    with Interrupts().held():
+    with Interrupts().deferred():
         assert signal.getsignal(signal.SIGTERM) == before[signal.SIGTERM]  # nothing of ours is raised from it
     assert {n: signal.getsignal(n) for n in before} == before

@@ -7,7 +7,6 @@ import pytest
 from farstep.head.members.membership import (
     DEATH_S,
     RESTART_WINDOW_S,
-    Ask,
     Ended,
     Failed,
     GiveUp,
@@ -19,6 +18,7 @@ from farstep.head.members.membership import (
     NotStarted,
     Observed,
     Ready,
+    RequestStacks,
     Start,
     State,
 )
@@ -56,7 +56,7 @@ def test_a_busy_worker_is_left_alone_however_long_it_works() -> None:
     membership, clock = ready_worker()
     for count in range(1000):
         membership.handle(Observed(0, "step", (count, 0)), clock())
-        assert membership.tick(clock.advance(LIMITS_S["step"])) == [Ask(0)]
+        assert membership.tick(clock.advance(LIMITS_S["step"])) == [RequestStacks(0)]
 
 
 def test_an_idle_worker_is_never_killed() -> None:
@@ -77,7 +77,7 @@ def test_a_chunk_that_travels_for_long_is_no_idle_worker() -> None:
     membership.handle(Ready(0), clock())
     for heard in range(10):  # each stage that arrives is progress
         membership.handle(Observed(0, expected(record, 7), (1, 0, heard)), clock())
-        assert membership.tick(clock.advance(599.0)) == [Ask(0)]
+        assert membership.tick(clock.advance(599.0)) == [RequestStacks(0)]
     assert membership.tick(clock.advance(1.1)) == [Lost(0), Kill(0, stuck_in="transfer")]
 
 
@@ -85,7 +85,7 @@ def test_a_stuck_worker_is_killed_once_and_replaced_only_when_it_has_ended() -> 
     membership, clock = ready_worker()
     membership.handle(Observed(0, "step", (1, 0)), clock())
     assert membership.tick(clock.advance(1.0)) == []
-    assert membership.tick(clock.advance(0.1)) == [Ask(0)]
+    assert membership.tick(clock.advance(0.1)) == [RequestStacks(0)]
     assert membership.tick(clock.advance(0.9)) == []  # once is enough
     assert membership.tick(clock.advance(0.1)) == [Lost(0), Kill(0, stuck_in="step")]
     assert membership.tick(clock.advance(DEATH_S)) == []  # it may wake up once more: nobody takes its place
@@ -107,7 +107,7 @@ def test_a_phase_that_begins_has_its_whole_limit() -> None:
     membership.handle(Observed(0, "", (1, 0)), clock())
     clock.advance(1000.0)
     membership.handle(Observed(0, "step", (2, 0)), clock())
-    assert membership.tick(clock.advance(1.9)) == [Ask(0)]
+    assert membership.tick(clock.advance(1.9)) == [RequestStacks(0)]
 
 
 def test_a_worker_that_never_says_hello_is_stuck_in_connect() -> None:

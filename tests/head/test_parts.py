@@ -17,7 +17,7 @@ from farstep.core import Received
 from farstep.errors import ConfigError, WireError
 from farstep.head.chunks.rollouts import ChunkInfo, Rollouts, base_rows
 from farstep.head.members.worker_records import split
-from farstep.head.tickets import AcceptedChunk, IssuedTicket
+from farstep.head.tickets.records import AcceptedChunk, IssuedTicket
 from farstep.rollout.blocks import Layout
 from farstep.rollout.rows import Rows
 from farstep.schema import ArraySpec

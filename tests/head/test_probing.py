@@ -42,7 +42,7 @@ def test_the_divergence_is_exact_on_rows_that_the_worker_sent(kind: Any) -> None
     for _ in range(6):
         world.roll()
     found = world.publish()
-    rows = np.concatenate([pick.arrays["obs"] for pick in world.head.questions()[0].probed]).astype(np.float32)
+    rows = np.concatenate([pick.arrays["obs"] for pick in world.head.requests()[0].probed]).astype(np.float32)
     assert len(rows) == 64
     if isinstance(learner, torch.nn.Module):
         before = {name: value.clone() for name, value in learner.state_dict().items()}
@@ -407,10 +407,10 @@ def test_a_replaced_worker_is_not_asked_about_what_its_predecessor_sent() -> Non
     world = World(LinearAgent(), LinearAgent())
     world.roll()
     world.records[0].incarnation += 1
-    assert not world.head.questions()[0].probed
+    assert not world.head.requests()[0].probed
     world.index = 0
     world.roll()
-    assert world.head.questions()[0].indices == [1]
+    assert world.head.requests()[0].indices == [1]
 
 
 def test_all_workers_are_asked_about_in_one_evaluation() -> None:
@@ -425,13 +425,13 @@ def test_all_workers_are_asked_about_in_one_evaluation() -> None:
     for _ in range(5):
         world.roll()
     world.records[1].incarnation += 1  # one that has nothing to be asked about
-    questions = world.head.questions()
-    answers = world.head.answers(questions)
+    requests = world.head.requests()
+    answers = world.head.answers(requests)
     assert calls == [128]
     assert not answers[1]
-    for question, answer in zip(questions, answers, strict=True):
-        if question.probed:
-            obs = np.concatenate([pick.arrays["obs"] for pick in question.probed])
+    for request, answer in zip(requests, answers, strict=True):
+        if request.probed:
+            obs = np.concatenate([pick.arrays["obs"] for pick in request.probed])
             np.testing.assert_allclose(answer["logits"], LinearAgent(0.3).distribution(obs)["logits"], rtol=1e-5)
 
 
@@ -464,7 +464,7 @@ def test_with_a_window_of_one_no_chunk_begins_with_weights_too_far_from_the_newe
     for _ in range(3000):
         if generator.random() < 0.5:
             learner.w += generator.normal(size=learner.w.shape) * 0.02
-            picks = world.head.questions()[0].probed
+            picks = world.head.requests()[0].probed
             rows = np.concatenate([pick.arrays["obs"] for pick in picks]) if picks else None
             under_way.append((world.probe(), learner.w.copy(), rows))
         while under_way and generator.random() < 0.6:
@@ -495,9 +495,9 @@ def test_a_worker_without_weights_passes_no_probe() -> None:
 def test_a_worker_busy_for_long_is_not_buried_in_probes() -> None:
     world = World(LinearAgent(), LinearAgent())
     world.roll()
-    assert sum(len(world.head.questions()) for _ in range(1000)) < 100
+    assert sum(len(world.head.requests()) for _ in range(1000)) < 100
     world.roll()
-    assert len(world.head.questions()) == 1
+    assert len(world.head.requests()) == 1
 
 
 def test_a_probability_for_each_part_of_an_action_is_refused() -> None:

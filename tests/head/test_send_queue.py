@@ -18,7 +18,7 @@ def of(*incarnations: int) -> Callable[[int], int]:
 def test_two_at_a_time_in_order_of_asking():
     turns = SendQueue(2)
     for worker in (3, 1, 0, 2):
-        turns.ask(worker, 0, 10 + worker)
+        turns.request(worker, 0, 10 + worker)
     assert turns.next(of(0, 0, 0, 0)) == [(3, 13), (1, 11)]
     assert turns.next(of(0, 0, 0, 0)) == []
     assert turns.done(1) and not turns.done(0)
@@ -28,31 +28,31 @@ def test_two_at_a_time_in_order_of_asking():
 def test_without_a_limit_all_go_at_once():
     turns = SendQueue(None)
     for worker in range(3):
-        turns.ask(worker, 0, worker)
+        turns.request(worker, 0, worker)
     assert len(turns.next(of(0, 0, 0))) == 3
 
 
 def test_the_turn_of_a_worker_that_died_passes_on():
     turns = SendQueue(1)
-    turns.ask(0, 0, 1)
-    turns.ask(1, 0, 1)
+    turns.request(0, 0, 1)
+    turns.request(1, 0, 1)
     assert turns.next(of(0, 0)) == [(0, 1)]
-    turns.ask(0, 1, 1)  # its replacement
+    turns.request(0, 1, 1)  # its replacement
     assert turns.next(of(1, 0)) == [(1, 1)]
     assert turns.done(1) and turns.next(of(1, 0)) == [(0, 1)]
-    turns.ask(1, 0, 2)
+    turns.request(1, 0, 2)
     assert turns.done(0) and turns.next(of(1, 1)) == []  # it died while it waited
 
 
 def test_a_worker_that_is_gone_holds_no_turn_and_no_place():
     turns = SendQueue(1)
     for worker in (0, 1, 2):
-        turns.ask(worker, 0, 5)
+        turns.request(worker, 0, 5)
     assert turns.next(of(0, 0, 0)) == [(0, 5)]
     turns.forget(1)
     turns.forget(0)
     assert turns.next(of(0, 0, 0)) == [(2, 5)]
-    turns.ask(2, 0, 6)  # it never sent what it was let to
+    turns.request(2, 0, 6)  # it never sent what it was let to
     assert turns.next(of(0, 0, 0)) == [(2, 6)]
 
 
@@ -61,7 +61,7 @@ def test_never_more_than_may_and_everybody_in_the_end(limit: int, events: list[t
     turns, incarnations, asked, sending = SendQueue(limit), [0] * 4, set[int](), set[int]()
     for what, worker in events:
         if what == "ask" and worker not in asked | sending:
-            turns.ask(worker, incarnations[worker], 0)
+            turns.request(worker, incarnations[worker], 0)
             asked.add(worker)
         elif what == "done" and worker in sending:
             assert turns.done(worker)

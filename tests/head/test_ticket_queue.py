@@ -8,7 +8,9 @@ from collections.abc import Container
 
 import pytest
 
-from farstep.head.tickets import AcceptedChunk, CollectionSession, FeedPlan, IssuedTicket, Tickets
+from farstep.head.tickets.records import AcceptedChunk, FeedPlan, IssuedTicket
+from farstep.head.tickets.session import CollectionSession
+from farstep.head.tickets.tickets import Tickets
 
 
 class NaiveTickets(Tickets):
@@ -44,7 +46,7 @@ class NaiveTickets(Tickets):
             if session.invited is not None:
                 session.invited[worker] -= 1
             lane = session.lanes[worker].pop()
-            orders.append(self._order(session, worker, -1, lane, version + ahead // wanted))
+            orders.append(self._issue(session, worker, -1, lane, version + ahead // wanted))
 
     def _admitted(self, session: CollectionSession, feed: FeedPlan, free: list[int]) -> list[int]:
         if feed.max_staleness is None:

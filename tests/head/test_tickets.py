@@ -7,7 +7,8 @@ from collections import Counter
 
 import pytest
 
-from farstep.head.tickets import FeedPlan, IssuedTicket, Tickets
+from farstep.head.tickets.records import FeedPlan, IssuedTicket
+from farstep.head.tickets.tickets import Tickets
 from tests.head.ticket_world import TicketWorld
 
 RUNS, EVENTS = 13, 600  # for each of 24 kinds of session: 187,200 events
@@ -115,7 +116,7 @@ def test_staleness_one_collects_all_rollouts_of_one_batch_ahead() -> None:
 
 
 def test_joining_worker_takes_part_in_whole_batches_only() -> None:
-    tickets = Tickets(2, fewest=1)
+    tickets = Tickets(2, quorum=1)
     tickets.leave(1)
     tickets.open(1, rollouts=2)
     first = tickets.grant([0], 0)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 from collections import Counter, defaultdict, deque
 
-from farstep.head.tickets import AcceptedChunk, IssuedTicket, Tickets
+from farstep.head.tickets.records import AcceptedChunk, IssuedTicket
+from farstep.head.tickets.tickets import Tickets
 
 
 class TicketWorld:
@@ -128,7 +129,7 @@ class TicketWorld:
         seq = self.queues[worker][0].seq if worker != other and self.queues[worker] else 10**9
         assert not self.tickets.accept(other, seq, self.version, "stolen")
         assert not self.tickets.give_back(other, seq, "stolen")
-        assert not self.tickets.again(other, seq, "stolen")
+        assert not self.tickets.retry(other, seq, "stolen")
 
     def fail(self) -> None:
         worker = self.rng.randrange(self.workers)
@@ -141,7 +142,7 @@ class TicketWorld:
         """A worker failed and does the same ticket once more: one more was issued, one dropped, it stays open."""
         worker = self.rng.randrange(self.workers)
         if self.queues[worker]:
-            assert self.tickets.again(worker, self.queues[worker][0].seq, "environment failed")
+            assert self.tickets.retry(worker, self.queues[worker][0].seq, "environment failed")
 
     def die(self) -> None:
         worker = self.rng.randrange(self.workers)

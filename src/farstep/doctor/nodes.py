@@ -20,7 +20,7 @@ from farstep.doctor.probe import Probe
 from farstep.errors import FarstepError, WireError, WorkerError, counted
 from farstep.head.members.worker_records import WorkerRecord
 from farstep.head.server import Server
-from farstep.head.tickets import IssuedTicket
+from farstep.head.tickets.records import IssuedTicket
 from farstep.launch.cluster import ClusterLauncher
 from farstep.launch.daemon.node_daemon import UNANSWERED
 from farstep.launch.engine_processes import ENDED

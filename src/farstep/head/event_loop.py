@@ -1,9 +1,9 @@
-"""Who reads the connections: whoever waits, and a thread of our own while nobody does.
+"""An event loop that the waiting thread runs itself, and a background thread while no other one waits.
 
-A call that needs an answer reads the descriptors itself, in its own thread, so that a reply costs one wake-up.
-All descriptors are in an inner epoll set, which is itself a member of an outer one; the thread sleeps on the outer.
-Taking the lead is therefore one system call (hide the inner set from the outer), and so is giving it back.
-State changes under one lock, with Ctrl-C held back; both are let go while somebody sleeps.
+A call that waits for an answer leads: it reads the descriptors in its own thread, so that an answer costs one wake-up.
+All descriptors are in an inner epoll set, which is itself a member of an outer one; the background thread sleeps on the
+outer one. Taking the lead is therefore one system call (hide the inner set from the outer one), and so is giving it up.
+All state changes under one lock, with Ctrl-C deferred. While a thread sleeps, the lock is free and Ctrl-C is delivered.
 """
 
 from __future__ import annotations
@@ -17,26 +17,28 @@ from typing import Any
 
 from farstep.head.interrupts import Interrupts
 
-_PATIENCE_S = 0.05
+_LOCK_TIMEOUT_S = 0.05
+"""Seconds that the background thread waits for the lock."""
 
 
 class EventLoop:
-    """Descriptors with their readers, one lock, and at most one thread."""
+    """Descriptors with their readers, one lock, and at most one background thread."""
 
     def __init__(self) -> None:
-        self._turn, self._interrupts = _Turn(), Interrupts()
+        self._lock, self._interrupts = _ReleasableLock(), Interrupts()
         self._inner, self._outer = select.epoll(), select.epoll()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC)
         self._inner.register(self._wake, select.EPOLLIN)
         self._outer.register(self._wake, select.EPOLLIN)
         self._outer.register(self._inner.fileno(), select.EPOLLIN)
         self._leaders = 0
+        """Threads that lead, including those that sleep; the background thread reads only while there are none."""
         self._readers: dict[int, Callable[[], None]] = {}
         self._thread: threading.Thread | None = None
         self.running = True
 
     def register(self, fd: int, reader: Callable[[], None]) -> None:
-        """Call `reader` whenever `fd` can be read; -1 is nothing to wait on."""
+        """Call `reader` whenever `fd` can be read; a negative `fd` is ignored."""
         if fd >= 0:
             self._readers[fd] = reader
             self._inner.register(fd, select.EPOLLIN)
@@ -48,13 +50,13 @@ class EventLoop:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Nobody else changes anything, and no Ctrl-C cuts this short."""
-        with self._interrupts.held(), self._turn:
+        """Hold the lock and defer Ctrl-C."""
+        with self._interrupts.deferred(), self._lock:
             yield
 
     @contextlib.contextmanager
     def lead(self) -> Iterator[None]:
-        """Locked, and the caller reads; the thread sleeps on."""
+        """As `locked`, and let the caller read instead of the background thread."""
         with self.locked():
             if not self.running:
                 yield
@@ -69,15 +71,15 @@ class EventLoop:
                     self._outer.modify(self._inner.fileno(), select.EPOLLIN)
 
     def interruptible(self) -> contextlib.AbstractContextManager[None]:
-        """Let Ctrl-C in, although the lock is held: for code of the user that runs in our thread."""
-        return self._interrupts.let_in()
+        """Deliver Ctrl-C although the lock is held: for user code that runs in this thread."""
+        return self._interrupts.allowed()
 
     def poll(self, timeout_s: float) -> None:
-        """Wait for something to read and read it. The lock is held, but not while it waits."""
-        # Only who waits lets go: the thread never does, so close() can wait for it with the lock in hand.
-        asleep = self._turn.let_go() if timeout_s else contextlib.nullcontext()
+        """Wait up to `timeout_s` for readable descriptors and call their readers. The lock is released meanwhile."""
+        # The background thread never waits here, and so never releases the lock: close() can join it while holding it.
+        asleep = self._lock.released() if timeout_s else contextlib.nullcontext()
         events = []
-        with asleep, self._interrupts.let_in(), contextlib.suppress(ValueError, OSError):  # closed meanwhile
+        with asleep, self._interrupts.allowed(), contextlib.suppress(ValueError, OSError):  # closed meanwhile
             events = self._inner.poll(timeout_s)
         for fd, _ in events if self.running else ():
             reader = self._readers.get(fd)
@@ -85,12 +87,12 @@ class EventLoop:
                 reader()
 
     def wait_for(self, event: threading.Event) -> None:
-        """Wait with the lock let go, and Ctrl-C let in."""
-        with self._turn.let_go(), self._interrupts.let_in():
+        """Wait for the event with the lock released and Ctrl-C delivered."""
+        with self._lock.released(), self._interrupts.allowed():
             event.wait()
 
     def start_thread(self, pump: Callable[[], None], tick_s: float) -> None:
-        """From now on, `pump` runs when there is something to read or a tick has passed, and nobody leads."""
+        """Start the background thread: it calls `pump` on input and every `tick_s`, while no other thread leads."""
         thread = threading.Thread(target=self._serve, args=(pump, tick_s), name="farstep-head", daemon=True)
         thread.start()
         self._thread = thread
@@ -98,16 +100,16 @@ class EventLoop:
     def _serve(self, pump: Callable[[], None], tick_s: float) -> None:
         while self.running:
             self._outer.poll(tick_s)
-            # Not for long: whoever leads does the same work, and close() waits for this thread.
-            if self._turn.acquire(_PATIENCE_S):
+            # The timeout is short: a leading thread does the same work, and close() joins this thread.
+            if self._lock.acquire(_LOCK_TIMEOUT_S):
                 try:
                     if self.running and not self._leaders:
                         pump()
                 finally:
-                    self._turn.release()
+                    self._lock.release()
 
     def close(self) -> None:
-        """End the thread, wake whoever still sleeps here, and free the descriptors; the caller may hold the lock."""
+        """End the background thread, wake sleeping ones, and free the descriptors; the caller may hold the lock."""
         self.running = False
         os.eventfd_write(self._wake, 1)
         if self._thread is not None and self._thread is not threading.current_thread():
@@ -118,15 +120,15 @@ class EventLoop:
         os.close(self._wake)
 
 
-class _Turn:
-    """A lock that its holder may take again, and let go altogether while it sleeps.
+class _ReleasableLock:
+    """A reentrant lock that its holder can release completely while it sleeps.
 
-    Exceptions of a signal's handler (a SIGTERM that becomes a SystemExit) may come between any two lines here. So who
-    holds it is known to C alone, which they cannot come between, and what is not held any more is not released.
+    A signal handler may raise between any two lines here (a SIGTERM that becomes a SystemExit). The owner is therefore
+    kept only in C, where no handler runs, and `release` does nothing if the thread does not hold the lock.
     """
 
     def __init__(self) -> None:
-        self._lock: Any = threading.RLock()  # with what threading.Condition uses of it
+        self._lock: Any = threading.RLock()  # Any: uses the private methods that threading.Condition uses
 
     def acquire(self, timeout_s: float = -1) -> bool:
         return bool(self._lock.acquire(timeout=timeout_s))
@@ -142,7 +144,7 @@ class _Turn:
         self.release()
 
     @contextlib.contextmanager
-    def let_go(self) -> Iterator[None]:
+    def released(self) -> Iterator[None]:
         held = self._lock._release_save()
         try:
             yield

@@ -1,4 +1,4 @@
-"""A feed: chunks for a workflow, one by one as they arrive, and everything else that it may be waiting for."""
+"""A feed delivers chunks to a workflow one by one as they arrive, and wakes it for other events."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from farstep.batch import Batch
 from farstep.head.chunks.incoming_chunks import EarlyPart
 from farstep.head.collector import Collector
 from farstep.head.members.worker_records import WorkerRecord
-from farstep.head.tickets import AcceptedChunk, FeedPlan
+from farstep.head.tickets.records import AcceptedChunk, FeedPlan
 
 
 @dataclass(frozen=True)
@@ -30,34 +30,40 @@ class Members:
 
 
 class Feed:
-    """Tickets are given while it is open; `take` sleeps until there is a chunk, a deadline, or somebody wakes it."""
+    """Workers get tickets while a feed is open. `take` waits for a chunk, a deadline, or `wake`.
+
+    Args:
+        collector: Issues the tickets and receives the chunks.
+        steps: Rows per chunk.
+        plan: What the workflow consumes together.
+        early: Whether to deliver parts, too, before their chunks are complete.
+    """
 
     def __init__(self, collector: Collector, steps: int, plan: FeedPlan, early: bool = False) -> None:
-        """With `early`, it also hands out what arrives ahead of the chunk it belongs to."""
         self._collector, self._server = collector, collector.server
         self._woken = False
-        self._membership = -1
-        """As of the last call of `members`."""
+        self._seen_changes = -1
+        """`Presence.changes` at the last call of `members`."""
         self._early: deque[EarlyPart] = deque()
         self._waking = threading.Lock()
-        """Whoever wakes it does not write to a descriptor that is closed meanwhile, and perhaps another one's."""
+        """Held to write to the descriptor, so that it is not closed, and its number reused, meanwhile."""
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         try:
-            self._server.watch(self._wake_fd, self._note)
-            self._request = collector.open_feed(steps, plan, self._note_early if early else None)
-            collector.told = self.wake  # env.publish, of whichever thread, is something to look at
+            self._server.watch(self._wake_fd, self._on_wake)
+            self._request = collector.open_feed(steps, plan, self._on_part if early else None)
+            collector.publisher.on_published = self.wake  # from whichever thread publishes
         except BaseException:
             self._stop_watching()
             raise
 
-    def _note(self) -> None:
-        with contextlib.suppress(OSError):  # read already, or about to be closed
+    def _on_wake(self) -> None:
+        with contextlib.suppress(OSError):  # already read, or about to be closed
             os.eventfd_read(self._wake_fd)
         self._woken = True
 
-    def _note_early(self, early: EarlyPart) -> None:
+    def _on_part(self, early: EarlyPart) -> None:
         if not early.part.complete:
-            # Copied now: what is lost meanwhile is written over.
+            # Copied now: if its worker dies, the lane is overwritten.
             self._early.append(replace(early, part=replace(early.part, so_far=early.part.so_far.copy())))
             self._woken = True
 
@@ -70,16 +76,25 @@ class Feed:
         store_early: Callable[[EarlyPart], None],
         room: AbstractContextManager[object],
     ) -> None:
-        """Wait for the next chunk of a worker that is wanted and `store` it, both within `room`: nobody takes the room
-        between. Return without one when woken, when some of one came ahead, or too late. Whenever there is none,
-        `check` may say why none can come."""
+        """Wait for the next chunk of a `wanted` worker and store it.
+
+        Returns without one after `wake`, a change of the workers present, a part, or the deadline.
+
+        Args:
+            wanted: Whether a worker's chunk can be stored now.
+            deadline: In `time.monotonic()` seconds.
+            check: Called while there is no chunk; raises if none can arrive.
+            store: Stores a chunk.
+            store_early: Stores a part.
+            room: Entered to take and store a chunk, so that no other thread uses the free space meanwhile.
+        """
         began = time.monotonic()
         waited = 0.0
 
-        def look() -> bool | None:
+        def poll() -> bool | None:
             nonlocal waited
             waited = time.monotonic() - began
-            if self._woken or self._server.tickets.membership != self._membership:
+            if self._woken or self._server.tickets.presence.changes != self._seen_changes:
                 return False
             with room:
                 found = self._collector.take_chunk(self._request, wanted)
@@ -91,15 +106,15 @@ class Feed:
             check()
             return None
 
-        with self._server.locked():  # until it is stored: a Ctrl-C between would lose a chunk that counts as delivered
-            self._server.wait_until(look, deadline)
+        with self._server.locked():  # Ctrl-C before it is stored would lose a chunk that counts as delivered
+            self._server.wait_until(poll, deadline)
             self._collector.counters.wait["learner"] += waited
             self._woken = False
             while self._early:
                 store_early(self._early.popleft())
 
     def is_live(self, ticket: int) -> bool:
-        """Whether a chunk is still to come, or to be taken."""
+        """Whether a ticket is open, or its chunk was not taken yet."""
         return self._server.tickets.is_live(ticket)
 
     def voided(self) -> list[tuple[int, int]]:
@@ -112,25 +127,25 @@ class Feed:
 
     @property
     def under_way(self) -> bool:
-        """Whether chunks are being rolled, or wait to be taken, or workers are about to join or to leave."""
+        """Whether chunks are being rolled or not taken yet, or workers are about to join or to leave."""
         with self._server.locked():
             tickets = self._server.tickets
             return bool(tickets.in_flight or tickets.buffered) or self._server.unsettled()
 
     @property
     def waiting(self) -> list[int]:
-        """The workers whose chunks wait to be taken, if nobody rolls another one."""
+        """The workers whose chunks were not taken yet, if no worker is rolling another one."""
         with self._server.locked():
             tickets = self._server.tickets
-            return [] if tickets.in_flight or self._server.unsettled() else tickets.arrived_of()
+            return [] if tickets.in_flight or self._server.unsettled() else tickets.unread_workers()
 
     def pending(self, worker: int) -> int:
-        """Chunks of a worker that are being rolled or wait to be taken."""
+        """Chunks of a worker that are being rolled or were not taken yet."""
         with self._server.locked():
             return self._server.tickets.pending(worker)
 
     def consumed(self, worker: int, chunks: int, dropped: str | None = None) -> None:
-        """The learner is done with so many chunks of a worker, or they were dropped for a cause."""
+        """Record that the learner is done with some chunks of a worker, or that they were dropped for a cause."""
         with self._server.locked():
             self._server.tickets.consumed(worker, chunks, dropped)
 
@@ -141,30 +156,30 @@ class Feed:
             self._server.grant()
 
     def withdraw(self, worker: int) -> None:
-        """Cancel the chunks that a worker was asked for and has not begun."""
+        """Cancel a worker's invitations for which it has no ticket yet."""
         with self._server.locked():
             self._server.tickets.withdraw(worker)
 
     def members(self) -> Members | None:
         """Which workers are present, and which have left; None if nothing changed since the last call."""
-        tickets = self._server.tickets
-        if tickets.membership == self._membership:
+        presence = self._server.tickets.presence
+        if presence.changes == self._seen_changes:
             return None
         with self._server.locked():
-            self._membership = tickets.membership
-            departed = frozenset(tickets.departed)
-            tickets.departed.clear()
-            return Members(frozenset(tickets.present), departed, tickets.quorum)
+            self._seen_changes = presence.changes
+            departed = frozenset(presence.departed)
+            presence.departed.clear()
+            return Members(frozenset(presence.present), departed, presence.quorum)
 
     def wake(self) -> None:
-        """Let `take` return; from any thread."""
+        """Make `take` return; may be called from any thread."""
         with self._waking:
             if self._wake_fd >= 0:
                 os.eventfd_write(self._wake_fd, 1)
 
     def close(self) -> None:
-        """Cancel what is under way."""
-        self._collector.told = None
+        """Cancel open tickets and free the descriptor."""
+        self._collector.publisher.on_published = None
         try:
             self._collector.end_feed(self._request)
         finally:

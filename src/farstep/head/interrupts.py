@@ -1,8 +1,8 @@
-"""Signals at the right moment.
+"""Defers signals while the head's state changes.
 
-Python raises KeyboardInterrupt, and whatever handlers of other signals raise, between any two instructions. In the
-middle of handling a message that would leave a chunk half accepted; so signals are held back while state changes and
-let in while we sleep, which is nearly always.
+Python raises KeyboardInterrupt, and what handlers of other signals raise, between any two instructions. While a message
+is handled, that would leave a chunk half accepted. Signals are therefore deferred while state changes, and delivered
+while the thread sleeps, which is nearly always.
 """
 
 from __future__ import annotations
@@ -15,32 +15,32 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
-# `signal` makes enums of what `_signal` says, which takes longer than all else that is done to lock something.
+# `signal` converts what `_signal` returns to enums, which takes longer than everything else in `deferred`.
 _get_handler: Callable[[int], Any] = _signal.getsignal
 _set_handler: Callable[[int, Any], Any] = _signal.signal
-_HELD = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
-"""What handlers of a run that is to end raise from."""
+_DEFERRED = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
+"""Signals whose handlers commonly raise to end a run."""
 
 
 class Interrupts:
-    """Signals of the main thread; elsewhere Python delivers none, and this does nothing."""
+    """Defers signals in the main thread; does nothing in others, where Python runs no handlers."""
 
     def __init__(self) -> None:
         self._depth = 0
-        self._open = False
+        self._allowed = False
         self._before: dict[int, Callable[[int, FrameType | None], Any]] = {}
-        """The handlers that are not called for now."""
+        """The user's handlers, by signal."""
         self._waiting: list[int] = []
-        """Signals that came at a bad moment."""
+        """Signals that arrived while they were deferred."""
 
     @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        """Interrupts wait until the end of this, or until somebody lets them in."""
+    def deferred(self) -> Iterator[None]:
+        """Defer signals until the end of the block, or until `allowed` within it."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
         if not self._depth:
-            self._before = {number: handler for number in _HELD if callable(handler := _get_handler(number))}
+            self._before = {number: handler for number in _DEFERRED if callable(handler := _get_handler(number))}
             for number in self._before:
                 _set_handler(number, self._handle)
         self._depth += 1
@@ -54,20 +54,20 @@ class Interrupts:
                 self._deliver()
 
     @contextlib.contextmanager
-    def let_in(self) -> Iterator[None]:
-        """Interrupts are raised here as usual; nothing in here may be cut short with harm."""
+    def allowed(self) -> Iterator[None]:
+        """Deliver signals as usual; the block must be safe to interrupt."""
         if threading.current_thread() is not threading.main_thread() or not self._depth:
             yield
             return
-        self._open = True
+        self._allowed = True
         try:
             self._deliver()
             yield
         finally:
-            self._open = False
+            self._allowed = False
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self._open:
+        if self._allowed:
             self._before[number](number, frame)
         else:
             self._waiting.append(number)
@@ -75,5 +75,5 @@ class Interrupts:
     def _deliver(self) -> None:
         while self._waiting:
             number = self._waiting.pop(0)
-            if (handler := self._before.get(number)) is not None:  # else whoever wanted it is gone meanwhile
+            if (handler := self._before.get(number)) is not None:  # else the user removed the handler meanwhile
                 handler(number, None)

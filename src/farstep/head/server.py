@@ -1,7 +1,7 @@
-"""The I/O shell around tickets and the crew: who waits for what, and what is said to whom.
+"""The I/O shell around tickets and the supervisor: sends and receives messages, and waits.
 
-Whoever waits, pumps (see `switchboard.py`); while nobody waits, a thread does, so that a worker that dies or joins is
-looked after at any time.
+A thread that waits for workers runs the event loop itself (see `event_loop.py`). While no thread waits, a background
+thread runs it, so that workers that die or join are handled at any time.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from farstep.config.launch import EngineConfig, LaunchConfig
 from farstep.core import Received
@@ -26,18 +26,16 @@ from farstep.errors import (
     HandshakeError,
     LaunchError,
     WireError,
-    WorkerError,
-    is_own,
-    remote_error,
     typed_shortage,
 )
+from farstep.head.client import Client
 from farstep.head.event_loop import EventLoop
-from farstep.head.members import membership as life
+from farstep.head.members import membership
 from farstep.head.members.message_rules import check_message, is_late
 from farstep.head.members.supervisor import Supervisor
 from farstep.head.members.worker_records import WorkerRecord, expected, split
 from farstep.head.slow_call_warnings import FIRST_NOTE_S, NOTE_S, noted_while_slow
-from farstep.head.tickets import IssuedTicket, Tickets
+from farstep.head.tickets.tickets import Tickets
 from farstep.launch import launcher_for
 from farstep.launch.daemon.process import import_path
 from farstep.rollout.nested_launch import refuse_nested_launch
@@ -50,31 +48,20 @@ from farstep.wire.versions import mismatches
 log = logging.getLogger("farstep")
 T = TypeVar("T")
 _PRELOADED = ("torch",)
-"""Heavy modules that workers import while the head is busy, if the head has them."""
-
-
-class Client(Protocol):
-    """Who uses the server: makes tickets of orders and takes what workers answer."""
-
-    def make_ticket(self, issued: IssuedTicket) -> tuple[m.Ticket, Sequence[Any]]: ...
-
-    def on_message(self, record: WorkerRecord, message: m.FromWorker, received: Received) -> None: ...
-
-    def on_error(self, record: WorkerRecord, failure: m.Failure, error: WorkerError) -> None:
-        """What the client asked of a worker (an agent, a call, a step) raised there; the worker is as before."""
-        ...
-
-    def on_lost(self, record: WorkerRecord) -> None:
-        """A worker is gone, with what it was asked."""
-        ...
-
-    def version(self) -> int:
-        """The current version of the policy."""
-        ...
+"""Heavy modules that workers import early if the head has imported them."""
 
 
 class Server:
-    """All workers of a run, and the conversation with each of them."""
+    """All workers of a run, their tickets, and the messages to and from each of them.
+
+    Args:
+        config: How workers are launched, and their time limits.
+        program: What workers run.
+        envs_per_node: Environments per node.
+        root: Seed that the seeds of all slots derive from.
+        restart_budget: Failures tolerated within ten minutes; one more fails the run.
+        client: Handles what workers answer.
+    """
 
     def __init__(
         self,
@@ -90,18 +77,17 @@ class Server:
         self._program = program.pickled()
         self._close_s = config.timeouts.close_s
         engine = type(config).__name__.removesuffix("Config") if isinstance(config, EngineConfig) else ""
-        self._slow_start = f"{engine} has not answered yet" if engine else "worker processes are being started"
+        self._slow_start = f"{engine} has not answered yet" if engine else "starting worker processes"
         self._client = client
         workers = config.num_workers(envs_per_node)
         self.records = split(config.most_nodes, envs_per_node, workers, root)
         per_node = workers // config.most_nodes
-        self._fewest = config.fewest_nodes * per_node
-        self.tickets = Tickets(workers, self._fewest)
+        self.tickets = Tickets(workers, config.fewest_nodes * per_node)
         self.spaces: tuple[Any, Any] | None = None
-        self.stage: list[tuple[m.FromHead, Sequence[Any], Sequence[int]]] = []
-        """What a worker must be told before its first ticket: agent, parameters, layout."""
+        self._announcements: list[tuple[m.FromHead, Sequence[Any], Sequence[int]]] = []
+        """Messages, frames and descriptors that a worker gets before its first ticket: agent, parameters, layout."""
         self.start_s = {"connect": 0.0, "construct": 0.0}
-        """How long the slowest first start took: until its hello, and from there until its environments were built."""
+        """Seconds that the slowest first start took: until its `Hello`, and from there until its `Ready`."""
         self._started_at = 0.0
         self._failure: FarstepError | None = None
         self._closed = False
@@ -112,23 +98,23 @@ class Server:
         self._tick_s = min(0.5, max(0.02, min(limits) / 4))
         self._next_tick = 0.0
         with typed_shortage("the head could not be set up"), contextlib.ExitStack() as opened:
-            self._switchboard = EventLoop()
-            opened.callback(self._switchboard.close)
+            self._event_loop = EventLoop()
+            opened.callback(self._event_loop.close)
             with noted_while_slow(self._slow_start):
                 launcher = launcher_for(config, workers, max(record.num_envs for record in self.records))
             opened.callback(launcher.close)
             self.shares_memory, self._driven = launcher.shares_memory, launcher.driven
             self.supervisor = Supervisor(
-                launcher, self.records, config.timeouts, restart_budget, self._switchboard, self
+                launcher, self.records, config.timeouts, restart_budget, self._event_loop, self
             )
             opened.pop_all()
 
     # ---- start and end ----
 
     def start(self) -> tuple[Any, Any]:
-        """Start all workers and wait until each has built its environments; the spaces of one of these."""
+        """Start all workers, wait until they have built their environments, and return the spaces of one of these."""
         self.begin()
-        self.wait(lambda: True if self._all_there() else None, starting=True)
+        self.wait(lambda: True if self._all_ready() else None, starting=True)
         assert self.spaces is not None
         return self.spaces
 
@@ -139,21 +125,22 @@ class Server:
             self.supervisor.start()
         if not self._driven:
             with typed_shortage("the head's thread could not be started"):
-                self._switchboard.start_thread(self._pump_alone, self._tick_s)
+                self._event_loop.start_thread(self._pump_alone, self._tick_s)
 
-    def _all_there(self) -> bool:
-        """Whoever has a node is ready, and enough have one."""
+    def _all_ready(self) -> bool:
+        """Whether all present workers are ready, and there is a quorum of them."""
         present = self.present()
-        return len(present) >= self._fewest and all(record.ready for record in present)
+        return len(present) >= self.tickets.presence.quorum and all(record.ready for record in present)
 
     def scale(self, nodes: int) -> None:
+        """Change the number of nodes."""
         with self.locked():
             self.raise_failure()
             self.supervisor.launcher.scale(nodes)
 
     def present(self) -> list[WorkerRecord]:
-        """All workers but those that no node has a place for."""
-        return [record for record in self.records if record.worker not in self.tickets.absent]
+        """All workers that have a node."""
+        return [record for record in self.records if record.worker not in self.tickets.presence.absent]
 
     def unsettled(self) -> bool:
         """Whether workers are missing or about to leave, so that the set of workers to wait for will change."""
@@ -163,26 +150,26 @@ class Server:
         return record.ready and record.handle is not None and not record.handle.leaving
 
     def __contains__(self, worker: object) -> bool:
-        """Whether a worker can be given a ticket."""
+        """Whether a worker can get a ticket."""
         return isinstance(worker, int) and self._can_roll(self.records[worker])
 
     def close(self) -> None:
-        """Stop workers, kill the ones that do not stop in time, and free everything.
+        """Stop workers, kill those that do not stop in time, and free all resources.
 
-        Idempotent; a second call, from another thread, returns when the first has freed everything.
+        Idempotent; a second call, from another thread, returns when the first has freed all resources.
         """
         if os.getpid() != self._pid:
-            return  # a fork of the head: the workers are not ours
-        with self._switchboard.lead():
+            return  # a fork of the head does not own the workers
+        with self._event_loop.lead():
             if self._closed:
                 if self._closer != threading.get_ident():  # a signal handler of that thread may close again
-                    self._switchboard.wait_for(self._freed)
+                    self._event_loop.wait_for(self._freed)
                 return
             self._closed, self._closer = True, threading.get_ident()
             try:
                 self._stop_all()
                 self._wait_for_ends(time.monotonic() + self._close_s)
-            finally:  # also for somebody who has no patience and interrupts
+            finally:  # also after Ctrl-C
                 try:
                     self._end_all()
                 finally:
@@ -201,7 +188,7 @@ class Server:
         try:
             self._wait_for_ends(time.monotonic() + 5.0)
         finally:
-            self._switchboard.close()
+            self._event_loop.close()
             self.supervisor.close()
 
     def _wait_for_ends(self, deadline: float) -> None:
@@ -210,24 +197,33 @@ class Server:
 
     # ---- waiting ----
 
-    def wait(self, done: Callable[[], T | None], *, starting: bool = False) -> T:
-        """Pump until `done` answers; raises what the run failed of. Bounded: a worker without progress is killed
-        after its phase's limit, and the restart budget is finite. With `starting`, it logs what it waits for after
-        `FIRST_NOTE_S` instead of `NOTE_S`."""
-        answer = self.wait_until(done, math.inf, starting=starting)
-        assert answer is not None
-        return answer
+    def wait(self, poll: Callable[[], T | None], *, starting: bool = False) -> T:
+        """Run the event loop until `poll` returns something, and return it.
 
-    def wait_until(self, done: Callable[[], T | None], deadline: float, *, starting: bool = False) -> T | None:
-        """As `wait`, but None after the deadline."""
-        with self._switchboard.lead():
+        This ends in any case: a worker without progress is killed after the limit of its phase, and the restart budget
+        is finite.
+
+        Args:
+            poll: Called after each event.
+            starting: Log what is waited for after `FIRST_NOTE_S` seconds instead of `NOTE_S`.
+
+        Raises:
+            FarstepError: The run has failed, or is closed.
+        """
+        result = self.wait_until(poll, math.inf, starting=starting)
+        assert result is not None
+        return result
+
+    def wait_until(self, poll: Callable[[], T | None], deadline: float, *, starting: bool = False) -> T | None:
+        """As `wait`, but return None after the deadline (in `time.monotonic()` seconds)."""
+        with self._event_loop.lead():
             began = time.monotonic()
             next_note = began + (FIRST_NOTE_S if starting else NOTE_S)
             while True:
                 self.raise_failure()
-                answer = done()
-                if answer is not None or (left := deadline - time.monotonic()) <= 0:
-                    return answer
+                result = poll()
+                if result is not None or (left := deadline - time.monotonic()) <= 0:
+                    return result
                 self._pump(min(left, self._tick_s))
                 if (now := time.monotonic()) > next_note and (
                     starting or self.tickets.in_flight or self.supervisor.launcher.waiting()
@@ -236,16 +232,16 @@ class Server:
                     log.warning("waiting for %.0f s: %s", now - began, self.supervisor.whereabouts())
 
     def watch(self, fd: int, reader: Callable[[], None]) -> None:
-        """Whoever waits also looks at this descriptor."""
+        """Call `reader` whenever the descriptor can be read, from the thread that runs the event loop."""
         with self.locked():
-            self._switchboard.register(fd, reader)
+            self._event_loop.register(fd, reader)
 
     def unwatch(self, fd: int) -> None:
         with self.locked():
-            self._switchboard.unregister(fd)
+            self._event_loop.unregister(fd)
 
     def raise_failure(self) -> None:
-        """Raise the run's failure the first time, a reference to it afterwards."""
+        """If the run has failed, close it and raise the failure; afterwards, raise `ClosedError`."""
         self._check_process()
         if self._failure is not None:
             failure = self._failure
@@ -258,24 +254,24 @@ class Server:
 
     @property
     def state(self) -> str:
-        """In a word, for whoever looks at it."""
+        """The state of the run in one word."""
         return "failed" if self._failure is not None else "closed" if self._closed else "running"
 
     def fail(self, error: FarstepError) -> None:
-        """The run cannot go on; whoever waits gets the error."""
+        """End the run; the next call on it, or one that waits, raises the error."""
         if self._failure is None:
             self._failure = error
         self.supervisor.stop()
         if self.tickets.is_open:
-            self.cancel()  # or workers would try again and again what nobody takes
+            self.cancel()  # or workers would retry their tickets for ever
 
     def locked(self) -> contextlib.AbstractContextManager[None]:
-        """Nobody else changes anything for a moment."""
+        """Hold the lock under which all state changes."""
         self._check_process()
-        return self._switchboard.locked()
+        return self._event_loop.locked()
 
     def _check_process(self) -> None:
-        """Workers belong to the process that started them; a fork would only steal their answers."""
+        """Raise in a fork of the head: reading there would take messages away from the head."""
         if os.getpid() != self._pid:
             raise ClosedError(
                 f"this cluster belongs to process {self._pid} and was used in its fork {os.getpid()}; make a new one "
@@ -283,29 +279,29 @@ class Server:
             )
 
     def _pump_alone(self) -> None:
-        """What the background thread does while nobody waits."""
+        """Run the event loop once, in the background thread."""
         try:
             self._pump(0.0)
-        except LaunchError as error:  # of a node that came and does not fit
+        except LaunchError as error:  # a node that joined has other versions
             if not self._closed:
                 self.fail(error)
-        except Exception as error:  # a bug of ours must reach the caller, not die in a thread
+        except Exception as error:  # an internal error must reach the caller
             if not self._closed:
                 self.fail(FarstepError(f"internal error in the head: {error!r}"))
                 log.exception("internal error in the head")
 
     def _pump(self, timeout_s: float) -> None:
-        """Read what has arrived, look at processes, do what is due. The lock is held."""
-        accepted = self.supervisor.read_shared()
-        self._switchboard.poll(0.0 if accepted else timeout_s)
-        if not self._switchboard.running:
-            return  # somebody else closed it while we slept
+        """Read messages, waiting up to `timeout_s` for one, and check processes when it is time. The lock is held."""
+        received = self.supervisor.read_shared()
+        self._event_loop.poll(0.0 if received else timeout_s)
+        if not self._event_loop.running:
+            return  # closed by another thread meanwhile
         self.supervisor.read_shared()
         if time.monotonic() >= self._next_tick:
             self._next_tick = time.monotonic() + self._tick_s
             self.supervisor.tick()
 
-    # ---- what the crew tells (see `supervisor.Watcher`) ----
+    # ---- callbacks of the supervisor (see `supervisor.Listener`) ----
 
     def expected(self, record: WorkerRecord) -> str:
         return expected(record, self.tickets.oldest_of(record.worker))
@@ -322,12 +318,12 @@ class Server:
 
     def receive(self, worker: int, received: Received) -> None:
         if self._failure is not None and not self._closed:
-            return  # the run is over: nothing counts any more
+            return  # the run has failed: ignore what still arrives
         record = self.records[worker]
         try:
             self._handle(record, m.decode_from_worker(received.frames), received)
         except WireError as error:
-            self.supervisor.distrust(record, error)
+            self.supervisor.reject(record, error)
 
     def _handle(self, record: WorkerRecord, message: m.FromWorker, received: Received) -> None:
         state = self.supervisor.membership.members[record.worker].state
@@ -344,46 +340,47 @@ class Server:
                 copy_words(message.words, record.words)
             case m.Failure():
                 self._failed(record, message)
-            case _ if record.ready:  # else it was given up, and what it died of stays
-                record.asked = record.asked and not isinstance(message, (m.AgentReady, m.Reply))
+            case _ if record.ready:  # else it was declared lost, and its error must stay
+                record.owes_reply = record.owes_reply and not isinstance(message, (m.AgentReady, m.Reply))
                 record.error = None
-                record.heard += 1
+                record.num_messages += 1
                 self._client.on_message(record, message, received)
 
     # ---- messages ----
 
     def drain(self) -> None:
-        """Look once for what arrived: sending on a ZeroMQ socket can hide from whoever waits that something did."""
+        """Read what has arrived: sending on a ZeroMQ socket can clear the signal that wakes the event loop."""
         if not self.shares_memory:
             self.supervisor.read_shared()
 
     def send(
         self, record: WorkerRecord, message: m.FromHead, frames: Sequence[Any] = (), fds: Sequence[int] = ()
     ) -> int:
-        """Say it to one worker; how many bytes that took."""
+        """Send a message to one worker and return its size in bytes; 0 if it could not be sent."""
         if record.link is None:
             return 0
-        record.asked = record.asked or isinstance(message, (m.SendAgent, m.Call))
-        said = [m.encode(message), *frames]
+        record.owes_reply = record.owes_reply or isinstance(message, (m.SendAgent, m.Call))
+        encoded = [m.encode(message), *frames]
         try:
             with typed_shortage(f"worker {record.worker} could not be sent a message"):
-                record.link.send(said, fds if self.shares_memory else ())
+                record.link.send(encoded, fds if self.shares_memory else ())
         except OSError as error:
-            self.supervisor.cannot_tell(record, error)
+            self.supervisor.send_failed(record, error)
             return 0
-        return sum(memoryview(frame).nbytes for frame in said)
+        return sum(memoryview(frame).nbytes for frame in encoded)
 
-    def tell(self, message: m.FromHead, frames: Sequence[Any] = (), fds: Sequence[int] = ()) -> None:
-        """Tell every worker that is there, and those that come later; replaces what was told before of its kind."""
-        self.untell(type(message))
-        self.stage.append((message, frames, fds))
+    def announce(self, message: m.FromHead, frames: Sequence[Any] = (), fds: Sequence[int] = ()) -> None:
+        """Send a message to all ready workers now, and to others when they are ready; replaces an earlier one of its
+        type."""
+        self.retract(type(message))
+        self._announcements.append((message, frames, fds))
         for record in self.records:
             if record.ready:
                 self.send(record, message, frames, fds)
 
-    def untell(self, *kinds: type) -> None:
-        """Workers that come later are no longer told."""
-        self.stage = [entry for entry in self.stage if not isinstance(entry[0], kinds)]
+    def retract(self, *kinds: type) -> None:
+        """Do not send announcements of these types to workers that become ready later."""
+        self._announcements = [entry for entry in self._announcements if not isinstance(entry[0], kinds)]
 
     def _welcome(self, record: WorkerRecord, hello: m.Hello) -> None:
         different = mismatches(hello.versions)
@@ -395,16 +392,16 @@ class Server:
             self.send(record, m.Refuse(reason))
             self.fail(HandshakeError(f"{reason} Install the same versions on both sides."))
             return
-        self.supervisor.act_on(life.Hello(record.worker))
-        self._note(record, Phase.CONSTRUCT)
+        self.supervisor.act_on(membership.Hello(record.worker))
+        self._set_phase(record, Phase.CONSTRUCT)
         if not record.incarnation:
             self.start_s["connect"] = time.monotonic() - self._started_at
         preload = [name for name in _PRELOADED if name in sys.modules]
         welcome = m.Welcome(record.first, record.roots, record.resume.tolist(), import_path(), preload, record.clock)
         self.send(record, welcome, [self._program])
 
-    def _note(self, record: WorkerRecord, phase: Phase) -> None:
-        """Where a worker without shared memory must be, until its next heartbeat says it."""
+    def _set_phase(self, record: WorkerRecord, phase: Phase) -> None:
+        """Record the phase of a worker without shared memory, until its next heartbeat reports it."""
         if not self.shares_memory:
             record.words[PHASE] = phase
 
@@ -419,53 +416,44 @@ class Server:
             )
             return
         if self.spaces is None or (record.worker == 0 and not record.incarnation):
-            self.spaces = spaces  # those of slot 0, with its generators, in whatever order workers get ready
+            self.spaces = spaces  # prefer those of slot 0, which have its random generators
         record.ready = True
         self.tickets.join(record.worker)
         if not record.incarnation:
             self.start_s["construct"] = time.monotonic() - self._started_at - self.start_s["connect"]
-        self.supervisor.act_on(life.Ready(record.worker))
-        self._note(record, Phase.IDLE)
-        for staged, frames, fds in self.stage:
-            self.send(record, staged, frames, fds)
+        self.supervisor.act_on(membership.Ready(record.worker))
+        self._set_phase(record, Phase.IDLE)
+        for announced, frames, fds in self._announcements:
+            self.send(record, announced, frames, fds)
         self.grant()
 
     def _failed(self, record: WorkerRecord, failure: m.Failure) -> None:
-        where = record.where(
-            failure.phase,
-            slot=failure.slot,
-            seed=failure.seed,
-            episode_step=failure.episode_step,
-            version=failure.version,
-        )
-        who = "the agent" if failure.phase in ("act", "load") else "the environment"
-        message = failure.message.partition(": ")[2] if is_own(failure.kind) else f"{who} raised {failure.message}"
-        error = remote_error(failure.kind, message, where, failure.traceback)
+        error = record.failed(failure)
         if failure.request is not None or failure.agent is not None:
-            record.asked = False
+            record.owes_reply = False
             self._client.on_error(record, failure, error)
             return
         record.error = error
         first_time = failure.phase == "construct" and not record.incarnation and not record.ready
         if failure.phase in ("act", "load") or (failure.ticket is None and first_time):
-            self.fail(error)  # trying the same again would only fail again
+            self.fail(error)  # a retry would fail in the same way
         elif failure.ticket is None:
             log.warning("%s", str(error).splitlines()[0])
         elif not failure.again:
             if self.tickets.give_back(record.worker, failure.ticket, "environment failed"):
                 self._client.on_error(record, failure, error)
         elif isinstance(error, (AgentError, ConfigError)):
-            self.fail(error)  # neither is mended by trying again
-        elif self.tickets.again(record.worker, failure.ticket, "environment failed"):
-            self.supervisor.act_on(life.Failed(record.worker))
+            self.fail(error)  # neither is fixed by a retry
+        elif self.tickets.retry(record.worker, failure.ticket, "environment failed"):
+            self.supervisor.act_on(membership.Failed(record.worker))
             if self._failure is None:
-                log.warning("%s; going on with the next episodes", str(error).splitlines()[0])
-                record.error = None  # what it dies of later is something else
+                log.warning("%s; continuing with the next episodes", str(error).splitlines()[0])
+                record.error = None  # it must not explain a later death
 
     # ---- tickets ----
 
     def grant(self) -> None:
-        """Give every ticket that may be given now."""
+        """Issue and send every ticket that workers may get now."""
         if self._failure is not None:
             return
         for issued in self.tickets.grant(self, self._client.version()):
@@ -473,7 +461,7 @@ class Server:
             self.send(self.records[issued.worker], ticket, frames)
 
     def cancel(self) -> None:
-        """Take back what was given and is not done."""
+        """End the session and cancel its open tickets."""
         open_tickets = self.tickets.in_flight
         upto = self.tickets.cancel()
         for record in self.records:

@@ -1,4 +1,4 @@
-"""Log what a blocking call waits for, from another thread than the blocked one."""
+"""Logs what a blocking call waits for, from another thread than the blocked one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def noted_while_slow(what: str) -> Iterator[None]:
             pause_s = NOTE_S
 
     thread = threading.Thread(target=note, daemon=True, name="farstep-notes")
-    with contextlib.suppress(RuntimeError):  # no thread is left: the block, which needs more, says so
+    with contextlib.suppress(RuntimeError):  # no more threads: the block will raise a typed error
         thread.start()
     try:
         yield

@@ -13,15 +13,17 @@ import numpy as np
 from farstep.batch import Batch
 from farstep.head.members.membership import State
 from farstep.head.server import Server
-from farstep.head.tickets import AcceptedChunk
+from farstep.head.tickets.records import AcceptedChunk
 from farstep.wire.messages import Chunk
 
 _WINDOW = 100
+"""Episodes over which returns and lengths are averaged."""
 _RATE_WINDOW_S = 10.0
+"""Seconds over which `steps_per_second` is measured."""
 
 
 class Counters:
-    """What happened so far; `snapshot` is plain data."""
+    """Counters of a run, updated as chunks arrive and batches are delivered."""
 
     def __init__(self, num_workers: int) -> None:
         self.steps = self.chunks = self.episodes = self.stagger_steps = 0
@@ -37,11 +39,11 @@ class Counters:
         self._oldest: int | None = None
 
     def received(self, nbytes: int) -> None:
-        """A chunk was accepted."""
+        """Count the bytes of an accepted chunk."""
         self.rollouts_received += nbytes
 
     def reported(self, worker: int, chunk: Chunk) -> None:
-        """A worker says what it pulled, waited for and measured, whether its chunk is still wanted or not."""
+        """Count what a worker reports with a chunk, cancelled or not: pulls, waiting times and divergence."""
         if chunk.divergence is not None:
             self.divergence[worker] = chunk.divergence
         self.syncs[worker] += chunk.syncs
@@ -51,7 +53,7 @@ class Counters:
         self.stagger_steps += chunk.stagger_steps
 
     def batch(self, batch: Batch, accepted: Sequence[AcceptedChunk], version: int) -> None:
-        """A batch was handed to the learner."""
+        """Count a batch that is delivered to the learner."""
         rows, slots = batch.shape
         self.steps += rows * slots
         self.chunks += len(accepted) if rows else 0  # a reset rolls nothing
@@ -66,7 +68,7 @@ class Counters:
             versions = np.asarray(batch["version"])[0]  # one version per chunk: the first row has them all
             lags = version - versions
             for chunk in accepted:
-                self._lags[chunk.ticket.worker][_bucket(version - chunk.piece.version)] += 1
+                self._lags[chunk.ticket.worker][_bucket(version - chunk.info.version)] += 1
             self._lag_sum += int(lags.sum())
             self._lag_rows += len(lags)
             self._lag_max = max(self._lag_max, int(lags.max()))
@@ -74,7 +76,9 @@ class Counters:
             self._oldest = oldest if self._oldest is None else min(self._oldest, oldest)
 
     def snapshot(self, server: Server, version: int, inference: str) -> dict[str, Any]:
+        """All counters as plain data, as `ClusterEnv.stats` returns them."""
         members, tickets = server.supervisor.membership, server.tickets
+        absent = len(tickets.presence.absent)
         span = self._recent[-1][0] - self._recent[0][0] if len(self._recent) > 1 else 0.0
         later_steps = sum(steps for _, steps in list(self._recent)[1:])
         return {
@@ -89,8 +93,8 @@ class Counters:
             "steps_per_second": later_steps / span if span > 0 else 0.0,
             "workers": {
                 "alive": members.count(State.ALIVE),
-                "starting": members.count(State.STARTING, State.CONSTRUCTING, State.WAITING) - len(tickets.absent),
-                "queued": len(tickets.absent) - server.supervisor.launcher.spare(),
+                "starting": members.count(State.STARTING, State.CONSTRUCTING, State.WAITING) - absent,
+                "queued": absent - server.supervisor.launcher.spare(),
                 "parked": 0,
                 "lost": members.count(State.DYING),
                 "restarts": members.restarts,
@@ -122,19 +126,19 @@ class Counters:
 
 
 def _bucket(lag: int) -> int:
-    """Small lags as they are, larger ones by powers of two, so that a histogram stays short."""
+    """Lags from 16 on are rounded down to a power of two, so that a histogram stays short."""
     return lag if lag < 16 else 1 << lag.bit_length() - 1
 
 
 def scalars(stats: Mapping[str, Any], prefix: str = "farstep") -> dict[str, float]:
-    """The numbers of `env.stats()` under paths such as `farstep/bytes/weights_sent`, for TensorBoard and the like."""
+    """The numbers of `env.stats()` by path, such as `farstep/bytes/weights_sent`, for TensorBoard and similar tools."""
     return dict(_numbers(stats, prefix))
 
 
 def _numbers(value: Any, path: str) -> Iterator[tuple[str, float]]:
     if isinstance(value, Mapping):
         for key, part in value.items():
-            if key != "lag_histogram":  # to be looked at, not followed over time
+            if key != "lag_histogram":  # no scalar to plot over time
                 yield from _numbers(part, f"{path}/{key}")
     elif isinstance(value, list):
         for i, part in enumerate(value):

@@ -1,4 +1,4 @@
-"""Single steps with the caller's own actions: the server's client that stands behind `make_vec`."""
+"""Steps environments with the caller's own actions, for `make_vec`."""
 
 from __future__ import annotations
 
@@ -8,25 +8,26 @@ from typing import Any
 from farstep.config.launch import LaunchConfig
 from farstep.core import Array, BytesLike, Received
 from farstep.errors import WireError, WorkerError
-from farstep.head.chunks.incoming_chunks import IncomingChunk, records_of
+from farstep.head.chunks.incoming_chunks import IncomingChunk, decode_ends
 from farstep.head.chunks.rollouts import Rollouts, base_rows
 from farstep.head.members.broadcast import Broadcast
 from farstep.head.members.worker_records import ResetRequest, WorkerRecord
 from farstep.head.server import Server
-from farstep.head.tickets import AcceptedChunk, IssuedTicket
+from farstep.head.tickets.records import AcceptedChunk, IssuedTicket
 from farstep.rollout.program import Program
 from farstep.schema import ArraySpec, Schema, space_schema
 from farstep.wire import messages as m
 from farstep.wire.codec import unpack
 
 Info = tuple[int, Mapping[str, Any] | None, Mapping[str, Any]]
-"""Environment, what its episode ended with, and the step's or reset's info."""
+"""Slot, the final info of its episode if that ended, and the info of the step or reset."""
 
 
 class Stepper:
-    """Actions in, one row of everything out. A failure raises: nothing is restarted behind the learner's back.
+    """Sends actions to all workers and receives one row; the client of a `Server`.
 
-    After an exception of an environment the workers are as they were, and a reset goes on from there.
+    A worker that dies is not restarted: the next call raises. After an exception of an environment, the workers still
+    run, and `reset` continues.
     """
 
     def __init__(self, config: LaunchConfig, program: Program, envs_per_node: int) -> None:
@@ -38,12 +39,12 @@ class Stepper:
         self._rollouts: Rollouts | None = None
 
     def start(self) -> tuple[Any, Any]:
-        """Start the workers; the spaces of one environment."""
+        """Start the workers and return the observation and action space of one environment."""
         observation_space, action_space = self.server.start()
         obs, self._obs_schema = space_schema(observation_space, "obs")
         _, actions = space_schema(action_space, "action")
         self._rollouts = Rollouts(self.server.records, obs, self._obs_schema)
-        self._lay(actions)
+        self._set_layout(actions)
         return observation_space, action_space
 
     def close(self) -> None:
@@ -59,33 +60,34 @@ class Stepper:
         assert self._rollouts is not None
         return self._rollouts.blocks
 
-    def _lay(self, actions: Schema) -> None:
+    def _set_layout(self, actions: Schema) -> None:
+        """Allocate blocks for actions of this schema, and announce them to workers."""
         rollouts = self._rollouts
         assert rollouts is not None
         self._action_schema = actions
-        if lay := rollouts.fit(1, 1, {**base_rows(self._obs_schema, "<f8"), **actions}, {}):
+        if message := rollouts.fit(1, 1, {**base_rows(self._obs_schema, "<f8"), **actions}, {}):
             assert rollouts.memory is not None
             with self.server.locked():
-                self.server.tell(lay, fds=[rollouts.memory.fd])
+                self.server.announce(message, fds=[rollouts.memory.fd])
 
     def step(self, actions: Mapping[str, Array]) -> list[Info]:
         """Step every environment."""
         schema = {name: ArraySpec.of(array) for name, array in actions.items()}
-        if schema != self._action_schema:  # an environment gets its action in the dtype that it was given in
-            self._lay(schema)
+        if schema != self._action_schema:  # environments get actions in the caller's dtype
+            self._set_layout(schema)
         for name, array in actions.items():
             self.blocks[name][0, 0] = array
         return self._roll(1, None)
 
-    def reset(self, issued: ResetRequest) -> list[Info]:
-        return self._roll(0, issued)
+    def reset(self, request: ResetRequest) -> list[Info]:
+        return self._roll(0, request)
 
     def _roll(self, steps: int, reset: ResetRequest | None) -> list[Info]:
-        """One ticket for every worker."""
+        """Issue one ticket to every worker and wait for all chunks."""
         server = self.server
         with server.locked():
             server.raise_failure()
-            if server.tickets.is_open:  # of a call that was interrupted
+            if server.tickets.is_open:  # left open by a call that was interrupted
                 server.cancel()
             self._steps, self._reset, self._error = steps, reset, None
             server.tickets.open(None, None, 1)
@@ -95,7 +97,7 @@ class Stepper:
             finally:
                 if server.tickets.is_open:
                     server.cancel()
-        return [info for a in accepted for info in a.piece]
+        return [info for a in accepted for info in a.info]
 
     def _arrived(self) -> list[AcceptedChunk] | None:
         if self._error is not None:
@@ -103,13 +105,18 @@ class Stepper:
         return self.server.tickets.take(0)
 
     def call(self, name: str, *arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Do something on every worker; `arguments` is one tuple for all, or one each. Values in order of slots."""
+        """Call a function on every worker; returns the values in order of slots.
+
+        Args:
+            name: The function.
+            arguments: One tuple of arguments for all workers, or one for each.
+        """
         return tuple(value for answer in self._broadcast.call(name, *arguments) for value in answer or ())
 
-    # ---- the server's side ----
+    # ---- callbacks of the server (see `client.Client`) ----
 
     def version(self) -> int:
-        return 0  # the learner acts: there is no policy on the workers
+        return 0  # the caller acts: workers have no policy
 
     def make_ticket(self, issued: IssuedTicket) -> tuple[m.Ticket, list[Any]]:
         record = self.server.records[issued.worker]
@@ -123,7 +130,7 @@ class Stepper:
         match message:
             case m.Chunk():
                 issued = self.server.tickets.outstanding(message.ticket)
-                if issued is not None and issued.worker == record.worker:  # else it was taken back meanwhile
+                if issued is not None and issued.worker == record.worker:  # else the ticket was cancelled meanwhile
                     self._take(record, message, received)
             case m.Reply():
                 self._broadcast.replied(record, message, received)
@@ -138,13 +145,13 @@ class Stepper:
         if not self.server.shares_memory:
             assert self._rollouts is not None and self._rollouts.layout is not None
             incoming = IncomingChunk(self._rollouts.rows(record, 0), self._steps)
-            incoming.ends = records_of(ends, record, self._steps)
+            incoming.ends = decode_ends(ends, record, self._steps)
             incoming.add(chunk.keys, frames, codecs=chunk.codecs)
             incoming.complete([self._rollouts.layout.names()])
         self.server.tickets.accept(record.worker, chunk.ticket, 0, infos)
 
     def on_lost(self, record: WorkerRecord) -> None:
-        """The learner would step into episodes that it did not begin if another worker took the place of this one."""
+        """Fail even if the worker ended with its node: a replacement would begin episodes that the caller did not."""
         ended = record.handle.poll() if record.handle is not None else None
         if ended is not None and ended.blameless and self._rollouts is not None:
             self.server.fail(record.died(ended))
@@ -159,12 +166,12 @@ class Stepper:
 def _infos(frame: BytesLike, record: WorkerRecord) -> list[Info]:
     infos = unpack(frame)
     if not isinstance(infos, list):
-        raise WireError("infos that are not a list.")
+        raise WireError(f"infos of type {type(infos).__name__}; expected a list.")
     found: list[Info] = []
     for entry in infos:
         match entry:
             case (int(i), dict() | None as final, dict(info)) if 0 <= i < record.num_envs:
                 found.append((record.first + i, final, info))
             case _:
-                raise WireError("infos that are not of this worker's environments.")
+                raise WireError(f"an info that is not (environment below {record.num_envs}, final info, info).")
     return found

@@ -29,7 +29,7 @@ from farstep.errors import ClosedError, ConfigError, FarstepError, described, un
 from farstep.head.chunks.incoming_chunks import EarlyPart
 from farstep.head.collector import Collector
 from farstep.head.feed import Feed
-from farstep.head.tickets import AcceptedChunk, FeedPlan
+from farstep.head.tickets.records import AcceptedChunk, FeedPlan
 from farstep.workflow.consumers import Consumer, ConsumerThread, Guard, Publisher, name_of
 from farstep.workflow.delivery import Direct, LocalQueue
 from farstep.workflow.dispatch import Dispatcher, Message, Passer, Trigger, leaves_of

@@ -1,4 +1,4 @@
-"""A remote worker's chunk on its way into its columns, whole or in parts; nothing that does not fit is taken in."""
+"""Checks the arrays of a remote worker's chunk and copies them into its columns, whole or in parts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from farstep.batch import ENDS, Part, is_final
 from farstep.core import Array, BytesLike
 from farstep.errors import WireError
 from farstep.head.members.worker_records import WorkerRecord
-from farstep.head.tickets import IssuedTicket
+from farstep.head.tickets.records import IssuedTicket
 from farstep.rollout.rows import Rows
 from farstep.wire.compression import unpack
 
@@ -25,70 +25,79 @@ class EarlyPart:
     key: int
     """Consecutive for chunks of one worker process that follow each other without a gap."""
     version: int
-    """What the chunk counts as, for its age."""
+    """The version that its staleness is counted from."""
     part: Part
 
 
 class IncomingChunk:
-    """What is here of one chunk."""
+    """The arrays of one chunk that have arrived so far."""
 
     def __init__(self, rows: Rows, steps: int, ticket: int = 0, index: int = 0) -> None:
         self.id = (ticket, index)
         self.stages = 0
-        """How many are complete."""
+        """Number of complete stages."""
         self.ends: Array | None = None
-        """Known once the first stage is here."""
+        """Episode ends, which arrive with the first stage."""
         self.nbytes = 0
         self._num_envs = rows.num_envs
         self._tables = rows.tables(steps)
         self._per_step = {name for name in rows.row if not is_final(name)}
-        """Arrays that may arrive some rows at a time."""
+        """Arrays that may arrive in several messages."""
         self._rows: Counter[str] = Counter()
-        """Per array, how many are here."""
+        """Per array, rows that have arrived."""
 
     def add(self, keys: Sequence[str], frames: Sequence[BytesLike], first: int = 0, codecs: Sequence[str] = ()) -> None:
-        """Copy a message's arrays to where they belong; those with a row per step begin with row `first`."""
+        """Copy a message's arrays into the columns.
+
+        Args:
+            keys: Names of the arrays.
+            frames: Their bytes.
+            first: First row of arrays that have a row per step.
+            codecs: Compression of each; empty: none is compressed.
+        """
         codecs = codecs or [""] * len(keys)
         if len(frames) != len(keys) or len(codecs) != len(keys):
-            raise WireError("a chunk without all of its arrays.")
+            raise WireError(f"a chunk of {len(keys)} arrays with {len(frames)} frames and {len(codecs)} codecs.")
         for name, frame, codec in zip(keys, frames, codecs, strict=True):
             table = self._tables.get(name)
             if table is None:
                 raise WireError(f"a chunk with the unknown array {name!r}.")
             if not table.nbytes:
                 if len(frame):
-                    raise WireError(f"a chunk whose {name!r} is not as empty as it must be.")
+                    raise WireError(f"a chunk whose {name!r} has {len(frame)} bytes; expected none.")
                 continue
-            start, here = first if name in self._per_step else 0, self._rows[name]
-            if start != here:
-                raise WireError(f"a chunk whose {name!r} goes on with row {start} after {here} rows.")
+            start, arrived = first if name in self._per_step else 0, self._rows[name]
+            if start != arrived:
+                raise WireError(f"a chunk whose {name!r} continues with row {start} after {arrived} rows.")
             self.nbytes += len(frame)
             row_bytes = table[0].nbytes
             if codec:
                 pieces: Iterable[Array] = unpack(codec, frame, (len(table) - start) * row_bytes, row_bytes)
             elif len(frame) % row_bytes or len(frame) > (len(table) - start) * row_bytes:
-                raise WireError(f"a chunk whose {name!r} has {len(frame)} bytes from row {start} on.")
+                raise WireError(
+                    f"a chunk whose {name!r} has {len(frame)} bytes from row {start} on; a row has {row_bytes}."
+                )
             else:
                 pieces = [np.frombuffer(frame, np.uint8).reshape(-1, row_bytes)]
             for rows in pieces:
-                target = table[here : here + len(rows)]
+                target = table[arrived : arrived + len(rows)]
                 target[...] = rows.view(table.dtype).reshape(target.shape)
-                here += len(rows)
-            self._rows[name] = here
+                arrived += len(rows)
+            self._rows[name] = arrived
 
     def complete(self, stages: Sequence[Iterable[str]]) -> None:
-        """The worker says that these are here, the ones before it included; believed only where it is true."""
+        """Check that all arrays of the first `len(stages)` stages have arrived, as the worker claims."""
         assert self.ends is not None
         for name in (name for names in stages[self.stages :] for name in names):
             table = self._tables[name]
             needed = -(-len(self.ends) // self._num_envs) if is_final(name) else len(table)
             if table.nbytes and self._rows[name] != needed:
-                raise WireError(f"a chunk with {self._rows[name]} of the {needed} rows of its {name!r}.")
+                raise WireError(f"a chunk with {self._rows[name]} of the {needed} rows of {name!r}.")
         self.stages = len(stages)
 
 
-def records_of(ends: BytesLike, record: WorkerRecord, steps: int) -> Array:
-    """Episode ends, believed only where they can be true."""
+def decode_ends(ends: BytesLike, record: WorkerRecord, steps: int) -> Array:
+    """Decode a chunk's episode ends; raises `WireError` if they lie outside its rows or columns."""
     if len(ends) % ENDS.itemsize or len(ends) // ENDS.itemsize > steps * record.num_envs:
         raise WireError("a chunk with more episode ends than steps.")
     records = np.frombuffer(ends, ENDS).copy()  # a view would keep the whole message

@@ -1,4 +1,4 @@
-"""The head's side of the blocks: lays them out, takes chunks in, puts batches together."""
+"""The head's view of the blocks: allocates them, stores chunks that arrive, and assembles batches."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from farstep.batch import EPISODE_KEYS, RESERVED, Batch, FinalObs, Part, is_fina
 from farstep.config.transfer import ALL_AT_ONCE, TransferTrigger
 from farstep.core import Array, BytesLike, Nested, Received
 from farstep.errors import WireError
-from farstep.head.chunks.incoming_chunks import IncomingChunk, records_of
+from farstep.head.chunks.incoming_chunks import IncomingChunk, decode_ends
 from farstep.head.members.worker_records import WorkerRecord
-from farstep.head.tickets import AcceptedChunk, IssuedTicket
+from farstep.head.tickets.records import AcceptedChunk, IssuedTicket
 from farstep.resources import check_memory
 from farstep.rollout.blocks import Layout
 from farstep.rollout.rows import Rows
@@ -24,11 +24,11 @@ from farstep.wire.channels.memory import SharedMemory
 from farstep.wire.codec import unpack
 
 MAX_STEP_BYTES = 2**28
-"""What an agent may return per environment and step."""
+"""Most bytes that an agent may return per environment and step."""
 
 
 def base_rows(obs: Schema, reward_dtype: str = "<f4") -> Schema:
-    """The arrays that every rollout has, before an agent adds its own."""
+    """The arrays of a row without those that an agent adds."""
     flag = ArraySpec((), "|b1")
     return {
         **obs,
@@ -44,25 +44,35 @@ def base_rows(obs: Schema, reward_dtype: str = "<f4") -> Schema:
 
 @dataclass(frozen=True)
 class ChunkInfo:
-    """A chunk that was checked: what of it is not in the blocks."""
+    """What belongs to a chunk besides its arrays in the blocks."""
 
     ends: Array
+    """Episodes that ended in it, as `ENDS` records."""
     resume: Array
+    """Per environment, the episode that a restarted worker would begin with."""
     infos: list[Any] | None
+    """Per environment, its info; None if its ticket requested none."""
     key: int
     """Consecutive for chunks of one worker process that follow each other without a gap."""
     nbytes: int
     version: int
-    """The weights that acted."""
+    """The version that acted."""
     stage: int = 0
-    """The first of the stages that came with it, not ahead of it."""
+    """The first stage that was not sent ahead of it."""
 
 
 class Rollouts:
     """Blocks of one layout at a time; a new layout gets new memory, so batches of the old one stay readable.
 
-    Of workers that share no memory (`remote`), a chunk counts only when all of it has arrived, at once or in parts. A
-    worker does one ticket after the other, so one chunk of each is under way; what came of others is void.
+    A chunk of a `remote` worker, which shares no memory, is complete when all of its parts have arrived. A worker rolls
+    one ticket after the other, so at most one chunk of each is incomplete; a part of another one discards it.
+
+    Args:
+        records: All workers.
+        obs: How observations nest.
+        obs_schema: Arrays of an observation.
+        remote: Whether workers send arrays instead of writing into shared memory.
+        transfer: How chunks are divided into stages.
     """
 
     def __init__(
@@ -86,14 +96,21 @@ class Rollouts:
         self.state: Structure | None = None
 
     def fit(self, lanes: int, steps: int, rows: Schema, chunks: Schema) -> m.SetLayout | None:
-        """Make room for what a session writes; if the layout changed, what workers must be told."""
+        """Allocate blocks if the present ones do not fit; returns the message to announce if the layout changed.
+
+        Args:
+            lanes: Chunks per worker that are stored at a time.
+            steps: Rows per chunk.
+            rows: Arrays per row.
+            chunks: Arrays per chunk.
+        """
         wanted = Layout(lanes, steps, self._slots, rows, chunks)
         if self.layout is not None and self.layout.covers(wanted):
             return None
         if self.layout is not None and (self.layout.rows, self.layout.chunks) == (rows, chunks):
             lanes, steps = max(lanes, self.layout.lanes), max(steps, self.layout.steps)
         layout = Layout(lanes, steps, self._slots, rows, chunks)
-        # Room for last observations is for the worst case, an end in every row, and hardly ever touched.
+        # The blocks of final observations are sized for an episode end in every row, and are mostly never touched.
         touched = {name: spec for name, spec in rows.items() if not is_final(name)}
         needed = Layout(lanes, steps, self._slots, touched, chunks).nbytes
         check_memory(needed, f"rollouts of {steps} steps of {self._slots} environments, {lanes} at a time,")
@@ -105,29 +122,40 @@ class Rollouts:
         return layout.message()
 
     def adopt(self, structures: Mapping[str, Structure], state: Structure | None) -> None:
-        """From now on, batches have what this agent returns."""
+        """Set how the outputs and the state of the agent nest in batches."""
         self.structures, self.state = {"obs": self._obs, **structures}, state
 
     def take(
         self, record: WorkerRecord, issued: IssuedTicket, steps: int, chunk: m.Chunk, received: Received, version: int
     ) -> ChunkInfo:
-        """Check a chunk; what a remote worker sends with it goes to its columns."""
+        """Check a chunk, and copy arrays that a remote worker sends with it into its columns.
+
+        Args:
+            record: The worker that sent it.
+            issued: Its ticket.
+            steps: Rows that the ticket requests.
+            chunk: The header.
+            received: The whole message.
+            version: The newest version.
+        """
         if not -1 <= chunk.version <= chunk.passed <= version:
-            raise WireError("a chunk whose header cannot be true.")
+            raise WireError(
+                f"a chunk of version {chunk.version} that counts as version {chunk.passed}; the newest is {version}."
+            )
         ends, *frames = received.frames[1:] or [b""]
         if len(frames) != len(chunk.keys) + chunk.infos or (chunk.keys and not self._remote):
-            raise WireError(f"a chunk with {len(chunk.keys)} arrays and infos={chunk.infos} in {len(frames)} frames.")
+            raise WireError(f"a chunk of {len(chunk.keys)} arrays and infos={chunk.infos} with {len(frames)} frames.")
         infos = _infos(frames.pop(), record.num_envs) if chunk.infos else None
         resume, key = _episodes(chunk.resume, record.num_envs), key_of(record, chunk.index)
         if not self._remote:
-            records, nbytes = records_of(ends, record, steps), self._chunk_bytes(record, steps)
+            records, nbytes = decode_ends(ends, record, steps), self._chunk_bytes(record, steps)
             return ChunkInfo(records, resume, infos, key, nbytes, chunk.version)
         incoming = self._incoming_chunk(record, issued, steps, chunk)
         stage = incoming.stages
         if not stage:
-            incoming.ends = records_of(ends, record, steps)
+            incoming.ends = decode_ends(ends, record, steps)
         elif len(ends):
-            raise WireError("episode ends that do not come with the first stage.")
+            raise WireError("episode ends in another stage than the first one.")
         incoming.add(chunk.keys, frames, chunk.first, chunk.codecs)
         incoming.complete(self._stages)
         del self._incoming[record.worker]
@@ -137,19 +165,22 @@ class Rollouts:
     def take_part(
         self, record: WorkerRecord, issued: IssuedTicket, steps: int, part: m.Part, received: Received
     ) -> Array | None:
-        """Put what a remote worker sends ahead of its chunk into its columns; episode ends, if a stage is complete."""
-        key_of(record, part.index)  # refuses what can be none
+        """Copy arrays that a remote worker sends ahead of its chunk into its columns.
+
+        Returns the chunk's episode ends if a stage is complete, otherwise None.
+        """
+        key_of(record, part.index)  # raises if it is out of range
         early = self._remote and (part.stage >= 0 or self._transfer.sends_early)
         if not early or not -1 <= part.stage < len(self._stages) - 1:
-            raise WireError(f"a part of stage {part.stage}, which EnvConfig.transfer does not have sent ahead.")
+            raise WireError(f"a part of stage {part.stage}, which EnvConfig.transfer does not send ahead.")
         incoming = self._incoming_chunk(record, issued, steps, part)
         if part.stage not in (-1, incoming.stages):
-            raise WireError(f"a part of stage {part.stage} when it was the turn of {incoming.stages}.")
+            raise WireError(f"a part of stage {part.stage}; expected stage {incoming.stages}.")
         ends, *frames = received.frames[1:] or [b""]
         if part.stage == 0:
-            incoming.ends = records_of(ends, record, steps)
+            incoming.ends = decode_ends(ends, record, steps)
         elif len(ends):
-            raise WireError("episode ends that do not come with the first stage.")
+            raise WireError("episode ends in another stage than the first one.")
         incoming.add(part.keys, frames, part.first, part.codecs)
         if part.stage < 0:
             return None
@@ -159,7 +190,7 @@ class Rollouts:
     def _incoming_chunk(
         self, record: WorkerRecord, issued: IssuedTicket, steps: int, message: m.Part | m.Chunk
     ) -> IncomingChunk:
-        """What is here of that chunk; a ticket that its worker does once more begins anew."""
+        """The chunk that the message belongs to; a retry of its ticket starts from empty."""
         incoming = self._incoming.get(record.worker)
         if incoming is None or incoming.id != (issued.seq, message.index):
             incoming = IncomingChunk(self.rows(record, issued.lane), steps, issued.seq, message.index)
@@ -167,41 +198,41 @@ class Rollouts:
         return incoming
 
     def rows(self, record: WorkerRecord, lane: int) -> Rows:
-        """A worker's own columns of a lane."""
+        """A worker's columns of a lane."""
         assert self.layout is not None
         return Rows(self.layout, self.blocks, lane, record.first, record.stop)
 
     def _chunk_bytes(self, record: WorkerRecord, steps: int) -> int:
-        """What a chunk in shared memory amounts to."""
+        """Size of a chunk in shared memory."""
         assert self.layout is not None
         rows = sum(spec.nbytes for name, spec in self.layout.rows.items() if not is_final(name))
         return rows * steps * record.num_envs
 
     def batch(self, accepted: Sequence[AcceptedChunk], steps: int, continues: Array) -> Batch:
-        """One chunk of every worker: views of their common lane."""
+        """A batch of one chunk of every worker, as views of their common lane."""
         return self._views(accepted, slice(0, self._slots), steps, continues)
 
     def part(
         self, issued: IssuedTicket, steps: int, stage: int, stop: int | None, ends: Array, continues: Array
     ) -> Part:
-        """The stages from `stage` to before `stop` of a worker's chunk: views of its columns."""
+        """The stages of a worker's chunk from `stage` to before `stop` (None: the end), as views of its columns."""
         record, stop = self._records[issued.worker], stop or len(self._stages)
         accepted = AcceptedChunk(issued, -1, ChunkInfo(ends, record.resume, None, 0, 0, -1))
         whole = self._views([accepted], record.columns, steps, continues)
         names = [{name for names in self._stages[first:stop] for name in names} for first in (stage, 0)]
-        new, so_far = (self._only(whole, here) for here in names)
+        new, so_far = (self._only(whole, arrived) for arrived in names)
         return Part(record.worker, whole.slots, stop - 1, stop == len(self._stages), new, so_far)
 
     def chunk(self, accepted: AcceptedChunk, steps: int, continues: Array) -> Batch:
-        """One worker's chunk: views of its columns."""
+        """One worker's chunk, as views of its columns."""
         return self._views([accepted], self._records[accepted.ticket.worker].columns, steps, continues)
 
-    def _only(self, batch: Batch, here: Container[str]) -> Batch:
-        """What of a batch is already here."""
-        arrays = {name: array for name, array in batch.arrays.items() if name in here}
-        structures = {key: s for key, s in self.structures.items() if all(name in here for name in leaf_names(s))}
-        has_last, has_final = (all(kind + name in here for name in self._obs_schema) for kind in ("last_", "final_"))
-        has_state = self.state is not None and all(name in here for name in leaf_names(self.state))
+    def _only(self, batch: Batch, names: Container[str]) -> Batch:
+        """The arrays of a batch with these names."""
+        arrays = {name: array for name, array in batch.arrays.items() if name in names}
+        structures = {key: s for key, s in self.structures.items() if all(name in names for name in leaf_names(s))}
+        has_last, has_final = (all(kind + name in names for name in self._obs_schema) for kind in ("last_", "final_"))
+        has_state = self.state is not None and all(name in names for name in leaf_names(self.state))
         return replace(
             batch,
             arrays=arrays,
@@ -221,7 +252,7 @@ class Rollouts:
         return self._batch(arrays, last, state, accepted, np.arange(columns.start, columns.stop), continues)
 
     def copied(self, accepted: Sequence[AcceptedChunk], steps: int, continues: Array) -> Batch:
-        """Chunks of any workers, copied side by side."""
+        """A batch of chunks of any workers, copied side by side."""
         parts = [(a.ticket.lane, self._records[a.ticket.worker]) for a in accepted]
 
         def joined(name: str, start: int, stop: int) -> Array:
@@ -253,13 +284,13 @@ class Rollouts:
         ends, columns, finals, infos, column = [], [], [], [], 0
         for a in accepted:
             record = self._records[a.ticket.worker]
-            ends.append(a.piece.ends)
-            columns.append(a.piece.ends["slot"] - record.first + column)
-            k = np.arange(len(a.piece.ends))
+            ends.append(a.info.ends)
+            columns.append(a.info.ends["slot"] - record.first + column)
+            k = np.arange(len(a.info.ends))
             place = (a.ticket.lane, k // record.num_envs, record.first + k % record.num_envs)
             finals.append({name: self.blocks["final_" + name][place] for name in self._obs_schema})
-            if a.piece.infos is not None:
-                infos.append((record.first, a.piece.infos))
+            if a.info.infos is not None:
+                infos.append((record.first, a.info.infos))
             column += record.num_envs
         episodes = np.concatenate(ends)
         final = nest(self._obs, {n: np.concatenate([part[n] for part in finals]) for n in self._obs_schema})
@@ -279,20 +310,20 @@ class Rollouts:
         if self.memory is not None:
             self.memory.close()
             self.memory = None
-            self.blocks = {}  # what a batch still shows stays; nothing else does
+            self.blocks = {}  # batches keep the memory of their own views
             self._incoming.clear()
 
 
 def key_of(record: WorkerRecord, index: int) -> int:
-    """Consecutive for chunks of one worker process that follow each other without a gap."""
+    """The key of a worker's chunk, see `ChunkInfo.key`."""
     if not 0 <= index < 1 << 40:
-        raise WireError("a chunk whose header cannot be true.")
+        raise WireError(f"a chunk with the index {index}.")
     return record.incarnation << 40 | index
 
 
 def _episodes(resume: bytes, num_envs: int) -> Array:
     if len(resume) != 8 * num_envs or (np.frombuffer(resume, np.int64) < 0).any():
-        raise WireError("a chunk that does not say where its slots would go on.")
+        raise WireError("a chunk without a valid next episode for each of its slots.")
     return np.frombuffer(resume, np.int64)
 
 
@@ -304,14 +335,14 @@ def _infos(frame: BytesLike, num_envs: int) -> list[Any]:
 
 
 def agent_structures(answer: m.AgentReady, actions: Schema) -> tuple[dict[str, Structure], Structure | None]:
-    """How an agent's outputs and its state nest, believed only where they can be stored."""
+    """How an agent's outputs and its state nest; raises `WireError` if they cannot be stored."""
     structure, state = unpack(answer.structure), unpack(answer.state_structure) or None
     if not isinstance(structure, dict) or not _is_structure(structure) or not _is_structure(state or ""):
         raise WireError("an agent whose outputs do not nest as mappings and tuples.")
     if sorted(leaf_names(structure)) != sorted(answer.schema):
-        raise WireError("an agent whose outputs are not the arrays it names.")
+        raise WireError("an agent whose outputs are not the arrays that it declares.")
     if sorted(leaf_names(state) if state else []) != sorted(answer.state):
-        raise WireError("an agent whose state is not the arrays it names.")
+        raise WireError("an agent whose state is not the arrays that it declares.")
     clash = sorted(RESERVED & structure.keys())
     shapes = {name: spec.shape for name, spec in answer.schema.items()}
     unfit = [name for name, spec in actions.items() if shapes.get(name) != spec.shape]

@@ -1,4 +1,4 @@
-"""Something asked of every worker at once, outside of tickets, and what they answered."""
+"""Calls a function on all workers at once, outside of tickets, and collects their answers."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from farstep.wire.codec import unpack
 
 
 class Broadcast:
-    """One call at a time.
+    """Calls on all workers, one call at a time.
 
     Args:
-        server: the workers.
+        server: The workers.
         without_lost: Whether a call returns None for a lost worker; otherwise it waits until the loss ends the run and
             raises that failure.
     """
@@ -48,8 +48,9 @@ class Broadcast:
         return [self._answers[worker] for worker in sorted(self._answers)]
 
     def replied(self, record: WorkerRecord, reply: m.Reply, received: Received) -> None:
+        """Store a worker's answer; an answer to an earlier call is ignored."""
         if reply.request > self._request:
-            raise WireError(f"a reply to call {reply.request}; the current call is {self._request}.")
+            raise WireError(f"a reply to call {reply.request}; the latest call is {self._request}.")
         if reply.request != self._request:
             return
         if record.worker in self._answers:
@@ -57,9 +58,11 @@ class Broadcast:
         self._answers[record.worker] = unpack(received.frames[1])
 
     def failed(self, record: WorkerRecord, failure: m.Failure, error: WorkerError) -> None:
+        """Make the call raise the error, if it is of the current call."""
         if failure.request == self._request:
             self._answers[record.worker] = error
 
     def lost(self, record: WorkerRecord) -> None:
+        """Do not wait for a lost worker, if the call may do without it."""
         if self._without_lost:
             self._answers.setdefault(record.worker, None)

@@ -1,10 +1,10 @@
-"""Who is alive: the life of every worker as a state machine without I/O.
+"""The life cycle of every worker, as a state machine without I/O.
 
     starting ─hello─► constructing ─ready─► alive
         └───────────────┴────── stuck, gone ──┴─► dying ─ended─► waiting ─back-off over─► starting (next incarnation)
 
-The shell reports what it sees (`handle`), asks regularly (`tick`) and does what is answered. A worker is started
-again only after its process has certainly ended, so that two incarnations never write into the same columns.
+The supervisor reports events (`handle`), calls `tick` regularly, and performs the actions that both return. A worker is
+restarted only after its process has certainly ended, so that two incarnations never write into the same columns.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from enum import Enum
 
 from farstep.config.launch import RESTART_WINDOW_S
 
-ANSWER_S = 2.0
-"""How long a worker on another machine has to say where it is, before it is taken for stuck."""
+STACKS_S = 2.0
+"""Seconds before a worker counts as stuck at which its stacks are requested, so that a remote one can send them."""
 DEATH_S = 60.0
-"""How long a killed process may take to end; one that the kernel cannot end (a dead file system) blocks its columns."""
+"""Seconds that a killed process may take to end. If the kernel cannot end it (a dead file system), the run fails."""
 _BACKOFF_S = (0.0, 0.1, 0.5, 1.0, 2.0, 5.0)
+"""Seconds before a restart, by number of consecutive failures."""
 
 
 class State(Enum):
@@ -49,18 +50,18 @@ class Ready:
 
 @dataclass(frozen=True)
 class Gone:
-    """Its connection closed; the process may still be there."""
+    """Its connection closed; the process may still run."""
 
     worker: int
 
 
 @dataclass(frozen=True)
 class Ended:
-    """Its process is certainly over."""
+    """Its process has certainly ended."""
 
     worker: int
     blameless: bool = False
-    """It went with its node: nothing is spent."""
+    """Whether it ended with its node: uses no restart budget."""
 
 
 @dataclass(frozen=True)
@@ -72,14 +73,14 @@ class NotStarted:
 
 @dataclass(frozen=True)
 class Failed:
-    """Its environment raised; the worker itself went on."""
+    """Its environment raised; the worker continued with other episodes."""
 
     worker: int
 
 
 @dataclass(frozen=True)
 class Observed:
-    """What a worker's progress words say: a phase (empty when idle) and a counter that moves with every action."""
+    """What a worker's progress words say: a phase (empty if it owes nothing) and counters that change with progress."""
 
     worker: int
     phase: str
@@ -101,33 +102,33 @@ class Start:
 class Kill:
     worker: int
     stuck_in: str = ""
-    """The phase it made no progress in, or empty when it is gone already."""
+    """The phase it made no progress in; empty if its connection closed."""
 
 
 @dataclass(frozen=True)
 class Lost:
-    """Its tickets are void."""
+    """Its tickets must be taken back."""
 
     worker: int
 
 
 @dataclass(frozen=True)
 class GiveUp:
-    """The restart budget is spent, or the worker cannot be ended: its last failure is the run's."""
+    """The run must fail: the restart budget is used up, or the worker can be neither ended nor started."""
 
     worker: int
     failures: int = 0
-    """How many were more than the budget; 0 if it cannot be ended."""
+    """Failures that exceeded the budget; 0 for any other reason."""
 
 
 @dataclass(frozen=True)
-class Ask:
-    """It will soon be taken for stuck: where is it?"""
+class RequestStacks:
+    """It will soon count as stuck: ask for its stacks."""
 
     worker: int
 
 
-Action = Start | Kill | Lost | GiveUp | Ask
+Action = Start | Kill | Lost | GiveUp | RequestStacks
 
 
 @dataclass
@@ -137,23 +138,30 @@ class Member:
     state: State = State.WAITING
     incarnation: int = -1
     since: float = 0.0
-    """When the state, or the last progress within it, began."""
+    """Time of the last change of state, or of the last progress since."""
     seen: tuple[str, tuple[int, ...]] = ("", ())
+    """Phase and counters of the last `Observed`."""
     restart_at: float = 0.0
     failures: int = 0
-    """In a row, for the back-off; a ready worker starts from zero."""
-    asked: bool = False
-    """Whether it was asked for its stacks, since it last made progress."""
+    """Consecutive failures, for the back-off; a ready worker has none."""
+    stacks_requested: bool = False
+    """Whether its stacks were requested since it last made progress."""
     blameless: bool = False
-    """It last ended because its node did."""
+    """Whether it last ended because its node did."""
     attempts: int = 0
-    """Starts in a row for which resources were missing."""
+    """Consecutive starts that failed for lack of resources."""
     short_since: float = 0.0
-    """When the first of these was."""
+    """Time of the first of these."""
 
 
 class Membership:
-    """All workers of a run."""
+    """The states of all workers of a run.
+
+    Args:
+        workers: Number of workers.
+        limits_s: Per phase, seconds without progress after which a worker counts as stuck.
+        restart_budget: Failures tolerated within `RESTART_WINDOW_S` seconds; one more fails the run.
+    """
 
     def __init__(self, workers: int, limits_s: dict[str, float], restart_budget: int) -> None:
         self.members = [Member() for _ in range(workers)]
@@ -166,18 +174,19 @@ class Membership:
         return sum(member.state in states for member in self.members)
 
     def is_running(self, worker: int) -> bool:
-        """Whether the worker's process runs and was not given up."""
+        """Whether the worker's process runs and was not declared lost."""
         return self.members[worker].state in RUNNING
 
     def start(self, now: float) -> Sequence[Action]:
-        """Start everybody for the first time."""
+        """Start all workers for the first time."""
         return [self._start(worker, now) for worker in range(len(self.members))]
 
     def stop(self) -> None:
-        """From now on, ends are expected."""
+        """Expect workers to end, and restart none."""
         self.stopping = True
 
     def handle(self, event: Event, now: float) -> Sequence[Action]:
+        """Update the worker's state and return what to do."""
         member = self.members[event.worker]
         match event:
             case Hello() if member.state is State.STARTING:
@@ -201,7 +210,7 @@ class Membership:
         return []
 
     def tick(self, now: float) -> Sequence[Action]:
-        """What time alone brings about: back-offs that are over, limits that were passed."""
+        """Return what is due by time alone: restarts after a back-off, and kills after a limit."""
         actions: list[Action] = []
         for worker, member in enumerate(self.members):
             if member.state is State.WAITING and now >= member.restart_at and not self.stopping:
@@ -219,18 +228,18 @@ class Membership:
             if now - member.since > limit:
                 self._enter(member, State.DYING, now)
                 actions += [Lost(worker), Kill(worker, stuck_in=phase)]
-            elif now - member.since > max(limit / 2, limit - ANSWER_S) and member.state is not State.STARTING:
-                actions += [] if member.asked else [Ask(worker)]
-                member.asked = True
+            elif now - member.since > max(limit / 2, limit - STACKS_S) and member.state is not State.STARTING:
+                actions += [] if member.stacks_requested else [RequestStacks(worker)]
+                member.stacks_requested = True
         return actions
 
     def _observed(self, member: Member, event: Observed, now: float) -> None:
         seen = (event.phase, event.count)
         if seen != member.seen:
-            member.seen, member.since, member.asked = seen, now, False
+            member.seen, member.since, member.stacks_requested = seen, now, False
 
     def _enter(self, member: Member, state: State, now: float) -> None:
-        member.state, member.since, member.asked = state, now, False
+        member.state, member.since, member.stacks_requested = state, now, False
 
     def _start(self, worker: int, now: float) -> Start:
         member = self.members[worker]
@@ -240,7 +249,7 @@ class Membership:
         return Start(worker, member.incarnation)
 
     def _not_started(self, worker: int, now: float) -> Sequence[Action]:
-        """Retry for as long as a start may take. Uses no restart budget: the worker did not fail."""
+        """Retry until the time limit of a start. Uses no restart budget: the worker did not fail."""
         member = self.members[worker]
         if self.stopping:
             self._enter(member, State.STOPPED, now)
@@ -272,7 +281,7 @@ class Membership:
         return self._spend(event.worker, now)
 
     def _spend(self, worker: int, now: float) -> Sequence[Action]:
-        """One restart of the budget; the budget is what may fail within a window, so rare faults never add up."""
+        """Use one restart of the budget, which counts failures within a time window, so that rare ones never add up."""
         if self.stopping:
             return []
         while self._recent and now - self._recent[0] > RESTART_WINDOW_S:

@@ -1,6 +1,6 @@
 """Which messages a worker may send, in which state and over which channel.
 
-A worker whose message breaks a rule is replaced (`Supervisor.distrust`). The contents of a message are checked where
+A worker whose message breaks a rule is replaced (`Supervisor.reject`). The contents of a message are checked where
 they are used.
 """
 
@@ -17,7 +17,7 @@ from farstep.wire import messages as m
 
 @dataclass(frozen=True)
 class Rule:
-    """Where one kind of message is valid."""
+    """When one type of message is valid."""
 
     states: tuple[State, ...] = (State.ALIVE,)
     only_remote: bool = False
@@ -25,9 +25,9 @@ class Rule:
     heartbeat: bool = False
     """Whether it is sent on the heartbeat connection, which carries nothing else."""
     frames: tuple[int, int | None] = (0, 0)
-    """Fewest and most frames after the header; None: as many as its header lists."""
+    """Fewest and most frames after the header; None: no limit here, its header lists them."""
     shared_frames: tuple[int, int] | None = None
-    """The same for workers with shared memory, where that differs."""
+    """The same for workers with shared memory, if different."""
 
 
 RULES: Mapping[type, Rule] = {
@@ -36,7 +36,7 @@ RULES: Mapping[type, Rule] = {
     m.Failure: Rule((State.CONSTRUCTING, State.ALIVE)),
     m.AgentReady: Rule(),
     m.Reply: Rule(frames=(1, 1)),
-    m.Chunk: Rule(frames=(1, None), shared_frames=(1, 2)),  # episode ends, and infos where the ticket wants them
+    m.Chunk: Rule(frames=(1, None), shared_frames=(1, 2)),  # episode ends, and infos if the ticket requests them
     m.Part: Rule(only_remote=True, frames=(1, None)),
     m.RequestSend: Rule(only_remote=True),
     m.WeightRequest: Rule(only_remote=True),
@@ -45,12 +45,12 @@ RULES: Mapping[type, Rule] = {
 
 
 def check_message(message: m.FromWorker, received: Received, state: State, shares_memory: bool) -> None:
-    """Raise `WireError` unless a worker in this state may send this message the way it came.
+    """Raise `WireError` unless a worker in this state may send this message over this connection.
 
     Args:
-        message: What the header frame says.
+        message: The decoded header frame.
         received: The message as it arrived.
-        state: The worker's state; one that no longer runs may only report why (see `is_late`).
+        state: The worker's state; `is_late` decides about messages of one that no longer runs.
         shares_memory: Whether the worker shares memory with the head.
     """
     rule, kind = RULES[type(message)], type(message).__name__
@@ -67,5 +67,5 @@ def check_message(message: m.FromWorker, received: Received, state: State, share
 
 
 def is_late(message: m.FromWorker, state: State) -> bool:
-    """Whether to ignore a message: its worker was given up, and it does not report why that worker failed."""
+    """Whether to ignore a message: its worker was declared lost, and it does not report why."""
     return state not in RUNNING and not isinstance(message, m.Failure)

@@ -1,4 +1,4 @@
-"""How environments of a run that another process saved are led back to where they were, worker by worker."""
+"""Replays the current episodes of a saved run on the workers of this one."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ log = logging.getLogger("farstep")
 
 
 class ReplayResult(IntEnum):
-    """Where a slot is afterwards."""
+    """Where a slot is after the replay."""
 
     NONE = 0
-    """Not led back: it must be reset."""
+    """Not replayed: it must be reset."""
     OTHER = 1
-    """Elsewhere, and goes on from there."""
+    """In another place than when it was saved; it continues from there."""
     SAME = 2
+    """Where it was when it was saved."""
 
 
 def replay_episodes(
@@ -33,45 +34,49 @@ def replay_episodes(
     workers: Sequence[Any],
     actions: Sequence[Mapping[str, Array]],
 ) -> Array:
-    """Send workers what they saved and the actions of current episodes; returns a `ReplayResult` per slot."""
+    """Send workers their saved state and the actions of their current episodes; returns a `ReplayResult` per slot.
+
+    Args:
+        records: All workers.
+        calls: Sends the calls.
+        root: Seed of slots that cannot be replayed.
+        workers: Per worker, its saved state; None for one that was being restarted.
+        actions: Per slot, the actions of its current episode.
+    """
     parts = _parts(records, workers, actions)
     for record, part in zip(records, parts, strict=True):
-        if part is not None:  # for whoever replaces it, and for the seeds that errors name
+        if part is not None:  # for a restarted worker, and for the seeds in error messages
             record.roots[:] = part["roots"]
             record.resume[:] = [episode + bool(n) for episode, n in zip(part["episodes"], part["steps"], strict=True)]
-    places = np.full(records[-1].stop, ReplayResult.NONE, np.int8)
-    strayed: dict[str, list[int]] = {}
+    results = np.full(records[-1].stop, ReplayResult.NONE, np.int8)
+    differing: dict[str, list[int]] = {}
     answers = calls.call("resume", *[(part, root) for part in parts])
     for record, part, answer in zip(records, parts, answers, strict=True):
         if answer is not None:
-            record.resume[:], elsewhere = answer
-            places[record.columns] = ReplayResult.SAME
-            for slot, why in elsewhere:
-                places[slot] = ReplayResult.OTHER
-                strayed.setdefault(why, []).append(slot)
+            record.resume[:], failures = answer
+            results[record.columns] = ReplayResult.SAME
+            for slot, why in failures:
+                results[slot] = ReplayResult.OTHER
+                differing.setdefault(why, []).append(slot)
         elif part is not None:
-            log.warning(
-                "episodes of worker %d begin anew: it was lost while it took their actions again", record.worker
-            )
-    for why, slots in strayed.items():
-        log.warning("not where it was when the run was saved: environment slot %s: %s", ", ".join(map(str, slots)), why)
-    return places
+            log.warning("restarting episodes of worker %d: it died while replaying them", record.worker)
+    for why, slots in differing.items():
+        log.warning("replay did not restore environment slot %s: %s", ", ".join(map(str, slots)), why)
+    return results
 
 
 def _parts(
     records: Sequence[WorkerRecord], workers: Sequence[Any], actions: Sequence[Mapping[str, Array]]
 ) -> list[Any]:
-    """What each worker is told; None if there is nothing that it could go on with."""
+    """What to send to each worker; None if it has nothing to replay."""
     fitting = len(workers) == len(records) and len(actions) == records[-1].stop
     if not fitting or any(
         w and len(w["episodes"]) != record.num_envs for w, record in zip(workers, records, strict=True)
     ):
         if workers:
-            log.warning("episodes begin anew: there were other workers or environments when this run was saved")
+            log.warning("restarting all episodes: the run was saved with other numbers of workers or environments")
         return [None] * len(records)
     for record, worker in zip(records, workers, strict=True):
         if worker is None:
-            log.warning(
-                "episodes of worker %d begin anew: it was being replaced when this run was saved", record.worker
-            )
+            log.warning("restarting episodes of worker %d: it was not alive when the run was saved", record.worker)
     return [w and {**w, "actions": list(actions[record.columns])} for w, record in zip(workers, records, strict=True)]

@@ -1,6 +1,6 @@
-"""Checks of a state that `ClusterEnv.save` returned, before workers resume from it.
+"""Checks a state that `ClusterEnv.save` returned before workers resume from it.
 
-A worker trusts the head: a generator whose position lies outside its table, or an action outside its space, would reach
+Workers trust the head. A generator whose position lies outside its table, or an action outside its space, would reach
 native code there.
 """
 
@@ -51,7 +51,7 @@ class _Generators(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _Acting(msgspec.Struct, forbid_unknown_fields=True):
-    """Of the agent on a worker: its recurrent state, and a generator for each slot if it takes `rng`."""
+    """The agent's state on a worker: its recurrent state, and a generator per slot if it takes `rng`."""
 
     state: list[np.ndarray]
     generators: list[PCG64]
@@ -88,7 +88,7 @@ def check_saved(
     known = [worker for worker in found.workers if worker is not None]
     slots = sum(len(worker.episodes) for worker in known)
     if actions and known and len(known) == len(found.workers) and len(actions) != slots:
-        raise Refused(f"there are actions of {len(actions)} slots, and workers of {slots}")
+        raise Refused(f"actions of {len(actions)} slots were saved, and workers with {slots}")
     parts = leaf_spaces(action_space, "action")
     for slot, taken in enumerate(actions):
         if taken:
@@ -116,13 +116,13 @@ def _check_acting(where: str, acting: _Acting, agent: Any, count: int) -> None:
     if len(acting.state) != len(leaves):
         raise Refused(f"{where}.state has {len(acting.state)} arrays, the agent's recurrent state has {len(leaves)}")
     for i, (array, leaf) in enumerate(zip(acting.state, leaves, strict=True)):
-        # NumPy agents may start with float64 zeros and go on in float32; torch modules have one dtype.
+        # NumPy agents may start with float64 zeros and continue in float32; torch modules have one dtype.
         loose = isinstance(leaf, np.ndarray) and array.dtype.kind == leaf.dtype.kind
         check_array(f"{where}.state[{i}]", array, as_array(leaf).shape, array.dtype if loose else as_array(leaf).dtype)
-        if np.isfinite(as_array(leaf)).all():  # else infinity means something to this agent, e.g. "none so far"
+        if np.isfinite(as_array(leaf)).all():  # else infinity has a meaning for this agent
             check_finite(f"{where}.state[{i}]", array)
     if len(acting.generators) not in (0, count):
-        raise Refused(f"{where} has {len(acting.generators)} generators, 0 or {count} expected")
+        raise Refused(f"{where} has {len(acting.generators)} generators; expected 0 or {count}")
     for i, state in enumerate(acting.generators):
         try:
             np.random.PCG64().state = msgspec.to_builtins(state)
@@ -157,7 +157,7 @@ def _check_actions(where: str, actions: Mapping[str, Array], parts: Mapping[str,
 
 
 def _bounds(space: spaces.Space[Any]) -> tuple[Any, Any]:
-    """The least and the greatest action; None for floats, which agents may leave to the environment to clip."""
+    """The smallest and the largest action; None for floats, which the environment may clip."""
     match space:
         case spaces.Discrete():
             return space.start, space.start + space.n - 1

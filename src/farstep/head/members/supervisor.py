@@ -1,4 +1,4 @@
-"""The crew: every worker's process and connection, started, watched and replaced as membership says."""
+"""Starts, watches and restarts the processes and connections of all workers, as `Membership` decides."""
 
 from __future__ import annotations
 
@@ -13,50 +13,50 @@ from farstep.config.launch import RESTART_WINDOW_S, Timeouts
 from farstep.core import Launcher, Received
 from farstep.errors import FarstepError, LaunchError, ResourceError, WireError, WorkerError, typed_shortage
 from farstep.head.event_loop import EventLoop
-from farstep.head.members import membership as life
+from farstep.head.members import membership
 from farstep.head.members.worker_records import WorkerRecord
 from farstep.rollout.progress import BEAT_S, COUNT, SLOT, Phase, check_words
 from farstep.wire.messages import Stop, encode
 
 log = logging.getLogger("farstep")
 _MESSAGES_AT_ONCE = 64
-"""Read from one worker before others get their turn."""
-_MOST_NAMED = 8
-"""Workers that a log line about waiting lists by name."""
-_LAST_WORDS_S = 1.0
-"""A worker whose connection closed usually ends by itself; until then it may still say why."""
+"""Messages read from one worker before the next one is served."""
+_MAX_LISTED = 8
+"""Most workers that a log line about waiting lists."""
+_EXIT_GRACE_S = 1.0
+"""Seconds that a worker has to end by itself after its connection closed, so that its exit status explains why."""
 
 
-class Watcher(Protocol):
-    """Who hears of the crew."""
+class Listener(Protocol):
+    """Callbacks of the supervisor."""
 
     def receive(self, worker: int, received: Received) -> None:
-        """A worker said something."""
+        """Handle a message from a worker."""
         ...
 
     def expected(self, record: WorkerRecord) -> str:
-        """What this worker is waited for if it does nothing (see `records.expected`)."""
+        """What this worker still owes if it is idle (see `worker_records.expected`)."""
         ...
 
     def lost(self, record: WorkerRecord) -> None:
-        """What it was doing will not be done."""
+        """Take back what the worker was doing: its process died or is about to be killed."""
         ...
 
     def absent(self, record: WorkerRecord) -> None:
-        """There is no node for it; it comes when there is one."""
+        """Continue without the worker: it has no node."""
         ...
 
     def draining(self, record: WorkerRecord) -> None:
-        """The worker's node is about to leave."""
+        """Give the worker nothing new: its node is about to leave."""
         ...
 
     def fail(self, error: FarstepError) -> None:
-        """The run cannot go on."""
+        """End the run with this error."""
         ...
 
 
 class Supervisor:
-    """All workers of a run. Everything here happens under the switchboard's lock."""
+    """The processes of all workers of a run. Every method must be called with the event loop's lock held."""
 
     def __init__(
         self,
@@ -64,32 +64,32 @@ class Supervisor:
         records: Sequence[WorkerRecord],
         timeouts: Timeouts,
         restart_budget: int,
-        switchboard: EventLoop,
-        watcher: Watcher,
+        event_loop: EventLoop,
+        listener: Listener,
     ) -> None:
         self.records = records
         self.launcher = launcher
-        self._timeouts, self._switchboard, self._watcher = timeouts, switchboard, watcher
-        # Where progress is reported by message, what we know is up to a heartbeat old (and a message may be late).
+        self._timeouts, self._event_loop, self._listener = timeouts, event_loop, listener
+        # Progress that is reported by message is up to a heartbeat old, and the message may be late.
         slack_s = 0.0 if launcher.shares_memory else 3 * BEAT_S
         phases = [*(phase.label for phase in Phase if phase is not Phase.QUEUED), "transfer"]
         limits = {phase: getattr(timeouts, f"{phase}_s") + slack_s for phase in phases}
-        self.membership = life.Membership(len(records), limits, restart_budget)
+        self.membership = membership.Membership(len(records), limits, restart_budget)
         self.run = f"{time.time_ns():x}"
         for fd in launcher.filenos():
-            switchboard.register(fd, lambda: None)
+            event_loop.register(fd, lambda: None)
 
     def start(self) -> None:
         try:
-            with self._switchboard.interruptible():  # Ctrl-C stops waiting for an engine that does not answer
+            with self._event_loop.interruptible():  # Ctrl-C stops waiting for an engine that does not answer
                 self.launcher.prepare()
         except LaunchError as error:
-            self._watcher.fail(error)
+            self._listener.fail(error)
             return
         self._perform(self.membership.start(time.monotonic()))
 
     def stop(self) -> None:
-        """From now on, ends are expected."""
+        """Expect workers to end, and restart none."""
         self.membership.stop()
         self.launcher.stop()
 
@@ -107,47 +107,47 @@ class Supervisor:
         self.launcher.close()
 
     def whereabouts(self) -> str:
-        """What each worker that keeps somebody waiting is doing."""
+        """What each busy or starting worker is doing, as text."""
         queued = [waiting] if (waiting := self.launcher.waiting()) else []
         parts: list[str] = []
         for record, member in zip(self.records, self.membership.members, strict=True):
             if record.phase == "queued":
                 continue
-            if member.state is not life.State.ALIVE:
+            if member.state is not membership.State.ALIVE:
                 again = f" (restart {member.incarnation})" if member.incarnation else ""
                 parts.append(f"worker {record.worker} is {member.state.value}{again}")
             elif record.phase != "idle":
                 i = int(record.words[SLOT])
                 slot = f", environment slot {record.first + i}" if i >= 0 else ""
                 parts.append(f"worker {record.worker} in {record.phase}{slot}")
-        rest = [f"{len(parts) - _MOST_NAMED} more workers"] if len(parts) > _MOST_NAMED else []
-        return "; ".join([*queued, *parts[:_MOST_NAMED], *rest]) or "all workers are idle"
+        rest = [f"{len(parts) - _MAX_LISTED} more workers"] if len(parts) > _MAX_LISTED else []
+        return "; ".join([*queued, *parts[:_MAX_LISTED], *rest]) or "all workers are idle"
 
     # ---- reading ----
 
     def read_shared(self) -> bool:
-        """What has arrived on connections that have no descriptor per worker; True if anything did."""
-        accepted = self.launcher.drain(self._watcher.receive)
+        """Read connections that have no descriptor per worker; returns whether anything had arrived."""
+        received = self.launcher.drain(self._listener.receive)
         if self.launcher.driven:
             for record in self.records:
-                accepted = self._drive(record) or accepted
-        return accepted
+                received = self._drive(record) or received
+        return received
 
     def _drive(self, record: WorkerRecord) -> bool:
-        """A worker in this process moves when we make it: its environments may hang, so Ctrl-C must reach them."""
-        moved = False
+        """Run a worker that shares this thread; Ctrl-C must reach its environments, which may hang."""
+        progressed = False
         while record.link is not None:
-            with self._switchboard.interruptible():
+            with self._event_loop.interruptible():
                 received = record.link.receive()
             if received is None:
                 break
-            moved = True
-            self._watcher.receive(record.worker, received)
+            progressed = True
+            self._listener.receive(record.worker, received)
             if self.membership.stopping:
-                break  # the run is over: nobody takes another step before whoever waits has heard of it
+                break  # the run has failed: take no further step before the caller gets the error
         if record.handle is not None and record.handle.poll() is not None:
             self._process_ended(record)
-        return moved
+        return progressed
 
     def _read(self, record: WorkerRecord, limit: int | None = _MESSAGES_AT_ONCE) -> None:
         count = 0
@@ -156,91 +156,92 @@ class Supervisor:
             try:
                 received = record.link.receive()
             except EOFError:
-                self._switchboard.unregister(record.link.fileno())
+                self._event_loop.unregister(record.link.fileno())
                 record.silent_since = time.monotonic()
                 return
             except OSError as error:
-                self.distrust(record, WireError(f"a message that could not be received: {error}"))
+                self.reject(record, WireError(f"a message that could not be received: {error}"))
                 return
             except WireError as error:
-                self.distrust(record, error)
+                self.reject(record, error)
                 return
             if received is None:
                 return
             for fd in received.fds:
                 os.close(fd)
             if received.fds:
-                self.distrust(record, WireError(f"a message with {len(received.fds)} descriptors; workers send none."))
+                self.reject(record, WireError(f"a message with {len(received.fds)} descriptors; workers send none."))
                 return
-            self._watcher.receive(record.worker, received)
+            self._listener.receive(record.worker, received)
 
-    def distrust(self, record: WorkerRecord, error: WireError) -> None:
-        """A worker said what cannot be read, or cannot be true: it is replaced."""
+    def reject(self, record: WorkerRecord, error: WireError) -> None:
+        """Replace a worker that sent an unreadable or invalid message."""
         if self.membership.is_running(record.worker):
             log.warning("worker %d sent a message that cannot be accepted: %s", record.worker, str(error))
             record.blame(record.phase)
             record.error = WorkerError(
                 f"a worker sent a message that cannot be accepted: {error}", record.where(record.phase)
             )
-        self.act_on(life.Gone(record.worker))
+        self.act_on(membership.Gone(record.worker))
 
     def _read_output(self, record: WorkerRecord) -> None:
         if record.handle is None:
             return
         new = record.handle.read_output()
         if new is None:
-            self._switchboard.unregister(record.handle.output_fd)
+            self._event_loop.unregister(record.handle.output_fd)
         for line in (new or b"").decode(errors="replace").splitlines():
             log.info("worker %d: %s", record.worker, line)
 
-    # ---- watching ----
+    # ---- supervising ----
 
     def tick(self) -> None:
-        """Look at everybody's progress, and do what time alone brings about."""
+        """Check the progress of all workers, and do what is due by time alone."""
         for record in self.records:
             if record.handle is None or self.launcher.driven:
-                continue  # one in this process cannot be stuck without us
-            if time.monotonic() - record.silent_since > _LAST_WORDS_S:
+                continue  # a worker in this thread cannot be stuck unless the head is
+            if time.monotonic() - record.silent_since > _EXIT_GRACE_S:
                 record.silent_since = math.inf
-                self.act_on(life.Gone(record.worker))
-            if self.launcher.shares_memory and self.membership.is_running(record.worker):  # it writes its words itself
+                self.act_on(membership.Gone(record.worker))
+            if self.launcher.shares_memory and self.membership.is_running(record.worker):  # it writes them
                 try:
                     check_words(record.words)
                 except WireError as error:
-                    self.distrust(record, error)
+                    self.reject(record, error)
             phase = record.phase
             if phase == "idle":
-                phase = self._watcher.expected(record)
-            count = (int(record.words[COUNT]), int(record.words[SLOT]), record.heard)
-            self.act_on(life.Observed(record.worker, phase, count))
+                phase = self._listener.expected(record)
+            count = (int(record.words[COUNT]), int(record.words[SLOT]), record.num_messages)
+            self.act_on(membership.Observed(record.worker, phase, count))
             if record.link is not None:
                 record.link.flush()
             if record.handle.leaving:
-                self._watcher.draining(record)
-                if not self._watcher.expected(record):
-                    self._send_off(record)
+                self._listener.draining(record)
+                if not self._listener.expected(record):
+                    self._stop_drained(record)
         try:
             self.launcher.tick()
         except LaunchError as error:
-            self._watcher.fail(error)
+            self._listener.fail(error)
         self._perform(self.membership.tick(time.monotonic()))
 
-    def _send_off(self, record: WorkerRecord) -> None:
-        """Its node is taken away, and it owes nothing any more."""
+    def _stop_drained(self, record: WorkerRecord) -> None:
+        """Stop a worker whose node is leaving and that owes nothing any more."""
         if record.ready and record.link is not None:
-            record.ready = False  # no ticket finds it
+            record.ready = False  # it gets no ticket
             record.link.send([encode(Stop())])
 
-    def act_on(self, event: life.Event) -> None:
+    def act_on(self, event: membership.Event) -> None:
+        """Report an event to the membership, and do what it decides."""
         self._perform(self.membership.handle(event, time.monotonic()))
 
-    def _perform(self, actions: Sequence[life.Action]) -> None:
+    def _perform(self, actions: Sequence[membership.Action]) -> None:
         for action in actions:
             record = self.records[action.worker]
             match action:
-                case life.Start():
+                case membership.Start():
                     self._start_process(record, action.incarnation)
-                case life.Kill():
+                case membership.Kill():
                     if action.stuck_in and record.handle is not None:
                         limit_s = getattr(self._timeouts, f"{action.stuck_in}_s")
                         record.blame(action.stuck_in)
@@ -248,26 +249,26 @@ class Supervisor:
                         log.warning("%s", str(record.error).splitlines()[0])
                     if record.handle is not None:
                         record.handle.kill()
-                case life.Ask():
-                    if record.handle is not None and self.launcher.nodes():  # others are asked when they are killed
+                case membership.RequestStacks():
+                    if record.handle is not None and self.launcher.nodes():  # local ones: when killed
                         record.handle.dump_stacks()
-                case life.Lost():
+                case membership.Lost():
                     record.ready = False
-                    self._watcher.lost(record)
-                case life.GiveUp():
-                    undead = WorkerError("a worker does not end, although it was killed", record.where(record.phase))
-                    error = record.shortage or record.error or undead
+                    self._listener.lost(record)
+                case membership.GiveUp():
+                    unkillable = WorkerError("a worker did not end after it was killed", record.where(record.phase))
+                    error = record.shortage or record.error or unkillable
                     budget = self.membership.restart_budget
                     if action.failures and budget and isinstance(error, WorkerError):
                         error.preface(
                             f"restart_budget={budget} is used up: {action.failures} failures within "
                             f"{RESTART_WINDOW_S / 60:g} minutes. The last:"
                         )
-                    self._watcher.fail(error)
+                    self._listener.fail(error)
 
     def _start_process(self, record: WorkerRecord, incarnation: int) -> None:
         self._drop_process(record)
-        record.incarnation, record.ready, record.error, record.asked = incarnation, False, None, False
+        record.incarnation, record.ready, record.error, record.owes_reply = incarnation, False, None, False
         record.silent_since = math.inf
         try:
             with typed_shortage(f"worker {record.worker} could not be started"):
@@ -276,10 +277,10 @@ class Supervisor:
             self._not_started(record, error)
             return
         except OSError as error:
-            self._watcher.fail(WorkerError(f"a worker could not be started: {error}", record.where("start")))
+            self._listener.fail(WorkerError(f"a worker could not be started: {error}", record.where("start")))
             return
         except LaunchError as error:
-            self._watcher.fail(error)
+            self._listener.fail(error)
             return
         record.shortage = None
         record.handle, record.link = started.handle, started.link
@@ -290,51 +291,51 @@ class Supervisor:
             (started.handle.output_fd, self._read_output),
         ]
         for fd, reader in readers:
-            self._switchboard.register(fd, lambda reader=reader: reader(record))  # type: ignore[misc]
+            self._event_loop.register(fd, lambda reader=reader: reader(record))  # type: ignore[misc]
         if record.phase == "queued":
-            self._watcher.absent(record)
+            self._listener.absent(record)
 
     def _not_started(self, record: WorkerRecord, error: ResourceError) -> None:
-        """Retry a replacement later; during the launch, fail at once."""
+        """Retry a restart later; fail the run if it was the first start."""
         if not record.incarnation:
-            self._watcher.fail(error)
+            self._listener.fail(error)
             return
         if not self.membership.members[record.worker].attempts:
             log.warning("%s Retrying for %g s.", str(error), self._timeouts.connect_s)
         record.incarnation -= 1
         record.shortage = error
-        self.act_on(life.NotStarted(record.worker))
+        self.act_on(membership.NotStarted(record.worker))
 
-    def cannot_tell(self, record: WorkerRecord, error: OSError) -> None:
-        """Replace a worker to which a message could not be sent; its replacement gets the message."""
+    def send_failed(self, record: WorkerRecord, error: OSError) -> None:
+        """Restart a worker to which a message could not be sent; its replacement gets the message."""
         record.error = WorkerError(str(error), record.where(record.phase))
-        log.warning("%s; replacing the worker", str(record.error).splitlines()[0])
-        self.act_on(life.Gone(record.worker))
+        log.warning("%s; restarting the worker", str(record.error).splitlines()[0])
+        self.act_on(membership.Gone(record.worker))
 
     def _process_ended(self, record: WorkerRecord) -> None:
         ended = record.handle.poll() if record.handle is not None else None
         if ended is None or record.handle is None:
             return
-        self.launcher.drain(self._watcher.receive)  # what it said before it ended still counts
+        self.launcher.drain(self._listener.receive)  # messages sent before it ended still count
         if record.link is not None and record.link.fileno() >= 0:
             self._read(record, limit=None)
         if record.error is None and not self.membership.stopping and not ended.blameless:
             record.blame(record.phase)
             record.error = record.died(ended)
             log.warning("%s", str(record.error).splitlines()[0])
-        self._switchboard.unregister(record.handle.exit_fd)
-        self.act_on(life.Ended(record.worker, ended.blameless))
-        if ended.blameless:  # it went with its node, and batches go on without it, however soon it is back
-            self._watcher.absent(record)
+        self._event_loop.unregister(record.handle.exit_fd)
+        self.act_on(membership.Ended(record.worker, ended.blameless))
+        if ended.blameless:  # it ended with its node: batches continue without it until it joins again
+            self._listener.absent(record)
 
     def _drop_process(self, record: WorkerRecord) -> None:
         if record.link is not None:
-            self._switchboard.unregister(record.link.fileno())
+            self._event_loop.unregister(record.link.fileno())
             record.link.close()
             record.link = None
         if record.handle is not None:
             self._read_output(record)
-            self._switchboard.unregister(record.handle.exit_fd)
-            self._switchboard.unregister(record.handle.output_fd)
+            self._event_loop.unregister(record.handle.exit_fd)
+            self._event_loop.unregister(record.handle.output_fd)
             record.handle.close()
             record.handle = None

@@ -1,4 +1,4 @@
-"""A seat is a worker as the head sees it: its columns, its present process and its connection."""
+"""The head's record of a worker: its columns, its current process and its connection."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from farstep.core import Array, Ended, HeadLink, WorkerHandle
-from farstep.errors import ResourceError, Where, WorkerDied, WorkerError, WorkerStuck
+from farstep.errors import ResourceError, Where, WorkerDied, WorkerError, WorkerStuck, is_own, remote_error
 from farstep.rollout.progress import EPISODES, PHASE, ROLLED, SLOT, Phase, private_words
 from farstep.rollout.seeds import episode_seed
-from farstep.wire.messages import Reset
+from farstep.wire.messages import Failure, Reset
 
 _ENV_PHASES = ("step", "reset", "construct")
 
@@ -28,31 +28,32 @@ class WorkerRecord:
     first: int
     stop: int
     roots: list[int]
-    """Per environment, what its seeds derive from."""
+    """Per environment, the seed that its episodes' seeds derive from."""
     resume: Array
-    """Per environment, the episode to go on with if the worker is replaced."""
+    """Per environment, the episode that a restarted worker begins with."""
     words: memoryview
+    """Its progress words."""
     clock: int = 0
-    """Rows since environments were staggered, modulo the horizon: where a worker that replaces it finds its place."""
+    """Rows since environments were staggered, modulo the horizon; a restarted worker continues from here."""
     incarnation: int = 0
     handle: WorkerHandle | None = None
     link: HeadLink | None = None
     host: str = "?"
     pid: int = 0
     ready: bool = False
-    """Environments are built."""
+    """Whether its environments are built and it may get tickets."""
     error: WorkerError | None = None
-    """What it last failed of."""
+    """Its last failure."""
     shortage: ResourceError | None = None
     """Why its replacement could not be started yet."""
-    asked: bool = False
-    """It was sent an agent or a call and has not answered yet."""
-    heard: int = 0
-    """How many messages of it have arrived, heartbeats apart."""
+    owes_reply: bool = False
+    """Whether it was sent an agent or a call and has not answered yet."""
+    num_messages: int = 0
+    """Messages received from it, without heartbeats."""
     silent_since: float = math.inf
-    """When its connection closed, if its process was still there."""
+    """When its connection closed, if its process still ran then."""
     _suspect: tuple[int, int] | None = None
-    """Environment and episode in which it last died."""
+    """Environment and episode in which it last died or was stuck."""
 
     @property
     def num_envs(self) -> int:
@@ -64,7 +65,7 @@ class WorkerRecord:
 
     @property
     def phase(self) -> str:
-        """What its progress words say it is doing."""
+        """Its current phase, from its progress words."""
         word = int(self.words[PHASE])
         return Phase(word).label if word in Phase.__members__.values() else "?"
 
@@ -79,16 +80,16 @@ class WorkerRecord:
         )
 
     def _where_in_env(self, phase: str) -> Where:
-        """With the environment and the episode that its progress words name."""
-        i, episode = self._under_way(phase)
+        """As `where`, with the environment and the seed of the episode that its progress words name."""
+        i, episode = self._current_episode(phase)
         if i is None:
             return self.where(phase)
         slot = self.first + i
         seed = None if episode is None else episode_seed(self.roots[i], slot, episode)
         return self.where(phase, slot=slot, seed=seed)
 
-    def _under_way(self, phase: str) -> tuple[int | None, int | None]:
-        """Environment and episode, as far as they are known."""
+    def _current_episode(self, phase: str) -> tuple[int | None, int | None]:
+        """Index of its current environment and the episode there, each None if unknown."""
         i = int(self.words[SLOT])
         if phase not in _ENV_PHASES or not 0 <= i < self.num_envs:
             return None, None
@@ -96,8 +97,8 @@ class WorkerRecord:
         return i, None if phase == "construct" or episode < 0 else episode
 
     def blame(self, phase: str) -> None:
-        """It died, or is stuck: an episode in which that happens twice is not tried again."""
-        i, episode = self._under_way(phase)
+        """Record in which episode it died or was stuck; after the second time, that episode is skipped."""
+        i, episode = self._current_episode(phase)
         if i is not None and episode is not None:
             if self._suspect == (i, episode):
                 self.resume[i] = max(int(self.resume[i]), episode + 1)
@@ -109,10 +110,10 @@ class WorkerRecord:
         return WorkerDied(f"a worker {ended}", self._where_in_env(self.phase), output=output)
 
     def stuck(self, phase: str, limit_s: float) -> WorkerError:
-        """The error for a process that makes no progress; asks it for its stacks first."""
+        """The error for a process that makes no progress; requests its stacks first."""
         output = ""
         if self.handle is not None:
-            if self.handle.pid:  # on this machine; others were asked before (`membership.Ask`)
+            if self.handle.pid:  # on this machine; remote ones get `membership.RequestStacks` before
                 self.handle.read_output()
                 self.handle.dump_stacks()
                 _wait_for_output(self.handle)
@@ -123,42 +124,62 @@ class WorkerRecord:
             output=output,
         )
 
+    def failed(self, failure: Failure) -> WorkerError:
+        """The error for an exception that the worker reported."""
+        where = self.where(
+            failure.phase,
+            slot=failure.slot,
+            seed=failure.seed,
+            episode_step=failure.episode_step,
+            version=failure.version,
+        )
+        source = "the agent" if failure.phase in ("act", "load") else "the environment"
+        message = failure.message.partition(": ")[2] if is_own(failure.kind) else f"{source} raised {failure.message}"
+        return remote_error(failure.kind, message, where, failure.traceback)
+
 
 @dataclass(frozen=True)
 class ResetRequest:
-    """What `reset` asks of all environments."""
+    """How environments are to be reset."""
 
     seeds: Sequence[int | None] | None
+    """Per slot; None: continue with the slot's present seed."""
     mask: Array | None
+    """Per slot, whether to reset it; None: all."""
     options: bytes | None
+    """Packed options for `Env.reset`."""
 
     def part(self, record: WorkerRecord) -> Reset:
-        """A worker's share."""
+        """The part that concerns one worker."""
         seeds = None if self.seeds is None else list(self.seeds[record.columns])
         return Reset(seeds, None if self.mask is None else self.mask[record.columns].tobytes(), self.options)
 
 
 def expected(record: WorkerRecord, ticket: int | None) -> str:
-    """What a worker that does nothing is waited for, `ticket` being its oldest open one: to begin (`idle`), or for the
-    rest of what it rolled (`transfer`); empty: for nothing."""
+    """What an idle worker still owes: to start (`idle`), to finish sending (`transfer`), or nothing (empty).
+
+    Args:
+        record: The worker.
+        ticket: Id of its oldest open ticket, if it has one.
+    """
     if ticket is not None and record.words[ROLLED] >= ticket:
         return "transfer"
-    return "idle" if record.asked or ticket is not None else ""
+    return "idle" if record.owes_reply or ticket is not None else ""
 
 
 def _wait_for_output(handle: WorkerHandle, timeout_s: float = 0.5) -> None:
-    """Give a process that is about to be killed a moment to write its stacks (a stopped one never will)."""
+    """Wait up to about a second for a process to write its stacks; a stopped one never does."""
     if handle.output_fd < 0:
         return
     poll = select.poll()
     poll.register(handle.output_fd, select.POLLIN)
     deadline = time.monotonic() + 2 * timeout_s
     while poll.poll(timeout_s * 1000) and handle.read_output() and time.monotonic() < deadline:
-        timeout_s = 0.05  # it writes piece by piece: done when nothing more comes
+        timeout_s = 0.05  # it writes in several pieces: done after a pause
 
 
 def split(nodes: int, envs_per_node: int, workers: int, root: int) -> Sequence[WorkerRecord]:
-    """Slots in order, as even as they go: sizes of one node's workers differ by at most one."""
+    """Divide the slots among workers in order; sizes of the workers of one node differ by at most one."""
     per_node = workers // nodes
     records: list[WorkerRecord] = []
     first = 0

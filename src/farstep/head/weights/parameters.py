@@ -1,4 +1,4 @@
-"""Versions of the policy: the head flattens each one into a free buffer and names it the current one."""
+"""Stores published versions: flattens each into a free buffer in shared memory and makes it the current one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,15 @@ from farstep.wire.messages import Parameters
 
 
 class ParameterStore:
-    """All versions of one agent; the newest is in memory that local workers read from."""
+    """The published versions of one agent; local workers read the newest one from shared memory.
+
+    Args:
+        agent: Its parameters are the first version.
+        agent_id: Number of the agent in this run.
+        workers: Number of workers, each of which may read one buffer at a time.
+        first_version: Number of the first version.
+        config: Which parameters travel, and in which precision.
+    """
 
     def __init__(
         self,
@@ -41,7 +49,7 @@ class ParameterStore:
         leaves = travelling(leaves_of(parameters_of(agent)), config)
         self.schema = ParameterSchema.of(leaves, config.half)
         self._agent_id = agent_id
-        # Every worker can hold one buffer, one is current: one more is always free.
+        # Every worker may read one buffer, and one is current: one more is always free.
         self._buffers = workers + 2
         self._stride = stride(self.schema.nbytes)
         self.memory = SharedMemory.create(PAGE + self._buffers * self._stride, "farstep-parameters")
@@ -50,17 +58,18 @@ class ParameterStore:
         self._changes = ChangeDetector()
         self._index = -1
         self._handed: dict[int, tuple[int, bytes]] = {}
-        """Per worker without shared memory, the version it has and its bytes, to send differences to."""
+        """Per worker without shared memory, the version that it was sent last and its bytes, to compute differences."""
         self._differences: dict[int, list[bytes]] = {}
-        """From earlier versions to the current one."""
+        """Per earlier version, the encoded difference to the current one."""
         self.version = first_version - 1
         self._write(leaves)
 
     def message(self) -> Parameters:
+        """The message that announces the shared memory to workers."""
         return Parameters(self._agent_id, self.schema.nbytes, self._buffers, digest(self.schema))
 
     def publish(self, agent: Agent) -> int:
-        """A new version from the agent's parameters, whether they changed or not."""
+        """Store the agent's parameters as a new version, changed or not, and return its number."""
         leaves = self._leaves(agent)
         self.schema.check(leaves)
         self._write(leaves)
@@ -82,7 +91,7 @@ class ParameterStore:
         return False
 
     def check(self, agent: Agent) -> None:
-        """Refuse, by name, parameters that cannot be published."""
+        """Raise `AgentError`, which names the parameter, if one cannot be published."""
         leaves = self._leaves(agent)
         self.schema.check(leaves)
         for source, (name, leaf) in zip(self.schema.sources, leaves, strict=True):
@@ -93,36 +102,43 @@ class ParameterStore:
         if array.dtype != source:
             raise AgentError(
                 f"parameter {name!r} changed its dtype from {np.dtype(source)} to {array.dtype}; "
-                f"{self._stays}. Convert it back, or make another agent of it."
+                f"{self._consequence}. Convert it back, or make a new agent of it."
             )
         if has_nan(leaf, array):
             raise AgentError(
-                f"parameter {name!r} has a NaN; {self._stays}. "
-                "Workers would act on it: lower the learning rate, or clip gradients."
+                f"parameter {name!r} has a NaN; {self._consequence}. "
+                "Workers would act with it: lower the learning rate, or clip gradients."
             )
         return array
 
     @property
-    def _stays(self) -> str:
-        """What follows of a refusal."""
+    def _consequence(self) -> str:
+        """What follows if a version is rejected, for error messages."""
         return "it was not published" if self.version < 0 else f"version {self.version} stays in force"
 
     def _leaves(self, agent: Agent) -> list[tuple[str, Any]]:
         return self.schema.ordered(travelling(leaves_of(given_parameters(agent)), self._config))
 
     def payload(self) -> BytesLike:
-        """The current version's bytes, for a worker that shares no memory."""
+        """The bytes of the current version, for a worker without shared memory."""
         start = self._start(self._index) + HEADER
         return self.memory.map[start : start + self.schema.nbytes]
 
     def handover(self, worker: int, held: int) -> tuple[int, list[BytesLike]]:
-        """What brings a worker from the version it has to the current one: frames, and the version to add them to
-        (-1: they are whole)."""
+        """Frames that bring a worker to the current version.
+
+        Args:
+            worker: A worker without shared memory.
+            held: The version that it has; -1 if none.
+
+        Returns:
+            The version to which the frames are a difference, -1 if they are the whole parameters; and the frames.
+        """
         if not self._config.delta or not self.schema.nbytes:
             return -1, [self.payload()]
         known = self._handed.get(worker, (-1, b""))
         same = next((bytes_ for version, bytes_ in self._handed.values() if version == self.version), None)
-        self._handed[worker] = (self.version, same or bytes(self.payload()))  # one copy, however many have it
+        self._handed[worker] = (self.version, same or bytes(self.payload()))  # workers share one copy
         if held < 0 or known[0] != held:
             return -1, [self.payload()]
         if held not in self._differences:
@@ -143,7 +159,7 @@ class ParameterStore:
                 if view.dtype != array.dtype and not np.array_equal(np.isinf(view), np.isinf(array)):
                     raise AgentError(
                         f"parameter {name!r} has values beyond {np.finfo(view.dtype).max:,.0f}, which do not fit half "
-                        f"precision; {self._stays}. Leave weights.half out."
+                        f"precision; {self._consequence}. Remove weights.half."
                     )
             self._word[start // 8] = self.version + 1
         finally:
@@ -170,5 +186,5 @@ class ParameterStore:
 
 
 def _cast(array: Array, dtype: np.dtype[Any]) -> Array:
-    with np.errstate(over="ignore"):  # what does not fit becomes infinite, which is looked for
+    with np.errstate(over="ignore"):  # overflow becomes infinity, which `_write` checks for
         return array.astype(dtype, copy=False)

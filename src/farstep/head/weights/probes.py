@@ -1,4 +1,4 @@
-"""The head's side of probes: after a publish, one evaluation of the new policy for all workers."""
+"""Evaluates the new policy on rows that workers have sent, once per publish for all workers."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from farstep.rollout.probe_rows import ProbeRows, RecentProbeRows, joined, probe
 from farstep.rollout.rows import Rows
 from farstep.wire.messages import Chunk
 
-_AHEAD = 64
-"""Probes that may wait for a worker: it looks at the latest few, and they take room on the way to it."""
+_MAX_UNANSWERED = 64
+"""Most probes sent to a worker since its last chunk: it uses only the latest few, and each takes memory on the way."""
 
 
 @dataclass(frozen=True)
 class ProbeRequest:
-    """What one worker's probe is about."""
+    """The rows that one worker's probe is about."""
 
     worker: int
     incarnation: int
@@ -32,7 +32,13 @@ class ProbeRequest:
 
 
 class Prober:
-    """Remembers rows of every worker's latest chunks, and asks the learner's policy about them."""
+    """Keeps rows of every worker's latest chunks, and evaluates the learner's policy on them.
+
+    Args:
+        comparison: Describes the policy on given rows.
+        records: All workers.
+        rows: Rows per chunk.
+    """
 
     def __init__(self, comparison: Comparison, records: Sequence[WorkerRecord], rows: int) -> None:
         self._comparison, self._rows = comparison, rows
@@ -48,35 +54,35 @@ class Prober:
         return self._comparison.method
 
     def remember(self, record: WorkerRecord, chunk: Chunk, rows: Rows, steps: int) -> None:
-        """A chunk was accepted: keep the rows that a probe may ask about."""
+        """Keep rows of an accepted chunk for later probes."""
         probed = self._recent[record.worker]
         if self._incarnations[record.worker] != record.incarnation:
-            probed.clear()  # a replaced worker remembers nothing of what its predecessor sent
+            probed.clear()  # a restarted worker does not have the rows that its predecessor sent
             self._incarnations[record.worker] = record.incarnation
         probed.add(probe_rows_of(self._comparison, chunk.index, chunk.version, rows, steps, self._rows))
         self._unanswered[record.worker] = 0
 
-    def questions(self) -> list[ProbeRequest]:
-        """What to ask now, for each worker that is there; one that is long busy with a chunk has probes enough."""
+    def requests(self) -> list[ProbeRequest]:
+        """A request for each ready worker, except those that have not sent a chunk for `_MAX_UNANSWERED` probes."""
         found = []
         for record in self._records:
             self._unanswered[record.worker] += 1
-            if not record.ready or self._unanswered[record.worker] > _AHEAD:
+            if not record.ready or self._unanswered[record.worker] > _MAX_UNANSWERED:
                 continue
             same = self._incarnations[record.worker] == record.incarnation
             probed = self._recent[record.worker].all() if same else ()
             found.append(ProbeRequest(record.worker, record.incarnation, probed))
         return found
 
-    def answers(self, questions: Sequence[ProbeRequest]) -> list[dict[str, Array]]:
-        """What the policy says to each, in one evaluation; nothing where there is nothing to ask about."""
-        probed = [rows_of_chunk for question in questions for rows_of_chunk in question.probed]
+    def answers(self, requests: Sequence[ProbeRequest]) -> list[dict[str, Array]]:
+        """Describe the policy on the rows of each request, in one evaluation; empty for a request without rows."""
+        probed = [rows_of_chunk for request in requests for rows_of_chunk in request.probed]
         if not probed:
-            return [{} for _ in questions]
-        said = self._comparison.describe(joined(probed))
-        ends = np.cumsum([sum(rows_of_chunk.rows for rows_of_chunk in question.probed) for question in questions])
-        parts = {name: np.split(array, ends[:-1]) for name, array in said.items()}
+            return [{} for _ in requests]
+        described = self._comparison.describe(joined(probed))
+        ends = np.cumsum([sum(rows_of_chunk.rows for rows_of_chunk in request.probed) for request in requests])
+        parts = {name: np.split(array, ends[:-1]) for name, array in described.items()}
         return [
-            {name: part[i] for name, part in parts.items()} if question.probed else {}
-            for i, question in enumerate(questions)
+            {name: part[i] for name, part in parts.items()} if request.probed else {}
+            for i, request in enumerate(requests)
         ]

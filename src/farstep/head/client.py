@@ -1,0 +1,36 @@
+"""What a server expects of its user."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from farstep.core import Received
+from farstep.errors import WorkerError
+from farstep.head.members.worker_records import WorkerRecord
+from farstep.head.tickets.records import IssuedTicket
+from farstep.wire import messages as m
+
+
+class Client(Protocol):
+    """The user of a server: builds ticket messages and handles what workers answer."""
+
+    def make_ticket(self, issued: IssuedTicket) -> tuple[m.Ticket, Sequence[Any]]:
+        """The message for an issued ticket, and further frames."""
+        ...
+
+    def on_message(self, record: WorkerRecord, message: m.FromWorker, received: Received) -> None:
+        """Handle a valid message from a ready worker; raise `WireError` to replace the worker."""
+        ...
+
+    def on_error(self, record: WorkerRecord, failure: m.Failure, error: WorkerError) -> None:
+        """Handle an exception in something that the client requested (an agent, a call, a step); the worker lives."""
+        ...
+
+    def on_lost(self, record: WorkerRecord) -> None:
+        """Handle the loss of a worker, which will not answer what it was sent."""
+        ...
+
+    def version(self) -> int:
+        """The current version of the policy."""
+        ...

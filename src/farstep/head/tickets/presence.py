@@ -1,0 +1,49 @@
+"""Which workers have a place on a node, so that batches are collected with them."""
+
+from __future__ import annotations
+
+
+class Presence:
+    """Absent workers have no node; draining ones finish their tickets before their node leaves.
+
+    Args:
+        num_workers: All workers of the run.
+        quorum: Workers that must be present to continue.
+    """
+
+    def __init__(self, num_workers: int, quorum: int) -> None:
+        self._num_workers, self.quorum = num_workers, quorum
+        self.absent: set[int] = set()
+        self._draining: set[int] = set()
+        self.departed: set[int] = set()
+        """Workers that left since `Feed.members` last cleared this."""
+        self.changes = 0
+        """Increases whenever a worker joins, drains or leaves."""
+
+    @property
+    def present(self) -> set[int]:
+        """All workers except absent and draining ones."""
+        return set(range(self._num_workers)) - self.absent - self._draining
+
+    @property
+    def num_present(self) -> int:
+        return self._num_workers - len(self.absent) - len(self._draining)
+
+    def leave(self, worker: int) -> None:
+        self.absent.add(worker)
+        self._draining.discard(worker)
+        self.departed.add(worker)
+        self.changes += 1
+
+    def drain(self, worker: int) -> None:
+        if worker not in self._draining and worker not in self.absent:
+            self._draining.add(worker)
+            self.changes += 1
+
+    def join(self, worker: int) -> bool:
+        """Returns whether the worker was absent."""
+        was_absent = worker in self.absent
+        self.changes += was_absent or worker in self._draining
+        self._draining.discard(worker)
+        self.absent.discard(worker)
+        return was_absent

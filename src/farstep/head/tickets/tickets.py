@@ -1,0 +1,444 @@
+"""Decides which worker may roll a chunk, and accepts each chunk once. No I/O, no clock.
+
+A session yields batches. With `num_chunks=None` every worker rolls one chunk per round, and a batch is the chunks of
+the next `rollouts` rounds. Otherwise a batch is the first `num_chunks` chunks to arrive. In both cases the batches that
+are outstanding, unread or held by the learner never exceed `max_staleness + 1`, so a learner that publishes once per
+batch never receives a row that is too old. If it publishes more often, rows that became too old are dropped, counted
+and collected again.
+
+A workflow opens a feed instead. It takes chunks one by one as they arrive, and each counts as held until its rows are
+consumed. Feeds are limited by windows (see `worker_queue.py`); without a staleness bound, by free lanes only. With
+invitations, a worker rolls only the chunks that `invite` allows.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Container, Iterable
+from itertools import islice
+from typing import Any
+
+from farstep.head.tickets.presence import Presence
+from farstep.head.tickets.records import AcceptedChunk, FeedPlan, IssuedTicket
+from farstep.head.tickets.session import CollectionSession
+from farstep.head.tickets.worker_queue import TICKETS_PER_WORKER, WorkerQueue
+
+_FEED_LANES = TICKETS_PER_WORKER + 1
+"""Lanes per worker in a feed: one per open ticket, and one whose chunk is being stored."""
+
+
+class Tickets:
+    """Issues tickets to workers and accepts their chunks.
+
+    At any moment, `issued` = `delivered` + all `dropped` + `buffered` + `in_flight`.
+
+    Args:
+        num_workers: All workers of the run.
+        quorum: Workers that must be present for a batch; None: all.
+    """
+
+    def __init__(self, num_workers: int, quorum: int | None = None) -> None:
+        self._workers = num_workers
+        self.presence = Presence(num_workers, num_workers if quorum is None else quorum)
+        self._seq = 0
+        self._outstanding: dict[int, IssuedTicket] = {}
+        """Open tickets by id."""
+        self._open: list[list[int]] = [[] for _ in range(num_workers)]
+        """Per worker, ids of its open tickets, in order."""
+        self._arrived: dict[int, AcceptedChunk] = {}
+        """Unread chunks by ticket id, in order of arrival."""
+        self._arrived_of: Counter[int] = Counter()
+        """Per worker, its unread chunks."""
+        self._oldest = 0
+        """Lower bound of the versions of unread chunks."""
+        self._session: CollectionSession | None = None
+        self._queue: WorkerQueue | None = None
+        """Order in which workers get tickets, in a session without rounds."""
+        self.issued = self.delivered = 0
+        self.dropped: Counter[str] = Counter()
+        """Tickets and chunks dropped so far, by cause."""
+
+    def lanes_needed(
+        self, max_staleness: int | None, num_chunks: int | None, feed: FeedPlan | None = None, rollouts: int = 1
+    ) -> int:
+        """Number of lanes per worker that a session writes into; arguments as for `open`."""
+        if feed is not None:
+            return _FEED_LANES
+        depth = (max_staleness or 0) + 1
+        if num_chunks is None:
+            return depth * rollouts
+        # Even with no more workers than the quorum, there must be a lane for every chunk of `depth` batches.
+        return max(depth, TICKETS_PER_WORKER, -(-depth * num_chunks // self.presence.quorum))
+
+    def open(
+        self,
+        max_staleness: int | None,
+        num_chunks: int | None = None,
+        batches: int | None = None,
+        feed: FeedPlan | None = None,
+        rollouts: int = 1,
+    ) -> None:
+        """Start a session; the previous one must be cancelled.
+
+        Args:
+            max_staleness: Versions that a row may be behind; None: a synchronous session, where age does not matter.
+            num_chunks: Chunks per batch, in order of arrival; None: the chunks of whole rounds.
+            batches: Number of batches in the session; None: unlimited.
+            feed: For a workflow that takes chunks one by one; None otherwise.
+            rollouts: Rounds per batch, if `num_chunks` is None.
+        """
+        assert self._session is None, "cancel the session before opening another"
+        session = CollectionSession(max_staleness, num_chunks, batches, rollouts, feed=feed)
+        lanes = self.lanes_needed(max_staleness, num_chunks, feed, rollouts)
+        for worker in range(self._workers):
+            session.issued[worker] = 0
+            session.redo[worker] = deque()
+            session.lanes[worker] = list(range(lanes))
+        if feed is not None and feed.invited is not None:
+            session.invited = {worker: feed.invited.get(worker, 0) for worker in range(self._workers)}
+        self._session = session
+        if num_chunks is not None:
+            self._queue = WorkerQueue(session, self._open, self._arrived_of)
+        for worker in range(self._workers):
+            self._touch(worker)
+
+    def invite(self, workers: Iterable[int], chunks: int = 1) -> None:
+        """Let each of these workers roll `chunks` more chunks."""
+        if self._session is not None and self._session.invited is not None:
+            for worker in workers:
+                self._session.invited[worker] += chunks
+                self._touch(worker)
+
+    def withdraw(self, worker: int) -> None:
+        """Cancel a worker's invitations for which it has no ticket yet."""
+        if self._session is not None and self._session.invited is not None:
+            self._session.invited[worker] = 0
+
+    @property
+    def is_open(self) -> bool:
+        return self._session is not None
+
+    @property
+    def in_flight(self) -> int:
+        """Open tickets."""
+        return len(self._outstanding)
+
+    @property
+    def buffered(self) -> int:
+        """Unread chunks: accepted, but not delivered."""
+        return len(self._arrived)
+
+    def is_live(self, seq: int) -> bool:
+        """Whether the ticket is open, or its chunk is unread."""
+        return seq in self._outstanding or seq in self._arrived
+
+    def voided(self) -> list[tuple[int, int]]:
+        """Worker and ticket id of each chunk of a feed that was dropped since the last call."""
+        if self._session is None:
+            return []
+        found, self._session.voided = self._session.voided, []
+        return found
+
+    def unread_workers(self) -> list[int]:
+        """The worker of each unread chunk, in order of arrival."""
+        return [accepted.ticket.worker for accepted in self._arrived.values()]
+
+    def oldest_of(self, worker: int) -> int | None:
+        """Id of the worker's oldest open ticket, which it rolls first; None if it has none."""
+        return self._open[worker][0] if self._open[worker] else None
+
+    def busy(self, worker: int) -> int:
+        """Number of open tickets of a worker."""
+        return len(self._open[worker])
+
+    def pending(self, worker: int) -> int:
+        """Chunks of a worker that are being rolled or are unread."""
+        return self.busy(worker) + self._arrived_of[worker]
+
+    # ---- issuing ----
+
+    def grant(self, available: Container[int], version: int) -> list[IssuedTicket]:
+        """Issue all tickets that workers may get now.
+
+        Args:
+            available: Workers that can receive a ticket. Call `join` before a worker becomes available.
+            version: The current version.
+        """
+        session = self._session
+        if session is None:
+            return []
+        if session.num_chunks is None:
+            ready = sorted(worker for worker in session.due if worker in available)
+            granted = [issued for worker in ready for issued in self._rounds(session, worker, version)]
+            # Workers that are being restarted stay due; `join` adds absent ones when they return.
+            session.due = {worker for worker in session.due.difference(ready) if worker not in self.presence.absent}
+            return granted
+        wanted = session.num_chunks
+        if session.feed is not None and session.feed.actors is None:
+            wanted = max(1, self.presence.num_present) * session.feed.chunks
+        return self._first_come(session, wanted, available, version)
+
+    def _rounds(self, session: CollectionSession, worker: int, version: int) -> list[IssuedTicket]:
+        return [
+            self._issue(session, worker, number, lane, version + (number - session.released) // session.rollouts)
+            for number, lane in session.next_rounds(worker)
+        ]
+
+    def _first_come(
+        self, session: CollectionSession, wanted: int, available: Container[int], version: int
+    ) -> list[IssuedTicket]:
+        assert self._queue is not None
+        granted: list[IssuedTicket] = []
+        while True:
+            ahead = len(self._outstanding) + len(self._arrived) + session.held_total
+            if session.feed is None and ahead >= session.depth * wanted:
+                return granted
+            worker = self._queue.first(available)
+            if worker < 0:
+                return granted
+            session.issued[worker] += 1
+            if session.invited is not None:
+                session.invited[worker] -= 1
+            lane = session.lanes[worker].pop()
+            granted.append(self._issue(session, worker, -1, lane, version + ahead // wanted))
+
+    def _touch(self, worker: int) -> None:
+        """Reconsider a worker after a change that may let it get a ticket."""
+        if self._queue is not None:
+            self._queue.update(worker)
+        elif self._session is not None:
+            self._session.due.add(worker)
+
+    def _issue(
+        self, session: CollectionSession, worker: int, batch: int, lane: int, expected_version: int
+    ) -> IssuedTicket:
+        """Issue one ticket. If the learner publishes once per batch, it consumes the chunk at `expected_version`."""
+        self._seq += 1
+        self.issued += 1
+        min_version = 0 if session.max_staleness is None else max(0, expected_version - session.max_staleness)
+        issued = IssuedTicket(self._seq, worker, batch, lane, min_version)
+        self._outstanding[issued.seq] = issued
+        self._open[worker].append(issued.seq)
+        self._touch(worker)
+        return issued
+
+    # ---- accepting ----
+
+    def outstanding(self, seq: int) -> IssuedTicket | None:
+        """The open ticket with this id, or None."""
+        return self._outstanding.get(seq)
+
+    def accept(self, worker: int, seq: int, version: int, info: Any) -> bool:
+        """Accept a chunk if this worker holds its ticket; returns False for a cancelled or duplicate one.
+
+        Args:
+            worker: The worker that sent it.
+            seq: Id of its ticket.
+            version: Version that its staleness is counted from.
+            info: Stored with it, see `AcceptedChunk`.
+        """
+        issued = self._outstanding.get(seq)
+        if issued is None or issued.worker != worker:
+            return False
+        self._oldest = min(self._oldest, version) if self._arrived else version
+        self._arrived[seq] = AcceptedChunk(issued, version, info)
+        self._arrived_of[worker] += 1
+        self._close(issued)
+        session = self._session
+        if session is not None and session.missing and issued.batch < session.taken + session.rollouts:
+            left = session.missing.pop(worker, 1) - 1  # an absent worker has no entry: its chunk is optional
+            if left:
+                session.missing[worker] = left
+        return True
+
+    # ---- workers that fail, leave and join ----
+
+    def give_back(self, worker: int, seq: int, cause: str) -> bool:
+        """Take back a ticket that the worker could not complete, and issue it again later."""
+        issued = self._outstanding.get(seq)
+        if issued is None or issued.worker != worker:
+            return False
+        self._close(issued)
+        self._drop(issued, cause)
+        return True
+
+    def retry(self, worker: int, seq: int, cause: str) -> bool:
+        """Count an attempt that failed: the worker itself retries the ticket, before its later ones."""
+        issued = self._outstanding.get(seq)
+        if issued is None or issued.worker != worker:
+            return False
+        self.dropped[cause] += 1
+        self.issued += 1
+        return True
+
+    def lost(self, worker: int) -> None:
+        """Take back the open tickets of a lost worker; its accepted chunks stay."""
+        for issued in [self._outstanding[seq] for seq in self._open[worker]]:
+            self._close(issued)
+            self._drop(issued, "worker lost")
+
+    def _close(self, issued: IssuedTicket) -> None:
+        del self._outstanding[issued.seq]
+        self._open[issued.worker].remove(issued.seq)
+        self._touch(issued.worker)
+
+    def leave(self, worker: int) -> None:
+        """Continue without a worker that has no node, until it joins again."""
+        self.presence.leave(worker)
+        if (session := self._session) is not None:
+            session.missing = None
+            session.redo[worker].clear()
+            if session.feed is not None and session.feed.actors is None:
+                self.withdraw(worker)  # it takes part again from the next `invite`
+
+    def drain(self, worker: int) -> None:
+        """Count a worker whose node is about to leave as not present; it finishes its open tickets."""
+        self.presence.drain(worker)
+
+    def join(self, worker: int) -> None:
+        """Include a worker that is ready, from the first batch that no other worker has a ticket for.
+
+        Without a quorum of other workers, it is included from the next batch on, which cannot be complete without it.
+        """
+        if self.presence.join(worker) and (session := self._session) is not None:
+            others = self._present(session) - {worker}
+            begun = max((session.issued[other] for other in others), default=0)
+            first = session.taken if len(others) < self.presence.quorum else max(begun, session.taken)
+            delivered = (a.ticket.batch for a in self._arrived.values() if a.ticket.worker == worker)
+            session.join(worker, first, delivered)
+        self._touch(worker)
+
+    def _present(self, session: CollectionSession) -> set[int]:
+        """Workers whose chunks the next batch needs."""
+        return {
+            worker
+            for worker in range(self._workers)
+            if worker not in self.presence.absent and session.since.get(worker, 0) <= session.taken
+        }
+
+    def _drop(self, issued: IssuedTicket, cause: str) -> None:
+        self.dropped[cause] += 1
+        session = self._session
+        if session is None:
+            return
+        if session.num_chunks is None:
+            if issued.batch >= session.since.get(issued.worker, 0):  # else no batch needs it
+                session.redo[issued.worker].append((issued.batch, issued.lane))
+            session.missing = None
+            self._touch(issued.worker)
+        else:
+            session.lanes[issued.worker].append(issued.lane)
+            if session.feed is not None:
+                session.voided.append((issued.worker, issued.seq))
+            if session.invited is not None:
+                session.invited[issued.worker] += 1
+            self._touch(issued.worker)
+
+    # ---- delivering ----
+
+    def take_one(self, wanted: Callable[[int], bool], version: int) -> AcceptedChunk | None:
+        """Deliver the first unread chunk of a feed whose worker is `wanted`, or return None.
+
+        It counts as held until `consumed`, and its lane stays in use until `stored`.
+        """
+        session = self._session
+        assert session is not None
+        self._drop_stale(session, version)
+        for accepted in self._arrived.values():
+            worker = accepted.ticket.worker
+            if wanted(worker):
+                self._forget(accepted)
+                session.held[worker] += 1
+                session.held_total += 1
+                self.delivered += 1
+                return accepted
+        return None
+
+    def _forget(self, accepted: AcceptedChunk) -> None:
+        del self._arrived[accepted.ticket.seq]
+        self._arrived_of[accepted.ticket.worker] -= 1
+
+    def stored(self, accepted: AcceptedChunk) -> None:
+        """Free the lane of a chunk of a feed whose rows were copied."""
+        if self._session is not None:
+            self._session.lanes[accepted.ticket.worker].append(accepted.ticket.lane)
+            self._touch(accepted.ticket.worker)
+
+    def consumed(self, worker: int, chunks: int, dropped: str | None = None) -> None:
+        """Record that the learner is done with some chunks of a feed, or that they were dropped for a cause."""
+        session = self._session
+        if session is not None:
+            session.consume(worker, chunks)
+        if dropped is not None and chunks:
+            self.delivered -= chunks
+            self.dropped[dropped] += chunks
+            if session is not None and session.invited is not None:
+                session.invited[worker] += chunks
+        self._touch(worker)
+
+    def take(self, version: int) -> list[AcceptedChunk] | None:
+        """Deliver the next batch, its chunks in order of workers; None if it is incomplete."""
+        session = self._session
+        assert session is not None
+        self._drop_stale(session, version)
+        if session.num_chunks is None:
+            if not self.round_is_complete():
+                return None
+            batch = self._of_next_batch(session)
+            session.missing = None
+        else:
+            if len(self._arrived) < session.num_chunks:
+                return None
+            batch = list(islice(self._arrived.values(), session.num_chunks))
+            session.held = Counter(accepted.ticket.worker for accepted in batch)
+            session.held_total = len(batch)
+            for accepted in batch:  # the caller copies them before it grants tickets
+                session.lanes[accepted.ticket.worker].append(accepted.ticket.lane)
+        for accepted in batch:
+            self._forget(accepted)
+            self._touch(accepted.ticket.worker)
+        session.taken += session.rollouts
+        self.delivered += len(batch)
+        return sorted(batch, key=lambda accepted: (accepted.ticket.worker, accepted.ticket.seq))
+
+    def round_is_complete(self) -> bool:
+        """Whether the next batch has every chunk of the present workers, and chunks of a quorum of workers."""
+        session = self._session
+        assert session is not None
+        if session.missing is None:
+            arrived = Counter(accepted.ticket.worker for accepted in self._of_next_batch(session))
+            needed = {worker: session.rollouts - arrived[worker] for worker in self._present(session)}
+            session.missing = {worker: count for worker, count in needed.items() if count}
+        if session.missing or len(self._arrived) < self.presence.quorum:
+            return False
+        return len({accepted.ticket.worker for accepted in self._of_next_batch(session)}) >= self.presence.quorum
+
+    def _of_next_batch(self, session: CollectionSession) -> list[AcceptedChunk]:
+        stop = session.taken + session.rollouts
+        return [accepted for accepted in self._arrived.values() if accepted.ticket.batch < stop]
+
+    def _drop_stale(self, session: CollectionSession, version: int) -> None:
+        if session.max_staleness is None or not self._arrived or version - self._oldest <= session.max_staleness:
+            return
+        for accepted in [a for a in self._arrived.values() if version - a.version > session.max_staleness]:
+            self._forget(accepted)
+            self._drop(accepted.ticket, "stale")
+        self._oldest = min((accepted.version for accepted in self._arrived.values()), default=version)
+
+    def release(self) -> None:
+        """Record that the learner is done with the batch that it held."""
+        if self._session is not None:
+            self._session.release()
+
+    def cancel(self) -> int:
+        """End the session and drop open tickets and unread chunks; returns the id of the last ticket."""
+        self.dropped["cancelled"] += len(self._outstanding) + len(self._arrived)
+        if not self.dropped["cancelled"]:
+            del self.dropped["cancelled"]
+        self._outstanding.clear()
+        for numbers in self._open:
+            numbers.clear()
+        self._arrived.clear()
+        self._arrived_of.clear()
+        self._session = self._queue = None
+        return self._seq

@@ -1,0 +1,109 @@
+"""Which worker gets the next ticket of a session without rounds.
+
+The worker with the fewest open tickets comes first; among equals, the one that was given the fewest so far. A feed with
+a staleness bound counts windows of `FeedPlan.chunks` chunks: a worker may always complete a window that it has begun,
+but begins another one only within the bound. Otherwise the bound could be used up by incomplete windows, which nothing
+consumes.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Container, Sequence
+
+from farstep.head.tickets.session import CollectionSession
+
+TICKETS_PER_WORKER = 2
+"""Most open tickets of a worker: one that it rolls, and one to continue with without waiting."""
+
+QueueKey = tuple[int, int, int]
+"""Open tickets of a worker, tickets that it was given so far, and its index."""
+
+
+class WorkerQueue:
+    """Workers of one session that may get a ticket. Call `update` after each change to a worker.
+
+    Args:
+        session: What is collected.
+        open_tickets: Per worker, ids of its open tickets.
+        unread: Per worker, chunks that have arrived and were not taken.
+    """
+
+    def __init__(self, session: CollectionSession, open_tickets: Sequence[Sequence[int]], unread: Counter[int]) -> None:
+        self._session, self._open, self._unread = session, open_tickets, unread
+        self._begun: Counter[int] = Counter()
+        """Per worker, windows of a feed that it has begun and that were not consumed."""
+        self._begun_total = 0
+        self._completing: list[QueueKey] = []
+        self._beginning: list[QueueKey] = []
+        """Heaps of workers with and without an incomplete window. Entries may be outdated."""
+
+    def update(self, worker: int) -> None:
+        """Queue a worker again after a change that may let it get a ticket."""
+        if (feed := self._session.feed) is not None:
+            begun = -(-self._chunks_of(worker) // feed.chunks)
+            self._begun_total += begun - self._begun[worker]
+            self._begun[worker] = begun
+        if not self._may_roll(worker):
+            return
+        inside = self._is_inside(worker)
+        queue = self._completing if inside else self._beginning
+        if len(queue) > 4 * len(self._open):
+            queue[:] = {key for key in queue if key == self._key(key[2]) and inside == self._is_inside(key[2])}
+            heapq.heapify(queue)
+        heapq.heappush(queue, self._key(worker))
+
+    def first(self, available: Container[int]) -> int:
+        """The worker to get the next ticket; -1 if none may. A worker that is not available leaves the queue."""
+        keys = [self._first(self._completing, True, available)]
+        if self._may_begin():
+            keys.append(self._first(self._beginning, False, available))
+        return min((key for key in keys if key is not None), default=(0, 0, -1))[2]
+
+    def _first(self, queue: list[QueueKey], inside: bool, available: Container[int]) -> QueueKey | None:
+        """The first key of a heap that is up to date and whose worker may get a ticket."""
+        while queue:
+            worker = queue[0][2]
+            current = queue[0] == self._key(worker) and inside == self._is_inside(worker)
+            if current and self._may_roll(worker) and worker in available:
+                return queue[0]
+            heapq.heappop(queue)  # `update` queues the worker again when this changes
+        return None
+
+    def _key(self, worker: int) -> QueueKey:
+        return len(self._open[worker]), self._session.issued[worker], worker
+
+    def _chunks_of(self, worker: int) -> int:
+        """Chunks of a worker that are being rolled, are unread, or are held by the learner."""
+        return self._session.held[worker] + len(self._open[worker]) + self._unread[worker]
+
+    def _may_roll(self, worker: int) -> bool:
+        """Whether the worker's own limits allow it another chunk."""
+        session = self._session
+        if not session.lanes[worker] or len(self._open[worker]) >= TICKETS_PER_WORKER:
+            return False
+        if session.invited is not None and not session.invited[worker]:
+            return False
+        feed = session.feed
+        if feed is None or feed.max_staleness is None or self._is_inside(worker):
+            return True
+        return self._chunks_of(worker) < session.depth * feed.chunks
+
+    def _is_inside(self, worker: int) -> bool:
+        """Whether the worker's next chunk continues a window."""
+        feed = self._session.feed
+        if feed is None or feed.max_staleness is None:
+            return False
+        return self._chunks_of(worker) % feed.chunks > 0
+
+    def _may_begin(self) -> bool:
+        """Whether another window may be begun.
+
+        With `actors=None`, `_may_roll` limits each worker instead: windows that a departed worker left in the buffer
+        must not block the others.
+        """
+        feed = self._session.feed
+        if feed is None or feed.max_staleness is None or feed.actors is None:
+            return True
+        return self._begun_total < self._session.depth * feed.actors

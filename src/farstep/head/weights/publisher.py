@@ -1,0 +1,277 @@
+"""Ships the agent to workers, publishes versions of its parameters, and sends weights and probes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from farstep.agents.divergence import Comparison, comparing_method, why_incomparable
+from farstep.agents.policy import Policy, ship
+from farstep.agents.update_gate import UpdateGate
+from farstep.config.env import EnvConfig
+from farstep.core import Agent, Array, BytesLike, SyncRule
+from farstep.errors import AgentError, HandshakeError, WireError, WorkerError, described
+from farstep.head.chunks.rollouts import Rollouts, agent_structures
+from farstep.head.members.worker_records import WorkerRecord
+from farstep.head.server import Server
+from farstep.head.stats import Counters
+from farstep.head.user_warnings import UserWarnings
+from farstep.head.weights.parameters import ParameterStore
+from farstep.head.weights.probes import Prober, ProbeRequest
+from farstep.rollout.blocks import Layout
+from farstep.schema import Schema, differences
+from farstep.sync.rules import probes_of, rows_of
+from farstep.wire import messages as m
+
+
+class Publisher:
+    """The agent that workers act with, and its published versions.
+
+    Args:
+        server: The workers.
+        env_config: Which weights travel, and how chunks are divided into stages.
+        rule: The workers' sync rule.
+        counters: Counts the bytes of probes.
+        warnings: Tells the user how workers call and compare the agent.
+        cancel_session: Called before another agent is adopted.
+    """
+
+    def __init__(
+        self,
+        server: Server,
+        env_config: EnvConfig,
+        rule: SyncRule,
+        counters: Counters,
+        warnings: UserWarnings,
+        cancel_session: Callable[[], None],
+    ) -> None:
+        self._server, self._rule = server, rule
+        self._weights, self._transfer = env_config.weights, env_config.transfer
+        self._counters, self._warnings = counters, warnings
+        self._cancel_session = cancel_session
+        self._adopting = threading.Lock()
+        """Serialises threads that adopt or publish an agent."""
+        self.gate = UpdateGate()
+        """Entered to read the agent's parameters between updates, before any lock is taken."""
+        self.agent_id = 0
+        self.version = 0
+        """The newest published version."""
+        self.first_version = 0
+        """Version of the first agent's first parameters; above 0 in a resumed run."""
+        self.on_published: Callable[[], None] | None = None
+        """Called after `publish`, in the publishing thread."""
+        self.prober: Prober | None = None
+        """None if the sync rule needs no probes, or the agent cannot be compared."""
+        self.agent_schemas: tuple[Schema, Schema] = ({}, {})
+        """Arrays that the agent adds per row and per chunk."""
+        self._agent: Agent | None = None
+        self._answers: dict[int, m.AgentReady | WorkerError] = {}
+        """Per worker, whether it can use the agent that was shipped last."""
+        self._store: ParameterStore | None = None
+        self._handed: dict[int, tuple[int, int, int]] = {}
+        """Per worker, the weights that it last requested: incarnation, agent and version."""
+        self._rollouts: Rollouts | None = None
+        self._base_rows: Schema = {}
+        self._actions: Schema = {}
+
+    def start(self, rollouts: Rollouts, base_rows: Schema, actions: Schema) -> None:
+        """Set what an agent must fit; called once, when the environments' spaces are known.
+
+        Args:
+            rollouts: Stores the arrays that the agent returns.
+            base_rows: Arrays of a row without those of the agent.
+            actions: Arrays of an action.
+        """
+        self._rollouts, self._base_rows, self._actions = rollouts, base_rows, actions
+
+    def close(self) -> None:
+        """Free the parameters; workers must have ended."""
+        if self._store is not None:
+            self._store.close()
+            self._store = None
+        self._agent = self.prober = None
+        self.version = 0
+
+    def row_schema(self) -> Schema:
+        """Arrays of a row with the present agent."""
+        return {**self._base_rows, **self.agent_schemas[0]}
+
+    # ---- publishing ----
+
+    def publish(self, agent: Agent) -> int:
+        """Publish the agent's parameters as a new version, and return its number."""
+        with self.gate.publishing(agent), self._adopting:
+            self._server.raise_failure()
+            if self._agent is not None and self._agent is agent:
+                self._publish(agent)
+            else:
+                self._adopt(agent)
+            version = self.version
+        if (on_published := self.on_published) is not None:
+            on_published()
+        return version
+
+    def _publish(self, agent: Agent) -> None:
+        probes = self._evaluate_probes(agent)
+        with self._server.locked():
+            self._server.raise_failure()  # another thread may have closed it meanwhile
+            assert self._store is not None
+            self.version = self._store.publish(agent)
+            self._announce()
+            for request, answer in probes:
+                record = self._server.records[request.worker]
+                if record.ready and record.incarnation == request.incarnation:
+                    probe = m.Probe(self.agent_id, self.version, request.indices, list(answer))
+                    frames = [array.tobytes() for array in answer.values()]
+                    self._counters.probes_sent += self._server.send(record, probe, frames)
+            self._server.drain()
+
+    def _evaluate_probes(self, agent: Agent) -> Sequence[tuple[ProbeRequest, dict[str, Array]]]:
+        """Evaluate the agent on rows that workers have sent; without the lock, so that chunks can arrive meanwhile."""
+        prober, store = self.prober, self._store
+        if prober is None or store is None:
+            return ()
+        with self._server.locked():
+            requests = prober.requests()
+        try:
+            return list(zip(requests, prober.answers(requests), strict=True))
+        except Exception as error:
+            store.check(agent)  # raises a clearer error if the parameters are the cause
+            if isinstance(error, AgentError):
+                raise AgentError(f"{error} Version {self.version} stays in force.") from error
+            raise AgentError(
+                f"{prober.method}() of {type(agent).__name__} raised {described(error)}; "
+                f"version {self.version} stays in force."
+            ) from error
+
+    def _announce(self) -> None:
+        """Tell workers without shared memory that there is a new version."""
+        if not self._server.shares_memory:
+            self._server.announce(m.Newest(self.version))
+
+    # ---- adopting an agent ----
+
+    def adopt(self, agent: Agent) -> None:
+        """Make workers act with this agent and its present parameters."""
+        with self._adopting:
+            if self._is_current(agent):
+                return  # nothing to publish, so no update to wait for
+        with self.gate.publishing(agent), self._adopting:
+            if self._is_current(agent):
+                return
+            if self._agent is not None and self._agent is agent:
+                self._publish(agent)
+            else:
+                self._adopt(agent)
+
+    def _is_current(self, agent: Agent) -> bool:
+        """Whether workers act with this agent, and its parameters equal the newest version."""
+        self._server.raise_failure()
+        if self._store is None or self._agent is None or self._agent is not agent:
+            return False
+        with self._server.locked():
+            self._server.raise_failure()
+            return not self._store.changed(agent)
+
+    def _adopt(self, agent: Agent) -> None:
+        for method in ("act", "get_parameters"):
+            if not callable(getattr(agent, method, None)):
+                raise AgentError(
+                    f"{type(agent).__name__} has no {method}(); an agent needs act(obs) and get_parameters()."
+                )
+        began = time.monotonic()
+        payload = ship(agent)
+        first_version = self.first_version
+        if self._store is not None:  # continue counting; a rejected agent used no version
+            first_version = self._store.version + (self._agent is not None)
+        store = ParameterStore(agent, self.agent_id + 1, len(self._server.records), first_version, self._weights)
+        self._cancel_session()
+        self._forget_agent()
+        with self._server.locked():
+            self._store, self.version = store, store.version
+            self.agent_id, self._answers = self.agent_id + 1, {}
+            self._counters.divergence.clear()
+            self._warnings.forget()
+            self._server.announce(m.SendAgent(self.agent_id), [payload])
+            self._server.announce(store.message(), fds=[store.memory.fd])
+            self._announce()
+        try:
+            self._server.wait(lambda: True if self._all_answered() else None, starting=True)
+            self._agree(agent)
+        except BaseException:
+            self._forget_agent()
+            raise
+        self._agent = agent
+        self._server.start_s["agent"] = time.monotonic() - began
+
+    def _forget_agent(self) -> None:
+        with self._server.locked():
+            self._agent = self.prober = None
+            self._server.retract(m.SendAgent, m.Parameters, m.Newest)
+            if self._store is not None:
+                self._store.close()
+
+    def _all_answered(self) -> bool:
+        """Whether every present worker answered, and at least one did: all nodes may be absent for some time."""
+        return bool(self._answers) and all(record.worker in self._answers for record in self._server.present())
+
+    def _agree(self, agent: Agent) -> None:
+        """Check that all workers can use the agent and that it returns the same arrays on each of them."""
+        answers: dict[int, m.AgentReady] = {}
+        for worker, answer in sorted(self._answers.items()):
+            if isinstance(answer, WorkerError):
+                raise answer
+            answers[worker] = answer
+        first = next(iter(answers.values()))
+        for worker, answer in answers.items():
+            found = differences(first.schema, answer.schema) + differences(first.state, answer.state)
+            found += differences(first.description, answer.description)
+            if found:
+                raise HandshakeError(
+                    f"the agent returns other arrays on worker {worker} than on another: {'; '.join(found)}."
+                )
+        assert self._rollouts is not None
+        self._transfer.check(Layout(1, 1, 1, {**self._base_rows, **first.schema}, first.state).names())
+        self.agent_schemas = (first.schema, first.state)
+        structures, state = agent_structures(first, self._actions)
+        self._rollouts.adopt(structures, state)
+        if probes_of(self._rule) and not comparing_method(agent, first.schema):
+            self._warnings.note_incomparable(why_incomparable(agent, first.schema))
+        elif probes_of(self._rule):
+            obs, action = self._rollouts.structures["obs"], structures["action"]
+            comparison = Comparison(Policy(agent), obs, action, state, first.schema)
+            comparison.expected = first.description
+            self.prober = Prober(comparison, self._server.records, rows_of(self._rule))
+        self._warnings.note_inference(first.inference)
+
+    # ---- messages from workers ----
+
+    def on_agent_ready(self, record: WorkerRecord, message: m.AgentReady) -> None:
+        """Store a worker's report that it can use the agent."""
+        if message.agent > self.agent_id:
+            raise WireError(f"a report that agent {message.agent} is ready; the last one sent is {self.agent_id}.")
+        if message.agent == self.agent_id:
+            agent_structures(message, self._actions)  # raises here, where the worker that sent it is known
+            self._answers[record.worker] = message
+
+    def on_error(self, record: WorkerRecord, failure: m.Failure, error: WorkerError) -> None:
+        """Store a worker's report that it cannot use the agent; fail the run if other workers use it already."""
+        if failure.agent != self.agent_id:
+            return
+        if self._agent is None:
+            self._answers[record.worker] = error
+        else:
+            self._server.fail(error)  # a restarted worker cannot use the agent that all others use
+
+    def send_weights(self, record: WorkerRecord, message: m.WeightRequest) -> None:
+        """Send the newest weights to a worker without shared memory."""
+        request = (record.incarnation, message.agent, self.version)
+        if self._handed.get(record.worker) == request:
+            raise WireError(f"a second request for version {self.version} of the weights.")
+        self._handed[record.worker] = request
+        base: int = -1
+        frames: list[BytesLike] = []
+        if self._store is not None and message.agent == self.agent_id:
+            base, frames = self._store.handover(record.worker, message.held)
+        self._server.send(record, m.Weights(message.agent, self.version, base), frames)
