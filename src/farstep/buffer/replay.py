@@ -20,6 +20,14 @@ from farstep.buffer.gate import Gate, check_timeout
 from farstep.buffer.limiter import MinSize, RateLimiter, check_limiter
 from farstep.buffer.samplers import FIFO, Sampler, check_remover, check_sampler, with_beta
 from farstep.buffer.sampling import Chooser, SampleInfo
+from farstep.buffer.saving import (
+    SavedBuffer,
+    check_counts,
+    check_sizes,
+    load_buffer,
+    refusing_invalid_options,
+    save_buffer,
+)
 from farstep.buffer.storage.contents import Contents, fitting_capacity
 from farstep.buffer.storage.rows import (
     arrays_of,
@@ -446,17 +454,27 @@ class Buffer:
 
     def checkpoint(self, path: str | os.PathLike[str]) -> Path:
         """Save everything into a new numbered folder under `path`, atomically; the two newest are kept."""
-        from farstep.buffer.saving import save_buffer
-
         with self._lock:
-            return save_buffer(self, path)
+            arrays, plain = self.contents.state()
+            saved = SavedBuffer(
+                capacity=self.capacity,
+                max_times_sampled=self.max_times_sampled,
+                sampler=self.sampler,
+                remover=self.remover,
+                limiter=self.limiter,
+                schema=self.schema,
+                structures=self._structures,
+                columns=self.store.columns,
+                removed=self.removed,
+                arrays=arrays,
+                plain=plain,
+            )
+            return save_buffer(saved, path)
 
     @classmethod
     def restore(cls, path: str | os.PathLike[str], sampler: Sampler | None = None) -> Buffer:
         """The newest intact checkpoint under `path`; with a sampler of your own class, an equal one."""
-        from farstep.buffer.saving import load_buffer
-
-        return load_buffer(path, sampler)
+        return load_buffer(path, sampler, _restored)
 
     @property
     def path(self) -> str:
@@ -483,3 +501,29 @@ class Buffer:
 
     def __repr__(self) -> str:
         return f"Buffer({len(self)} of {self.capacity}, {self.sampler!r})"
+
+
+def _restored(saved: SavedBuffer) -> Buffer:
+    """The buffer of a checkpoint.
+
+    Raises:
+        Refused: The checkpoint is inconsistent; no memory stays allocated.
+    """
+    with refusing_invalid_options():
+        buffer = Buffer(
+            saved.capacity,
+            saved.sampler,
+            remover=saved.remover,
+            limiter=saved.limiter,
+            max_times_sampled=saved.max_times_sampled,
+        )
+        check_sizes(saved, buffer.is_cyclic)
+        buffer.bind(saved.schema, saved.columns, saved.structures)
+    try:
+        buffer.contents.restore(saved.arrays, saved.plain)
+        buffer.removed.update(saved.removed)
+        check_counts(saved, buffer.store.table)
+    except BaseException:
+        buffer.close()
+        raise
+    return buffer
