@@ -314,8 +314,8 @@ class Workflow:
                 known = self._followed is not None
                 self._note_members(feed)
                 self._follows: Array = followed == self._followed if known else np.zeros(len(followed), bool)
-            self._loop = self.buffer.filled_by = threading.get_ident()
-            self.buffer.told = self.wake
+            self._loop = self.buffer.inserting_thread = threading.get_ident()
+            self.buffer.on_room = self.wake
             self._watch_updates(collector.gate)
             self._dispatcher.resume(self.ledger, time.monotonic())
             for thread in self._threads:
@@ -583,7 +583,7 @@ class Workflow:
             try:
                 self.holdings.discard(set(range(self.env.num_workers)))
             finally:
-                self._feed = self._loop = self.buffer.filled_by = self.buffer.told = None
+                self._feed = self._loop = self.buffer.inserting_thread = self.buffer.on_room = None
                 self.buffer.between_updates = contextlib.nullcontext
                 feed.close()
                 if self._collector is not None:
