@@ -32,7 +32,7 @@ from farstep.head.feed import Feed
 from farstep.head.tickets import AcceptedChunk, FeedPlan
 from farstep.workflow.consumers import Consumer, ConsumerThread, Guard, Publisher, name_of
 from farstep.workflow.delivery import Direct, LocalQueue
-from farstep.workflow.dispatch import Dispatcher, Message, Passer, Trigger, leaves_of
+from farstep.workflow.dispatch import Delivery, Dispatcher, Message, Trigger, leaves_of
 from farstep.workflow.ledger import Ledger
 from farstep.workflow.objects import ModelBlock
 from farstep.workflow.row_retention import RowRetention, windows_of
@@ -116,7 +116,7 @@ class Workflow:
     def on(
         self,
         trigger: Trigger,
-        consumer: Consumer | Passer,
+        consumer: Consumer | Delivery,
         *,
         thread: bool = False,
         max_outstanding: int = 1,
@@ -150,7 +150,7 @@ class Workflow:
         is_passer = hasattr(consumer, "finished")
         if thread and is_passer:
             raise ConfigError(f"{consumer!r} hands messages elsewhere by itself; leave out thread=True.")
-        passer: Passer = consumer if is_passer else Direct(consumer)  # type: ignore[assignment]
+        passer: Delivery = consumer if is_passer else Direct(consumer)  # type: ignore[assignment]
         started: ConsumerThread | None = None
         publisher = Publisher(self.publish, self.agent, self.wake) if consumer == self.publish and not thread else None
         if publisher is not None:
