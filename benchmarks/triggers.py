@@ -25,9 +25,8 @@ from tables import table
 
 from farstep.batch import EPISODE_KEYS, Batch, FinalObs
 from farstep.errors import ClosedError
-from farstep.head.tickets.records import FeedPlan
-from farstep.head.tickets.tickets import Tickets
-from farstep.workflow.delivery import Direct, LocalQueue, ZmqPasser
+from farstep.head.tickets import FeedPlan, Tickets
+from farstep.workflow.delivery import Direct, LocalQueue, ZmqSender
 from farstep.workflow.partial_chunks import PartialChunks
 from farstep.workflow.triggers import DataKeyTrigger, Dispatcher, Ledger, ObjectKeyTrigger, TimeTrigger
 
@@ -61,7 +60,7 @@ class Args:
     """Folder for triggers.json and triggers-per-chunk.json."""
 
 
-def fire(dispatcher: Dispatcher, passer: Any, actors: int, others: int, firings: int) -> list[float]:
+def fire(dispatcher: Dispatcher, delivery: Any, actors: int, others: int, firings: int) -> list[float]:
     """Chunks of every actor in turn; microseconds of each that makes the first trigger fire."""
     ledger = Ledger(["obs", "action", "reward"])
     for _ in range(others):
@@ -73,7 +72,7 @@ def fire(dispatcher: Dispatcher, passer: Any, actors: int, others: int, firings:
         ledger.wrote(number % actors, 16, 0)
         dispatcher.check(ledger)
         while dispatcher.outstanding("measured"):
-            for name in passer.finished(10.0):
+            for name in delivery.finished(10.0):
                 dispatcher.done(name)
         found.append((time.perf_counter() - began) * 1e6)
     return found[100:]
@@ -112,14 +111,14 @@ def through_thread(firings: int) -> list[float]:
 
 
 def through_process(firings: int) -> list[float]:
-    dispatcher, passer = Dispatcher(), ZmqPasser()
+    dispatcher, sender = Dispatcher(), ZmqSender()
     with subprocess.Popen([sys.executable, "-c", RECEIVER], stdin=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None
-        process.stdin.write(json.dumps(passer.invitation) + "\n")
+        process.stdin.write(json.dumps(sender.invitation) + "\n")
         process.stdin.flush()
-        dispatcher.add(DataKeyTrigger(n=1, size=16), passer, trigger_id="measured")
-        found = fire(dispatcher, passer, 4, 1, firings)
-        passer.close()
+        dispatcher.add(DataKeyTrigger(n=1, size=16), sender, trigger_id="measured")
+        found = fire(dispatcher, sender, 4, 1, firings)
+        sender.close()
     return found
 
 

@@ -155,23 +155,23 @@ def test_looking_for_rare_starts_is_bounded() -> None:
 
 
 def test_a_sequence_longer_than_the_buffer_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"needs 5 rows .* room for 4 .* Raise capacity"):
+    with pytest.raises(ConfigError, match=r"needs 5 consecutive rows, .* room for 4 .* Raise capacity"):
         Buffer(4, Sequence(length=5))
     Buffer(4, Sequence(length=5, pad=True)).close()
-    with pytest.raises(ConfigError, match="room for 4 of an environment"):
+    with pytest.raises(ConfigError, match="room for 4 of each environment"):
         Buffer(8, Sequence(length=5)).bind({"a": ArraySpec((), "<f8")}, columns=2)
 
 
 def test_who_waits_in_vain_is_told_what_is_missing() -> None:
     with Buffer(20, Sequence(length=5), seed=0) as buffer:
         buffer.insert({"obs": np.arange(20.0), "terminated": np.arange(20) % 4 == 3})
-        with pytest.raises(BufferTimeout, match=r"of the 20 that it holds 0 can be handed out: .* nothing so long"):
+        with pytest.raises(BufferTimeout, match=r"0 of the 20 items .* can be sampled: .* end of an episode"):
             buffer.sample(1, timeout_s=0)
-        buffer.filled_by = threading.get_ident()
-        with pytest.raises(BufferTimeout, match=r"0 can be handed out.* for ever"):
+        buffer.inserting_thread = threading.get_ident()
+        with pytest.raises(BufferTimeout, match=r"0 of the 20 items .* would deadlock"):
             buffer.sample(1)
     with Buffer(20, FIFO(), limiter=SampleToInsertRatio(1.0, 4, 8.0)) as buffer:
-        buffer.filled_by = threading.get_ident()
+        buffer.inserting_thread = threading.get_ident()
         with pytest.raises(BufferTimeout, match=r"samples=3\)"):
             buffer.sample(3)
 
@@ -182,7 +182,7 @@ def test_a_limiter_counts_for_one_buffer() -> None:
         Buffer(1, Uniform(), limiter=limiter)  # refused: it is free for the next one
     with (
         Buffer(4, Uniform(), limiter=limiter),
-        pytest.raises(ConfigError, match=r"another buffer .* make one for each"),
+        pytest.raises(ConfigError, match=r"another buffer, .* make one for each"),
     ):
         Buffer(4, Uniform(), limiter=limiter)
 
@@ -261,7 +261,7 @@ def test_samplers_of_others_are_named_without_internals(tmp_path: Path) -> None:
 
 def test_priorities_that_nobody_looks_at_are_told_once() -> None:
     with filled(Uniform()) as buffer:
-        with pytest.warns(UserWarning, match=r"neither Uniform\(\) nor remover=FIFO\(\) looks at priorities"):
+        with pytest.warns(UserWarning, match=r"neither Uniform\(\) nor remover=FIFO\(\) uses priorities"):
             assert buffer.update_priorities(np.array([4]), np.ones(1)) == 1
         with warnings.catch_warnings():
             warnings.simplefilter("error")

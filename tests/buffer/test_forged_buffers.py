@@ -217,25 +217,25 @@ def invert(array: Any) -> None:
 
 
 INCONSISTENT: list[tuple[str, str, Change, str]] = [
-    ("ring", "table/keys", swap, "keys has one that belongs to another cell"),
+    ("ring", "table/keys", swap, "keys has a key that belongs to another cell"),
     ("ring", "table/used", set_to(0, CAPACITY - 1), "keys and used do not agree"),
     ("ring", "table/laps", set_to(0, 1), "laps has 1, at least 3 expected"),
-    ("ring", "table/laps", set_to(1, 0), "laps has row 0, from which on keys are already in use"),
-    ("ring", "store/written", more, "newest is not the last row"),
-    ("ring", "store/newest", more, "newest is not the last row"),
+    ("ring", "table/laps", set_to(1, 0), "laps has row 0, but keys from that row on are already in use"),
+    ("ring", "store/written", more, "newest is not the last written row"),
+    ("ring", "store/newest", more, "newest is not the last written row"),
     ("ring", "store/cut", set_to(..., False), "cut lets a row follow the last one"),
-    ("ring", "store/open", invert, "open does not say which episodes are still running"),
+    ("ring", "store/open", invert, "open does not match the episodes that are still running"),
     ("batches", "store/written", set_to((0, 0), 8), "written differs between arrays"),
-    ("batches", "store/tails", set_to(0, 1), "tails names a row that has none"),
+    ("batches", "store/tails", set_to(0, 1), "tails names a row that cannot have one"),
     ("batches", "slots", swap, "slots has an environment slot of another column"),
     ("linked", "store/after", set_to(0, 0), "after and cut do not agree"),
     ("linked", "store/after", set_to(0, 99), "after names a cell that does not exist"),
     ("linked", "store/newest", set_to(slice(2), 7), "newest is not the last row of an environment"),
-    ("linked", "store/open", invert, "open does not say which episodes are still running"),
-    ("linked", "store/written", more, "written counts rows of a ring"),
-    ("linked", "store/tails", set_to(0, 0), "tails names a row that has none"),
+    ("linked", "store/open", invert, "open does not match the episodes that are still running"),
+    ("linked", "store/written", more, "written counts rows, but the rows are linked"),
+    ("linked", "store/tails", set_to(0, 0), "tails names a row that cannot have one"),
     ("episodes", "begun", set_to(0, 10**6), "begun has a key that no row"),
-    ("prioritized", "selector0/weights", set_to(..., 1.0), "weights has one above 0 for a cell without an item"),
+    ("prioritized", "selector0/weights", set_to(..., 1.0), "weights has a value above 0 for a cell without an item"),
     ("prioritized", "selector0/weights", set_to(..., math.nan), "weights holds nan"),
     ("prioritized", "selector0/highest", set_to((), 0.5), "highest is 0.5"),
     ("lifo", "selector0/log", set_to(slice(5), 13), "log does not name every item once"),
@@ -274,7 +274,7 @@ def test_free_cells_are_those_without_an_item(forger: Forger) -> None:
     free = forger.state["meta"]["free"]
     for wrong in (free[:-1], [*free[:-1], free[0]], [*free[:-1], -1], [*free[:-1], 0], [*free, 99]):
         forger.forge(("meta", "free"), wrong)
-        with pytest.raises(CheckpointError, match="free does not name every cell without an item once"):
+        with pytest.raises(CheckpointError, match="free does not name every free cell exactly once"):
             Buffer.restore(forger.folder)
     forger.forge(("meta", "free"), free[::-1])
     Buffer.restore(forger.folder).close()

@@ -61,7 +61,7 @@ def test_several_at_once() -> None:
 
 
 def test_deletions_change_the_size_and_not_the_difference() -> None:
-    with pytest.warns(UserWarning, match="after the first 2 rows nothing is inserted"):
+    with pytest.warns(UserWarning, match="after the first 2 rows inserting waits"):
         limiter = RateLimiter(5, 2, 0, 5)
     limiter.insert(1)
     limiter.insert(1)
@@ -134,11 +134,11 @@ def test_a_queue_takes_as_many_rows_as_it_has_places() -> None:
         (lambda: RateLimiter(1, 1, 0, None), "max_diff is None"),
         (lambda: RateLimiter(2, 3, 7, 50), "min_diff=7 is more than"),
         (lambda: RateLimiter(1, 1, inf, inf), "min_diff=inf is more than"),
-        (lambda: RateLimiter(1, 2, 2, 2), "both would wait for ever"),
-        (lambda: RateLimiter(1, 1, 0.5, 1), "both would wait for ever"),
+        (lambda: RateLimiter(1, 2, 2, 2), "would deadlock"),
+        (lambda: RateLimiter(1, 1, 0.5, 1), "would deadlock"),
         # One sample is taken, one row cannot follow: 1.5, 0.5, and both 2 and -0.5 are out of bounds.
-        (lambda: RateLimiter(1.5, 1, 0, 1.9), "at a difference of 0.5 .* both would wait for ever"),
-        (lambda: RateLimiter(0.3, 4, 0, 1), "both would wait for ever"),
+        (lambda: RateLimiter(1.5, 1, 0, 1.9), "at diff=0.5 .* would deadlock"),
+        (lambda: RateLimiter(0.3, 4, 0, 1), "would deadlock"),
         (lambda: SampleToInsertRatio(1, 10, 0.9), "leaves 1.8 samples between the bounds; .* at least 2 are needed"),
         (lambda: SampleToInsertRatio(8, 10, (70, 85)), "at least 16 are needed"),
         (lambda: SampleToInsertRatio(1, 10, (11, 20)), "min_diff=11 is more than"),
@@ -280,10 +280,10 @@ def test_the_ratio_is_of_rows_whatever_the_sampler_gives(sampler: Sampler, ratio
 def test_items_of_more_rows_than_a_limiter_ever_gives_are_refused() -> None:
     with Buffer(100, Sequence(length=10), limiter=SampleToInsertRatio(1.0, 10, 20.0)) as buffer:
         buffer.insert({"a": np.zeros(30)})
-        with pytest.raises(ConfigError, match="5 items of 50 rows at once can never be sampled"):
+        with pytest.raises(ConfigError, match="5 items with 50 rows can never be sampled at once"):
             buffer.sample(5)
         buffer.sample(3)
-        with pytest.raises(BufferTimeout, match=r"2 items .* of 20 rows in all"):
+        with pytest.raises(BufferTimeout, match=r"2 items .*20 rows in total"):
             buffer.sample(2, timeout_s=0)
         buffer.insert({"a": np.zeros(20)}, timeout_s=0)
         buffer.sample(2, timeout_s=0)

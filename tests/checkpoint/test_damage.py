@@ -216,7 +216,7 @@ def test_where_there_is_none_it_says_so(tmp_path: Path, two: Path) -> None:
         "nowhere": "nowhere does not exist",
         "empty": "empty holds no checkpoint",
         "file": "file is not a folder",
-        "ring/000002": "000002 is a single checkpoint; load from the folder it is in, .*ring",
+        "ring/000002": "000002 is a single checkpoint; load from its parent folder, .*ring",
     }.items():
         with pytest.raises(CheckpointError, match=words):
             load(tmp_path / path)

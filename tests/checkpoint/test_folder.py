@@ -152,7 +152,7 @@ def test_strings_of_any_length_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", [3, "\ud800"], ids=["number", "surrogate"])
 def test_names_that_are_no_text_are_refused(tmp_path: Path, name: str) -> None:
-    with pytest.raises(ConfigError, match="name of text"):
+    with pytest.raises(ConfigError, match="a string as name"):
         save(tmp_path, {name: np.zeros(1)}, {})
 
 

@@ -107,7 +107,9 @@ def test_a_full_disk_leaves_the_old_ones(two: Path, file: str) -> None:
 
     def save_without_space() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-        with pytest.raises(CheckpointError, match=r"could not be saved to .*File too large.*are still there") as caught:
+        with pytest.raises(
+            CheckpointError, match=r"could not be saved to .*File too large.*Earlier checkpoints are intact"
+        ) as caught:
             save(two, *content(3))
         assert isinstance(caught.value.__cause__, OSError)
 

@@ -377,7 +377,7 @@ def test_a_batch_that_does_not_fit_is_refused() -> None:
     batch, _, _ = world.batch([0], 5)
     with Buffer(8, Uniform()) as buffer, pytest.raises(ConfigError, match="5 steps does not fit"):
         buffer.insert(batch)
-    with Buffer(20, Uniform(), limiter=Queue(9)) as buffer, pytest.raises(ConfigError, match="never fits this limiter"):
+    with Buffer(20, Uniform(), limiter=Queue(9)) as buffer, pytest.raises(ConfigError, match="can never admit a batch"):
         buffer.insert(batch)
     with Buffer(20, Uniform(), spec={"obs": 1, "mask": 1}) as buffer, pytest.raises(ConfigError, match="no 'mask'"):
         buffer.insert(batch)

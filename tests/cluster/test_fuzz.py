@@ -42,7 +42,7 @@ from farstep.wire.codec import pack, unpack
 from farstep.wire.encryption import Cipher, Side
 from farstep.wire.keys import KeyPair, Tokens
 from farstep.wire.versions import versions
-from farstep.workflow.delivery import ZmqPasser, ZmqReceiver
+from farstep.workflow.delivery import ZmqReceiver, ZmqSender
 from tests.cluster import attacker
 from tests.cluster.checks import assert_balanced, assert_sound, cluster
 from tests.cluster.far_head import WideAgent, WideEnv
@@ -517,19 +517,19 @@ def test_a_worker_that_goes_mad_is_replaced_and_the_others_go_on(issued: dict[tu
 
 @pytest.mark.timeout(300)
 def test_a_passer_goes_on_whatever_strangers_send() -> None:
-    passer = ZmqPasser("tcp://127.0.0.1:*")
-    with contextlib.closing(passer), contextlib.closing(ZmqReceiver(passer.invitation)) as receiver:
-        known = {"control": passer.invitation["address"], "server_key": passer.invitation["server_key"].encode()}
+    sender = ZmqSender("tcp://127.0.0.1:*")
+    with contextlib.closing(sender), contextlib.closing(ZmqReceiver(sender.invitation)) as receiver:
+        known = {"control": sender.invitation["address"], "server_key": sender.invitation["server_key"].encode()}
         before, passed = resident_bytes(), 0
         with Attack({**known, "scale": 20_000}) as attack:
             while not attack.is_over or passed < 20:
-                passer({"trigger_id": "a", "number": passed})
+                sender({"trigger_id": "a", "number": passed})
                 deadline = time.monotonic() + 30
                 while (message := receiver.take(0.01)) is None:
-                    assert passer.finished() == [] and time.monotonic() < deadline
+                    assert sender.finished() == [] and time.monotonic() < deadline
                 assert message["number"] == passed
                 receiver.done(message)
-                assert passer.finished(30.0) == ["a"]
+                assert sender.finished(30.0) == ["a"]
                 passed += 1
             assert attack.sent().total() > 1000
         assert resident_bytes() - before < 32 << 20

@@ -12,12 +12,8 @@ import numpy as np
 import pytest
 
 import farstep
-<<<<<<< HEAD
 from farstep.cluster_env import collector_for
-from farstep.head.collector import Request
-=======
 from farstep.head.request import Request
->>>>>>> h-head
 from farstep.rollout.seeds import episode_seed
 from farstep.testing import CountingEnv, TableAgent
 from tests.cluster.checks import arrays_of, assert_balanced, assert_same, assert_sound, cluster, eventually, inprocess

@@ -9,7 +9,7 @@ import pytest
 
 import farstep
 from farstep.testing import TableAgent
-from farstep.workflow.delivery import LocalQueue, ZmqPasser, ZmqReceiver
+from farstep.workflow.delivery import LocalQueue, ZmqReceiver, ZmqSender
 from farstep.workflow.triggers import DataKeyTrigger, ObjectKeyTrigger, TimeTrigger, Trigger
 from tests.cluster.checks import cluster, inprocess, together, within
 from tests.cluster.flows import full
@@ -91,8 +91,8 @@ def test_time_counts_while_it_runs() -> None:
 
 def test_a_receiver_that_is_not_there_keeps_nobody_from_anything() -> None:
     with cluster(envs=2, config=inprocess(1), env_kwargs=ENDLESS) as env:
-        flow, passer = farstep.Workflow(env, TableAgent(), full(64)), ZmqPasser(connect_s=3600.0)
-        flow.on(DataKeyTrigger(n=1, size=8), passer)
+        flow, sender = farstep.Workflow(env, TableAgent(), full(64)), ZmqSender(connect_s=3600.0)
+        flow.on(DataKeyTrigger(n=1, size=8), sender)
         ticks: list[int] = []
 
         def tick(message: Any) -> None:
@@ -103,7 +103,7 @@ def test_a_receiver_that_is_not_there_keeps_nobody_from_anything() -> None:
         flow.on(TimeTrigger(0.01), tick)
         within(flow.run)
         assert flow.ledger.learner_steps == 0
-        passer.close()
+        sender.close()
 
 
 def test_messages_that_were_not_handled_are_no_learner_steps() -> None:
@@ -170,8 +170,8 @@ def test_mistakes_are_named() -> None:
             (lambda: transfer | TimeTrigger(1), belongs),  # type: ignore[operator]
             (lambda: TimeTrigger(1) & transfer, belongs),  # type: ignore[operator]
             (lambda: TimeTrigger(1) | transfer, belongs),  # type: ignore[operator]
-            (lambda: ZmqReceiver({}), "expected a passer's invitation, with address"),
-            (lambda: ZmqReceiver(3), "got 3; expected a passer's invitation"),  # type: ignore[arg-type]
+            (lambda: ZmqReceiver({}), "expected a sender's invitation, with address"),
+            (lambda: ZmqReceiver(3), "got 3; expected a sender's invitation"),  # type: ignore[arg-type]
         ]
         for make, said in mistakes:
             with pytest.raises(farstep.ConfigError, match=said):

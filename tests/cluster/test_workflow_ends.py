@@ -293,7 +293,7 @@ STANDSTILLS: dict[str, Any] = {
         ConfigError,
         "sample fewer",
     ),
-    "sampling in the loop": (sampling, BufferTimeout, "for ever"),
+    "sampling in the loop": (sampling, BufferTimeout, "would deadlock"),
     "unknown key": (lambda env: table(env, taking(keys=["rewards"])), ConfigError, "rewards"),
     "rows without order": (
         lambda env: table(env, taking(), buffer=farstep.Buffer(64, Uniform(), remover=MaxHeap())),
@@ -303,7 +303,7 @@ STANDSTILLS: dict[str, Any] = {
     "rows that leave in any order": (
         lambda env: table(env, taking(), buffer=farstep.Buffer(64, LIFO())),
         ConfigError,
-        r"LIFO\(\) with max_times_sampled=1 takes rows out in any order",
+        r"LIFO\(\) with max_times_sampled=1 removes rows in any order",
     ),
     "a buffer for others": (
         lambda env: table(env, taking(), buffer=farstep.Buffer(64, Uniform(), spec={"obs": ((3,), "f4")})),

@@ -32,6 +32,12 @@ from tests.cluster.tables import (
     launch,
 )
 
+import farstep
+from farstep.head.collector import Collector
+from farstep.testing import TableAgent
+from farstep.workflow.delivery import LocalQueue, ZmqSender
+from farstep.workflow.triggers import DataKeyTrigger, ObjectKeyTrigger, TimeTrigger
+
 # ---- time ----
 
 
@@ -156,7 +162,7 @@ def test_ctrl_c_while_a_run_begins_leaves_a_workflow_that_runs(monkeypatch: pyte
 
 def test_another_process_reads_the_rows_in_place(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    passer = ZmqPasser()
+    sender = ZmqSender()
     with (
         subprocess.Popen(
             [sys.executable, flows.__file__],
@@ -169,14 +175,14 @@ def test_another_process_reads_the_rows_in_place(tmp_path: Path) -> None:
     ):
         assert other.stdin is not None and other.stdout is not None
         try:
-            print(json.dumps(passer.invitation), file=other.stdin, flush=True)
+            print(json.dumps(sender.invitation), file=other.stdin, flush=True)
             flow = farstep.Workflow(env, TableAgent(), full(4 * 20), steps=4)
-            flow.on(DataKeyTrigger(n=2, size=8), passer, name="remote")
+            flow.on(DataKeyTrigger(n=2, size=8), sender, name="remote")
             here = Recorder(flow)
             flow.on(DataKeyTrigger(n=2, size=8), here)
             flow.run(until=lambda: len(here.batches) >= 6 and flow.ledger.learner_steps >= 12)
         finally:
-            passer.close()
+            sender.close()
         said = [json.loads(line) for line in other.stdout]
         assert other.wait(30) == 0
     assert len(said) >= 6

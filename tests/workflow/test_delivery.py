@@ -1,4 +1,4 @@
-"""Passers: a message reaches its consumer, and it is known when the consumer is done or gone."""
+"""Deliveries: a message reaches its consumer, and it is known when the consumer is done or gone."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from farstep.errors import ClosedError, ConfigError, DeliveryError, FarstepError
 from farstep.wire.channels.dealer import DealerLink
 from farstep.wire.channels.zmq import MAIN
 from farstep.wire.keys import KeyPair
-from farstep.workflow.delivery import Direct, LocalQueue, ZmqPasser, ZmqReceiver
+from farstep.workflow.delivery import Direct, LocalQueue, ZmqReceiver, ZmqSender
 from farstep.workflow.triggers import DataKeyTrigger, Dispatcher, Ledger, Message
 
 PATIENCE_S = 60.0
@@ -31,8 +31,8 @@ def message(number: int = 0, trigger_id: str = "it") -> Message:
 
 def test_direct_is_done_at_once_whatever_it_returns() -> None:
     taken: list[Message] = []
-    passer = Direct(lambda message: bool(taken.append(message)))
-    assert passer(message()) is True
+    delivery = Direct(lambda message: bool(taken.append(message)))
+    assert delivery(message()) is True
     assert taken == [message()]
     with pytest.raises(ConfigError, match="a function of the message"):
         Direct("update")  # type: ignore[arg-type]
@@ -95,7 +95,7 @@ def test_a_queue_never_blocks_who_passes() -> None:
     queue = LocalQueue(maxsize=1)
     assert queue(message()) is False
     assert queue.full
-    with pytest.raises(DeliveryError, match="holds 1 messages that nobody has taken"):
+    with pytest.raises(DeliveryError, match="already holds 1 messages"):
         queue(message())
     state, dispatcher = Ledger(), Dispatcher()
     dispatcher.add(DataKeyTrigger(n=1, size=1), queue)
@@ -147,12 +147,12 @@ finally:
 
 
 @contextlib.contextmanager
-def receiving(passer: ZmqPasser) -> Iterator[subprocess.Popen[str]]:
+def receiving(sender: ZmqSender) -> Iterator[subprocess.Popen[str]]:
     """Another process that reports what it takes; `number` 0 makes it fail, "hold" makes it wait."""
     command = [sys.executable, "-c", RECEIVER]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None
-        process.stdin.write(json.dumps(passer.invitation) + "\n")
+        process.stdin.write(json.dumps(sender.invitation) + "\n")
         process.stdin.flush()
         try:
             yield process
@@ -160,11 +160,11 @@ def receiving(passer: ZmqPasser) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
-def deliver(passer: ZmqPasser, message: Any) -> bool:
+def deliver(sender: ZmqSender, message: Any) -> bool:
     """Pass a message on and wait until it is on its way."""
-    done = passer(message)
-    while passer._unsent:
-        passer._serve(0.01)
+    done = sender(message)
+    while sender._unsent:
+        sender._serve(0.01)
     return done
 
 
@@ -180,14 +180,14 @@ def endpoint(request: pytest.FixtureRequest, tmp_path: Path) -> str | None:
 
 def test_another_process_takes_messages_and_says_when_it_is_done(endpoint: str | None) -> None:
     state, dispatcher, started = Ledger(), Dispatcher(), []
-    with contextlib.closing(ZmqPasser(endpoint, connect_s=PATIENCE_S)) as passer, receiving(passer) as process:
-        name = dispatcher.add(DataKeyTrigger(n=1, size=2), lambda m: deliver(passer, {**m, "number": len(started) + 1}))
+    with contextlib.closing(ZmqSender(endpoint, connect_s=PATIENCE_S)) as sender, receiving(sender) as process:
+        name = dispatcher.add(DataKeyTrigger(n=1, size=2), lambda m: deliver(sender, {**m, "number": len(started) + 1}))
         state.wrote(("worker", 3), 6, (4, 5))
         while dispatcher.check(state):
             started.append(json.loads(line(process)))
-            assert passer.finished(PATIENCE_S) == [name]
+            assert sender.finished(PATIENCE_S) == [name]
             dispatcher.done(name)
-        passer.close()
+        sender.close()
         assert line(process) == "closed"
         assert process.wait(PATIENCE_S) == 0
     assert [taken["start"] for taken in started] == [[0], [2], [4]]
@@ -197,89 +197,89 @@ def test_another_process_takes_messages_and_says_when_it_is_done(endpoint: str |
 
 def test_a_dispatcher_notices_by_itself_when_another_process_is_done() -> None:
     state, dispatcher = Ledger(), Dispatcher()
-    with contextlib.closing(ZmqPasser(connect_s=PATIENCE_S)) as passer:
-        receiver = ZmqReceiver(passer.invitation)
+    with contextlib.closing(ZmqSender(connect_s=PATIENCE_S)) as sender:
+        receiver = ZmqReceiver(sender.invitation)
         with contextlib.closing(receiver):
-            dispatcher.add(DataKeyTrigger(n=1, size=1), passer)
+            dispatcher.add(DataKeyTrigger(n=1, size=1), sender)
             state.wrote("a", 2, 0)
             assert len(dispatcher.check(state)) == 1
-            while passer._unsent:
-                passer._serve(0.01)
+            while sender._unsent:
+                sender._serve(0.01)
             taken = receiver.take(PATIENCE_S)
             assert taken is not None and dispatcher.check(state) == []
             receiver.done(taken)
             assert receiver.take(0) is None
             fired: list[Message] = []
             while not fired:
-                passer._poll.poll(PATIENCE_S * 1000)
+                sender._poll.poll(PATIENCE_S * 1000)
                 fired = dispatcher.check(state)
             assert receiver.take(PATIENCE_S) == fired[0]
             receiver.done(fired[0])
-            assert passer.finished(PATIENCE_S) == [fired[0]["trigger_id"]]
+            assert sender.finished(PATIENCE_S) == [fired[0]["trigger_id"]]
 
 
 def test_a_failure_there_is_told_here() -> None:
-    with contextlib.closing(ZmqPasser(connect_s=PATIENCE_S)) as passer, receiving(passer):
-        passer(message(0, "update"))
-        with pytest.raises(DeliveryError, match=r"(?s)trigger 'update' failed there.*ZeroDivisionError"):
-            passer.finished(PATIENCE_S)
-        assert passer.finished() == ["update"], "the message is over"
-        passer(message(1))
-        assert passer.finished(PATIENCE_S) == ["it"]
+    with contextlib.closing(ZmqSender(connect_s=PATIENCE_S)) as sender, receiving(sender):
+        sender(message(0, "update"))
+        with pytest.raises(DeliveryError, match=r"(?s)trigger 'update' in another process raised.*ZeroDivisionError"):
+            sender.finished(PATIENCE_S)
+        assert sender.finished() == ["update"], "the message is over"
+        sender(message(1))
+        assert sender.finished(PATIENCE_S) == ["it"]
 
 
 def test_a_receiver_that_is_killed_is_an_error_and_no_hang() -> None:
-    with contextlib.closing(ZmqPasser(connect_s=PATIENCE_S)) as passer:
-        with receiving(passer) as process:
-            deliver(passer, {**message(), "number": "hold"})
+    with contextlib.closing(ZmqSender(connect_s=PATIENCE_S)) as sender:
+        with receiving(sender) as process:
+            deliver(sender, {**message(), "number": "hold"})
             assert json.loads(line(process))["number"] == "hold"
-            assert passer.finished() == [], "it may take as long as it needs"
+            assert sender.finished() == [], "it may take as long as it needs"
             process.kill()
             process.wait()
             with pytest.raises(DeliveryError, match="has ended before it was done with messages of it"):
-                passer.finished(PATIENCE_S)
-        assert passer.finished() == ["it"] and passer.failed == {"it"}
-        passer.connect_s = 0.01
-        passer(message())
-        with pytest.raises(DeliveryError, match="the receiver is gone, none came within"):
-            passer.finished(PATIENCE_S)
-        assert passer.finished() == ["it"]
-        passer.connect_s = PATIENCE_S
-        with receiving(passer):  # another one may take its place
-            passer(message(1))
-            assert passer.finished(PATIENCE_S) == ["it"]
+                sender.finished(PATIENCE_S)
+        assert sender.finished() == ["it"] and sender.failed == {"it"}
+        sender.connect_s = 0.01
+        sender(message())
+        with pytest.raises(DeliveryError, match="the receiver has ended, and no other one has connected"):
+            sender.finished(PATIENCE_S)
+        assert sender.finished() == ["it"]
+        sender.connect_s = PATIENCE_S
+        with receiving(sender):  # another one may take its place
+            sender(message(1))
+            assert sender.finished(PATIENCE_S) == ["it"]
 
 
 def test_a_receiver_that_never_comes_is_an_error_and_no_hang() -> None:
-    with contextlib.closing(ZmqPasser(connect_s=0.01)) as passer:
-        assert passer(message()) is False, "whoever passes it does not wait"
-        with pytest.raises(DeliveryError, match=r"trigger 'it' .* no receiver has connected, none came within"):
-            passer.finished(PATIENCE_S)
-        assert passer.finished(PATIENCE_S) == ["it"] and passer.failed == {"it"}
+    with contextlib.closing(ZmqSender(connect_s=0.01)) as sender:
+        assert sender(message()) is False, "whoever passes it does not wait"
+        with pytest.raises(DeliveryError, match=r"trigger 'it' .* no receiver has connected within"):
+            sender.finished(PATIENCE_S)
+        assert sender.finished(PATIENCE_S) == ["it"] and sender.failed == {"it"}
 
 
 def test_what_was_passed_before_there_is_a_receiver_is_sent_in_order() -> None:
-    with contextlib.closing(ZmqPasser(connect_s=PATIENCE_S)) as passer:
-        passer(message(1, "one"))
-        passer(message(2, "two"))
-        with contextlib.closing(ZmqReceiver(passer.invitation)) as receiver:
-            while passer._unsent:
-                passer._serve(0.01)
+    with contextlib.closing(ZmqSender(connect_s=PATIENCE_S)) as sender:
+        sender(message(1, "one"))
+        sender(message(2, "two"))
+        with contextlib.closing(ZmqReceiver(sender.invitation)) as receiver:
+            while sender._unsent:
+                sender._serve(0.01)
             for name in ("one", "two"):
                 taken = receiver.take(PATIENCE_S)
                 assert taken is not None and taken["trigger_id"] == name
                 receiver.done(taken)
-                assert passer.finished(PATIENCE_S) == [name]
-            assert not passer.failed
+                assert sender.finished(PATIENCE_S) == [name]
+            assert not sender.failed
 
 
 def test_a_passer_that_is_closed_says_so() -> None:
-    passer = ZmqPasser()
-    passer.close()
-    for act in (lambda: passer(message()), passer.finished):
-        with pytest.raises(ClosedError, match="passer is closed"):
+    sender = ZmqSender()
+    sender.close()
+    for act in (lambda: sender(message()), sender.finished):
+        with pytest.raises(ClosedError, match="sender is closed"):
             act()
-    with contextlib.closing(ZmqPasser()) as another:
+    with contextlib.closing(ZmqSender()) as another:
         receiver = ZmqReceiver(another.invitation)
         receiver.close()
         for act in (lambda: receiver.take(0), lambda: receiver.done(message())):
@@ -288,28 +288,28 @@ def test_a_passer_that_is_closed_says_so() -> None:
 
 
 def test_a_receiver_that_closes_leaves_nothing_pending() -> None:
-    with contextlib.closing(ZmqPasser(connect_s=PATIENCE_S)) as passer:
-        with contextlib.closing(ZmqReceiver(passer.invitation)):
-            deliver(passer, message())
+    with contextlib.closing(ZmqSender(connect_s=PATIENCE_S)) as sender:
+        with contextlib.closing(ZmqReceiver(sender.invitation)):
+            deliver(sender, message())
         with pytest.raises(DeliveryError, match="has closed before it was done"):
-            passer.finished(PATIENCE_S)
-        assert passer.finished(PATIENCE_S) == ["it"]
+            sender.finished(PATIENCE_S)
+        assert sender.finished(PATIENCE_S) == ["it"]
 
 
 def test_only_data_travels() -> None:
-    with contextlib.closing(ZmqPasser()) as passer:
+    with contextlib.closing(ZmqSender()) as sender:
         with pytest.raises(WireError, match="cannot be sent"):
-            passer({"trigger_id": "it", "call": print})
-        with contextlib.closing(ZmqReceiver(passer.invitation)) as receiver:
+            sender({"trigger_id": "it", "call": print})
+        with contextlib.closing(ZmqReceiver(sender.invitation)) as receiver:
             sent = {"trigger_id": "it", "array": np.arange(3), "versions": ((1, 2),), 5: None}
-            deliver(passer, sent)
+            deliver(sender, sent)
             taken: Any = receiver.take(PATIENCE_S)
             np.testing.assert_array_equal(taken.pop("array"), sent.pop("array"))
             assert taken == sent
 
 
-def guest(passer: ZmqPasser) -> DealerLink:
-    told = passer.invitation
+def guest(sender: ZmqSender) -> DealerLink:
+    told = sender.invitation
     pair = KeyPair(told["public"].encode(), told["secret"].encode())
     return DealerLink(told["address"], told["server_key"].encode(), pair, MAIN)
 
@@ -318,65 +318,65 @@ def guest(passer: ZmqPasser) -> DealerLink:
     "said", [b"", b"\xc1", msgspec.msgpack.encode(["s", "dance"]), msgspec.msgpack.encode(["s", "done", ["x"]])]
 )
 def test_what_is_no_report_is_refused(said: bytes) -> None:
-    with contextlib.closing(ZmqPasser(connect_s=PATIENCE_S)) as passer, contextlib.closing(guest(passer)) as link:
+    with contextlib.closing(ZmqSender(connect_s=PATIENCE_S)) as sender, contextlib.closing(guest(sender)) as link:
         link.send([said])
-        passer(message())
-        with pytest.raises(WireError, match="what is no report"):
-            passer.finished(PATIENCE_S)
+        sender(message())
+        with pytest.raises(WireError, match="an invalid report"):
+            sender.finished(PATIENCE_S)
 
 
 def test_a_receiver_that_is_replaced_leaves_nothing_pending() -> None:
-    with contextlib.closing(ZmqPasser(connect_s=PATIENCE_S)) as passer, contextlib.closing(guest(passer)) as link:
+    with contextlib.closing(ZmqSender(connect_s=PATIENCE_S)) as sender, contextlib.closing(guest(sender)) as link:
         link.send([msgspec.msgpack.encode(["s", "hello"])])
-        deliver(passer, message())
+        deliver(sender, message())
         link.send([msgspec.msgpack.encode(["t", "hello"])])
         with pytest.raises(DeliveryError, match="was replaced by another one before it was done"):
-            passer.finished(PATIENCE_S)
-        assert passer.finished(PATIENCE_S) == ["it"]
-        passer(message(1, "next"))
+            sender.finished(PATIENCE_S)
+        assert sender.finished(PATIENCE_S) == ["it"]
+        sender(message(1, "next"))
         link.send([msgspec.msgpack.encode(["t", "done", "next"])])
-        assert passer.finished(PATIENCE_S) == ["next"]
+        assert sender.finished(PATIENCE_S) == ["next"]
 
 
 def test_done_for_what_was_never_passed_is_ignored() -> None:
-    with contextlib.closing(ZmqPasser(connect_s=PATIENCE_S)) as passer, contextlib.closing(guest(passer)) as link:
+    with contextlib.closing(ZmqSender(connect_s=PATIENCE_S)) as sender, contextlib.closing(guest(sender)) as link:
         link.send([msgspec.msgpack.encode(["s", "hello"])])
-        deliver(passer, message())
+        deliver(sender, message())
         for report in (["s", "done", "other"], ["another", "done", "it"], ["s", "done", "it"]):
             link.send([msgspec.msgpack.encode(report)])
-        assert passer.finished(PATIENCE_S) == ["it"]
-        assert passer.finished(PATIENCE_S) == []
+        assert sender.finished(PATIENCE_S) == ["it"]
+        assert sender.finished(PATIENCE_S) == []
 
 
 def test_who_has_no_invitation_is_not_admitted() -> None:
-    with contextlib.closing(ZmqPasser(connect_s=0.1)) as passer:
+    with contextlib.closing(ZmqSender(connect_s=0.1)) as sender:
         fresh = KeyPair.fresh()
-        stranger = {**passer.invitation, "public": fresh.public.decode(), "secret": fresh.secret.decode()}
+        stranger = {**sender.invitation, "public": fresh.public.decode(), "secret": fresh.secret.decode()}
         receiver = ZmqReceiver(stranger)
         with contextlib.closing(receiver), pytest.raises(DeliveryError, match="does not admit this invitation"):
             while True:  # until it was refused; nothing that it says arrives, before or after
-                passer(message())
+                sender(message())
                 with pytest.raises(DeliveryError, match="no receiver has connected"):
-                    passer.finished(PATIENCE_S)
-                assert passer.finished() == ["it"]
+                    sender.finished(PATIENCE_S)
+                assert sender.finished() == ["it"]
                 receiver.done(message())
 
 
 @pytest.mark.parametrize("endpoint", ["tcp://0.0.0.0:5000", "tcp://*:*", "inproc://x", "", 5])
 def test_only_this_machine_is_listened_on(endpoint: Any) -> None:
     with pytest.raises(ConfigError, match=r"expected ipc://\.\.\., tcp://127\.0\.0\.1:\* or None"):
-        ZmqPasser(endpoint)
+        ZmqSender(endpoint)
 
 
 def test_an_endpoint_that_is_taken_is_named() -> None:
-    passer = ZmqPasser("tcp://127.0.0.1:*")
-    with contextlib.closing(passer), pytest.raises(ConfigError, match="cannot listen at tcp://"):
-        ZmqPasser(passer.invitation["address"])
+    sender = ZmqSender("tcp://127.0.0.1:*")
+    with contextlib.closing(sender), pytest.raises(ConfigError, match="cannot listen at tcp://"):
+        ZmqSender(sender.invitation["address"])
 
 
 def test_closing_twice_does_nothing_more() -> None:
-    passer = ZmqPasser()
-    receiver = ZmqReceiver(passer.invitation)
-    for end in (receiver, passer, receiver, passer):
+    sender = ZmqSender()
+    receiver = ZmqReceiver(sender.invitation)
+    for end in (receiver, sender, receiver, sender):
         end.close()
     assert issubclass(DeliveryError, FarstepError)

@@ -165,7 +165,7 @@ def test_any_number_of_arrays_is_published(model: ModelBlock):
 @pytest.mark.parametrize(
     ("value", "said"),
     [
-        ({"a": {1: 2.0}}, r"object\['a'\] cannot be published: its key 1 is no string"),
+        ({"a": {1: 2.0}}, r"object\['a'\] cannot be published: its key 1 is not a string"),
         ({"a.b": [1.0, "text"]}, r"object\['a.b'\]\[1\] .* got str"),
         ({"a": None}, r"object\['a'\] .* got NoneType"),
     ],
@@ -184,7 +184,7 @@ def test_changed_array_in_a_later_version_is_named(model: ModelBlock):
 def test_what_is_no_object_is_refused(tmp_path):
     for content in (b"", b"x" * 10, b"x" * 9000):
         (tmp_path / "file").write_bytes(content)
-        with pytest.raises(ConfigError, match="holds no object"):
+        with pytest.raises(ConfigError, match="does not hold an object"):
             SharedObject.attach(tmp_path / "file")
 
 

@@ -23,8 +23,8 @@ def world(trigger: DataKeyTrigger, present: str, quorum: int = 1) -> tuple[Ledge
 
 def leave(state: Ledger, trigger: DataKeyTrigger, actor: str) -> None:
     assert state.present is not None
-    state.took_back(actor)
-    trigger.took_back(state, actor)
+    state.withdrew(actor)
+    trigger.withdrew(state, actor)
     trigger.left(state, actor)
     state.members(state.present - {actor}, state.quorum)
 
@@ -212,8 +212,8 @@ def test_incremental_trigger_fires_like_the_naive_one(seed: int) -> None:
             present ^= {actor}
             state.members(present, 2)
         elif event < 0.1 and min_new is None:
-            state.took_back(actor)
-            quick.took_back(state, actor)
+            state.withdrew(actor)
+            quick.withdrew(state, actor)
             if naive.taken_to.get(actor, 0) > state.written(actor):
                 naive.taken_to[actor] = state.written(actor)
         elif event < 0.8:

@@ -59,8 +59,8 @@ def test_no_step_is_lost_or_taken_twice(n: int, size: int, limit: int, staged: b
                         state.wrote(actor, 1, written[actor][key], [key])
                         written[actor][key] += 1
             case ("lost", actor):
-                state.took_back(actor)
-                trigger.took_back(state, actor)
+                state.withdrew(actor)
+                trigger.withdrew(state, actor)
                 whole = min(written[actor].values())
                 written[actor] = dict.fromkeys(KEYS, whole)
                 for taken in fragments.values():

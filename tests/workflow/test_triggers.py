@@ -174,8 +174,8 @@ def test_stages_of_steps_that_are_lost_come_again() -> None:
     for actor in "ab":
         state.wrote(actor, 2, 1, ["reward"])
     assert fired() == [(0, 0, (0, 0), ((1, 1), (1, 1)))]
-    state.took_back("a")
-    trigger.took_back(state, "a")
+    state.withdrew("a")
+    trigger.withdrew(state, "a")
     assert (state.written("a", ["reward"]), state.written("b", ["reward"])) == (0, 2)
     state.wrote("b", 2, 1, ["obs"])
     assert not fired()
@@ -193,8 +193,8 @@ def test_a_trigger_on_some_keys_takes_other_steps_for_those_that_are_lost() -> N
     state.wrote("a", 2, 1)
     state.wrote("a", 2, 1, ["reward"])
     assert short(dispatcher.check(state)) == ["a@0", "a@2"]
-    state.took_back("a")
-    trigger.took_back(state, "a")
+    state.withdrew("a")
+    trigger.withdrew(state, "a")
     assert trigger.next_of("a") == 2 and not dispatcher.check(state)
     state.wrote("a", 2, 1, ["reward"])
     assert short(dispatcher.check(state)) == ["a@2"]
@@ -391,7 +391,7 @@ def test_a_trigger_is_registered_once() -> None:
     dispatcher.add(mine, later)
     dispatcher.add(AtLeast(1), later)  # equal, but another one
     for again in (mine, mine | other, other & other):
-        with pytest.raises(ConfigError, match="registered already"):
+        with pytest.raises(ConfigError, match="already registered"):
             Dispatcher().add(again, later)
     Dispatcher().add(other, later)  # not spoiled by the attempts
 
@@ -399,12 +399,12 @@ def test_a_trigger_is_registered_once() -> None:
 @pytest.mark.parametrize(
     ("act", "words"),
     [
-        (lambda d: d.add(later, later), "no trigger; derive"),
-        (lambda d: d.add(TimeTrigger(1), "update"), "'update' is no passer"),
+        (lambda d: d.add(later, later), "not a trigger; derive"),
+        (lambda d: d.add(TimeTrigger(1), "update"), "delivery is 'update'"),
         (lambda d: d.add(TimeTrigger(1), later, max_outstanding=0), "max_outstanding is 0"),
-        (lambda d: [d.add(TimeTrigger(1), later, trigger_id="x") for _ in range(2)], "a trigger 'x' already"),
+        (lambda d: [d.add(TimeTrigger(1), later, trigger_id="x") for _ in range(2)], "already a trigger 'x'"),
         (lambda d: d.done("updat"), "unknown trigger 'updat'"),
-        (lambda d: d.done(d.add(TimeTrigger(1), later)), "none is outstanding"),
+        (lambda d: d.done(d.add(TimeTrigger(1), later)), "none of its messages is outstanding"),
     ],
 )
 def test_mistakes_with_a_dispatcher(act: Any, words: str) -> None:
@@ -429,13 +429,13 @@ def test_mistakes_with_a_dispatcher(act: Any, words: str) -> None:
         (lambda: DataKeyTrigger(n=1, size=1, keys="obs"), r"write \['obs'\]"),
         (lambda: DataKeyTrigger(n=1, size=1, keys=()), "or None for all"),
         (lambda: DataKeyTrigger(n=1, size=1, keys=("a", ("b",))), "expected names of arrays"),
-        (lambda: DataKeyTrigger(n=1, size=1, keys=("a", "a")), "none of them twice"),
+        (lambda: DataKeyTrigger(n=1, size=1, keys=("a", "a")), "each only once"),
         (lambda: ObjectKeyTrigger(""), "the name of an object"),
         (lambda: TimeTrigger(1, unit="steps"), "Known: env_steps, learner_steps, seconds"),
         (lambda: TimeTrigger(0), "period is 0; expected a number of seconds above 0"),
         (lambda: TimeTrigger(float("nan")), "period is nan"),
         (lambda: TimeTrigger(1.5, unit="env_steps"), "period is 1.5"),
-        (lambda: TimeTrigger(1) | 3, "3 is no trigger"),
+        (lambda: TimeTrigger(1) | 3, "3 is not a trigger"),
         (lambda: TransferTrigger(max_bytes=-1), "max_bytes"),
         (lambda: TransferTrigger(seconds=0), "seconds is 0"),
         (lambda: TransferTrigger(episode_end="yes"), "episode_end is 'yes'"),

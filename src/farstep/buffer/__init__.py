@@ -1,4 +1,4 @@
-"""Where rows live between workers and learner: blocks, samplers, limiters, triggers."""
+"""The replay buffer: `Buffer`, samplers (also used as removers) and rate limiters."""
 
 from farstep.buffer.limiter import MinSize, Queue, RateLimiter, SampleToInsertRatio, Stack
 from farstep.buffer.replay import Buffer

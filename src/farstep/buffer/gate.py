@@ -1,4 +1,4 @@
-"""The gate of a buffer: the lock around it, and the place where whoever may not go on yet waits."""
+"""The lock of a buffer, and the condition on which threads wait until the limiter admits them."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from farstep.config.env import is_number
 from farstep.errors import BufferTimeout, ClosedError, ConfigError
 
 WAIT_S = 60.0
-"""How long `insert` and `sample` wait for the limiter unless told otherwise."""
+"""Default of `timeout_s`: seconds that `insert` and `sample` wait for the limiter."""
 _gates: weakref.WeakSet[Gate] = weakref.WeakSet()
 
 
 class Gate:
-    """A lock that can be waited at until something has changed, is halted or is closed."""
+    """A lock with a condition; waiting ends with a timeout, `halted` or closing."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
-        """The lock, to wait at; whoever changes something tells so with `notify`."""
+        """Condition over `lock`; every change of the buffer must call `notify`."""
         self._waiting = 0
         self.is_closed = self.is_halted = False
         self.waited_s = {"insert": 0.0, "sample": 0.0}
@@ -32,18 +32,19 @@ class Gate:
         _gates.add(self)
 
     def forked(self) -> None:
-        """This process is a fork: rows are in memory that it shares, and who knows which are whose is the other one."""
-        self.lock._at_fork_reinit()  # type: ignore[attr-defined]  # a thread that is not here may have held it
+        """Close the buffer in a forked child: it shares the rows with its parent, but not the bookkeeping."""
+        self.lock._at_fork_reinit()  # type: ignore[attr-defined]  # a thread of the parent may have held it
         self.is_closed = self._is_forked = True
 
     def check_open(self) -> None:
         if self._is_forked:
             raise ClosedError(
-                f"this buffer belongs to process {self._pid} and was used in its fork {os.getpid()}, which would write "
-                "over rows of the other one; make a new one there, or start processes with multiprocessing's spawn."
+                f"this buffer belongs to process {self._pid} and was used in its fork {os.getpid()}, which would "
+                "overwrite rows of its parent; create a new buffer there, or start processes with multiprocessing's "
+                "spawn."
             )
         if self.is_closed:
-            raise ClosedError("this buffer is closed; make a new one.")
+            raise ClosedError("this buffer is closed; create a new one.")
 
     def wait(
         self,
@@ -51,43 +52,53 @@ class Gate:
         ready: Callable[[], bool],
         timeout_s: float | None,
         explain: Callable[[bool], str],
-        filled_by: int | None,
+        inserting_thread: int | None,
     ) -> None:
-        """Until it may be done (insert, sample). The lock is held.
+        """Wait until `ready()`; call it with the lock held.
 
-        `explain` says in an error what is missing and what to do: True where who samples is `filled_by`, who inserts.
+        Args:
+            what: "insert" or "sample".
+            ready: Whether the call may proceed.
+            timeout_s: Seconds to wait; None: `WAIT_S`.
+            explain: Returns the text of a `BufferTimeout`: what is missing and what to do. Its argument is True if
+                waiting would deadlock.
+            inserting_thread: Id of the only thread that inserts, if known.
+
+        Raises:
+            BufferTimeout: The time is over, or waiting would deadlock.
+            ClosedError: The buffer was closed or halted.
         """
         self.check_open()
         if ready():
             return
-        began = time.monotonic()
-        deadline = began + (WAIT_S if timeout_s is None else timeout_s)
+        start = time.monotonic()
+        deadline = start + (WAIT_S if timeout_s is None else timeout_s)
         while not ready():
             self.check_open()
             if self.is_halted:
-                raise ClosedError("the workflow that fills this buffer has ended; nothing more comes.")
-            if what == "sample" and filled_by == threading.get_ident():
+                raise ClosedError("the workflow that fills this buffer has ended; no more rows will be inserted.")
+            if what == "sample" and inserting_thread == threading.get_ident():
                 raise BufferTimeout(explain(True))
             left = deadline - time.monotonic()
             if left <= 0:
-                self.waited_s[what] += time.monotonic() - began
-                raise BufferTimeout(f"{what} waited {time.monotonic() - began:.1f} s for the buffer; {explain(False)}")
+                self.waited_s[what] += time.monotonic() - start
+                raise BufferTimeout(f"{what} waited {time.monotonic() - start:.1f} s for the buffer; {explain(False)}")
             self._waiting += 1
             try:
                 self.changed.wait(min(left, threading.TIMEOUT_MAX))
             finally:
                 self._waiting -= 1
-        self.waited_s[what] += time.monotonic() - began
+        self.waited_s[what] += time.monotonic() - start
         self.check_open()
 
     def notify(self) -> None:
-        """Something has changed: whoever waits looks again. The lock is held."""
+        """Wake waiting threads, which check again whether they may proceed; call it with the lock held."""
         if self._waiting:
             self.changed.notify_all()
 
     @contextlib.contextmanager
     def halted(self) -> Iterator[None]:
-        """Meanwhile nobody waits here: who would has a ClosedError."""
+        """Inside this context, every call that would have to wait raises `ClosedError` instead."""
         with self.lock:
             self.is_halted = True
             self.notify()

@@ -1,18 +1,21 @@
-"""When rows may be inserted and sampled: counters and two inequalities, as in Reverb, without waiting.
+"""Rate limiters: how far inserting and sampling may get ahead of each other, as in Reverb.
 
+    size = inserts - deletes
     diff = inserts * samples_per_insert - samples
 
-Both sides count rows, whatever a sampler's items are: a sample of 8 sequences of 20 rows is 160 samples, one of 8
-transitions of `NStep` 8, one of whole episodes as many as they have steps (rows that fill up a batch do not count).
-How many rows episodes, or sequences with `pad`, have is known only once they are drawn: such a batch may bring `diff`
-below `min_diff`, and the next one waits for longer.
+    n rows may be inserted if  size + n <= min_size  or  diff + n * samples_per_insert <= max_diff
+    n rows may be sampled if   size >= min_size      and diff - n >= min_diff
 
-Sampling `n` rows needs `min_size` rows and may not bring `diff` below `min_diff`; inserting `n` rows may not bring it
-above `max_diff`, unless the rows do not even reach `min_size`. Deletions change the size and not `diff`.
+Both sides count rows, whatever a sampler's items are. A batch of 8 sequences of 20 rows counts as 160 samples, 8
+transitions of `NStep` count as 8, and whole episodes count as many as they have steps; padding does not count. The
+length of episodes, and of sequences with `pad`, is known only after drawing: such a batch may bring `diff` below
+`min_diff`, and the next sample then waits longer.
 
-If a reader cannot get its samples, the next insertion passes even above `max_diff`. Otherwise reader and writer would
-deadlock: the rows that the reader needs may have been deleted or evicted, may not form a sequence yet, or `diff` may be
-too low for the reader's request and too high for the writer's.
+While a reader is starved, one insertion is allowed even above `max_diff`. Otherwise reader and writer could deadlock:
+the rows that the reader needs may have been deleted or evicted, may not form a sequence yet, or `diff` may be too low
+for the reader's request and too high for the writer's.
+
+A limiter only decides; `Buffer` waits.
 """
 
 from __future__ import annotations
@@ -27,14 +30,27 @@ from farstep.config.env import check_count
 from farstep.errors import ConfigError, unknown_name
 
 _OPTIONS = ("samples_per_insert", "min_size", "min_diff", "max_diff")
-_STEPS = 4096  # as far as a narrow band is followed
+_SIMULATED_STEPS = 4096  # inserts and samples that `_deadlock_at` simulates
 
 
 @dataclass
 class RateLimiter:
-    """The general form; `MinSize`, `SampleToInsertRatio`, `Queue` and `Stack` are its usual settings.
+    """Bounds `diff = inserts * samples_per_insert - samples`; see the module for the inequalities.
 
-    The four options may be changed while it is in use; `Buffer.limit` does so and wakes whoever waits.
+    `MinSize`, `SampleToInsertRatio`, `Queue` and `Stack` make the usual ones. `Buffer.limit` changes the options of a
+    limiter in use and wakes waiting threads.
+
+    Args:
+        samples_per_insert: Samples that each inserted row adds to `diff`, above 0.
+        min_size: Rows that must be in the buffer before any can be sampled, at least 1.
+        min_diff: Sampling may not bring `diff` below this; `-math.inf`: no bound.
+        max_diff: Inserting may not bring `diff` above this; `math.inf`: no bound.
+        inserts: Rows inserted so far.
+        samples: Rows sampled so far.
+        deletes: Rows removed so far, for whatever reason.
+
+    Raises:
+        ConfigError: An option is out of range, or with these options reader and writer would deadlock.
     """
 
     samples_per_insert: float
@@ -46,24 +62,32 @@ class RateLimiter:
     samples: int = 0
     deletes: int = 0
 
-    _is_taken = False  # no field: a checkpoint does not know of it
-    has_starved_reader = False  # no field either
-    """Whether a reader did not get its samples, and nothing was inserted or sampled since."""
+    _is_taken = False  # no annotation, hence no field: checkpoints do not save it
+    has_starved_reader = False  # not a field either
+    """Whether a reader could not get its samples, and no row was inserted or sampled since then."""
 
     def __post_init__(self) -> None:
         self.check()
 
     def take(self) -> None:
-        """It is a buffer's, and nobody else's: it counts that one's rows."""
+        """Reserve the limiter for one buffer, whose rows it counts.
+
+        Raises:
+            ConfigError: Another buffer uses this limiter.
+        """
         if self._is_taken:
             raise ConfigError(
-                f"this limiter ({self}) counts the rows of another buffer already, and would let each wait for the "
-                "other's; make one for each buffer."
+                f"this limiter ({self}) already counts the rows of another buffer, and each would wait for the other's "
+                "rows; make one for each buffer."
             )
         self._is_taken = True
 
     def check(self) -> None:
-        """Refuse options with which nobody could ever go on."""
+        """Check the options.
+
+        Raises:
+            ConfigError: An option is out of range, or with these options reader and writer would deadlock.
+        """
         spi, first = self.samples_per_insert, self.min_size
         if not (_is_real(spi) and 0 < spi < math.inf):
             raise ConfigError(f"samples_per_insert is {spi!r}; it must be a number above 0.")
@@ -74,28 +98,30 @@ class RateLimiter:
         if self.min_diff > spi * first:
             raise ConfigError(
                 f"min_diff={self.min_diff:g} is more than samples_per_insert * min_size = {spi * first:g}: with "
-                f"{first} rows inserted nothing could be sampled yet, and in the end nothing at all. Lower min_diff."
+                f"{first} rows inserted nothing could be sampled yet, and both sides could deadlock. Lower min_diff."
             )
-        if (stuck := self._standstill()) is not None:
+        if (stuck := self._deadlock_at()) is not None:
             raise ConfigError(
-                f"at a difference of {stuck:g} one more row would pass max_diff={self.max_diff:g} and one more sample "
-                f"min_diff={self.min_diff:g}, so both would wait for ever. Raise max_diff or lower min_diff."
+                f"at diff={stuck:g} one more row would exceed max_diff={self.max_diff:g} and one more sample would "
+                f"fall below min_diff={self.min_diff:g}, so reader and writer would deadlock. Raise max_diff or lower "
+                "min_diff."
             )
         if self.max_diff < spi * first:
             warnings.warn(
                 f"max_diff={self.max_diff:g} is less than samples_per_insert * min_size = {spi * first:g}: after the "
-                f"first {first} rows nothing is inserted until {spi * first - self.max_diff:g} samples were taken.",
+                f"first {first} rows inserting waits until {spi * first - self.max_diff:g} samples have been taken.",
                 stacklevel=4,
             )
 
     def check_reachable(self, capacity: int, uses_per_row: float = math.inf, fewest_uses: int = 1) -> None:
-        """Refuse a buffer with which this limiter could never be satisfied.
+        """Check that a buffer can satisfy this limiter.
 
         Args:
-            capacity: Rows the buffer has room for.
-            uses_per_row: Samples a row gives before it is removed (`max_times_sampled`); infinite without such a limit.
-            fewest_uses: Samples that a row is sure to give: the fewest rows of an item, since the row may have been
-                sampled all but once.
+            capacity: Rows that the buffer can hold.
+            uses_per_row: How often a row can be sampled before it is removed (`max_times_sampled`); infinite without
+                such a limit.
+            fewest_uses: Samples that a row in the buffer can still give at least: the fewest rows of an item, since the
+                row may have only one use left.
 
         Raises:
             ConfigError: The buffer never holds `min_size` rows, one item needs more samples than the limiter ever
@@ -103,8 +129,8 @@ class RateLimiter:
         """
         if self.min_size > capacity:
             raise ConfigError(
-                f"min_size={self.min_size} of the limiter is more than the {capacity} rows "
-                "there is room for, so nothing could ever be sampled. Raise capacity or lower min_size."
+                f"min_size={self.min_size} of the limiter is more than the {capacity} rows that the buffer can hold, "
+                "so nothing could ever be sampled. Raise capacity or lower min_size."
             )
         if fewest_uses > self.most_samples():
             raise ConfigError(
@@ -123,15 +149,15 @@ class RateLimiter:
         if math.isfinite(uses_per_row) and self.max_diff > capacity * fewest_uses:
             raise ConfigError(
                 f"max_diff={self.max_diff:g} of the limiter is more than the samples that the {capacity} rows of this "
-                f"buffer are sure to give ({fewest_uses} each, since a row is removed after max_times_sampled samples "
-                "and may have been sampled all but once), so rows would be evicted before they are sampled. Raise "
-                f"capacity to at least {math.ceil(self.max_diff / fewest_uses)}, or lower the limiter's max_diff."
+                f"buffer can be counted on to give ({fewest_uses} each, since a row is removed after max_times_sampled "
+                "samples and may have only one left), so rows would be evicted before they are sampled. Raise capacity "
+                f"to at least {math.ceil(self.max_diff / fewest_uses)}, or lower the limiter's max_diff."
             )
 
     def change(
         self, changes: Mapping[str, float], capacity: int, uses_per_row: float = math.inf, fewest_uses: int = 1
     ) -> None:
-        """Change options: all of them, or none if one is refused.
+        """Change options: all of them, or none if one is invalid.
 
         Args:
             changes: New values by option.
@@ -151,19 +177,19 @@ class RateLimiter:
         try:
             self.check()
             self.check_reachable(capacity, uses_per_row, fewest_uses)
-        except BaseException:  # also of a warning that is an error
+        except BaseException:  # also a warning that is turned into an error
             for name, value in before.items():
                 setattr(self, name, value)
             raise
 
-    def _standstill(self) -> float | None:
-        """A difference at which, one by one, nothing can be inserted nor sampled, if it must come to that."""
+    def _deadlock_at(self) -> float | None:
+        """The `diff` at which single inserts and samples deadlock, if they inevitably do."""
         spi, low, high = self.samples_per_insert, self.min_diff, self.max_diff
         if high - low >= spi + 1:
             return None
-        # In a band as narrow as this at most one of the two can be done at any time, so there is one way to go.
+        # With bounds this narrow only one side can proceed at any time, so the sequence of calls is determined.
         inserts, samples = self.min_size, 0
-        for _ in range(_STEPS):
+        for _ in range(_SIMULATED_STEPS):
             diff = inserts * spi - samples
             if diff - 1 >= low:
                 samples += 1
@@ -173,14 +199,16 @@ class RateLimiter:
                 return diff
         return None
 
-    # ---- what may be done ----
+    # ---- decisions ----
 
     @property
     def diff(self) -> float:
+        """`inserts * samples_per_insert - samples`."""
         return self.inserts * self.samples_per_insert - self.samples
 
     @property
     def size(self) -> int:
+        """Rows in the buffer: `inserts - deletes`."""
         return self.inserts - self.deletes
 
     def can_insert(self, n: int = 1) -> bool:
@@ -189,16 +217,22 @@ class RateLimiter:
         Args:
             n: Number of rows.
 
+        Returns:
+            True if the insertion is allowed.
+
         Raises:
             ConfigError: `n` is not an integer of at least 0.
         """
         return self.has_starved_reader or self.has_room(n)
 
     def has_room(self, n: int = 1) -> bool:
-        """Whether `n` rows can be inserted at once without exceeding `max_diff`, or without exceeding `min_size` rows.
+        """Whether inserting `n` rows at once keeps `diff` within `max_diff`, or the size within `min_size`.
 
         Args:
             n: Number of rows.
+
+        Returns:
+            True if the insertion is within the bounds.
 
         Raises:
             ConfigError: `n` is not an integer of at least 0.
@@ -210,12 +244,23 @@ class RateLimiter:
         return (self.inserts + n) * self.samples_per_insert - self.samples <= self.max_diff
 
     def can_sample(self, n: int = 1) -> bool:
+        """Whether `n` rows may be sampled at once.
+
+        Args:
+            n: Number of rows.
+
+        Returns:
+            True if there are `min_size` rows and sampling keeps `diff` at or above `min_diff`.
+
+        Raises:
+            ConfigError: `n` is not an integer of at least 0.
+        """
         if n.__class__ is not int or n < 0:
             n = check_count("n", n, minimum=0)
         return self.size >= self.min_size and self.diff - n >= self.min_diff
 
     def room(self, n: int) -> int:
-        """How many of `n` rows may be inserted now; at least one if a reader is starved."""
+        """Largest number of rows, at most `n`, that may be inserted now; at least 1 if a reader is starved."""
         if self.has_room(n):
             return n
         low, high = 0, n  # has_room(low) or low is 0, not has_room(high)
@@ -225,25 +270,28 @@ class RateLimiter:
         return low or int(self.has_starved_reader)
 
     def most_samples(self) -> float:
-        """How many samples can ever be taken at once."""
+        """Largest number of rows that can ever be sampled at once."""
         reach = max(self.max_diff, self.samples_per_insert * self.min_size)
         return reach - self.min_diff
 
     def never_inserts(self, n: int) -> bool:
-        """Whether `n` rows at once can never be inserted, however many samples were taken before."""
+        """Whether `n` rows can never be inserted at once, however many samples are taken before."""
         return n > self.min_size and n * self.samples_per_insert + self.min_diff > self.max_diff
 
-    # ---- what was done ----
+    # ---- counters ----
 
     def insert(self, n: int = 1) -> None:
+        """Count `n` inserted rows."""
         self.inserts += n if n.__class__ is int and n >= 0 else check_count("n", n, minimum=0)
         self.has_starved_reader = False
 
     def sample(self, n: int = 1) -> None:
+        """Count `n` sampled rows."""
         self.samples += n if n.__class__ is int and n >= 0 else check_count("n", n, minimum=0)
         self.has_starved_reader = False
 
     def delete(self, n: int = 1) -> None:
+        """Count `n` removed rows."""
         self.deletes += n if n.__class__ is int and n >= 0 else check_count("n", n, minimum=0)
 
     def __str__(self) -> str:
@@ -254,17 +302,38 @@ class RateLimiter:
         )
 
 
-def MinSize(min_size: int) -> RateLimiter:  # noqa: N802 - one of the limiters, whatever makes it
-    """Sample as soon as there are `min_size` rows; insert always."""
+def MinSize(min_size: int) -> RateLimiter:  # noqa: N802 - named like a class, as all limiters
+    """Allow sampling once the buffer holds `min_size` rows, and inserting always.
+
+    Args:
+        min_size: Number of rows, at least 1.
+
+    Returns:
+        A limiter for one buffer.
+
+    Raises:
+        ConfigError: `min_size` is not an integer of at least 1.
+    """
     return RateLimiter(1.0, min_size, -math.inf, math.inf)
 
 
 def SampleToInsertRatio(  # noqa: N802
     samples_per_insert: float, min_size: int, error_buffer: float | tuple[float, float]
 ) -> RateLimiter:
-    """Keep samples / inserts near a ratio: whoever runs ahead by more than `error_buffer` samples waits.
+    """Keep `samples / inserts` near a ratio: the side that is ahead by more than `error_buffer` samples waits.
 
-    A number allows as much on both sides of `samples_per_insert * min_size`; a pair is `min_diff` and `max_diff`.
+    Args:
+        samples_per_insert: The ratio, in rows sampled per row inserted; above 0.
+        min_size: Rows that must be in the buffer before any can be sampled, at least 1.
+        error_buffer: A number allows `diff` to deviate by as many samples, in both directions, from
+            `samples_per_insert * min_size`; a pair is `(min_diff, max_diff)`. The bounds must be at least
+            `2 * max(1, samples_per_insert)` apart.
+
+    Returns:
+        A limiter for one buffer.
+
+    Raises:
+        ConfigError: An argument is out of range, or the bounds are so close that both sides would deadlock.
     """
     if not _is_real(samples_per_insert):
         raise ConfigError(f"samples_per_insert is {samples_per_insert!r}; it must be a number above 0.")
@@ -274,29 +343,49 @@ def SampleToInsertRatio(  # noqa: N802
         middle = check_count("min_size", min_size) * samples_per_insert
         low, high = middle - error_buffer, middle + error_buffer
     else:
-        raise ConfigError(f"error_buffer is {error_buffer!r}; it must be a number, or min_diff and max_diff.")
+        raise ConfigError(f"error_buffer is {error_buffer!r}; it must be a number, or (min_diff, max_diff).")
     needed = 2 * max(1.0, samples_per_insert)
     if not high - low >= needed:
         raise ConfigError(
             f"error_buffer={error_buffer!r} leaves {high - low:g} samples between the bounds; with samples_per_insert="
-            f"{samples_per_insert:g} at least {needed:g} are needed, or inserting and sampling wait for each other for "
-            "ever. Raise error_buffer."
+            f"{samples_per_insert:g} at least {needed:g} are needed, or inserting and sampling could deadlock. Raise "
+            "error_buffer."
         )
     return RateLimiter(samples_per_insert, min_size, low, high)
 
 
 def Queue(size: int) -> RateLimiter:  # noqa: N802
-    """Every row is sampled once, and at most `size` wait; for `FIFO`."""
+    """Sample every row exactly once; inserting waits while `size` rows are unsampled. For `FIFO`.
+
+    Args:
+        size: Largest number of unsampled rows, at least 1.
+
+    Returns:
+        A limiter for one buffer.
+
+    Raises:
+        ConfigError: `size` is not an integer of at least 1.
+    """
     return RateLimiter(1.0, 1, 0.0, check_count("size", size))
 
 
 def Stack(size: int) -> RateLimiter:  # noqa: N802
-    """As `Queue`; for `LIFO`."""
+    """The same limiter as `Queue`, for `LIFO`.
+
+    Args:
+        size: Largest number of unsampled rows, at least 1.
+
+    Returns:
+        A limiter for one buffer.
+
+    Raises:
+        ConfigError: `size` is not an integer of at least 1.
+    """
     return Queue(size)
 
 
 def check_limiter(value: object) -> RateLimiter:
-    """Refuse what is none."""
+    """Return the limiter; raise `ConfigError` for anything else."""
     if not isinstance(value, RateLimiter):
         hint = "; make one, e.g. MinSize(1000)" if callable(value) else ""
         raise ConfigError(f"limiter is {value!r}; expected a limiter such as farstep.buffer.MinSize(1000){hint}.")

@@ -1,4 +1,4 @@
-"""The buffer: contents that threads share, a chooser that makes batches of them, and a limiter that says when."""
+"""The replay buffer: stored rows, the sampler that draws batches of them, and the limiter that admits both sides."""
 
 from __future__ import annotations
 
@@ -20,6 +20,14 @@ from farstep.buffer.gate import Gate, check_timeout
 from farstep.buffer.limiter import MinSize, RateLimiter, check_limiter
 from farstep.buffer.samplers import FIFO, Sampler, check_remover, check_sampler, with_beta
 from farstep.buffer.sampling import Chooser, SampleInfo
+from farstep.buffer.saving import (
+    SavedBuffer,
+    check_counts,
+    check_sizes,
+    load_buffer,
+    refusing_invalid_options,
+    save_buffer,
+)
 from farstep.buffer.storage.contents import Contents, fitting_capacity
 from farstep.buffer.storage.rows import (
     arrays_of,
@@ -39,12 +47,30 @@ from farstep.schema import Schema, Structure
 
 
 class Buffer:
-    """Rows for a learner. `capacity` is in transitions; without `spec` the arrays are those of the first insert.
+    """A thread-safe replay buffer in shared memory.
 
-    `max_bytes` makes it hold fewer if their arrays would take more; what is kept beside rows (keys, priorities, the
-    observation after an episode's last row) is not counted.
+    `insert` and `sample` block while the limiter does not allow them. A full buffer evicts rows to make room.
 
-    Thread-safe: whoever inserts or samples when the limiter forbids it waits, at most `timeout_s`.
+    Args:
+        capacity: Largest number of rows (transitions). Lowered to a multiple of the number of environment slots.
+        sampler: Which rows `sample` returns.
+        spec: Per array its name and `(shape, dtype)`, or an example row; default: the arrays of the first insert.
+        remover: Which rows a full buffer evicts; default: `FIFO()`, the oldest.
+        limiter: When inserting and sampling are allowed; default: `MinSize(1)`. Each buffer needs its own.
+        max_bytes: Upper bound on the bytes of all rows; lowers `capacity` if necessary. Keys, priorities and the
+            observations after the last row of an episode are not counted. Default: no bound.
+        max_times_sampled: Remove an item after this many samples; 0: never. Default: 1 for `FIFO`, `LIFO` and
+            `FullBatch`, else 0.
+        seed: Seed of random draws; default: a random one.
+
+    Raises:
+        ConfigError: An argument is invalid, the arguments contradict each other, or they would let the buffer deadlock.
+
+    Example:
+        buffer = Buffer(100_000, Prioritized(), limiter=MinSize(1_000))
+        buffer.insert({"obs": obs, "reward": reward})  # arrays [n, ...]
+        batch, info = buffer.sample(256)
+        buffer.update_priorities(info.keys, td_errors)
     """
 
     def __init__(
@@ -66,9 +92,9 @@ class Buffer:
         limit = int(sampler.once) if max_times_sampled is None else max_times_sampled
         self.max_times_sampled = check_count("max_times_sampled", limit, minimum=0)
         check_remover(self.remover, self.sampler)
-        in_turn = self.sampler.needs_order or not self.max_times_sampled or isinstance(self.sampler, FIFO)
-        # Items that are not removed oldest first would leave holes in a ring, so their cells must be reused.
-        self._cyclic = type(self.remover) is FIFO and in_turn
+        removes_oldest = self.sampler.needs_order or not self.max_times_sampled or isinstance(self.sampler, FIFO)
+        # A ring would have holes if items were removed in another order than oldest first.
+        self._cyclic = type(self.remover) is FIFO and removes_oldest
         self._check_limiter(self.capacity)
         self.sampler.check_room(self.capacity)
         self._rng = np.random.default_rng(seed)
@@ -78,27 +104,39 @@ class Buffer:
         self._gate = Gate()
         self._lock = self._gate.lock
         self.waited_s = self._gate.waited_s
-        self.filled_by: int | None = None
-        """The one thread that inserts, where that is known: it must not wait for itself."""
-        self.told: Callable[[], None] | None = None
-        """Called when another thread than that took samples or changed the limiter: there may be room again."""
+        self.inserting_thread: int | None = None
+        """Id of the only thread that inserts, if known. If it had to wait in `sample`, it would deadlock."""
+        self.on_room: Callable[[], None] | None = None
+        """Called when a thread other than `inserting_thread` sampled, deleted or changed the limiter, so that an insert
+        may be possible again."""
         self.between_updates: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
         """Entered during `sample`: a workflow may publish then, since a sampling consumer is between two updates."""
-        self._told_unused = False
+        self._warned_unused_priorities = False
         self.removed: dict[str, int] = {"evicted": 0, "sampled": 0, "deleted": 0}
+        """Rows removed so far: evicted from a full buffer, sampled `max_times_sampled` times, or deleted."""
         if spec is not None:
             self.bind(as_schema(spec))
         self.limiter.take()
 
-    # ---- what it holds ----
+    # ---- contents ----
 
     def bind(self, schema: Schema, columns: int = 1, structures: Mapping[str, Structure] | None = None) -> None:
-        """Decide which arrays it holds, and for how many environment slots; done by the first insert if nobody else
-        does."""
+        """Allocate the arrays; without this call the first insert does it.
+
+        Args:
+            schema: The arrays of a row.
+            columns: Number of environment slots whose rows stay in order, one column each.
+            structures: How arrays of observations and actions nest, by name.
+
+        Raises:
+            ConfigError: The buffer is already bound, the sampler cannot work with these arrays, or they do not fit into
+                the memory available.
+            ClosedError: The buffer is closed.
+        """
         self._gate.check_open()
         check_count("columns", columns)
         if self._contents is not None:
-            raise ConfigError("this buffer has its arrays already; make another one for other arrays.")
+            raise ConfigError("this buffer already has its arrays; create another buffer for other arrays.")
         if not schema:
             raise ConfigError("a buffer needs at least one array.")
         self.sampler.check(schema)
@@ -121,10 +159,10 @@ class Buffer:
 
     @property
     def unordered_reason(self) -> str:
-        """Why rows do not stay in order, as the beginning of an error; only valid if they do not."""
+        """Why rows do not stay in order, as the first words of an error; only valid if `is_cyclic` is False."""
         if type(self.remover) is not FIFO:
             return f"remover={self.remover!r} removes rows in any order"
-        return f"{self.sampler!r} with max_times_sampled={self.max_times_sampled} takes rows out in any order"
+        return f"{self.sampler!r} with max_times_sampled={self.max_times_sampled} removes rows in any order"
 
     def keep_in_place(self) -> None:
         """Keep rows in the cells that they were written to, for readers that access the cells directly.
@@ -145,7 +183,7 @@ class Buffer:
 
     @property
     def _uses_per_row(self) -> float:
-        """Most samples that a row gives before it is removed."""
+        """Largest number of times that a row can be sampled before it is removed."""
         return self.max_times_sampled * self.sampler.item_rows[1] or math.inf
 
     def _check_limiter(self, capacity: int) -> None:
@@ -153,17 +191,17 @@ class Buffer:
 
     @property
     def is_halted(self) -> bool:
-        """Whether nobody may wait here."""
+        """Whether calls raise `ClosedError` instead of waiting; see `halted`."""
         return self._gate.is_halted
 
     @property
     def is_bound(self) -> bool:
-        """Whether it has its arrays."""
+        """Whether the arrays are allocated."""
         return self._contents is not None
 
     @property
     def contents(self) -> Contents:
-        """What it holds; look at it only while the buffer is `locked`."""
+        """The stored items; access them only while the buffer is `locked`."""
         self._gate.check_open()
         if self._contents is None:
             raise ConfigError("this buffer has no arrays yet: insert rows first, or give it a spec.")
@@ -171,40 +209,46 @@ class Buffer:
 
     @property
     def store(self) -> Store:
-        """Where its rows are."""
+        """The stored rows; access them only while the buffer is `locked`."""
         return self.contents.store
 
     @property
     def structures(self) -> Mapping[str, Structure]:
-        """How arrays of an environment nest."""
+        """How arrays of observations and actions nest, by name."""
         return self._structures
 
     def __len__(self) -> int:
+        """Number of items in the buffer."""
         return 0 if self._contents is None else self._contents.size
 
     @property
     def schema(self) -> Schema:
-        """The arrays of a row."""
+        """Shape and dtype of each array of a row.
+
+        Raises:
+            ConfigError: The buffer has no arrays yet.
+        """
         return self.store.schema
 
     # ---- inserting ----
 
     def insert(self, rows: Mapping[str, ArrayLike] | Batch, timeout_s: float | None = None) -> Array:
-        """Insert rows, waiting while the limiter allows none.
+        """Insert rows; block while the limiter does not allow it.
 
-        Rows follow each other unless `terminated`, `truncated`, `done` or `episode_start` say otherwise.
+        Each row is the successor of the row before it, unless `terminated`, `truncated`, `done` or `episode_start`
+        mark the end or the start of an episode between them.
 
         Args:
-            rows: Arrays `[n, ...]` by name, inserted in as many steps as the limiter allows; or a `Batch`, inserted at
-                once.
-            timeout_s: Seconds to wait; 0: do not wait; None: no limit.
+            rows: Arrays `[n, ...]` by name, inserted in as many steps as the limiter requires; or a `Batch`, inserted
+                at once.
+            timeout_s: Seconds to wait; 0: do not wait; default: 60 s each time the limiter blocks.
 
         Returns:
-            The key of each row; those of a `Batch` are time-major.
+            The key of each row; the keys of a `Batch` are time-major.
 
         Raises:
-            BufferTimeout: The limiter did not allow all rows in time; the message says how many are inserted.
-            ConfigError: The rows do not fit the buffer's arrays, or the batch never fits the limiter.
+            BufferTimeout: The limiter did not allow all rows in time; the message says how many were inserted.
+            ConfigError: The rows do not match the buffer's arrays, or the limiter can never admit the whole batch.
             ClosedError: The buffer is closed.
         """
         if (contents := self._contents) is not None and contents.is_plain:
@@ -212,7 +256,7 @@ class Buffer:
             count = count_plain(rows, store.kinds)
             with self._lock:
                 if 0 < count <= store.rows and self.limiter.has_room(count) and not self._gate.is_closed:
-                    keys, evicted = contents.put_rows(rows, count)  # type: ignore[arg-type]  # count_plain has looked
+                    keys, evicted = contents.put_rows(rows, count)  # type: ignore[arg-type]  # checked by count_plain
                     self._inserted(count, evicted)
                     return keys
         check_timeout(timeout_s)
@@ -228,7 +272,7 @@ class Buffer:
             with self._lock:
                 if not (count := self.limiter.room(total - done)):
                     left = None if deadline is None else deadline - time.monotonic()
-                    self._wait("insert", self.limiter.can_insert, left, f"{done} of {total} rows are inserted")
+                    self._wait("insert", self.limiter.can_insert, left, f"{done} of {total} rows were inserted")
                     continue
                 contents = self.contents
                 count = min(count, contents.store.rows)
@@ -237,7 +281,7 @@ class Buffer:
         return np.concatenate(found) if found else np.zeros(0, np.int64)
 
     def _checked(self, rows: Mapping[str, ArrayLike]) -> dict[str, Array]:
-        """Rows as arrays of the right kind, or an error and nothing changed."""
+        """Rows as arrays that match the schema; the first rows define it."""
         values = as_arrays(rows)
         with self._lock:
             if self._contents is None and not self._gate.is_closed:
@@ -246,7 +290,7 @@ class Buffer:
         return values
 
     def _put(self, contents: Contents, values: Mapping[str, Array]) -> Array:
-        """Rows `[n, ...]` for which there is room; their keys."""
+        """Store rows `[n, ...]` that the limiter has admitted, and return their keys."""
         if contents.is_cyclic:
             found, inserted, evicted = contents.put({name: value[:, None] for name, value in values.items()})
             self._inserted(inserted, evicted)
@@ -258,7 +302,7 @@ class Buffer:
     def _insert_batch(self, batch: Batch, timeout_s: float | None) -> Array:
         with self._lock:
             if self._contents is None and not self._gate.is_closed:
-                # Where rows have no neighbours, each has its next observation itself.
+                # Unordered rows have no successor, so each row stores its next observation.
                 schema = schema_of(arrays_of(batch, with_next=not self._cyclic), leading=2)
                 self.bind(schema, int(batch.slots.max()) + 1 if self._cyclic else 1, batch.structures)
         contents = self.contents
@@ -267,10 +311,13 @@ class Buffer:
             return self.insert({n: values[n].reshape(-1, *spec.shape) for n, spec in store.schema.items()}, timeout_s)
         steps, width = batch.shape
         if self.limiter.never_inserts(steps * width):
-            raise ConfigError(f"a batch of {steps * width} rows never fits this limiter ({self.limiter}); widen it.")
+            raise ConfigError(
+                f"this limiter ({self.limiter}) can never admit a batch of {steps * width} rows at once. Raise its "
+                "max_diff or insert smaller batches."
+            )
         contents.warn_if_shared(batch)
         with self._lock:
-            self._wait("insert", lambda: self.limiter.can_insert(steps * width), timeout_s, "none inserted")
+            self._wait("insert", lambda: self.limiter.can_insert(steps * width), timeout_s, "no row was inserted")
             keys, inserted, evicted = contents.put_batch(batch, values)
             self._inserted(inserted, evicted)
             return keys.reshape(-1)
@@ -284,17 +331,19 @@ class Buffer:
     # ---- sampling ----
 
     def sample(self, batch_size: int, timeout_s: float | None = None) -> tuple[dict[str, Nested], SampleInfo]:
-        """Sample items, waiting until the limiter allows it and there are enough items.
+        """Sample items; block until the limiter allows it and there are enough items.
 
         Args:
             batch_size: Number of items; with `FullBatch` the minimum number, and the batch has all items.
-            timeout_s: Seconds to wait; 0: do not wait; None: no limit.
+            timeout_s: Seconds to wait; 0: do not wait; default: 60 s.
 
         Returns:
-            Arrays by name, nested as the environment's, and keys, probabilities and further facts about the items.
+            Arrays by name, nested like the environment's observations and actions; and the keys, probabilities,
+            importance weights and versions of the items.
 
         Raises:
-            BufferTimeout: There were no such samples in time.
+            BufferTimeout: There were not enough samples in time, or waiting would deadlock because the calling thread
+                is the only one that inserts.
             ConfigError: A batch of that size can never be sampled.
             ClosedError: The buffer is closed.
         """
@@ -306,12 +355,14 @@ class Buffer:
             nonlocal chosen
             chosen = self._choose(count)
             if chosen is None and not self.limiter.has_starved_reader:
-                self.limiter.has_starved_reader = True  # otherwise a writer that waits for samples would deadlock
+                self.limiter.has_starved_reader = True  # admits one insert; otherwise both sides could deadlock
                 self._notify()
             return chosen is not None
 
         with self.between_updates(), self._lock:
-            self._gate.wait("sample", ready, timeout_s, lambda alone: self._missing(count, alone), self.filled_by)
+            self._gate.wait(
+                "sample", ready, timeout_s, lambda is_deadlock: self._missing(count, is_deadlock), self.inserting_thread
+            )
             contents = self.contents
             assert chosen is not None
             cells, probabilities = chosen
@@ -321,65 +372,88 @@ class Buffer:
             if self.max_times_sampled:
                 used_up = cells[info.times_sampled >= self.max_times_sampled]
                 used_up = np.sort(used_up) if contents.selector.distinct else np.unique(used_up)
-                in_turn = isinstance(self.sampler, FIFO)
-                self._removed("sampled", contents.remove(used_up, in_turn))
+                self._removed("sampled", contents.remove(used_up, are_oldest=isinstance(self.sampler, FIFO)))
             self._notify()
         return nested(batch, self._structures), info
 
     def _choose(self, count: int) -> tuple[Array, Array] | None:
-        """Cells of the items to hand out, and their probabilities; None while that cannot be."""
+        """Draw items: their cells and probabilities, or None if the batch cannot be sampled yet."""
         contents = self._contents
         rows = self._chooser.least_rows(count)
         if rows > self.limiter.most_samples() or count > self._chooser.most(self.capacity, contents):
             raise ConfigError(
-                f"{count} items of {rows} rows at once can never be sampled here (capacity {self.capacity}, "
-                f"max_times_sampled {self.max_times_sampled}; {self.limiter}). Ask for fewer, or allow more."
+                f"{count} items with {rows} rows can never be sampled at once from this buffer (capacity "
+                f"{self.capacity}, max_times_sampled {self.max_times_sampled}; {self.limiter}). Lower batch_size, or "
+                "raise capacity, max_times_sampled or the limiter's max_diff."
             )
         return None if contents is None else self._chooser.choose(contents, count, self.limiter.can_sample)
 
-    def _missing(self, count: int, alone: bool) -> str:
-        """Why nothing is sampled, and what to do; `alone`: who asks is also who inserts."""
+    def _missing(self, count: int, is_deadlock: bool) -> str:
+        """The text of an error: why the batch cannot be sampled, and what to do.
+
+        `is_deadlock`: the calling thread is the only one that inserts, so it cannot wait.
+        """
         contents, limiter, rows = self._contents, self.limiter, self._chooser.least_rows(count)
-        asked = f"{count} items for {self.sampler!r} are asked for"
-        asked += f", of {rows} rows in all" if rows > count else ""
+        wanted = f"the batch needs {count} items of {self.sampler!r}"
+        wanted += f" ({rows} rows in total)" if rows > count else ""
+        deadlock = "the sampling thread is the only one that inserts, so waiting would deadlock"
         if contents is None or not contents.size or not limiter.can_sample(rows):
-            if not alone:
+            if not is_deadlock:
                 return (
-                    f"{asked}, it holds {len(self)} items ({limiter}). Who inserts must go on, or widen the limiter "
+                    f"{wanted}; the buffer holds {len(self)} items ({limiter}). Keep inserting, or widen the limiter "
                     "with buffer.limit(...)."
                 )
             return (
-                f"{asked}, and the buffer does not give them ({len(self)} items; {limiter}). Who asks is also who "
-                "inserts, so waiting would be for ever: let the consumer be called when the limiter gives as many "
-                f"(flow.on(..., samples={rows})), ask for fewer, let the trigger fire later (its size), widen the "
-                "limiter, or sample in a thread of its own (flow.on(..., thread=True))."
+                f"{wanted}, and the buffer cannot provide them ({len(self)} items; {limiter}); {deadlock}. Have the "
+                f"consumer called when the limiter allows as many samples (flow.on(..., samples={rows})), sample "
+                "fewer, raise the size of the trigger, widen the limiter, or sample in a separate thread "
+                "(flow.on(..., thread=True))."
             )
         usable = len(self._chooser.usable_items(contents))
-        often = f" at most {self.max_times_sampled} times each" if self.max_times_sampled else ""
-        said = f"{asked}; of the {contents.size} that it holds {usable} can be handed out{often}"
+        often = f", at most {self.max_times_sampled} times each" if self.max_times_sampled else ""
+        found = f"{wanted}; {usable} of the {contents.size} items in the buffer can be sampled{often}"
         if self.sampler.needs_order and usable < contents.size:
-            said += ": at the others nothing so long can begin, or what follows them is not there yet"
-        ends = "waiting would be for ever, since who asks is also who inserts: sample later" if alone else "insert more"
-        return f"{said}. The limiter would give them ({limiter}), so {ends}, or ask for fewer or shorter ones."
+            found += ": the others are too close to the end of an episode or to the newest row"
+        remedy = f"but {deadlock}: sample later" if is_deadlock else "so insert more rows"
+        return f"{found}. The limiter allows the batch ({limiter}), {remedy}, or sample fewer or shorter items."
 
     # ---- items ----
 
     def update_priorities(self, keys: Array, priorities: Array) -> int:
-        """Give items new priorities; those that are gone are passed over. How many were there."""
+        """Set the priorities of items.
+
+        Args:
+            keys: Keys of the items, as returned by `insert` or in `SampleInfo.keys`; keys of items that are no longer
+                in the buffer are ignored.
+            priorities: One per key, finite and at least 0.
+
+        Returns:
+            The number of items that were still in the buffer.
+
+        Raises:
+            ConfigError: A key or priority is invalid, or their numbers differ.
+        """
         keys = as_keys(keys)
         priorities = as_priorities(priorities, keys)
         with self._lock:
-            if not (self._told_unused or self.sampler.uses_priorities or self.remover.uses_priorities):
-                self._told_unused = True
+            if not (self._warned_unused_priorities or self.sampler.uses_priorities or self.remover.uses_priorities):
+                self._warned_unused_priorities = True
                 warnings.warn(
-                    f"neither {self.sampler!r} nor remover={self.remover!r} looks at priorities, so update_priorities "
-                    "changes nothing; sample by Prioritized(), MinHeap(), MaxHeap() or DPER(), or leave it out.",
+                    f"neither {self.sampler!r} nor remover={self.remover!r} uses priorities, so update_priorities has "
+                    "no effect; sample with Prioritized(), MinHeap(), MaxHeap() or DPER(), or remove the call.",
                     stacklevel=2,
                 )
             return self.contents.update(keys, priorities)
 
     def set_beta(self, beta: float) -> None:
-        """Change the exponent of importance weights while it is in use, e.g. towards 1; for samples from now on."""
+        """Change the exponent of importance weights for all further samples, e.g. to anneal it towards 1.
+
+        Args:
+            beta: The new exponent, at least 0.
+
+        Raises:
+            ConfigError: `beta` is invalid, or the sampler has no importance weights.
+        """
         with self._lock:
             self.sampler = with_beta(self.sampler, beta)
             self._chooser = Chooser(self.sampler, self.max_times_sampled)
@@ -388,7 +462,7 @@ class Buffer:
         """Remove items; with `DPER`, an episode with all its rows.
 
         Args:
-            keys: Keys of the items; keys of items that are already removed are ignored.
+            keys: Keys of the items; keys of items that are no longer in the buffer are ignored.
 
         Returns:
             The number of items removed. `removed["deleted"]` counts rows.
@@ -411,52 +485,86 @@ class Buffer:
         """Change options of the limiter while it is in use, and wake waiting readers and writers.
 
         Args:
-            changes: New values by option, e.g. `limit(max_diff=math.inf)`.
+            changes: New values of `samples_per_insert`, `min_size`, `min_diff` or `max_diff`, e.g.
+                `limit(max_diff=math.inf)`.
 
         Raises:
-            ConfigError: An option is unknown, or this buffer could never satisfy the limiter; nothing has changed.
+            ConfigError: An option is unknown, or this buffer could never satisfy the limiter. No option is changed.
         """
         with self._lock:
             self.limiter.change(changes, self.capacity, self._uses_per_row, self.sampler.item_rows[0])
             self._notify()
 
-    def _wait(self, what: str, ready: Callable[[], bool], timeout_s: float | None, how_far: str) -> None:
-        def explain(alone: bool) -> str:
+    def _wait(self, what: str, ready: Callable[[], bool], timeout_s: float | None, progress: str) -> None:
+        def explain(is_deadlock: bool) -> str:
             return (
-                f"{how_far}, it holds {len(self)} items ({self.limiter}). Who samples must go on, or widen the limiter "
-                "with buffer.limit(...)."
+                f"{progress}, and the buffer holds {len(self)} items ({self.limiter}). Keep sampling, or widen the "
+                "limiter with buffer.limit(...)."
             )
 
-        self._gate.wait(what, ready, timeout_s, explain, self.filled_by)
+        self._gate.wait(what, ready, timeout_s, explain, self.inserting_thread)
 
     def halted(self) -> contextlib.AbstractContextManager[None]:
-        """Meanwhile nobody waits here: who would has a ClosedError."""
+        """Inside this context, every call that would have to wait raises `ClosedError` instead."""
         return self._gate.halted()
 
     def locked(self) -> contextlib.AbstractContextManager[object]:
-        """Nobody inserts or samples for a moment."""
+        """Inside this context, no other thread inserts or samples."""
         return self._lock
 
     def _notify(self) -> None:
         self._gate.notify()
-        if self.told is not None and self.filled_by != threading.get_ident():
-            self.told()
+        if self.on_room is not None and self.inserting_thread != threading.get_ident():
+            self.on_room()
 
-    # ---- life ----
+    # ---- checkpoints and closing ----
 
     def checkpoint(self, path: str | os.PathLike[str]) -> Path:
-        """Save everything into a new numbered folder under `path`, atomically; the two newest are kept."""
-        from farstep.buffer.saving import save_buffer
+        """Save rows, options, counters and random state; `restore` continues from them.
 
+        Args:
+            path: Folder of checkpoints. The new one is written atomically to a numbered folder in it; the two newest
+                are kept.
+
+        Returns:
+            The folder of the new checkpoint.
+
+        Raises:
+            CheckpointError: It could not be written; earlier checkpoints are intact.
+            ConfigError: The buffer has no arrays yet.
+        """
         with self._lock:
-            return save_buffer(self, path)
+            arrays, plain = self.contents.state()
+            saved = SavedBuffer(
+                capacity=self.capacity,
+                max_times_sampled=self.max_times_sampled,
+                sampler=self.sampler,
+                remover=self.remover,
+                limiter=self.limiter,
+                schema=self.schema,
+                structures=self._structures,
+                columns=self.store.columns,
+                removed=self.removed,
+                arrays=arrays,
+                plain=plain,
+            )
+            return save_buffer(saved, path)
 
     @classmethod
     def restore(cls, path: str | os.PathLike[str], sampler: Sampler | None = None) -> Buffer:
-        """The newest intact checkpoint under `path`; with a sampler of your own class, an equal one."""
-        from farstep.buffer.saving import load_buffer
+        """Restore a buffer from the newest intact checkpoint.
 
-        return load_buffer(path, sampler)
+        Args:
+            path: The folder that was passed to `checkpoint`.
+            sampler: A sampler equal to the saved one; necessary only if its class is your own.
+
+        Returns:
+            A new buffer, which continues exactly like the saved one.
+
+        Raises:
+            CheckpointError: No checkpoint under `path` can be used; the message has the reason for each.
+        """
+        return load_buffer(path, sampler, _restored)
 
     @property
     def path(self) -> str:
@@ -467,12 +575,12 @@ class Buffer:
         return self.store.blocks.path
 
     def close(self) -> None:
-        """Free the memory; whoever waits gets a ClosedError. Idempotent."""
+        """Free the memory; waiting threads get a `ClosedError`. Idempotent."""
         with self._lock:
             self._gate.is_closed = True
             if self._contents is not None:
                 self._contents.store.close()
-                self._contents = None  # the memory goes with the last array over it
+                self._contents = None  # the memory is unmapped with the last array that views it
             self._gate.notify()
 
     def __enter__(self) -> Self:
@@ -483,3 +591,29 @@ class Buffer:
 
     def __repr__(self) -> str:
         return f"Buffer({len(self)} of {self.capacity}, {self.sampler!r})"
+
+
+def _restored(saved: SavedBuffer) -> Buffer:
+    """The buffer of a checkpoint.
+
+    Raises:
+        Refused: The checkpoint is inconsistent; no memory stays allocated.
+    """
+    with refusing_invalid_options():
+        buffer = Buffer(
+            saved.capacity,
+            saved.sampler,
+            remover=saved.remover,
+            limiter=saved.limiter,
+            max_times_sampled=saved.max_times_sampled,
+        )
+        check_sizes(saved, buffer.is_cyclic)
+        buffer.bind(saved.schema, saved.columns, saved.structures)
+    try:
+        buffer.contents.restore(saved.arrays, saved.plain)
+        buffer.removed.update(saved.removed)
+        check_counts(saved, buffer.store.table)
+    except BaseException:
+        buffer.close()
+        raise
+    return buffer

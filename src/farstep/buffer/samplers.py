@@ -1,7 +1,7 @@
-"""Samplers: which rows a batch is made of, and what of them.
+"""Samplers: which items a batch has, and which arrays are made of them.
 
-Each is a small description (frozen, comparable, saved with a checkpoint); `selector` makes what does the choosing. The
-plain ones (`FIFO`, `LIFO`, `Uniform`, `Prioritized`, `MinHeap`, `MaxHeap`) also serve as removers.
+A sampler is a frozen, comparable set of options that checkpoints save; its `selector` does the drawing. Samplers of
+single rows (`FIFO`, `LIFO`, `Uniform`, `Prioritized`, `MinHeap`, `MaxHeap`) also serve as removers.
 """
 
 from __future__ import annotations
@@ -21,42 +21,82 @@ from farstep.core import Array
 from farstep.errors import ConfigError
 from farstep.schema import Schema
 
-_LEAST = 1e-6
+_MIN_PRIORITY = 1e-6
 """The lowest priority of an episode."""
 
 
 class Sampler:
-    """What samplers have in common: single rows, as often as they are drawn."""
+    """Base class of samplers; by default an item is a single row.
+
+    Your own sampler needs only `selector`; override the rest as necessary.
+    """
 
     once = False
-    """A row is gone when it was sampled, unless `max_times_sampled` says otherwise."""
+    """Whether an item is removed after one sample, unless `max_times_sampled` is given."""
     needs_order = False
-    """Rows must stay in the order of their episodes, so only the oldest may be removed."""
+    """Whether rows must stay in the order of their episodes, so that only the oldest may be removed."""
     uses_priorities = False
-    """What `update_priorities` says counts."""
+    """Whether `update_priorities` has an effect."""
     beta: float = 0.0
     """Exponent of importance weights."""
     reach: int = 1
-    """How many rows `usable` looks at for each."""
+    """Number of rows that `usable` reads for each cell."""
     item_rows: tuple[int, int] = (1, 1)
     """Fewest and most rows per item, as far as they are known before drawing. The limiter admits a batch by its fewest
-    rows, and counts the rows that it turned out to have."""
+    rows and then counts the rows that it has."""
 
     def selector(self, table: Table) -> Selector:
+        """Make the selector that draws items of one buffer.
+
+        Args:
+            table: The items of the buffer.
+
+        Returns:
+            A new selector.
+        """
         raise NotImplementedError
 
     def check(self, schema: Schema) -> None:
-        """Refuse rows without something that is needed."""
+        """Check that rows have the arrays that the sampler needs.
+
+        Args:
+            schema: The arrays of a row.
+
+        Raises:
+            ConfigError: An array is missing.
+        """
 
     def check_room(self, rows: int) -> None:
-        """Refuse a buffer with so few rows for an environment that nothing could ever be sampled."""
+        """Check that the buffer is large enough to sample anything.
+
+        Args:
+            rows: Rows per environment slot.
+
+        Raises:
+            ConfigError: An item needs more consecutive rows.
+        """
 
     def usable(self, store: Store, cells: Array) -> Array | None:
-        """Which of these rows can be sampled; None: all of them."""
+        """Find out which rows an item can start at.
+
+        Args:
+            store: The rows.
+            cells: The cells of the rows in question.
+
+        Returns:
+            One bool per cell, or None if all are usable.
+        """
         return None
 
     def all_usable(self, store: Store) -> Array | None:
-        """As `usable`, of all cells, for a sampler that knows a quicker way than to look at each."""
+        """`usable` for all cells of the store; override it if there is a faster way.
+
+        Args:
+            store: The rows.
+
+        Returns:
+            One bool per cell of the store, or None if all are usable.
+        """
         return self.usable(store, np.arange(store.table.cells))
 
     def span(self, store: Store) -> int:
@@ -72,14 +112,29 @@ class Sampler:
         return self.reach + (store.tails is not None)
 
     def count_rows(self, batch: Mapping[str, Array]) -> int:
-        """How many rows a batch has, for the limiter: in batches of sequences, those that are `valid`."""
+        """Number of rows in a batch, for the limiter; padding of sequences does not count.
+
+        Args:
+            batch: What `rows` returned.
+
+        Returns:
+            The number of rows.
+        """
         valid = batch.get("valid")
         if valid is not None and valid.ndim > 1:
             return int(np.count_nonzero(valid))
         return len(next(iter(batch.values())))
 
     def rows(self, store: Store, cells: Array) -> dict[str, Array]:
-        """The batch that begins at these cells."""
+        """Make a batch of items.
+
+        Args:
+            store: The rows.
+            cells: The cell of the first row of each item.
+
+        Returns:
+            Arrays `[batch, ...]` by name.
+        """
         batch = {name: store.take(name, cells) for name in store.schema}
         if store.tails is not None:
             batch.update(_next_obs(store, cells))
@@ -87,35 +142,35 @@ class Sampler:
 
 
 def check_sampler(what: str, value: object) -> Sampler:
-    """Refuse what is none."""
+    """Return the sampler; raise `ConfigError` for anything else."""
     if not isinstance(value, Sampler):
-        hint = "; make one: add ()" if isinstance(value, type) else ""
+        hint = "; create an instance: add ()" if isinstance(value, type) else ""
         raise ConfigError(f"{what} is {value!r}; expected a sampler such as farstep.buffer.Uniform(){hint}.")
     return value
 
 
 def with_beta(sampler: Sampler, beta: float) -> Sampler:
-    """The same with another exponent of importance weights."""
+    """A copy of the sampler with another exponent of importance weights."""
     if isinstance(sampler, _Composed):
         return replace(sampler, by=with_beta(sampler.by, beta))
     if not isinstance(sampler, (Prioritized, DPER)):
-        raise ConfigError(f"{sampler!r} has no beta; only weights of Prioritized(...) and DPER(...) do.")
+        raise ConfigError(f"{sampler!r} has no beta; only Prioritized(...) and DPER(...) have importance weights.")
     return replace(sampler, beta=beta)
 
 
 def check_remover(remover: Sampler, sampler: Sampler) -> None:
-    """Refuse one that takes single rows out of what the sampler needs in order, or that cannot take single rows."""
+    """Raise `ConfigError` if the remover does not choose single rows, or would break the order the sampler needs."""
     if sampler.needs_order and type(remover) is not FIFO:
         raise ConfigError(f"{sampler!r} needs rows in order, so only the oldest can be removed: leave remover out.")
     if isinstance(remover, FullBatch):
         raise ConfigError("remover=FullBatch(); single rows are removed. Leave remover out for the oldest first.")
     if remover.needs_order:
-        raise ConfigError(f"remover={remover!r}; single rows are removed, so it must be a sampler of these.")
+        raise ConfigError(f"remover={remover!r}; a remover must be a sampler of single rows.")
 
 
 @dataclass(frozen=True)
 class Uniform(Sampler):
-    """Every row alike, with replacement."""
+    """Single rows, all equally likely, with replacement."""
 
     def selector(self, table: Table) -> Selector:
         return UniformSelector(table)
@@ -123,7 +178,7 @@ class Uniform(Sampler):
 
 @dataclass(frozen=True)
 class FIFO(Sampler):
-    """The oldest rows, each once."""
+    """The oldest rows, oldest first; each is sampled once."""
 
     once = True
 
@@ -133,7 +188,7 @@ class FIFO(Sampler):
 
 @dataclass(frozen=True)
 class LIFO(Sampler):
-    """The newest rows, each once."""
+    """The newest rows, newest first; each is sampled once."""
 
     once = True
 
@@ -143,14 +198,28 @@ class LIFO(Sampler):
 
 @dataclass(frozen=True)
 class FullBatch(FIFO):
-    """All rows that are there, each once, as soon as there are as many as asked for."""
+    """All rows of the buffer, oldest first; each is sampled once.
+
+    `sample(batch_size)` waits for at least `batch_size` rows and returns all of them.
+    """
 
 
 @dataclass(frozen=True)
 class Prioritized(Sampler):
-    """In proportion to priority ** alpha; weights are (N * probability) ** -beta, the largest scaled to 1.
+    """Single rows in proportion to their priority, with replacement (Schaul et al. 2016, proportional variant).
 
-    A new row gets the highest priority so far, at first 1. (Schaul et al. 2016, proportional variant.)
+        P(i) = priority_i ** alpha / sum_k priority_k ** alpha
+        weight_i = (N * P(i)) ** -beta / max_j (N * P(j)) ** -beta      N: rows in the buffer; j: rows in the batch
+
+    A new row gets the highest priority so far, initially 1. If all priorities are 0, all rows are equally likely.
+
+    Args:
+        alpha: How much priorities count, at least 0; 0: not at all. Default: 0.6.
+        beta: Exponent of the importance weights in `SampleInfo.weights`, at least 0; see `Buffer.set_beta`. Default:
+            0.4.
+
+    Raises:
+        ConfigError: `alpha` or `beta` is not a finite number of at least 0.
     """
 
     alpha: float = 0.6
@@ -168,7 +237,7 @@ class Prioritized(Sampler):
 
 @dataclass(frozen=True)
 class MinHeap(Sampler):
-    """The rows of lowest priority, in order; new rows have priority 1."""
+    """The rows of lowest priority, lowest first; new rows have priority 1."""
 
     uses_priorities = True
 
@@ -178,7 +247,7 @@ class MinHeap(Sampler):
 
 @dataclass(frozen=True)
 class MaxHeap(Sampler):
-    """The rows of highest priority, in order; new rows have priority 1."""
+    """The rows of highest priority, highest first; new rows have priority 1."""
 
     uses_priorities = True
 
@@ -188,16 +257,16 @@ class MaxHeap(Sampler):
 
 @dataclass(frozen=True)
 class _Composed(Sampler):
-    """Rows that another sampler chooses are where something longer begins."""
+    """An item of several rows, whose first row another sampler chooses."""
 
     by: Sampler = field(default_factory=Uniform, kw_only=True)
-    """What chooses."""
+    """Chooses the first row of each item."""
 
     needs_order = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.by, Sampler) or self.by.needs_order:
-            raise ConfigError(f"by={self.by!r}; {type(self).__name__} is built on a sampler of single rows.")
+            raise ConfigError(f"by={self.by!r}; {type(self).__name__} needs a sampler of single rows.")
 
     def selector(self, table: Table) -> Selector:
         return self.by.selector(table)
@@ -217,13 +286,27 @@ class _Composed(Sampler):
 
 @dataclass(frozen=True)
 class NStep(_Composed):
-    """Transitions over `n` steps: `reward` is the discounted sum, `next_obs` what was observed after the last step and
-    `discount` what its value is to be multiplied with (0 where the episode terminated).
+    """Transitions over `n` steps of one episode.
 
-    Never across an end: `steps` says how many steps a transition has, fewer than `n` where its episode ends earlier;
-    `terminated` and `truncated` are those of the last. What was observed after it comes with a `Batch` or in an array
-    `next_obs`; then there are also transitions of fewer steps up to the newest row. Else it is in the row that follows,
-    and nothing begins so near to the newest row, or to a truncated one, that it is not known.
+        reward = r_0 + gamma * r_1 + ... + gamma ** (steps - 1) * r_(steps - 1)
+        discount = gamma ** steps, or 0 if the episode terminated
+        target = reward + discount * V(next_obs)
+
+    The batch has the arrays of the first row, and in addition `steps` (`n`, or fewer if the episode ends earlier),
+    `discount` and `next_obs`, the observation after the last step. `terminated`, `truncated` and `done` are those of
+    the last step.
+
+    If rows come as a `Batch` or have an array `next_obs`, every row starts a transition; near the newest row it has
+    fewer steps. Otherwise `next_obs` is the observation of the next row, and rows so close to the newest row, or to a
+    truncation, that it is unknown are not sampled.
+
+    Args:
+        n: Largest number of steps, at least 1. Default: 3.
+        gamma: Discount per step, from 0 to 1. Default: 0.99.
+        by: Chooses the first row: a sampler of single rows. Default: `Uniform()`.
+
+    Raises:
+        ConfigError: An option is out of range, or the rows have no array `reward`.
     """
 
     n: int = 3
@@ -236,7 +319,7 @@ class NStep(_Composed):
 
     def check(self, schema: Schema) -> None:
         if "reward" not in schema:
-            raise ConfigError("NStep adds up rewards, and the rows have no array 'reward'.")
+            raise ConfigError("NStep sums rewards, but the rows have no array 'reward'.")
 
     @property
     def reach(self) -> int:  # type: ignore[override]
@@ -246,28 +329,29 @@ class NStep(_Composed):
         return self.n + (not _stored_next(store))
 
     def _last(self, store: Store, cells: Array) -> tuple[Array, Array]:
-        """The last row of each transition, and how many it takes."""
+        """The cell of the last row of each transition, and its number of steps."""
         steps = np.ones(len(cells), np.int64)
         for _ in range(self.n - 1):
-            goes_on = ~store.flat_cut.take(cells)
-            cells = np.where(goes_on, store.following(cells), cells)
-            steps += goes_on
+            has_next = ~store.flat_cut.take(cells)
+            cells = np.where(has_next, store.following(cells), cells)
+            steps += has_next
         return cells, steps
 
     def usable(self, store: Store, cells: Array) -> Array | None:
         if store.tails is not None or _stored_next(store):
             return None
-        last, _ = self._last(store, cells)  # what was observed after it must be in the row that follows, or not matter
-        known = ~store.flat_cut.take(last)
-        return known if (over := _terminal(store)) is None else known | store.take(over, last).astype(bool)
+        last, _ = self._last(store, cells)  # it must have a next row, or be terminal
+        has_next = ~store.flat_cut.take(last)
+        terminal = _terminal(store)
+        return has_next if terminal is None else has_next | store.take(terminal, last).astype(bool)
 
     def all_usable(self, store: Store) -> Array | None:
         if store.tails is not None or _stored_next(store):
             return None
         after = store.rows_after()
         usable = after >= self.n
-        if (over := _terminal(store)) is not None:
-            usable |= store.take(over, store.ahead(np.minimum(after, self.n - 1))).astype(bool)
+        if (terminal := _terminal(store)) is not None:
+            usable |= store.take(terminal, store.ahead(np.minimum(after, self.n - 1))).astype(bool)
         return np.asarray(usable)
 
     def rows(self, store: Store, cells: Array) -> dict[str, Array]:
@@ -282,8 +366,8 @@ class NStep(_Composed):
         for name in ("terminated", "truncated", "done"):
             if name in store.schema:
                 batch[name] = store.take(name, last)
-        over = _terminal(store)
-        batch["discount"] = self.gamma**steps * (1.0 if over is None else ~batch[over].astype(bool))
+        terminal = _terminal(store)
+        batch["discount"] = self.gamma**steps * (1.0 if terminal is None else ~batch[terminal].astype(bool))
         stored = _stored_next(store)
         batch.update({name: store.take(name, last) for name in stored} if stored else _next_obs(store, last))
         return batch
@@ -291,10 +375,18 @@ class NStep(_Composed):
 
 @dataclass(frozen=True)
 class Sequence(_Composed):
-    """`length` rows of one episode that follow each other: arrays `[batch, length, ...]`.
+    """Consecutive rows of one episode, as arrays `[batch, length, ...]`.
 
-    With `pad`, a sequence may also begin nearer to its episode's end; it is filled up with its last row, and the array
-    `valid` is False there.
+    The array `valid` is False at padded rows.
+
+    Args:
+        length: Rows per sequence, at least 1. Default: 2.
+        pad: Whether a sequence may start less than `length` rows before the end of its episode or the newest row; it
+            is then padded with copies of its last row. Default: False.
+        by: Chooses the first row: a sampler of single rows. Default: `Uniform()`.
+
+    Raises:
+        ConfigError: An option is out of range, or the buffer has less than `length` rows per environment slot.
     """
 
     length: int = 2
@@ -315,8 +407,8 @@ class Sequence(_Composed):
     def check_room(self, rows: int) -> None:
         if rows < self.length and not self.pad:
             raise ConfigError(
-                f"{self!r} needs {self.length} rows that follow each other, and there is room for {rows} of an "
-                "environment, so nothing could ever be sampled. Raise capacity, lower length, or pad=True."
+                f"{self!r} needs {self.length} consecutive rows, and the buffer has room for {rows} of each "
+                "environment, so nothing could ever be sampled. Raise capacity, lower length, or set pad=True."
             )
 
     def usable(self, store: Store, cells: Array) -> Array | None:
@@ -334,10 +426,20 @@ class Sequence(_Composed):
 
 @dataclass(frozen=True)
 class DPER(Sampler):
-    """Whole episodes in proportion to priority ** alpha (DistRL's trajectory replay); see `trajectory_priority`.
+    """Whole episodes in proportion to their priority, with replacement (trajectory replay of DistRL).
 
-    A batch is of episodes: arrays `[batch, longest, ...]`, filled up with last rows, `valid` False there. Keys name
-    episodes; a new one gets the highest priority so far.
+        P(i) = priority_i ** alpha / sum_k priority_k ** alpha
+
+    A batch has arrays `[batch, longest, ...]`, where `longest` is the length of its longest episode. Shorter ones are
+    padded with copies of their last row, at which the array `valid` is False. Keys name episodes. A new episode gets
+    the highest priority so far, initially 1; compute priorities with `trajectory_priority`.
+
+    Args:
+        alpha: How much priorities count, at least 0. Default: 0.5.
+        beta: Exponent of importance weights as in `Prioritized`; 0: all weights are 1. Default: 0.
+
+    Raises:
+        ConfigError: An option is out of range, or the rows do not mark the ends of episodes.
     """
 
     alpha: float = 0.5
@@ -354,7 +456,7 @@ class DPER(Sampler):
 
     def check(self, schema: Schema) -> None:
         if not any(name in schema for name in (*ENDINGS, "episode_start")):
-            raise ConfigError(f"DPER samples whole episodes, and rows have none of {', '.join(ENDINGS)}.")
+            raise ConfigError(f"DPER samples whole episodes, but the rows have none of {', '.join(ENDINGS)}.")
 
     def span(self, store: Store) -> int:
         return store.table.cells
@@ -368,66 +470,84 @@ class DPER(Sampler):
 
 
 class EpisodeSelector(PrioritySelector):
-    """As by priority, but an item counts only once it is known to begin a whole episode."""
+    """Draws the first rows of complete episodes in proportion to priority; all other rows have weight 0."""
 
     def inserted(self, cells: Cells, keys: Array) -> None:
         self._tree.set(cells, 0.0)
 
     def completed(self, cells: Array) -> None:
-        """Episodes that begin here are complete."""
+        """Make the complete episodes that start at these cells available."""
         super().inserted(cells, cells)
 
     def updated(self, cells: Array, priorities: Array) -> None:
-        """Other rows than an episode's first have no priority, and an episode has always some."""
+        """Set the priorities of episodes, at least `_MIN_PRIORITY`; cells that do not start one are ignored."""
         first = self.weights[cells] > 0
-        super().updated(cells[first], np.maximum(priorities[first], _LEAST))
+        super().updated(cells[first], np.maximum(priorities[first], _MIN_PRIORITY))
 
     def _weights(self, priorities: Array | np.float64) -> Array:
         return np.maximum(super()._weights(priorities), np.finfo(float).tiny)
 
     @property
     def episodes(self) -> Array:
-        """The cells of their first rows."""
+        """The cells of the first rows of all complete episodes."""
         return np.flatnonzero(self.weights[: self._table.cells])
 
 
 def trajectory_priority(
     td_errors: Array, ratios: Array, logprobs: Array, *, w1: float = 50.0, w2: float = 1.0, w3: float = 0.01
 ) -> float:
-    """DPER's priority of one episode: weighted means of |TD error|, of the ratios learner / behaviour (each at most
-    10) and of the surprisal -log pi; at least 1e-6. (DistRL, section 5.3; the weights are those of its code.)"""
+    """Compute the priority of one episode for `DPER` (DistRL, section 5.3; the defaults are those of its code).
+
+        priority = max(1e-6, w1 * mean(|td_error|) + w2 * mean(min(ratio, 10)) - w3 * mean(logprob))
+
+    Args:
+        td_errors: TD error of each step.
+        ratios: Per step, the probability of the action under the learner's policy divided by that under the policy
+            that acted.
+        logprobs: Per step, the log-probability of the action.
+        w1: Weight of the TD errors. Default: 50.
+        w2: Weight of the ratios. Default: 1.
+        w3: Weight of the surprisal, `-logprob`. Default: 0.01.
+
+    Returns:
+        The priority.
+    """
     mean = w1 * np.abs(td_errors).mean() + w2 * np.minimum(ratios, 10.0).mean() - w3 * np.mean(logprobs)
-    return float(max(mean, _LEAST))
+    return float(max(mean, _MIN_PRIORITY))
 
 
 def path(store: Store, cells: Array, length: int) -> tuple[Array, Array]:
-    """`[n, length]` cells from each on, and which of them belong to the same episode as the first."""
-    cells_at, there = np.empty((len(cells), length), np.int64), np.empty((len(cells), length), bool)
-    goes_on = np.ones(len(cells), bool)
+    """Cells `[n, length]` of the rows from each cell on, and whether each row belongs to the episode of the first.
+
+    After the end of the episode, its last cell is repeated.
+    """
+    cells_at, is_valid = np.empty((len(cells), length), np.int64), np.empty((len(cells), length), bool)
+    continues = np.ones(len(cells), bool)
     for t in range(length):
-        cells_at[:, t], there[:, t] = cells, goes_on
-        goes_on = goes_on & ~store.flat_cut.take(cells)
-        cells = np.where(goes_on, store.following(cells), cells)
-    return cells_at, there
+        cells_at[:, t], is_valid[:, t] = cells, continues
+        continues = continues & ~store.flat_cut.take(cells)
+        cells = np.where(continues, store.following(cells), cells)
+    return cells_at, is_valid
 
 
-def _sequences(store: Store, cells: Array, there: Array) -> dict[str, Array]:
+def _sequences(store: Store, cells: Array, is_valid: Array) -> dict[str, Array]:
+    """A batch of sequences from the cells and flags of `path`."""
     flat = cells.reshape(-1)
     batch = {name: store.take(name, flat) for name in store.schema}
     if store.tails is not None:
         batch.update(_next_obs(store, flat))
     batch = {name: value.reshape(*cells.shape, *value.shape[1:]) for name, value in batch.items()}
-    batch["valid"] = there & batch["valid"] if "valid" in batch else there
+    batch["valid"] = is_valid & batch["valid"] if "valid" in batch else is_valid
     return batch
 
 
 def _terminal(store: Store) -> str | None:
-    """The array that says that nothing comes after a row; `truncated` does not."""
+    """Name of the array that marks terminal rows, whose next observation has no value; None if there is none."""
     return next((name for name in ("terminated", "done") if name in store.schema), None)
 
 
 def _stored_next(store: Store) -> list[str]:
-    """Arrays of next observations that rows have themselves."""
+    """Names of the arrays of next observations that are stored with each row."""
     return [name for name in store.schema if name.split(".")[0] == "next_obs"]
 
 

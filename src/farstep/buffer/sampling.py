@@ -1,7 +1,8 @@
-"""Choosing: which items a batch is made of, and what is known of them.
+"""Drawing the items of a batch.
 
-The sampler's selector draws. What cannot be handed out (nothing longer can begin there, or the item was sampled as
-often as it may be) is drawn again; where hardly any draw succeeds, it is drawn among those items that can be.
+The sampler's selector draws. Items that cannot be used (an item of several rows cannot start there, or it was sampled
+`max_times_sampled` times) are rejected and drawn again. If few items are usable, they are enumerated and drawn from
+directly.
 """
 
 from __future__ import annotations
@@ -18,23 +19,23 @@ from farstep.buffer.storage.contents import Contents
 from farstep.buffer.storage.table import occurrences
 from farstep.core import Array
 
-_ROUNDS = 8  # of draws for what was refused, each of twice as many, before all items are looked at
-_COST = 4  # a look at random costs as much as so many in order
+_ROUNDS = 8  # of redrawing rejected items, each with twice as many draws, before all items are enumerated
+_COST = 4  # checking a random cell costs as much as checking this many in order
 
 
 @dataclass(frozen=True)
 class SampleInfo:
-    """What is known of sampled items, an entry each."""
+    """Keys, probabilities and counts of the items of a batch; each array has one entry per item."""
 
     keys: Array
-    """Names of the items, for `update_priorities` and `delete`."""
+    """Keys of the items, for `update_priorities` and `delete`."""
     probabilities: Array
-    """Of a draw among all items: of a composed sampler (`NStep`, `Sequence`) that of `by`, whether or not something can
-    begin at each of them. 1 where items come in order."""
+    """Probability of the item in one draw among all items of the buffer. For `NStep` and `Sequence` that of `by`,
+    usable or not; 1 for samplers that take items in a fixed order."""
     times_sampled: Array
-    """How often the item was sampled, this time included."""
+    """How often the item has been sampled, including this time."""
     size: int
-    """Items in the buffer."""
+    """Number of items in the buffer."""
     beta: float
     """Exponent of `weights`."""
     recorded: Array | None = None
@@ -42,12 +43,12 @@ class SampleInfo:
 
     @cached_property
     def versions(self) -> Array:
-        """The policy's version, if rows have one; else -1."""
+        """Version of the weights that acted in the first row of each item; -1 if rows have no array `version`."""
         return np.full(len(self.keys), -1) if self.recorded is None else self.recorded
 
     @cached_property
     def weights(self) -> Array:
-        """Importance weights, at most 1; all 1 unless the sampler is prioritised."""
+        """Importance weights `(size * probability) ** -beta`, divided by the largest of the batch; 1 if `beta` is 0."""
         if not self.beta:
             return np.ones(len(self.keys))
         weights = (self.size * self.probabilities) ** -self.beta
@@ -56,7 +57,7 @@ class SampleInfo:
 
 
 class Chooser:
-    """Chooses for a sampler, each item at most `max_times_sampled` times (0: as often as it is drawn)."""
+    """Draws the items of batches for a sampler, each item at most `max_times_sampled` times in total (0: no limit)."""
 
     def __init__(self, sampler: Sampler, max_times_sampled: int) -> None:
         self._sampler, self._max_times_sampled = sampler, max_times_sampled
@@ -66,66 +67,75 @@ class Chooser:
         return count * self._sampler.item_rows[0]
 
     def most(self, capacity: int, contents: Contents | None) -> float:
-        """How many items there can be for one batch."""
+        """Largest number of items that one batch can have."""
         if contents is not None and contents.selector.distinct:
             return capacity
         return capacity * self._max_times_sampled or math.inf
 
     def choose(self, contents: Contents, count: int, is_allowed: Callable[[int], bool]) -> tuple[Array, Array] | None:
-        """Cells of the items to hand out, and their probabilities; None while that cannot be."""
+        """Draw items.
+
+        Args:
+            contents: The items of the buffer.
+            count: Number of items to draw.
+            is_allowed: Whether the limiter allows a number of rows.
+
+        Returns:
+            Cells and probabilities of the items, or None if there are not enough or the limiter does not allow them.
+        """
         if isinstance(self._sampler, FullBatch):
             count = max(count, contents.size)
         if not contents.size or not is_allowed(self.least_rows(count)):
             return None
         selector = contents.selector
         if selector.distinct:
-            return self._first_ones(contents, count)
+            return self._first_usable(contents, count)
         if self._max_times_sampled or isinstance(selector, EpisodeSelector):
             items = contents.items
-            if not len(items) or self._left(contents, items) < count:
+            if not len(items) or self._uses_left(contents, items) < count:
                 return None
         cells, probabilities = selector.select(count, contents.rng)
-        refused = self._refused(contents, cells)
-        if refused is None or not len(refused) or self._drawn_again(contents, cells, probabilities, refused):
+        rejected = self._rejected(contents, cells)
+        if rejected is None or not len(rejected) or self._redraw(contents, cells, probabilities, rejected):
             return cells, probabilities
         return self._search(contents, count)
 
-    def _drawn_again(self, contents: Contents, cells: Array, probabilities: Array, refused: Array) -> bool:
-        """Put others in the place of refused entries; False if that would take longer than to look at all items."""
-        looked, rng = 0, contents.rng
+    def _redraw(self, contents: Contents, cells: Array, probabilities: Array, rejected: Array) -> bool:
+        """Replace rejected entries by further draws; False if enumerating all items would be faster."""
+        checked, rng = 0, contents.rng
         for more in range(1, _ROUNDS + 1):
-            drawn = len(refused) << more
-            looked += drawn
-            if (looked - 64) * self._sampler.reach * _COST > contents.store.table.cells:
+            drawn = len(rejected) << more
+            checked += drawn
+            if (checked - 64) * self._sampler.reach * _COST > contents.store.table.cells:
                 return False
             others, chances = contents.selector.select(drawn, rng)
             if (usable := self._sampler.usable(contents.store, others)) is not None:
                 others, chances = others[usable], chances[usable]
-            chosen = rng.permutation(len(others))[: len(refused)]  # draws may come in order
-            places = refused[: len(chosen)]
+            chosen = rng.permutation(len(others))[: len(rejected)]  # stratified draws are sorted
+            places = rejected[: len(chosen)]
             cells[places], probabilities[places] = others[chosen], chances[chosen]
-            left = self._refused(contents, cells)
+            left = self._rejected(contents, cells)
             if left is None or not len(left):
                 return True
-            refused = left
+            rejected = left
         return False
 
-    def _first_ones(self, contents: Contents, count: int) -> tuple[Array, Array] | None:
-        """Of items that come in order, the first that can be handed out."""
+    def _first_usable(self, contents: Contents, count: int) -> tuple[Array, Array] | None:
+        """The first `count` usable items of a selector with a fixed order."""
         looked = count
         while True:
             cells, probabilities = contents.selector.select(looked, contents.rng)
-            enough = len(cells) == looked
+            may_have_more = len(cells) == looked
             if (usable := self._sampler.usable(contents.store, cells)) is not None:
                 cells, probabilities = cells[usable], probabilities[usable]
             if len(cells) >= count:
                 return cells[:count], probabilities[:count]
-            if not enough:
+            if not may_have_more:
                 return None
             looked *= 2
 
-    def _refused(self, contents: Contents, cells: Array) -> Array | None:
-        """Entries of a draw that cannot be handed out: nothing can begin there, or the item was sampled so often."""
+    def _rejected(self, contents: Contents, cells: Array) -> Array | None:
+        """Places in a draw whose item is unusable or would be sampled too often; None if there is nothing to check."""
         usable = self._sampler.usable(contents.store, cells)
         if self._max_times_sampled:
             allowed = occurrences(cells) < self._max_times_sampled - contents.store.table.times.take(cells)
@@ -133,30 +143,30 @@ class Chooser:
         return None if usable is None else np.flatnonzero(~usable)
 
     def _search(self, contents: Contents, count: int) -> tuple[Array, Array] | None:
-        """Draw among the items that can be handed out, where hardly any draw finds one."""
+        """Enumerate the usable items and draw from them."""
         selector, items = contents.selector, self.usable_items(contents)
-        if not len(items) or self._left(contents, items) < count:
+        if not len(items) or self._uses_left(contents, items) < count:
             return None
         cells, probabilities = selector.among(items, count, contents.rng)
-        while (refused := self._refused(contents, cells)) is not None and len(refused):
-            items = np.setdiff1d(items, cells[refused])  # they are in the batch as often as they may be
-            cells[refused], probabilities[refused] = selector.among(items, len(refused), contents.rng)
+        while (rejected := self._rejected(contents, cells)) is not None and len(rejected):
+            items = np.setdiff1d(items, cells[rejected])  # the batch has them as often as max_times_sampled allows
+            cells[rejected], probabilities[rejected] = selector.among(items, len(rejected), contents.rng)
         return cells, probabilities
 
     def usable_items(self, contents: Contents) -> Array:
-        """The cells of all items that something can begin at."""
+        """The cells of all usable items."""
         items = contents.items
         usable = self._sampler.all_usable(contents.store)
         return items if usable is None else items[usable[items]]
 
-    def _left(self, contents: Contents, items: Array) -> float:
-        """How often these items may still be sampled."""
+    def _uses_left(self, contents: Contents, items: Array) -> float:
+        """How often these items can still be sampled, in total."""
         if not self._max_times_sampled:
             return math.inf
         return self._max_times_sampled * len(items) - int(contents.store.table.times[items].sum())
 
     def taken(self, contents: Contents, cells: Array, probabilities: Array) -> SampleInfo:
-        """Count that these items were sampled, and say what is known of them."""
+        """Count one more sample of each of these items and describe them."""
         store, table = contents.store, contents.store.table
         keys = table.keys.take(cells)
         times = table.count(cells)

@@ -1,12 +1,14 @@
-"""A buffer as arrays and plain data, and back: its contents, its options, its limiter and what it counts."""
+"""Checkpoints of a buffer: its rows, options, limiter and counters as arrays and plain data."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -14,6 +16,7 @@ from farstep.buffer import samplers
 from farstep.buffer.limiter import RateLimiter
 from farstep.buffer.samplers import Sampler, check_sampler
 from farstep.buffer.storage.contents import cells_of
+from farstep.buffer.storage.table import Table
 from farstep.checkpoint.checks import Count, check_array, check_keys, converted, require
 from farstep.checkpoint.files import Refused
 from farstep.checkpoint.folder import Loaded, load_with, save
@@ -21,10 +24,28 @@ from farstep.core import Array
 from farstep.errors import ConfigError, unknown_name
 from farstep.schema import ArraySpec, Schema, Structure, leaf_names, plain_structure, structure_of
 
-if TYPE_CHECKING:
-    from farstep.buffer.replay import Buffer
+T = TypeVar("T")
 
 _FORMAT = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedBuffer:
+    """Everything that a checkpoint holds of a buffer."""
+
+    capacity: int
+    max_times_sampled: int
+    sampler: Sampler
+    remover: Sampler
+    limiter: RateLimiter
+    schema: Schema
+    structures: Mapping[str, Structure]
+    columns: int
+    removed: Mapping[str, int]
+    arrays: Mapping[str, Array]
+    """The arrays of `Contents.state`."""
+    plain: Mapping[str, Any]
+    """The plain data of `Contents.state`."""
 
 
 class _Limiter(msgspec.Struct, forbid_unknown_fields=True):
@@ -44,7 +65,7 @@ class _Removed(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _Meta(msgspec.Struct, forbid_unknown_fields=True):
-    """The plain data of a checkpoint, as `save_buffer` writes it."""
+    """The schema of `meta.json`, as `save_buffer` writes it."""
 
     format: int
     capacity: Count
@@ -60,97 +81,101 @@ class _Meta(msgspec.Struct, forbid_unknown_fields=True):
     free: list[int]
 
 
-def save_buffer(buffer: Buffer, path: str | os.PathLike[str]) -> Path:
-    """Everything there is of a buffer that nobody changes meanwhile."""
-    store = buffer.store
-    arrays, plain = buffer.contents.state()
+def save_buffer(saved: SavedBuffer, path: str | os.PathLike[str]) -> Path:
+    """Write a new checkpoint under `path` and return its folder; nothing may change the buffer meanwhile."""
     meta = {
         "format": _FORMAT,
-        "capacity": buffer.capacity,
-        "max_times_sampled": buffer.max_times_sampled,
-        "sampler": _described(buffer.sampler),
-        "remover": _described(buffer.remover),
-        "limiter": dataclasses.asdict(buffer.limiter),
-        "schema": {name: [list(spec.shape), spec.dtype] for name, spec in store.schema.items()},
-        "structures": {name: plain_structure(structure) for name, structure in buffer.structures.items()},
-        "columns": store.columns,
-        "removed": buffer.removed,
-        **plain,
+        "capacity": saved.capacity,
+        "max_times_sampled": saved.max_times_sampled,
+        "sampler": _described(saved.sampler),
+        "remover": _described(saved.remover),
+        "limiter": dataclasses.asdict(saved.limiter),
+        "schema": {name: [list(spec.shape), spec.dtype] for name, spec in saved.schema.items()},
+        "structures": {name: plain_structure(structure) for name, structure in saved.structures.items()},
+        "columns": saved.columns,
+        "removed": saved.removed,
+        **saved.plain,
     }
-    return save(path, arrays, meta)
+    return save(path, saved.arrays, meta)
 
 
-def load_buffer(path: str | os.PathLike[str], sampler: Sampler | None) -> Buffer:
-    """A new buffer, as the newest checkpoint under `path` that can be used describes it."""
+def load_buffer(path: str | os.PathLike[str], sampler: Sampler | None, build: Callable[[SavedBuffer], T]) -> T:
+    """Build a buffer from the newest usable checkpoint under `path`.
+
+    Args:
+        path: The folder that was saved to.
+        sampler: Replaces the saved sampler; None: use the saved one.
+        build: Makes the buffer. If it raises `Refused`, it is called with the checkpoint before.
+    """
     if sampler is not None:
         check_sampler("sampler", sampler)
-    return load_with(path, lambda loaded: _restored(loaded, sampler))
+    return load_with(path, lambda loaded: build(_saved_buffer(loaded, sampler)))
 
 
-def _restored(loaded: Loaded, sampler: Sampler | None) -> Buffer:
-    """The buffer of one checkpoint; if anything in it is wrong, `Refused` and no buffer."""
-    from farstep.buffer.replay import Buffer
-
+def _saved_buffer(loaded: Loaded, sampler: Sampler | None) -> SavedBuffer:
     if (version := loaded.meta.get("format")) != _FORMAT:
         raise Refused(f"it has format {version!r}; this farstep reads {_FORMAT}")
     meta = converted("meta.json", loaded.meta, _Meta)
-    try:
-        structures = {name: _structure(name, plain, meta.schema) for name, plain in meta.structures.items()}
-        buffer = Buffer(
-            meta.capacity,
-            sampler if sampler is not None else _sampler("sampler", meta.sampler),
+    with refusing_invalid_options():
+        return SavedBuffer(
+            structures={name: _structure(name, plain, meta.schema) for name, plain in meta.structures.items()},
+            capacity=meta.capacity,
+            max_times_sampled=meta.max_times_sampled,
+            sampler=sampler if sampler is not None else _sampler("sampler", meta.sampler),
             remover=_sampler("remover", meta.remover),
             limiter=RateLimiter(**msgspec.structs.asdict(meta.limiter)),
-            max_times_sampled=meta.max_times_sampled,
+            schema=meta.schema,
+            columns=meta.columns,
+            removed=msgspec.structs.asdict(meta.removed),
+            arrays=loaded.arrays,
+            plain={"rng": meta.rng, "free": meta.free},
         )
-        _check_sizes(buffer, meta, loaded.arrays)
-        buffer.bind(meta.schema, meta.columns, structures)
+
+
+@contextlib.contextmanager
+def refusing_invalid_options() -> Iterator[None]:
+    """Inside, a `ConfigError` about the saved options becomes a refusal of the checkpoint."""
+    try:
+        yield
     except ConfigError as error:
         raise Refused(str(error)) from error
     except RecursionError as error:
         raise Refused("meta.json is nested too deeply") from error
-    try:
-        buffer.contents.restore(loaded.arrays, {"rng": meta.rng, "free": meta.free})
-        buffer.removed.update(msgspec.structs.asdict(meta.removed))
-        _check_counts(buffer)
-    except BaseException:
-        buffer.close()
-        raise
-    return buffer
 
 
-def _check_sizes(buffer: Buffer, meta: _Meta, arrays: Mapping[str, Array]) -> None:
-    """Refuse metadata that would have more memory allocated than the arrays of the checkpoint say."""
-    columns, capacity = meta.columns, meta.capacity
+def check_sizes(saved: SavedBuffer, is_cyclic: bool) -> None:
+    """Refuse sizes that would allocate more memory than the arrays of the checkpoint need."""
+    columns, capacity, arrays = saved.columns, saved.capacity, saved.arrays
     require(columns and capacity % columns == 0, f"capacity is {capacity}, a multiple of columns={columns} expected")
-    cells = cells_of(capacity, columns, buffer.is_cyclic)
+    cells = cells_of(capacity, columns, is_cyclic)
     keys = arrays.get("table/keys")
-    require(keys is not None and keys.ndim == 1, "table/keys is missing, or not one per cell")
+    require(keys is not None and keys.ndim == 1, "table/keys is missing, or does not have one entry per cell")
     assert keys is not None
     if len(keys) != cells:
         raise Refused(
-            f"table/keys has {len(keys)} cells, {cells} expected. An earlier farstep kept rows of {buffer.sampler!r} "
-            f"with max_times_sampled={buffer.max_times_sampled} in a ring; if that saved it, fill a new buffer"
+            f"table/keys has {len(keys)} cells, {cells} expected. Earlier versions of farstep kept the rows of "
+            f"{saved.sampler!r} with max_times_sampled={saved.max_times_sampled} in a ring; if one of them saved this "
+            "checkpoint, fill a new buffer instead"
         )
-    for name, spec in meta.schema.items():
+    for name, spec in saved.schema.items():
         rows = arrays.get(f"rows/{name}")
         require(rows is not None, f"the checkpoint lacks rows/{name}")
         assert rows is not None
         check_array(f"rows/{name}", rows, (*rows.shape[:1], columns, *spec.shape), spec.dtype)
 
 
-def _check_counts(buffer: Buffer) -> None:
-    """Refuse counters that do not belong to these items."""
-    limiter, table, most = buffer.limiter, buffer.store.table, buffer.max_times_sampled
-    require(limiter.size == len(buffer), f"the limiter counts {limiter.size} items, {len(buffer)} expected")
-    removed = sum(buffer.removed.values())
+def check_counts(saved: SavedBuffer, table: Table) -> None:
+    """Refuse counters that disagree with the restored items."""
+    limiter, most = saved.limiter, saved.max_times_sampled
+    require(limiter.size == table.size, f"the limiter counts {limiter.size} items, {table.size} expected")
+    removed = sum(saved.removed.values())
     require(removed == limiter.deletes, f"the limiter counts {limiter.deletes} deletes, {removed} expected")
-    worn = most and (table.times[table.keys >= 0] >= most).any()
-    require(not worn, f"table/times has an item that was sampled max_times_sampled={most} times, but not removed")
+    is_used_up = most and (table.times[table.keys >= 0] >= most).any()
+    require(not is_used_up, f"table/times has an item that was sampled max_times_sampled={most} times, but not removed")
 
 
 def _structure(name: str, plain: object, schema: Schema) -> Structure:
-    """A structure from plain data, if it is that of the arrays of this name."""
+    """Restore a structure from plain data; refuse it unless it names exactly the arrays of `name`."""
     structure = structure_of(plain)
     is_leaf = isinstance(structure, str)
     expected = [name] if is_leaf else sorted(array for array in schema if array.startswith(f"{name}."))
@@ -160,6 +185,7 @@ def _structure(name: str, plain: object, schema: Schema) -> Structure:
 
 
 def _described(sampler: Sampler) -> dict[str, Any]:
+    """The sampler as plain data: its class name and its options."""
     if not dataclasses.is_dataclass(sampler):
         return {"kind": type(sampler).__name__}
     fields = {field.name: getattr(sampler, field.name) for field in dataclasses.fields(sampler)}
@@ -167,16 +193,17 @@ def _described(sampler: Sampler) -> dict[str, Any]:
     return {"kind": type(sampler).__name__, **plain}
 
 
-def _sampler(where: str, said: object) -> Sampler:
+def _sampler(where: str, plain: object) -> Sampler:
+    """The sampler that `_described` described; `where` names it in a refusal."""
     known: dict[str, type[Sampler]] = {
         name: kind
         for name, kind in vars(samplers).items()
         if isinstance(kind, type) and issubclass(kind, Sampler) and dataclasses.is_dataclass(kind) and name[0] != "_"
     }
-    options = converted(where, said, dict[str, object])
+    options = converted(where, plain, dict[str, object])
     name = converted(f"{where}.kind", options.pop("kind", None), str)
     if (kind := known.get(name)) is None:
-        raise Refused(f"{unknown_name('sampler', name, known)} For one of your own: Buffer.restore(path, sampler=...)")
+        raise Refused(f"{unknown_name('sampler', name, known)} For your own class: Buffer.restore(path, sampler=...)")
     fields = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]  # known are dataclasses
     check_keys(where, options, fields)
     return converted(where, options, kind, lambda _, value: _sampler(f"{where}.by", value))

@@ -1,6 +1,6 @@
-"""Selectors choose items: to be sampled, or to be removed when a buffer is full. They see cells, never rows.
+"""Selectors choose items, for sampling or for eviction from a full buffer. They work on cells and never read rows.
 
-A selector is told of every item that comes (`inserted`), goes (`removed`) or gets a priority (`updated`).
+The buffer notifies its selectors of every item that is `inserted`, `removed` or `updated` with a new priority.
 """
 
 from __future__ import annotations
@@ -16,55 +16,81 @@ from farstep.buffer.sum_tree import SumTree
 from farstep.checkpoint.checks import check_finite, check_like, require
 from farstep.core import Array
 
-_LOOK = 256  # entries of a log that are looked at together
-_MOST = 1e290  # weights are at most this, so that no sum of them is infinite
+_CHUNK = 256  # log entries that are checked at a time
+_MAX_WEIGHT = 1e290  # no sum of weights overflows
 
 Cells: TypeAlias = Array | slice
-"""Some cells, or all from a start to a stop."""
+"""Cell numbers, or a range of them."""
 
 
 class Selector(Protocol):
     """Chooses among the items of one table."""
 
     distinct: bool
-    """Never the same item twice in one selection."""
+    """Whether one selection never has the same item twice."""
     listens: bool
-    """It must be told of new items."""
+    """Whether `inserted` must be called for new items."""
 
-    def inserted(self, cells: Cells, keys: Array) -> None: ...
+    def inserted(self, cells: Cells, keys: Array) -> None:
+        """New items are in these cells."""
+        ...
 
-    def removed(self, cells: Array) -> None: ...
+    def removed(self, cells: Array) -> None:
+        """The items of these cells were removed."""
+        ...
 
-    def updated(self, cells: Array, priorities: Array) -> None: ...
+    def updated(self, cells: Array, priorities: Array) -> None:
+        """The items of these cells have new priorities."""
+        ...
 
     def select(self, n: int, rng: np.random.Generator) -> tuple[Array, Array]:
-        """Cells of `n` items, and with which probability each was chosen."""
+        """Choose items.
+
+        Args:
+            n: Number of items.
+            rng: Source of randomness.
+
+        Returns:
+            The cells of the items, and the probability of each in one draw. A selector with `distinct` may return
+            fewer than `n`.
+        """
         ...
 
     def displaced(self, n: int, rng: np.random.Generator) -> Array:
-        """Cells of the items that are removed, one after each of `n` insertions into a full table.
+        """Choose which items are evicted by `n` insertions into a full table, one after each insertion.
 
-        The first new item, the newest of all, is in its cell already, so there is one item too many. Every further one
-        goes into the cell that was freed before it, and may be removed itself. At least one cell; where fewer than `n`
-        are returned, the caller inserts as many items and asks again.
+        The first new item is already in its cell, so the table has one item too many. Every further new item goes into
+        the cell that the eviction before it freed, and may be evicted itself.
+
+        Args:
+            n: Number of insertions.
+            rng: Source of randomness.
+
+        Returns:
+            The cells of the evicted items, in order: at least one. If there are fewer than `n`, the caller inserts as
+            many items and calls again for the rest.
         """
         ...
 
     def state(self) -> Mapping[str, Array]:
-        """What it keeps beside the table, for a checkpoint."""
+        """The selector's own state, for a checkpoint; the table is saved separately."""
         ...
 
     def restore(self, state: Mapping[str, Array]) -> None:
-        """Apply what `state` returned, if it fits the table, which is already restored."""
+        """Apply what `state` returned, after the table was restored.
+
+        Raises:
+            Refused: The state does not match the table.
+        """
         ...
 
     def among(self, cells: Array, n: int, rng: np.random.Generator) -> tuple[Array, Array]:
-        """As `select`, of these items only, but the probabilities are those in a draw of all: they can be compared."""
+        """Like `select`, but choose only among `cells`; the probabilities are still those of a draw among all items."""
         ...
 
 
 class Idle:
-    """Keeps nothing of what it is told."""
+    """Base class of selectors without state: ignores all notifications."""
 
     distinct = False
     listens = True
@@ -95,7 +121,7 @@ class Idle:
 
 
 class UniformSelector(Idle):
-    """Every item alike."""
+    """All items equally likely, with replacement."""
 
     listens = False
 
@@ -113,14 +139,14 @@ class UniformSelector(Idle):
 
 
 class OrderSelector(Idle):
-    """The oldest items first, or the newest, in order of insertion; priorities do not count."""
+    """The oldest items first, or the newest first; priorities do not count."""
 
     distinct = True
 
     def __init__(self, table: Table, newest: bool) -> None:
         self._table, self._newest = table, newest
         self._log: Array = np.zeros(16, np.int64)
-        """Keys in order of insertion, from `_first` to `_stop`; some of items that are gone."""
+        """Keys in order of insertion, from `_first` to `_stop`; may include keys of removed items."""
         self._first = self._stop = 0
 
     def inserted(self, cells: Cells, keys: Array) -> None:
@@ -135,7 +161,7 @@ class OrderSelector(Idle):
 
     def select(self, n: int, rng: np.random.Generator) -> tuple[Array, Array]:
         found: list[Array] = []
-        missing, look = n, max(n, _LOOK)
+        missing, look = n, max(n, _CHUNK)
         first, stop = self._first, self._stop
         while missing and first < stop:
             if self._newest:
@@ -148,13 +174,13 @@ class OrderSelector(Idle):
             missing -= len(cells)
             if len(cells):
                 found.append(cells)
-            elif not found:  # nothing but items that are gone: never look there again
+            elif not found:  # only removed items at this end of the log: skip them from now on
                 self._first, self._stop = first, stop
         cells = np.concatenate(found) if found else np.zeros(0, np.int64)
         return cells, np.ones(len(cells))
 
     def displaced(self, n: int, rng: np.random.Generator) -> Array:
-        # The newest item is always the one just inserted: each is removed right after its insertion.
+        # The newest item is always the one just inserted, so each one is evicted right after its insertion.
         return np.resize(self.select(1, rng)[0], n) if self._newest else self.select(n, rng)[0]
 
     def state(self) -> Mapping[str, Array]:
@@ -171,19 +197,19 @@ class OrderSelector(Idle):
 
 
 class PrioritySelector(Idle):
-    """In proportion to priority ** alpha; where all are 0, every item alike."""
+    """Items in proportion to priority ** alpha, with replacement; all equally likely if all priorities are 0."""
 
     def __init__(self, table: Table, alpha: float) -> None:
         self._table, self._alpha = table, alpha
         self._tree = SumTree(table.cells)
-        self._raise(1.0)
+        self._set_highest(1.0)
 
-    def _raise(self, highest: float) -> None:
-        """A new item gets the highest priority so far, so that each is seen at least once, soon."""
-        self._highest, self._new = highest, self._weights(np.float64(highest))
+    def _set_highest(self, highest: float) -> None:
+        """Set the highest priority so far, which new items get so that each is likely to be sampled soon."""
+        self._highest, self._new_weight = highest, self._weights(np.float64(highest))
 
     def inserted(self, cells: Cells, keys: Array) -> None:
-        self._tree.set(cells, self._new)
+        self._tree.set(cells, self._new_weight)
 
     def removed(self, cells: Array) -> None:
         self._tree.set(cells, 0.0)
@@ -191,12 +217,12 @@ class PrioritySelector(Idle):
     def updated(self, cells: Array, priorities: Array) -> None:
         if len(cells):
             if (highest := float(priorities.max())) > self._highest:
-                self._raise(highest)
+                self._set_highest(highest)
             self._tree.set(cells, self._weights(priorities))
 
     def _weights(self, priorities: Array | np.float64) -> Array:
         with np.errstate(over="ignore"):
-            return np.where(priorities > 0, np.minimum(priorities**self._alpha, _MOST), 0.0)
+            return np.where(priorities > 0, np.minimum(priorities**self._alpha, _MAX_WEIGHT), 0.0)
 
     def select(self, n: int, rng: np.random.Generator) -> tuple[Array, Array]:
         total = self._tree.total
@@ -207,18 +233,18 @@ class PrioritySelector(Idle):
         return cells, probabilities
 
     def displaced(self, n: int, rng: np.random.Generator) -> Array:
-        tree, new = self._tree, float(self._new)
+        tree, new = self._tree, float(self._new_weight)
         weight_left, candidates = tree.total, self._independent_draws(n, rng)
         path: list[int] = []
-        cells: list[int] = []  # whose item was removed; each holds a new one now, of weight `new`
-        refilled: set[int] = set()  # the same
+        cells: list[int] = []  # cells whose original item was evicted; each now holds a new item of weight `new`
+        refilled: set[int] = set()  # the same cells
         for chance in rng.random(n).tolist():
             of_new = len(cells) * new
             place = chance * (of_new + weight_left)
             if place < of_new or not weight_left > 0:
                 path.append(cells[min(int(place / new), len(cells) - 1)])
                 continue
-            # Draws use the initial weights: reject a draw of a cell that was refilled since.
+            # Candidates were drawn with the original weights: skip cells that were refilled since.
             found = next((each for each in candidates if each[0] not in refilled), None)
             if found is None:
                 tree.set(np.array(cells), 0.0)
@@ -240,7 +266,7 @@ class PrioritySelector(Idle):
     def among(self, cells: Array, n: int, rng: np.random.Generator) -> tuple[Array, Array]:
         weights = self._tree.weights[cells]
         sums = np.cumsum(weights)
-        if not sums[-1] > 0:  # none would ever be drawn, nor anything else
+        if not sums[-1] > 0:  # all of them have priority 0
             return cells[rng.integers(len(cells), size=n)], np.full(n, 1 / self._table.size)
         chosen = np.minimum(np.searchsorted(sums, rng.random(n) * sums[-1], side="right"), len(cells) - 1)
         return cells[chosen], weights[chosen] / self._tree.total
@@ -257,15 +283,15 @@ class PrioritySelector(Idle):
         check_like(state, self.state())
         weights, highest = state["weights"], float(state["highest"])
         check_finite("weights", weights)
-        require(((weights >= 0) & (weights <= _MOST)).all(), f"weights is not within 0 and {_MOST:g}")
-        require(not weights[self._table.keys < 0].any(), "weights has one above 0 for a cell without an item")
+        require(((weights >= 0) & (weights <= _MAX_WEIGHT)).all(), f"weights is not within 0 and {_MAX_WEIGHT:g}")
+        require(not weights[self._table.keys < 0].any(), "weights has a value above 0 for a cell without an item")
         require(1.0 <= highest < np.inf, f"highest is {highest}, a finite number of at least 1 expected")
         self._tree.set(slice(0, self._table.cells), weights)
-        self._raise(highest)
+        self._set_highest(highest)
 
 
 class HeapSelector(Idle):
-    """The items of lowest priority, or of highest; of equal ones the one that was inserted or updated longest ago."""
+    """The items of lowest priority first, or of highest; among equal ones the least recently inserted or updated."""
 
     distinct = True
 
@@ -273,7 +299,7 @@ class HeapSelector(Idle):
         self._table, self._sign = table, -1.0 if highest else 1.0
         self._heap: list[tuple[float, int, int]] = []
         self._stamp: Array = np.full(table.cells, -1, np.int64)
-        """Per cell, which entry of the heap is the true one."""
+        """Per cell, the number of its current heap entry; -1: no item. Entries with other numbers are outdated."""
         self._count = 0
         self.priorities: Array = np.ones(table.cells)
 
@@ -304,7 +330,7 @@ class HeapSelector(Idle):
         return np.array([cell for _, _, cell in found], np.int64), np.ones(len(found))
 
     def displaced(self, n: int, rng: np.random.Generator) -> Array:
-        # Every popped item is removed. Further items have the priority of the newest one and follow it directly.
+        # Every popped item is evicted. Further new items rank directly after the newest one, with equal priority.
         found = self._popped(n, self._count - 1)
         cells = np.array([cell for _, _, cell in found], np.int64)
         return np.resize(cells, n) if found[-1][1] == self._count - 1 else cells
@@ -322,8 +348,9 @@ class HeapSelector(Idle):
         return found
 
     def state(self) -> Mapping[str, Array]:
-        true = sorted(entry for entry in self._heap if self._stamp[entry[2]] == entry[1])
-        return {"cells": np.array([cell for *_, cell in true], np.int64), "stamp": self._stamp, "of": self.priorities}
+        current = sorted(entry for entry in self._heap if self._stamp[entry[2]] == entry[1])
+        cells = np.array([cell for *_, cell in current], np.int64)
+        return {"cells": cells, "stamp": self._stamp, "of": self.priorities}
 
     def restore(self, state: Mapping[str, Array]) -> None:
         check_like(state, self.state())
@@ -331,7 +358,7 @@ class HeapSelector(Idle):
         require(np.array_equal(np.sort(state["cells"]), items), "cells does not name every item once")
         require(np.array_equal(np.flatnonzero(stamp != -1), items), "stamp and the items do not agree")
         in_range = ((stamp >= -1) & (stamp <= 2**62)).all()
-        require(in_range and len(np.unique(stamp[items])) == len(items), "stamp does not number the items")
+        require(in_range and len(np.unique(stamp[items])) == len(items), "stamp does not give each item its own number")
         check_finite("of", state["of"])
         require((state["of"] >= 0).all(), "of has a negative priority")
         self._stamp[:], self.priorities[:] = stamp, state["of"]

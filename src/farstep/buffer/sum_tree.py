@@ -1,4 +1,4 @@
-"""A tree of sums over a fixed number of leaves: draw leaves in proportion to their weights, thousands at a time."""
+"""A sum tree over a fixed number of leaves: draws thousands of leaves at a time in proportion to their weights."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import numpy as np
 
 from farstep.core import Array
 
-_TOP = 4096  # sums at the top, at most, which one cumulative sum and one binary search go through
-_FEW = 4  # so many sums are made faster one by one
+_TOP = 4096  # largest number of nodes at the top level, which is searched with one cumulative sum
+_FEW = 4  # up to this many sums are computed faster one by one
 _LINE = 64  # bytes of a cache line
 
 
 class SumTree:
-    """Weights of `leaves` leaves. Sums are made of their parts, never adjusted, so that no error builds up.
+    """Weights of `leaves` leaves, and the sums of four nodes each up to a top level.
 
-    Each sum below the top is one of four that make the next.
+    Sums are always recomputed from their four parts and never adjusted, so that rounding errors do not accumulate.
     """
 
     def __init__(self, leaves: int) -> None:
@@ -25,22 +25,23 @@ class SumTree:
             depth += 1
         top = -(-leaves >> 2 * depth)
         self._levels: list[Array] = _aligned([top << 2 * level for level in reversed(range(depth + 1))])
-        """The leaves first."""
+        """From the leaves to the top."""
         self._cumulative: Array = np.zeros(top + 1)
-        """What is before each node at the top, and the total; behind the times when something has changed."""
+        """Sum of all weights before each top node, and the total; outdated if `_changed`."""
         self._changed = False
 
     @property
     def weights(self) -> Array:
-        """Of all leaves; read only."""
+        """The weights of all leaves; do not write to it."""
         return self._levels[0]
 
     @property
     def total(self) -> float:
-        return float(self._before()[-1])
+        """Sum of all weights."""
+        return float(self._cumulative_sums()[-1])
 
     def set(self, leaves: Array | slice, weights: Array | float) -> None:
-        """Give leaves, or all from a start to a stop, new weights; of one that is named twice the last one counts."""
+        """Set the weights of leaves, given as indices or a range; for a repeated index the last weight counts."""
         self._levels[0][leaves] = weights
         for below, above in zip(self._levels, self._levels[1:], strict=False):
             if isinstance(leaves, slice):
@@ -61,11 +62,18 @@ class SumTree:
         self._changed = True
 
     def draw(self, n: int, rng: np.random.Generator, stratified: bool = True) -> tuple[Array, Array]:
-        """`n` leaves in proportion to their weights, and these; with replacement. There must be a weight above 0.
+        """Draw leaves in proportion to their weights, with replacement; the total must be above 0.
 
-        Stratified: one from each n-th part of the total, in order. Otherwise draws are independent of each other.
+        Args:
+            n: Number of draws.
+            rng: Source of randomness.
+            stratified: Draw one leaf from each n-th part of the total, in ascending order; otherwise draws are
+                independent.
+
+        Returns:
+            The leaves and their weights.
         """
-        before = self._before()
+        before = self._cumulative_sums()
         rest = rng.random(n)
         if stratified:
             rest += _counted(n)
@@ -74,13 +82,13 @@ class SumTree:
             rest *= before[-1]
         found = before.searchsorted(rest, side="right")
         found -= 1
-        if not stratified or found[-1] == len(before) - 1:  # rounding went beyond the total
+        if not stratified or found[-1] == len(before) - 1:  # rounding may exceed the total
             np.minimum(found, len(before) - 2, out=found)
         rest -= before.take(found)
         for level in self._levels[-2::-1]:
             found <<= 2
             left = level.take(found)
-            left += level[1:].take(found)  # one half of the four, then one of the two
+            left += level[1:].take(found)  # choose one half of the four nodes, then one of the two
             right = rest >= left
             left *= right
             rest -= left
@@ -92,12 +100,12 @@ class SumTree:
             rest -= left
             found += right
         weights = self.weights.take(found)
-        if not np.minimum.reduce(weights) > 0:  # rounding led to a leaf without any
+        if not np.minimum.reduce(weights) > 0:  # rounding led to a leaf of weight 0
             wrong = np.flatnonzero(weights <= 0)
             found[wrong], weights[wrong] = self.draw(len(wrong), rng, stratified)
         return found, weights
 
-    def _before(self) -> Array:
+    def _cumulative_sums(self) -> Array:
         if self._changed:
             np.add.accumulate(self._levels[-1], out=self._cumulative[1:])
             self._changed = False
@@ -105,7 +113,7 @@ class SumTree:
 
 
 def _aligned(sizes: list[int]) -> list[Array]:
-    """Arrays of zeros in one piece of memory (large pages, where there are any, make draws faster), on cache lines."""
+    """Zero arrays aligned to cache lines, in one allocation so that the kernel may use huge pages."""
     step = _LINE // 8
     held = np.zeros(sum(sizes) + step * (len(sizes) + 1))
     first = -held.ctypes.data % _LINE // 8

@@ -1,7 +1,7 @@
 """Checks of a checkpoint's contents before they are used.
 
-Files with matching checksums can still be forged, or come from another version of farstep: types, keys, shapes, dtypes
-and ranges must be those that the restored objects need, else `Refused` is raised.
+Files with matching checksums can still be forged or come from another version of farstep. These functions raise
+`Refused` unless types, keys, shapes, dtypes and ranges are those that the restored objects need.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ Finite = Annotated[float, msgspec.Meta(ge=-sys.float_info.max, le=sys.float_info
 def converted(
     where: str, value: object, kind: type[T], dec_hook: Callable[[type[Any], Any], object] | None = None
 ) -> T:
-    """Plain data as the msgspec type `kind`, which says what is expected; `where` names it in the refusal. `dec_hook`
-    is msgspec's, for types that it does not know."""
+    """Convert plain data to the msgspec type `kind`; `where` names it in a refusal, `dec_hook` is msgspec's."""
     try:
         return msgspec.convert(value, kind, dec_hook=dec_hook)
     except msgspec.ValidationError as error:
@@ -36,7 +35,7 @@ def converted(
 
 
 def check_array(where: str, array: object, shape: tuple[int, ...], dtype: Any) -> Array:
-    """The array, if it is one of this shape and dtype."""
+    """Return the array; refuse it unless it has this shape and dtype."""
     expected = f"{np.dtype(dtype)}{list(shape)} expected"
     if not isinstance(array, np.ndarray):
         raise Refused(f"{where} is {type(array).__name__}, {expected}")
@@ -48,8 +47,10 @@ def check_array(where: str, array: object, shape: tuple[int, ...], dtype: Any) -
 
 
 def check_like(found: Mapping[str, Array], expected: Mapping[str, Array]) -> None:
-    """Refuse arrays whose names, dtypes or shapes differ from those expected; if the first axis of an expected one has
-    length 0, any length will do."""
+    """Refuse arrays whose names, dtypes or shapes differ from those of `expected`.
+
+    If the first axis of an expected array has length 0, that axis may have any length.
+    """
     check_keys("the checkpoint", found, expected)
     for name, array in expected.items():
         shape = array.shape
@@ -58,15 +59,15 @@ def check_like(found: Mapping[str, Array], expected: Mapping[str, Array]) -> Non
         check_array(name, found[name], shape, array.dtype)
 
 
-def require(holds: object, otherwise: str) -> None:
-    """Refuse, for this reason, unless the condition holds."""
-    if not holds:
-        raise Refused(otherwise)
+def require(condition: object, reason: str) -> None:
+    """Raise `Refused` with the reason unless the condition holds."""
+    if not condition:
+        raise Refused(reason)
 
 
 @contextlib.contextmanager
 def prefixed(where: str) -> Iterator[None]:
-    """Inside, the reason of a refusal begins with `where`."""
+    """Inside this context, the reasons of refusals get the prefix `where`."""
     try:
         yield
     except Refused as reason:
@@ -84,11 +85,11 @@ def check_keys(where: str, found: Any, expected: Any) -> None:
     for key in (key for key in expected if key not in found):
         raise Refused(f"{where} lacks {key}")
     for key in (key for key in found if key not in expected):
-        raise Refused(f"{where} has {key!r}, which nothing uses")
+        raise Refused(f"{where} has an unknown entry {key!r}")
 
 
 def check_torch_generator(where: str, state: object) -> None:
-    """Refuse an array that is not a state of torch's CPU generator; without torch, only one that is not `uint8[n]`."""
+    """Refuse an array that is not a state of torch's CPU generator; if torch is not imported, only check the dtype."""
     if not isinstance(state, np.ndarray) or state.dtype != np.uint8 or state.ndim != 1:
         found = f"{state.dtype}{list(state.shape)}" if isinstance(state, np.ndarray) else type(state).__name__
         raise Refused(f"{where} is {found}, uint8[n] expected")
@@ -96,7 +97,7 @@ def check_torch_generator(where: str, state: object) -> None:
         try:
             torch.Generator().set_state(torch.from_numpy(np.array(state)))
         except (RuntimeError, TypeError) as error:
-            raise Refused(f"{where} is no state of a generator: {error}") from None
+            raise Refused(f"{where} is not a state of a generator: {error}") from None
 
 
 class _PCG64State(msgspec.Struct, forbid_unknown_fields=True):
@@ -114,8 +115,8 @@ class PCG64(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def check_numpy_generator(where: str, state: object) -> None:
-    """Refuse what is no state of the generator that `np.random.default_rng` makes."""
+    """Refuse plain data that is not a state of the generator that `np.random.default_rng` makes."""
     words = converted(where, state, PCG64)
     in_range = 0 <= words.state.state < 2**128 and 0 <= words.state.inc < 2**128
-    require(in_range, f"{where} has a number that is out of range")
+    require(in_range, f"{where} has a number out of range")
     require(words.state.inc % 2, f"{where} has the even increment {words.state.inc}, an odd one expected")

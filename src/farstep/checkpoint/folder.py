@@ -1,13 +1,13 @@
-"""Checkpoints of a training run or a replay buffer: a folder of numbered ones, each of them intact or not used.
+"""A folder of numbered checkpoints of a training run or a replay buffer; damaged ones are never loaded.
 
-    path/000012/obs.npy ...      the arrays, for np.load, too
+    path/000012/obs.npy ...      the arrays; np.load can read them, too
                 meta.json        plain data
                 manifest.json    dtype, shape, bytes and checksum of each array; bytes and checksum of meta.json
                 DONE             the checksum of manifest.json, written last
-    path/.tmp-000013/            one that is being written or removed, or left behind by a process that was killed
-    path/.lock                   locked while one is written
+    path/.tmp-000013/            being written or removed, or left behind by a process that was killed
+    path/.lock                   locked while a checkpoint is written
 
-DONE vouches for the manifest and the manifest for every other file.
+DONE has the checksum of the manifest, and the manifest has the checksums of all other files.
 """
 
 from __future__ import annotations
@@ -49,16 +49,16 @@ class _Manifest(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, kw_only=True)
 class Loaded:
-    """What a checkpoint held."""
+    """The content of a checkpoint."""
 
     arrays: dict[str, Array]
-    """In the order in which they were given, each in C order."""
+    """The arrays in the order in which they were saved, each in C order."""
     meta: dict[str, object]
-    """As given, but with lists for tuples and Python's numbers for NumPy's."""
+    """The plain data, with lists instead of tuples and Python numbers instead of NumPy's."""
     folder: Path
-    """The checkpoint."""
+    """The folder of the checkpoint."""
     refused: tuple[str, ...] = ()
-    """A sentence for each newer checkpoint that is damaged."""
+    """For each newer checkpoint that cannot be used, a sentence with the reason."""
 
 
 def save(
@@ -69,10 +69,23 @@ def save(
     keep: int = 2,
     lock_timeout_s: float = 60.0,
 ) -> Path:
-    """Write the next checkpoint of the folder `path`, and return its own folder.
+    """Write the next numbered checkpoint, atomically.
 
-    Until all of it is on the disk, the ones before it stay as they are; then all but the `keep` newest are removed.
-    While another process saves to the same path, this one waits for up to `lock_timeout_s`.
+    Earlier checkpoints are removed only after the new one is completely on disk.
+
+    Args:
+        path: Folder of the checkpoints; created if necessary.
+        arrays: Arrays by name, of dtypes that .npy files hold without pickle.
+        meta: Plain data that JSON can represent.
+        keep: Number of newest intact checkpoints to keep, at least 1; default: 2.
+        lock_timeout_s: Seconds to wait while another process saves to the same path; default: 60.
+
+    Returns:
+        The folder of the new checkpoint.
+
+    Raises:
+        CheckpointError: It could not be written; earlier checkpoints are intact.
+        ConfigError: An argument cannot be saved.
     """
     check_count("keep", keep)
     plan = {name: np.asarray(array) for name, array in arrays.items()}
@@ -92,7 +105,7 @@ def save(
     except CheckpointError:
         raise
     except OSError as error:
-        kept = "The ones before it are still there; make" if before else "Make"
+        kept = "Earlier checkpoints are intact; make" if before else "Make"
         raise CheckpointError(
             f"the checkpoint could not be saved to {root}: {error}. {kept} sure that there is space and that the "
             "folder is writable, then save again."
@@ -101,9 +114,18 @@ def save(
 
 
 def load(path: str | os.PathLike[str], *, mmap: bool = False) -> Loaded:
-    """Read the newest checkpoint of the folder `path` that is complete and whose content is what was saved.
+    """Read the newest intact checkpoint.
 
-    With `mmap`, arrays are read-only views of the files instead of copies in memory; they are checked all the same.
+    Args:
+        path: The folder that was saved to.
+        mmap: Whether arrays are read-only views of the files instead of copies in memory; checksums are verified in
+            either case. Default: False.
+
+    Returns:
+        The content of the checkpoint.
+
+    Raises:
+        CheckpointError: No checkpoint can be used; the message has the reason for each.
     """
     return load_with(path, lambda loaded: loaded, mmap=mmap)
 
@@ -113,12 +135,15 @@ def load_with(path: str | os.PathLike[str], use: Callable[[Loaded], T], *, mmap:
 
     Args:
         path: The folder that was saved to.
-        use: Raises `files.Refused`, with the reason and before it changes anything, if the content does not fit what is
-            to be restored; it is then called with the checkpoint before.
+        use: If the content cannot be restored, it raises `files.Refused` before it changes anything, and is then called
+            with the checkpoint before.
         mmap: As in `load`.
 
+    Returns:
+        What `use` returned.
+
     Raises:
-        CheckpointError: If there is no checkpoint that can be used; the message says why each was refused.
+        CheckpointError: No checkpoint can be used; the message has the reason for each.
     """
     root = Path(path)
     refused: list[str] = []
@@ -129,7 +154,7 @@ def load_with(path: str | os.PathLike[str], use: Callable[[Loaded], T], *, mmap:
             meta = _read_meta(folder, manifest.meta)
             found = use(Loaded(arrays=arrays, meta=meta, folder=folder, refused=tuple(refused)))
         except files.Refused as reason:
-            if not folder.exists():  # removed by a save meanwhile, so there are newer ones
+            if not folder.exists():  # a concurrent save removed it, so there are newer ones
                 return load_with(path, use, mmap=mmap)
             refused.append(f"{folder} is not used: {reason}")
         else:
@@ -138,25 +163,25 @@ def load_with(path: str | os.PathLike[str], use: Callable[[Loaded], T], *, mmap:
             return found
     if refused:
         advice = (
-            "If they were saved with other options or another version of farstep, use those; otherwise the files are "
-            "damaged: restore the folder from a backup, or start without a checkpoint."
+            "If they were saved with other options or another version of farstep, use the same ones; otherwise the "
+            "files are damaged: restore the folder from a backup, or start without a checkpoint."
         )
         raise CheckpointError("\n  ".join([f"no checkpoint in {root} can be used:", *refused, advice]))
     if (root / _MANIFEST).exists():
-        raise CheckpointError(f"{root} is a single checkpoint; load from the folder it is in, {root.parent}.")
+        raise CheckpointError(f"{root} is a single checkpoint; load from its parent folder, {root.parent}.")
     what = "holds no checkpoint" if root.is_dir() else "is not a folder" if root.exists() else "does not exist"
-    raise CheckpointError(f"{root} {what}; expected a folder that was saved to, with e.g. {root / '000001'} in it.")
+    raise CheckpointError(f"{root} {what}; expected a folder of checkpoints, with e.g. {root / '000001'} in it.")
 
 
 def numbered(path: str | os.PathLike[str]) -> list[Path]:
-    """The checkpoints in the folder `path`, newest first, intact or not; none if there is no such folder."""
+    """The folders of all checkpoints in `path`, newest first, intact or not; empty if there is no such folder."""
     entries = Path(path).iterdir() if Path(path).is_dir() else ()
     folders = [entry for entry in entries if re.fullmatch(r"[0-9]{6,}", entry.name)]
     return sorted(folders, key=lambda folder: int(folder.name), reverse=True)
 
 
 def _plain(value: object, where: str) -> object:
-    """`value` as JSON gives it back."""
+    """Convert `value` to what JSON returns for it; raise `ConfigError` if it cannot represent it."""
     if isinstance(value, np.generic):
         value = value.item()
     if value is None or isinstance(value, str | int | float):
@@ -166,14 +191,14 @@ def _plain(value: object, where: str) -> object:
     if isinstance(value, list | tuple):
         return [_plain(entry, f"{where}[{i}]") for i, entry in enumerate(value)]
     raise ConfigError(
-        f"{where} is {value!r:.100}, which JSON would not give back; expected text, numbers, None, or lists and "
-        "mappings (with keys of text) of these. Arrays go into `arrays`."
+        f"{where} is {value!r:.100}, which JSON cannot represent; expected strings, numbers, None, or lists and "
+        "mappings (with strings as keys) of these. Pass arrays in `arrays`."
     )
 
 
 @contextlib.contextmanager
 def _locked(root: Path, timeout_s: float) -> Iterator[None]:
-    """The folder for this process alone; the kernel gives it back when the process ends."""
+    """Hold an exclusive lock on the folder; the kernel releases it when the process ends."""
     deadline = time.monotonic() + timeout_s
     with open(root / _LOCK, "ab", opener=files.no_follow) as stream:
         while True:
@@ -183,14 +208,15 @@ def _locked(root: Path, timeout_s: float) -> Iterator[None]:
             except BlockingIOError:
                 if time.monotonic() >= deadline:
                     raise CheckpointError(
-                        f"{root} is still locked by another save after {timeout_s} s, so nothing was saved; give each "
-                        f"run a folder of its own, or a longer lock_timeout_s. `fuser {root / _LOCK}` shows who it is."
+                        f"{root} is still locked by another save after {timeout_s} s, so nothing was saved; use a "
+                        f"separate folder for each run, or raise lock_timeout_s. `fuser {root / _LOCK}` shows the "
+                        "process that holds the lock."
                     ) from None
             time.sleep(_POLL_S)
         try:
             yield
         finally:
-            fcntl.flock(stream, fcntl.LOCK_UN)  # a process forked meanwhile has the descriptor, too
+            fcntl.flock(stream, fcntl.LOCK_UN)  # closing is not enough if a fork inherited the descriptor
 
 
 def _write(root: Path, arrays: Mapping[str, Array], meta: bytes) -> Path:
@@ -217,15 +243,15 @@ def _seal(manifest: bytes) -> bytes:
 
 
 def _prune(root: Path, keep: int) -> None:
-    """Remove what is older than the `keep` newest; one that lacks something takes nobody's place."""
-    whole = 0
+    """Remove all checkpoints older than the `keep` newest complete ones."""
+    complete = 0
     for folder in numbered(root):
         try:
-            if whole >= keep:  # renamed first: a load never sees half of it
+            if complete >= keep:  # rename first, so that a concurrent load never sees half of it
                 _remove(folder.rename(root / f"{_TEMPORARY}{folder.name}"))
             else:
                 _inspect(folder)
-                whole += 1
+                complete += 1
         except files.Refused:
             pass
         except OSError as error:
@@ -240,13 +266,13 @@ def _remove(entry: Path) -> None:
 
 
 def _inspect(folder: Path) -> _Manifest:
-    """The manifest of a checkpoint that has all of its files, in full length."""
+    """The manifest of a checkpoint; refuses one whose files are missing or have another size."""
     with files.opened(folder / _DONE, len(_seal(b""))) as stream:
         seal = stream.read()
     with files.opened(folder / _MANIFEST) as stream:
         content = stream.read()
         if _seal(content) != seal:
-            raise files.Refused(f"{_MANIFEST} is not the one that {_DONE} was written for: one of them was changed")
+            raise files.Refused(f"{_MANIFEST} does not match its checksum in {_DONE}: one of them was changed")
         manifest = msgspec.json.decode(content, type=_Manifest)
         sizes = {_META: manifest.meta.size} | {files.file_name(n): e.size for n, e in manifest.arrays.items()}
         extra = sorted({file.name for file in folder.glob("*.npy")} - sizes.keys())

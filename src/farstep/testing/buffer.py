@@ -25,7 +25,7 @@ _CAPACITY = 24
 def check_buffer(make_buffer: MakeBuffer) -> None:
     """Fails with an AssertionError where a buffer breaks the contract."""
     with warnings.catch_warnings():  # priorities are given to every sampler here
-        warnings.filterwarnings("ignore", "neither .* looks at priorities")
+        warnings.filterwarnings("ignore", "neither .* uses priorities")
         for check in (_rows_and_keys, _gone, _times, _limiter, _timeouts, _close, _close_idle, _refusals):
             check(make_buffer)
 

@@ -1,4 +1,4 @@
-"""Consumers of a workflow's messages: what stands between a trigger and each of them, and threads of their own."""
+"""What stands between triggers and consumers: retention of rows, staleness, updates in progress, consumer threads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from farstep.buffer.replay import Buffer
 from farstep.core import Agent
 from farstep.errors import ClosedError, FarstepError
 from farstep.workflow.delivery import Direct, LocalQueue
-from farstep.workflow.dispatch import Message, Passer, extended
+from farstep.workflow.dispatch import Delivery, Message, extended
 from farstep.workflow.ledger import Actor, Ledger
 from farstep.workflow.row_retention import RowRetention, rows_of, windows_of
 from farstep.workflow.triggers import DataKeyTrigger
@@ -23,57 +23,61 @@ Consumer = Callable[[Message], object]
 
 
 class Flow(Protocol):
-    """What a workflow does for its consumers."""
+    """The members of `Workflow` that consumers need."""
 
     agent: Agent
     buffer: Buffer
     ledger: Ledger
     holdings: RowRetention
     stopped: bool
-    """Nothing fires any more."""
+    """Whether the run is ending, so that no trigger fires."""
 
     def is_stale(self, message: Message) -> bool:
-        """Whether some of its rows are too old to learn from."""
+        """Whether the message names rows that are older than `max_staleness` allows."""
         ...
 
     def wake(self) -> None:
-        """Something changed."""
+        """Wake the loop of the workflow, from any thread."""
         ...
 
 
 class Guard:
-    """A passer that keeps a message's rows until its consumer is done, and drops what is too old for it; one that
-    samples is not called before the buffer's limiter lets it."""
+    """The delivery between a trigger and a consumer.
+
+    It retains the rows of a message until its consumer is done, drops messages with rows that are too old, and is
+    `full` while the limiter does not allow the samples that the consumer takes.
+    """
 
     def __init__(
         self,
         flow: Flow,
-        passer: Passer,
+        delivery: Delivery,
         by_data: list[DataKeyTrigger],
         thread: ConsumerThread | None,
         samples: int | None,
         consumer: str,
     ) -> None:
-        self._flow, self._passer, self._thread = flow, passer, thread
+        self._flow, self._delivery, self._thread = flow, delivery, thread
         self._consumer, self._gate = consumer, UpdateGate()
         self.takers = [leaf for leaf in by_data if leaf.min_new is None]
         self.samples = samples or int(len(by_data) > len(self.takers))
         self._open: list[Message] = []
-        """Passed on and not done."""
+        """Messages that were delivered and are not done."""
         self._held: dict[Actor, list[int]] = {}
-        """Per actor, where the windows of these begin."""
-        self._passed = 0
+        """Per actor, the first rows of the windows of these messages."""
+        self._delivered = 0
         self._gaps: dict[Actor, int] = {}
-        """Per actor, the row before which some were dropped that it had been the turn of."""
+        """Per actor, the first row after rows that were dropped instead of delivered."""
 
     @property
     def full(self) -> bool:
+        """Whether the consumer cannot be called now."""
         buffer = self._flow.buffer
         if self._flow.stopped or (self.samples and not buffer.limiter.can_sample(self.samples)):
             return True
         if buffer.sampler.once and len(buffer) < self.samples:
             return True
-        return bool(getattr(self._passer, "full", False))
+        return bool(getattr(self._delivery, "full", False))
 
     def __call__(self, message: Message) -> bool:
         if self.takers:
@@ -81,14 +85,14 @@ class Guard:
                 self._finish(message, "stale")
                 return True
             message = self._flow.holdings.located(message, self)
-        self._passed += 1
-        message = extended(message, message_id=f"{message['trigger_id']}/{self._passed}")
+        self._delivered += 1
+        message = extended(message, message_id=f"{message['trigger_id']}/{self._delivered}")
         self._open.append(message)
         for actor, start, _ in rows_of(message) if self.takers else ():
             self._held.setdefault(actor, []).append(start)
         try:
             with self._updating(message):
-                done = self._passer(message) is not False
+                done = self._delivery(message) is not False
         except BaseException:
             self._finish(message, "")
             raise
@@ -97,26 +101,28 @@ class Guard:
         return done
 
     def is_stale(self, message: Message) -> bool:
-        """Whether a message names rows that are too old to learn from; never for a consumer that takes no rows."""
+        """Whether the message names rows that are too old; always False if the consumer takes no rows."""
         return bool(self.takers) and self._flow.is_stale(message)
 
-    # Updates (see `passers.Updates`)
+    # ---- updates in progress (`delivery.MessageObserver`) ----
 
     def watch_updates(self, gate: UpdateGate) -> None:
-        """Tell the gate whenever the consumer may be changing the agent."""
+        """Report to the gate whenever the consumer may be changing the agent."""
         self._gate = gate
-        if isinstance(self._passer, LocalQueue):
-            self._passer.updates = self
+        if isinstance(self._delivery, LocalQueue):
+            self._delivery.observer = self
 
     def _updating(self, message: Message) -> AbstractContextManager[None]:
-        if not isinstance(self._passer, Direct):
+        if not isinstance(self._delivery, Direct):
             return contextlib.nullcontext()
         return self._gate.updating(self._key(message), self._name(message), self._flow.agent)
 
     def begin(self, message: Message) -> None:
+        """The calling thread starts to handle a message."""
         self._gate.begin(self._key(message), self._name(message), self._flow.agent)
 
     def end(self, message: Message, raised: bool) -> None:
+        """The message was handled, or handling it raised."""
         self._gate.end(self._key(message), raised)
 
     def _key(self, message: Message) -> tuple[int, str]:
@@ -126,8 +132,9 @@ class Guard:
         return f"{self._consumer} of trigger {message['trigger_id']!r}"
 
     def finished(self) -> list[str]:
-        found: list[str] = getattr(self._passer, "finished", list)()
-        failed: set[str] = getattr(self._passer, "failed", set())
+        """Trigger ids of the messages that were done since the last call; frees their rows."""
+        found: list[str] = getattr(self._delivery, "finished", list)()
+        failed: set[str] = getattr(self._delivery, "failed", set())
         done = [message for name in found for message in self._open if message["message_id"] == name]
         for message in done:
             why = None if self._thread is None else self._thread.unhandled.pop(id(message), None)
@@ -136,7 +143,10 @@ class Guard:
         return [message["trigger_id"] for message in done]
 
     def _finish(self, message: Message, unhandled: str | None) -> None:
-        """A message is done; `unhandled` says why it was not handled: "stale", "cancelled", or "" (it raised)."""
+        """Free the rows of a done message.
+
+        `unhandled` is why it was not handled: "stale", "cancelled" or "" (the consumer raised); None: it was handled.
+        """
         if any(each is message for each in self._open):
             self._open = [each for each in self._open if each is not message]
             for actor, start, _ in rows_of(message) if self.takers else ():
@@ -145,7 +155,7 @@ class Guard:
             if unhandled:
                 self.skip(message)
             for actor, start, _ in rows_of(message):
-                # A later stage of the same rows is told of the same gap.
+                # Keep the gap for later stages of the same rows.
                 if self._gaps.get(actor) == start < min(leaf.next_of(actor) for leaf in self.takers):
                     del self._gaps[actor]
             self._flow.holdings.done(message)
@@ -154,32 +164,33 @@ class Guard:
             self._flow.ledger.learned()
 
     def skip(self, message: Message) -> None:
-        """What comes next does not follow what its consumer was given before; from its own thread, too."""
+        """Record that the rows of a message are dropped, so that the next rows start after a gap; from any thread."""
         for actor, _, stop in rows_of(message):
             self._gaps[actor] = max(stop, self._gaps.get(actor, 0))
 
-    # Rows
+    # ---- rows (`row_retention.Holder`) ----
 
-    def holds(self, part: Mapping[str, Any], trigger_id: str | None) -> bool:
-        """Whether a message (of that trigger, where it is known) that is not done names these rows."""
+    def holds(self, window: Mapping[str, Any], trigger_id: str | None) -> bool:
+        """Whether a message that is not done names these rows; `trigger_id`: only messages of this trigger."""
         return any(
-            (each["actor_ids"], each["start"]) == (part["actor_ids"], part["start"])
+            (each["actor_ids"], each["start"]) == (window["actor_ids"], window["start"])
             for message in tuple(self._open)
             if trigger_id in (None, message["trigger_id"])
             for each in windows_of(message)
         )
 
-    def gaps_before(self, part: Mapping[str, Any]) -> list[int]:
-        pairs = zip(part["actor_ids"], part["start"], strict=True)
+    def gaps_before(self, window: Mapping[str, Any]) -> list[int]:
+        """The actors whose rows directly before this window were dropped."""
+        pairs = zip(window["actor_ids"], window["start"], strict=True)
         return [actor for actor, start in pairs if self._gaps.get(actor) == start]
 
     def unread_from(self, actor: int) -> int:
-        """The first row of an actor that is in use, or that a message to come may name."""
+        """The first row of an actor that is in use or that a later message may name."""
         found: list[int] = [*(leaf.next_of(actor) for leaf in self.takers), *self._held.get(actor, ())]
         return min(found)
 
     def discard(self, state: Ledger) -> None:
-        """What it was not told of is not wanted any more."""
+        """Skip all rows that no message has named yet."""
         for leaf in self.takers:
             for actor in state.actors:
                 if leaf.next_of(actor) < state.written(actor):
@@ -192,21 +203,21 @@ class Guard:
 
 
 class ConsumerThread:
-    """A consumer in a thread of its own."""
+    """A consumer that runs in its own thread."""
 
     def __init__(self, flow: Flow, consumer: Consumer, queue: LocalQueue) -> None:
         self._flow, self._consumer, self.queue = flow, consumer, queue
         self.unhandled: dict[int, str] = {}
-        """By identity of messages, why they were not handled."""
+        """By `id(message)`, why messages were not handled."""
         self.guard: Guard | None = None
         self.name = ""
-        """Of its trigger."""
+        """Id of its trigger."""
         self._thread: threading.Thread | None = None
 
     def check_ended(self) -> None:
-        """Refuse to begin while it still does something of an earlier run."""
+        """Raise `ClosedError` if the thread of an earlier run is still working."""
         if self._thread is not None and self._thread.is_alive():
-            raise ClosedError(f"{self} still works on a message of an earlier run; wait until it has returned.")
+            raise ClosedError(f"{self} is still handling a message of an earlier run; wait until it has returned.")
 
     def start(self) -> None:
         self.queue.reopen()
@@ -224,34 +235,35 @@ class ConsumerThread:
                 self._flow.wake()
 
     def _handle(self, message: Message) -> BaseException | None:
-        """Call the consumer, if the message did not become too old while it waited; what it raised."""
+        """Call the consumer unless the message became stale in the queue; returns what the consumer raised."""
         if self.guard is not None and self.guard.is_stale(message):
             self.unhandled[id(message)] = "stale"
             self.guard.skip(message)
             return None
         try:
             self._consumer(message)
-        except BaseException as error:  # raised by the loop, where the caller is
+        except BaseException as error:  # raised in the thread of `run` instead
             self.unhandled[id(message)] = ""
             return None if self._flow.buffer.is_halted and isinstance(error, ClosedError) else error
         return None
 
     def close(self, drop: bool) -> None:
-        """Let it finish what it does, and unless it is to be dropped, what waits."""
+        """Take no more messages; with `drop`, cancel those in the queue, else let the thread handle them."""
         for message in self.queue.close(drop):
             self.unhandled[id(message)] = "cancelled"
 
     def join(self, deadline: float) -> bool:
-        """Wait until it is done; whether it is."""
+        """Wait until the thread has ended, at most until `deadline` (`time.monotonic`); returns whether it has."""
         if self._thread is None:
             return True
         self._thread.join(min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX))
         return not self._thread.is_alive()
 
     def error(self, waited_s: float) -> FarstepError:
+        """The error of a thread that has not ended in time."""
         return FarstepError(
-            f"{self} has not returned {waited_s:g} s after the end of the run. Its thread goes on, and this workflow "
-            "can run again when it has returned; if it needs longer, raise Workflow(end_s=...)."
+            f"{self} has not returned {waited_s:g} s after the end of the run. Its thread continues, and this workflow "
+            "can run again once it has returned; if it needs longer, raise Workflow(end_s=...)."
         )
 
     def __str__(self) -> str:
@@ -259,22 +271,25 @@ class ConsumerThread:
 
 
 class Publisher:
-    """The passer of a workflow's own `publish`: publishes as soon as no consumer is in the middle of an update. It runs
-    in the loop's thread and does not block while it waits."""
+    """The delivery of `Workflow.publish`: publishes as soon as no consumer is in the middle of an update.
+
+    It runs in the thread of the loop and does not block while it waits for its turn.
+    """
 
     def __init__(self, publish: Callable[[], object], agent: Agent, wake: Callable[[], None]) -> None:
         self._publish, self._agent, self._wake = publish, agent, wake
         self._gate = UpdateGate()
         self._turn: Turn | None = None
         self._waiting: list[str] = []
-        """Messages that are not done."""
+        """Ids of messages that are not done."""
         self._done: list[str] = []
-        """Messages that were done with a later one, and that `finished` has not named yet."""
+        """Ids of messages that were done together with a later one and not yet returned by `finished`."""
         self._ends = self._drops = False
         self.failed: set[str] = set()
-        """Messages that are done and published nothing."""
+        """Ids of done messages for which nothing was published."""
 
     def start(self, gate: UpdateGate) -> None:
+        """Start a run with its gate."""
         self._gate, self._ends, self._drops = gate, False, False
 
     def __call__(self, message: Message) -> bool:
@@ -291,6 +306,7 @@ class Publisher:
         return done
 
     def finished(self) -> list[str]:
+        """Ids of the messages that are done; publishes if it is this publisher's turn."""
         if self._waiting and (self._published() or self._ends):
             self._done += self._waiting
             self._waiting.clear()
@@ -320,11 +336,11 @@ class Publisher:
 
     @property
     def next_check(self) -> float | None:
-        """When the loop must call again even if nothing else happens."""
+        """When the loop must call `finished` again even if nothing else happens; None: no need."""
         return None if self._turn is None else self._turn.next_check
 
     def close(self, drop: bool) -> None:
-        """The run ends: leave the queue so that consumers can finish their messages, then publish unless `drop`."""
+        """End the run: leave the queue of the gate so that consumers can finish; then publish unless `drop`."""
         self._ends, self._drops = True, drop
         self._release()
 
@@ -335,4 +351,5 @@ class Publisher:
 
 
 def name_of(consumer: object) -> str:
+    """The consumer's name in errors."""
     return f"the consumer {getattr(consumer, '__qualname__', consumer)!r}"

@@ -1,8 +1,8 @@
-"""How a trigger's message reaches its consumer: by a call, into a thread, into another process.
+"""Deliveries: how a trigger's message reaches its consumer, by a call, in a thread or in another process.
 
-    Dispatcher ─ passer(message) ─ ... ─ take() ─ the consumer works ─ done(message) ─ ... ─ passer.finished()
+    Dispatcher ─ delivery(message) ─ ... ─ take() ─ consumer ─ done(message) ─ ... ─ delivery.finished()
 
-A passer returns True once the consumer is done, False if `finished` will say so later. All waits are bounded.
+A delivery returns True if the message is done, and False if `finished` will report it later. All waits are bounded.
 """
 
 from __future__ import annotations
@@ -28,14 +28,21 @@ from farstep.wire.keys import KeyPair
 from farstep.wire.messages import decoded
 from farstep.workflow.dispatch import Message
 
-_PING_S = 0.5  # a receiver that has died is noticed when something is sent to it
+_PING_S = 0.5  # a dead receiver is detected only by sending to it
 _SEND_S = 2.0
 _CLOSE_MS = 1000
 _MESSAGE, _PING, _BYE = b"M", b"P", b"B"
 
 
 class Direct:
-    """Calls the consumer at once; whatever it returns, it is done then."""
+    """Calls the consumer at once, in the thread of the dispatcher.
+
+    Args:
+        call: The consumer; its return value is ignored.
+
+    Raises:
+        ConfigError: `call` is not callable.
+    """
 
     def __init__(self, call: Callable[[Message], object]) -> None:
         if not callable(call):
@@ -47,8 +54,8 @@ class Direct:
         return True
 
 
-class Updates(Protocol):
-    """Keeps track of the messages whose consumers may be changing the agent (see `consumers.Guard`)."""
+class MessageObserver(Protocol):
+    """Is notified when a thread starts and stops handling a message (see `consumers.Guard`)."""
 
     def begin(self, message: Message) -> None:
         """The calling thread starts to handle a message."""
@@ -60,7 +67,16 @@ class Updates(Protocol):
 
 
 class LocalQueue:
-    """Hands messages to threads of this process, each to one, in order."""
+    """A queue of messages for consumer threads of this process; each message goes to one thread.
+
+    The consumer calls `take`, handles the message and calls `done`.
+
+    Args:
+        maxsize: Largest number of messages that no thread has taken yet; at least 1, default 1.
+
+    Raises:
+        ConfigError: `maxsize` is not an integer of at least 1.
+    """
 
     def __init__(self, maxsize: int = 1) -> None:
         if not isinstance(maxsize, int) or maxsize < 1:
@@ -70,48 +86,76 @@ class LocalQueue:
         self._working = 0
         self._finished: list[str] = []
         self.failed: set[str] = set()
-        """Of those that are done, which were not handled."""
+        """Ids of done messages that were not handled."""
         self._errors: deque[BaseException] = deque()
         self._closed = False
         self._changed = threading.Condition()
-        self.updates: Updates | None = None
+        self.observer: MessageObserver | None = None
         """Notified when a thread takes a message, and when the message is done."""
 
     @property
     def full(self) -> bool:
+        """Whether `maxsize` messages are in the queue."""
         return len(self._waiting) >= self.maxsize
 
     def __call__(self, message: Message) -> bool:
+        """Add a message to the queue.
+
+        Args:
+            message: The message.
+
+        Returns:
+            False: `finished` reports when it is done.
+
+        Raises:
+            DeliveryError: The queue is `full`.
+            ClosedError: The queue is closed.
+        """
         with self._changed:
             if self._closed:
-                raise ClosedError("the queue is closed; nobody takes messages any more.")
+                raise ClosedError("the queue is closed and takes no more messages.")
             if self.full:
                 raise DeliveryError(
-                    f"the queue holds {self.maxsize} messages that nobody has taken; wait until it is not `full`, "
-                    "as a Dispatcher does, or give it a larger maxsize."
+                    f"the queue already holds {self.maxsize} messages (maxsize); wait until it is not `full`, as a "
+                    "Dispatcher does, or raise maxsize."
                 )
             self._waiting.append(message)
             self._changed.notify_all()
         return False
 
     def take(self, timeout_s: float) -> Message | None:
-        """For the consumer: the next message, or None after `timeout_s`; `ClosedError` when none will come."""
+        """Take the next message; called by the consumer.
+
+        Args:
+            timeout_s: Seconds to wait for a message.
+
+        Returns:
+            The message, or None if the time is over.
+
+        Raises:
+            ClosedError: The queue is closed and empty.
+        """
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._closed, timeout_s)
             if not self._waiting:
                 if self._closed:
-                    raise ClosedError("the queue is closed; no message will come.")
+                    raise ClosedError("the queue is closed; no more messages will arrive.")
                 return None
             self._working += 1
             message = self._waiting.popleft()
-        if self.updates is not None:
-            self.updates.begin(message)
+        if self.observer is not None:
+            self.observer.begin(message)
         return message
 
     def done(self, message: Message, error: BaseException | None = None) -> None:
-        """For the consumer: a message was handled, or handling it raised `error`."""
-        if self.updates is not None:
-            self.updates.end(message, error is not None)
+        """Report that a message was handled; called by the consumer.
+
+        Args:
+            message: The message that `take` returned.
+            error: What handling it raised; default: it succeeded.
+        """
+        if self.observer is not None:
+            self.observer.end(message, error is not None)
         with self._changed:
             self._working -= 1
             self._finished.append(_id_of(message))
@@ -121,7 +165,17 @@ class LocalQueue:
             self._changed.notify_all()
 
     def finished(self, timeout_s: float = 0.0) -> list[str]:
-        """The triggers whose messages are done, waiting for one if any is not; raises what a consumer raised."""
+        """Collect which messages are done.
+
+        Args:
+            timeout_s: Seconds to wait for a message to be done if there are outstanding ones; default: 0.
+
+        Returns:
+            Their ids: `message_id`, or `trigger_id` if they have none.
+
+        Raises:
+            BaseException: What a consumer raised, one error per call.
+        """
 
         def settled() -> bool:
             return bool(self._finished or self._errors or self._closed or not (self._waiting or self._working))
@@ -134,7 +188,14 @@ class LocalQueue:
             return done
 
     def close(self, drop: bool = False) -> list[Message]:
-        """No more messages; consumers still get those that wait, unless these are dropped: then they count as done."""
+        """Take no more messages; `take` raises `ClosedError` once the queue is empty.
+
+        Args:
+            drop: Whether to remove the messages in the queue, which then count as done.
+
+        Returns:
+            The removed messages.
+        """
         with self._changed:
             self._closed = True
             dropped = list(self._waiting) if drop else []
@@ -145,13 +206,13 @@ class LocalQueue:
             return dropped
 
     def reopen(self) -> None:
-        """Take messages again, after a `close`."""
+        """Take messages again after `close`."""
         with self._changed:
             self._closed = False
 
 
 class _Report(msgspec.Struct, array_like=True):
-    """What a receiver says."""
+    """A message from the receiver to the sender."""
 
     session: str
     kind: Literal["hello", "done", "bye"]
@@ -162,30 +223,45 @@ class _Report(msgspec.Struct, array_like=True):
 _report: msgspec.msgpack.Decoder[_Report] = msgspec.msgpack.Decoder(_Report)
 
 
-class ZmqPasser:
-    """Hands messages to one other process, which makes a `ZmqReceiver` of `invitation`.
+class ZmqSender:
+    """Sends messages to one consumer in another process of this host, which uses a `ZmqReceiver`.
 
-    Listens at `endpoint`: `ipc://...`, `tcp://127.0.0.1:*` (any free port) or None (a socket without a file). The
-    invitation holds a key and nobody is admitted without it: hand it over in private, not on a command line. One
-    thread uses a passer. A receiver may take as long as it needs, but it must be there within `connect_s` when a
-    message is passed, and stay until the message is done: else `finished` raises `DeliveryError`.
+    Give `sender.invitation` to the other process: it contains the only key that is admitted, so use a private channel
+    such as a pipe, not a command line. Call a sender from one thread only. The receiver may take any time to handle a
+    message, but it must be connected within `connect_s` and stay connected until the message is done; otherwise
+    `finished` raises `DeliveryError`.
+
+    Args:
+        endpoint: Where to listen: `ipc://...`, or `tcp://127.0.0.1:*` for any free port; default: an abstract socket
+            without a file.
+        connect_s: Seconds that a message waits for a receiver; default: 30.
+
+    Raises:
+        ConfigError: `endpoint` is invalid or in use.
+
+    Example:
+        sender = ZmqSender()
+        flow.on(DataKeyTrigger(n="all", size=32), sender)
+        print(json.dumps(sender.invitation), file=process.stdin, flush=True)
     """
 
     def __init__(self, endpoint: str | None = None, *, connect_s: float = 30.0) -> None:
         self.connect_s = connect_s
         self._session, self._ended = "", False
         self._unsent: deque[tuple[float, str, bytes]] = deque()
-        """Messages that no receiver was there for, each with the time until when one must be."""
+        """Messages that wait for a receiver: deadline, id, content."""
         self._outstanding: list[str] = []
-        """Messages that are not done, those included."""
+        """Ids of messages that are not done, including unsent ones."""
         self._finished: list[str] = []
         self.failed: set[str] = set()
-        """Of those that are done, which were not handled."""
+        """Ids of done messages that were not handled."""
         self._pinged = 0.0
         try:
             self._hub = Hub(_checked(endpoint), most_bytes=Limits.HEADER_BYTES)
         except zmq.ZMQError as error:
-            raise ConfigError(f"cannot listen at {endpoint}: {error}. Is it in use? endpoint=None is free.") from error
+            raise ConfigError(
+                f"cannot listen at {endpoint}: {error}. If it is in use, choose another one, or endpoint=None."
+            ) from error
         pair = self._hub.admit(0, 0)
         self._poll = select.poll()
         for fd in self._hub.filenos():
@@ -196,40 +272,65 @@ class ZmqPasser:
             "public": pair.public.decode(),
             "secret": pair.secret.decode(),
         }
+        """Address and keys for `ZmqReceiver`; secret."""
 
     def __call__(self, message: Message) -> bool:
+        """Send a message, or keep it until a receiver connects.
+
+        Args:
+            message: The message: plain data and arrays.
+
+        Returns:
+            False: `finished` reports when it is done.
+
+        Raises:
+            WireError: The message has values that cannot be sent.
+            ClosedError: The sender is closed.
+        """
         self._check_open()
         payload = pack(message)
         self._serve(0)
         self._unsent.append((time.monotonic() + self.connect_s, _id_of(message), payload))
         self._outstanding.append(_id_of(message))
-        self._send_waiting()
+        self._send_unsent()
         return False
 
-    def _send_waiting(self) -> None:
-        """Send what waits for a receiver, if there is one."""
+    def _send_unsent(self) -> None:
+        """Send the messages that waited for a receiver, if one is connected."""
         while self._unsent and self._session and self._sent([_MESSAGE, self._unsent[0][2]]):
             self._unsent.popleft()
 
-    def _check_waiting(self) -> None:
-        """Nothing waits for longer than it may."""
+    def _check_unsent(self) -> None:
+        """Raise `DeliveryError` if a message has waited for a receiver longer than `connect_s`."""
         if self._unsent and time.monotonic() >= self._unsent[0][0]:
             _, name, _ = self._unsent.popleft()
             self._outstanding.remove(name)
             self._finished.append(name)
             self.failed.add(name)
-            found = "the receiver is gone" if self._ended else "no receiver has connected"
+            found = "the receiver has ended, and no other one" if self._ended else "no receiver"
             raise DeliveryError(
-                f"a message of trigger {_trigger_of(name)!r} cannot be passed at {self._hub.address}: {found}, none "
-                f"came within {self.connect_s:g} s. Start one there: ZmqReceiver(invitation)."
+                f"a message of trigger {_trigger_of(name)!r} cannot be sent from {self._hub.address}: {found} has "
+                f"connected within {self.connect_s:g} s. Start one in another process: ZmqReceiver(invitation)."
             )
 
     def _check_open(self) -> None:
         if self._hub.is_closed:
-            raise ClosedError("this passer is closed; make a new one, and a receiver with its invitation.")
+            raise ClosedError("this sender is closed; create a new one, and a receiver with its invitation.")
 
     def finished(self, timeout_s: float = 0.0) -> list[str]:
-        """The triggers whose messages are done, waiting for one if any is not; raises what went wrong there."""
+        """Collect which messages are done.
+
+        Args:
+            timeout_s: Seconds to wait for a message to be done if there are outstanding ones; default: 0.
+
+        Returns:
+            Their ids: `message_id`, or `trigger_id` if they have none.
+
+        Raises:
+            DeliveryError: A consumer raised (with its traceback), or the receiver ended before a message was done.
+            WireError: The receiver sent invalid data.
+            ClosedError: The sender is closed.
+        """
         self._check_open()
         deadline = time.monotonic() + timeout_s
         self._serve(0)
@@ -243,96 +344,121 @@ class ZmqPasser:
         return done
 
     def _serve(self, timeout_s: float) -> None:
-        """Take in what receivers said; if nothing, wait for something."""
+        """Process the reports of receivers; if there are none, wait up to `timeout_s` for one."""
         if not self._drain() and timeout_s > 0:
             self._poll.poll(timeout_s * 1000)
             self._drain()
-        self._send_waiting()
-        self._check_waiting()
+        self._send_unsent()
+        self._check_unsent()
 
     def _drain(self) -> bool:
-        said = False
+        """Process all reports that have arrived; returns whether there were any."""
+        found = False
         for _, received in self._hub.drain():
-            said = True
+            found = True
             try:
                 report = decoded(_report, received.frames)
             except WireError as error:
-                raise WireError(f"the receiver at {self._hub.address} sent what is no report: {error}") from error
-            self._note(report)
-        return said
+                raise WireError(f"the receiver at {self._hub.address} sent an invalid report: {error}") from error
+            self._process(report)
+        return found
 
-    def _note(self, report: _Report) -> None:
+    def _process(self, report: _Report) -> None:
         if report.kind == "hello":
             self._session = report.session
-            self._lose("was replaced by another one")
+            self._fail_sent("was replaced by another one")
         elif report.session == self._session and report.kind == "bye":
             self._session = ""
-            self._lose("has closed")
+            self._fail_sent("has closed")
         elif report.session == self._session and report.trigger_id in self._outstanding:
             self._outstanding.remove(report.trigger_id)
             self._finished.append(report.trigger_id)
             if report.error:
                 self.failed.add(report.trigger_id)
                 raise DeliveryError(
-                    f"a message of trigger {_trigger_of(report.trigger_id)!r} failed there:\n\n{report.error}"
+                    f"the consumer of trigger {_trigger_of(report.trigger_id)!r} in another process raised:\n\n"
+                    f"{report.error}"
                 )
 
     def _check_alive(self) -> None:
+        """Raise `DeliveryError` if the receiver has ended before its messages were done; pings it now and then."""
         now = time.monotonic()
         if not self._session:
-            self._lose("has ended")
+            self._fail_sent("has ended")
             return
         if now - self._pinged < _PING_S:
             return
         self._pinged = now
         if not self._sent([_PING]):
-            self._serve(0)  # what it said before it ended
-            self._lose("has ended")
+            self._serve(0)  # reports that it sent before it ended
+            self._fail_sent("has ended")
 
     def _sent(self, frames: list[bytes]) -> bool:
-        """Send to the receiver; if it is gone, the next one counts from its hello on, not from its connection."""
+        """Send to the receiver and return whether that worked; otherwise wait for the hello of another receiver."""
         if self._hub.send(0, frames):
             return True
         self._ended, self._session = bool(self._session) or self._ended, ""
         return False
 
-    def _lose(self, how: str) -> None:
+    def _fail_sent(self, how: str) -> None:
+        """Mark all sent messages as done and failed, and raise `DeliveryError` if there are any."""
         unsent = {name for _, name, _ in self._unsent}
         if lost := [name for name in self._outstanding if name not in unsent]:
             self._outstanding = [name for name in self._outstanding if name in unsent]
-            self._finished += lost  # nobody waits for them any more
+            self._finished += lost
             self.failed.update(lost)
             raise DeliveryError(
                 f"the receiver at {self._hub.address} {how} before it was done with messages of "
-                f"{', '.join(map(_trigger_of, lost))}; "
-                "look at its own output for the reason, and pass them again to a new one if they matter."
+                f"{', '.join(map(_trigger_of, lost))}; see its output for the reason, and send them again to a new "
+                "receiver if they matter."
             )
 
     def close(self) -> None:
+        """Close the connection; the receiver's `take` then raises `ClosedError`. Idempotent."""
         if self._session:
             self._hub.send(0, [_BYE])
         self._hub.close(linger_ms=_CLOSE_MS)
 
 
 class ZmqReceiver:
-    """The consumer's end of a `ZmqPasser`, in another process."""
+    """The consumer's end of a `ZmqSender`, in another process.
+
+    The consumer calls `take`, handles the message and calls `done`.
+
+    Args:
+        invitation: `ZmqSender.invitation`, as it is.
+
+    Raises:
+        ConfigError: The invitation lacks an entry.
+        DeliveryError: The sender does not admit this invitation, or does not respond.
+    """
 
     def __init__(self, invitation: Mapping[str, str]) -> None:
         known = ("address", "server_key", "public", "secret")
         if not isinstance(invitation, Mapping) or not all(isinstance(invitation.get(key), str) for key in known):
             what = sorted(map(str, invitation)) if isinstance(invitation, Mapping) else invitation
             raise ConfigError(
-                f"ZmqReceiver got {what}; expected a passer's invitation, with {', '.join(known)}: hand over "
-                "passer.invitation as it is, e.g. as JSON on the process's standard input."
+                f"ZmqReceiver got {what}; expected a sender's invitation, with {', '.join(known)}: pass on "
+                "sender.invitation as it is, e.g. as JSON on the process's standard input."
             )
         pair = KeyPair(invitation["public"].encode(), invitation["secret"].encode())
         self._session, self._closed, self._address = os.urandom(8).hex(), False, invitation["address"]
         server_key = invitation["server_key"].encode()
         self._link: DealerLink | None = DealerLink(self._address, server_key, pair, MAIN, _SEND_S)
-        self._say("hello")
+        self._report("hello")
 
     def take(self, timeout_s: float) -> Message | None:
-        """The next message, or None after `timeout_s`; `ClosedError` once the passer was closed."""
+        """Take the next message.
+
+        Args:
+            timeout_s: Seconds to wait for a message.
+
+        Returns:
+            The message, or None if the time is over.
+
+        Raises:
+            ClosedError: The sender or this receiver is closed.
+        """
         self._check_open()
         deadline = time.monotonic() + timeout_s
         while not self._closed:
@@ -344,44 +470,54 @@ class ZmqReceiver:
             if kind == _MESSAGE:
                 return cast(Message, unpack(received.frames[1]))
             self._closed = kind == _BYE
-        raise ClosedError("the passer is closed; no message will come.")
+        raise ClosedError("the sender is closed; no more messages will arrive.")
 
     def done(self, message: Message, error: BaseException | None = None) -> None:
-        """A message was handled, or handling it raised `error`."""
+        """Report that a message was handled.
+
+        Args:
+            message: The message that `take` returned.
+            error: What handling it raised, sent with its traceback; default: it succeeded.
+
+        Raises:
+            DeliveryError: The sender does not respond.
+            ClosedError: This receiver is closed.
+        """
         self._check_open()
         text = "" if error is None else printable("".join(traceback.format_exception(error)))
-        self._say("done", _id_of(message), text)
+        self._report("done", _id_of(message), text)
 
-    def _say(self, kind: Literal["hello", "done", "bye"], trigger_id: str = "", error: str = "") -> None:
+    def _report(self, kind: Literal["hello", "done", "bye"], trigger_id: str = "", error: str = "") -> None:
         assert self._link is not None
         try:
             self._link.send([msgspec.msgpack.encode(_Report(self._session, kind, trigger_id, error))])
         except zmq.Again:
             raise DeliveryError(
-                f"the passer at {self._address} takes no reports: it does not admit this invitation, or it is stuck."
+                f"the sender at {self._address} does not accept reports: it does not admit this invitation, or hangs."
             ) from None
 
     def _check_open(self) -> None:
         if self._link is None:
-            raise ClosedError("this receiver is closed; make another one of the passer's invitation.")
+            raise ClosedError("this receiver is closed; create another one from the sender's invitation.")
 
     def close(self) -> None:
+        """Disconnect from the sender. Idempotent."""
         if self._link is None:
             return
         if not self._closed:
             with contextlib.suppress(zmq.ZMQError, DeliveryError):
-                self._say("bye")
+                self._report("bye")
         self._link.close()
         self._link = None
 
 
 def _id_of(message: Message) -> str:
-    """What a message is reported as when it is done: itself, where its trigger may have several under way."""
+    """The id that reports of a message use: its own, or its trigger's if it has none."""
     return str(message.get("message_id") or message.get("trigger_id", ""))
 
 
 def _trigger_of(name: str) -> str:
-    """The trigger of a message that goes by this name."""
+    """The trigger of the message with this id."""
     return name.rpartition("/")[0] or name
 
 
@@ -389,5 +525,5 @@ def _checked(endpoint: str | None) -> str:
     if endpoint is None:
         return f"ipc://@farstep-{os.getpid()}-{os.urandom(8).hex()}"
     if not isinstance(endpoint, str) or not endpoint.startswith(("ipc://", "tcp://127.0.0.1:")):
-        raise ConfigError(f"ZmqPasser.endpoint is {endpoint!r}; expected ipc://..., tcp://127.0.0.1:* or None.")
+        raise ConfigError(f"ZmqSender.endpoint is {endpoint!r}; expected ipc://..., tcp://127.0.0.1:* or None.")
     return endpoint

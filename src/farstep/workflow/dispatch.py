@@ -1,9 +1,9 @@
-"""What a trigger is, how triggers are joined, and who evaluates them.
+"""Triggers, their combinations, and the dispatcher that evaluates them.
 
-    something changes ─ Ledger ─ Dispatcher.check: ready? consume, pass the message on ─ ... ─ done
+    Ledger changes ─ Dispatcher.check: trigger.ready? ─ trigger.consume ─ delivery(message) ─ ... ─ done
 
-A trigger looks (`ready`) and commits (`consume`) apart, so that `a & b` takes from both or from none. Nothing here
-waits or reads a clock.
+A trigger tests (`ready`) and commits (`consume`) in separate calls, so that `a & b` consumes from both or from neither.
+No code here waits or reads a clock.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ Message = Mapping[str, Any]
 
 
 class LazyMessage(Mapping[str, Any]):
-    """A message that lists the steps of all actors only when a consumer reads them.
+    """A message that computes the list of all actors' steps only when a consumer reads it.
 
-    Listing them takes time in proportion to the number of actors, and consumers that sample rarely read them.
+    Computing it takes time in proportion to the number of actors, and consumers that sample rarely read it.
     """
 
     COLUMNS = ("actor_ids", "start", "versions")
@@ -60,46 +60,73 @@ class LazyMessage(Mapping[str, Any]):
 
 
 def extended(message: Message, **more: object) -> Message:
-    """The message with further entries."""
+    """A copy of the message with further entries."""
     return message.extended(**more) if isinstance(message, LazyMessage) else {**message, **more}
 
 
-class Passer(Protocol):
-    """Hands a message to its consumer.
+class Delivery(Protocol):
+    """Delivers a message to its consumer: a function of the message, or an object with optional further members.
 
-    False: the consumer is not done yet. A passer that says so may have `finished() -> list[str]`, the trigger ids of
-    messages that were done since the last call; without it somebody calls `Dispatcher.done`. It raises what went wrong
-    with one; `failed: set[str]` says which of those that are done were not handled. One that may have no room has a
-    property `full`.
+    Calling it returns False if the consumer handles the message later, and anything else if the message is done.
+
+    Optional members:
+        finished() -> list[str]: Ids of the messages that were done since the last call; raises the error of one that
+            failed. Without it, the consumer must call `Dispatcher.done`.
+        failed: set[str]: Ids of done messages whose consumer raised or never handled them.
+        full: bool: Whether it cannot take another message now.
     """
 
     def __call__(self, message: Message, /) -> bool | None: ...
 
 
 class Trigger:
-    """What triggers have in common; one of your own needs `ready` only.
+    """Base class of triggers; your own trigger needs only `ready`.
 
-    Without a `consume` of its own it fires at most once per change of the state. `a & b` fires when both are ready,
-    `a | b` when one is.
+    A trigger that does not override `consume` fires at most once per change of the ledger. `a & b` fires when both are
+    ready, `a | b` when one of them is.
     """
 
     _fired_at = -1
     _registered = False
 
     def ready(self, state: Ledger) -> Message | None:
-        """The message, if it would fire now; changes nothing."""
-        raise ConfigError(f"{type(self).__name__} has no ready(self, state); it returns the message, or None.")
+        """Decide whether to fire now, without changing anything.
+
+        Args:
+            state: Steps, versions, updates and time of the workflow.
+
+        Returns:
+            The message for the consumer, or None if the trigger does not fire.
+        """
+        raise ConfigError(f"{type(self).__name__} has no ready(self, state), which returns the message or None.")
 
     def consume(self, state: Ledger, message: Message) -> None:
-        """It fires with what `ready` just returned, and is not ready again for the same."""
-        object.__setattr__(self, "_fired_at", state.changes)  # also where it is a frozen dataclass
+        """Commit a firing, so that the trigger does not fire again for the same reason.
+
+        Args:
+            state: The ledger that `ready` was called with.
+            message: What `ready` returned.
+        """
+        object.__setattr__(self, "_fired_at", state.changes)  # works for frozen dataclasses, too
 
     def deadline(self, state: Ledger) -> float | None:
-        """When, on the clock of `state.now`, it may become ready without any other change."""
+        """When the trigger may become ready without any other change of the ledger.
+
+        Args:
+            state: The ledger.
+
+        Returns:
+            A time on the clock of `state.now`, in seconds, or None.
+        """
         return None
 
     def resume(self, state: Ledger, paused_s: float) -> None:
-        """A run begins at `state`; for so long none did."""
+        """Called when a run starts.
+
+        Args:
+            state: The ledger.
+            paused_s: Seconds since the last run ended.
+        """
 
     def __and__(self, other: Trigger) -> AllOf:
         return AllOf((*_parts(self, AllOf), *_parts(other, AllOf)))
@@ -109,11 +136,11 @@ class Trigger:
 
 
 def check_trigger(value: object, remedy: str) -> None:
-    """Refuse what is none."""
+    """Raise `ConfigError`, with the remedy, unless the value is a trigger."""
     if isinstance(value, TransferTrigger):
         raise ConfigError(value.NO_TRIGGER)
     if not isinstance(value, Trigger):
-        raise ConfigError(f"{value!r} is no trigger; {remedy}.")
+        raise ConfigError(f"{value!r} is not a trigger; {remedy}.")
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,11 +149,21 @@ class _Joined(Trigger):
 
     def __post_init__(self) -> None:
         for part in self.parts:
-            check_trigger(part, "join triggers, such as TimeTrigger(60) | TimeTrigger(9)")
+            check_trigger(part, "combine triggers, e.g. TimeTrigger(60) | TimeTrigger(9)")
 
 
 class AllOf(_Joined):
-    """Fires when all of several are ready, and takes from all; their messages are listed under `all`."""
+    """`a & b`: fires when all parts are ready, and consumes from all of them.
+
+    `message["all"]` is the list of their messages. A part without its own `consume` acts as a gate: it must be ready,
+    but does not count as fired.
+
+    Args:
+        parts: The triggers.
+
+    Raises:
+        ConfigError: A part is not a trigger.
+    """
 
     def ready(self, state: Ledger) -> Message | None:
         messages = []
@@ -140,7 +177,7 @@ class AllOf(_Joined):
     def consume(self, state: Ledger, message: Message) -> None:
         takes = [type(part).consume is not Trigger.consume for part in self.parts]
         for part, own, takes_some in zip(self.parts, message["all"], takes, strict=True):
-            if takes_some or not any(takes):  # else it is a gate: open for as long as the others have something
+            if takes_some or not any(takes):
                 part.consume(state, own)
 
     def deadline(self, state: Ledger) -> float | None:
@@ -150,7 +187,16 @@ class AllOf(_Joined):
 
 
 class AnyOf(_Joined):
-    """Fires when one of several is ready, and takes from that alone; `any` in the message says which."""
+    """`a | b`: fires when one of the parts is ready, and consumes only from that one.
+
+    The message is that of the part, and `message["any"]` is the index of the part. Ready parts take turns.
+
+    Args:
+        parts: The triggers.
+
+    Raises:
+        ConfigError: A part is not a trigger.
+    """
 
     _turn = 0
 
@@ -164,7 +210,7 @@ class AnyOf(_Joined):
 
     def consume(self, state: Ledger, message: Message) -> None:
         self.parts[message["any"]].consume(state, message)
-        object.__setattr__(self, "_turn", message["any"] + 1)  # so that none keeps the others from firing
+        object.__setattr__(self, "_turn", message["any"] + 1)  # no part starves the others
 
     def deadline(self, state: Ledger) -> float | None:
         return min((found for part in self.parts if (found := part.deadline(state)) is not None), default=None)
@@ -174,44 +220,61 @@ class AnyOf(_Joined):
 class _Entry:
     trigger_id: str
     trigger: Trigger
-    passer: Passer
+    delivery: Delivery
     max_outstanding: int
     outstanding: int = 0
 
     @property
     def has_room(self) -> bool:
-        return self.outstanding < self.max_outstanding and not getattr(self.passer, "full", False)
+        return self.outstanding < self.max_outstanding and not getattr(self.delivery, "full", False)
 
 
 class Dispatcher:
-    """Evaluates triggers after a change and passes their messages on, in rounds of at most one firing each."""
+    """Evaluates triggers and delivers their messages, in rounds in which each trigger fires at most once."""
 
     def __init__(self) -> None:
         self._entries: dict[str, _Entry] = {}
         self._checking = False
 
-    def add(self, trigger: Trigger, passer: Passer, *, trigger_id: str | None = None, max_outstanding: int = 1) -> str:
-        """Register a trigger; at most `max_outstanding` of its messages are not done at any time. Returns its id."""
+    def add(
+        self, trigger: Trigger, delivery: Delivery, *, trigger_id: str | None = None, max_outstanding: int = 1
+    ) -> str:
+        """Register a trigger.
+
+        Args:
+            trigger: The trigger; it and its parts can be registered only once.
+            delivery: Delivers its messages.
+            trigger_id: Its id in messages; default: its class and a number, e.g. `TimeTrigger-1`.
+            max_outstanding: The trigger does not fire while this many of its messages are not done.
+
+        Returns:
+            The id.
+
+        Raises:
+            ConfigError: An argument is invalid, or the trigger or the id is already registered.
+        """
         check_trigger(trigger, "derive it from farstep.workflow.triggers.Trigger")
-        if not callable(passer):
-            raise ConfigError(f"{passer!r} is no passer; expected a function of the message, or LocalQueue(...).")
+        if not callable(delivery):
+            raise ConfigError(f"delivery is {delivery!r}; expected a function of the message, or e.g. LocalQueue(...).")
         if not isinstance(max_outstanding, int) or max_outstanding < 1:
             raise ConfigError(f"max_outstanding is {max_outstanding!r}; expected a number of messages, at least 1.")
         trigger_id = f"{type(trigger).__name__}-{len(self._entries)}" if trigger_id is None else trigger_id
         if trigger_id in self._entries:
-            raise ConfigError(f"there is a trigger {trigger_id!r} already; expected another trigger_id.")
+            raise ConfigError(f"there is already a trigger {trigger_id!r}; choose another trigger_id.")
         seen: list[Trigger] = []
         for leaf in leaves_of(trigger):
             if leaf._registered or any(leaf is other for other in seen):
-                raise ConfigError(f"{leaf!r} is registered already; it counts what it took, so make another one.")
+                raise ConfigError(
+                    f"{leaf!r} is already registered; a trigger counts what it consumed, so create another one."
+                )
             seen.append(leaf)
         for leaf in seen:
             object.__setattr__(leaf, "_registered", True)
-        self._entries[trigger_id] = _Entry(trigger_id, trigger, passer, max_outstanding)
+        self._entries[trigger_id] = _Entry(trigger_id, trigger, delivery, max_outstanding)
         return trigger_id
 
     def resume(self, state: Ledger, now: float) -> None:
-        """A run begins now: what passed since the last one does not count."""
+        """Start a run at time `now`; the time since the last run does not count."""
         paused_s = now - state.now
         state.tick(now)
         for entry in self._entries.values():
@@ -219,9 +282,15 @@ class Dispatcher:
                 leaf.resume(state, paused_s)
 
     def check(self, state: Ledger) -> list[Message]:
-        """Fire until no trigger is ready (or has room); returns what was passed on, in order.
+        """Fire triggers until none is ready, or the ready ones have `max_outstanding` messages.
 
-        Called again by a passer it does nothing: the call under way goes on with what changed.
+        If a delivery calls it, it does nothing: the outer call processes the change.
+
+        Args:
+            state: The ledger.
+
+        Returns:
+            The delivered messages, in order.
         """
         if self._checking:
             return []
@@ -245,10 +314,10 @@ class Dispatcher:
             changes = state.changes
             entry.trigger.consume(state, message)
             message = extended(message, trigger_id=entry.trigger_id)
-            entry.outstanding += 1  # before: it may be done while the passer still runs
+            entry.outstanding += 1  # count it first: it may be done before the delivery returns
             later = False
             try:
-                later = entry.passer(message) is False
+                later = entry.delivery(message) is False
             finally:
                 entry.outstanding -= not later and entry.outstanding > 0
             _settle(entry.trigger, changes, state)
@@ -258,14 +327,14 @@ class Dispatcher:
         return [message]
 
     def _take_done(self, entry: _Entry) -> None:
-        for trigger_id in getattr(entry.passer, "finished", list)():
+        for trigger_id in getattr(entry.delivery, "finished", list)():
             self.done(trigger_id)
 
     def settle(self) -> list[BaseException]:
-        """Take in which messages are done, without firing; what their consumers raised."""
+        """Record which messages are done, without firing; returns the errors of their consumers."""
         errors: list[BaseException] = []
         for entry in self._entries.values():
-            for _ in range(entry.outstanding + 1):  # each of them may have failed
+            for _ in range(entry.outstanding + 1):  # `finished` raises one error at a time
                 try:
                     self._take_done(entry)
                     break
@@ -274,51 +343,61 @@ class Dispatcher:
         return errors
 
     def done(self, trigger_id: str) -> None:
-        """A message of this trigger was handled."""
+        """Record that one message of a trigger was handled.
+
+        Args:
+            trigger_id: The id of the trigger.
+
+        Raises:
+            ConfigError: The id is unknown, or the trigger has no outstanding message.
+        """
         entry = self._entries.get(trigger_id)
         if entry is None:
             raise ConfigError(unknown_name("trigger", trigger_id, self._entries))
         if not entry.outstanding:
-            raise ConfigError(f"a message of {trigger_id!r} is said to be done, but none is outstanding.")
+            raise ConfigError(f"done({trigger_id!r}) was called, but none of its messages is outstanding.")
         entry.outstanding -= 1
 
     def outstanding(self, trigger_id: str | None = None) -> int:
-        """How many messages (of that trigger) were passed on and are not done."""
+        """Number of messages, of one trigger or of all, that were delivered and are not done."""
         return sum(entry.outstanding for name, entry in self._entries.items() if trigger_id in (None, name))
 
     def deadline(self, state: Ledger) -> float | None:
-        """When to `tick` and `check` again if nothing else changes."""
+        """When to `tick` and `check` again if nothing else changes, on the clock of `state.now`; None: never."""
         deadlines = [entry.trigger.deadline(state) for entry in self._entries.values() if entry.has_room]
         return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
 
 def _noted(error: BaseException, entry: _Entry) -> BaseException:
+    """The error with a note that names the trigger."""
     note = f"In trigger {entry.trigger_id!r}, {entry.trigger!r}."
-    if note not in getattr(error, "__notes__", ()):  # a consumer may raise the same one again
+    if note not in getattr(error, "__notes__", ()):  # a consumer may raise the same error object again
         error.add_note(note)
     return error
 
 
 def _look(trigger: Trigger, state: Ledger) -> Message | None:
+    """The message of a trigger that is ready and has not fired since the last change."""
     if trigger._fired_at == state.changes:
         return None
     message = trigger.ready(state)
     if message is not None and not isinstance(message, Mapping):
         raise ConfigError(
             f"{type(trigger).__name__}.ready returned {message!r}; expected the message, a mapping such as "
-            '{"steps": state.env_steps}, or None while it is not ready.'
+            '{"steps": state.env_steps}, or None if it is not ready.'
         )
     return message
 
 
 def _settle(trigger: Trigger, changes: int, state: Ledger) -> None:
-    """What the handling of its own message changed is no reason for a trigger without `consume` to fire again."""
+    """Keep a trigger without its own `consume` from firing again for changes that its own message caused."""
     for leaf in leaves_of(trigger):
         if leaf._fired_at == changes:
             object.__setattr__(leaf, "_fired_at", state.changes)
 
 
 def leaves_of(trigger: Trigger) -> Iterator[Trigger]:
+    """The triggers that `&` and `|` combine, or the trigger itself."""
     if isinstance(trigger, _Joined):
         for part in trigger.parts:
             yield from leaves_of(part)

@@ -1,4 +1,4 @@
-"""Fragments: steps for which a `DataKeyTrigger` with stages has fired its first stage, but not its last one."""
+"""Fragments: windows for which a `DataKeyTrigger` with stages has fired the first stage, but not the last one."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class Fragment:
     """Per actor, the first step of its window."""
     stage: int = 1
     missing: set[Actor] = field(default_factory=set)
-    """Actors that are not known to have written all keys of the stage."""
+    """Actors that have not written all keys of the stage, as far as is known."""
     queued: bool = False
     """Whether the queue of `Fragments` has an entry for it."""
 
 
 class Fragments:
-    """All fragments that are not complete, indexed by actor.
+    """All incomplete fragments, indexed by actor.
 
     An update for one actor visits only that actor's fragments.
     """
@@ -98,7 +98,7 @@ class Fragments:
             del self._of[actor]
 
     def reset(self) -> None:
-        """Forget what is known of the ledger. The caller must call `update` for every actor."""
+        """Start with another ledger. The caller must call `update` for every actor."""
         self._queue.clear()
         for fragment in self._open.values():
             fragment.missing, fragment.queued = set(fragment.starts), False

@@ -1,7 +1,6 @@
-"""What has happened in a workflow: triggers look at it, the workflow writes it down.
+"""The state that triggers test: steps written, versions published, updates made, time passed.
 
-Steps are counted per actor and key, in the actor's own steps since it began. One thread uses a ledger; its only clock
-is what `tick` is told.
+Steps are counted per actor and key, from 0. A ledger is used by one thread, and its clock advances only by `tick`.
 """
 
 from __future__ import annotations
@@ -14,15 +13,15 @@ from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from farstep.errors import ConfigError, unknown_name
 
 Actor = Hashable
-"""What tells actors apart, e.g. a worker's number; a message to another process needs one of plain data."""
+"""Id of an actor, e.g. the number of a worker; messages to other processes need ids of plain data."""
 Span = tuple[int, int]
 """The oldest and the newest version of some steps."""
 
-_HISTORY = 2048  # arrivals remembered one by one per actor and key; much older ones are put together
+_HISTORY = 2048  # writes kept individually per actor and key; older ones are merged
 
 
 class _Track:
-    """How far one actor has written one key, arrival by arrival."""
+    """The writes of one actor to one key."""
 
     def __init__(self) -> None:
         self._ends, self._arrivals, self._oldest, self._newest = (array("q") for _ in range(4))
@@ -44,13 +43,13 @@ class _Track:
             self._ends[old] = self._ends[_HISTORY - 1 : _HISTORY]
 
     def cut(self, end: int) -> None:
-        """Forget arrivals beyond `end`."""
+        """Remove writes beyond step `end`."""
         kept = slice(bisect_right(self._ends, end), None)
         for each in (self._ends, self._arrivals, self._oldest, self._newest):
             del each[kept]
 
     def arrival_of(self, steps: int) -> int:
-        """When the first `steps` steps were there."""
+        """The change (`Ledger.changes`) by which the first `steps` steps were written."""
         return self._arrivals[bisect_left(self._ends, steps)]
 
     def span(self, start: int, stop: int) -> Span:
@@ -59,9 +58,11 @@ class _Track:
 
 
 class Ledger:
-    """Steps written, versions published, updates made, time passed.
+    """Steps written, versions published, updates made and time passed in a workflow.
 
-    `keys` names all arrays that travel. Without names every write is of all keys, and triggers may name any.
+    Args:
+        keys: Names of all arrays of a row. Without names, every write is of all keys, and triggers may name any key.
+        now: The time now, in seconds on the caller's clock.
     """
 
     def __init__(self, keys: Iterable[str] = (), now: float = 0.0) -> None:
@@ -69,30 +70,44 @@ class Ledger:
         self.changes = 0
         """Increases with every change."""
         self.started = self.now = now
-        """Seconds on the caller's clock, at the beginning and at present."""
+        """Time of creation and time now, in seconds on the caller's clock."""
         self.env_steps = 0
-        """Steps of single environments that have arrived whole."""
+        """Steps of single environments that were written with all keys."""
         self.learner_steps = 0
+        """Updates of the learner."""
         self.versions: dict[str, int] = {}
         """The newest version of every published object."""
-        self._tracks: dict[Actor, dict[str, _Track]] = {}  # by key; under "" alone while all keys are alike
+        self._tracks: dict[Actor, dict[str, _Track]] = {}  # by key; only "" while all keys have the same steps
         self._touched: dict[Actor, int] = {}
         """Per actor, its last change; in order of change."""
         self.present: frozenset[Actor] | None = None
         """The actors that `DataKeyTrigger(n="all")` waits for; None: `members` was not called."""
         self.quorum = 1
-        """Actors that must be present for `DataKeyTrigger(n="all")` to fire."""
+        """Number of actors that must be present for `DataKeyTrigger(n="all")` to fire."""
 
-    # What happens
+    # ---- events ----
 
     def wrote(
         self, actor: Actor, steps: int, version: int | Span, keys: Sequence[str] | None = None, envs: int = 1
     ) -> None:
-        """`actor` wrote its next `steps` steps, each of `envs` environments, of these keys (None: of all)."""
+        """Record that an actor wrote its next steps.
+
+        Args:
+            actor: The actor.
+            steps: Number of steps, at least 1.
+            version: The version that acted, or the oldest and the newest one.
+            keys: The keys that were written; default: all.
+            envs: Environments per step; default: 1.
+
+        Raises:
+            ConfigError: A number is below 1, or a key is unknown.
+        """
         if steps < 1 or envs < 1:
             raise ConfigError(f"{actor!r} wrote {steps} steps of {envs} environments; expected at least 1 of each.")
         if keys is not None and not self.keys:
-            raise ConfigError(f"some keys were written, {list(keys)}; name all there are first: Ledger(keys=[...]).")
+            raise ConfigError(
+                f"only the keys {list(keys)} were written, but the ledger does not know all keys: Ledger(keys=[...])."
+            )
         self._known(keys)
         tracks = self._tracks.setdefault(actor, {"": _Track()})
         if keys is not None and "" in tracks:
@@ -103,8 +118,8 @@ class Ledger:
             track.add(steps, self.changes, version if isinstance(version, tuple) else (version, version))
         self.env_steps += (self.written(actor) - before) * envs
 
-    def took_back(self, actor: Actor) -> None:
-        """What `actor` wrote on some keys and not on all was lost; it goes on where all are."""
+    def withdrew(self, actor: Actor) -> None:
+        """Remove the steps of an actor that were written on some keys but not on all, because they were lost."""
         end = self.written(actor)
         for track in self._tracks.get(actor, {}).values():
             track.cut(end)
@@ -116,34 +131,34 @@ class Ledger:
         self._touched[actor] = self.changes
 
     def members(self, present: Iterable[Actor], quorum: int = 1) -> None:
-        """Note which actors are present, and that triggers need at least `quorum` of them to fire."""
+        """Record which actors are present, and that `n="all"` needs at least `quorum` of them."""
         found = frozenset(present)
         if (found, quorum) != (self.present, self.quorum):
             self.present, self.quorum = found, quorum
             self.changes += 1
 
     def published(self, name: str, version: int) -> None:
-        """A named object has a new version; one that is not newer changes nothing."""
+        """Record the version of a published object; ignored unless it is newer."""
         if version > self.versions.get(name, version - 1):
             self.versions[name] = version
             self.changes += 1
 
     def learned(self, steps: int = 1) -> None:
-        """The learner made `steps` updates."""
+        """Record `steps` updates of the learner."""
         self.learner_steps += steps
         self.changes += 1
 
     def tick(self, now: float) -> None:
-        """It is `now`; time does not go back."""
+        """Advance the clock to `now`; an earlier time is ignored."""
         if now > self.now:
             self.now = now
             self.changes += 1
 
-    # What triggers ask
+    # ---- queries ----
 
     @property
     def actors(self) -> Collection[Actor]:
-        """Those that have written, in the order of their first write."""
+        """The actors that have written, in order of their first write."""
         return self._tracks.keys()
 
     def touched_since(self, change: int) -> Iterator[Actor]:
@@ -154,18 +169,18 @@ class Ledger:
             yield actor
 
     def written(self, actor: Actor, keys: Sequence[str] | None = None) -> int:
-        """How many steps are there on all of these keys (None: on all there are)."""
+        """Number of steps that an actor has written on all of these keys (None: all keys)."""
         return min(track.end for track in self._select(actor, keys)) if actor in self._tracks else 0
 
     def reached(self, actor: Actor, steps: int, keys: Sequence[str] | None = None) -> int | None:
-        """The change by which `actor` had `steps` (at least 1) on all of these keys; None if it has not."""
+        """The change by which an actor had written `steps` steps on all of these keys; None if it has not yet."""
         tracks = self._select(actor, keys) if actor in self._tracks else []
         if not tracks or any(track.end < steps for track in tracks):
             return None
         return max(track.arrival_of(steps) for track in tracks)
 
     def span(self, actor: Actor, start: int, stop: int, keys: Sequence[str] | None = None) -> Span:
-        """The oldest and the newest version of steps that are there."""
+        """The oldest and the newest version of steps `[start, stop)`, which must be written."""
         return self._select(actor, keys)[0].span(start, stop)
 
     def _select(self, actor: Actor, keys: Sequence[str] | None) -> list[_Track]:
@@ -173,7 +188,7 @@ class Ledger:
         return [tracks[""]] if "" in tracks else [tracks[name] for name in known]
 
     def _known(self, keys: Sequence[str] | None) -> Sequence[str]:
-        """These keys, or all; one that is unknown is refused."""
+        """These keys, or all; raises `ConfigError` for an unknown one."""
         if keys is None or not self.keys:
             return self.keys
         for key in keys:

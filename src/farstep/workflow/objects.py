@@ -1,10 +1,11 @@
-"""The model block: named objects with versions (parameters, a noise scale, anything), each published whole.
+"""The model block: named, versioned objects in shared memory (parameters, a noise scale, ...), published atomically.
 
-An object is an array, or mappings (with any strings as keys), tuples and lists of arrays; torch tensors, e.g. of a
-`state_dict`, are read back as NumPy arrays, lists as tuples. Its description, which grows with the number of arrays, is
-at the start of the memory. The arrays are kept twice. A new version is written over the older one, stamped, and only
-then named the current one; a reader copies and looks at the stamp again. So a reader, in whichever process, gets one
-version and never parts of two, also when the writer dies while it writes.
+An object is an array, or mappings with strings as keys, tuples and lists of arrays. Torch tensors, e.g. of a
+`state_dict`, are read back as NumPy arrays, and lists as tuples.
+
+The memory starts with a description of the arrays, followed by two copies of them. A new version overwrites the older
+copy, then stamps it, then becomes the current one. A reader copies the current version and checks the stamp again. So
+a reader in any process gets one version and never parts of two, even if the writer dies while writing.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from farstep.wire.channels.memory import SharedMemory
 
 _MAGIC = 0x6661727374656F62  # "farsteob"
 _PAGE = 4096
-_WORDS = 4  # magic, bytes of the description, current version, free; then a stamp for each of the two copies
-_START = 8 * (_WORDS + 2)  # of the description
+_WORDS = 4  # magic, bytes of the description, current version, reserved; then a stamp for each of the two copies
+_START = 8 * (_WORDS + 2)  # first byte of the description
 _READ_S = 10.0
 
 
@@ -40,7 +41,7 @@ class _Description(msgspec.Struct):
 
 
 class SharedObject:
-    """One object; whoever made it publishes, others `attach` and read."""
+    """One object: the process that created it publishes versions; others `attach` and read."""
 
     def __init__(self, memory: SharedMemory, schema: Schema, structure: Structure) -> None:
         self._memory, self._schema, self._structure = memory, schema, structure
@@ -51,54 +52,89 @@ class SharedObject:
 
     @classmethod
     def create(cls, value: Nested) -> SharedObject:
-        """Room for objects shaped like `value`; publishes nothing yet."""
-        schema, structure, _ = _taken_apart(value)
-        said = msgspec.msgpack.encode(_Description(schema, structure))
-        memory = SharedMemory.create(_header_bytes(len(said)) + Layout(2, 0, 1, schema).nbytes, "farstep-object")
-        memory.map[_START : _START + len(said)] = said
-        np.frombuffer(memory.map, np.int64, _WORDS + 2)[:] = _MAGIC, len(said), -1, 0, -1, -1
+        """Allocate memory for values like `value`, without publishing it.
+
+        Args:
+            value: A value with the nesting, shapes and dtypes of all versions.
+
+        Returns:
+            The object, without a version.
+
+        Raises:
+            ConfigError: A part of `value` is not an array of numbers.
+        """
+        schema, structure, _ = _flattened(value)
+        encoded = msgspec.msgpack.encode(_Description(schema, structure))
+        memory = SharedMemory.create(_header_bytes(len(encoded)) + Layout(2, 0, 1, schema).nbytes, "farstep-object")
+        memory.map[_START : _START + len(encoded)] = encoded
+        np.frombuffer(memory.map, np.int64, _WORDS + 2)[:] = _MAGIC, len(encoded), -1, 0, -1, -1
         return cls(memory, schema, structure)
 
     @classmethod
     def attach(cls, path: str | Path) -> SharedObject:
-        """The object of another process of this host; only data is read there."""
+        """Map the object of another process of this host; nothing in the memory is executed.
+
+        Args:
+            path: `path` of the object in the other process.
+
+        Returns:
+            The same object, for reading.
+
+        Raises:
+            ConfigError: The file does not hold an object of farstep.
+            OSError: The file cannot be opened, e.g. because the other process has ended.
+        """
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
             memory = SharedMemory(fd, max(_PAGE, os.fstat(fd).st_size))
         except (ValueError, OSError) as error:
             os.close(fd)
-            raise ConfigError(f"{path} holds no object of farstep's: {error}.") from None
+            raise ConfigError(f"{path} does not hold an object of farstep: {error}.") from None
         try:
             magic, length = np.frombuffer(memory.map, np.int64, 2).tolist()
             if magic != _MAGIC or not 0 < length <= memory.nbytes - _START:
-                raise ConfigError(f"{path} holds no object of farstep's.")
-            said = msgspec.msgpack.decode(memory.map[_START : _START + length], type=_Description)
-            if _header_bytes(length) + Layout(2, 0, 1, said.schema).nbytes > memory.nbytes:
+                raise ConfigError(f"{path} does not hold an object of farstep.")
+            description = msgspec.msgpack.decode(memory.map[_START : _START + length], type=_Description)
+            if _header_bytes(length) + Layout(2, 0, 1, description.schema).nbytes > memory.nbytes:
                 raise ConfigError(f"{path} is smaller than the object it describes.")
-            return cls(memory, said.schema, structure_of(said.structure))
+            return cls(memory, description.schema, structure_of(description.structure))
         except (msgspec.DecodeError, ConfigError) as error:
             memory.close()
-            raise error if isinstance(error, ConfigError) else ConfigError(f"{path} holds no object: {error}") from None
+            if isinstance(error, ConfigError):
+                raise
+            raise ConfigError(f"{path} does not hold an object of farstep: {error}") from None
 
     @property
     def path(self) -> str:
-        """Where other processes of this user find it while this one lives."""
+        """Path of the memory for other processes of this user, valid while this process lives."""
         return f"/proc/{os.getpid()}/fd/{self._memory.fd}"
 
     @property
     def version(self) -> int:
-        """The newest; -1: none was published."""
+        """The newest version; -1: none was published."""
         return int(self._words[2])
 
     def publish(self, value: Nested) -> int:
-        """A new version, all of it or none."""
+        """Publish a new version atomically.
+
+        Args:
+            value: The new value.
+
+        Returns:
+            Its version: 0, 1, 2, ...
+
+        Raises:
+            ConfigError: `value` differs from the object in nesting, shapes or dtypes.
+            ClosedError: Called in a fork of the process that created the object.
+        """
         if os.getpid() != self._pid:
             raise ClosedError(
-                f"this object belongs to process {self._pid}; its fork {os.getpid()} can read it, and publish others."
+                f"this object belongs to process {self._pid}; its fork {os.getpid()} can read it, but must publish "
+                "under another name."
             )
-        schema, structure, arrays = _taken_apart(value)
+        schema, structure, arrays = _flattened(value)
         if found := differences(self._schema, schema) or structure != self._structure:
-            raise ConfigError(f"this object holds other arrays: {found}. Publish it under another name.")
+            raise ConfigError(f"this object holds other arrays: {found}. Publish the value under another name.")
         with self._publishing:
             version = self.version + 1
             self._words[_WORDS + version % 2] = -1
@@ -112,12 +148,20 @@ class SharedObject:
             return version
 
     def read(self) -> tuple[int, Nested]:
-        """The newest version and a copy of the object."""
+        """Read the newest version.
+
+        Returns:
+            Its version, and a copy of the value.
+
+        Raises:
+            ConfigError: No version was published yet.
+            BufferTimeout: For 10 s every copy was overwritten by newer versions while it was read.
+        """
         deadline = time.monotonic() + _READ_S
         while True:
             version = self.version
             if version < 0:
-                raise ConfigError("nothing was published under this name yet.")
+                raise ConfigError("no value has been published under this name yet.")
             fence()
             copies: dict[str, Array] = {name: block[version % 2, 0, 0].copy() for name, block in self._copies.items()}
             fence()
@@ -127,11 +171,12 @@ class SharedObject:
                 raise BufferTimeout(f"an object was published faster than it can be read, for {_READ_S:g} s.")
 
     def close(self) -> None:
+        """Close the memory."""
         self._memory.close()
 
 
 class ModelBlock:
-    """Named objects, each made by its first `publish`."""
+    """Named objects; the first `publish` of a name creates its object."""
 
     def __init__(self) -> None:
         self._objects: dict[str, SharedObject] = {}
@@ -141,9 +186,9 @@ class ModelBlock:
         """Publish a new version of an object.
 
         Args:
-            name: The name by which `read` and `path` find it.
-            value: A number, an array, a torch tensor, or mappings with strings as keys, tuples and lists of these; for
-                every version the same nesting, shapes and dtypes.
+            name: Its name.
+            value: A number, an array, a torch tensor, or mappings with strings as keys, tuples and lists of these; with
+                the same nesting, shapes and dtypes for every version.
 
         Returns:
             The version: 0, 1, 2, ...
@@ -160,11 +205,31 @@ class ModelBlock:
         return self._objects[name].publish(value)
 
     def read(self, name: str) -> tuple[int, Nested]:
-        """The newest version of an object, and a copy of it."""
+        """Read the newest version of an object.
+
+        Args:
+            name: Its name.
+
+        Returns:
+            Its version, and a copy of the value.
+
+        Raises:
+            ConfigError: There is no such object.
+        """
         return self._find(name).read()
 
     def path(self, name: str) -> str:
-        """Where another process finds an object: `SharedObject.attach(path)`."""
+        """Path of an object for `SharedObject.attach(path)` in another process.
+
+        Args:
+            name: Its name.
+
+        Returns:
+            The path, valid while this process lives.
+
+        Raises:
+            ConfigError: There is no such object.
+        """
         return self._find(name).path
 
     def _find(self, name: str) -> SharedObject:
@@ -175,28 +240,30 @@ class ModelBlock:
         return self._objects[name]
 
     def close(self) -> None:
+        """Close all objects."""
         for each in self._objects.values():
             each.close()
         self._objects.clear()
 
 
-def _header_bytes(described: int) -> int:
-    """What precedes the arrays: words and a description of as many bytes, in whole pages."""
-    return -(-(_START + described) // _PAGE) * _PAGE
+def _header_bytes(description_bytes: int) -> int:
+    """Bytes before the arrays: words and description, rounded up to whole pages."""
+    return -(-(_START + description_bytes) // _PAGE) * _PAGE
 
 
-def _taken_apart(value: Nested) -> tuple[Schema, Structure, dict[str, Array]]:
+def _flattened(value: Nested) -> tuple[Schema, Structure, dict[str, Array]]:
+    """The schema and nesting of a value, and its arrays by path."""
     arrays: dict[str, Array] = {}
     structure = _visit(value, "object", arrays)
     return {path: ArraySpec(array.shape, array.dtype.str) for path, array in arrays.items()}, structure, arrays
 
 
 def _visit(value: Nested, path: str, arrays: dict[str, Array]) -> Structure:
-    """The nesting of a value; its arrays are added under their paths, e.g. `object['net.0.weight']`."""
+    """Return the nesting of a value, and add its arrays to `arrays` by path, e.g. `object['net.0.weight']`."""
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, str):
-                raise ConfigError(f"{path} cannot be published: its key {key!r} is no string. Use strings as keys.")
+                raise ConfigError(f"{path} cannot be published: its key {key!r} is not a string. Use strings as keys.")
         return {key: _visit(part, f"{path}[{key!r}]", arrays) for key, part in value.items()}
     if isinstance(value, tuple | list):
         return tuple(_visit(part, f"{path}[{i}]", arrays) for i, part in enumerate(value))
@@ -207,7 +274,7 @@ def _visit(value: Nested, path: str, arrays: dict[str, Array]) -> Structure:
     if array.dtype.kind not in "biufc":
         raise ConfigError(
             f"{path} cannot be published; expected a number, an array of numbers, a torch tensor, or mappings, tuples "
-            f"and lists of these, and got {type(value).__name__}."
+            f"and lists of these, got {type(value).__name__}."
         )
     arrays[path] = array
     return path

@@ -1,7 +1,8 @@
-"""What is here of chunks that still travel, for triggers that wait for some keys only (ARTOS: dual-stage pipeline).
+"""Parts of chunks that are still arriving, for triggers that need only some keys (dual-stage pipeline of ARTOS).
 
-Rows enter the buffer when all of their chunk is here. Arrays that came ahead are kept here until then, as copies, and
-the ledger is told of their keys. If their chunk is lost they are taken back, and come again with another one.
+Rows are inserted into the buffer when their chunk is complete. Until then, copies of the arrays that arrived ahead are
+kept here, and the ledger counts their steps for their keys. If the chunk is lost, these steps are withdrawn from the
+ledger, and the arrays arrive again with another chunk.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from farstep.workflow.triggers import DataKeyTrigger
 
 @dataclass
 class _Chunk:
-    """The arrays of a ticket's chunk that are here."""
+    """The arrays of a ticket's chunk that have arrived."""
 
     ticket: int
     key: int
@@ -26,38 +27,40 @@ class _Chunk:
     version: int
     batch: Batch
     start: int = 0
-    told: set[str] = field(default_factory=set)
+    recorded: set[str] = field(default_factory=set)
+    """Keys whose steps the ledger has counted."""
 
 
 class PartialChunks:
-    """The chunks of all actors that are here in part; each is as long as the windows of `triggers`."""
+    """The incomplete chunks of all actors; each is as long as the windows of `triggers`."""
 
     def __init__(self, ledger: Ledger, triggers: Sequence[DataKeyTrigger]) -> None:
         self._ledger, self._triggers = ledger, triggers
         self._chunks: dict[int, list[_Chunk]] = {}
 
     def add(self, actor: int, ticket: int, key: int, version: int, batch: Batch) -> None:
-        """Further arrays of an actor's chunk are here; `batch` has all that are, and stays as it is."""
+        """Add arrays of an actor's chunk; `batch` has all arrays of the chunk so far and must not change."""
         chunks = self._chunks.setdefault(actor, [])
-        if any(each.ticket == ticket and each.key != key for each in chunks):  # its worker does it once more
-            self._take_back(actor, [each for each in chunks if each.ticket != ticket])
+        if any(each.ticket == ticket and each.key != key for each in chunks):  # the worker rolls the ticket again
+            self._withdraw(actor, [each for each in chunks if each.ticket != ticket])
             chunks = self._chunks[actor]
         before = [each for each in chunks if each.ticket != ticket]
-        if before:  # what it follows is here and was not handed out
+        if before:  # the chunk before is incomplete, too
             batch = replace(batch, continues=np.full(len(batch.slots), before[-1].key == key - 1))
         if len(before) < len(chunks):
             chunks[-1].batch = batch
         else:
             chunks.append(_Chunk(ticket, key, version, batch))
-        self._tell(actor, chunks[-1])
+        self._record(actor, chunks[-1])
 
-    def _tell(self, actor: int, chunk: _Chunk) -> None:
+    def _record(self, actor: int, chunk: _Chunk) -> None:
+        """Count the steps of a chunk in the ledger, for the keys that are new."""
         steps, _ = chunk.batch.shape
         chunk.start = self._ledger.written(actor) + steps * self._chunks[actor].index(chunk)
-        new = [name for name in chunk.batch.arrays if name not in chunk.told]
-        # Steps with all their keys count as being in the buffer: so the last ones are not told ahead of that.
-        if new and len(chunk.told) + len(new) < len(self._ledger.keys):
-            chunk.told.update(new)
+        new = [name for name in chunk.batch.arrays if name not in chunk.recorded]
+        # Steps that are counted for all keys must be in the buffer, so the last keys are recorded by `stored`.
+        if new and len(chunk.recorded) + len(new) < len(self._ledger.keys):
+            chunk.recorded.update(new)
             self._ledger.wrote(actor, steps, chunk.version, new)
 
     def void(self, tickets: Iterable[tuple[int, int]]) -> None:
@@ -69,30 +72,31 @@ class PartialChunks:
             chunks = self._chunks.get(actor, [])
             left = [each for each in chunks if each.ticket not in void]
             if len(left) < len(chunks):
-                self._take_back(actor, left)
+                self._withdraw(actor, left)
 
     def void_all(self) -> None:
         """Discard all parts of incomplete chunks."""
         self.void([(actor, each.ticket) for actor, chunks in self._chunks.items() for each in chunks])
 
-    def _take_back(self, actor: int, left: list[_Chunk]) -> None:
-        self._ledger.took_back(actor)
+    def _withdraw(self, actor: int, left: list[_Chunk]) -> None:
+        """Withdraw the incomplete steps of an actor from the ledger, and record those of the chunks that are left."""
+        self._ledger.withdrew(actor)
         for trigger in self._triggers:
-            trigger.took_back(self._ledger, actor)
+            trigger.withdrew(self._ledger, actor)
         self._chunks[actor] = left
-        for chunk in left:  # theirs are the steps after the last that is whole, now
-            chunk.told.clear()
-            self._tell(actor, chunk)
+        for chunk in left:
+            chunk.recorded.clear()
+            self._record(actor, chunk)
 
     def stored(self, actor: int, ticket: int) -> list[str] | None:
-        """A chunk is in the buffer; the keys that the ledger was not told of (None: of all)."""
+        """Forget a chunk that is now in the buffer; returns its keys that are not recorded yet (None: all)."""
         chunks = self._chunks.get(actor)
         if not chunks:
             return None
         chunk = chunks.pop(0)
-        assert chunk.ticket == ticket, "an actor's chunks are stored in the order in which they came"
-        return [name for name in self._ledger.keys if name not in chunk.told]
+        assert chunk.ticket == ticket, "an actor's chunks are stored in order of arrival"
+        return [name for name in self._ledger.keys if name not in chunk.recorded]
 
     def batch(self, actor: int, start: int) -> Batch:
-        """What is here of the chunk that begins with an actor's row `start`."""
+        """The arrived arrays of the chunk that starts at an actor's row `start`."""
         return next(each.batch for each in self._chunks[actor] if each.start == start)

@@ -1,4 +1,4 @@
-"""The mini-batch pipeline: a learner computes gradients of the first workers' data while others still travel.
+"""The mini-batch pipeline: a learner computes gradients of the first workers' chunks while others are still arriving.
 
     for minibatch in minibatches(env.parts(agent, steps=128), env.num_envs, mode="accumulate"):
         (loss(minibatch.batch) * minibatch.weight).backward()
@@ -6,7 +6,7 @@
             optimizer.step()
             optimizer.zero_grad()
 
-It knows no framework: gradients and the optimiser are the caller's.
+It does not depend on a framework: the caller computes gradients and steps the optimiser.
 """
 
 from __future__ import annotations
@@ -23,14 +23,16 @@ PipelineMode = Literal["accumulate", "step"]
 
 @dataclass(frozen=True)
 class Minibatch:
-    """All columns of one worker, and what to do with their gradient."""
+    """The chunk of one worker, and what to do with its gradient."""
 
     worker: int
+    """Number of the worker."""
     batch: Batch
+    """Its chunk."""
     weight: float
-    """What to multiply the loss with."""
+    """Factor for the loss of this mini-batch."""
     step: bool
-    """The optimiser steps after this one."""
+    """Whether the optimiser steps after this mini-batch."""
 
 
 def minibatches(
@@ -39,13 +41,28 @@ def minibatches(
     mode: PipelineMode = "accumulate",
     prepare: Callable[[Part], object] | None = None,
 ) -> Iterator[Minibatch]:
-    """A mini-batch for each worker, in order of arrival; `prepare` is given every part first, complete or not.
+    """Turn the parts of a rollout into one mini-batch per worker, in order of arrival.
 
-    `accumulate`: one optimiser step, after the last. A mini-batch weighs its share of the `num_envs` columns, so the
-    sum of the gradients is the gradient of the whole batch, whatever the order, if the loss is a mean over all rows
-    (filler rows count as 0) and what it normalises with is fixed before: advantages as they are, or scaled by
-    numbers of an earlier rollout. `step`: an optimiser step after every mini-batch, each of full weight; then the
-    order of arrival matters.
+    `"accumulate"` takes one optimiser step, after the last mini-batch:
+
+        weight = envs of the worker / num_envs,   sum_w weight_w * grad(loss_w) = grad(loss of the whole batch)
+
+    in any order of arrival, provided that the loss is a mean over all rows (filler rows count as 0) and that it
+    normalises with constants, e.g. advantages as they are or scaled with statistics of an earlier rollout.
+
+    `"step"` takes an optimiser step after every mini-batch, each with weight 1, so the order of arrival matters.
+
+    Args:
+        parts: The parts of one rollout, as `env.parts` yields them.
+        num_envs: Number of environments of the whole rollout.
+        mode: `"accumulate"` (default) or `"step"`.
+        prepare: Called with every part as it arrives, complete or not, before its mini-batch is yielded.
+
+    Yields:
+        A mini-batch for each worker whose chunk is complete.
+
+    Raises:
+        ConfigError: `mode` is unknown.
     """
     if mode not in get_args(PipelineMode):
         raise ConfigError(unknown_name("mode of the mini-batch pipeline", mode, get_args(PipelineMode)))

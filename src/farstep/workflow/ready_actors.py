@@ -22,8 +22,8 @@ class ReadyActors:
 
     def __init__(self, state: Ledger) -> None:
         self.state = state
-        self._seen = -1
-        self._again: dict[Actor, None] = {}
+        self._checked_to = -1
+        self._recheck: dict[Actor, None] = {}
         self._arrivals: dict[Actor, int] = {}
         """Per ready actor, the change at which it became ready."""
         self._order: list[tuple[int, int, Actor]] = []
@@ -33,19 +33,19 @@ class ReadyActors:
         """The actors that are present and not ready."""
         self._present: frozenset[Actor] | None = None
 
-    def to_look_at(self) -> list[Actor]:
+    def to_check(self) -> list[Actor]:
         """Actors that may have become ready, or stopped being ready, since the last call."""
-        found = {**dict.fromkeys(self.state.touched_since(self._seen)), **self._again}
-        self._seen = self.state.changes
-        self._again = {}
+        found = {**dict.fromkeys(self.state.touched_since(self._checked_to)), **self._recheck}
+        self._checked_to = self.state.changes
+        self._recheck = {}
         return list(found)
 
-    def look_at(self, actor: Actor) -> None:
-        """Check an actor again: the trigger has taken some of its steps."""
-        self._again[actor] = None
+    def recheck(self, actor: Actor) -> None:
+        """Have `to_check` return an actor again, e.g. because the trigger has consumed some of its steps."""
+        self._recheck[actor] = None
 
     def put(self, actor: Actor, arrival: int | None) -> None:
-        """Note that an actor became ready at `arrival`, or that it is not ready (None)."""
+        """Record that an actor became ready at the change `arrival`, or that it is not ready (None)."""
         if arrival is None:
             if self._arrivals.pop(actor, None) is not None and actor in (self._present or ()):
                 self._missing.add(actor)
@@ -56,14 +56,14 @@ class ReadyActors:
             heapq.heappush(self._order, (arrival, self._pushed, actor))
 
     def has(self, n: int | None) -> bool:
-        """Whether `n` actors are ready, or all that are present."""
+        """Whether `n` actors are ready; None: all that are present."""
         state = self.state
         if n is not None:
             return len(self._arrivals) >= n
         if state.present is None:
             raise ConfigError(
                 'DataKeyTrigger(n="all") waits for all present actors, but the ledger does not know which are present: '
-                "call Ledger.members(actors), or give a number."
+                "call Ledger.members(actors), or set n to a number."
             )
         if state.present is not self._present:
             self._present = state.present
@@ -95,7 +95,7 @@ class NewestSteps(ReadyActors):
         """Steps of all actors together."""
         self._written: dict[Actor, int] = {}
         self._newest: dict[Actor, tuple[int, Span]] = {}
-        """Per ready actor, where its newest steps begin, and their versions."""
+        """Per ready actor, the first of its newest steps, and their versions."""
         # An earlier copy of `_newest`, and all changes since: a message keeps references to both and applies the
         # changes only when it is read. A new copy is made after as many changes as there are actors, so its cost per
         # change is constant.
@@ -103,8 +103,8 @@ class NewestSteps(ReadyActors):
         self._changes: list[tuple[Actor, tuple[int, Span] | None]] = []
 
     def update(self) -> None:
-        """Process what the ledger got since the last call."""
-        for actor in self.to_look_at():
+        """Process the changes of the ledger since the last call."""
+        for actor in self.to_check():
             written = self.state.written(actor, self._keys)
             self.written += written - self._written.get(actor, 0)
             self._written[actor] = written
@@ -126,7 +126,7 @@ class NewestSteps(ReadyActors):
             self._newest[actor] = newest
 
     def snapshot(self) -> Callable[[], Columns]:
-        """A function that returns the newest steps as of now; it can be called later, and from any thread."""
+        """A function that returns the newest steps as of now; it may be called later and from any thread."""
         before, changes, count, actors = self._before, self._changes, len(self._changes), self.state.actors
         return cache(lambda: _listed(before, changes[:count], actors))
 

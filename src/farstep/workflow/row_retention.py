@@ -1,6 +1,6 @@
-"""Holdings: which rows of a workflow somebody is still to read, who holds them, and where they are.
+"""Which rows of a workflow a consumer still has to read, and where they are.
 
-They are in the buffer; of chunks that still travel, what came ahead is beside it (`ahead.py`).
+Rows of complete chunks are in the buffer; parts of chunks that are still arriving are in `partial_chunks.py`.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from farstep.workflow.windows import Windows
 
 
 class Holder(Protocol):
-    """Somebody with messages that name rows (see `consumers.Guard`)."""
+    """Has messages that name rows, which must stay until the messages are done (see `consumers.Guard`)."""
 
     def holds(self, window: Mapping[str, Any], trigger_id: str | None) -> bool:
-        """Whether a message (of that trigger, where it is known) that is not done names these rows."""
+        """Whether a message that is not done names these rows; `trigger_id`: only messages of this trigger."""
         ...
 
     def gaps_before(self, window: Mapping[str, Any]) -> list[int]:
-        """The actors of which rows right before these were dropped."""
+        """The actors whose rows directly before this window were dropped."""
         ...
 
     def unread_from(self, actor: int) -> int:
-        """The first row of an actor that is in use, or that a message to come may name."""
+        """The first row of an actor that is in use or that a later message may name."""
         ...
 
     def discard(self, state: Ledger) -> None:
-        """What it was not told of is not wanted any more."""
+        """Skip all rows that no message has named yet."""
         ...
 
     def left(self, state: Ledger, actor: int) -> None:
@@ -46,9 +46,10 @@ class Holder(Protocol):
 
 
 class RowRetention:
-    """The rows of all actors from the first that somebody is to read, `holders` being those who do.
+    """Keeps the rows of all actors from the first one that a holder still has to read.
 
-    `freed(actor, chunks, cause)` is called when chunks are not needed any more; a cause says why nobody read them.
+    `freed(actor, chunks, cause)` is called when chunks are no longer needed; `cause` is why they were dropped, or None
+    if they were read.
     """
 
     def __init__(
@@ -63,11 +64,11 @@ class RowRetention:
         self.ahead = PartialChunks(ledger, triggers)
         self.holders: list[Holder] = []
         self._early: dict[int, Batch] = {}
-        """What messages name that were passed on before it was in the buffer, by their `ahead`."""
-        self._passed = 0
+        """By the `ahead` of messages that were delivered before their rows were in the buffer: these rows."""
+        self._delivered = 0
 
     def add(self, actor: int, ticket: int, version: int, batch: Batch) -> None:
-        """An actor's next chunk is in the buffer."""
+        """Record that an actor's next chunk was inserted into the buffer."""
         steps, envs = batch.shape
         if self.holders:
             self._windows.add(actor, self._ledger.written(actor), batch)
@@ -77,10 +78,10 @@ class RowRetention:
         if not self.holders:
             self._freed(actor, 1, None)
         elif keys is not None:
-            self.free({actor})  # perhaps everybody had what came ahead of it, and wants no more
+            self.free({actor})  # consumers may have read all parts before the chunk was complete
 
     def has_room(self, actor: int, steps: int) -> bool:
-        """Whether an actor's next rows overwrite nothing that somebody is still to read."""
+        """Whether an actor's next `steps` rows overwrite only rows that no holder needs."""
         if not self.holders:
             return True
         return self._ledger.written(actor) + steps - self._unread_from(actor) <= self._buffer.store.rows
@@ -89,73 +90,87 @@ class RowRetention:
         return min(holder.unread_from(actor) for holder in self.holders)
 
     def free(self, actors: set[int], dropped: str | None = None) -> None:
-        """Rows of these actors that nobody holds or will be told of can be overwritten."""
+        """Free the rows of these actors that no holder needs; `dropped`: why they were dropped, if they were."""
         self._mark(actors)
         for actor in actors if self.holders else ():
             if chunks := self._windows.forget(actor, self._unread_from(actor)):
                 self._freed(actor, chunks, dropped)
 
     def _mark(self, actors: set[int]) -> None:
-        """Say in the blocks' header how far everybody has read."""
+        """Write to the header of the blocks how far each holder has read."""
         for consumer, holder in enumerate(self.holders):
             self._windows.read(consumer, {actor: holder.unread_from(actor) for actor in actors})
 
     def backlog(self) -> list[int]:
-        """Per holder, how many rows it is not done with, of the environment slot with most."""
+        """Per holder, its number of unread rows in the environment slot that has most."""
         if not self._buffer.is_bound:
             return [0] * len(self.holders)
         blocks = self._buffer.store.blocks
         return [int(blocks.backlog(consumer).max()) for consumer in range(min(len(self.holders), len(blocks.cursors)))]
 
     def discard(self, actors: set[int]) -> None:
-        """Nobody wants what was not handed out."""
+        """Drop all rows of these actors that were not delivered."""
         self.ahead.void_all()
         for holder in self.holders:
             holder.discard(self._ledger)
         self.free(actors, "cancelled")
 
     def left(self, actor: int) -> None:
-        """An actor has left: free the rows of its incomplete window."""
+        """Free the rows of the incomplete window of an actor that has left."""
         for holder in self.holders:
             holder.left(self._ledger, actor)
         self.free({actor}, "worker left")
 
     def batch(self, message: Message) -> Batch:
-        """The rows that a message names, if it is not done."""
+        """The rows that a message names.
+
+        Raises:
+            ConfigError: The message does not name exactly one window.
+            FarstepError: The message is done, or its trigger consumes no rows.
+        """
         windows = list(windows_of(message))
         if len(windows) != 1:
             raise ConfigError(
-                f"the message names {len(windows)} windows of rows; expected one: the message of a DataKeyTrigger, or "
-                "the one of message['all'] that is."
+                f"the message names {len(windows)} windows of rows; expected one: pass the message of a "
+                "DataKeyTrigger, or its entry in message['all']."
             )
         window = windows[0]
         holder = next((each for each in self.holders if each.holds(window, message.get("trigger_id"))), None)
         if holder is None:
             raise FarstepError(
-                "the rows of this message are not held: its consumer has returned, or its trigger takes none "
-                "(consume=False). Use batch() in the consumer, and buffer.sample() for replay."
+                "the rows of this message are no longer retained: its consumer has returned, or its trigger consumes "
+                "none (consume=False). Call batch() in the consumer, and buffer.sample() for replay."
             )
         if "ahead" in window:
             return self._early[window["ahead"]]
         return self._windows.batch(window["actor_ids"], window["start"], window["size"], holder.gaps_before(window))
 
     def located(self, message: Message, holder: Holder) -> Message:
-        """A message that also says where its rows are in the buffer, for a consumer in another process; or, where some
-        still travel, by which number `batch` knows what is here."""
+        """Add the location of its rows to a message.
+
+        Args:
+            message: A message with any number of windows.
+            holder: Its holder.
+
+        Returns:
+            The message; each window has `slots`, `rows` and `path`, with which another process finds the rows in shared
+            memory; or `ahead`, a number under which `batch` finds them, if some of the rows are not in the buffer yet.
+        """
         if "all" in message:
             return {**message, "all": [self.located(part, holder) for part in message["all"]]}
         if "actor_ids" not in message:
             return message
         if any(self._ledger.written(actor) < stop for actor, _, stop in rows_of(message)):
-            self._passed += 1
-            self._early[self._passed] = self._came_ahead(message, holder.gaps_before(message))
-            return {**message, "ahead": self._passed}
+            self._delivered += 1
+            self._early[self._delivered] = self._partial_batch(message, holder.gaps_before(message))
+            return {**message, "ahead": self._delivered}
         pairs = zip(message["actor_ids"], message["start"], strict=True)
         places = [self._windows.where(actor, start, message["size"]) for actor, start in pairs]
         found = {"slots": tuple(slots for slots, _ in places), "rows": tuple(row for _, row in places)}
         return {**message, **found, "keys": message["keys"] or tuple(self._buffer.schema), "path": self._buffer.path}
 
-    def _came_ahead(self, window: Mapping[str, Any], gaps: list[int]) -> Batch:
+    def _partial_batch(self, window: Mapping[str, Any], gaps: list[int]) -> Batch:
+        """A batch of complete chunks and the arrived parts of incomplete ones."""
         found = []
         for actor, start, stop in rows_of(window):
             if self._ledger.written(actor) >= stop:
@@ -166,7 +181,7 @@ class RowRetention:
         return side_by_side(found)
 
     def done(self, message: Message) -> None:
-        """Nobody asks for its batch any more."""
+        """Forget the partial batch of a message that is done."""
         for window in windows_of(message):
             self._early.pop(window.get("ahead", 0), None)
 
@@ -181,7 +196,7 @@ def windows_of(message: Message) -> Iterator[Mapping[str, Any]]:
 
 
 def rows_of(message: Message) -> Iterator[tuple[int, int, int]]:
-    """The actors that a message names, each with its first row and the one after its last."""
+    """The actors that a message names, each with the first row of its window and the row after the last."""
     for window in windows_of(message):
         for actor, start in zip(window["actor_ids"], window["start"], strict=True):
             yield actor, start, start + window["size"]

@@ -1,4 +1,4 @@
-"""The triggers of a workflow (ARTOS, table 3): small rules over a `Ledger`. How they fire is in `dispatch.py`."""
+"""The triggers of a workflow (ARTOS, table 3): rules over a `Ledger`. `dispatch.py` evaluates them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Literal, get_args
 
 from farstep.config.transfer import TransferTrigger
 from farstep.errors import ConfigError, unknown_name
-from farstep.workflow.dispatch import AllOf, AnyOf, Dispatcher, LazyMessage, Message, Passer, Trigger
+from farstep.workflow.dispatch import AllOf, AnyOf, Delivery, Dispatcher, LazyMessage, Message, Trigger
 from farstep.workflow.fragments import Fragments
 from farstep.workflow.ledger import Actor, Ledger
 from farstep.workflow.ready_actors import NewestSteps, ReadyActors
@@ -19,11 +19,11 @@ __all__ = [
     "AllOf",
     "AnyOf",
     "DataKeyTrigger",
+    "Delivery",
     "Dispatcher",
     "Ledger",
     "Message",
     "ObjectKeyTrigger",
-    "Passer",
     "TimeTrigger",
     "TransferTrigger",
     "Trigger",
@@ -33,19 +33,31 @@ Unit = Literal["seconds", "env_steps", "learner_steps"]
 
 
 class DataKeyTrigger(Trigger):
-    """Fires when `n` actors each have `size` steps that it has not taken yet, on all of `keys` (None: all).
+    """Fires when `n` actors (workers) each have `size` steps that the trigger has not consumed.
 
-    It takes the `n` actors that were ready first; `start`, `versions` and `actor_ids` of the message go together. A
-    step is one of an actor, whatever number of environments the actor steps at a time.
+    The message has `actor_ids`, the `n` actors that were ready first; `start`, the first step of each one's window;
+    `size`; `keys`; and `versions`, the oldest and newest version of each window. An actor's step is one row of all its
+    environments.
 
-    `n="all"` waits for all actors that are present at the time. When an actor leaves, the trigger stops waiting for it:
-    its completed windows are part of the next messages, and the steps of an incomplete one are dropped.
+    `n="all"` waits for all actors that are present. When an actor leaves, the trigger stops waiting for it: the next
+    messages include its complete windows, and the steps of an incomplete window are dropped.
 
-    `keys=((...), (...))` are stages of a fragment: it fires for each stage, in order, as soon as that is there, with
-    `stage` and the `fragment`'s number. If steps are lost between two stages, all come again.
+    With stages, `keys=((...), (...))`, the trigger fires for each stage of a window, in order, as soon as the keys of
+    the stage have arrived; the message also has `stage`, the index of the stage, and `fragment`, the number of the
+    window. If steps are lost between two stages, the trigger fires for all stages again.
 
-    `consume=False, min_new=k` is for replay: once `n` actors have written `size` steps each it fires, from then on
-    for every `k` new steps of all actors together. `start` is then where each actor's newest `size` steps begin.
+    For replay, `consume=False, min_new=k`, the trigger fires once `n` actors have `size` steps each, and from then on
+    for every `k` new steps of all actors together. `start` is the first of each actor's newest `size` steps.
+
+    Args:
+        n: Number of actors to wait for, or `"all"`.
+        size: Steps per actor, at least 1.
+        keys: Names of the arrays that must have arrived, or stages of them; default: all.
+        consume: Whether each step is consumed once; False: for replay. Default: True.
+        min_new: For replay: number of new steps per firing.
+
+    Raises:
+        ConfigError: An argument is invalid, or the arguments contradict each other.
     """
 
     def __init__(
@@ -57,7 +69,7 @@ class DataKeyTrigger(Trigger):
         min_new: int | None = None,
     ) -> None:
         self.n: int | None = None if n == "all" else _whole(self, "n", n, "a number of actors", ' (or "all")')
-        """Actors to wait for; None: all that are present."""
+        """Number of actors to wait for; None: all that are present."""
         self.size = _whole(self, "size", size, "a number of steps")
         self.staged = keys is not None and not isinstance(keys, str) and not any(isinstance(key, str) for key in keys)
         self.stages: tuple[tuple[str, ...] | None, ...] = (None,)
@@ -66,21 +78,22 @@ class DataKeyTrigger(Trigger):
         self.min_new = None if min_new is None else _whole(self, "min_new", min_new, "a number of new steps")
         if not isinstance(consume, bool) or consume is not (min_new is None):
             raise ConfigError(
-                f"DataKeyTrigger has consume={consume!r} and min_new={min_new!r}; expected neither (each step is taken "
-                "once), or consume=False with min_new=k (replay: it fires for every k new steps)."
+                f"DataKeyTrigger has consume={consume!r} and min_new={min_new!r}; expected neither (each step is "
+                "consumed once), or consume=False with min_new=k (replay: it fires for every k new steps)."
             )
         if self.staged and not consume:
             raise ConfigError(
-                f"DataKeyTrigger has stages, {self.stages}, and consume=False; stages are of steps taken once. "
+                f"DataKeyTrigger has stages, {self.stages}, and consume=False; only consumed steps have stages. "
                 "For replay, list all keys in one sequence."
             )
-        self._taken_to: dict[Actor, int] = {}
+        self._consumed_to: dict[Actor, int] = {}
+        """Per actor, the first step that was not consumed."""
         self._cuts: dict[Actor, list[int]] = {}
         """Per actor, the step counts at which it left: no window spans one of them."""
         self._open = Fragments(self.size, self.stages)
         self._fragments = 0
         self._warm = False
-        self._taken = 0
+        self._counted = 0
         """For replay: steps of all actors that were already counted as new."""
         self._ready: ReadyActors | None = None
         self._newest: NewestSteps | None = None
@@ -95,7 +108,7 @@ class DataKeyTrigger(Trigger):
         if self.min_new is not None:
             return self._ready_for_replay(state, self.min_new)
         ready = self._ready_of(state)
-        for actor in ready.to_look_at():
+        for actor in ready.to_check():
             ready.put(actor, state.reached(actor, self.start_of(actor) + self.size, self.stages[0]))
             self._open.update(state, actor)
         if (fragment := self._open.first_ready()) is not None:
@@ -108,13 +121,13 @@ class DataKeyTrigger(Trigger):
     def _ready_for_replay(self, state: Ledger, min_new: int) -> Message | None:
         newest = self._newest_of(state)
         newest.update()
-        if not (newest.written - self._taken >= min_new if self._warm else newest.has(self.n)):
+        if not (newest.written - self._counted >= min_new if self._warm else newest.has(self.n)):
             return None
         return LazyMessage({"size": self.size, "keys": self.stages[0] or state.keys}, newest.snapshot())
 
     @property
     def is_warm(self) -> bool:
-        """For replay: whether it has fired before, so that it waits only for new steps, of any actor."""
+        """For replay: whether it has fired before and now waits only for new steps of any actor."""
         return self._warm
 
     def _ready_of(self, state: Ledger) -> ReadyActors:
@@ -129,33 +142,38 @@ class DataKeyTrigger(Trigger):
         return self._newest
 
     def start_of(self, actor: Actor) -> int:
-        """Where the next window of an actor begins."""
-        start = self._taken_to.get(actor, 0)
+        """The first step of an actor's next window."""
+        start = self._consumed_to.get(actor, 0)
         for cut in self._cuts.get(actor, ()):
             start = cut if start < cut < start + self.size else start
         return start
 
     def next_of(self, actor: Actor) -> int:
-        """The first step of an actor that a message to come may name."""
+        """The first step of an actor that a later message may name."""
         return min([self.start_of(actor), *(each.starts[actor] for each in self._open.of(actor))])
 
-    def _look_at(self, actors: Iterable[Actor]) -> None:
+    def _recheck(self, actors: Iterable[Actor]) -> None:
         if self._ready is not None:
             for actor in actors:
-                self._ready.look_at(actor)
+                self._ready.recheck(actor)
 
-    def took_back(self, state: Ledger, actor: Actor) -> None:
-        """Steps of an actor that were there on some keys are lost: what fired for them fires again, for others."""
-        whole = state.written(actor)
-        lost = [each for each in self._open.of(actor) if each.starts[actor] + self.size > whole]
+    def withdrew(self, state: Ledger, actor: Actor) -> None:
+        """Handle the loss of an actor's incomplete steps: the stages that fired for them fire again.
+
+        Args:
+            state: The ledger, after the steps were withdrawn.
+            actor: The actor.
+        """
+        complete = state.written(actor)
+        lost = [each for each in self._open.of(actor) if each.starts[actor] + self.size > complete]
         for fragment in lost:
-            self._look_at(self._open.set_stage(fragment, 0))
-        if self.min_new is None and self._taken_to.get(actor, 0) > whole:
-            self._taken_to[actor] = max([whole, *(each.starts[actor] + self.size for each in lost)])
-        self._look_at([actor])
+            self._recheck(self._open.set_stage(fragment, 0))
+        if self.min_new is None and self._consumed_to.get(actor, 0) > complete:
+            self._consumed_to[actor] = max([complete, *(each.starts[actor] + self.size for each in lost)])
+        self._recheck([actor])
 
     def left(self, state: Ledger, actor: Actor) -> None:
-        """An actor has left: keep its completed windows, drop the steps of an incomplete one.
+        """Handle the departure of an actor: keep its complete windows, drop the steps of an incomplete one.
 
         A trigger with a fixed `n` drops nothing: it waits until `n` actors are ready again.
         """
@@ -165,17 +183,17 @@ class DataKeyTrigger(Trigger):
             if state.written(actor) < fragment.starts[actor] + self.size:
                 self._open.remove_actor(fragment, actor)  # its later stages will not arrive: repeat the first one
                 if fragment.starts:
-                    self._look_at(self._open.set_stage(fragment, 0))
+                    self._recheck(self._open.set_stage(fragment, 0))
         start, written = self.start_of(actor), state.written(actor)
-        self._taken_to[actor] = start if start + self.size <= written else written
-        self._cuts[actor] = [cut for cut in [*self._cuts.get(actor, ()), written] if cut > self._taken_to[actor]]
-        self._look_at([actor])
+        self._consumed_to[actor] = start if start + self.size <= written else written
+        self._cuts[actor] = [cut for cut in [*self._cuts.get(actor, ()), written] if cut > self._consumed_to[actor]]
+        self._recheck([actor])
 
     def discard(self, state: Ledger) -> None:
-        """What is there and was not taken is not wanted any more (unless it is for replay)."""
+        """Skip all steps that were written and not consumed; does nothing for replay."""
         if self.min_new is None:
             self._open.clear()
-            self._taken_to = {actor: state.written(actor, self.stages[0]) for actor in state.actors}
+            self._consumed_to = {actor: state.written(actor, self.stages[0]) for actor in state.actors}
             self._ready = None
 
     def _message(self, state: Ledger, starts: Mapping[Actor, int], stage: int, fragment: int) -> Message:
@@ -191,33 +209,44 @@ class DataKeyTrigger(Trigger):
 
     def consume(self, state: Ledger, message: Message) -> None:
         if self.min_new is not None:
-            # What came before the first firing was waited for anyway: it does not count as new.
-            self._taken = self._taken + self.min_new if self._warm else self._newest_of(state).written
+            # Steps before the first firing do not count as new.
+            self._counted = self._counted + self.min_new if self._warm else self._newest_of(state).written
             self._warm = True
         elif (fragment := self._open.get(message.get("fragment"))) is not None:
-            self._look_at(self._open.set_stage(fragment, fragment.stage + 1))
+            self._recheck(self._open.set_stage(fragment, fragment.stage + 1))
         else:
             starts = dict(zip(message["actor_ids"], message["start"], strict=True))
-            self._taken_to.update((actor, start + self.size) for actor, start in starts.items())
+            self._consumed_to.update((actor, start + self.size) for actor, start in starts.items())
             if len(self.stages) > 1:
                 self._open.add(self._fragments, starts)
-            self._look_at(starts)
+            self._recheck(starts)
             self._fragments += 1
 
     def resume(self, state: Ledger, paused_s: float) -> None:
-        self._ready = self._newest = None  # the ledger may have got other keys
+        self._ready = self._newest = None  # the keys of the ledger may have changed
 
 
 @dataclass(eq=False)
 class ObjectKeyTrigger(Trigger):
-    """Fires once per version increase of a published object; of several since the last look, with the newest."""
+    """Fires when a published object has a new version; several new versions cause one firing, with the newest.
+
+    The message has `key` and `version`.
+
+    Args:
+        key: Name of the object, e.g. `"parameters"`.
+
+    Raises:
+        ConfigError: `key` is not a name.
+    """
 
     key: str
     _seen: int | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.key, str) or not self.key:
-            raise ConfigError(f'ObjectKeyTrigger.key is {self.key!r}; expected the name of an object, as "parameters".')
+            raise ConfigError(
+                f'ObjectKeyTrigger.key is {self.key!r}; expected the name of an object, e.g. "parameters".'
+            )
 
     def ready(self, state: Ledger) -> Message | None:
         version = state.versions.get(self.key)
@@ -231,8 +260,19 @@ class ObjectKeyTrigger(Trigger):
 
 @dataclass(eq=False)
 class TimeTrigger(Trigger):
-    """Fires when a period has passed since it last fired (at first: since its first run began); missed ones coalesce.
-    Seconds between runs do not count."""
+    """Fires when a period has passed since it last fired, or since the start of its first run.
+
+    Several periods that pass at once cause one firing. Seconds between runs do not count. The message has `unit`; `at`,
+    the count or time now; and `elapsed`, the amount since the last firing.
+
+    Args:
+        period: Length of the period, in `unit`.
+        unit: `"seconds"`, `"env_steps"` (steps of single environments) or `"learner_steps"` (updates); default:
+            seconds.
+
+    Raises:
+        ConfigError: `unit` is unknown, or `period` is not a positive number (an integer for steps).
+    """
 
     period: float
     unit: Unit = "seconds"
@@ -285,16 +325,16 @@ def _positive(owner: object, name: str, value: object) -> None:
 
 
 def _stages(owner: object, stages: object) -> tuple[tuple[str, ...], ...]:
-    """Checked stages: some sequences of names, none twice."""
+    """Check stages: at least one sequence of names, and no name twice."""
     whose = f"{type(owner).__name__}.keys"
     known: list[str] = []
     if not isinstance(stages, Sequence) or isinstance(stages, str) or not stages:
         raise ConfigError(f"{whose} is {stages!r}; expected names of arrays, or None for all.")
     for stage in stages:
         if not isinstance(stage, Sequence) or isinstance(stage, str) or not stage:
-            raise ConfigError(f"{whose} has {stage!r} for a sequence of names; write [{stage!r}] if that is one name.")
+            raise ConfigError(f"{whose} has {stage!r}; expected a sequence of names: write [{stage!r}] for one name.")
         for name in stage:
             if not isinstance(name, str) or name in known:
-                raise ConfigError(f"{whose} has {name!r} in {stage!r}; expected names of arrays, none of them twice.")
+                raise ConfigError(f"{whose} has {name!r} in {stage!r}; expected names of arrays, each only once.")
             known.append(name)
     return tuple(tuple(stage) for stage in stages)

@@ -1,8 +1,8 @@
-"""Windows: rows that a trigger named, put together as the `Batch` that `collect` would have returned.
+"""Windows: the rows that a trigger names, as the `Batch` that `collect` would return.
 
-Rows are views of the buffer where they stand side by side, copies otherwise. What chunks have beyond rows (episodes
-that ended, a recurrent state, whether they follow what came before) is kept here until nobody can ask for it. One
-thread adds and forgets; any may ask for a batch meanwhile.
+Rows are views of the buffer if they are adjacent, otherwise copies. The data of chunks that is not in their rows (ended
+episodes, a recurrent state, whether a chunk continues the one before) is kept here until no consumer can need it. One
+thread adds and forgets chunks; any thread may request a batch.
 """
 
 from __future__ import annotations
@@ -22,18 +22,19 @@ from farstep.schema import leaf_names, leaves, map_leaves, nest
 
 @dataclass(frozen=True)
 class _Chunk:
-    """What is not in the buffer of rows `[start, stop)` of an actor."""
+    """The data of an actor's chunk that is not in its rows `[start, stop)`."""
 
     start: int
     stop: int
     place: int
-    """Which row of the buffer's blocks it begins at: others may have written there before."""
+    """Its first row, counted in the blocks of the buffer; differs from `start` if other rows were inserted before."""
     ended: Array
-    """Row of each episode that ended."""
+    """The last row of each episode that ended."""
     episodes: dict[str, Array]
     continues: Array
     last: dict[str, Array]
-    """What the next action was taken on. Where an episode ended with the last row, the buffer has its end instead."""
+    """The observation for the next action. If an episode ended with the last row, the buffer has its final observation
+    instead."""
     state: Nested
 
 
@@ -47,7 +48,7 @@ class _Window:
     chunks: list[_Chunk]
 
     def ended(self, size: int) -> tuple[Array, dict[str, Array]]:
-        """Rows, from the window's first on, where episodes ended, and these."""
+        """Rows of the window, counted from its first, at which episodes ended; and these episodes."""
         rows = np.concatenate([chunk.ended for chunk in self.chunks]) - self.start
         here = (rows >= 0) & (rows < size)
         return rows[here], {k: np.concatenate([c.episodes[k] for c in self.chunks])[here] for k in EPISODE_KEYS}
@@ -59,17 +60,17 @@ class _Window:
 
 
 class Windows:
-    """The chunks of all actors of a workflow; an actor's rows are counted since the beginning."""
+    """The chunks of all actors of a workflow; an actor's rows are counted from 0 over all runs."""
 
     def __init__(self, buffer: Buffer) -> None:
         self._buffer = buffer
         self._columns: dict[int, slice] = {}
         self._chunks: dict[int, deque[_Chunk]] = {}
         self._offsets: dict[int, int] = {}
-        """Per actor, from its rows to those of the blocks, where others may have written before."""
+        """Per actor, what to add to the number of its row to get the row of the blocks."""
 
     def add(self, actor: int, start: int, batch: Batch) -> None:
-        """An actor's next chunk was inserted, its first row at `start`."""
+        """Add an actor's chunk, just inserted into the buffer, whose first row is `start`."""
         steps, width = batch.shape
         first = int(batch.slots[0])
         state = None if batch.initial_state is None else map_leaves(np.ndarray.copy, batch.initial_state)
@@ -82,7 +83,7 @@ class Windows:
             self._chunks.setdefault(actor, deque()).append(chunk)
 
     def forget(self, actor: int, upto: int) -> int:
-        """Nobody asks for an actor's rows before `upto` any more; how many chunks that frees."""
+        """Forget an actor's chunks that end before row `upto`; returns how many."""
         with self._buffer.locked():
             chunks, before = self._chunks.get(actor, ()), len(self._chunks.get(actor, ()))
             while chunks and chunks[0].stop <= upto:
@@ -90,7 +91,7 @@ class Windows:
             return before - len(chunks)
 
     def read(self, consumer: int, upto: dict[int, int]) -> None:
-        """A consumer is done with the rows of these actors before those; who maps the blocks can see it."""
+        """Set the read cursors of a consumer, which other processes can see: per actor, its first unread row."""
         if not self._chunks:
             return
         with self._buffer.locked():
@@ -99,15 +100,27 @@ class Windows:
                 cursors[consumer, self._columns[actor]] = upto[actor] + self._offsets[actor]
 
     def where(self, actor: int, start: int, size: int) -> tuple[tuple[int, int], int]:
-        """The environment slots of an actor, first and last + 1, and the row of the blocks that a window begins at."""
+        """The environment slots of an actor as (first, last + 1), and the first row of a window in the blocks."""
         with self._buffer.locked():
             window = self._window(actor, start, size)
             return (window.columns.start, window.columns.stop), window.place
 
     def batch(self, actors: Sequence[int], starts: Sequence[int], size: int, gaps: Container[int] = ()) -> Batch:
-        """Rows `[start, start + size)` of each actor, in order of their environment slots. Before those of `gaps`, rows
-        are missing that were there."""
-        with self._buffer.locked():  # what follows a row may be written at this moment
+        """Make a batch of one window per actor, in order of their environment slots.
+
+        Args:
+            actors: The actors.
+            starts: The first row of each window.
+            size: Rows per window.
+            gaps: Actors whose rows directly before the window were dropped.
+
+        Returns:
+            The batch.
+
+        Raises:
+            FarstepError: Rows are no longer retained, or another thread inserted into the buffer.
+        """
+        with self._buffer.locked():  # otherwise the row after the window might be written meanwhile
             return self._batch(actors, starts, size, gaps)
 
     def _batch(self, actors: Sequence[int], starts: Sequence[int], size: int, gaps: Container[int]) -> Batch:
@@ -140,16 +153,25 @@ class Windows:
         chunks = [c for c in self._chunks.get(actor, ()) if c.start < start + size and c.stop > start]
         rows = f"rows {start} to {start + size} of worker {actor}"
         if not chunks or chunks[0].start > start or chunks[-1].stop < start + size:
-            raise FarstepError(f"{rows} are not held any more: batch() is for the consumer of their message.")
+            raise FarstepError(
+                f"{rows} are no longer retained: call batch() in the consumer of their message, before it returns."
+            )
         columns, place = self._columns[actor], chunks[0].place + start - chunks[0].start
         if any(chunk.place - chunk.start != place - start for chunk in chunks):
-            raise FarstepError(f"{rows} are not together: somebody else inserted into the buffer between them.")
+            raise FarstepError(
+                f"{rows} are not contiguous: other rows were inserted between them. Insert into the buffer of a "
+                "workflow only through the workflow."
+            )
         if place < self._buffer.store.blocks.oldest(columns.start):
-            raise FarstepError(f"{rows} are gone: somebody else inserted into the buffer and overwrote them.")
+            raise FarstepError(
+                f"{rows} were overwritten by other rows. Insert into the buffer of a workflow only through the "
+                "workflow."
+            )
         return _Window(start, place, columns, chunks)
 
 
 def _rows(block: Array, windows: Sequence[_Window], size: int) -> Array:
+    """The rows of all windows, as a view of the block if possible."""
     first, last = windows[0], windows[-1]
     width = sum(w.columns.stop - w.columns.start for w in windows)
     place = first.place % len(block)
@@ -161,7 +183,7 @@ def _rows(block: Array, windows: Sequence[_Window], size: int) -> Array:
 
 
 def _last(block: Array, name: str, window: _Window, size: int) -> Array:
-    """What was observed after the window's last row, or after the reset that followed it."""
+    """The observation after the window's last row, or after the reset that followed it."""
     newest = window.chunks[-1]
     if newest.stop == window.start + size:
         return newest.last[name]
@@ -170,7 +192,7 @@ def _last(block: Array, name: str, window: _Window, size: int) -> Array:
 
 
 def _states(windows: Sequence[_Window]) -> Nested:
-    """A recurrent agent's state at the first row, where a chunk begins there."""
+    """The recurrent state at the first row, or None if a window does not start at a chunk's first row."""
     found = [w.chunks[0].state for w in windows]
     if any(state is None or w.chunks[0].start != w.start for state, w in zip(found, windows, strict=True)):
         return None

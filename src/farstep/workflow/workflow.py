@@ -32,7 +32,7 @@ from farstep.head.feed import Feed
 from farstep.head.tickets.records import AcceptedChunk, FeedPlan
 from farstep.workflow.consumers import Consumer, ConsumerThread, Guard, Publisher, name_of
 from farstep.workflow.delivery import Direct, LocalQueue
-from farstep.workflow.dispatch import Dispatcher, Message, Passer, Trigger, leaves_of
+from farstep.workflow.dispatch import Delivery, Dispatcher, Message, Trigger, leaves_of
 from farstep.workflow.ledger import Ledger
 from farstep.workflow.objects import ModelBlock
 from farstep.workflow.row_retention import RowRetention, windows_of
@@ -116,7 +116,7 @@ class Workflow:
     def on(
         self,
         trigger: Trigger,
-        consumer: Consumer | Passer,
+        consumer: Consumer | Delivery,
         *,
         thread: bool = False,
         max_outstanding: int = 1,
@@ -150,7 +150,7 @@ class Workflow:
         is_passer = hasattr(consumer, "finished")
         if thread and is_passer:
             raise ConfigError(f"{consumer!r} hands messages elsewhere by itself; leave out thread=True.")
-        passer: Passer = consumer if is_passer else Direct(consumer)  # type: ignore[assignment]
+        passer: Delivery = consumer if is_passer else Direct(consumer)  # type: ignore[assignment]
         started: ConsumerThread | None = None
         publisher = Publisher(self.publish, self.agent, self.wake) if consumer == self.publish and not thread else None
         if publisher is not None:
@@ -314,8 +314,8 @@ class Workflow:
                 known = self._followed is not None
                 self._note_members(feed)
                 self._follows: Array = followed == self._followed if known else np.zeros(len(followed), bool)
-            self._loop = self.buffer.filled_by = threading.get_ident()
-            self.buffer.told = self.wake
+            self._loop = self.buffer.inserting_thread = threading.get_ident()
+            self.buffer.on_room = self.wake
             self._watch_updates(collector.gate)
             self._dispatcher.resume(self.ledger, time.monotonic())
             for thread in self._threads:
@@ -583,7 +583,7 @@ class Workflow:
             try:
                 self.holdings.discard(set(range(self.env.num_workers)))
             finally:
-                self._feed = self._loop = self.buffer.filled_by = self.buffer.told = None
+                self._feed = self._loop = self.buffer.inserting_thread = self.buffer.on_room = None
                 self.buffer.between_updates = contextlib.nullcontext
                 feed.close()
                 if self._collector is not None:

@@ -1,7 +1,7 @@
-"""Contents: what a buffer holds, once it is known which arrays: rows, and the selectors that are told of each.
+"""The contents of a buffer: its rows, and the selectors of its sampler and remover, kept consistent with each other.
 
-Nobody waits here and nothing is limited or locked: that is `Buffer`'s part. Whoever puts rows is told how many items
-came and went, for its counters.
+Waiting, limiting and locking are left to `Buffer`. Methods that put rows return the numbers of new and evicted items,
+for the counters of the limiter.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from farstep.schema import Schema, Structure, leaves
 
 
 class Contents:
-    """Room for `capacity` rows of `schema` in `columns`, one for each environment slot.
+    """Up to `capacity` rows of `schema`, in one column per environment slot.
 
     Without `remover`, rows stay in order and the oldest are evicted. They form a ring until a row other than the oldest
-    is removed; from then on links record their order. With `remover`, a new row goes into any free cell, and once there
-    is none the remover chooses an item to remove.
+    is removed; from then on links record their order. With `remover`, a new row goes into any free cell; once there is
+    no free cell, the remover chooses an item to evict.
     """
 
     def __init__(
@@ -53,27 +53,28 @@ class Contents:
         tails = [name for name in schema if name.split(".")[0] == "obs"] if follow else []
         self.store = Store(schema, rows, columns, tails)
         self.is_pinned = False
-        """Rows are read in place, so they stay a ring: a removed row's cell is reused only when it is the oldest."""
+        """Whether rows must stay a ring, since they are read in place: the cell of a removed row is reused only when it
+        is the oldest."""
         self._span = sampler.span(self.store)
         self.selector: Selector = sampler.selector(self.store.table)
-        """Chooses what is sampled."""
+        """Chooses the items of batches."""
         self._remover = None if remover is None else remover.selector(self.store.table)
         self._removes_oldest = isinstance(remover, FIFO)
         self._free = FreeCells(self.store.table.cells)
-        """Cells for new rows; always empty for a ring, which overwrites its oldest row."""
+        """Cells for new rows; always empty for a ring, which overwrites its oldest rows."""
         if not self.is_cyclic:
             self._free.push(np.arange(rows))
         self._episodes = Episodes(self.store)
         self._slots: Array = np.full(columns, -1, np.int64)
-        """Per column, which environment slot wrote last."""
+        """Per column, the environment slot of its newest row."""
         self.is_plain = (
             columns == 1 and not tails and "valid" not in schema and not isinstance(self.selector, EpisodeSelector)
         )
-        """Whether items are single rows of one column, without filler rows or episodes to assemble."""
+        """Whether items are single rows of one column, without filler rows or episodes to track."""
 
     @property
     def size(self) -> int:
-        """How many items there are."""
+        """Number of items."""
         return self.store.table.size
 
     @property
@@ -86,39 +87,38 @@ class Contents:
     def _selectors(self) -> list[Selector]:
         return [self.selector] if self._remover is None else [self.selector, self._remover]
 
-    # ---- coming ----
+    # ---- inserting ----
 
     def check(self, values: Mapping[str, Array]) -> None:
-        """Refuse rows `[n, ...]` that it does not hold."""
+        """Raise `ConfigError` if rows `[n, ...]` do not match the schema."""
         check_names(values, self.store.schema)
         check_rows(values, self.store.schema)
         if self.store.tails is not None:
-            raise ConfigError("this buffer holds rows of batches and what came after each: insert batches, not rows.")
+            raise ConfigError("this buffer stores the next observations of batches: insert batches, not rows.")
 
     def rows_of(self, batch: Batch) -> dict[str, Array]:
-        """A batch's rows as they are held, `[T, N, ...]`, if there is room for so many."""
+        """The arrays `[T, N, ...]` of a batch that are stored; raises `ConfigError` if they do not match or fit."""
         store = self.store
         values = arrays_of(batch, with_next=any(name.startswith("next_obs") for name in store.schema))
         check_rows(values, store.schema, leading=2, slots=batch.slots.tolist())
         if self.is_cyclic and batch.shape[0] > store.rows:
             raise ConfigError(
-                f"a batch of {batch.shape[0]} steps does not fit: {self.capacity} rows for {store.columns} environment "
-                f"slots are {store.rows} each. Raise capacity."
+                f"a batch of {batch.shape[0]} steps does not fit: a capacity of {self.capacity} rows for "
+                f"{store.columns} environment slots leaves {store.rows} rows for each. Raise capacity."
             )
         return values
 
     def warn_if_shared(self, batch: Batch) -> None:
-        """Say so to the caller of `Buffer.insert` where slots have no column of their own."""
+        """Warn the caller of `Buffer.insert` if slots share a column."""
         if batch.slots.max() >= self.store.columns:
             warnings.warn(
-                f"slot {batch.slots.max()} came to a buffer for {self.store.columns} slots and shares a column with "
-                "another one, so rows of different chunks do not follow each other. Call buffer.bind for all slots "
-                "first.",
+                f"slot {batch.slots.max()} was inserted into a buffer for {self.store.columns} slots and shares a "
+                "column with another slot, so sequences end at each chunk. Call buffer.bind for all slots first.",
                 stacklevel=4,
             )
 
     def put_rows(self, values: Mapping[str, Array], count: int) -> tuple[Array, int]:
-        """Rows `[count, ...]`, if that is all there is to it; their keys, and how many items made room for them."""
+        """Put rows `[count, ...]` into plain contents; returns their keys and the number of evicted items."""
         if not self.is_cyclic:
             keys, _, evicted = self.put_anywhere(values, count)
             return keys, evicted
@@ -135,8 +135,16 @@ class Contents:
     def put(
         self, values: Mapping[str, Array], first: int = 0, continues: Array | None = None
     ) -> tuple[Array, int, int]:
-        """Rows `[T, n, ...]`, in order, into columns from `first` on; their keys `[T, n]`, how many of them are items,
-        and how many items made room for them."""
+        """Put rows `[T, n, ...]`, in order, into columns from `first` on.
+
+        Args:
+            values: The arrays of the rows.
+            first: The first column.
+            continues: Per column, whether the first new row follows the row that was newest before; None: yes.
+
+        Returns:
+            The keys `[T, n]` of the rows, the number of new items, and the number of evicted items.
+        """
         table = self.store.table
         if self.is_linked:
             shape = next(iter(values.values())).shape[:2]
@@ -147,9 +155,9 @@ class Contents:
         new = keys.reshape(-1)
         cells = new % table.cells
         valid = values.get("valid")
-        if valid is not None and valid.ndim == 2 and not valid.all():  # some are no steps, but a reset's
+        if valid is not None and valid.ndim == 2 and not valid.all():  # filler rows are resets, not steps
             filler = ~valid.astype(bool).reshape(-1)
-            self._take_out(cells[filler])  # selectors may still list what these cells held before
+            self._take_out(cells[filler])  # selectors may still list the items that these cells held before
             cells, new = cells[~filler], new[~filler]
         for selector in self._selectors():
             selector.inserted(cells, new)
@@ -159,10 +167,12 @@ class Contents:
         return keys, len(cells), evicted
 
     def put_anywhere(self, values: Mapping[str, Array], count: int) -> tuple[Array, int, int]:
-        """Put rows `[count, ...]`, in order, each into a free cell; returns their keys, how many of them are items, and
-        how many items were removed for them.
+        """Put rows `[count, ...]`, in order, each into a free cell.
 
-        Once there are too many, the remover decides after each row which item goes, perhaps the new one.
+        Once the contents are full, the remover chooses after each row which item to evict, possibly the new one.
+
+        Returns:
+            The keys of the rows, the number of new items, and the number of evicted items.
         """
         valid = values.get("valid")
         if valid is None or valid.ndim != 1 or valid.all():
@@ -177,10 +187,10 @@ class Contents:
         return keys, len(steps), evicted
 
     def _put_steps(self, values: Mapping[str, Array], count: int) -> tuple[Array, int]:
-        """Put rows `[count, ...]`, none of them filler; their keys, and how many items were removed for them."""
+        """Put rows `[count, ...]` without filler; returns their keys and the number of evicted items."""
         table, keys, evicted = self.store.table, np.empty(count, np.int64), 0
         missing = count - (self.capacity - table.size)
-        if missing > 0 and count <= self.capacity and self._removes_oldest:  # at once: none of them is a new row
+        if missing > 0 and count <= self.capacity and self._removes_oldest:  # evict at once: no new row is among them
             assert self._remover is not None
             oldest, _ = self._remover.select(missing, self.rng)
             self._take_out(oldest)
@@ -193,7 +203,7 @@ class Contents:
         return keys, evicted
 
     def _fill(self, cells: Array, values: Mapping[str, Array], rows: slice | Array, keys: Array) -> None:
-        """Put rows into as many free cells, and note their keys."""
+        """Put rows into free cells, one each, and record their keys in `keys`."""
         keys[rows] = new = self.store.table.put_cells(cells)
         self._write(cells, values, rows, new)
 
@@ -203,7 +213,7 @@ class Contents:
             selector.inserted(cells, keys)
 
     def _displace(self, values: Mapping[str, Array], rows: Array, keys: Array) -> int:
-        """Put rows into a full store, one after the other; returns how many items were removed for them."""
+        """Put rows into a full store, one after the other; returns the number of evicted items."""
         assert self._remover is not None
         table, evicted = self.store.table, 0
         while evicted < len(rows):
@@ -228,7 +238,7 @@ class Contents:
         return evicted
 
     def put_batch(self, batch: Batch, values: Mapping[str, Array]) -> tuple[Array, int, int]:
-        """As `put`, of a batch's rows `[T, N, ...]`, each slot in its column."""
+        """`put` the rows `[T, N, ...]` of a batch, each slot into its own column."""
         store = self.store
         keys = np.empty(batch.shape, np.int64)
         inserted = evicted = 0
@@ -238,47 +248,47 @@ class Contents:
             slots = self._slots[first : first + b - a]
             part = {name: values[name][:, a:b] for name in store.schema}
             follows = batch.continues[a:b] & (slots == batch.slots[a:b])
-            # The batch before may have gone elsewhere.
-            follows &= store.goes_on(slice(first, first + b - a), {name: v[0] for name, v in part.items()})
+            # The previous batch of these slots may not have been inserted into this buffer.
+            follows &= store.continues_with(slice(first, first + b - a), {name: v[0] for name, v in part.items()})
             slots[:] = batch.slots[a:b]
-            found, came, went = self.put(part, first, follows)
+            found, new_items, evicted_items = self.put(part, first, follows)
             keys[:, a:b] = found
-            inserted, evicted = inserted + came, evicted + went
+            inserted, evicted = inserted + new_items, evicted + evicted_items
             if store.tails is not None:
                 self._keep_tails(batch, a, b, found % store.table.cells)
         return keys, inserted, evicted
 
     def _keep_tails(self, batch: Batch, a: int, b: int, cells: Array) -> None:
-        """What was observed after episodes' ends, and after the last row."""
+        """Store the observations after the ends of episodes and after the last row, for slots `a` to `b`."""
         structure, final = self.structures["obs"], batch.final_obs
         ours = np.flatnonzero((final.slot >= a) & (final.slot < b))
         ends = cells[final.row[ours], final.slot[ours] - a]
-        # The row of a reset that no other row needs was removed at once, and its cell may get another row.
-        goes_on = np.flatnonzero(~np.isin(cells[-1], ends) & ~self._free.is_free[cells[-1]])
-        last = {name: value[goes_on + a] for name, value in leaves(structure, batch.last_obs)}
-        self.store.keep_tails(cells[-1, goes_on], last)
+        # A filler row that no item needs was removed at once, and its cell is free for another row.
+        unfinished = np.flatnonzero(~np.isin(cells[-1], ends) & ~self._free.is_free[cells[-1]])
+        last = {name: value[unfinished + a] for name, value in leaves(structure, batch.last_obs)}
+        self.store.keep_tails(cells[-1, unfinished], last)
         if len(ends):
             self.store.keep_tails(ends, {name: value[ours] for name, value in leaves(structure, final.obs)})
 
-    # ---- changing and going ----
+    # ---- updating and removing ----
 
     def update(self, keys: Array, priorities: Array) -> int:
-        """Give items new priorities; how many of them are there."""
+        """Set the priorities of items; returns how many of them still exist."""
         table = self.store.table
         cells = keys % table.cells
-        there = (keys >= 0) & (table.keys.take(cells) == keys)
-        if not there.all():
-            cells, priorities = cells[there], priorities[there]
+        exists = (keys >= 0) & (table.keys.take(cells) == keys)
+        if not exists.all():
+            cells, priorities = cells[exists], priorities[exists]
         for selector in self._selectors():
             selector.updated(cells, priorities)
         return len(cells)
 
-    def remove(self, cells: Array, in_turn: bool = False) -> int:
+    def remove(self, cells: Array, are_oldest: bool = False) -> int:
         """Remove items; an episode is removed with all its rows.
 
         Args:
             cells: The cells of the items, without duplicates.
-            in_turn: Whether these are the oldest items, whose cells a ring reuses next anyway.
+            are_oldest: Whether these are the oldest items, whose cells a ring reuses next anyway.
 
         Returns:
             The number of rows removed.
@@ -287,7 +297,7 @@ class Contents:
             return 0
         if isinstance(self.selector, EpisodeSelector):
             cells = self._with_episodes(cells, self.selector)
-        if self.is_cyclic and not (in_turn or self.is_linked or self.is_pinned):
+        if self.is_cyclic and not (are_oldest or self.is_linked or self.is_pinned):
             self.link()
         self._take_out(cells)
         return len(cells)
@@ -303,14 +313,14 @@ class Contents:
             self._free.push(cells)
 
     def _with_episodes(self, cells: Array, selector: EpisodeSelector) -> Array:
-        """The given cells, and those of all further rows of the episodes that begin there."""
+        """The given cells, and those of all further rows of the episodes that start there."""
         table, found = self.store.table, [cells]
         at = cells[selector.weights[cells] > 0]
         while len(at := self.store.following(at[~self.store.flat_cut[at]])):
             found.append(at[table.keys[at] >= 0])
         return np.unique(np.concatenate(found))
 
-    # ---- rows in cells of any order ----
+    # ---- linked rows ----
 
     @property
     def is_linked(self) -> bool:
@@ -335,7 +345,7 @@ class Contents:
         self.store.release(cells, self._free.is_free)
 
     def _make_room(self, count: int) -> int:
-        """Evict as many of the oldest items as needed to have `count` free cells; returns how many."""
+        """Evict the oldest items until `count` cells are free; returns the number of evicted items."""
         if (missing := count - len(self._free)) <= 0:
             return 0
         assert self._remover is not None and self.store.links is not None
@@ -349,7 +359,7 @@ class Contents:
     # ---- checkpoints ----
 
     def state(self) -> tuple[dict[str, Array], dict[str, Any]]:
-        """All of it, for a checkpoint: arrays, and plain data."""
+        """The whole contents for a checkpoint, as arrays and plain data."""
         used = int(self.store.table.used.max())
         parts: dict[str, Mapping[str, Array]] = {
             "rows": {name: block[:used] for name, block in self.store.blocks.arrays.items()},
@@ -365,7 +375,7 @@ class Contents:
         """Apply what `state` returned to empty contents.
 
         Raises:
-            Refused: If it is not a state that these contents can have; they are of no use then.
+            Refused: The state is inconsistent; discard these contents then.
         """
         store, table = self.store, self.store.table
         if self.is_cyclic and "store/after" in arrays:
@@ -375,7 +385,7 @@ class Contents:
         parts |= {f"selector{place}": {} for place in range(len(selectors))}
         for name, array in arrays.items():
             part, rest = name.split("/", 1) if "/" in name else ("", name)
-            require(part in parts, f"the checkpoint has {name!r}, which nothing uses")
+            require(part in parts, f"the checkpoint has an unknown array {name!r}")
             parts[part][rest] = array
 
         with prefixed("table"):
@@ -407,7 +417,7 @@ class Contents:
             expected = store.links.unneeded(self._span)
         elif not self.is_cyclic:
             expected = np.flatnonzero(store.table.keys < 0)
-        require(sorted(free) == expected.tolist(), "free does not name every cell without an item once")
+        require(sorted(free) == expected.tolist(), "free does not name every free cell exactly once")
         self._free = FreeCells(store.table.cells)
         self._free.push(np.array(free[::-1], np.int64))
         if store.links is not None:
@@ -469,24 +479,24 @@ class FreeCells:
 
 
 def cells_of(capacity: int, columns: int, is_cyclic: bool) -> int:
-    """Number of cells of a store for this many rows."""
+    """Number of cells of a store with this capacity."""
     return (capacity // columns + _spare_rows(is_cyclic)) * columns
 
 
 def _spare_rows(is_cyclic: bool) -> int:
-    """Rows beyond the capacity: without a fixed order one, as a new item competes with the others for its place."""
+    """Rows beyond the capacity: one if a remover chooses, since a new item is stored before an item is evicted."""
     return 0 if is_cyclic else 1
 
 
 def fitting_capacity(schema: Schema, capacity: int, columns: int, is_cyclic: bool, max_bytes: int | None) -> int:
-    """How many rows, of at most `capacity`, there is room for: as many for each column."""
+    """The largest capacity, at most `capacity`, that `max_bytes` allows, as a multiple of `columns`."""
     row_bytes = max(1, sum(spec.nbytes for spec in schema.values()))
     if max_bytes is not None:
         capacity = min(capacity, max_bytes // row_bytes - _spare_rows(is_cyclic))
     if capacity < columns:
         raise ConfigError(
-            f"room for {capacity} rows of {row_bytes} bytes is less than one for each of {columns} "
-            "environment slots. Raise capacity or max_bytes."
+            f"capacity or max_bytes leave room for {capacity} rows of {row_bytes} bytes, less than one for each of "
+            f"{columns} environment slots. Raise capacity or max_bytes."
         )
     capacity -= capacity % columns
     if (needed := capacity * row_bytes) > available_memory():
@@ -498,12 +508,12 @@ def fitting_capacity(schema: Schema, capacity: int, columns: int, is_cyclic: boo
 
 
 def _last_occurrences(values: Array) -> Array:
-    """The places of the last of each group of equal entries, in order."""
+    """The index of the last occurrence of each distinct value, in ascending order."""
     _, from_end = np.unique(values[::-1], return_index=True)
     return np.sort(len(values) - 1 - from_end)
 
 
 def _neighbours(slots: Array) -> list[tuple[int, int]]:
-    """Ranges of entries whose slots follow each other."""
+    """Ranges of entries whose slots are consecutive."""
     cuts = [0, *(np.flatnonzero(np.diff(slots) != 1) + 1).tolist(), len(slots)]
     return [(a, b) for a, b in pairwise(cuts) if b > a]

@@ -1,13 +1,13 @@
-"""Cyclic blocks: per key one array `[rows, columns, ...]` in shared memory, and a header that says what of it is true.
+"""Cyclic blocks: per key one array `[rows, columns, ...]` in shared memory, and a header of cursors.
 
-Every column (an environment slot) has one writer and cursors of its own, which count rows since the beginning and
-never go back: row `p` of a column is stored at `p % rows`. A writer first *claims* rows (from then on what they held
-before is not to be read), writes them and then *commits* them, key by key if it likes; so a reader never takes a row
-that is half written, also when the writer was killed in the middle of one. A column that changes hands gets a new
-generation and goes on after the last committed row.
+Every column (an environment slot) has one writer and its own cursors, which count rows from 0 and never decrease: row
+`p` of a column is stored at `p % rows`. A writer first *claims* rows, which invalidates what they held before, then
+writes them and *commits* them, all keys at once or key by key. So a reader never uses a half-written row, even if the
+writer was killed while writing it. A column that changes its writer gets a new generation, and the new writer
+continues after the last committed row.
 
-A reader in another process maps the memory and copies: `read` looks at the claim again afterwards, and copies that
-were overtaken are not handed out. Registered consumers have read cursors in the header, for `backlog`.
+A reader in another process maps the memory and copies rows. `read` checks the claim again after copying and discards a
+copy that was overwritten meanwhile. Registered consumers have read cursors in the header, for `backlog`.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from farstep.schema import Schema
 from farstep.wire.channels.memory import SharedMemory
 
 _MAGIC = 0x6661727374657031  # "farstep1"
-_WORDS = 8  # magic, bytes of the description, rows, columns, consumers; the rest is free
+_WORDS = 8  # magic and the length of the description in bytes; the rest is reserved
 _PAGE = 4096
 _own = threading.local()
 
 
 class _Description(msgspec.Struct):
-    """What somebody needs to map the blocks."""
+    """What a process needs to know to map the blocks."""
 
     rows: Annotated[int, msgspec.Meta(ge=1)]
     columns: Annotated[int, msgspec.Meta(ge=1)]
@@ -53,43 +53,56 @@ class CyclicBlocks:
         words = np.frombuffer(memory.map, np.int64, offset=_PAGE, count=_header_words(description))
         columns, keys = self.columns, max(1, len(self.keys))
         self.generation: Array = words[:columns]
-        """Per column, how often it changed hands; odd while somebody owns it."""
+        """Per column, how often a writer joined or left; odd while it has a writer."""
         self.claimed: Array = words[columns : 2 * columns]
-        """Per column, up to where rows may be half written."""
+        """Per column, the end of the rows that may be half written."""
         self.written: Array = words[2 * columns : (2 + keys) * columns].reshape(keys, columns)
-        """Per key and column, how many rows were committed."""
+        """Per key and column, the number of committed rows."""
         self.cursors: Array = words[(2 + keys) * columns :].reshape(description.consumers, columns)
-        """Per consumer and column, how many rows it has read."""
+        """Per consumer and column, the number of rows it has read."""
         start = _PAGE + _pages(words.nbytes)
         blocks = _layout(description).views(memory.map[start:])
         self.arrays: dict[str, Array] = {name: block[0] for name, block in blocks.items()}
 
     @classmethod
     def create(cls, schema: Schema, rows: int, columns: int = 1, consumers: int = 0) -> CyclicBlocks:
-        """New memory, for this process and whoever it hands `path` to."""
+        """Allocate shared memory for blocks; other processes attach to their `path`."""
         description = _Description(rows, columns, consumers, dict(schema))
-        said = msgspec.msgpack.encode(description)
-        if len(said) > _PAGE - 8 * _WORDS:
-            raise ConfigError(f"{len(schema)} arrays are too many to describe; put some of them together.")
+        encoded = msgspec.msgpack.encode(description)
+        if len(encoded) > _PAGE - 8 * _WORDS:
+            raise ConfigError(
+                f"the description of {len(schema)} arrays does not fit into the header; combine some of them."
+            )
         memory = SharedMemory.create(cls.nbytes_of(schema, rows, columns, consumers), "farstep-buffer")
-        np.frombuffer(memory.map, np.int64, 2)[:] = _MAGIC, len(said)
-        memory.map[8 * _WORDS : 8 * _WORDS + len(said)] = said
+        np.frombuffer(memory.map, np.int64, 2)[:] = _MAGIC, len(encoded)
+        memory.map[8 * _WORDS : 8 * _WORDS + len(encoded)] = encoded
         return cls(memory, description)
 
     @staticmethod
     def nbytes_of(schema: Schema, rows: int, columns: int = 1, consumers: int = 0) -> int:
-        """What `create` takes."""
+        """Bytes of shared memory that `create` allocates."""
         description = _Description(rows, columns, consumers, dict(schema))
         return _PAGE + _pages(8 * _header_words(description)) + _layout(description).nbytes
 
     @classmethod
     def attach(cls, path: str | Path) -> CyclicBlocks:
-        """Blocks of another process of this host, by its `path`; nothing that stands there is executed."""
+        """Map the blocks of another process of this host; nothing in the memory is executed.
+
+        Args:
+            path: `Buffer.path` of the other process, e.g. `message["path"]` of a workflow.
+
+        Returns:
+            The same blocks, for `read`.
+
+        Raises:
+            ConfigError: The file does not hold blocks of farstep.
+            OSError: The file cannot be opened, e.g. because the other process has ended.
+        """
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
             nbytes = os.fstat(fd).st_size
             if nbytes < _PAGE:
-                raise ConfigError(f"{path} holds no blocks of farstep's.")
+                raise ConfigError(f"{path} does not hold blocks of farstep.")
             memory = SharedMemory(fd, nbytes)
         except BaseException:
             os.close(fd)
@@ -97,18 +110,20 @@ class CyclicBlocks:
         magic, length = np.frombuffer(memory.map, np.int64, 2).tolist()
         try:
             if magic != _MAGIC or not 0 < length <= _PAGE - 8 * _WORDS:
-                raise ConfigError(f"{path} holds no blocks of farstep's.")
+                raise ConfigError(f"{path} does not hold blocks of farstep.")
             description = msgspec.msgpack.decode(memory.map[8 * _WORDS : 8 * _WORDS + length], type=_Description)
             if cls.nbytes_of(description.schema, description.rows, description.columns, description.consumers) > nbytes:
                 raise ConfigError(f"{path} is smaller than the blocks it describes.")
             return cls(memory, description)
         except (msgspec.DecodeError, ConfigError) as error:
             memory.close()
-            raise error if isinstance(error, ConfigError) else ConfigError(f"{path} holds no blocks: {error}") from None
+            if isinstance(error, ConfigError):
+                raise
+            raise ConfigError(f"{path} does not hold blocks of farstep: {error}") from None
 
     @property
     def path(self) -> str:
-        """Where other processes of this user find the memory while this one lives."""
+        """Path of the memory for other processes of this user, valid while this process lives."""
         if self.memory.fd < 0:
             raise ClosedError("these blocks are closed.")
         return f"/proc/{os.getpid()}/fd/{self.memory.fd}"
@@ -116,36 +131,45 @@ class CyclicBlocks:
     # ---- columns ----
 
     def join(self, first: int, count: int) -> Writer:
-        """Become the writer of these columns; what they hold stays."""
+        """Become the writer of these columns and keep their committed rows."""
         if not 0 <= first <= first + count <= self.columns or count < 1:
             raise ConfigError(f"columns {first} to {first + count} are not within the {self.columns} reserved ones.")
         columns = slice(first, first + count)
         if (self.generation[columns] % 2).any():
-            raise ConfigError(f"columns {first} to {first + count} have a writer; it must leave, or be dead, first.")
+            raise ConfigError(f"columns {first} to {first + count} have a writer; it must leave first.")
         self.generation[columns] += 1
-        # Keys that a dead writer had committed beyond others are taken back: a row is there when all of it is.
+        # A dead writer may have committed only some keys of its last rows: these rows do not count.
         self.written[:, columns] = self.committed(columns)
         return Writer(self, first, count)
 
     def leave(self, first: int, count: int) -> None:
-        """Their writer is gone; whoever joins next goes on after its last committed row."""
+        """Release columns whose writer is gone; the next one continues after its last committed row."""
         columns = slice(first, first + count)
         self.generation[columns] += self.generation[columns] % 2
 
     def committed(self, columns: slice = slice(None)) -> Array:
-        """Per column, how many rows are there with all their keys."""
-        least: Array = self.written[:, columns].min(axis=0)
-        return least
+        """Per column, the number of rows that are committed with all their keys."""
+        committed: Array = self.written[:, columns].min(axis=0)
+        return committed
 
     # ---- reading ----
 
     def oldest(self, column: int) -> int:
-        """The first row of a column that is not, and is not being, overwritten."""
+        """The first row of a column that is neither overwritten nor being overwritten."""
         return max(0, int(self.claimed[column]) - self.rows)
 
     def read(self, column: int, start: int, count: int, keys: Sequence[str] | None = None) -> dict[str, Array] | None:
-        """Copies of committed rows `[start, start + count)` of a column; None if they are not all there any more, or
-        not yet."""
+        """Copy committed rows `[start, start + count)` of a column.
+
+        Args:
+            column: The environment slot.
+            start: Number of the first row, counted since the start of the column.
+            count: Number of rows.
+            keys: Names of the arrays; default: all.
+
+        Returns:
+            Arrays `[count, ...]` by name, or None if some of the rows are not committed yet or already overwritten.
+        """
         names = list(self.schema if keys is None else keys)
         generation = self.generation[column]
         places = np.arange(start, start + count) % self.rows
@@ -154,21 +178,21 @@ class CyclicBlocks:
         fence()
         copies = {name: self.arrays[name][places, column] for name in names}
         fence()
-        # A writer that joined meanwhile may have taken back keys of rows that its predecessor did not finish.
+        # A writer that joined meanwhile may have withdrawn rows that its predecessor committed only in part.
         return copies if start >= self.oldest(column) and self.generation[column] == generation else None
 
     def backlog(self, consumer: int) -> Array:
-        """Per column, how many committed rows a consumer has not read."""
+        """Per column, the number of committed rows that a consumer has not read."""
         backlog: Array = self.committed() - self.cursors[consumer]
         return backlog
 
     def close(self) -> None:
-        """Give the memory back, when the last array over it goes."""
+        """Close the memory; it is unmapped with the last array that views it."""
         self.memory.close()
 
 
 class _Run:
-    """Neighbouring columns of one writer whose cursors agree, and their part of the header."""
+    """Adjacent columns of one writer with equal cursors, and their part of the header."""
 
     __slots__ = ("claimed", "columns", "start", "written")
 
@@ -178,7 +202,7 @@ class _Run:
 
 
 class Writer:
-    """Writes some columns; the only one to do so, until it leaves."""
+    """The only writer of some columns, until it leaves."""
 
     def __init__(self, blocks: CyclicBlocks, first: int, count: int) -> None:
         self._blocks, self._columns = blocks, slice(first, first + count)
@@ -187,16 +211,20 @@ class Writer:
         self._first = first
         self._runs = [_Run(blocks, *run) for run in self._of(blocks.committed(self._columns))]
         self._reached = int(blocks.claimed[self._columns].max())
-        """Up to where rows were ever claimed, in any of these columns."""
+        """The end of the rows that were ever claimed, in any of these columns."""
 
     def claim(self, rows: int) -> list[tuple[slice, int]]:
-        """From now on the next `rows` rows are being written: neighbouring columns whose cursors agree, and these."""
+        """Invalidate the next `rows` rows before writing them.
+
+        Returns:
+            Runs of adjacent columns with equal cursors, and the number of the first row to write in each run.
+        """
         blocks = self._blocks
         if rows > blocks.rows:
-            raise ConfigError(f"{rows} rows at once do not fit into a block of {blocks.rows}.")
+            raise ConfigError(f"{rows} rows at once do not fit into a block of {blocks.rows} rows.")
         self._check_ours()
         for run in self._runs:
-            # Never back: a writer that died may have begun to overwrite rows beyond these.
+            # Never decrease it: a writer that died may have started to overwrite rows beyond these.
             until = run.start + rows
             if until >= self._reached:
                 run.claimed.fill(until)
@@ -207,7 +235,7 @@ class Writer:
         return [(run.columns, run.start) for run in self._runs]
 
     def commit(self, rows: int, keys: Sequence[str] | None = None) -> None:
-        """What was claimed is written: all of it, or the arrays of these keys."""
+        """Make the claimed rows readable: all their arrays, or those of `keys`."""
         self._check_ours()
         fence()
         if keys is None:
@@ -223,16 +251,16 @@ class Writer:
 
     def _check_ours(self) -> None:
         if self._ours.tobytes() != self._generation:
-            raise ClosedError("these columns belong to another writer now.")
+            raise ClosedError("these columns now belong to another writer.")
 
     def _complete(self, rows: int) -> bool:
         least = self._blocks.committed(self._columns)
         return all(least[run.columns.start - self._first] == run.start + rows for run in self._runs)
 
     def write(self, values: Mapping[str, Array]) -> None:
-        """Claim, copy `[T, n, ...]` arrays and commit them."""
+        """Claim, write and commit arrays `[T, n, ...]`."""
         if values.keys() != self._blocks.keys.keys():
-            raise ConfigError(f"a row has {', '.join(self._blocks.keys)}; write got {', '.join(values)}.")
+            raise ConfigError(f"write got {', '.join(values)}; expected the arrays {', '.join(self._blocks.keys)}.")
         rows = len(next(iter(values.values())))
         for columns, start in self.claim(rows):
             part = slice(columns.start - self._first, columns.stop - self._first)
@@ -251,7 +279,7 @@ class Writer:
 
 
 def spans(place: int, count: int, rows: int) -> Iterator[tuple[slice, slice]]:
-    """Where `count` rows from `place` on go in a cyclic block: rows of the block, rows of the values."""
+    """Where `count` rows from `place` on go in a cyclic block: pairs (rows of the block, rows of the values)."""
     until = min(count, rows - place)
     yield slice(place, place + until), slice(0, until)
     if until < count:
@@ -259,10 +287,10 @@ def spans(place: int, count: int, rows: int) -> Iterator[tuple[slice, slice]]:
 
 
 def fence() -> None:
-    """What this thread wrote before is visible to other processors before what it writes now, and so for reading.
+    """A full memory barrier: earlier reads and writes of this thread complete before later ones.
 
-    A release followed by an acquire of one lock, which is a full barrier on the processors Python runs on; NumPy has
-    none of its own, and on ARM plain stores may pass each other.
+    It releases and acquires a lock, which is a full barrier on all processors that Python runs on. NumPy has no
+    barrier, and ARM may reorder plain stores.
     """
     try:
         gate = _own.gate
@@ -274,7 +302,7 @@ def fence() -> None:
 
 
 def _layout(description: _Description) -> Layout:
-    # A lane of `steps + 1` rows is a block of as many.
+    # A lane has `steps + 1` rows.
     return Layout(1, description.rows - 1, description.columns, description.schema)
 
 

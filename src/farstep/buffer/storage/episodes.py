@@ -1,4 +1,4 @@
-"""Episodes: which are under way in the columns of a store, and which are complete, for samplers of whole ones."""
+"""Tracks running and complete episodes in the columns of a store, for samplers of whole episodes."""
 
 from __future__ import annotations
 
@@ -9,17 +9,23 @@ from farstep.core import Array
 
 
 class Episodes:
-    """The first rows of the episodes under way."""
+    """The first rows of running episodes."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self.begun: Array = np.full(store.columns, -1, np.int64)
-        """Per column, the key of the row that the episode under way began with; -1 where nobody knows."""
+        """Per column, the key of the first row of the running episode; -1 if there is none or it is unknown."""
 
     def completed(self, keys: Array, columns: slice, continues: Array | None) -> Array:
-        """Rows with these keys `[T, n]` were put into columns: the first cells of episodes that ended with one of them.
+        """Update the running episodes after an insertion, and find the episodes that it completed.
 
-        Only whole episodes count. `continues`: per column, the first row follows the newest one.
+        Args:
+            keys: Keys `[T, n]` of the inserted rows.
+            columns: Their columns.
+            continues: Per column, whether the first inserted row follows the row that was newest before.
+
+        Returns:
+            The cells of the first rows of episodes that are in the store from start to end.
         """
         store = self._store
         cells, begun = keys % store.table.cells, self.begun[columns]
@@ -28,14 +34,15 @@ class Episodes:
         starts, ends = store.flat.get("episode_start"), store.ended(cells)
         if starts is not None:
             begins = starts[cells].astype(bool)
-        else:  # whatever follows an end
+        else:  # an episode starts after each end
             assert ends is not None
             begins = np.vstack([begun < 0, ends[:-1]])
         whole = []
-        if ends is None:  # an episode ended before each start
+        if ends is None:  # an episode ends before each start
             ends = np.vstack([begins[1:], np.zeros_like(begins[:1])])
             whole.append(begun[begins[0]])
-        # Row 0 stands for what was there before; an end belongs to the newest start, unless that has ended before.
+        # Prepend a row for the episode that was running before. An end completes the latest start before it, unless
+        # another end lies between them.
         begins, all_keys = np.vstack([begun >= 0, begins]), np.vstack([begun, keys])
         ends = np.vstack([np.zeros_like(begins[:1]), ends])
         at = np.arange(len(begins))[:, None]
@@ -44,7 +51,7 @@ class Episodes:
         before = np.vstack([np.full_like(ended[:1], -1), ended[:-1]])
         t, k = np.nonzero(ends & (start > before))
         whole.append(all_keys[start[t, k], k])
-        under_way = start[-1] > ended[-1]
-        self.begun[columns] = np.where(under_way, np.take_along_axis(all_keys, start[-1:], 0)[0], -1)
-        # Of an episode longer than the buffer, or than what came after it, the first row is gone again.
+        is_running = start[-1] > ended[-1]
+        self.begun[columns] = np.where(is_running, np.take_along_axis(all_keys, start[-1:], 0)[0], -1)
+        # The first row of a long episode may already be overwritten.
         return store.table.find(np.concatenate(whole))

@@ -1,7 +1,7 @@
 """A doubly linked list of rows, which keeps their order while free cells are reused in any order.
 
-A ring needs no links: the next row is in the next cell. A store switches to links when a row other than the oldest is
-removed for the first time. A row without an item is kept while an earlier item needs it, as part of its sequence.
+A ring needs no links: the next row is in the next cell. A store switches to links the first time that a row other than
+the oldest is removed. A row whose item was removed is kept while the sequence of an earlier item includes it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from farstep.core import Array
 
 
 class Links:
-    """Per cell of a table, the cells of the previous and the next row; `cut` marks rows that no row follows."""
+    """Per cell of a table, the cells of the previous and the next row; `cut` marks rows without a next row."""
 
     def __init__(self, table: Table, cut: Array) -> None:
         self._table, self._cut = table, cut

@@ -1,5 +1,5 @@
-"""What comes into a buffer, checked before anything changes: rows by name, a batch of rollouts, keys, priorities; and
-rows as they go out."""
+"""Checks and conversions of a buffer's input (rows, batches, keys, priorities) before it changes anything, and nesting
+of its output."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from farstep.schema import ArraySpec, Schema, Structure, first_misfit, leaf_name
 
 
 def as_spec(name: object, value: object) -> ArraySpec:
-    """What an array's rows are like: said by `(shape, dtype)`, an ArraySpec, or an example of one row."""
+    """Shape and dtype of an array's rows, from `(shape, dtype)`, an `ArraySpec` or an example row."""
     if isinstance(value, ArraySpec):
         return value
     try:
@@ -29,7 +29,7 @@ def as_spec(name: object, value: object) -> ArraySpec:
 
 
 def as_schema(spec: object) -> Schema:
-    """What arrays a `spec` names."""
+    """The schema that the `spec` of a buffer describes."""
     if not isinstance(spec, Mapping):
         raise ConfigError(
             f"spec is {spec!r}; expected a mapping of names to (shape, dtype) or example rows, e.g. "
@@ -39,19 +39,19 @@ def as_schema(spec: object) -> Schema:
 
 
 def as_arrays(rows: object) -> dict[str, Array]:
-    """Rows as arrays of one length."""
+    """Convert rows to arrays of equal length."""
     if not isinstance(rows, Mapping) or not rows:
         raise ConfigError(f"insert got {type(rows).__name__}; expected a mapping of arrays [n, ...], or a Batch.")
     for name, value in rows.items():
         if isinstance(value, Mapping):
             named = ", ".join(f"{name}.{key}" for key in value) or "none"
             raise ConfigError(
-                f"insert got {name!r} as a mapping; expected an array for each of its parts, named by path: {named}."
+                f"insert got {name!r} as a mapping; expected one array per entry, named by its path: {named}."
             )
     try:
         values = {str(name): np.asarray(value) for name, value in rows.items()}
     except ValueError as error:  # lists of different lengths
-        raise ConfigError(f"insert got something that is no array: {error}.") from None
+        raise ConfigError(f"insert got a value that cannot be converted to an array: {error}.") from None
     lengths = {name: value.shape[0] if value.ndim else None for name, value in values.items()}
     if len(set(lengths.values())) > 1 or None in lengths.values():
         raise ConfigError(f"insert got arrays of different lengths: {lengths}. Each needs one entry per row.")
@@ -59,7 +59,7 @@ def as_arrays(rows: object) -> dict[str, Array]:
 
 
 def count_plain(rows: object, kinds: Sequence[tuple[str, np.dtype[Any], tuple[int, ...]]]) -> int:
-    """How many rows, if they are arrays of exactly these dtypes and shapes; else -1, and somebody looks closer."""
+    """Number of rows if all are arrays of exactly these dtypes and shapes; -1 if they need conversion or a check."""
     if type(rows) is not dict or len(rows) != len(kinds):
         return -1
     count = -1
@@ -75,7 +75,7 @@ def count_plain(rows: object, kinds: Sequence[tuple[str, np.dtype[Any], tuple[in
 
 
 def schema_of(values: Mapping[str, Array], leading: int = 1) -> Schema:
-    """Which arrays these are, without their leading axes."""
+    """The schema of arrays, without their leading axes."""
     schema = {}
     for name, value in values.items():
         try:
@@ -96,7 +96,7 @@ def check_rows(values: Mapping[str, Array], schema: Schema, leading: int = 1, sl
     """
     for name, spec in schema.items():
         if name not in values:
-            raise ConfigError(f"insert got no {name!r}; every row has {', '.join(schema)}.")
+            raise ConfigError(f"insert got no {name!r}; expected {', '.join(schema)} in every row.")
         got = values[name]
         if got.shape[leading:] != spec.shape or not _converts(got.dtype, np.dtype(spec.dtype)):
             what = f"{got.dtype}{list(got.shape[leading:])}"
@@ -112,7 +112,7 @@ def check_rows(values: Mapping[str, Array], schema: Schema, leading: int = 1, sl
 
 
 def _converts(given: np.dtype[Any], held: np.dtype[Any]) -> bool:
-    """Whether numbers of one kind may stand for the other if they fit: signed and unsigned integers do."""
+    """Whether values are converted if they fit: within the same kind, and between signed and unsigned integers."""
     return np.can_cast(given, held, "same_kind") or (given.kind in "iu" and held.kind in "iu")
 
 
@@ -123,13 +123,13 @@ def check_names(values: Mapping[str, Array], schema: Schema) -> None:
 
 
 def arrays_of(batch: Batch, with_next: bool) -> dict[str, Array]:
-    """A batch's rows `[T, N, ...]`, if so said each with what it led to."""
+    """The arrays `[T, N, ...]` of a batch, optionally with the next observation of every row."""
     values = {name: array for name, array in batch.arrays.items() if not is_final(name)}
     return values | _observed_after(batch) if with_next else values
 
 
 def _observed_after(batch: Batch) -> dict[str, Array]:
-    """What every row of a batch led to, as `next_obs` arrays `[T, N, ...]`."""
+    """The next observation of every row of a batch, as arrays `next_obs` `[T, N, ...]`."""
     structure, final = batch.structures["obs"], batch.final_obs
     last, ends = dict(leaves(structure, batch.last_obs)), dict(leaves(structure, final.obs))
     after = {}
@@ -140,7 +140,7 @@ def _observed_after(batch: Batch) -> dict[str, Array]:
 
 
 def as_keys(keys: object) -> Array:
-    """Names of items."""
+    """Convert keys of items to an array."""
     array = np.atleast_1d(np.asarray(keys))
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise ConfigError(f"keys are {array.dtype}{list(array.shape)}; expected integers, as `insert` returned them.")
@@ -148,21 +148,21 @@ def as_keys(keys: object) -> Array:
 
 
 def as_priorities(priorities: object, keys: Array) -> Array:
-    """A priority for each of these keys."""
+    """Convert priorities to an array with one finite value of at least 0 per key."""
     try:
         values = np.atleast_1d(np.asarray(priorities, np.float64))
     except (TypeError, ValueError):
         raise ConfigError(f"priorities are {priorities!r}; expected numbers.") from None
     if keys.shape != values.shape:
         raise ConfigError(f"{keys.shape} keys and {values.shape} priorities; one priority per key is expected.")
-    if values.size and not (values.min() >= 0 and values.max() < np.inf):  # nor is NaN
+    if values.size and not (values.min() >= 0 and values.max() < np.inf):  # also true for NaN
         bad = int(np.flatnonzero(~np.isfinite(values) | (values < 0))[0])
-        raise ConfigError(f"priority {values[bad]} of key {keys[bad]}; priorities are finite and at least 0.")
+        raise ConfigError(f"priority of key {keys[bad]} is {values[bad]}; expected a finite number of at least 0.")
     return values
 
 
 def nested(batch: dict[str, Array], structures: Mapping[str, Structure]) -> dict[str, Nested]:
-    """Sampled rows, with arrays that belong together also as an environment nests them."""
+    """Add nested observations and actions, as the environment has them, to the flat arrays of a batch."""
     found: dict[str, Nested] = dict(batch)
     for name, structure in structures.items():
         if not isinstance(structure, str):

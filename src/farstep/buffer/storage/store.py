@@ -1,9 +1,9 @@
-"""Rows of a buffer, in cyclic blocks, and what follows each of them.
+"""The rows of a buffer in cyclic blocks, and which row follows which.
 
-A row is followed by the next one of its column unless it is *cut*: its episode ended there, rows between were lost, or
-it is the newest row. The next row is in the next cell of its column or, once the store is linked (see `links.py`), in
-any cell. The observation after a cut row is kept beside the blocks (a tail), so that every row of a rollout has a next
-observation and none is stored twice.
+A row has a next row unless it is *cut*: its episode ended, rows after it were lost, or it is the newest of its column.
+The next row is in the next cell of the column or, once the store is linked (see `links.py`), in any cell. The
+observation after a cut row is stored separately as its *tail*. So every row of a rollout has a next observation, and
+no observation is stored twice.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from farstep.core import Array
 from farstep.schema import Schema
 
 CONSUMERS = 16
-"""Readers whose cursors have a place in the header of the blocks."""
+"""Number of readers whose cursors fit into the header of the blocks."""
 
 _MANY, _RUNS = 128, 8  # at least 128 cells in at most 9 runs of adjacent cells are copied run by run
 
 ENDINGS = ("terminated", "truncated", "done")
-"""Arrays that say that an episode ended with the row."""
+"""Arrays that mark the last row of an episode."""
 
 
 class Tails:
@@ -38,7 +38,7 @@ class Tails:
         self._free: list[int] = []
 
     def put(self, cells: Array, values: Mapping[str, Array]) -> None:
-        """Keep one observation for each cell."""
+        """Store one observation for each cell."""
         if len(self._free) < len(cells):
             self._grow(len(cells))
         places = np.array([self._free.pop() for _ in range(len(cells))], np.int32)
@@ -54,7 +54,7 @@ class Tails:
             self._pool[name] = np.concatenate([values, np.zeros((more, *values.shape[1:]), values.dtype)])
 
     def drop(self, cells: Array) -> None:
-        """Forget what belongs to these cells."""
+        """Remove the tails of these cells."""
         places = self._of[cells]
         self._free += places[places >= 0].tolist()
         self._of[cells] = -1
@@ -67,7 +67,7 @@ class Tails:
             values[have] = self._pool[name][places[have]]
 
     def equal(self, cells: Array, values: Mapping[str, Array]) -> Array:
-        """For which cells the observation that is kept is this one; -1 is no cell."""
+        """For each cell, whether its tail equals the observation in `values`; False for -1, which is no cell."""
         places = np.where(cells >= 0, self._of[cells], -1)
         same = places >= 0
         for name, pool in self._pool.items():
@@ -77,7 +77,7 @@ class Tails:
         return same
 
     def state(self) -> dict[str, Array]:
-        """All of it, for a checkpoint."""
+        """The cells that have tails, and their tails, for a checkpoint."""
         cells = np.flatnonzero(self._of >= 0)
         return {"tails": cells, **{f"tails.{name}": pool[self._of[cells]] for name, pool in self._pool.items()}}
 
@@ -98,28 +98,34 @@ class Store:
         self.cut: Array = np.ones((rows, columns), bool)
         self.flat_cut: Array = self.cut.reshape(-1)
         self._open: Array = np.zeros(columns, bool)
-        """Per column: its newest row waits for the next one."""
+        """Per column, whether the episode of its newest row is still running."""
         self._newest: Array = np.full(columns, -1, np.int64)
         """Per column, the cell of its newest row."""
         self.links: Links | None = None
-        """The next row of each row, in a linked store; None: it is in the next cell of its column."""
+        """The next row of each row; None: the store is a ring, and the next row is in the next cell of its column."""
         self._writers: dict[tuple[int, int], Writer] = {}
         self.kinds = [(name, np.dtype(spec.dtype), spec.shape) for name, spec in schema.items()]
-        """What a row's arrays are exactly."""
+        """Name, dtype and shape of each array of a row."""
         self._endings = [name for name in ENDINGS if name in schema]
         self.tails = Tails({name: schema[name] for name in tails}, self.table.cells) if tails else None
 
     # ---- writing ----
 
     def append(self, values: Mapping[str, Array], first: int = 0, continues: Array | None = None) -> tuple[Array, int]:
-        """Rows `[T, n, ...]` for columns from `first` on; their keys `[T, n]`, and how many items made room for them.
+        """Append rows to a ring.
 
-        At most as many rows as a column has. `continues`: per column, the first row follows the newest one.
+        Args:
+            values: Arrays `[T, n, ...]`, with at most as many rows as a column has.
+            first: The first column.
+            continues: Per column, whether the first new row follows the row that was newest before; None: yes.
+
+        Returns:
+            The keys `[T, n]` of the rows, and the number of evicted items.
         """
         count, width = next(iter(values.values())).shape[:2]
         writer = self._writer(first, width)
         keys = np.empty((count, width), np.int64)
-        gone = 0
+        evicted = 0
         begins = values.get("episode_start")
         for columns, start in writer.claim(count):
             part = slice(columns.start - first, columns.stop - first)
@@ -128,27 +134,27 @@ class Store:
                     self.tails.drop(self.cells(rows, columns))
                 for name, block in self.blocks.arrays.items():
                     block[rows, columns] = values[name][times, part]
-                keys[times, part], evicted = self.table.put(rows, columns)
-                gone += evicted
+                keys[times, part], replaced = self.table.put(rows, columns)
+                evicted += replaced
                 self.cut[rows, columns] = self._ended(rows, columns)
             starts = None if begins is None else begins[:, part]
-            self._link(start, count, columns, starts, None if continues is None else continues[part])
+            self._update_cuts(start, count, columns, starts, None if continues is None else continues[part])
         writer.commit(count)
-        return keys, gone
+        return keys, evicted
 
     def append_rows(self, values: Mapping[str, Array], count: int) -> tuple[Array, int]:
-        """As `append`, of rows `[n, ...]` for the only column: what somebody who inserts them singly waits for."""
+        """A faster `append` of rows `[n, ...]` to the only column, for inserting few rows at a time."""
         writer = self._writer(0, 1)
         ((_, start),) = writer.claim(count)
         place, cut = start % self.rows, self.flat_cut
         if place + count <= self.rows:
-            keys, gone = self._put_rows(values, slice(place, place + count))
+            keys, evicted = self._put_rows(values, slice(place, place + count))
         else:
-            keys, gone = np.empty(count, np.int64), 0
+            keys, evicted = np.empty(count, np.int64), 0
             for rows, times in spans(place, count, self.rows):
                 part = {name: values[name][times] for name in self.flat}
-                keys[times], evicted = self._put_rows(part, rows)
-                gone += evicted
+                keys[times], replaced = self._put_rows(part, rows)
+                evicted += replaced
         begins = values.get("episode_start")
         if begins is not None:
             cut[(start + np.flatnonzero(begins[1:])) % self.rows] = True
@@ -159,10 +165,10 @@ class Store:
         cut[newest] = True
         self._newest[0] = newest
         writer.commit(count)
-        return keys, gone
+        return keys, evicted
 
     def _put_rows(self, values: Mapping[str, Array], rows: slice) -> tuple[Array, int]:
-        """Write neighbouring rows of the only column, new items."""
+        """Write adjacent rows of the only column as new items."""
         for name, flat in self.flat.items():
             flat[rows] = values[name]
         self.flat_cut[rows] = values[self._endings[0]] if self._endings else False
@@ -194,13 +200,13 @@ class Store:
         cells = np.arange(self.table.cells)
         row, column = np.divmod(cells, self.columns)
         rows_since = (written[column] - 1 - row) % self.rows
-        there = row < written[column]
-        return cells[there][np.argsort(-rows_since[there], kind="stable")]
+        is_written = row < written[column]
+        return cells[is_written][np.argsort(-rows_since[is_written], kind="stable")]
 
     def put_linked(
         self, values: Mapping[str, Array], cells: Array, first: int = 0, continues: Array | None = None
     ) -> Array:
-        """As `append`, into the given free cells `[T, n]` of a linked store; returns the keys."""
+        """`append` rows to a linked store, into the given free cells `[T, n]`; returns the keys."""
         assert self.links is not None
         columns, flat = slice(first, first + cells.shape[1]), cells.reshape(-1)
         self.write(flat, {name: values[name].reshape(-1, *held.shape[1:]) for name, held in self.flat.items()})
@@ -247,17 +253,19 @@ class Store:
             ended = self.blocks.arrays[name][rows, columns].astype(bool, copy=False) | ended
         return ended
 
-    def _link(self, start: int, count: int, columns: slice, begins: Array | None, continues: Array | None) -> None:
-        """Say of the newest rows, and of the ones before, what follows them."""
+    def _update_cuts(
+        self, start: int, count: int, columns: slice, begins: Array | None, continues: Array | None
+    ) -> None:
+        """Mark after an append which rows are cut: rows before an episode's start, and the newest of each column."""
         before, newest = (start - 1) % self.rows, (start + count - 1) % self.rows
         follows = self._open[columns]
-        if begins is not None:  # a start cuts whatever was before it
+        if begins is not None:  # the start of an episode cuts the row before it
             follows = follows & ~begins[0].astype(bool)
             t, k = np.nonzero(begins[1:])
             self.cut[(start + t) % self.rows, columns.start + k] = True
         if continues is not None:
             follows = follows & continues
-        if count < self.rows:  # else the row before is overwritten
+        if count < self.rows:  # otherwise the row before is overwritten
             self.cut[before, columns] &= ~follows
             if self.tails is not None and follows.any():
                 self.tails.drop(before * self.columns + columns.start + np.flatnonzero(follows))
@@ -266,26 +274,26 @@ class Store:
         self._newest[columns] = newest * self.columns + np.arange(columns.start, columns.stop)
 
     def ended(self, cells: Array) -> Array | None:
-        """Whether an episode ended with each row; None if rows do not say so."""
+        """Whether each row is the last of its episode; None if rows have no array that marks it."""
         ended = None
         for name in self._endings:
             flags = self.flat[name].take(cells).astype(bool, copy=False)
             ended = flags if ended is None else ended | flags
         return ended
 
-    def goes_on(self, columns: slice, first: Mapping[str, Array]) -> Array | bool:
-        """Per column, whether these observations are what came after its newest row, as far as that is known."""
+    def continues_with(self, columns: slice, first: Mapping[str, Array]) -> Array | bool:
+        """Per column, whether `first` is the observation after its newest row; True if tails are not stored."""
         return True if self.tails is None else self.tails.equal(self._newest[columns], first)
 
     def keep_tails(self, cells: Array, values: Mapping[str, Array]) -> None:
-        """What was observed after these rows."""
+        """Store the observations after these rows."""
         assert self.tails is not None
         self.tails.put(cells, values)
 
     def _writer(self, first: int, width: int) -> Writer:
         writer = self._writers.get((first, width))
         if writer is None:
-            self._release(first, width)  # the same columns can come in other ranges
+            self._release(first, width)  # an earlier writer may have some of these columns
             writer = self._writers[first, width] = self.blocks.join(first, width)
         return writer
 
@@ -309,12 +317,12 @@ class Store:
         return np.where(after < self.table.cells, after, after - self.table.cells)
 
     def rows_after(self) -> Array:
-        """For each cell, how many rows follow it in its column before one that is cut, that one included."""
+        """For each cell, the number of rows after it up to and including the next cut row."""
         if self.links is not None:
             return self.links.rows_after()
         at = np.arange(self.rows, dtype=np.int32)[:, None]
         cuts = np.where(self.cut, at, np.int32(2 * self.rows))
-        first = cuts.min(axis=0) + np.int32(self.rows)  # from the last row on, around the end
+        first = cuts.min(axis=0) + np.int32(self.rows)  # the first cut after wrapping around
         after: Array = np.minimum(np.minimum.accumulate(cuts[::-1])[::-1], first) - at
         return after.reshape(-1)
 
@@ -326,19 +334,19 @@ class Store:
         return ahead
 
     def take(self, name: str, cells: Array) -> Array:
-        """Copies of rows of one array."""
+        """Copy rows of one array."""
         taken: Array = self.flat[name].take(cells, axis=0)
         return taken
 
     def observed_after(self, name: str, cells: Array) -> Array:
-        """What an observation array showed after each row."""
+        """The next observation of each row, for one observation array."""
         values = self.take(name, self.following(cells))
         if self.tails is not None:
             self.tails.fill(name, cells, values)
         return values
 
     def state(self) -> dict[str, Array]:
-        """What is not in the rows, for a checkpoint."""
+        """Everything except rows and item table, for a checkpoint."""
         tails = {} if self.tails is None else self.tails.state()
         own = {"cut": self.cut, "open": self._open, "newest": self._newest, "written": self.blocks.written}
         links = {} if self.links is None else {"after": self.links.after}
@@ -357,7 +365,7 @@ class Store:
             self.tails.restore(state)
 
     def _check(self, state: Mapping[str, Array]) -> None:
-        """Refuse a state that does not belong to these rows, or that no insertion leads to."""
+        """Refuse a state that does not belong to these rows or that no insertion leads to."""
         check_like(state, self.state())
         cut, written = state["cut"], state["written"][0]
         require((state["written"] == written).all(), "written differs between arrays of the same rows")
@@ -365,20 +373,20 @@ class Store:
         if self.tails is not None:
             cells = state["tails"]
             is_cell = ((cells >= 0) & (cells < self.table.cells)).all() and (np.diff(cells) > 0).all()
-            require(is_cell and cut.reshape(-1)[cells].all(), "tails names a row that has none")
+            require(is_cell and cut.reshape(-1)[cells].all(), "tails names a row that cannot have one")
             require(
                 all(len(v) == len(cells) for n, v in state.items() if n.startswith("tails")), "tails differ in length"
             )
         if self.links is None:
             self._check_ring(state, written)
         else:
-            require(not written.any(), "written counts rows of a ring")
+            require(not written.any(), "written counts rows, but the rows are linked")
 
     def _check_ring(self, state: Mapping[str, Array], written: Array) -> None:
         columns = np.flatnonzero(written)
         newest = np.full(self.columns, -1)
         newest[columns] = (written[columns] - 1) % self.rows * self.columns + columns
-        require((state["newest"] == newest).all(), "newest is not the last row that was written")
+        require((state["newest"] == newest).all(), "newest is not the last written row")
         cut, is_used = state["cut"], np.arange(self.rows)[:, None] < written
         ended, starts = self._ends_and_starts()
         must = ~is_used | (ended & is_used) | np.roll(starts & is_used, -1, axis=0)
@@ -386,10 +394,10 @@ class Store:
         require((cut | ~must).all(), "cut lets a row follow the last one of its episode or column")
         self._check_open(state, ended)
         if self.tails is not None:
-            require(is_used.reshape(-1)[state["tails"]].all(), "tails names a row that has none")
+            require(is_used.reshape(-1)[state["tails"]].all(), "tails names a row that cannot have one")
 
     def _ends_and_starts(self) -> tuple[Array, Array]:
-        """For each cell, whether an episode ended with its row, and whether one began."""
+        """For each cell, whether its row is the last of an episode, and whether it is the first."""
         ended, starts = np.zeros_like(self.cut), np.zeros_like(self.cut)
         ended[...] = self._ended(slice(None), slice(None))
         if "episode_start" in self.schema:
@@ -399,7 +407,7 @@ class Store:
     def _check_open(self, state: Mapping[str, Array], ended: Array) -> None:
         newest = state["newest"]
         is_open = (newest >= 0) & ~ended.reshape(-1)[newest]
-        require((state["open"] == is_open).all(), "open does not say which episodes are still running")
+        require((state["open"] == is_open).all(), "open does not match the episodes that are still running")
 
     def check_free(self, is_free: Array) -> None:
         """Raise `Refused` if a restored linked store does not agree with the free cells."""
@@ -417,7 +425,7 @@ class Store:
         is_end = ended.reshape(-1)[linked] | starts.reshape(-1)[after]
         require(not is_end.any(), "after lets a row follow the last one of its episode")
         if self.tails is not None:
-            require(not is_free[state["tails"]].any(), "tails names a row that has none")
+            require(not is_free[state["tails"]].any(), "tails names a row that cannot have one")
 
     def close(self) -> None:
         self.blocks.close()
@@ -427,7 +435,7 @@ def runs(cells: Array) -> list[tuple[slice | Array, slice]]:
     """Split cells into runs of adjacent cells, if there are many cells in few runs.
 
     Returns:
-        Pairs (cells, slice of the entries of `cells`); the cells of a run are a slice, which is quicker to copy.
+        Pairs (cells, slice of the entries of `cells`); the cells of a run are a slice, which is faster to copy.
     """
     ends = np.flatnonzero(cells[1:] - cells[:-1] != 1) + 1 if len(cells) >= _MANY else ()
     if len(cells) < _MANY or len(ends) > _RUNS:

@@ -1,8 +1,8 @@
-"""The item table: which cells of a store hold an item, under which key, and how often it was sampled.
+"""The item table: which cells of a store hold an item, its key, and how often it was sampled.
 
-A cell is a place for one row, numbered `row * columns + column`. A key names an item for ever: it is `cell` plus a
-multiple of the number of cells that grows each time the cell is used again, so a key of an item that is gone is known
-to be one, and no dictionary is needed to find an item.
+A cell is the place of one row, numbered `row * columns + column`. A key identifies an item for the lifetime of the
+buffer: `key = cell + lap * cells`, where `lap` grows each time that the cell is reused. So a key leads to its cell
+without a dictionary, and the key of a removed item is recognised.
 """
 
 from __future__ import annotations
@@ -20,52 +20,56 @@ class Table:
 
     def __init__(self, rows: int, columns: int) -> None:
         self.rows, self.columns, self.cells = rows, columns, rows * columns
-        # A cell without an item remembers its last key, turned negative by `~`.
+        # A cell without an item keeps its last key, made negative by `~`.
         self.keys: Array = ~np.arange(self.cells, dtype=np.int64)
-        self.times, self._mark = np.zeros((2, self.cells), np.int32)  # together they are given large pages earlier
+        self.times, self._mark = np.zeros((2, self.cells), np.int32)  # one allocation gets huge pages earlier
         self.size = 0
         self.used: Array = np.zeros(columns, np.int64)
-        """Per column, how many of its rows ever held an item."""
+        """Per column, the number of rows that have ever held an item."""
         self._full = False
         self._keys, self._times = self.keys.reshape(rows, columns), self.times.reshape(rows, columns)
         self._lap, self._next = 0, -1
-        """The highest multiple in any key, and the first row, of one column, whose key is still of a lower one."""
+        """The highest lap of any key; and, with one column, the first row whose key has a lower lap (-1: unknown)."""
 
     def put(self, rows: slice, columns: slice) -> tuple[Array, int]:
-        """New items in a rectangle of cells; their keys `[rows, columns]`, and how many items made room for them."""
+        """Put new items into a rectangle of cells.
+
+        Returns:
+            Their keys `[rows, columns]`, and the number of items that they replaced.
+        """
         self._lap, self._next = self._lap + 1, -1
-        keys, gone = self._keys[rows, columns], 0
+        keys, replaced = self._keys[rows, columns], 0
         if self.size:
             present = keys >= 0
-            gone = int(np.count_nonzero(present))
-        if gone == keys.size:
+            replaced = int(np.count_nonzero(present))
+        if replaced == keys.size:
             keys += self.cells
-        elif gone:
+        elif replaced:
             keys[...] = np.where(present, keys, ~keys) + self.cells
         else:
             keys[...] = ~keys + self.cells
         self._times[rows, columns] = 0
-        self.size += keys.size - gone
+        self.size += keys.size - replaced
         if not self._full:
             self.used[columns] = np.maximum(self.used[columns], rows.stop)
             self._full = bool((self.used == self.rows).all())
-        return keys, gone
+        return keys, replaced
 
     def put_rows(self, rows: slice) -> tuple[Array, int]:
-        """As `put`, for a table of one column."""
+        """`put` for a table of one column."""
         if rows.start != self._next:
             self._lap += 1
         self._next = rows.stop
         count, first = rows.stop - rows.start, self._lap * self.cells + rows.start
-        keys, gone = np.arange(first, first + count), count
+        keys, replaced = np.arange(first, first + count), count
         if self.size < self.cells:
-            gone = int(np.count_nonzero(self.keys[rows] >= 0))
-            self.size += count - gone
+            replaced = int(np.count_nonzero(self.keys[rows] >= 0))
+            self.size += count - replaced
             self.used[0] = max(int(self.used[0]), rows.stop)
             self._full = bool(self.used[0] == self.rows)
         self.keys[rows] = keys
         self.times[rows] = 0
-        return keys, gone
+        return keys, replaced
 
     def put_cells(self, cells: Array, is_distinct: bool = True) -> Array:
         """Put new items into cells, in order; returns their keys.
@@ -88,26 +92,26 @@ class Table:
         return keys
 
     def remove(self, cells: Array) -> None:
-        """These items, each named once, are gone."""
+        """Remove the items of distinct cells."""
         self.keys[cells] = ~self.keys[cells]
         self.size -= len(cells)
 
     def count(self, cells: Array) -> Array:
-        """These items are sampled, some of them more than once; how often each was by now."""
+        """Count one sample per entry of `cells`, which may repeat; returns the new count of each entry's item."""
         times: Array = self.times.take(cells)
         times += 1
         self.times[cells] = times
-        if not np.logical_and.reduce(cells[1:] > cells[:-1]):  # else each is named once
+        if not np.logical_and.reduce(cells[1:] > cells[:-1]):  # otherwise all cells are distinct
             places = np.arange(len(cells), dtype=np.int32)
             self._mark[cells] = places
-            again = self._mark.take(cells) != places  # who finds the mark of somebody else
+            again = self._mark.take(cells) != places  # all but the last occurrence of each cell
             if again.any():
                 np.add.at(self.times, cells[again], 1)
                 times = self.times.take(cells)
         return times
 
     def state(self) -> dict[str, Array]:
-        """All of it, for a checkpoint."""
+        """The whole table, for a checkpoint."""
         laps = np.array([self._lap, self._next])
         return {"keys": self.keys, "times": self.times, "used": self.used, "laps": laps}
 
@@ -123,7 +127,7 @@ class Table:
         keys, used, (lap, first_left) = state["keys"], state["used"], state["laps"].tolist()
         cells = np.arange(self.cells)
         latest = np.maximum(keys, ~keys)
-        require((latest % self.cells == cells).all(), "keys has one that belongs to another cell")
+        require((latest % self.cells == cells).all(), "keys has a key that belongs to another cell")
         require(((used >= 0) & (used <= self.rows)).all(), f"used is not within 0 and {self.rows}")
         laps, is_used = latest // self.cells, (cells // self.columns < used[cells % self.columns])
         require((np.where(is_used, laps > 0, keys == ~cells)).all(), "keys and used do not agree")
@@ -131,7 +135,7 @@ class Table:
         is_free = first_left == -1 or (
             self.columns == 1 and 0 <= first_left <= self.rows and (laps[first_left:] < lap).all()
         )
-        require(is_free, f"laps has row {first_left}, from which on keys are already in use")
+        require(is_free, f"laps has row {first_left}, but keys from that row on are already in use")
         require((state["times"] >= 0).all(), "times has a negative number")
 
     def was_issued(self, keys: Array) -> Array:
@@ -141,14 +145,14 @@ class Table:
         return issued
 
     def find(self, keys: Array) -> Array:
-        """The cell of each key that is still there; others are left out."""
+        """The cells of the keys whose items are in the table; other keys are ignored."""
         keys = keys[keys >= 0]
         cells = keys % self.cells
         found: Array = cells[self.keys[cells] == keys]
         return found
 
     def draw(self, n: int, rng: np.random.Generator) -> Array:
-        """Cells of `n` items, each as likely as any other, with replacement."""
+        """Draw the cells of `n` items uniformly, with replacement."""
         cells = self._candidates(n, rng)
         if self.size == int(self.used.sum()):
             return cells
@@ -175,7 +179,7 @@ class Table:
 
 
 def occurrences(values: Array) -> Array:
-    """For each entry, how many equal ones come before it."""
+    """For each entry, the number of equal entries before it."""
     order = np.argsort(values, kind="stable")
     ordered = values[order]
     ranks = np.empty(len(values), np.int64)
