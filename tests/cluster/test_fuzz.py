@@ -463,9 +463,9 @@ def test_a_run_on_nodes_goes_on_whatever_strangers_and_a_mad_agent_send(
     with wide(config) as env:
         env.launch()
         launcher = env._collector.server.supervisor.launcher  # type: ignore[union-attr]
-        launcher._groups.ask(1)
+        launcher._groups.request(1)
         mad = issued[-2, 0]  # an agent of that group, which is the second
-        launcher._hear(7, n.NodeHello(NODE, launcher._run, "host", 1, 4, versions()))  # of one that nobody knows
+        launcher._on_message(7, n.NodeHello(NODE, launcher._run, "host", 1, 4, versions()))  # of one that nobody knows
         names = list(launcher._nodes)
         misfits = [n.NodeHello(NODE, launcher._run, f"host{i}", 1, 4, {"farstep": "0.0"}) for i in range(500)]
         strays = n.NodeBeat(NODE, [(worker, 0) for worker in range(2000)])

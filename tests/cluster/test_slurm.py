@@ -356,7 +356,7 @@ def test_what_a_node_says_is_in_the_error(cluster: SlurmCluster, tmp_path: Path)
 
 def test_a_log_folder_that_cannot_be_made_is_named(cluster: SlurmCluster, tmp_path: Path) -> None:
     (tmp_path / "logs").touch()
-    with pytest.raises(LaunchError, match=r"log_folder='.*/logs' cannot be made: File exists; choose another\."):
+    with pytest.raises(LaunchError, match=r"log_folder='.*/logs' cannot be created: File exists; choose another\."):
         start(tmp_path).launch()
 
 

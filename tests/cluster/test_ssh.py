@@ -120,7 +120,7 @@ def test_an_agent_whose_session_is_cut_goes_on(server: SshServer) -> None:
         (session,) = env._collector.server.supervisor.launcher._engine._sessions.values()  # type: ignore[union-attr]
         session.kill(signal.SIGKILL)
         watched = env._collector.server.supervisor.launcher._groups[0]  # type: ignore[union-attr]
-        eventually(lambda: not watched.standing.nodes)
+        eventually(lambda: not watched.status.nodes)
         within(lambda: env.collect(TableAgent(), steps=2))
         time.sleep(4)
         within(lambda: env.collect(TableAgent(), steps=2))

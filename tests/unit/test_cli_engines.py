@@ -26,7 +26,7 @@ def test_the_job_is_printed_without_keys(capsys: pytest.CaptureFixture[str]) -> 
     for option in ("nodes=3", "partition=gpu", "gpus-per-node=2", "cpus-per-task=4", "exclusive --mem=16G"):
         assert f"#SBATCH --{option}" in lines
     assert "module load cuda" in lines and "source env/bin/activate" in lines
-    assert "(keys of the run, made when it starts)" in lines and "secret" not in output
+    assert "(keys of the run, created when it starts)" in lines and "secret" not in output
 
 
 def test_manifests_are_printed_without_keys(capsys: pytest.CaptureFixture[str]) -> None:

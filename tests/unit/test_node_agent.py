@@ -115,7 +115,7 @@ def test_a_worker_that_closes_its_output_is_not_asked_for_it_again() -> None:
         assert child.fds() == [process.exit_fd, process.output_fd]
         process.kill()
         deadline = time.monotonic() + 60
-        while process.poll() is None or not child.mute:
+        while process.poll() is None or not child.closed_output:
             child.read()
             assert time.monotonic() < deadline
         assert child.fds() == [process.exit_fd]

@@ -63,7 +63,7 @@ def _run(bootstrap: dict[str, Any]) -> None:
     import logging
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the head's to handle
-    if bootstrap.get("under_agent"):
+    if bootstrap.get("has_daemon"):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # an engine may tell all of a node's processes; its agent acts
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR2, all_threads=True, chain=False)

@@ -46,7 +46,7 @@ class KubernetesEngine:
         """In a pod, the interfaces' addresses are the pod's own."""
         return self._config.head_address or own_addresses()
 
-    def ask(self, nodes: int, bootstrap: bytes) -> Pods:
+    def request(self, nodes: int, bootstrap: bytes) -> Pods:
         if self._api is None:
             self._api = Api(self._config.namespace, self._config.kube_context)
             # Known from now on, also to a head that goes on for a moment after its pod was deleted.
@@ -94,7 +94,7 @@ class Pods(Group):
         api = self._api
         names = [_name(each) for each in (*self._workloads, self._secret)]
         command = [sys.executable, "-c", _CLEAN_UP, api.namespace, api.context or "", *names]
-        self._guardian.promise(self._name, command)
+        self._guardian.register(self._name, command)
         self._create(owned(self._secret, self._owners))
         owners = [owner(self._create(owned(each, self._owners))) for each in self._workloads]
         api.patch(_name(self._secret), {"metadata": {"ownerReferences": owners}})
@@ -107,12 +107,12 @@ class Pods(Group):
             self._there.pop()
             raise
 
-    def standing(self) -> RequestStatus:
+    def status(self) -> RequestStatus:
         pods = self._api.pods(self._selector)
         if self._deployed:
             nodes = self._shrink(pods)
         else:
-            nodes = sum(not is_over(job) for job in self._api.jobs(self._selector))
+            nodes = sum(not has_ended(job) for job in self._api.jobs(self._selector))
         coming = sum(pod.get("status", {}).get("phase") == "Pending" for pod in pods)
         return RequestStatus(f"Kubernetes {self._name} has {describe(pods)}", nodes, coming)
 
@@ -143,7 +143,7 @@ class Pods(Group):
         except LaunchError as error:
             log.warning("%s Kubernetes' objects of this run (%s) are deleted when it answers.", error, self._selector)
             return
-        self._guardian.release(self._name)
+        self._guardian.unregister(self._name)
 
 
 def _name(manifest: Manifest) -> str:
@@ -163,7 +163,7 @@ def clean_up(namespace: str, context: str, objects: Sequence[str]) -> None:
 # ---- what the API server's answers mean ----
 
 
-def is_over(job: Manifest) -> bool:
+def has_ended(job: Manifest) -> bool:
     """Whether a Job will start no pod any more."""
     conditions = job.get("status", {}).get("conditions") or []
     return any(each["type"] in ("Complete", "Failed") and each["status"] == "True" for each in conditions)

@@ -109,8 +109,8 @@ class RayDriver:
         self._session = ray.init(address=address, **shared).address_info["session_dir"]
         return {"address": ray.util.get_node_ip_address(), "gcs": ray.get_runtime_context().gcs_address}
 
-    def ask(self, number: int, nodes: int, needs: Needs, bootstrap: str) -> None:
-        """A new group; whether that works says its standing."""
+    def request(self, number: int, nodes: int, needs: Needs, bootstrap: str) -> None:
+        """A new group; whether that works says its status."""
         group = self._groups[number] = Group(needs, [])
         try:
             agent: Any = ray.remote(
@@ -128,7 +128,7 @@ class RayDriver:
         except Exception as error:
             group.refused = f"Ray does not take actors: {_in_short(error)}"
 
-    def standing(self, group: int) -> dict[str, Any]:
+    def status(self, group: int) -> dict[str, Any]:
         waiting, running, over = self._groups[group].look()
         parts = [refused] if (refused := self._groups[group].refused) else []
         if running:
@@ -226,7 +226,7 @@ def main() -> None:
             try:
                 match order.pop("order"):
                     case "ask":
-                        driver.ask(number, **order)  # a group has the number of the order that asked for it
+                        driver.request(number, **order)  # a group has the number of the order that asked for it
                     case other:
                         answer["said"] = getattr(driver, other)(**order)
             except Exception as error:

@@ -54,7 +54,7 @@ class RayEngine:
             return ["127.0.0.1"]
         return sorted(own_addresses(), key=lambda address: address != driver.address)
 
-    def ask(self, nodes: int, bootstrap: bytes) -> Actors:
+    def request(self, nodes: int, bootstrap: bytes) -> Actors:
         driver = self._connected()
         number = driver.post("ask", nodes=nodes, needs=self._needs, bootstrap=bootstrap.decode())
         return Actors(self, driver, number)
@@ -211,10 +211,10 @@ class Actors(Group):
     def __init__(self, engine: RayEngine, driver: Driver, number: int) -> None:
         self._engine, self._driver, self._number = engine, driver, number
 
-    def standing(self) -> RequestStatus:
+    def status(self) -> RequestStatus:
         self._engine.check(self._driver)
         try:
-            said = self._driver.call("standing", group=self._number)
+            said = self._driver.call("status", group=self._number)
         except LaunchError:
             if self._driver.ended:
                 return RequestStatus("the connection to Ray has ended", 0)
