@@ -46,7 +46,7 @@ def wait_for_columns(env: farstep.ClusterEnv, columns: int) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_agents_in_place_of_nodes(tmp_path: Path) -> None:
+def test_daemons_in_place_of_nodes(tmp_path: Path) -> None:
     make = functools.partial(config, tmp_path)
     scarce = functools.partial(SSHConfig, hosts=["host", "nowhere"], ssh=make().ssh)
     check_launcher(make, kill_node=kill_daemon, scarce=scarce)

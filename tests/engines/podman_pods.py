@@ -131,8 +131,8 @@ class Played(Group):
         self._name = secret["metadata"]["name"]
         command = deployment["spec"]["template"]["spec"]["containers"][0]["command"]
         # podman 4.3 does not decode what is in a Secret when it mounts it.
-        agent, file_name = command[3].split(" < ")
-        command[3] = f"{agent} <<END\n$(base64 -d {file_name})\nEND"
+        daemon, file_name = command[3].split(" < ")
+        command[3] = f"{daemon} <<END\n$(base64 -d {file_name})\nEND"
         file = Path(config.folder, f"{self._name}.yaml")
         file.write_text("\n---\n".join(map(json.dumps, wanted)))
         # Again while there are some: podman may be about to restart one, and does not remove it then.
@@ -148,7 +148,9 @@ class Played(Group):
         return RequestStatus(f"podman has pods {pods}", sum(pod not in ("Exited", "Degraded") for pod in pods))
 
     def logs(self) -> str:
-        names = podman(self._url, "ps", "-a", "--filter", f"name={self._name}.*agent", "--format", "{{.Names}}").split()
+        names = podman(
+            self._url, "ps", "-a", "--filter", f"name={self._name}.*node-daemon", "--format", "{{.Names}}"
+        ).split()
         return "\n".join(f"{name}:\n{podman(self._url, 'logs', '--tail', '40', name)}" for name in names)
 
     def cancel(self) -> None:

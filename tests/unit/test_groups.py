@@ -194,7 +194,7 @@ def test_nodes_that_their_engine_brings_again_are_not_asked_for(engine: Fake, ma
     assert groups.expected() == 0
     stands(engine, 0, nodes=4, pending=4)
     assert groups.expected() == 4
-    stands(engine, 0, nodes=4)  # it runs, and agents say hello soon
+    stands(engine, 0, nodes=4)  # it runs, and its daemons connect soon
     assert groups.expected() == 4
     for _ in range(4):
         groups[0].joined("a node")
@@ -311,7 +311,7 @@ def test_a_job_that_begins_anew_is_waited_for_after_another_was_cancelled(
     groups[0].left("a node", for_good=False)
     stands(engine, 0, 2, pending=2)
     assert groups.expected() == 2
-    stands(engine, 0, 2)  # it runs, and its agents are on their way
+    stands(engine, 0, 2)  # it runs, and its daemons are starting
     assert groups.expected() == 2
     groups[0].joined("a node")
     assert groups.expected() == 2
@@ -327,7 +327,7 @@ def test_a_node_that_never_came_does_not_hide_the_loss_of_another(make: Callable
     assert groups.expected() == 1
 
 
-def test_agents_that_were_not_needed_are_not_waited_for(make: Callable[..., Groups], engine: Fake) -> None:
+def test_daemons_that_were_not_needed_are_not_waited_for(make: Callable[..., Groups], engine: Fake) -> None:
     groups = make(2, here=1, min_nodes=1)
     assert groups.expected() == 2
     for _ in range(3):  # until it hears that it may go

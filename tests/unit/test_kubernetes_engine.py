@@ -121,7 +121,7 @@ def test_pods_that_do_not_run_say_why(cluster: FakeKubernetes, engine: Any, stat
     group.cancel()
 
 
-def test_a_deployment_shrinks_by_the_pods_whose_agents_were_let_go(cluster: FakeKubernetes, engine: Any) -> None:
+def test_a_deployment_shrinks_by_the_pods_whose_daemons_were_released(cluster: FakeKubernetes, engine: Any) -> None:
     group = request(engine(kind="deployment"), 3)
     deployment = cluster.objects["deployments"]["farstep-ab12-0"]
     ended = {"terminated": {"exitCode": 0}}
@@ -176,7 +176,7 @@ def test_a_missing_namespace_is_one_sentence(cluster: FakeKubernetes, engine: An
 @pytest.mark.parametrize("kind", ["secrets", "jobs"])
 def test_missing_rights_are_one_sentence_and_leave_nothing(cluster: FakeKubernetes, engine: Any, kind: str) -> None:
     cluster.forbidden = {("POST", kind), ("DELETE", "jobs")}
-    with pytest.raises(LaunchError, match=rf"not let this user create a .*{kind} is forbidden.*docs/kubernetes.md"):
+    with pytest.raises(LaunchError, match=rf"not allow this user to create a .*{kind} is forbidden.*docs/kubernetes.md"):
         request(engine())
     assert cluster.names() == []
 

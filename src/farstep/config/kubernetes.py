@@ -41,7 +41,7 @@ class KubernetesConfig(EngineConfig):
     """Labels that nodes must have."""
     pod_template: Mapping[str, object] = dataclasses.field(default_factory=dict)
     """Merged deeply into the pods' template (`metadata`, `spec`), over all the above. Items of lists are matched by
-    `mountPath` or `name` (the container's is `agent`); null removes a key."""
+    `mountPath` or `name` (the container's is `node-daemon`); null removes a key."""
     image_pull_policy: ImagePullPolicy = "IfNotPresent"
     """When nodes look for the image in its registry."""
     service_account: str | None = None
@@ -76,7 +76,7 @@ class KubernetesConfig(EngineConfig):
             raise ConfigError(
                 f"KubernetesConfig.pod_template is {self.pod_template!r}; expected a mapping with 'metadata' or "
                 "'spec', which are mappings, e.g. {'spec': {'hostNetwork': True}}; 'containers' in it is a list of "
-                "mappings with a 'name' (that of farstep's own is 'agent')."
+                "mappings with a 'name' (that of farstep's own is 'node-daemon')."
             )
         if isinstance(self.tolerations, (str, Mapping)) or not all(isinstance(t, Mapping) for t in self.tolerations):
             raise ConfigError(
