@@ -1,4 +1,4 @@
-"""Workers that do nothing but talk: a node's agent that answers for as many as the head asks for, in one process.
+"""Workers that do nothing but talk: a node daemon that answers for as many as the head asks for, in one process.
 
 Each has the connections of a real worker and says what a real one says; instead of rolling, it sends the same rows
 again and again. `scale.py` starts it in place of ssh.
@@ -83,7 +83,7 @@ class Figure:
 
 
 class Crowd(NodeDaemon):
-    """An agent whose workers are figures."""
+    """A node daemon whose workers are simulated."""
 
     def __init__(self, bootstrap: dict[str, Any]) -> None:
         super().__init__(bootstrap, "crowd")
@@ -94,12 +94,12 @@ class Crowd(NodeDaemon):
 
     def _start(self, link: DealerLink, order: n.StartWorker) -> None:
         key = (order.worker, order.incarnation)
-        if key not in self._begun:
-            self._begun[key] = None
+        if key not in self._started:
+            self._started[key] = None
             self._orders.append({**json.loads(order.bootstrap), "address": self._address})
 
     def running(self) -> list[tuple[int, int]]:
-        return list(self._begun)
+        return list(self._started)
 
     def _act(self) -> None:
         poller, figures, next_beat = zmq.Poller(), {}, 0.0
@@ -120,6 +120,6 @@ class Crowd(NodeDaemon):
 
 if __name__ == "__main__":
     crowd = Crowd(read_bootstrap(sys.stdin.fileno(), None))
-    signal.signal(signal.SIGTERM, crowd.told_to_go)
+    signal.signal(signal.SIGTERM, crowd.on_signal)
     crowd.run()
     os._exit(0)

@@ -20,7 +20,7 @@ from farstep.testing import CountingEnv
 
 TRAIN = ["train", "ppo", "--env", "CartPole-v1"]
 VIDEO = ["--capture-video", "--eval-every", "1000"]
-HERE = ["--launcher", "inprocess"]
+HERE = ["--launcher", "in-process"]
 INSIDE = ["--env-type", "factory", *HERE]
 CARTPOLE = [*TRAIN, *HERE]
 
@@ -129,7 +129,7 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str,
         (["slurm"], ["farstep slurm", "--print"]),
         (["slurm", "--print", "--node", "3"], ["no option --node", "--nodes"]),
         (["slurm", "--print", "--slurm-extra", "exclusive"], ["slurm_extra", "--exclusive"]),
-        (["doctor", "--launcher", "inprocess"], ["inprocess", "local"]),
+        (["doctor", "--launcher", "in-process"], ["in-process", "local"]),
         (["doctor", "--hosts", "a"], ["--hosts", "belongs to --launcher ssh"]),
         (["doctor", "--wait-s", "0"], ["wait_s"]),
         (["doctor", "--env", "CartPole-v1", "--env-kwargs", "{a"], ["env_kwargs", "not JSON"]),
@@ -225,7 +225,7 @@ def test_what_cannot_change_is_said_as_it_is_typed(
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"algorithm": "ppo", "run": {"env": "X"}, "learner": {}}))
     status, _, error = said(capsys, "train", "ppo", "--resume", str(tmp_path), *shlex.split(option))
-    assert status == 1 and f"was begun with {before}, and cannot go on with {option};" in error
+    assert status == 1 and f"was started with {before} and cannot be resumed with {option}." in error
 
 
 @pytest.mark.parametrize("command", ["train", "watch"])

@@ -26,7 +26,7 @@ def test_the_job_is_printed_without_keys(capsys: pytest.CaptureFixture[str]) -> 
     for option in ("nodes=3", "partition=gpu", "gpus-per-node=2", "cpus-per-task=4", "exclusive --mem=16G"):
         assert f"#SBATCH --{option}" in lines
     assert "module load cuda" in lines and "source env/bin/activate" in lines
-    assert "(keys of the run, made when it starts)" in lines and "secret" not in output
+    assert "(keys of the run, created when it starts)" in lines and "secret" not in output
 
 
 def test_manifests_are_printed_without_keys(capsys: pytest.CaptureFixture[str]) -> None:
@@ -64,7 +64,7 @@ def test_the_launcher_is_found_wherever_it_stands() -> None:
     assert chosen_launcher([], "ssh") == "ssh"
     with pytest.raises(ConfigError, match="Did you mean 'local'"):
         chosen_launcher(["--launcher", "locl"])
-    assert {"local", "inprocess", "slurm", "ssh"} <= set(LAUNCHERS)
+    assert {"local", "in-process", "slurm", "ssh"} <= set(LAUNCHERS)
 
 
 def test_the_papers_listing() -> None:
@@ -130,4 +130,4 @@ def test_a_finding_of_several_lines_is_indented() -> None:
 
 def test_an_option_without_its_value(capsys: pytest.CaptureFixture[str]) -> None:
     status, _, error = said(capsys, "kubernetes", "--print", "--image", "x", "--requests", "cpu")
-    assert status == 1 and "--requests: expected names and values in turn, e.g. cpu 4 memory 8Gi." in error
+    assert status == 1 and "--requests: expected alternating names and values, e.g. cpu 4 memory 8Gi." in error

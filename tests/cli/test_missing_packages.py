@@ -26,7 +26,7 @@ class Blocker:
 
 sys.meta_path.insert(0, Blocker())
 """
-HERE = ["--launcher", "inprocess"]
+HERE = ["--launcher", "in-process"]
 VIDEO = ["--capture-video", "--eval-every", "1000", "--total-steps", "64"]
 
 

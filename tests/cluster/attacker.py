@@ -181,7 +181,7 @@ def _abuse(sock: zmq.Socket[bytes], packets: list[list[bytes]], count: int) -> N
 
 
 def mad_node(control: str, server_key: bytes, keys: list[bytes], messages: list[bytes], count: int) -> None:
-    """An agent with a key of its own, which knows more than it can know."""
+    """A node daemon with a key of its own, which knows more than it can know."""
     public, secret = keys
     options = {"curve_serverkey": server_key, "curve_publickey": public, "curve_secretkey": secret}
     with dealer(control, routing_id=b"ffffffffffffffffnode", **options) as sock, contextlib.suppress(zmq.Again):

@@ -227,7 +227,7 @@ def test_more_nodes_than_there_are(cluster: SlurmCluster, capsys: pytest.Capture
     cluster.command("scontrol", "update", "PartitionName=main", "MaxNodes=1")
     status, found = doctor(capsys, "--launcher", "slurm", "--nodes", "2", "--wait-s", "5")
     assert status == 1
-    one(found, "problem", "PartitionNodeLimit", "wait for ever", "fewer nodes")
+    one(found, "problem", "PartitionNodeLimit", "wait forever", "fewer nodes")
 
 
 def test_a_queue_that_is_long(cluster: SlurmCluster, capsys: pytest.CaptureFixture[str]) -> None:

@@ -369,7 +369,7 @@ exec sh -c "$*"
 
 
 def node_config(folder: Path, nodes: int, **options: Any) -> SSHConfig:
-    """Agents that a shell starts in the place of ssh."""
+    """Node daemons that a shell starts in place of ssh."""
     shell = folder / "shell"
     shell.write_text(SHELL)
     shell.chmod(0o755)
@@ -458,16 +458,16 @@ def test_a_run_goes_on_whatever_strangers_and_eavesdroppers_send() -> None:
 
 
 @pytest.mark.timeout(300)
-def test_a_run_on_nodes_goes_on_whatever_strangers_and_a_mad_agent_send(
+def test_a_run_on_nodes_goes_on_whatever_strangers_and_a_mad_daemon_send(
     tmp_path: Path, caplog: Any, issued: dict[tuple[int, int], KeyPair]
 ) -> None:
     config = node_config(tmp_path, nodes=2, workers_per_node=1, head_address="127.0.0.1")
     with wide(config) as env:
         env.launch()
         launcher = env._collector.server.supervisor.launcher  # type: ignore[union-attr]
-        launcher._groups.ask(1)
-        mad = issued[-2, 0]  # an agent of that group, which is the second
-        launcher._hear(7, n.NodeHello(NODE, launcher._run, "host", 1, 4, versions()))  # of one that nobody knows
+        launcher._groups.request(1)
+        mad = issued[-2, 0]  # a node daemon of that group, which is the second
+        launcher._on_message(7, n.NodeHello(NODE, launcher._run, "host", 1, 4, versions()))  # of one that nobody knows
         names = list(launcher._nodes)
         misfits = [n.NodeHello(NODE, launcher._run, f"host{i}", 1, 4, {"farstep": "0.0"}) for i in range(500)]
         strays = n.NodeBeat(NODE, [(worker, 0) for worker in range(2000)])

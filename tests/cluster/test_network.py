@@ -26,7 +26,7 @@ HERE = Path(__file__).parent
 
 
 class FarHead:
-    """A head on host h1 that collects from agents on the others."""
+    """A head on host h1 that collects from node daemons on the others."""
 
     def __init__(
         self,
@@ -142,7 +142,7 @@ def test_a_host_that_crashes_is_lost_and_training_goes_on(tmp_path: Path) -> Non
 
 
 def test_a_node_behind_a_router_that_translates_addresses(tmp_path: Path) -> None:
-    """Between h1 and h2 is h3; nobody can connect to h2 from outside, but for the ssh that starts its agent."""
+    """Between h1 and h2 is h3; nobody can connect to h2 from outside, but for the ssh that starts its node daemon."""
     with Network(["h1", "h2", "h3"]) as net, SshServer(network=net) as server:
         for key, value in (("ip_forward", 1), ("conf/all/send_redirects", 0), ("conf/eth0/send_redirects", 0)):
             net.run("h3", ["sh", "-c", f"echo {value} > /proc/sys/net/ipv4/{key}"])
@@ -178,7 +178,7 @@ def test_a_rate_of_a_hundred_megabits(tmp_path: Path) -> None:
         assert stats["workers"]["restarts"] == 0
 
 
-def test_agents_and_workers_end_when_their_head_does(tmp_path: Path) -> None:
+def test_daemons_and_workers_end_when_their_head_does(tmp_path: Path) -> None:
     with far_head(tmp_path, lease_s=4) as (net, head):
         head.wait_for(2, columns=4)
         running = net.run("h2", ["ps", "-ewwo", "args"])

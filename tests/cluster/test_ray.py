@@ -163,7 +163,7 @@ def test_a_lost_node_costs_only_what_it_was_doing(monkeypatch: pytest.MonkeyPatc
                         return
 
             within(lambda: batches_of(8), 120)
-            assert len({node["place"] for node in env.stats()["nodes"]}) == 2, "two agents, on two nodes"
+            assert len({node["place"] for node in env.stats()["nodes"]}) == 2, "two daemons, on two nodes"
             started.kill_node(1)
             within(lambda: batches_of(4), 60)
             started.start_node(3)  # as an autoscaler would
@@ -217,7 +217,7 @@ def test_the_process_that_talks_to_ray_is_replaced(ray_cluster: RayCluster) -> N
         agent = TableAgent()
         env.collect(agent, steps=4)
         (before,) = env.stats()["nodes"]
-        (driver,) = [pid for pid, line in commands().items() if f"ray_driver import main; main() {os.getpid()}" in line]
+        (driver,) = [pid for pid, line in commands().items() if f"ray.driver import main; main() {os.getpid()}" in line]
         os.kill(driver, signal.SIGKILL)
 
         def until_replaced() -> None:
@@ -231,15 +231,15 @@ def test_the_process_that_talks_to_ray_is_replaced(ray_cluster: RayCluster) -> N
 
 
 @pytest.mark.timeout(240)
-def test_a_killed_head_leaves_no_agent(ray_cluster: RayCluster) -> None:
-    agents, _, _ = killed_head(ray_cluster.address)
-    eventually(lambda: not living(agents), LEASE_S)
+def test_a_killed_head_leaves_no_daemon(ray_cluster: RayCluster) -> None:
+    daemons, _, _ = killed_head(ray_cluster.address)
+    eventually(lambda: not living(daemons), LEASE_S)
 
 
 @pytest.mark.timeout(240)
 def test_a_killed_head_leaves_nothing_of_a_cluster_of_its_own() -> None:
-    agents, tag, (folder,) = killed_head("local")
-    eventually(lambda: not living(agents), LEASE_S)
+    daemons, tag, (folder,) = killed_head("local")
+    eventually(lambda: not living(daemons), LEASE_S)
     eventually(lambda: not tagged(tag), LEASE_S)
     assert not Path(folder).exists()
 
@@ -257,9 +257,9 @@ def killed_head(address: str) -> tuple[list[int], str, set[str]]:
             folders = set(re.findall(r"/tmp/farstep-ray-\w+", "\n".join(tagged(tag))))
         finally:
             head.kill()
-        agents = [int(node["pid"]) for node in nodes]
-        assert len(agents) == 2
-    return agents, tag, folders
+        daemons = [int(node["pid"]) for node in nodes]
+        assert len(daemons) == 2
+    return daemons, tag, folders
 
 
 @pytest.mark.timeout(240)
@@ -328,7 +328,7 @@ def test_without_room_a_sentence_says_so(ray_cluster: RayCluster) -> None:
     config = farstep.RayConfig(workers_per_node=8, nodes=2, resources_per_node={"camera": 1}, queue_s=12.0)
     with pytest.raises(farstep.LaunchError) as caught, cluster(envs=8, config=config) as env:
         within(env.launch, 60)
-    assert "2 agents wait for a place in Ray's cluster" in str(caught.value)
+    assert "2 node daemons wait for resources of Ray's cluster" in str(caught.value)
     assert "8 CPU, 1 camera each; the cluster has 8 CPU, 0 camera on 3 nodes" in str(caught.value)
     assert "no node is large enough" in str(caught.value)
 

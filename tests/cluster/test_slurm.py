@@ -26,7 +26,7 @@ from tests.engines.slurm_cluster import SlurmCluster
 
 pytestmark = pytest.mark.timeout(400)
 BATCH_S = 200.0
-"""A batch may have to wait for a job: SLURM's timers, and an agent and its workers that start beside another test."""
+"""A batch may have to wait for a job: SLURM's timers, and a daemon and its workers that start beside another test."""
 
 
 @pytest.fixture
@@ -92,8 +92,8 @@ def test_a_node_that_loses_its_power_is_replaced_while_the_others_go_on(cluster:
         assert_balanced(env.stats())
 
 
-def test_nodes_that_a_job_holds_without_agents_are_freed(cluster: SlurmCluster, tmp_path: Path) -> None:
-    """The first node of a job of two fails, and the agent on the other ends, as it does where it misses `srun`."""
+def test_nodes_that_a_job_holds_without_daemons_are_freed(cluster: SlurmCluster, tmp_path: Path) -> None:
+    """The first node of a job of two fails, and the daemon on the other ends, as it does where it misses `srun`."""
     with start(tmp_path, nodes=3, min_nodes=2, lease_s=3, slurm_extra=["--exclusive"]) as env:
         agent = TableAgent()
         eventually(lambda: columns(env, agent) == 9, BATCH_S)
@@ -288,7 +288,7 @@ def test_a_node_that_is_lost_while_the_controller_is_down_is_replaced_when_it_is
         kill_daemon(env.stats()["nodes"][1])
         eventually(lambda: columns(env, agent) == 3, BATCH_S)
         cluster.start_controller()
-        # farstep pauses between orders, for up to as long as the controller was away; then an agent and a worker start.
+        # farstep pauses between orders, for up to as long as the controller was away; then a daemon and a worker start.
         eventually(lambda: columns(env, agent) == 6, BATCH_S)
         assert_balanced(env.stats())
 
@@ -320,7 +320,7 @@ def test_nodes_that_come_late_join(cluster: SlurmCluster, tmp_path: Path) -> Non
         eventually(lambda: columns(env, agent) == 6, BATCH_S)
 
 
-def test_inside_an_allocation_agents_are_a_step(cluster: SlurmCluster, tmp_path: Path) -> None:
+def test_inside_an_allocation_daemons_are_a_step(cluster: SlurmCluster, tmp_path: Path) -> None:
     code = "from tests.cluster import test_slurm; test_slurm.inside()"
     (tmp_path / "activate").write_text(f"echo sourced > {tmp_path}/mark\n")
     script = (
@@ -356,7 +356,7 @@ def test_what_a_node_says_is_in_the_error(cluster: SlurmCluster, tmp_path: Path)
 
 def test_a_log_folder_that_cannot_be_made_is_named(cluster: SlurmCluster, tmp_path: Path) -> None:
     (tmp_path / "logs").touch()
-    with pytest.raises(LaunchError, match=r"log_folder='.*/logs' cannot be made: File exists; choose another\."):
+    with pytest.raises(LaunchError, match=r"log_folder='.*/logs' cannot be created: File exists; choose another\."):
         start(tmp_path).launch()
 
 
@@ -367,7 +367,7 @@ def test_without_slurm_one_sentence_says_what_to_install(tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize("status", [0, 3, 137])
-def test_the_job_ends_as_its_agents_did(tmp_path: Path, status: int) -> None:
+def test_the_job_ends_as_its_daemons_did(tmp_path: Path, status: int) -> None:
     (tmp_path / "srun").write_text(f"#!/bin/sh\nexit {status}\n")
     (tmp_path / "srun").chmod(0o755)
     path = f"{tmp_path}:{os.environ['PATH']}"

@@ -101,7 +101,7 @@ def test_what_is_printed_at_the_end_is_logged(server: SshServer, caplog: pytest.
     assert caplog.text.count("my last words") == 6
 
 
-def test_an_agent_whose_session_ended_is_not_waited_for(server: SshServer) -> None:
+def test_a_daemon_whose_session_ended_is_not_waited_for(server: SshServer) -> None:
     with start(config(server.options, nodes=2, workers_per_node=1, lease_s=300)) as env:
         within(lambda: env.collect(TableAgent(), steps=2))
         victim = env.stats()["nodes"][0]
@@ -112,7 +112,7 @@ def test_an_agent_whose_session_ended_is_not_waited_for(server: SshServer) -> No
         assert batch["obs"].shape[1] >= 3
 
 
-def test_an_agent_whose_session_is_cut_goes_on(server: SshServer) -> None:
+def test_a_daemon_whose_session_is_cut_goes_on(server: SshServer) -> None:
     """Sessions are for starting it; as long as it is heard of, it is there."""
     with start(config(server.options, nodes=1, workers_per_node=1)) as env:
         within(lambda: env.collect(TableAgent(), steps=2))
@@ -120,7 +120,7 @@ def test_an_agent_whose_session_is_cut_goes_on(server: SshServer) -> None:
         (session,) = env._collector.server.supervisor.launcher._engine._sessions.values()  # type: ignore[union-attr]
         session.kill(signal.SIGKILL)
         watched = env._collector.server.supervisor.launcher._groups[0]  # type: ignore[union-attr]
-        eventually(lambda: not watched.standing.nodes)
+        eventually(lambda: not watched.status.nodes)
         within(lambda: env.collect(TableAgent(), steps=2))
         time.sleep(4)
         within(lambda: env.collect(TableAgent(), steps=2))
@@ -139,7 +139,7 @@ def test_setup_lines_come_first(server: SshServer, tmp_path: Path, caplog: pytes
 def test_no_key_is_in_an_argument_or_an_environment(server: SshServer, issued: dict[tuple[int, int], KeyPair]) -> None:
     with start(config(server.options, nodes=2, workers_per_node=1)) as env:
         env.launch()
-        assert len(issued) == 3  # of two workers, and of the agents together
+        assert len(issued) == 3  # of two workers, and of the node daemons together
         secrets = [pair.secret for pair in issued.values()]
         seen = [
             (path / name).read_bytes()
@@ -148,9 +148,9 @@ def test_no_key_is_in_an_argument_or_an_environment(server: SshServer, issued: d
             for name in ("cmdline", "environ")
             if os.access(path / name, os.R_OK) and _readable(path / name)
         ]
-        assert any(b"node_agent" in text for text in seen)
+        assert any(b"node_daemon" in text for text in seen)
         assert not [secret for secret in secrets for text in seen if secret in text]
-    eventually(lambda: not _agents())
+    eventually(lambda: not _daemons())
 
 
 def _readable(path: Path) -> bool:
@@ -161,7 +161,7 @@ def _readable(path: Path) -> bool:
     return True
 
 
-def _agents() -> list[Path]:
+def _daemons() -> list[Path]:
     found = []
     for path in Path("/proc").iterdir():
         if path.name.isdigit() and _readable(path / "cmdline"):

@@ -46,7 +46,7 @@ def wait_for_columns(env: farstep.ClusterEnv, columns: int) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_agents_in_place_of_nodes(tmp_path: Path) -> None:
+def test_daemons_in_place_of_nodes(tmp_path: Path) -> None:
     make = functools.partial(config, tmp_path)
     scarce = functools.partial(SSHConfig, hosts=["host", "nowhere"], ssh=make().ssh)
     check_launcher(make, kill_node=kill_daemon, scarce=scarce)
@@ -54,22 +54,22 @@ def test_agents_in_place_of_nodes(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(300)
 def test_an_engine_that_fails_for_a_while_does_not_end_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
+    requested: list[int] = []
 
-    def ask(engine: SSHEngine, nodes: int, bootstrap: bytes, really: Any = SSHEngine.ask) -> Any:
-        asked.append(nodes)
-        if len(asked) == 2:
+    def request(engine: SSHEngine, nodes: int, bootstrap: bytes, really: Any = SSHEngine.request) -> Any:
+        requested.append(nodes)
+        if len(requested) == 2:
             raise LaunchError("the engine does not answer.")
         return really(engine, nodes, bootstrap)
 
-    monkeypatch.setattr(SSHEngine, "ask", ask)
+    monkeypatch.setattr(SSHEngine, "request", request)
     source = {"type": "factory", "env_name": CountingEnv, "envs_per_node": 1, "seed": 1}
     with farstep.ClusterEnv(source, config(tmp_path, nodes=2, min_nodes=1, workers_per_node=1)) as env:
         wait_for_columns(env, 2)
         kill_daemon(env.stats()["nodes"][1])
         wait_for_columns(env, 1)
         wait_for_columns(env, 2)
-    assert asked == [2, 1, 1]
+    assert requested == [2, 1, 1]
 
 
 @pytest.mark.timeout(300)
@@ -92,11 +92,11 @@ def test_a_node_that_was_taken_for_lost_comes_again(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(300)
 def test_killed_daemon_is_restarted_by_its_supervisor_during_a_run(tmp_path: Path) -> None:
-    """As SLURM starts it: the engine is not asked for a replacement, and the run continues."""
+    """As SLURM starts it: the engine is not requested for a replacement, and the run continues."""
     source = {"type": "factory", "env_name": CountingEnv, "envs_per_node": 2, "seed": 1}
     agent = TableAgent()
-    asked = config(tmp_path, workers_per_node=1, restart_budget=0, restarts=3)
-    with farstep.ClusterEnv(source, asked) as env:
+    requested = config(tmp_path, workers_per_node=1, restart_budget=0, restarts=3)
+    with farstep.ClusterEnv(source, requested) as env:
 
         def killed() -> int:
             kill_daemon(env.stats()["nodes"][0])
@@ -129,8 +129,8 @@ def test_killed_daemon_is_restarted_by_its_supervisor_during_a_run(tmp_path: Pat
 @pytest.mark.timeout(60)
 def test_a_supervisor_gives_up_when_its_restarts_are_used_up(tmp_path: Path) -> None:
     source = {"type": "factory", "env_name": CountingEnv, "envs_per_node": 1, "seed": 1}
-    asked = config(tmp_path, workers_per_node=1, restart_budget=0, restarts=1)
-    with farstep.ClusterEnv(source, asked) as env:
+    requested = config(tmp_path, workers_per_node=1, restart_budget=0, restarts=1)
+    with farstep.ClusterEnv(source, requested) as env:
         env.collect(TableAgent(), steps=4)
         with pytest.raises(LaunchError, match="1 node is missing"):
             while True:

@@ -20,7 +20,7 @@ Metrics = dict[str, Any]
 SMALL = trainings.Training(
     name="small",
     learner="ppo",
-    options=("--env", "CartPole-v1", "--launcher", "inprocess", "--num-envs", "4", "--num-steps", "32"),
+    options=("--env", "CartPole-v1", "--launcher", "in-process", "--num-envs", "4", "--num-steps", "32"),
     total_steps=256,
 )
 

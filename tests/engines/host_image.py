@@ -74,13 +74,13 @@ def mounts() -> list[str]:
 def pod_template(**env: str) -> dict[str, Any]:
     """Lets pods of the image run this Python with this farstep."""
     variables = {"PYTHONPATH": str(_REPOSITORY / "src"), **env}
-    agent = {
-        "name": "agent",
+    container = {
+        "name": "node-daemon",
         "env": [{"name": name, "value": value} for name, value in variables.items()],
         "volumeMounts": [{"name": f"host{i}", "mountPath": path, "readOnly": True} for i, path in enumerate(mounts())],
     }
     volumes = [{"name": f"host{i}", "hostPath": {"path": path}} for i, path in enumerate(mounts())]
-    return {"spec": {"containers": [agent], "volumes": volumes}}
+    return {"spec": {"containers": [container], "volumes": volumes}}
 
 
 def options() -> dict[str, Any]:

@@ -160,7 +160,7 @@ class KubernetesCluster(Network):
     # ---- nodes ----
 
     def _write_images(self) -> None:
-        for name, image in (("pause", _PAUSE), ("agent", host_image.NAME)):
+        for name, image in (("pause", _PAUSE), ("daemon", host_image.NAME)):
             root = self.folder / f"{name}.root.tar"
             if name == "pause":
                 host_image.write_program(root, self._programs / kubernetes_build.PAUSE)
@@ -185,7 +185,7 @@ class KubernetesCluster(Network):
         socket = folder / "containerd.sock"
         daemon = self._serve(node, f"{node}-containerd", ["containerd", "-c", folder / "containerd.toml"])
         self._wait(socket.exists, f"containerd of {node}", daemon)
-        for name in ("pause", "agent"):
+        for name in ("pause", "daemon"):
             images = ["ctr", "-a", socket, "-n", "k8s.io", "images", "import", self.folder / f"{name}.tar"]
             self.run(node, images, timeout_s=120)
         options = {

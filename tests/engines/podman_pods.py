@@ -111,7 +111,7 @@ class PodmanEngine:
     def listen_on(self) -> Sequence[str]:
         return farstep.launch.kubernetes.engine.KubernetesEngine(self._config).listen_on()
 
-    def ask(self, nodes: int, bootstrap: bytes) -> Played:
+    def request(self, nodes: int, bootstrap: bytes) -> Played:
         run = str(json.loads(bootstrap)["run"])
         wanted = manifests(self._config, run, self._asked, nodes, bootstrap, self.grace_s)
         self._asked += 1
@@ -130,8 +130,8 @@ class Played(Group):
         self._name = secret["metadata"]["name"]
         command = deployment["spec"]["template"]["spec"]["containers"][0]["command"]
         # podman 4.3 does not decode what is in a Secret when it mounts it.
-        agent, file_name = command[3].split(" < ")
-        command[3] = f"{agent} <<END\n$(base64 -d {file_name})\nEND"
+        daemon, file_name = command[3].split(" < ")
+        command[3] = f"{daemon} <<END\n$(base64 -d {file_name})\nEND"
         file = Path(config.folder, f"{self._name}.yaml")
         file.write_text("\n---\n".join(map(json.dumps, wanted)))
         # Again while there are some: podman may be about to restart one, and does not remove it then.
@@ -139,20 +139,22 @@ class Played(Group):
         pods = f"$({words} pod ps -q --filter name={self._name})"
         removal = f'while [ -n "{pods}" ]; do {words} pod rm --force --time 0 {pods}; done'
         self._down = ["timeout", "60", "sh", "-c", f"{removal}; {words} secret rm {self._name}; true"]
-        guardian.promise(self._name, self._down)
+        guardian.register(self._name, self._down)
         podman(self._url, "kube", "play", str(file))
 
-    def standing(self) -> RequestStatus:
+    def status(self) -> RequestStatus:
         pods = podman(self._url, "pod", "ps", "--filter", f"name={self._name}", "--format", "{{.Status}}").split()
         return RequestStatus(f"podman has pods {pods}", sum(pod not in ("Exited", "Degraded") for pod in pods))
 
     def logs(self) -> str:
-        names = podman(self._url, "ps", "-a", "--filter", f"name={self._name}.*agent", "--format", "{{.Names}}").split()
+        names = podman(
+            self._url, "ps", "-a", "--filter", f"name={self._name}.*node-daemon", "--format", "{{.Names}}"
+        ).split()
         return "\n".join(f"{name}:\n{podman(self._url, 'logs', '--tail', '40', name)}" for name in names)
 
     def cancel(self) -> None:
         subprocess.run(self._down, capture_output=True, timeout=60, env=system_path())
-        self._guardian.release(self._name)
+        self._guardian.unregister(self._name)
 
 
 def _engine_for(config: Any, workers_per_node: int, known: Any = farstep.launch._engine_for) -> Any:

@@ -46,7 +46,7 @@ def drain(make_config: Any, url: str) -> None:
                 assert time.monotonic() < deadline, f"no batch of {width} columns"
             if stopping is None:
                 # Not the pod: podman takes its network away at once, which Kubernetes does last.
-                stop = ("stop", "--time", "20", f"{env.stats()['nodes'][1]['host']}-agent")
+                stop = ("stop", "--time", "20", f"{env.stats()['nodes'][1]['host']}-node-daemon")
                 stopping = threading.Thread(target=podman, args=(url, *stop))
                 stopping.start()
         stopping.join()

@@ -10,18 +10,18 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from farstep.launch.engine import Group, RequestStatus
-from farstep.launch.groups import Watched
+from farstep.launch.groups import WatchedGroup
 
 
 @dataclass
 class Job:
-    """Its agents are on their way (`coming`), there (`here`), or gone."""
+    """Its node daemons are starting (`pending`), connected (`connected`), or gone."""
 
     number: int
     size: int
     state: str = "PENDING"
-    coming: list[str] = field(default_factory=list)
-    here: list[str] = field(default_factory=list)
+    pending: list[str] = field(default_factory=list)
+    connected: list[str] = field(default_factory=list)
 
     @property
     def places(self) -> list[str]:
@@ -29,7 +29,7 @@ class Job:
 
     @property
     def expected(self) -> int:
-        return self.size if self.state == "PENDING" else len(self.here) + len(self.coming)
+        return self.size if self.state == "PENDING" else len(self.connected) + len(self.pending)
 
 
 def never() -> Group:
@@ -40,7 +40,7 @@ class Jobs(RuleBasedStateMachine):
     @initialize(sizes=st.lists(st.integers(1, 3), min_size=1, max_size=3))
     def submit(self, sizes: list[int]) -> None:
         self.jobs = [Job(number, size) for number, size in enumerate(sizes)]
-        self.watched = Watched(sum(sizes), never)
+        self.watched = WatchedGroup(sum(sizes), never)
         self.seen = False
         self.look()
 
@@ -51,32 +51,32 @@ class Jobs(RuleBasedStateMachine):
     @rule(data=st.data())
     def start(self, data: st.DataObject) -> None:
         if job := self.of(data, "PENDING"):
-            job.state, job.coming, job.here = "RUNNING", job.places, []
+            job.state, job.pending, job.connected = "RUNNING", job.places, []
             self.seen = False
 
     @rule(data=st.data())
     def come(self, data: st.DataObject) -> None:
-        if (job := self.of(data, "RUNNING")) and job.coming:
-            place = job.coming.pop(data.draw(st.integers(0, len(job.coming) - 1)))
-            job.here.append(place)
-            self.watched.welcomed(place)
+        if (job := self.of(data, "RUNNING")) and job.pending:
+            place = job.pending.pop(data.draw(st.integers(0, len(job.pending) - 1)))
+            job.connected.append(place)
+            self.watched.joined(place)
             self.seen = False
 
     @rule(data=st.data())
     def come_and_be_turned_away(self, data: st.DataObject) -> None:
-        if (job := self.of(data, "RUNNING")) and job.coming:
-            self.watched.turned_away(data.draw(st.uuids()).hex[:16], job.coming.pop())
+        if (job := self.of(data, "RUNNING")) and job.pending:
+            self.watched.rejected(data.draw(st.uuids()).hex[:16], job.pending.pop())
             self._maybe_end(job)
 
     @rule(data=st.data())
     def lose(self, data: st.DataObject) -> None:
-        """An agent is not heard of any more; with the last one, its job ends."""
-        if (job := self.of(data, "RUNNING")) and job.here:
-            self.watched.left(job.here.pop(data.draw(st.integers(0, len(job.here) - 1))), for_good=True)
+        """A node daemon falls silent; with the last one, its job ends."""
+        if (job := self.of(data, "RUNNING")) and job.connected:
+            self.watched.left(job.connected.pop(data.draw(st.integers(0, len(job.connected) - 1))), for_good=True)
             self._maybe_end(job)
 
     def _maybe_end(self, job: Job) -> None:
-        if not job.here and not job.coming:
+        if not job.connected and not job.pending:
             job.state = "ENDED"
         self.seen = False
 
@@ -84,9 +84,9 @@ class Jobs(RuleBasedStateMachine):
     def take_back(self, data: st.DataObject, again: bool) -> None:
         """Preempted and queued again, or cancelled."""
         if job := self.of(data, "RUNNING", "PENDING"):
-            for place in job.here:
+            for place in job.connected:
                 self.watched.left(place, for_good=False)
-            job.state, job.coming, job.here = "PENDING" if again else "ENDED", [], []
+            job.state, job.pending, job.connected = "PENDING" if again else "ENDED", [], []
             self.look()  # whoever was taken back is waited for until the engine says more
 
     @rule()
@@ -94,7 +94,7 @@ class Jobs(RuleBasedStateMachine):
         nodes = sum(job.size for job in self.jobs if job.state != "ENDED")
         over = [f"SLURM job {job.number}" for job in self.jobs if job.state == "ENDED"]
         anew = [f"SLURM job {job.number}" for job in self.jobs if job.state == "PENDING"]
-        self.watched._look = (time.monotonic(), RequestStatus("", nodes, over=over, anew=anew))
+        self.watched._checked = (time.monotonic(), RequestStatus("", nodes, ended=over, restarting=anew))
         self.watched.expected()  # as the head asks all the time
         self.seen = True
 
@@ -102,7 +102,7 @@ class Jobs(RuleBasedStateMachine):
     @invariant()
     def counts(self) -> None:
         assert self.watched.expected() == sum(job.expected for job in self.jobs)
-        assert self.watched.here == sum(len(job.here) for job in self.jobs)
+        assert self.watched.connected == sum(len(job.connected) for job in self.jobs)
 
 
 TestJobs = Jobs.TestCase

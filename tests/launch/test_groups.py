@@ -21,7 +21,7 @@ class Job(Group):
         self.cancelled = False
         self.words = "its last words"
 
-    def standing(self) -> RequestStatus:
+    def status(self) -> RequestStatus:
         self.looks += 1
         return self.stands
 
@@ -45,7 +45,7 @@ class Fake:
     def listen_on(self) -> Sequence[str]:
         return ()
 
-    def ask(self, nodes: int, bootstrap: bytes) -> Job:
+    def request(self, nodes: int, bootstrap: bytes) -> Job:
         self.bootstraps.append(bootstrap)
         if self.fails:
             raise LaunchError("nobody answers.")
@@ -70,17 +70,17 @@ def engine() -> Fake:
 @pytest.fixture
 def make(engine: Fake, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Groups]]:
     """So many nodes, of which `here` came."""
-    monkeypatch.setattr(module, "_LOOK_S", 0.001)
+    monkeypatch.setattr(module, "_CHECK_S", 0.001)
     made: list[Groups] = []
 
     def make(nodes: int = 2, here: int = 2, **options: int) -> Groups:
         config = SSHConfig(hosts=[f"h{i}" for i in range(nodes)], **{"restart_budget": 3, **options})
         made.append(Groups(engine, config, lambda number: str(number).encode()))
-        made[-1].ask(nodes)
+        made[-1].request(nodes)
         for _ in range(here):
-            made[-1][0].welcomed("a node")
+            made[-1][0].joined("a node")
         if here == nodes:
-            made[-1].ask_again(nodes, 0.0)  # as the head does all the time
+            made[-1].request_missing(nodes, 0.0)  # as the head does all the time
         return made[-1]
 
     yield make
@@ -89,10 +89,10 @@ def make(engine: Fake, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[...
     assert all(job.cancelled for job in engine.jobs)
 
 
-def stands(engine: Fake, job: int, nodes: int, coming: int = 0, over: Sequence[str] | None = None) -> None:
+def stands(engine: Fake, job: int, nodes: int, pending: int = 0, ended: Sequence[str] | None = None) -> None:
     """Let an engine say this, and be heard."""
     found = engine.jobs[job]
-    found.stands = RequestStatus(found.stands.text, nodes, coming, over)
+    found.stands = RequestStatus(found.stands.text, nodes, pending, ended)
     looks = found.looks
     eventually(lambda: found.looks > looks + (1 if nodes else 0))
 
@@ -102,13 +102,13 @@ def attempts(groups: Groups, engine: Fake, wanted: int, seconds: range) -> list[
     found = []
     for now in seconds:
         before = len(groups)
-        groups.ask_again(wanted, float(now))
+        groups.request_missing(wanted, float(now))
         if len(groups) > before:
             eventually(lambda: len(engine.bootstraps) == len(groups))
             eventually(lambda: engine.fails or len(engine.jobs) == len(groups))
             if not engine.fails:
                 stands(engine, -1, 0)
-            eventually(lambda: not groups[len(groups) - 1].standing.nodes)
+            eventually(lambda: not groups[len(groups) - 1].status.nodes)
             found.append(now)
     return found
 
@@ -130,7 +130,7 @@ def test_pauses_grow_until_the_budget_is_spent_and_it_comes_again(
     assert engine.bootstraps == [b"0", b"1", b"2", b"3"]
     later = int(RESTART_WINDOW_S)
     assert attempts(groups, engine, 2, range(200, later + 100))[0] == later
-    groups.start_over()
+    groups.reset_retries()
     assert attempts(groups, engine, 2, range(2000, 2010)) == [2000, 2001, 2003]
 
 
@@ -138,9 +138,9 @@ def test_rare_losses_do_not_add_up(engine: Fake, make: Callable[..., Groups]) ->
     groups = make(nodes=1, here=1)
     for hour in range(10):
         groups[len(groups) - 1].left("a node", for_good=True)
-        groups.ask_again(1, hour * 3600.0)
+        groups.request_missing(1, hour * 3600.0)
         eventually(lambda: len(engine.jobs) == len(groups))
-        groups[len(groups) - 1].welcomed("a node")
+        groups[len(groups) - 1].joined("a node")
         assert len(groups) == hour + 2
 
 
@@ -151,7 +151,7 @@ def test_too_few_nodes_and_no_budget_end_a_run(engine: Fake, make: Callable[...,
     attempts(groups, engine, 2, range(200))
     groups[0].left("a node", for_good=True)
     with pytest.raises(LaunchError, match=r"2 nodes are missing; restart_budget=3 is used up: .* again 3 times"):
-        groups.ask_again(2, 200.0)
+        groups.request_missing(2, 200.0)
 
 
 @pytest.mark.parametrize("here", [0, 1])
@@ -160,7 +160,7 @@ def test_nodes_that_never_came_are_not_asked_for_again(engine: Fake, make: Calla
     stands(engine, 0, here)
     missing = "1 node is missing" if here else "2 nodes are missing"
     with pytest.raises(LaunchError, match=rf"{missing}\.\nits last words"):
-        groups.ask_again(2, 0.0)
+        groups.request_missing(2, 0.0)
     assert len(engine.jobs) == 1
 
 
@@ -178,11 +178,11 @@ def test_a_lost_node_counts_once(engine: Fake, make: Callable[..., Groups], noti
         stands(engine, 0, 3)
     groups[0].left("a node", for_good=True)
     assert groups.expected() == 3
-    groups.ask_again(4, 0.0)
+    groups.request_missing(4, 0.0)
     eventually(lambda: len(engine.jobs) == 2)
     for _ in range(3):  # nobody is asked for while the replacement is on its way
         stands(engine, 1, 1)
-        groups.ask_again(4, 100.0)
+        groups.request_missing(4, 100.0)
     assert groups.expected() == 4 and len(groups) == 2
 
 
@@ -192,19 +192,19 @@ def test_nodes_that_their_engine_brings_again_are_not_asked_for(engine: Fake, ma
     for _ in range(4):
         groups[0].left("a node", for_good=True)
     assert groups.expected() == 0
-    stands(engine, 0, nodes=4, coming=4)
+    stands(engine, 0, nodes=4, pending=4)
     assert groups.expected() == 4
-    stands(engine, 0, nodes=4)  # it runs, and agents say hello soon
+    stands(engine, 0, nodes=4)  # it runs, and its daemons connect soon
     assert groups.expected() == 4
     for _ in range(4):
-        groups[0].welcomed("a node")
+        groups[0].joined("a node")
     assert groups.expected() == 4
 
 
 def test_what_an_engine_said_before_a_loss_does_not_make_up_for_it(engine: Fake, make: Callable[..., Groups]) -> None:
     groups = make(nodes=1, here=0)
-    stands(engine, 0, nodes=1, coming=1)
-    groups[0].welcomed("a node")
+    stands(engine, 0, nodes=1, pending=1)
+    groups[0].joined("a node")
     groups[0].left("a node", for_good=True)
     engine.jobs[0].stands = RequestStatus("runs", 1)
     stands(engine, 0, nodes=1)
@@ -222,10 +222,10 @@ def test_nodes_that_were_given_back_are_replaced_like_others(engine: Fake, make:
 
 def test_groups_that_are_not_needed_any_more_are_cancelled(engine: Fake, make: Callable[..., Groups]) -> None:
     groups = make(nodes=2, here=2)
-    groups.ask(1)
-    groups.ask(1)
-    groups[2].welcomed("a node")
-    groups.give_back(3)
+    groups.request(1)
+    groups.request(1)
+    groups[2].joined("a node")
+    groups.cancel_unneeded(3)
     eventually(lambda: engine.jobs[1].cancelled)
     assert not engine.jobs[0].cancelled and not engine.jobs[2].cancelled
     assert groups.expected() == 3
@@ -256,7 +256,7 @@ def test_an_engine_hears_one_order_at_a_time(
     asking: list[int] = []
     most = 0
 
-    def slow(nodes: int, bootstrap: bytes, really: Callable[..., Job] = engine.ask) -> Job:
+    def slow(nodes: int, bootstrap: bytes, really: Callable[..., Job] = engine.request) -> Job:
         nonlocal most
         asking.append(nodes)
         most = max(most, len(asking))
@@ -264,10 +264,10 @@ def test_an_engine_hears_one_order_at_a_time(
         asking.pop()
         return really(nodes, bootstrap)
 
-    monkeypatch.setattr(engine, "ask", slow)
+    monkeypatch.setattr(engine, "request", slow)
     groups[0].left("a node", for_good=True)
-    groups.ask_again(2, 1.0)
-    groups.ask(1)
+    groups.request_missing(2, 1.0)
+    groups.request(1)
     eventually(lambda: len(engine.jobs) == 3)
     assert most == 1
 
@@ -280,7 +280,7 @@ def test_an_engine_that_does_not_answer_is_logged_once(
         raise KeyError("a mistake")
 
     make(2, here=2)
-    monkeypatch.setattr(engine.jobs[0], "standing", fail)
+    monkeypatch.setattr(engine.jobs[0], "status", fail)
     looks = engine.jobs[0].looks
     eventually(lambda: engine.jobs[0].looks > looks + 3)
     assert caplog.text.count("the engine does not answer: KeyError('a mistake')") == 1
@@ -309,29 +309,29 @@ def test_a_job_that_begins_anew_is_waited_for_after_another_was_cancelled(
     stands(engine, 0, 2)
     groups[0].left("a node", for_good=True)
     groups[0].left("a node", for_good=False)
-    stands(engine, 0, 2, coming=2)
+    stands(engine, 0, 2, pending=2)
     assert groups.expected() == 2
-    stands(engine, 0, 2)  # it runs, and its agents are on their way
+    stands(engine, 0, 2)  # it runs, and its daemons are starting
     assert groups.expected() == 2
-    groups[0].welcomed("a node")
+    groups[0].joined("a node")
     assert groups.expected() == 2
 
 
 def test_a_node_that_never_came_does_not_hide_the_loss_of_another(make: Callable[..., Groups], engine: Fake) -> None:
     groups = make(3, here=2, min_nodes=1)  # the third is a job of its own, which fails at once
-    stands(engine, 0, 2, over=["job 2"])
+    stands(engine, 0, 2, ended=["job 2"])
     assert groups.expected() == 2
     groups[0].left("a node", for_good=True)
     assert groups.expected() == 1
-    stands(engine, 0, 2, over=["job 2"])
+    stands(engine, 0, 2, ended=["job 2"])
     assert groups.expected() == 1
 
 
-def test_agents_that_were_not_needed_are_not_waited_for(make: Callable[..., Groups], engine: Fake) -> None:
+def test_daemons_that_were_not_needed_are_not_waited_for(make: Callable[..., Groups], engine: Fake) -> None:
     groups = make(2, here=1, min_nodes=1)
     assert groups.expected() == 2
     for _ in range(3):  # until it hears that it may go
-        groups[0].turned_away("agent", "another node")
+        groups[0].rejected("daemon", "another node")
     assert groups.expected() == 1
     stands(engine, 0, 2)
     assert groups.expected() == 1
@@ -347,7 +347,7 @@ def test_logs_that_cannot_be_read_hide_nothing(
     monkeypatch.setattr(engine.jobs[0], "logs", fail)
     stands(engine, 0, 0)
     eventually(lambda: engine.jobs[0].cancelled)
-    assert "stale file handle" in groups.logs() and not groups[0].standing.nodes
+    assert "stale file handle" in groups.logs() and not groups[0].status.nodes
 
 
 def test_a_lost_engine_ends_a_run_that_needs_more_nodes_although_budget_is_left(
@@ -357,13 +357,13 @@ def test_a_lost_engine_ends_a_run_that_needs_more_nodes_although_budget_is_left(
         raise EngineLost("its controller is gone")
 
     groups = make(2, here=2, min_nodes=1)
-    monkeypatch.setattr(engine.jobs[0], "standing", fail)
-    eventually(lambda: groups[0].standing.lost)
+    monkeypatch.setattr(engine.jobs[0], "status", fail)
+    eventually(lambda: groups[0].status.engine_lost)
     groups[0].left("a node", for_good=True)
-    groups.ask_again(2, 0.0)  # one node is enough to go on
+    groups.request_missing(2, 0.0)  # one node is enough to go on
     groups[0].left("a node", for_good=True)
     eventually(lambda: len(engine.jobs) == 2)
-    monkeypatch.setattr(engine.jobs[1], "standing", fail)
-    eventually(lambda: groups[1].standing.lost)
+    monkeypatch.setattr(engine.jobs[1], "status", fail)
+    eventually(lambda: groups[1].status.engine_lost)
     with pytest.raises(LaunchError, match=r"its controller is gone, and 2 nodes are missing"):
-        groups.ask_again(2, 0.1)
+        groups.request_missing(2, 0.1)

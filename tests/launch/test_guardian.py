@@ -16,9 +16,9 @@ HEAD = """
 import signal, sys
 from farstep.launch.daemon.guardian import Guardian
 guardian = Guardian()
-guardian.promise("kept", ["touch", sys.argv[1] + "/kept"])
-guardian.promise("released", ["touch", sys.argv[1] + "/released"])
-guardian.release("released")
+guardian.register("kept", ["touch", sys.argv[1] + "/kept"])
+guardian.register("released", ["touch", sys.argv[1] + "/released"])
+guardian.unregister("released")
 print(guardian.pid, flush=True)
 signal.pause()
 """
@@ -47,9 +47,9 @@ def test_without_promises_it_ends_at_once_and_does_nothing(tmp_path: Path) -> No
     guardian = Guardian()
     guardian.close()
     guardian = Guardian()
-    guardian.promise("a", ["touch", str(tmp_path / "a")])
-    guardian.release("a")
-    guardian.release("b")
+    guardian.register("a", ["touch", str(tmp_path / "a")])
+    guardian.unregister("a")
+    guardian.unregister("b")
     guardian.close()
     guardian.close()
     assert not list(tmp_path.iterdir())
@@ -57,7 +57,7 @@ def test_without_promises_it_ends_at_once_and_does_nothing(tmp_path: Path) -> No
 
 def test_a_fork_of_the_head_does_not_hold_it_back(tmp_path: Path) -> None:
     guardian = Guardian()
-    guardian.promise("a", ["true"])
+    guardian.register("a", ["true"])
     pid = guardian.pid
     assert pid is not None
     child = os.fork()
@@ -75,10 +75,10 @@ def test_a_command_that_fails_is_tried_until_the_deadline(tmp_path: Path) -> Non
     script = tmp_path / "second_time"
     script.write_text('#!/bin/sh\n[ -e "$0.once" ] && touch "$0.twice" || { touch "$0.once"; exit 1; }\n')
     script.chmod(0o755)
-    guard([b'{"promise": "a", "command": ["%s"]}\n' % str(script).encode()], 60.0)
+    guard([b'{"register": "a", "command": ["%s"]}\n' % str(script).encode()], 60.0)
     assert (tmp_path / "second_time.twice").exists()
 
 
 def test_what_cannot_be_kept_is_given_up() -> None:
-    lines = b'{"promise": "a", "command": ["/nowhere"]}\n{"promise": "b", "command": ["sleep", "60"]}\n{"promi'
+    lines = b'{"register": "a", "command": ["/nowhere"]}\n{"register": "b", "command": ["sleep", "60"]}\n{"promi'
     guard(io.BytesIO(lines), 0.3)

@@ -44,12 +44,12 @@ def engine() -> Iterator[Any]:
         each.close()
 
 
-def ask(engine: KubernetesEngine, nodes: int = 2) -> Pods:
-    return engine.ask(nodes, BOOTSTRAP)
+def request(engine: KubernetesEngine, nodes: int = 2) -> Pods:
+    return engine.request(nodes, BOOTSTRAP)
 
 
 def test_jobs_own_their_secret_and_go_when_cancelled(cluster: FakeKubernetes, engine: Any) -> None:
-    group = ask(engine())
+    group = request(engine())
     assert cluster.names() == ["jobs/farstep-ab12-0-0", "jobs/farstep-ab12-0-1", "secrets/farstep-ab12-0"]
     owners = cluster.objects["secrets"]["farstep-ab12-0"]["metadata"]["ownerReferences"]
     assert [(owner["apiVersion"], owner["kind"], owner["name"]) for owner in owners] == [
@@ -63,7 +63,7 @@ def test_jobs_own_their_secret_and_go_when_cancelled(cluster: FakeKubernetes, en
 
 def test_a_second_group_has_names_of_its_own(cluster: FakeKubernetes, engine: Any) -> None:
     one = engine(kind="deployment")
-    first, second = ask(one, 1), ask(one, 1)
+    first, second = request(one, 1), request(one, 1)
     assert len(cluster.objects["deployments"]) == 2
     first.cancel()
     assert cluster.names() == ["deployments/farstep-ab12-1", "secrets/farstep-ab12-1"]
@@ -71,14 +71,14 @@ def test_a_second_group_has_names_of_its_own(cluster: FakeKubernetes, engine: An
 
 
 def test_jobs_that_are_over_are_nodes_that_will_not_come(cluster: FakeKubernetes, engine: Any) -> None:
-    group = ask(engine())
-    assert group.standing().nodes == 2 and "no pods yet" in group.standing().text
+    group = request(engine())
+    assert group.status().nodes == 2 and "no pods yet" in group.status().text
     jobs = cluster.objects["jobs"]
     jobs["farstep-ab12-0-0"]["status"] = {"conditions": [{"type": "Failed", "status": "True"}]}
     jobs["farstep-ab12-0-1"]["status"] = {"conditions": [{"type": "Suspended", "status": "False"}]}
-    assert group.standing().nodes == 1
+    assert group.status().nodes == 1
     del jobs["farstep-ab12-0-1"]
-    assert group.standing().nodes == 0
+    assert group.status().nodes == 0
     group.cancel()
 
 
@@ -115,14 +115,14 @@ def test_jobs_that_are_over_are_nodes_that_will_not_come(cluster: FakeKubernetes
     ],
 )
 def test_pods_that_do_not_run_say_why(cluster: FakeKubernetes, engine: Any, status: dict[str, Any], text: str) -> None:
-    group = ask(engine(), 1)
+    group = request(engine(), 1)
     cluster.add_pod("p", cluster.objects["jobs"]["farstep-ab12-0-0"], **status)
-    assert text in group.standing().text
+    assert text in group.status().text
     group.cancel()
 
 
-def test_a_deployment_shrinks_by_the_pods_whose_agents_were_let_go(cluster: FakeKubernetes, engine: Any) -> None:
-    group = ask(engine(kind="deployment"), 3)
+def test_a_deployment_shrinks_by_the_pods_whose_daemons_were_released(cluster: FakeKubernetes, engine: Any) -> None:
+    group = request(engine(kind="deployment"), 3)
     deployment = cluster.objects["deployments"]["farstep-ab12-0"]
     ended = {"terminated": {"exitCode": 0}}
     for name, state in (
@@ -132,24 +132,24 @@ def test_a_deployment_shrinks_by_the_pods_whose_agents_were_let_go(cluster: Fake
     ):
         cluster.add_pod(name, deployment, phase="Running", containerStatuses=[state])
     cluster.objects["pods"]["moved"]["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
-    assert group.standing().nodes == 2
+    assert group.status().nodes == 2
     assert deployment["spec"]["replicas"] == 2
     assert [name for name, pod in cluster.objects["pods"].items() if pod["metadata"].get("annotations")] == ["left"]
-    assert group.standing().nodes == 2, "once is enough"
+    assert group.status().nodes == 2, "once is enough"
     group.cancel()
-    assert group.standing().nodes == 0
+    assert group.status().nodes == 0
 
 
 def test_a_deployment_that_only_crashes_is_not_waited_for(cluster: FakeKubernetes, engine: Any) -> None:
-    group = ask(engine(kind="deployment"), 1)
+    group = request(engine(kind="deployment"), 1)
     crashed = {"state": {"waiting": {"reason": "CrashLoopBackOff"}}, "restartCount": 5}
     cluster.add_pod("p", cluster.objects["deployments"]["farstep-ab12-0"], containerStatuses=[crashed])
-    assert group.standing().nodes == 0 and "CrashLoopBackOff" in group.standing().text
+    assert group.status().nodes == 0 and "CrashLoopBackOff" in group.status().text
     group.cancel()
 
 
 def test_logs_are_the_ends_of_the_pods(cluster: FakeKubernetes, engine: Any) -> None:
-    group = ask(engine(), 2)
+    group = request(engine(), 2)
     for name in ("p", "q"):
         cluster.add_pod(name, cluster.objects["jobs"]["farstep-ab12-0-0"])
     cluster.logs["p"] = "farstep: no head\n"
@@ -165,36 +165,36 @@ def test_the_namespace_is_that_of_the_context(
     cluster: FakeKubernetes, engine: Any, options: dict[str, Any], namespace: str
 ) -> None:
     cluster.namespaces = {namespace}
-    ask(engine(**options)).cancel()
+    request(engine(**options)).cancel()
 
 
 def test_a_missing_namespace_is_one_sentence(cluster: FakeKubernetes, engine: Any) -> None:
     with pytest.raises(LaunchError, match=r"'nowhere' does not exist. Create it: kubectl create namespace nowhere"):
-        ask(engine(namespace="nowhere"))
+        request(engine(namespace="nowhere"))
 
 
 @pytest.mark.parametrize("kind", ["secrets", "jobs"])
 def test_missing_rights_are_one_sentence_and_leave_nothing(cluster: FakeKubernetes, engine: Any, kind: str) -> None:
     cluster.forbidden = {("POST", kind), ("DELETE", "jobs")}
-    with pytest.raises(LaunchError, match=rf"not let this user create a .*{kind} is forbidden.*docs/kubernetes.md"):
-        ask(engine())
+    with pytest.raises(LaunchError, match=rf"not allow this user to create a .*{kind} is forbidden.*docs/kubernetes.md"):
+        request(engine())
     assert cluster.names() == []
 
 
 def test_what_does_not_fit_the_schemas_is_refused_by_name(cluster: FakeKubernetes, engine: Any) -> None:
     with pytest.raises(LaunchError, match=r"refused to create a Job.*hostNetwrk"):
-        ask(engine(pod_template={"spec": {"hostNetwrk": True}}))
+        request(engine(pod_template={"spec": {"hostNetwrk": True}}))
 
 
 def test_an_unknown_context_is_one_sentence(cluster: FakeKubernetes, engine: Any) -> None:
     with pytest.raises(LaunchError, match=r"no Kubernetes cluster is configured.*third"):
-        ask(engine(kube_context="third"))
+        request(engine(kube_context="third"))
 
 
 def test_no_configuration_is_one_sentence(engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "nowhere"))
     with pytest.raises(LaunchError, match=r"no Kubernetes cluster is configured.*Set KUBECONFIG"):
-        ask(engine())
+        request(engine())
 
 
 def test_no_server_is_one_sentence(engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,13 +203,13 @@ def test_no_server_is_one_sentence(engine: Any, tmp_path: Path, monkeypatch: pyt
     one = engine()
     one._guardian._deadline_s = 0.1  # what it cannot delete is deleted by nobody: there is no server
     with pytest.raises(LaunchError, match=r"http://127.0.0.1:9 does not answer"):
-        ask(one)
+        request(one)
 
 
 def test_a_missing_package_is_one_sentence(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "kubernetes.client", None)
     with pytest.raises(LaunchError, match=r"needs the package kubernetes.*pip install farstep\[kubernetes\]"):
-        ask(engine())
+        request(engine())
 
 
 def test_in_a_pod_everything_belongs_to_it(
@@ -228,7 +228,7 @@ def test_in_a_pod_everything_belongs_to_it(
     )
     cluster.objects["pods"]["head-0"] = {"metadata": {"name": "head-0", "uid": "u-1", "labels": {}}}
     head = engine()
-    group = ask(head, 1)
+    group = request(head, 1)
     (job,) = cluster.objects["jobs"].values()
     assert job["metadata"]["ownerReferences"] == [{"apiVersion": "v1", "kind": "Pod", "name": "head-0", "uid": "u-1"}]
     (secret,) = cluster.objects["secrets"].values()
@@ -236,7 +236,7 @@ def test_in_a_pod_everything_belongs_to_it(
     cluster.answer("DELETE", "/api/v1/namespaces/rl/pods/head-0", None)
     cluster.collect()
     assert cluster.names() == []
-    late = ask(head, 1)  # it has not noticed yet
+    late = request(head, 1)  # it has not noticed yet
     cluster.collect()
     assert cluster.names() == []
     group.cancel()
@@ -248,7 +248,7 @@ import signal, sys
 from farstep.launch.kubernetes.engine import KubernetesEngine
 from farstep.config.kubernetes import KubernetesConfig
 engine = KubernetesEngine(KubernetesConfig(image="farstep:1"))
-engine.ask(2, sys.argv[1].encode())
+engine.request(2, sys.argv[1].encode())
 print(flush=True)
 signal.pause()
 """

@@ -30,7 +30,7 @@ FULL = {
         "metadata": {"annotations": {"team": "rl"}},
         "spec": {
             "volumes": [{"name": "data", "hostPath": {"path": "/data"}}],
-            "containers": [{"name": "agent", "volumeMounts": [{"name": "data", "mountPath": "/data"}]}],
+            "containers": [{"name": "node-daemon", "volumeMounts": [{"name": "data", "mountPath": "/data"}]}],
         },
     },
 }
@@ -119,7 +119,7 @@ def test_options_reach_the_pod() -> None:
 
 
 @pytest.mark.parametrize("shells", [["sh", "bash"], ["sh"]], ids=["bash", "no bash"])
-def test_setup_runs_before_the_agent(shells: list[str], tmp_path: Path) -> None:
+def test_setup_runs_before_the_daemon(shells: list[str], tmp_path: Path) -> None:
     """With the commands as pods have them; `python` only says what it was given."""
     (tmp_path / "bin").mkdir()
     for shell in shells:
@@ -187,7 +187,7 @@ def test_templates_are_merged_as_kubernetes_would(base: Any, over: Any, both: An
         ({"image": "farstep:1:2"}, ["'farstep:1:2'"]),
         ({"namespace": "My_Team"}, ["'My_Team'", "lower-case"]),
         ({"pod_template": {"spec": 3}}, ["pod_template", "'spec': 3"]),
-        ({"pod_template": {"spec": {"containers": "x"}}}, ["pod_template", "agent"]),
+        ({"pod_template": {"spec": {"containers": "x"}}}, ["pod_template", "node-daemon"]),
         ({"pod_template": {"spec": {"containers": [{"image": "x"}]}}}, ["pod_template", "name"]),
         ({"image_pull_policy": "never"}, ["image_pull_policy", "Never"]),
         ({"requests": {"cpu": "two"}}, ["'two'", "500m"]),

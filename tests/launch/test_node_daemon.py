@@ -1,4 +1,4 @@
-"""A node's agent where its head is silent, or messages were lost."""
+"""A node daemon where its head is silent, or messages were lost."""
 
 from __future__ import annotations
 
@@ -50,45 +50,45 @@ class Link:
         self.said.append(n.decode_from_node(frames))
 
 
-def failing_agent(monkeypatch: pytest.MonkeyPatch) -> NodeDaemon:
+def failing_daemon(monkeypatch: pytest.MonkeyPatch) -> NodeDaemon:
     """One that cannot start processes."""
-    agent = NodeDaemon(BOOTSTRAP, "")
-    agent._address = "tcp://127.0.0.1:9"
-    monkeypatch.setattr(agent._starter, "start", lambda *_: (_ for _ in ()).throw(OSError("no memory")))
-    return agent
+    daemon = NodeDaemon(BOOTSTRAP, "")
+    daemon._address = "tcp://127.0.0.1:9"
+    monkeypatch.setattr(daemon._starter, "start", lambda *_: (_ for _ in ()).throw(OSError("no memory")))
+    return daemon
 
 
 def test_an_end_that_the_head_did_not_hear_of_is_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    agent, deaf, link = failing_agent(monkeypatch), Link(full=True), Link()
-    agent._handle(deaf, ORDER)  # type: ignore[arg-type]
-    agent._handle(link, ORDER)  # type: ignore[arg-type]
-    agent._starter.close()
+    daemon, deaf, link = failing_daemon(monkeypatch), Link(full=True), Link()
+    daemon._handle(deaf, ORDER)  # type: ignore[arg-type]
+    daemon._handle(link, ORDER)  # type: ignore[arg-type]
+    daemon._starter.close()
     assert [(type(said), said.worker, said.incarnation, said.status) for said in link.said] == [
         (n.WorkerEnded, 0, 3, 127)
     ]
     assert "no memory" in link.said[0].note
 
 
-def test_an_agent_that_is_taken_back_while_it_looks_for_its_head_says_so_by_its_status() -> None:
+def test_a_daemon_that_is_taken_back_while_it_looks_for_its_head_says_so_by_its_status() -> None:
     with subprocess.Popen(
         [sys.executable, "-m", "farstep.launch.daemon.node_daemon"],
         stdin=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-    ) as agent:
-        assert agent.stdin is not None and agent.stderr is not None
-        agent.stdin.write(json.dumps(BOOTSTRAP))
-        agent.stdin.close()
+    ) as daemon:
+        assert daemon.stdin is not None and daemon.stderr is not None
+        daemon.stdin.write(json.dumps(BOOTSTRAP))
+        daemon.stdin.close()
         try:
             deadline = time.monotonic() + 60
-            while not handles(agent.pid, signal.SIGTERM):
+            while not handles(daemon.pid, signal.SIGTERM):
                 assert time.monotonic() < deadline
                 time.sleep(0.01)
-            agent.send_signal(signal.SIGTERM)
-            status = agent.wait(60)
+            daemon.send_signal(signal.SIGTERM)
+            status = daemon.wait(60)
         finally:
-            agent.kill()
-        said = agent.stderr.read()
+            daemon.kill()
+        said = daemon.stderr.read()
     assert status == TAKEN_BACK, said
     assert "farstep: the head answers at none of" in said
 
@@ -106,7 +106,7 @@ def test_more_workers_than_a_node_can_have_are_not_listened_to() -> None:
 
 
 def test_a_worker_that_closes_its_output_is_not_asked_for_it_again() -> None:
-    """Or its agent would find it readable for ever."""
+    """Or its daemon would find it readable for ever."""
     starter = ProcessStarter(1)
     board = ProgressBoard(1, 1)
     try:
@@ -115,7 +115,7 @@ def test_a_worker_that_closes_its_output_is_not_asked_for_it_again() -> None:
         assert child.fds() == [process.exit_fd, process.output_fd]
         process.kill()
         deadline = time.monotonic() + 60
-        while process.poll() is None or not child.mute:
+        while process.poll() is None or not child.closed_output:
             child.read()
             assert time.monotonic() < deadline
         assert child.fds() == [process.exit_fd]

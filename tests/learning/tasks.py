@@ -145,7 +145,7 @@ def resumable(
     config: Config, total_steps: int, folder: Path, *, stop_at: int | None = None, resume: bool = False
 ) -> dict[str, torch.Tensor]:
     """Train with checkpoints, until the end or until a signal after update `stop_at`; returns the parameters."""
-    with make_env("CartPole-v1", 4, seed=3, launcher="inprocess") as env:
+    with make_env("CartPole-v1", 4, seed=3, launcher="in-process") as env:
         training, agent = make_training(env, config, total_steps, checkpoints=folder, sink=Rows(stop_at))
         if resume:
             training.resume()

@@ -85,7 +85,7 @@ class Snapshots(Rows):
 def watched(env: Any, config: Config, updates: int, **options: Any) -> Snapshots:
     """Train for some updates and return the snapshots."""
     seen = Snapshots()
-    with make_env(env, ENVS, launcher="inprocess", workers=1, **options) as cluster:
+    with make_env(env, ENVS, launcher="in-process", workers=1, **options) as cluster:
         training, agent = make_training(cluster, config, updates * ROWS, sink=seen)
         seen.watch(agent, cluster.launch()[0])
         training.run()
@@ -128,7 +128,7 @@ def test_workers_with_a_kl_threshold_pull_nothing_during_critic_warmup() -> None
 def test_critic_learns_values_during_warmup() -> None:
     config = PPOConfig(num_steps=64, critic_warmup_updates=100)
     seen = Rows()
-    with make_env("CartPole-v1", 8, launcher="inprocess") as env:
+    with make_env("CartPole-v1", 8, launcher="in-process") as env:
         make_training(env, config, 8 * 64 * 8, sink=seen)[0].run()
     explained = [row["train/critic/explained_variance"] for row in seen.rows]
     assert max(explained[:2]) < 0.2 and min(explained[-2:]) > 0.35
@@ -165,7 +165,7 @@ def test_value_lr_defaults_to_learning_rate() -> None:
     found = []
     for value_lr in (None, 1e-3):
         config = CONFIGS["ppo"](learning_rate=1e-3, value_lr=value_lr)
-        found.append(trained("CartPole-v1", config, 3 * ROWS, num_envs=ENVS, launcher="inprocess")[1].state_dict())
+        found.append(trained("CartPole-v1", config, 3 * ROWS, num_envs=ENVS, launcher="in-process")[1].state_dict())
     assert all(torch.equal(tensor, found[1][name]) for name, tensor in found[0].items())
 
 
@@ -212,7 +212,7 @@ def test_code_of_the_ppo_page_loads_a_trained_policy_with_a_new_critic(
     (code,) = re.findall(r"^```python\n(.*?)^```$", page, re.S | re.M)
     trained = resumable(CONFIGS["ppo"](), 2 * ROWS, tmp_path / "runs" / "NAME" / "checkpoints")
     monkeypatch.chdir(tmp_path)
-    with make_env("CartPole-v1", ENVS, launcher="inprocess") as env:
+    with make_env("CartPole-v1", ENVS, launcher="in-process") as env:
         names: dict[str, Any] = {"env": env}
         exec(code, names)
     started = names["learner"].agent.state_dict()

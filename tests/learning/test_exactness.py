@@ -24,7 +24,7 @@ from farstep.learners.networks.nets import NetConfig
 from farstep.learners.ppo import PPOConfig
 from tests.learning.tasks import Rows, make_env, make_training, trained
 
-VARIANTS = [("plain", "local"), ("lstm", "local"), ("normalised", "inprocess"), ("gru", "inprocess")]
+VARIANTS = [("plain", "local"), ("lstm", "local"), ("normalised", "in-process"), ("gru", "in-process")]
 NETS = {
     "plain": NetConfig(normalize_obs=False, normalize_reward=False),
     "normalised": NetConfig(),
@@ -62,8 +62,8 @@ def test_two_runs_with_one_seed_give_equal_parameters(net: str, launcher: str) -
 
 def test_another_seed_gives_other_parameters() -> None:
     config = PPOConfig(num_steps=16)
-    _, first = trained("CartPole-v1", config, 8 * 16 * 2, num_envs=8, launcher="inprocess")
-    _, second = trained("CartPole-v1", config, 8 * 16 * 2, num_envs=8, launcher="inprocess", seed=2)
+    _, first = trained("CartPole-v1", config, 8 * 16 * 2, num_envs=8, launcher="in-process")
+    _, second = trained("CartPole-v1", config, 8 * 16 * 2, num_envs=8, launcher="in-process", seed=2)
     assert not torch.equal(first.critic[1].weight, second.critic[1].weight)
 
 
@@ -89,7 +89,7 @@ SYNCHRONOUS = {"ppo": PPOConfig, "async": functools.partial(AsyncPPOConfig, stal
 
 
 @pytest.mark.parametrize(
-    ("kind", "net", "launcher"), [("ppo", *variant) for variant in VARIANTS] + [("async", "normalised", "inprocess")]
+    ("kind", "net", "launcher"), [("ppo", *variant) for variant in VARIANTS] + [("async", "normalised", "in-process")]
 )
 def test_a_run_that_was_resumed_equals_one_that_was_not(kind: str, net: str, launcher: str, tmp_path: Path) -> None:
     config, rows = SYNCHRONOUS[kind](num_steps=20, update_epochs=2, anneal_lr=True, net=NETS[net]), 6 * 20

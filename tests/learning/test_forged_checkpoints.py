@@ -128,7 +128,7 @@ def content(training: Training, learner: Any) -> Any:
 @pytest.mark.parametrize("part", PARTS)
 def test_every_wrong_field_is_refused_and_nothing_is_applied(part: str, forger: Forger) -> None:
     wrong = []
-    with make_env("CartPole-v1", ENVS, launcher="inprocess") as env:
+    with make_env("CartPole-v1", ENVS, launcher="in-process") as env:
         learner = make_learner(env)
         training = Training(learner, env, Limits(total_steps=8 * ROWS), checkpoints=forger.folder)
         before = content(training, learner)
@@ -155,7 +155,7 @@ def test_the_checkpoint_before_is_used_with_one_warning(
     part: str, forger: Forger, caplog: pytest.LogCaptureFixture
 ) -> None:
     shutil.copytree(forger.real, forger.folder / "000001")
-    with make_env("CartPole-v1", ENVS, launcher="inprocess") as env:
+    with make_env("CartPole-v1", ENVS, launcher="in-process") as env:
         training, _ = make_training(env, CONFIG, 5 * ROWS, checkpoints=forger.folder)
         forger.forge((part,), REMOVED)
         caplog.clear()  # on a busy machine a slow start is logged
@@ -180,7 +180,7 @@ NO_STATE: list[Any] = [
 
 
 def test_metadata_that_describes_no_state_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with make_env("CartPole-v1", ENVS, launcher="inprocess") as env:
+    with make_env("CartPole-v1", ENVS, launcher="in-process") as env:
         training, _ = make_training(env, CONFIG, ROWS, checkpoints=tmp_path)
         training.run()
         for meta in NO_STATE:
@@ -198,7 +198,7 @@ from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from tests.learning.test_forged_checkpoints import CONFIG, ENVS, ROWS
 from tests.learning.tasks import Config, make_env, make_training
-with make_env("CartPole-v1", ENVS, launcher="inprocess") as env:
+with make_env("CartPole-v1", ENVS, launcher="in-process") as env:
     training, agent = make_training(env, CONFIG, 6 * ROWS, checkpoints=Path(sys.argv[2]))
     training.resume()
     print(training.run().updates)
@@ -225,13 +225,13 @@ LEARNERS: dict[str, Config] = {
 def test_every_learner_resumes_from_the_checkpoint_before(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with make_env("CartPole-v1", ENVS, launcher="inprocess") as env:
+    with make_env("CartPole-v1", ENVS, launcher="in-process") as env:
         training, _ = make_training(env, LEARNERS[name], ROWS, checkpoints=tmp_path)
         done = training.run().updates
         newest = training.save()
     assert newest is not None
     (newest / "learner.optimizer.adam.exp_avg.npy").write_bytes(b"")
-    with make_env("CartPole-v1", ENVS, launcher="inprocess") as env:
+    with make_env("CartPole-v1", ENVS, launcher="in-process") as env:
         training, _ = make_training(env, LEARNERS[name], 3 * ROWS, checkpoints=tmp_path)
         training.resume()
         assert training.progress.updates == done
@@ -249,7 +249,7 @@ class Stubborn(PPO):
 
 def test_a_learner_that_refuses_leaves_the_agent_as_it_was(forger: Forger) -> None:
     shutil.copytree(forger.real, forger.folder / "000001")
-    with make_env("CartPole-v1", ENVS, launcher="inprocess") as env:
+    with make_env("CartPole-v1", ENVS, launcher="in-process") as env:
         agent = make_agent(*env.launch(), CONFIG.net, CONFIG.gamma)
         before = copy.deepcopy(agent.state_dict())
         training = Training(Stubborn(agent, CONFIG, 1), env, Limits(total_steps=ROWS), checkpoints=forger.folder)

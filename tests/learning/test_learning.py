@@ -31,13 +31,13 @@ def test_ppo_learns_while_workers_pull_weights_only_above_a_threshold() -> None:
         pulls, versions = env.stats()["weight_syncs"]["total"], env.version
     assert pulls < versions  # of two workers: at most every other version each
     agent.greedy = True
-    with make_env("CartPole-v1", 8, seed=2, launcher="inprocess") as env:
+    with make_env("CartPole-v1", 8, seed=2, launcher="in-process") as env:
         assert env.collect(agent, steps=500).episodes["return"].tolist() == [500.0] * 8
 
 
 def test_clipping_around_the_policy_that_acted_stalls_with_old_weights() -> None:
     """Why PPO clips around the learner's own policy: with the plain loss workers stop pulling."""
-    with make_env("CartPole-v1", 16, kl_threshold=0.2, launcher="inprocess") as env:
+    with make_env("CartPole-v1", 16, kl_threshold=0.2, launcher="in-process") as env:
         training, _ = make_training(env, PPOConfig(decoupled=False), 60_000)
         progress = training.run()
         assert env.stats()["weight_syncs"]["total"] <= 4

@@ -46,7 +46,7 @@ class ScalarObs(CountingEnv):
 @pytest.mark.parametrize("reward", [np.nan, np.inf, -np.inf])
 def test_a_reward_that_is_no_number_ends_the_run_with_its_slot(reward: float, tmp_path: Path) -> None:
     with (
-        make_env(BadReward, 4, launcher="inprocess", env_kwargs={"reward": reward}) as env,
+        make_env(BadReward, 4, launcher="in-process", env_kwargs={"reward": reward}) as env,
         pytest.raises(RewardError, match=r"slot 0 returned the reward -?(nan|inf)"),
     ):
         make_training(env, CONFIG, 100, checkpoints=tmp_path)[0].run()
@@ -59,7 +59,7 @@ def test_rewards_too_large_are_told_of_once(
         "train",
         "ppo",
         "--launcher",
-        "inprocess",
+        "in-process",
         "--num-envs",
         "4",
         "--num-steps",
@@ -74,13 +74,13 @@ def test_rewards_too_large_are_told_of_once(
 
 
 def test_an_update_that_changes_nothing_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    with make_env(BadReward, 4, launcher="inprocess", env_kwargs={"reward": 1e38}) as env:
+    with make_env(BadReward, 4, launcher="in-process", env_kwargs={"reward": 1e38}) as env:
         make_training(env, replace(CONFIG, net=NetConfig(normalize_reward=False)), 64)[0].run()
     assert "changed nothing: no gradient in it was finite" in caplog.text
 
 
 def test_a_single_number_is_an_observation() -> None:
-    with make_env(ScalarObs, 4, launcher="inprocess") as env:
+    with make_env(ScalarObs, 4, launcher="in-process") as env:
         assert make_training(env, CONFIG, 64)[0].run().steps >= 64
 
 

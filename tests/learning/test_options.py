@@ -89,7 +89,7 @@ def test_an_agent_travels_without_its_optimizer() -> None:
 def test_micro_batches_change_no_parameter() -> None:
     found = []
     for micro in (None, 16):
-        with make_env("CartPole-v1", 4, launcher="inprocess") as env:
+        with make_env("CartPole-v1", 4, launcher="in-process") as env:
             config = AsyncPPOConfig(num_steps=32, micro_batch_size=micro, staleness_threshold=0)
             training, agent = make_training(env, config, 3 * 128)
             training.run()
@@ -100,7 +100,7 @@ def test_micro_batches_change_no_parameter() -> None:
 def test_a_resumed_run_learns_at_the_rate_it_is_given(tmp_path: Path) -> None:
     sink = Rows()
     for learning_rate, total, resume in ((1e-3, 128, False), (5e-3, 256, True)):
-        with make_env("CartPole-v1", 4, launcher="inprocess") as env:
+        with make_env("CartPole-v1", 4, launcher="in-process") as env:
             config = PPOConfig(num_steps=32, learning_rate=learning_rate, anneal_lr=False)
             training, _ = make_training(env, config, total, checkpoints=tmp_path, sink=sink)
             if resume:
@@ -110,12 +110,12 @@ def test_a_resumed_run_learns_at_the_rate_it_is_given(tmp_path: Path) -> None:
 
 
 def test_a_run_cannot_go_on_as_another_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    train = ["train", "ppo", "--env", "CartPole-v1", "--launcher", "inprocess", "--num-envs", "4", "--num-steps", "16"]
+    train = ["train", "ppo", "--env", "CartPole-v1", "--launcher", "in-process", "--num-envs", "4", "--num-steps", "16"]
     assert main([*train, "--total-steps", "64", "--folder", str(tmp_path), "--name", "run"]) == 0
     for more in (["--env", "Acrobot-v1"], ["--hidden", "32"], ["--seed", "2"]):
         capsys.readouterr()
         assert main(["train", "ppo", "--resume", str(tmp_path / "run"), "--total-steps", "128", *more]) == 1
-        assert "cannot go on with" in capsys.readouterr().err
+        assert "cannot be resumed with" in capsys.readouterr().err
     assert main(["train", "ppo", "--resume", str(tmp_path / "run"), "--total-steps", "128"]) == 0
     saved = json.loads((tmp_path / "run" / "config.json").read_text())
     assert saved["run"]["total_steps"] == 128 and saved["run"]["env"] == "CartPole-v1"
@@ -126,7 +126,7 @@ def test_a_run_in_one_process_is_evaluated_there(tmp_path: Path, monkeypatch: py
         raise AssertionError("a process was started")
 
     monkeypatch.setattr("farstep.launch.LocalLauncher", refuse)
-    train = ["train", "ppo", "--env", "CartPole-v1", "--launcher", "inprocess", "--num-envs", "4", "--num-steps", "16"]
+    train = ["train", "ppo", "--env", "CartPole-v1", "--launcher", "in-process", "--num-envs", "4", "--num-steps", "16"]
     evaluate = ["--eval-every", "64", "--eval-episodes", "4"]
     assert main([*train, *evaluate, "--total-steps", "192", "--folder", str(tmp_path), "--name", "run"]) == 0
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
@@ -144,7 +144,7 @@ def test_bytes_of_weights_and_probes_are_logged_over_tcp(tmp_path: Path) -> None
 
 
 def test_what_is_watched_is_sampled_alike_with_one_seed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    train = ["train", "ppo", "--env", "CartPole-v1", "--launcher", "inprocess", "--num-envs", "4", "--num-steps", "16"]
+    train = ["train", "ppo", "--env", "CartPole-v1", "--launcher", "in-process", "--num-envs", "4", "--num-steps", "16"]
     assert main([*train, "--total-steps", "64", "--folder", str(tmp_path), "--name", "run"]) == 0
     found = []
     for seed in (3, 3, 4):
@@ -159,7 +159,7 @@ def test_pictures_need_no_screen(
 ) -> None:
     for name in ("SDL_VIDEODRIVER", "XDG_RUNTIME_DIR", "DISPLAY"):
         monkeypatch.delenv(name, raising=False)
-    train = ["train", "ppo", "--env", "CartPole-v1", "--launcher", "inprocess", "--num-envs", "4", "--num-steps", "16"]
+    train = ["train", "ppo", "--env", "CartPole-v1", "--launcher", "in-process", "--num-envs", "4", "--num-steps", "16"]
     evaluate = ["--eval-every", "64", "--eval-episodes", "1", "--capture-video"]
     assert main([*train, *evaluate, "--total-steps", "64", "--folder", str(tmp_path), "--name", "run"]) == 0
     assert "error" not in capfd.readouterr().err
@@ -183,7 +183,7 @@ def test_an_evaluation_whose_episodes_do_not_end_is_cut_off(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("farstep.learners.loop.evaluation._MOST_STEPS", 128)
-    with make_env(Endless, 2, launcher="inprocess") as env:
+    with make_env(Endless, 2, launcher="in-process") as env:
         agent = make_agent(*env.launch(), NetConfig(), 0.99)
         evaluator = Evaluator(env.env_config, 2, seed=0)
         try:

@@ -31,13 +31,13 @@ CONFIGS: dict[str, tuple[Config, dict[str, Any]]] = {
 def test_a_run_goes_on_counting_in_other_episodes(which: str, tmp_path: Path) -> None:
     config, options = CONFIGS[which]
     first, second = Rows(), Rows()
-    with make_env(partial(CountingEnv, 50), 8, launcher="inprocess", **options) as env:
+    with make_env(partial(CountingEnv, 50), 8, launcher="in-process", **options) as env:
         training, agent = make_training(env, config, 800, checkpoints=tmp_path, sink=first)
         begun = set(env.collect(agent, 1)["obs"][0, :, 0].tolist())
         training.run()
     if which == "ppo, other workers":
         options = {"workers": 4}
-    with make_env(partial(CountingEnv, 50), 8, launcher="inprocess", **options) as env:
+    with make_env(partial(CountingEnv, 50), 8, launcher="in-process", **options) as env:
         training, agent = make_training(env, config, 1600, checkpoints=tmp_path, sink=second)
         training.resume()
         assert env.version == first.rows[-1]["version"]

@@ -31,7 +31,7 @@ NETS = {
 
 def collected(env: Any, net: NetConfig, steps: int = 25, stale: bool = False) -> tuple[ActorCritic, Any, Rollout]:
     """An agent, a batch of its own, and what is made of that; with `stale`, when the agent has changed since."""
-    with make_env(env, 6, launcher="inprocess") as cluster:
+    with make_env(env, 6, launcher="in-process") as cluster:
         torch.manual_seed(0)
         agent = make_agent(*cluster.launch(), net, 0.99)
         for _ in range(2):  # the second one begins in the middle of episodes, with a state that is not zero
@@ -93,7 +93,7 @@ def test_a_final_observation_is_worth_what_it_would_be_in_a_longer_episode(net: 
     """Observations do not depend on actions, so memory is the same, too."""
     found = []
     for length in (9, 10):
-        with make_env(partial(Identity, length=length), 6, launcher="inprocess") as env:
+        with make_env(partial(Identity, length=length), 6, launcher="in-process") as env:
             torch.manual_seed(0)
             agent = make_agent(*env.launch(), NETS[net], 0.99)
             batch = env.collect(agent, 12).copy()
@@ -105,7 +105,7 @@ def test_a_final_observation_is_worth_what_it_would_be_in_a_longer_episode(net: 
 
 @pytest.mark.parametrize("net", NETS)
 def test_rows_after_the_last_are_worth_what_the_next_batch_says(net: str) -> None:
-    with make_env(partial(Identity, length=9), 6, launcher="inprocess") as env:
+    with make_env(partial(Identity, length=9), 6, launcher="in-process") as env:
         agent = make_agent(*env.launch(), NETS[net], 0.99)
         batch = [env.collect(agent, 12).copy() for _ in "ab"][1]
         rollout = prepare(agent, batch, env.version, CPU)
@@ -187,7 +187,7 @@ def reward_scale(batches: list[Batch]) -> tuple[float, float]:
 
 
 def two_batches() -> tuple[Batch, Batch]:
-    with make_env("CartPole-v1", 4, launcher="inprocess") as env:
+    with make_env("CartPole-v1", 4, launcher="in-process") as env:
         agent = make_agent(*env.launch(), NetConfig(), 0.9)
         first, second = (env.collect(agent, 15).copy() for _ in "ab")
     return first, second
@@ -217,7 +217,7 @@ def test_filler_rows_are_no_rewards() -> None:
 
 
 def test_even_the_first_batch_is_learned_from_in_units_of_its_returns() -> None:
-    with make_env("Pendulum-v1", 4, launcher="inprocess") as env:
+    with make_env("Pendulum-v1", 4, launcher="in-process") as env:
         config = PPOConfig(net=NetConfig(normalize_reward=True))
         learner = PPO(make_agent(*env.launch(), config.net, config.gamma), config, seed=0)
         batch = env.collect(learner.agent, 50).copy()
@@ -240,7 +240,7 @@ def test_bytes_that_are_no_image_are_divided_by_their_bound(high: int, scale: in
 
 def test_statistics_are_those_of_all_rows_seen() -> None:
     seen, rewards = [], []
-    with make_env("Pendulum-v1", 4, launcher="inprocess") as env:
+    with make_env("Pendulum-v1", 4, launcher="in-process") as env:
         agent = make_agent(*env.launch(), NetConfig(normalize_obs=True, normalize_reward=True), 0.9)
         statistics = Statistics(agent)
         for _ in range(5):

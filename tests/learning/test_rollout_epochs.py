@@ -29,7 +29,7 @@ def test_advantages_are_computed_per_rollout(net: str) -> None:
     """They equal those of separate batches, with the value and the recurrent state after each rollout's last row."""
     found = []
     for counts in ([EPOCHS], [1] * EPOCHS):
-        with make_env("CartPole-v1", ENVS, launcher="inprocess", workers=1) as env:
+        with make_env("CartPole-v1", ENVS, launcher="in-process", workers=1) as env:
             torch.manual_seed(0)
             agent = make_agent(*env.launch(), NETS[net], 0.99)
             batches = [env.collect(agent, STEPS, count).copy() for count in counts]
@@ -59,7 +59,7 @@ RUNS: dict[str, tuple[Config, dict[str, Any]]] = {
 def test_update_learns_from_the_rows_of_all_its_rollouts(which: str) -> None:
     config, options = RUNS[which]
     seen, rows = Rows(), ENVS * STEPS * EPOCHS
-    with make_env("CartPole-v1", ENVS, launcher="inprocess", **options) as env:
+    with make_env("CartPole-v1", ENVS, launcher="in-process", **options) as env:
         make_training(env, config, 5 * rows, sink=seen)[0].run()
         stats = env.stats()
     assert [row["version"] for row in seen.rows] == list(range(1, len(seen.rows) + 1))
@@ -82,7 +82,7 @@ def test_async_ppo_without_staleness_equals_ppo() -> None:
     shared: dict[str, Any] = {"num_steps": STEPS, "rollout_epochs": 2, "update_epochs": 2}
     configs = PPOConfig(**shared), AsyncPPOConfig(staleness_threshold=0, clip_ratio_c=None, **shared)
     first, second = (
-        trained("CartPole-v1", config, 4 * 2 * ENVS * STEPS, num_envs=ENVS, launcher="inprocess")[1].state_dict()
+        trained("CartPole-v1", config, 4 * 2 * ENVS * STEPS, num_envs=ENVS, launcher="in-process")[1].state_dict()
         for config in configs
     )
     assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())

@@ -49,7 +49,7 @@ def test_every_evaluation_is_logged_and_the_last_agent_has_one(
     every: int, evaluated: list[int], tmp_path: Path
 ) -> None:
     evaluator, sink = FakeEvaluator(tmp_path), Rows()
-    with make_env("CartPole-v1", 4, launcher="inprocess") as env:
+    with make_env("CartPole-v1", 4, launcher="in-process") as env:
         options = {"evaluator": evaluator, "checkpoints": tmp_path, "sink": sink, "eval_every": every}
         make_training(env, CONFIG, 3 * ROWS, **options)[0].run()
     assert evaluator.steps == evaluated
@@ -59,7 +59,7 @@ def test_every_evaluation_is_logged_and_the_last_agent_has_one(
 
 def test_a_run_that_is_done_stays_as_it_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def run(total: int, resume: bool) -> int:
-        with make_env("CartPole-v1", 4, launcher="inprocess") as env:
+        with make_env("CartPole-v1", 4, launcher="in-process") as env:
             training, _ = make_training(env, CONFIG, total, checkpoints=tmp_path)
             if resume:
                 training.resume()

@@ -25,18 +25,18 @@ def test_identity_is_learned(learner: str, kind: str) -> None:
     sizes = {} if learner == "impala" else {"num_steps": 64, "update_epochs": 4}
     sizes |= {"ppo": {"minibatch_size": 256}, "async-ppo": {"global_batch_size": 256}}.get(learner, {})
     config = replace(DEFAULTS[learner], learning_rate=3e-3, **sizes)
-    mean, _ = trained(partial(Identity, kind), config, 120_000, target=8.0, launcher="inprocess")
+    mean, _ = trained(partial(Identity, kind), config, 120_000, target=8.0, launcher="in-process")
     assert mean >= 8.0
 
 
 @pytest.mark.parametrize("recurrent", ["gru", "lstm"])
 def test_what_was_shown_once_is_remembered(recurrent: Any) -> None:
     config = PPOConfig(learning_rate=4e-3, num_steps=20, update_epochs=4, net=NetConfig(recurrent=recurrent, core=16))
-    mean, _ = trained(Recall, config, 60_000, target=0.95, launcher="inprocess")
+    mean, _ = trained(Recall, config, 60_000, target=0.95, launcher="in-process")
     assert mean >= 0.95
 
 
 def test_without_memory_it_cannot_be_remembered() -> None:
     config = PPOConfig(learning_rate=4e-3, num_steps=20, update_epochs=4)
-    mean, _ = trained(Recall, config, 30_000, target=0.95, launcher="inprocess")
+    mean, _ = trained(Recall, config, 30_000, target=0.95, launcher="in-process")
     assert mean < 0.75

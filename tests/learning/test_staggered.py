@@ -24,7 +24,7 @@ CONFIGS: dict[str, Config] = {
 def test_every_learner_trains_in_staggered_environments(learner: str, early: str) -> None:
     seen = Rows()
     stagger = {"horizon": 40, "groups": 4, "early": early}
-    with make_env("CartPole-v1", 8, launcher="inprocess", stagger=stagger) as env:
+    with make_env("CartPole-v1", 8, launcher="in-process", stagger=stagger) as env:
         training, agent = make_training(env, CONFIGS[learner], 640, sink=seen)
         progress = training.run()
         advanced = env.stats()["stagger_steps"]

@@ -23,7 +23,7 @@ from farstep.observe.loggers import JsonlLogger
 from farstep.observe.run_folder import RunFolder
 from farstep.version import VERSION
 
-TRAIN = ["train", "ppo", "--env", "CartPole-v1", "--launcher", "inprocess", "--num-envs", "4", "--num-steps", "16"]
+TRAIN = ["train", "ppo", "--env", "CartPole-v1", "--launcher", "in-process", "--num-envs", "4", "--num-steps", "16"]
 PLANTED = """
 import pathlib
 pathlib.Path(__file__).with_name("executed").touch()
@@ -226,7 +226,7 @@ def test_training_imports_modules_of_the_current_folder_behind_all_others(tmp_pa
         "--num-steps",
         "8",
         "--launcher",
-        "inprocess",
+        "in-process",
     ]
     command = [*FARSTEP["script"], "train", "ppo", *options, "--total-steps", "16"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=170)

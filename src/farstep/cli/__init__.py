@@ -1,4 +1,4 @@
-"""The `farstep` command: a module of this folder for each of its commands."""
+"""The `farstep` command; each of its commands is a module of this folder."""
 
 from __future__ import annotations
 
@@ -11,29 +11,40 @@ from farstep.observe.extras import require
 from farstep.rollout.nested_launch import refuse_nested_launch
 
 _HELP = """\
-farstep trains Gymnasium environments on workers, and shows what came of it.
+farstep trains reinforcement-learning agents in Gymnasium environments that run
+in workers: on this machine, or on a SLURM, ssh, Ray or Kubernetes cluster.
 
-  farstep train ppo --env CartPole-v1                 learn; the run is kept under runs/
+Train (learners: ppo, async-ppo, impala); the run is stored in runs/NAME:
+  farstep train ppo --env CartPole-v1
   farstep train async-ppo --env LunarLander-v3 --workers 2 --num-envs 64
-  farstep train impala --env CartPole-v1
-  farstep train ppo --resume runs/NAME                go on where a run stopped
-  farstep watch runs/NAME                             render episodes of what it learned to a video
-  farstep plot runs/NAME runs/OTHER                   draw return, throughput and staleness to a PNG
-  farstep doctor --launcher slurm --nodes 4           look whether nodes, network and versions are fit for a run
-  farstep slurm --print --nodes 4 --partition gpu     show the job that SLURM would be given
-  farstep kubernetes --print --image NAME             show what Kubernetes would be asked for
+  farstep train ppo --env CartPole-v1 --launcher slurm --nodes 4 --partition gpu
+  farstep train ppo --resume runs/NAME      continue from the newest checkpoint
 
-'farstep train ppo --help' lists every option with what it does.
+Inspect the result:
+  farstep watch runs/NAME                   render episodes to a video
+  farstep plot runs/NAME runs/OTHER         plot return, throughput and staleness
+
+Prepare a cluster:
+  farstep doctor --launcher slurm --nodes 4 check nodes, network and versions
+  farstep slurm --print --nodes 4           print the batch script of a run
+  farstep kubernetes --print --image NAME   print the manifests of a run
+
+Options: 'farstep COMMAND --help', for example 'farstep train ppo --help' or
+'farstep train ppo --launcher slurm --help'. Version: 'farstep --version'.
 """
 _COMMANDS = ("train", "watch", "plot", "doctor", "slurm", "kubernetes")
 _LAUNCHING = ("train", "doctor")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; its exit status."""
+    """Run a command and return its exit status.
+
+    Args:
+        argv: The arguments without the program's name; None: those of this process.
+    """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if argv is None and _imports_from_here(arguments):
-        sys.path.append("")  # last, so that no file here replaces an installed module
+        sys.path.append("")  # last, so that no file of the current folder shadows an installed module
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         sys.stdout.write(_HELP)
         return 0
@@ -43,14 +54,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.write(f"farstep {VERSION}\n")
         return 0
     if arguments[0] in _LAUNCHING:
-        refuse_nested_launch()  # raised, not printed, so that the learner's program reports it
+        refuse_nested_launch()  # outside the `try`: the error must reach the program that imported this module
     try:
         return _command(arguments[0])(arguments[1:])
     except FarstepError as error:
-        said: object = error
+        text: object = error
         if isinstance(error, WorkerError) and isinstance(error, (ConfigError, LaunchError)):
-            said = f"{error.message} [{error.where}]"  # a sentence says it, and no traceback helps
-        sys.stderr.write(f"farstep: {said}\n")
+            text = f"{error.message} [{error.where}]"  # the user's mistake: the remote traceback would not help
+        sys.stderr.write(f"farstep: {text}\n")
         return 1
     except KeyboardInterrupt:
         sys.stderr.write("farstep: stopped by SIGINT\n")
@@ -58,13 +69,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _imports_from_here(arguments: Sequence[str]) -> bool:
-    """Whether a command imports environments and wrappers, which may be modules of the current folder."""
-    is_given_env = any(argument.partition("=")[0] == "--env" for argument in arguments)
-    return arguments[:1] in (["train"], ["watch"]) or (arguments[:1] == ["doctor"] and is_given_env)
+    """Whether the command imports environments or wrappers, which may be modules in the current folder."""
+    has_env_option = any(argument.partition("=")[0] == "--env" for argument in arguments)
+    return arguments[:1] in (["train"], ["watch"]) or (arguments[:1] == ["doctor"] and has_env_option)
 
 
 def _command(name: str) -> Callable[[Sequence[str]], int]:
-    """Imported when it is wanted: torch alone takes two seconds."""
+    """The `main` function of a command, imported lazily: torch alone takes two seconds."""
     if name not in _COMMANDS:
         raise FarstepError(unknown_name("command", name, _COMMANDS))
     if name in ("train", "watch"):

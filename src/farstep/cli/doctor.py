@@ -1,4 +1,4 @@
-"""`farstep doctor`: is everything fit for a run, and what to do where it is not."""
+"""`farstep doctor`: check that a run can work here, and say what to fix."""
 
 from __future__ import annotations
 
@@ -23,28 +23,29 @@ from farstep.learners.loop.run_config import LauncherName, RunConfig
 
 C = TypeVar("C", bound=LaunchConfig)
 _QUIET_S = 3.0
-"""What is done in less needs no word of progress."""
+"""Minimum seconds between two progress messages."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options(Generic[C]):
-    """Look whether this machine, the engine and each of its nodes are fit for a run, and say what to fix.
+    """Check that this machine, the engine and each node are ready for a run, and say what to fix.
 
-    Starts an agent and one worker on every node, as a run would, asks them, and ends them. Exit status 1 if something
-    is wrong. Options are those of the launcher: farstep doctor --launcher ssh --hosts node1 node2 --env CartPole-v1
+    Starts a node daemon and one worker on every node as a run would, collects their reports, and stops them. The exit
+    status is 1 if there is a problem. The launcher decides which other options exist:
+    farstep doctor --launcher ssh --hosts node1 node2 --env CartPole-v1
     """
 
     config: tyro.conf.OmitArgPrefixes[C]
     launcher: LauncherName = "local"
-    """where workers would run; other options depend on it"""
+    """Where workers would run. 'farstep doctor --launcher NAME --help' lists its options."""
     env: str | None = None
-    """an environment to make and reset on each node, as 'farstep train' takes it"""
+    """Environment to build and reset on each node, as for 'farstep train'. None: none is tried."""
     env_type: Literal["gymnasium", "envpool", "factory", "vector"] = "gymnasium"
-    """where it comes from"""
+    """Where the environment comes from, as for 'farstep train'."""
     env_kwargs: str = "{}"
-    """its arguments, as JSON"""
+    """Arguments of the environment, as JSON."""
     wait_s: float = 120.0
-    """how long to wait for nodes, in seconds; a queue may take longer"""
+    """Seconds to wait for nodes. Use more if the queue of the cluster is long."""
 
     def __post_init__(self) -> None:
         if not self.wait_s > 0:
@@ -52,36 +53,39 @@ class Options(Generic[C]):
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Look, say, count."""
+    """Run all checks and print their findings; returns 1 if there is a problem, else 0."""
     options = parsed(arguments)
     log = logging.getLogger("farstep")
     before = log.level
-    log.setLevel(logging.ERROR)  # what it warns of is said here, in order
+    log.setLevel(logging.ERROR)  # the findings already contain what the log warns of
     try:
-        return _look(options)
+        return _check(options)
     finally:
         log.setLevel(before)
 
 
-def _look(options: Any) -> int:
+def _check(options: Any) -> int:
     env = _environment(options)
     config, launcher, progress = options.config.resolved(), options.launcher, Progress()
-    found = [*_part("this machine", machine()), *_part("the network", addresses(config))]
-    fit = _is_fit(found)
-    found += (answers := _part(f"the engine ({launcher})", engine(options.config, progress.say)))
-    # A host that does not answer says nothing about the others; any other engine gives all nodes or none.
-    if fit and (_is_fit(answers) or (launcher == "ssh" and any(finding.level == "ok" for finding in answers))):
-        found += _part("nodes", nodes(config, env, options.wait_s, progress.say))
+    found = [*_section("this machine", machine()), *_section("the network", addresses(config))]
+    head_works = _has_no_problem(found)
+    found += (answers := _section(f"the engine ({launcher})", engine(options.config, progress.report)))
+    # With ssh, one unreachable host says nothing about the others; any other engine provides all nodes or none.
+    engine_works = _has_no_problem(answers) or (launcher == "ssh" and any(finding.level == "ok" for finding in answers))
+    if head_works and engine_works:
+        found += _section("nodes", nodes(config, env, options.wait_s, progress.report))
     count = {level: sum(finding.level == level for finding in found) for level in ("problem", "warning")}
     sys.stdout.write(f"{_number(count['problem'], 'problem')}, {_number(count['warning'], 'warning')}\n")
     return 1 if count["problem"] else 0
 
 
 def parsed(arguments: Sequence[str]) -> Options[Any]:
-    """What the arguments say, with the options of the launcher that they name."""
+    """Parse the arguments, with the options of the launcher that they name."""
     command, launcher = "farstep doctor", chosen_launcher(arguments)
-    if launcher == "inprocess":
-        raise ConfigError("--launcher inprocess has nothing to look at: all happens in one process. Use local.")
+    if launcher == "in-process":
+        raise ConfigError(
+            "--launcher in-process starts no processes, so there is nothing to check. Use --launcher local."
+        )
     generic: Any = Options
     kind = generic[LAUNCHERS[launcher]]
     check_options(kind, arguments, command, launcher)
@@ -89,7 +93,7 @@ def parsed(arguments: Sequence[str]) -> Options[Any]:
     return options
 
 
-def _is_fit(findings: Sequence[Finding]) -> bool:
+def _has_no_problem(findings: Sequence[Finding]) -> bool:
     return not any(finding.level == "problem" for finding in findings)
 
 
@@ -100,13 +104,13 @@ def _number(count: int, what: str) -> str:
 def _environment(options: Options[Any]) -> dict[str, object] | None:
     if options.env is None:
         return None
-    # Its mistakes are found here, before anything is started.
+    # Validates the options before anything is started.
     run = RunConfig(env=options.env, env_type=options.env_type, env_kwargs=options.env_kwargs).env_config()
     return {"type": run.type, "env_name": run.env_name, "env_kwargs": dict(run.env_kwargs)}
 
 
-def _part(title: str, findings: Iterator[Finding]) -> list[Finding]:
-    """Say each as soon as it is known."""
+def _section(title: str, findings: Iterator[Finding]) -> list[Finding]:
+    """Print each finding as soon as it is known."""
     found: list[Finding] = []
     for finding in findings:
         if not found:
@@ -118,13 +122,13 @@ def _part(title: str, findings: Iterator[Finding]) -> list[Finding]:
 
 
 class Progress:
-    """Says on stderr what takes long, not more often than every few seconds."""
+    """Prints progress messages to stderr, at most one every `_QUIET_S` seconds."""
 
     def __init__(self) -> None:
-        self._said = time.monotonic()
+        self._reported_at = time.monotonic()
 
-    def say(self, what: str) -> None:
-        if time.monotonic() - self._said > _QUIET_S:
-            self._said = time.monotonic()
-            sys.stderr.write(f"  ...      {what}\n")
+    def report(self, text: str) -> None:
+        if time.monotonic() - self._reported_at > _QUIET_S:
+            self._reported_at = time.monotonic()
+            sys.stderr.write(f"  ...      {text}\n")
             sys.stderr.flush()

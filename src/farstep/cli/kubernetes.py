@@ -1,4 +1,4 @@
-"""`farstep kubernetes`: what Kubernetes would be asked for."""
+"""`farstep kubernetes`: print the manifests that a run would create."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ from farstep.observe.extras import require
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Show what farstep asks Kubernetes for, with the fields of farstep.KubernetesConfig as options."""
+    """Print the manifests that a run would create; the options are the fields of farstep.KubernetesConfig."""
 
     config: tyro.conf.OmitArgPrefixes[KubernetesConfig]
     print: bool = False
-    """write the manifests to stdout as YAML, without the keys; nothing is sent to a cluster"""
+    """Write the manifests to stdout as YAML, without the keys. Nothing is sent to a cluster."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Parse, show."""
+    """Parse the options and print the manifests; returns the exit status."""
     options = parse(Options, arguments, "farstep kubernetes")
     if not options.print:
-        raise ConfigError("'farstep kubernetes' shows manifests and does nothing else; say --print.")
+        raise ConfigError("'farstep kubernetes' only prints manifests; add --print.")
     config = options.config
     yaml = require("yaml", "pyyaml", "'farstep kubernetes --print'", "safe_dump_all")
-    asked = manifests(config, "0123456789abcdef", 0, config.nodes, b"", KubernetesEngine.grace_s)
-    shown = [_placed(redacted(manifest), config.namespace) for manifest in asked]
+    created = manifests(config, "0123456789abcdef", 0, config.nodes, b"", KubernetesEngine.grace_s)
+    shown = [_with_namespace(redacted(manifest), config.namespace) for manifest in created]
     yaml.add_representer(str, _text, yaml.SafeDumper)
     sys.stdout.write(yaml.safe_dump_all(shown, sort_keys=False, width=120))
     return 0
 
 
-def _placed(manifest: dict[str, Any], namespace: str | None) -> dict[str, Any]:
+def _with_namespace(manifest: dict[str, Any], namespace: str | None) -> dict[str, Any]:
     if namespace is None:
         return manifest
     return {**manifest, "metadata": {"namespace": namespace, **manifest["metadata"]}}
 
 
 def _text(dumper: Any, text: str) -> Any:
-    """Scripts of several lines as they are written."""
+    """Represent text of several lines as a YAML block, which keeps its line breaks."""
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)

@@ -25,12 +25,12 @@ ENGINES: dict[str, type[EngineConfig]] = {
     "ray": RayConfig,
     "kubernetes": KubernetesConfig,
 }
-"""Those that put an agent on each of several nodes."""
-LAUNCHERS: dict[str, type[LaunchConfig]] = {"local": LocalConfig, "inprocess": InProcessConfig, **ENGINES}
+"""Launchers that start a node daemon on each of several nodes."""
+LAUNCHERS: dict[str, type[LaunchConfig]] = {"local": LocalConfig, "in-process": InProcessConfig, **ENGINES}
 
 
 def chosen_launcher(arguments: Sequence[str], default: str = "local") -> str:
-    """What `--launcher` names: it decides which other options there are, so it is looked for first."""
+    """The launcher that `--launcher` names, found before parsing: it decides which other options exist."""
     name = default
     for i, argument in enumerate(arguments):
         flag, _, value = argument.partition("=")
@@ -42,16 +42,16 @@ def chosen_launcher(arguments: Sequence[str], default: str = "local") -> str:
 
 
 def check_options(kind: Any, arguments: Sequence[str], command: str, launcher: str) -> None:
-    """Refuse options that only other launchers have."""
+    """Raise `ConfigError` for an option that only other launchers have."""
     here = LAUNCHERS.keys() - ENGINES.keys()
     others = {
         f"--launcher {name}": config
         for name, config in LAUNCHERS.items()
-        if not {name, launcher} <= here  # what one of these is not asked for is not for the other
+        if not {name, launcher} <= here  # an option of one launcher of this machine is not suggested for the other
     }
     check_belonging(kind, arguments, f"'{command}' with --launcher {launcher}", others)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NoOptions:
-    """Of a launcher that is told all it needs by other options."""
+    """Options of a launcher that needs none besides those of the run."""

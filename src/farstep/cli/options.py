@@ -1,4 +1,4 @@
-"""Options from a dataclass, with tyro; a wrong one ends in a sentence and the nearest right ones."""
+"""Parses options into a dataclass, with tyro; a mistake becomes one sentence that names the nearest valid options."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from farstep.errors import ConfigError
 
 T = TypeVar("T")
 _JSON = {Mapping[str, object]: Mapping, Mapping[str, float]: Mapping, Sequence[Mapping[str, object]]: Sequence}
-"""Options that are given as JSON, with what it must describe."""
+"""Types of options that are given as JSON, with the type that the JSON must have."""
 _NUMBERS: dict[Any, tuple[type, str]] = {
     shape: (kind, expected)
     for kind, expected in ((int, "a whole number"), (float, "a number"))
     for shape in (kind, kind | None, (kind, ...))
 }
-"""Options that are numbers, or tuples of them, with what is expected."""
+"""Types of options that are numbers or tuples of numbers: the number's type, and its name in error messages."""
 
 
 def parse(
@@ -34,26 +34,37 @@ def parse(
     command: str,
     default: T | None = None,
 ) -> T:
-    """The dataclass that the arguments describe; `--help` prints and exits."""
+    """Parse command-line arguments.
+
+    Args:
+        kind: The dataclass that has the options.
+        arguments: What follows the command, e.g. `["--env", "CartPole-v1"]`.
+        command: The command as typed, for messages.
+        default: Values of options that are not given; None: those of the dataclass.
+
+    Raises:
+        ConfigError: An option is unknown, missing or malformed.
+        SystemExit: With status 0, after printing the help text of `--help`.
+    """
     known = ["--help", *option_names(kind)]
     for name in map(_name, arguments):
         if name.startswith("--") and name not in known:
             near = [f"--{option}" for option in difflib.get_close_matches(name[2:], [option[2:] for option in known])]
             hint = f"did you mean {' or '.join(near)}?" if near else "--help lists them all."
             raise ConfigError(f"'{command}' has no option {name}; {hint}")
-    said = io.StringIO()
+    printed = io.StringIO()
     try:
-        with contextlib.redirect_stderr(said):
+        with contextlib.redirect_stderr(printed):
             found: Any = tyro.cli(kind, args=list(arguments), prog=command, default=default, registry=_registry())
     except SystemExit as end:
         if not end.code:
             raise
-        raise ConfigError(f"{_sentence(said.getvalue())} '{command} --help' explains every option.") from None
+        raise ConfigError(f"{_sentence(printed.getvalue())} '{command} --help' explains every option.") from None
     return found  # type: ignore[no-any-return]
 
 
 def check_belonging(kind: Any, arguments: Sequence[str], command: str, others: Mapping[str, Any]) -> None:
-    """Refuse options that `kind` has not and others have, and say which."""
+    """Raise `ConfigError` for an option that `kind` lacks and one of `others` has, and name its owner."""
     mine = option_names(kind)
     for name in map(_name, arguments):
         owners = [other for other, config in others.items() if name in option_names(config)]
@@ -62,7 +73,7 @@ def check_belonging(kind: Any, arguments: Sequence[str], command: str, others: M
 
 
 def typed(name: str, value: object) -> str:
-    """An option as one types it."""
+    """An option and its value as a user would type them."""
     option = name.replace("_", "-")
     if isinstance(value, bool):
         return f"--{option}" if value else f"--no-{option}"
@@ -70,7 +81,7 @@ def typed(name: str, value: object) -> str:
 
 
 def option_names(kind: Any) -> list[str]:
-    """All options of a dataclass and those inside it, as tyro names them without prefixes."""
+    """All options of a dataclass and of the dataclasses nested in it, named as tyro does without prefixes."""
     found: list[str] = []
     base = get_origin(kind) or kind
     chosen = dict(zip(getattr(base, "__parameters__", ()), get_args(kind), strict=True))
@@ -89,22 +100,22 @@ def _name(argument: str) -> str:
 
 
 def _sentence(text: str) -> str:
-    """What tyro says in its box, as one line; where it cannot draw, its title is underlined instead."""
-    said: list[str] = []
+    """The error message in tyro's box as one line; without box characters, tyro underlines the title instead."""
+    words: list[str] = []
     has_title = "╭" not in text
     for line in (line.strip("│ ") for line in text.splitlines() if not line.startswith(("╭", "╰", "usage"))):
         if line and not line.strip("─-"):
             if not has_title:
-                break  # below, it only repeats the help
-            said, has_title = [], False
+                break  # what follows repeats the help text
+            words, has_title = [], False
         elif line.startswith(("Argument helptext", "For full helptext")):
             break
         else:
-            said.append(line)
-    whole = re.sub(r"Error parsing ((?!-)[\w.]+: )?", "", " ".join(said))
+            words.append(line)
+    whole = re.sub(r"Error parsing ((?!-)[\w.]+: )?", "", " ".join(words))
     whole = re.sub(r"Missing from (.+?): (\S+) .*", r"'\1' needs \2", whole)
     whole = whole.replace(
-        "Failed to parse key-value pairs!", "expected names and values in turn, e.g. cpu 4 memory 8Gi"
+        "Failed to parse key-value pairs!", "expected alternating names and values, e.g. cpu 4 memory 8Gi"
     )
     return re.sub(r"\s+", " ", whole).strip().rstrip(".") + "."
 

@@ -1,4 +1,4 @@
-"""`farstep plot`: runs as a picture."""
+"""`farstep plot`: draw the curves of runs."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from farstep.observe.run_folder import RunFolder
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Draw return, throughput and staleness of runs; those that differ by their seed alone become one line."""
+    """Plot return, throughput and staleness of runs; runs that differ only in their seed share a line."""
 
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
-    """folders of runs"""
+    """Folders of the runs."""
     out: Path | None = None
-    """file to write; default: plots/run.png in the folder of one run, plots/comparison.png in that of the first of
-    several runs"""
+    """PNG file to write. None: plots/run.png in the folder of a single run, plots/comparison.png in the folder of the
+    first of several."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Read, draw."""
+    """Parse the options and draw; returns the exit status."""
     options = parse(Options, arguments, "farstep plot")
     if not options.runs:
         raise ConfigError("'farstep plot' needs at least one run, e.g. farstep plot runs/NAME.")

@@ -1,4 +1,4 @@
-"""An agent acting in one environment of this process, picture by picture."""
+"""Renders episodes of an agent, in an environment of this process, to a video."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Env = gymnasium.Env[Any, Any]
 
 
 def agent_of(run: RunConfig, config: Any) -> ActorCritic:
-    """An agent for the environment of a run, with the run's network and its own first parameters."""
+    """A newly initialised agent with the network of a run, for the environment of that run."""
     env = _environment(run)
     try:
         net: NetConfig = config.net
@@ -42,38 +42,53 @@ def record(
     max_steps: int = 2000,
     fps: float | None = None,
 ) -> list[float]:
-    """Act in episodes and write what they look like to a video; the returns."""
+    """Render episodes to a video file.
+
+    Args:
+        agent: The policy.
+        run: The run whose environment is built.
+        path: The file to write.
+        seed: Seed of the first episode; each later one adds 1.
+        episodes: Number of episodes.
+        max_steps: Steps after which an episode is cut off.
+        fps: Frames per second; None: as the environment says, or 30.
+
+    Returns:
+        The return of each episode.
+    """
     env = _environment(run)
     try:
         rate = fps or float(env.metadata.get("render_fps") or 30)
         returns: list[float] = []
-        write_video(path, _pictures(agent, env, seed, episodes, max_steps, returns), rate)
+        write_video(path, _frames(agent, env, seed, episodes, max_steps, returns), rate)
     finally:
         env.close()
     return returns
 
 
 def check_recording(run: RunConfig) -> None:
-    """Refuse what no video can be made of, before anything is started."""
+    """Raise `ConfigError` if the environment of a run cannot be rendered, before anything is started."""
     if run.env_type in ("envpool", "vector"):
-        raise ConfigError(f"environments of type {run.env_type} cannot be rendered one by one; use a gymnasium one.")
+        raise ConfigError(
+            f"environments of type {run.env_type} cannot be rendered individually; use --env-type gymnasium or factory."
+        )
     require_encoder()
     env = _environment(run)
     try:
         env.reset(seed=run.seed)
-        _picture(env)
+        _frame(env)
     finally:
         env.close()
 
 
 def _environment(run: RunConfig) -> Env:
-    os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # pictures need no screen, and SDL complains of missing ones
+    os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # frames need no screen, and SDL fails without one
     config = run.env_config(envs_per_node=1, stagger=None)
     kwargs = {**config.env_kwargs, "render_mode": "rgb_array"}
     return Source.of(run.env_config(envs_per_node=1, stagger=None, env_kwargs=kwargs)).build()
 
 
-def _pictures(
+def _frames(
     agent: ActorCritic, env: Env, seed: int, episodes: int, max_steps: int, returns: list[float]
 ) -> Iterator[Array]:
     policy = Policy(agent)
@@ -82,27 +97,27 @@ def _pictures(
         obs, _ = env.reset(seed=seed + episode)
         state, start, total = policy.initial_state(1), np.ones(1, bool), 0.0
         for _ in range(max_steps):
-            yield _picture(env)
+            yield _frame(env)
             row = nest(structure, {name: np.asarray(leaf)[None] for name, leaf in leaves(structure, obs)})
             out = policy(row, state, start, None)
             state, start = out.get("state"), np.zeros(1, bool)
             obs, reward, terminated, truncated, _ = env.step(map_leaves(lambda leaf: leaf[0], out["action"]))
             total += float(reward)
             if terminated or truncated:
-                yield _picture(env)
+                yield _frame(env)
                 break
         returns.append(total)
 
 
-def _picture(env: Env) -> Array:
+def _frame(env: Env) -> Array:
     try:
-        picture = env.render()
+        frame = env.render()
     except gymnasium.error.DependencyNotInstalled as error:
         name = env.spec.id if env.spec is not None else type(env.unwrapped).__name__
         raise ConfigError(f"to be rendered, {explain_missing(name, error)}") from error
-    if not isinstance(picture, np.ndarray):
+    if not isinstance(frame, np.ndarray):
         raise ConfigError(
-            f"the environment's render() returned {type(picture).__name__}; a video needs pictures: the environment "
-            "must know render_mode='rgb_array'."
+            f"the environment's render() returned {type(frame).__name__}; a video needs arrays: the environment "
+            "must support render_mode='rgb_array'."
         )
-    return picture
+    return frame

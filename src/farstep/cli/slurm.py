@@ -1,4 +1,4 @@
-"""`farstep slurm`: the job that SLURM would be given."""
+"""`farstep slurm`: print the batch script that a run would submit."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from farstep.launch.slurm import batch_script, job_sizes
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Show the script that farstep gives to sbatch, with the fields of farstep.SlurmConfig as options.
+    """Print the batch script that a run would submit; the options are the fields of farstep.SlurmConfig.
 
-    Nothing is submitted. A run submits it by itself, and tells each node through the standard input of its agent where
-    the head is; the keys that are made for that are left out here.
+    Nothing is submitted: a run does that itself. The script passes the head's address and the keys to the standard
+    input of each node daemon; they are omitted here.
 
     In a program: ClusterEnv({"env_name": "LunarLander-v3", "envs_per_node": 64}, SlurmConfig(nodes=4, partition="gpu"))
 
@@ -28,14 +28,14 @@ class Options:
 
     config: tyro.conf.OmitArgPrefixes[SlurmConfig]
     print: bool = False
-    """write the script to stdout"""
+    """Write the script to stdout."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Parse, show."""
+    """Parse the options and print the script; returns the exit status."""
     options = parse(Options, arguments, "farstep slurm")
     if not options.print:
-        raise ConfigError("'farstep slurm' shows the job that a run would submit, and does nothing else; say --print.")
+        raise ConfigError("'farstep slurm' only prints the job that a run would submit; add --print.")
     config = options.config
     if config.debug:
         raise ConfigError(

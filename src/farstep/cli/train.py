@@ -1,4 +1,4 @@
-"""`farstep train`: a learner, its environments, and everything that is kept of a run."""
+"""`farstep train`: parse the options, start the environments, train, and store the run."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ from farstep.resources import usable_cpus
 from farstep.version import VERSION
 
 _FIXED = ("env", "env_type", "env_kwargs", "wrappers", "seed", "name", "folder")
-_SIGNALLED = {"SIGINT": 130, "SIGTERM": 143}
+"""Options that a resumed run cannot change."""
+_EXIT_STATUS = {"SIGINT": 130, "SIGTERM": 143}
 Config = PPOConfig | AsyncPPOConfig | ImpalaConfig
 C = TypeVar("C", PPOConfig, AsyncPPOConfig, ImpalaConfig)
 E = TypeVar("E", bound=EngineConfig | NoOptions)
@@ -53,21 +54,25 @@ E = TypeVar("E", bound=EngineConfig | NoOptions)
 
 @dataclass(frozen=True, kw_only=True)
 class Options(Generic[C, E]):
-    """All that can be said on the command line."""
+    """Train an agent and store the run in a folder.
+
+    The options of a cluster appear when --launcher names one: farstep train ppo --launcher slurm --help
+    """
 
     run: tyro.conf.OmitArgPrefixes[RunConfig]
     learner: tyro.conf.OmitArgPrefixes[C]
     nodes: tyro.conf.OmitArgPrefixes[E]
-    """of a cluster, if --launcher names one"""
+    """Nodes of the cluster that --launcher names."""
     resume: Path | None = None
-    """go on with the run in this folder; its options stay, unless others are given"""
+    """Folder of a run to continue. Its options are the defaults of all others."""
     trust: bool = False
-    """with --resume: execute code that the run's config.json names even if its tag does not show that you wrote it"""
+    """With --resume: execute the code that the run's config.json names, even if its tag does not show that you
+    wrote the file."""
 
 
 @dataclass(frozen=True)
 class Algorithm:
-    """What a name on the command line stands for."""
+    """The configuration class and the constructor of a learner that the command line can name."""
 
     config: type[Any]
     learner: Callable[..., Learner]
@@ -81,13 +86,13 @@ ALGORITHMS = {
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Parse, train, say what came of it."""
+    """Parse the options, train, and print a summary; returns the exit status."""
     if not arguments:
         sys.stderr.write(f"farstep: 'farstep train' needs a learner: {', '.join(ALGORITHMS)}.\n")
         return 2
     if arguments[0] in ("-h", "--help"):
-        sys.stdout.write(f"farstep train LEARNER [options]; learners: {', '.join(ALGORITHMS)}.\n")
-        sys.stdout.write("'farstep train ppo --help' lists the options of one.\n")
+        sys.stdout.write(f"usage: farstep train LEARNER [options]\nlearners: {', '.join(ALGORITHMS)}\n")
+        sys.stdout.write("'farstep train ppo --help' lists the options of a learner.\n")
         return 0
     name, *rest = arguments
     if name not in ALGORITHMS:
@@ -101,15 +106,15 @@ def main(arguments: Sequence[str]) -> int:
             learner = make_learner(name, run, options.learner, env)
         except KeyboardInterrupt:
             sys.stderr.write("farstep: stopped by SIGINT before training began; no run folder was created\n")
-            return _SIGNALLED["SIGINT"]
-        folder = _folder(name, options)  # when all else is there: a misspelt environment leaves nothing behind
+            return _EXIT_STATUS["SIGINT"]
+        folder = _folder(name, options)  # last: a misspelt environment must not leave an empty run folder behind
         sys.stdout.write(f"run: {folder.path}\n{_normalized(options.learner.net)}\n")
         sys.stdout.flush()
         try:
             progress = train(learner, name, options, env, folder)
         except Stopped as stopped:
-            sys.stdout.write(f"stopped by {stopped}; go on with: farstep train {name} --resume {folder.path}\n")
-            return _SIGNALLED[str(stopped)]
+            sys.stdout.write(f"stopped by {stopped}; continue with: farstep train {name} --resume {folder.path}\n")
+            return _EXIT_STATUS[str(stopped)]
     sys.stdout.write(_summary(progress, folder))
     return 0
 
@@ -119,7 +124,7 @@ def _options(name: str, arguments: Sequence[str]) -> Options[Any, Any]:
     default, why_not = (None, "") if resumed is None else _saved_options(name, resumed)
     launcher = chosen_launcher(arguments, "local" if default is None else default.run.launcher)
     nodes: Any = ENGINES.get(launcher, NoOptions)
-    if default is not None and type(default.nodes) is not nodes:  # it goes on elsewhere
+    if default is not None and type(default.nodes) is not nodes:  # resumed with another launcher
         default = replace(default, nodes=tyro.MISSING_NONPROP)
     kind: Any = Options[ALGORITHMS[name].config, nodes]  # type: ignore[misc]
     check_options(kind, arguments, command, launcher)
@@ -130,7 +135,7 @@ def _options(name: str, arguments: Sequence[str]) -> Options[Any, Any]:
         _check_same(default, options)
         check_trusted(RunFolder(resumed), default.run, why_not, options.trust, f"{command} --resume")
     elif options.trust:
-        raise ConfigError("--trust was given without --resume; it is about the run folder to resume: add --resume RUN.")
+        raise ConfigError("--trust applies to the run folder of --resume, which is missing: add --resume RUN.")
     return options
 
 
@@ -142,19 +147,19 @@ def _cluster(options: Options[Any, Any]) -> ClusterEnv:
 
 
 def _check_same(saved: Options[Any, Any], now: Options[Any, Any]) -> None:
-    """Refuse options with which a run would not be the same run any more."""
+    """Raise `ConfigError` if an option that defines the run differs from the saved one."""
     network = [(field.name, saved.learner.net, now.learner.net) for field in fields(NetConfig)]
     for name, *configs in [*((name, saved.run, now.run) for name in _FIXED), *network]:
         before, after = (typed(name, getattr(config, name)) for config in configs)
         if before != after:
             raise ConfigError(
-                f"the run in {now.resume} was begun with {before}, and cannot go on with {after}; leave that out, or "
-                "start another run without --resume."
+                f"the run in {now.resume} was started with {before} and cannot be resumed with {after}. Omit that "
+                "option, or start another run without --resume."
             )
 
 
 def _resumed(arguments: Sequence[str]) -> Path | None:
-    """Where `--resume` points: its options are the defaults of all others, so it is looked for first."""
+    """The folder that `--resume` names, found before parsing: the run's options are the defaults of all others."""
     for i, argument in enumerate(arguments):
         flag, _, value = argument.partition("=")
         if flag == "--resume":
@@ -165,11 +170,11 @@ def _resumed(arguments: Sequence[str]) -> Path | None:
 
 
 def _saved_options(name: str, path: Path) -> tuple[Options[Any, Any], str]:
-    """The options of the run in a folder, and why they may not be this user's."""
+    """The options stored in a run folder, and why its author may be another user ("" if the tag is valid)."""
     saved, why_not = RunFolder.open(path).read_signed_config()
     if saved.get("algorithm") != name:
         raise ConfigError(
-            f"{path} is a run of {saved.get('algorithm')}, not of {name}; go on with it by "
+            f"{path} is a run of {saved.get('algorithm')}, not of {name}; resume it with "
             f"'farstep train {saved.get('algorithm')} --resume {path}'."
         )
     run, learner = load_config(saved)
@@ -182,7 +187,7 @@ def _load_nodes(saved: dict[str, Any], run: RunConfig) -> EngineConfig | NoOptio
     try:
         nodes: EngineConfig = msgspec.convert(saved["nodes"], ENGINES[run.launcher])
     except (KeyError, msgspec.ValidationError) as error:
-        raise ConfigError(f"config.json is not one of this version of farstep: {error}.") from error
+        raise ConfigError(f"config.json does not match this version of farstep: {error}.") from error
     _check_known(saved["nodes"], vars(nodes), "nodes.")
     return nodes
 
@@ -204,7 +209,7 @@ def load_config(saved: dict[str, Any]) -> tuple[RunConfig, Any]:
         run = msgspec.convert(saved["run"], RunConfig, dec_hook=_decoded)
         learner = msgspec.convert(saved["learner"], algorithm.config, dec_hook=_decoded)
     except (KeyError, TypeError, msgspec.ValidationError) as error:
-        raise ConfigError(f"config.json is not one of this version of farstep: {error}.") from error
+        raise ConfigError(f"config.json does not match this version of farstep: {error}.") from error
     _check_known(saved, {"algorithm": None, "run": run, "learner": learner, "nodes": None})
     return run, learner
 
@@ -234,23 +239,45 @@ def _folder(name: str, options: Options[Any, Any]) -> RunFolder:
 
 
 def _config(name: str, options: Options[Any, Any]) -> dict[str, Any]:
-    """What config.json says of a run."""
+    """The contents of config.json."""
     config = {"algorithm": name, "run": options.run, "learner": options.learner}
     return config | ({"nodes": options.nodes} if isinstance(options.nodes, EngineConfig) else {})
 
 
 def make_learner(name: str, run: RunConfig, config: Config, env: ClusterEnv) -> Learner:
-    """The learner of a run, with its agent."""
+    """Create the agent for the environments of a run, and its learner.
+
+    Args:
+        name: A key of `ALGORITHMS`.
+        run: Seed, device and threads.
+        config: The learner's configuration.
+        env: Launched here, if it is not yet.
+    """
     torch.manual_seed(run.seed)
     agent = make_agent(*env.launch(), config.net, config.gamma)
     learner = ALGORITHMS[name].learner(agent, config, run.seed, run.device)
-    # Small matrices gain nothing from more threads, and lose much where others want the cores.
+    # More threads do not speed up small matrices, and slow them down where workers need the cores.
     torch.set_num_threads(run.threads or (usable_cpus() if agent.sees_images and learner.synchronous else 1))
     return learner
 
 
 def train(learner: Learner, name: str, options: Options[Any, Any], env: ClusterEnv, folder: RunFolder) -> Progress:
-    """Train until the run is done; raises `Stopped` after a signal, when a checkpoint is written."""
+    """Train until the run is done.
+
+    Args:
+        learner: The learner, with its agent.
+        name: A key of `ALGORITHMS`.
+        options: Options of the command line.
+        env: The environments to train in.
+        folder: Where checkpoints, metrics and videos are written; it is locked meanwhile.
+
+    Returns:
+        Steps, seconds and last returns of the run.
+
+    Raises:
+        Stopped: A signal arrived; a checkpoint has been written.
+        RunError: The run cannot be resumed: it has no checkpoint.
+    """
     run, resume = options.run, options.resume is not None
     with ExitStack() as stack:
         stack.enter_context(folder.lock())
@@ -269,7 +296,7 @@ def train(learner: Learner, name: str, options: Options[Any, Any], env: ClusterE
             if not checkpoint.numbered(folder.checkpoints):
                 raise RunError(
                     f"{folder.path} ended before its first checkpoint, which is written after {run.checkpoint_every} "
-                    "updates (--checkpoint-every), so there is nothing to resume; start it again without --resume."
+                    "updates (--checkpoint-every), so there is nothing to resume; start a new run without --resume."
                 )
             training.resume()
             folder.write_config(_config(name, options))
@@ -289,7 +316,7 @@ def _set_up(run: RunConfig) -> None:
     if run.wandb is not None:
         require_wandb()
     logging.getLogger("farstep").setLevel(logging.WARNING)
-    # Rewards that are too large are told of by `RewardError` and by updates that change nothing.
+    # `RewardError` and the warning about updates without effect already report rewards that are too large.
     warnings.filterwarnings("ignore", "overflow encountered", RuntimeWarning, "farstep")
 
 
@@ -322,7 +349,7 @@ def _loggers(name: str, options: Options[Any, Any], folder: RunFolder, resume_st
 
 
 def _normalized(net: NetConfig) -> str:
-    """What the learner normalises, for the first lines of a run."""
+    """A line that says what the learner normalises and how to turn it off."""
     found = [what for what, on in (("observations", net.normalize_obs), ("rewards", net.normalize_reward)) if on]
     if not found:
         return "normalized: nothing"
@@ -335,5 +362,5 @@ def _summary(progress: Progress, folder: RunFolder) -> str:
     mean = f"; mean return of the last {len(last)} episodes {np.mean(last):.1f}" if last else ""
     return (
         f"{progress.steps:,} steps in {progress.seconds:.0f} s{mean}\n"
-        f"watch it: farstep watch {folder.path}\nplot it:  farstep plot {folder.path}\n"
+        f"watch: farstep watch {folder.path}\nplot:  farstep plot {folder.path}\n"
     )

@@ -1,4 +1,4 @@
-"""`farstep watch`: episodes of a trained policy as a video."""
+"""`farstep watch`: render episodes of a trained policy to a video."""
 
 from __future__ import annotations
 
@@ -28,28 +28,29 @@ from farstep.observe.video import check_fps
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Render episodes of a run's newest checkpoint."""
+    """Render episodes of a run's newest checkpoint to a video."""
 
     run: Annotated[Path, tyro.conf.Positional]
-    """folder of the run"""
+    """Folder of the run."""
     episodes: int = 1
-    """how many"""
+    """Number of episodes."""
     out: Path | None = None
-    """the video; none given: videos/ in the run's folder"""
+    """Video file to write. None: videos/step-NUMBER.mp4 in the run's folder."""
     seed: int = 0
-    """of the first episode, and of sampling"""
+    """Seed of the first episode and of sampling; each later episode adds 1."""
     sample: bool = False
-    """sample actions, as in training, instead of the most likely ones"""
+    """Sample actions as in training, instead of taking the most likely ones."""
     max_steps: int = 2000
-    """of an episode"""
+    """Steps after which an episode is cut off."""
     fps: float | None = None
-    """pictures per second; none given: as the environment says"""
+    """Frames per second. None: as the environment says, or 30."""
     trust: bool = False
-    """execute code that the run's config.json names even if its tag does not show that you wrote it"""
+    """Execute the code that the run's config.json names, even if its tag does not show that you wrote the
+    file."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Load, act, render."""
+    """Load the newest checkpoint and render episodes; returns the exit status."""
     if not arguments:
         raise ConfigError("'farstep watch' needs the folder of a run, e.g. farstep watch runs/NAME.")
     options = parse(Options, arguments, "farstep watch")
@@ -71,13 +72,15 @@ def main(arguments: Sequence[str]) -> int:
     returns = record(
         agent, run, out, seed=options.seed, episodes=options.episodes, max_steps=options.max_steps, fps=options.fps
     )
-    said = ", ".join(f"{value:.1f}" for value in returns)
-    sys.stdout.write(f"{out}: {len(returns)} episode{'s' * (len(returns) > 1)} after {steps:,} steps, return {said}\n")
+    listed = ", ".join(f"{value:.1f}" for value in returns)
+    sys.stdout.write(
+        f"{out}: {len(returns)} episode{'s' * (len(returns) > 1)} after {steps:,} steps, return {listed}\n"
+    )
     return 0
 
 
 def _restore(agent: ActorCritic, loaded: checkpoint.Loaded) -> int:
-    """Load the agent's parameters; returns the number of steps that it was trained for."""
+    """Load the agent's parameters; returns the number of steps it was trained for."""
     state = put_together(loaded)
     check_agent(agent, state.get("agent"))
     steps = Progress.of(state.get("progress")).steps

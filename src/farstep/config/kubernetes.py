@@ -43,7 +43,7 @@ class KubernetesConfig(EngineConfig):
     """Labels that the Kubernetes nodes must have."""
     pod_template: Mapping[str, object] = dataclasses.field(default_factory=dict)
     """Overrides for the pod template (`metadata`, `spec`), merged deeply over the options above. Items of lists are
-    matched by `mountPath` or `name` (the container is named `agent`); null removes a key."""
+    matched by `mountPath` or `name` (the container is named `node-daemon`); null removes a key."""
     image_pull_policy: ImagePullPolicy = "IfNotPresent"
     """When Kubernetes pulls the image from its registry."""
     service_account: str | None = None
@@ -79,7 +79,7 @@ class KubernetesConfig(EngineConfig):
             raise ConfigError(
                 f"KubernetesConfig.pod_template is {self.pod_template!r}; expected a mapping with 'metadata' or "
                 "'spec', which are mappings, e.g. {'spec': {'hostNetwork': True}}; 'containers' in it is a list of "
-                "mappings with a 'name' (farstep's container is named 'agent')."
+                "mappings with a 'name' (farstep's container is named 'node-daemon')."
             )
         if isinstance(self.tolerations, (str, Mapping)) or not all(isinstance(t, Mapping) for t in self.tolerations):
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""Where workers run: one module per launcher, all behind `core.Launcher`."""
+"""Launchers start workers: in this process, on this machine, or on the nodes of a cluster (see `core.Launcher`)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,16 @@ from farstep.launch.ssh import SSHEngine
 
 
 def launcher_for(config: LaunchConfig, workers: int, envs: int) -> Launcher:
-    """The launcher that a configuration asks for, for workers of up to `envs` environments; it starts nothing yet."""
+    """Create the launcher of a configuration; it starts nothing yet.
+
+    Args:
+        config: Where workers run.
+        workers: Number of workers, at most.
+        envs: Environments per worker, at most.
+
+    Raises:
+        ConfigError: This version has no launcher for the configuration.
+    """
     if isinstance(config, InProcessConfig):
         return InProcessLauncher(workers, envs)
     if isinstance(config, LocalConfig):

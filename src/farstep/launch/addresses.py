@@ -1,4 +1,4 @@
-"""Where nodes may find this machine."""
+"""The addresses at which nodes may reach this machine."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ import struct
 
 _SIOCGIFADDR = 0x8915
 _ANYWHERE = ("192.0.2.1", 9)
-"""An address of nobody (RFC 5737): nothing is sent, but the kernel says by which interface it would go."""
+"""An unused address (RFC 5737): nothing is sent, but the kernel chooses the interface it would send from."""
 
 
 def own_addresses() -> list[str]:
-    """The IPv4 addresses of this machine's interfaces, the one towards the world first; loopback if there is nothing
-    else. A host's name is not asked: on many it stands for 127.0.1.1."""
+    """The IPv4 addresses of this machine's interfaces, that of the default route first; loopback if there is no other.
+
+    The host name is not resolved: on many machines it resolves to 127.0.1.1.
+    """
     found = [
         address for address in map(_address_of, socket.if_nameindex()) if address and not address.startswith("127.")
     ]
@@ -26,9 +28,9 @@ def own_addresses() -> list[str]:
 
 def _address_of(interface: tuple[int, str]) -> str:
     request = struct.pack("256s", interface[1].encode()[:15])
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         try:
-            answer = fcntl.ioctl(asking.fileno(), _SIOCGIFADDR, request)
-        except OSError:  # it has none
+            answer = fcntl.ioctl(sock.fileno(), _SIOCGIFADDR, request)
+        except OSError:  # the interface has no IPv4 address
             return ""
     return socket.inet_ntoa(answer[20:24])

@@ -1,7 +1,7 @@
-"""Workers on the nodes of a cluster, whatever engine started the agents there (see `node_agent.py`).
+"""Starts workers on the nodes of a cluster, through the node daemons that an engine started there.
 
-A block is the share of a node: a range of workers. Nodes take blocks in the order in which they arrive; a worker whose
-block has no node is queued. A node that is lost leaves its block to the next one.
+A block is a range of workers that run on the same node. A node gets the first free block when it connects; a worker
+whose block has no node is queued. The block of a lost node goes to the next node that connects.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from farstep.launch.addresses import own_addresses
 from farstep.launch.engine import Engine
 from farstep.launch.groups import Groups
 from farstep.launch.hub import HubLink, admit, admit_worker, drain
-from farstep.launch.nodes import Node, RemoteWorker, tell
+from farstep.launch.nodes import Node, RemoteWorker, send_to_node
 from farstep.rollout.progress import PHASE, Phase, copy_words, private_words
 from farstep.wire import node_messages as n
 from farstep.wire.channels.zmq import Hub
@@ -31,14 +31,14 @@ from farstep.wire.versions import mismatches
 
 log = logging.getLogger("farstep")
 _FILES_PER_WORKER, _OTHER_FILES = 8, 1024
-_MOST_REFUSED = 64
-"""Hosts that are remembered, and logged; whoever invents more is not listened to."""
+_MAX_REFUSED = 64
+"""Maximum number of refused hosts that are stored and logged; a peer could invent any number of them."""
 _SILENT_S = 3 * n.BEAT_S
-"""A node of which nothing was heard for so long is lost if its engine says that it is over, or after its lease."""
+"""Seconds of silence after which a node is declared lost if its engine says that it has ended."""
 
 
 class ClusterLauncher(Launcher):
-    """The head's side of all agents of a run."""
+    """Requests nodes from an engine, and starts and watches workers on them."""
 
     shares_memory = False
     driven = False
@@ -48,18 +48,20 @@ class ClusterLauncher(Launcher):
         self._per_node = workers // config.most_nodes
         self._run = os.urandom(8).hex()
         self._nodes: dict[str, Node] = {}
+        """Connected nodes, by the name that their node daemon chose."""
         self._blocks: list[Node | None] = [None] * config.most_nodes
         self._queued: dict[int, RemoteWorker] = {}
         self._wanted = config.nodes
-        self._groups = Groups(engine, config, self._agents_bootstrap)
-        self._ticked = self._enough_at = time.monotonic()
+        self._groups = Groups(engine, config, self._daemon_bootstrap)
+        self._ticked_at = self._enough_at = time.monotonic()
         self._next_beat, self._stopping = 0.0, False
         self.refused: dict[str, str] = {}
-        """Hosts that came and did not fit, with what differs."""
-        _allow_files(_FILES_PER_WORKER * workers)
-        self._nonsense: Counter[int] = Counter()
-        self._misfit: LaunchError | None = None
-        """Of a node that cannot be used."""
+        """Hosts that connected with other versions, and the differences."""
+        _raise_file_limit(_FILES_PER_WORKER * workers)
+        self._invalid: Counter[int] = Counter()
+        """Number of invalid messages per group."""
+        self._refusal: LaunchError | None = None
+        """Ends the run because of a refused node, unless there are enough others."""
         try:
             self._hub = self._listen(engine.listen_on())
         except BaseException:
@@ -80,10 +82,10 @@ class ClusterLauncher(Launcher):
                 f"this machine, such as {' or '.join(own_addresses())}."
             ) from error
 
-    # ---- what the head calls ----
+    # ---- core.Launcher ----
 
     def prepare(self) -> None:
-        self._groups.ask(self._wanted)
+        self._groups.request(self._wanted)
 
     def start(self, worker: int, incarnation: int, run: str) -> Started:
         bootstrap = admit_worker(self._hub, worker, incarnation, run, self._envs) | {
@@ -93,7 +95,7 @@ class ClusterLauncher(Launcher):
             "gpu": self._config.gpu_of(worker % self._per_node),
         }
         words = private_words(self._envs)
-        handle = RemoteWorker(worker, incarnation, json.dumps(bootstrap).encode(), words, self._given_up)
+        handle = RemoteWorker(worker, incarnation, json.dumps(bootstrap).encode(), words, self._forget_worker)
         node = self._blocks[worker // self._per_node]
         if node is None or node.leaving:
             words[PHASE] = Phase.QUEUED
@@ -106,47 +108,49 @@ class ClusterLauncher(Launcher):
         return self._hub.filenos()
 
     def drain(self, receive: Callable[[int, Received], None]) -> bool:
-        def hear(peer: int, received: Received) -> None:
+        def dispatch(peer: int, received: Received) -> None:
             if peer >= 0:
                 receive(peer, received)
                 return
             group = -1 - peer
             try:
-                self._hear(group, n.decode_from_node(received.frames))
+                self._on_message(group, n.decode_from_node(received.frames))
             except WireError as error:
                 if (versions := n.versions_in(received.frames)) and (different := mismatches(versions)):
                     self._refuse("(unnamed)", "; ".join(different))
                 else:
-                    self._misheard(group, error)
+                    self._on_invalid(group, error)
 
-        return drain(self._hub, hear)
+        return drain(self._hub, dispatch)
 
     def tick(self) -> None:
         now = time.monotonic()
-        asleep_s, self._ticked = max(0.0, now - self._ticked - 1.0), now
+        paused_s, self._ticked_at = max(0.0, now - self._ticked_at - 1.0), now
         for node in list(self._nodes.values()):
-            node.heard += asleep_s  # while nobody listened, nobody can have been heard
-            silent_s, standing = now - node.heard, self._groups[node.group].standing
+            node.heard_at += paused_s  # while the head does not read, a node cannot be blamed for silence
+            silent_s, status = now - node.heard_at, self._groups[node.group].status
             if silent_s > self._config.lease_s:
-                self._lose(node, f"was not heard of for {self._config.lease_s:g} s")
-            elif silent_s > _SILENT_S and standing.is_over(node.place):  # who is heard of is there, whatever is said
-                self._lose(node, f"is lost: {standing.text}")
+                self._lose(node, f"was silent for {self._config.lease_s:g} s")
+            elif silent_s > _SILENT_S and status.has_ended(node.place):  # a node that still sends is not lost
+                self._lose(node, f"is lost: {status.text}")
         if now >= self._next_beat:
             self._next_beat = now + n.BEAT_S
             self._hub.service()
             for node in self._nodes.values():
-                node.tell(n.NodeBeat(node.name))
+                node.send(n.NodeBeat(node.name))
         if self._stopping:
             return
-        self._groups.ask_again(self._wanted, now)
-        there, fewest = self._there(), self._config.fewest_nodes
-        if there >= fewest:
-            self._enough_at, self._misfit = now, None
-        elif self._misfit is not None:  # with enough nodes, a run goes on without it
-            raise self._misfit
+        self._groups.request_missing(self._wanted, now)
+        connected, fewest = sum(node is not None for node in self._blocks), self._config.fewest_nodes
+        if connected >= fewest:
+            self._enough_at, self._refusal = now, None
+        elif self._refusal is not None:
+            raise self._refusal
         elif now - self._enough_at > self._config.queue_s:
-            said = f"{there} of at least {counted(fewest, 'node')} came within queue_s={self._config.queue_s:g} s"
-            raise LaunchError(f"{said}: {self.waiting()}.\n{self.logs()}".rstrip())
+            raise LaunchError(
+                f"{connected} of at least {counted(fewest, 'node')} connected within "
+                f"queue_s={self._config.queue_s:g} s: {self.waiting()}.\n{self.logs()}".rstrip()
+            )
 
     def stop(self) -> None:
         self._stopping = True
@@ -154,25 +158,25 @@ class ClusterLauncher(Launcher):
             handle.kill()
 
     def scale(self, nodes: int) -> None:
-        """Have so many nodes from now on: more are asked for, or the last blocks are given back."""
+        """Change the number of nodes: request more, or drain and release those with the last blocks."""
         before, self._wanted = self._wanted, nodes
-        self._groups.start_over()
+        self._groups.reset_retries()
         for node in self._blocks[nodes:]:
             if node is not None:
-                node.given_back = True
+                node.released = True
                 self._drain_node(node)
-        self._groups.give_back(nodes)
+        self._groups.cancel_unneeded(nodes)
         if nodes > before:
-            self._groups.ask(nodes - before)
-            self._settle()
+            self._groups.request(nodes - before)
+            self._start_queued()
 
     def waiting(self) -> str:
-        """What the engine says about nodes that are not here yet; empty if all are."""
+        """What the engine says about nodes that are not connected yet; empty if all are."""
         if not (missing := sum(node is None for node in self._blocks[: self._wanted])):
             return ""
-        said = self._groups.standing()
+        status = self._groups.status()
         wanted = counted(self._wanted, "node")
-        return f"{missing} of {wanted} not connected yet{f': {said}' if said else ''}"
+        return f"{missing} of {wanted} not connected yet{f': {status}' if status else ''}"
 
     def spare(self) -> int:
         return sum(worker // self._per_node >= self._wanted for worker in self._queued)
@@ -191,24 +195,24 @@ class ClusterLauncher(Launcher):
         ]
 
     def expected(self) -> int:
-        """Nodes that are there, or may come without being asked for again."""
+        """Number of nodes that are connected, or may connect without another request."""
         return self._groups.expected()
 
     def logs(self) -> str:
-        """Where what nodes said is written, and the end of it."""
+        """The paths of the node daemons' logs, and the last lines of each."""
         return self._groups.logs()
 
     def close(self) -> None:
         for node in self._nodes.values():
-            node.tell(n.Leave("the run is over"))
+            node.send(n.Leave("the run has ended"))
         self._groups.end()
         self._engine.close()
         self._hub.close(linger_ms=1000)
 
     # ---- nodes ----
 
-    def _agents_bootstrap(self, group: int) -> bytes:
-        """Agents of a group share a key, which is that of the peer -1 - group: workers have numbers from 0 on."""
+    def _daemon_bootstrap(self, group: int) -> bytes:
+        """Node daemons of a group share a key and the peer number -1 - group; peers from 0 on are workers."""
         bootstrap = admit(self._hub, -1 - group, 0) | {
             "run": self._run,
             "addresses": self._hub.addresses,
@@ -218,26 +222,23 @@ class ClusterLauncher(Launcher):
         }
         return json.dumps(bootstrap).encode()
 
-    def _there(self) -> int:
-        return sum(node is not None for node in self._blocks)
-
-    def _hear(self, group: int, message: n.FromNode) -> None:
+    def _on_message(self, group: int, message: n.FromNode) -> None:
         node = self._nodes.get(message.node)
         if isinstance(message, n.NodeHello):
             if node is None:
-                self._welcome(group, message)
+                self._admit(group, message)
             return
         if node is not None and node.group != group:
-            self._misheard(group, WireError("it speaks for a node of others."))
+            self._on_invalid(group, WireError("it names a node of another group."))
             return
         if node is None:
-            # Given up, or never let in: whatever it runs is fenced off by its keys, and it is told to end it.
-            tell(self._hub, message.node, n.Leave("this node was given up", come_again=True))
+            # Declared lost, or never admitted: its workers' keys are revoked; make it end them.
+            send_to_node(self._hub, message.node, n.Leave("this node was declared lost", come_again=True))
             return
-        node.heard = time.monotonic()
+        node.heard_at = time.monotonic()
         match message:
             case n.NodeBeat():
-                node.compare(set(message.workers), node.heard)
+                node.reconcile(set(message.workers), node.heard_at)
             case n.Printed():
                 if (worker := node.worker(message.worker, message.incarnation)) is not None:
                     worker.printed(message.data)
@@ -246,43 +247,45 @@ class ClusterLauncher(Launcher):
                     copy_words(message.words, worker.words)
                     worker.end(Ended(message.status, message.note, blameless=node.leaving))
             case n.Leaving():
-                log.warning("%s is taken back (%s): its workers hand over what they have", node, message.reason)
+                log.warning("%s is taken back by its engine (%s): draining its workers", node, message.reason)
                 self._drain_node(node)
 
-    def _misheard(self, group: int, error: WireError) -> None:
-        """Said the first time, and then less and less often: whoever sends nonsense does not fill the log."""
-        self._nonsense[group] += 1
-        if self._nonsense[group].bit_count() == 1:
-            log.warning("the agent of a node sent what cannot be accepted (%d): %s", self._nonsense[group], str(error))
+    def _on_invalid(self, group: int, error: WireError) -> None:
+        """Log the 1st, 2nd, 4th, 8th, ... invalid message, so that a broken peer cannot fill the log."""
+        self._invalid[group] += 1
+        if self._invalid[group].bit_count() == 1:
+            log.warning(
+                "a node daemon sent a message that cannot be accepted (%d): %s", self._invalid[group], str(error)
+            )
 
     def _refuse(self, host: str, different: str) -> None:
         """Refuse a node whose versions differ from the head's."""
-        said = f"the node {host} does not fit: {different}. Install the same versions on all nodes."
+        text = f"the node {host} does not fit: {different}. Install the same versions on all nodes."
         if self._config.fewest_nodes == self._config.nodes:
-            self._misfit = LaunchError(said)
-        if host not in self.refused and len(self.refused) < _MOST_REFUSED:
-            log.warning("%s Continuing without it.", said)
+            self._refusal = LaunchError(text)
+        if host not in self.refused and len(self.refused) < _MAX_REFUSED:
+            log.warning("%s Continuing without it.", text)
             self.refused[host] = different
 
-    def _welcome(self, group: int, hello: n.NodeHello) -> None:
+    def _admit(self, group: int, hello: n.NodeHello) -> None:
         if hello.run != self._run:
             raise WireError("it belongs to another run.")
-        if group >= len(self._groups):  # its engine started it, and said that it could not
-            tell(self._hub, hello.node, n.Leave("nobody asked for this node"))
+        if group >= len(self._groups):  # its engine started it although the request raised an error
+            send_to_node(self._hub, hello.node, n.Leave("this node was not requested"))
             return
         if different := mismatches(hello.versions):
-            what = "; ".join(different)
-            tell(self._hub, hello.node, n.Leave(f"does not fit: {what}"))
-            self._groups[group].turned_away(hello.node, hello.place)
-            self._refuse(hello.host, what)
+            differences = "; ".join(different)
+            send_to_node(self._hub, hello.node, n.Leave(f"does not fit: {differences}"))
+            self._groups[group].rejected(hello.node, hello.place)
+            self._refuse(hello.host, differences)
             return
         killed = self._nodes.get(hello.replaces or "")
         if killed is not None and killed.group == group:
             self._lose(killed, "lost its daemon, which was restarted on the same node")
         free = next((i for i, held in enumerate(self._blocks[: self._wanted]) if held is None), None)
         if free is None or self._groups[group].is_cancelled:
-            self._groups[group].turned_away(hello.node, hello.place)
-            tell(self._hub, hello.node, n.Leave("all nodes are there already"))
+            self._groups[group].rejected(hello.node, hello.place)
+            send_to_node(self._hub, hello.node, n.Leave("the run has all the nodes it needs"))
             return
         node = Node(
             hub=self._hub,
@@ -292,19 +295,19 @@ class ClusterLauncher(Launcher):
             pid=hello.pid,
             place=hello.place,
             address=hello.address,
-            heard=time.monotonic(),
+            heard_at=time.monotonic(),
             block=free,
         )
         self._nodes[node.name] = self._blocks[free] = node
-        self._groups[group].welcomed(hello.place)
-        node.tell(n.NodeBeat(node.name))
-        log.info("%s is there, with %d cores", node, hello.cpus)
+        self._groups[group].joined(hello.place)
+        node.send(n.NodeBeat(node.name))
+        log.info("%s connected, with %d cores", node, hello.cpus)
         if hello.setup_failed:
-            log.warning("%s: of its setup, %r failed; it goes on all the same", node, hello.setup_failed)
-        self._settle()
+            log.warning("%s: of its setup, %r failed; continuing anyway", node, hello.setup_failed)
+        self._start_queued()
 
-    def _settle(self) -> None:
-        """Start queued workers whose block has a node now."""
+    def _start_queued(self) -> None:
+        """Start queued workers whose block has got a node."""
         for worker, handle in list(self._queued.items()):
             node = self._blocks[worker // self._per_node]
             if node is not None and not node.leaving:
@@ -318,7 +321,7 @@ class ClusterLauncher(Launcher):
         self._release(node)
 
     def _lose(self, node: Node, why: str) -> None:
-        """Whatever it still does, its keys are void: nothing of it is accepted any more."""
+        """Declare a node lost: end its workers, whose keys are revoked, and free its block."""
         log.warning("%s %s", node, why)
         del self._nodes[node.name]
         self._blocks[node.block] = None
@@ -326,8 +329,8 @@ class ClusterLauncher(Launcher):
         for worker in node.workers.values():
             worker.end(Ended(1, f"its {node} {why}", blameless=True))
 
-    def _given_up(self, worker: RemoteWorker) -> None:
-        """A worker's handle was given up by the head: it has ended."""
+    def _forget_worker(self, worker: RemoteWorker) -> None:
+        """The head closed the handle of a worker that has ended."""
         self._queued.pop(worker.worker, None)
         node = worker.node
         if node is not None and node.workers.get(worker.worker) is worker:
@@ -335,16 +338,16 @@ class ClusterLauncher(Launcher):
             self._release(node)
 
     def _release(self, node: Node) -> None:
-        """A node that is leaving may go once its workers are done."""
+        """Let a draining node go once its workers have ended."""
         if node.leaving and not node.workers and node.name in self._nodes:
-            node.tell(n.Leave("its workers are done"))
+            node.send(n.Leave("its workers are done"))
             del self._nodes[node.name]
             self._blocks[node.block] = None
-            self._groups[node.group].left(node.place, for_good=node.given_back)
+            self._groups[node.group].left(node.place, for_good=node.released)
 
 
-def _allow_files(count: int) -> None:
-    """Connections and descriptors of many workers are more than most systems allow at first; up to a limit, one may."""
+def _raise_file_limit(count: int) -> None:
+    """Raise the soft limit on open files for `count` connections, and warn if the hard limit is too low."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = count + _OTHER_FILES
     if soft != resource.RLIM_INFINITY and soft < needed:

@@ -1,4 +1,4 @@
-"""What an engine (SLURM, Ray, Kubernetes, ssh) does for farstep: start an agent on each of some nodes, and end it."""
+"""The interface of an engine (SLURM, Ray, Kubernetes, ssh), which starts and ends node daemons."""
 
 from __future__ import annotations
 
@@ -9,82 +9,96 @@ from typing import Protocol
 from farstep.errors import LaunchError
 
 TAKEN_BACK = 75
-"""The status of an agent that left because its engine said so (`EX_TEMPFAIL`: it would come again)."""
+"""Exit status of a node daemon whose engine took the node back (`EX_TEMPFAIL`: it may be started again)."""
 
 SETUP_FAILED = "FARSTEP_SETUP_FAILED"
+"""Environment variable: the command of the setup that failed last."""
 RESTARTS = "FARSTEP_RESTARTS"
 """Environment variable: how many times in ten minutes a killed node daemon is restarted."""
 
 
 def setup_lines(setup: Sequence[str]) -> list[str]:
-    """For a shell. As in any script, what follows a line that fails is run; in bash, the agent learns which it was."""
+    """Lines of a shell script that run the user's setup.
+
+    As in any script, a failing line does not stop the following ones. In bash, the last command that failed is passed
+    to the node daemon in an environment variable.
+    """
     if not setup:
         return []
-    in_bash, at_the_top = '[ -z "${BASH_VERSION-}" ] ||', '[ "${BASH_SOURCE-$0}" != "$0" ] ||'
-    note = f"{in_bash} trap '{at_the_top} export {SETUP_FAILED}=\"$BASH_COMMAND\"' ERR"
-    return [note, *setup, f"{in_bash} trap - ERR", "set +e"]  # what comes after it has its own ways to fail
+    in_bash, at_top_level = '[ -z "${BASH_VERSION-}" ] ||', '[ "${BASH_SOURCE-$0}" != "$0" ] ||'
+    record = f"{in_bash} trap '{at_top_level} export {SETUP_FAILED}=\"$BASH_COMMAND\"' ERR"
+    return [record, *setup, f"{in_bash} trap - ERR", "set +e"]  # the lines after the setup report their own failures
 
 
 class EngineLost(LaunchError):
-    """The engine itself is lost, so that replacements cannot be requested from it."""
+    """The engine itself is lost: it cannot provide replacements."""
 
 
 @dataclass(frozen=True)
 class RequestStatus:
-    """How it is with nodes that were asked for together."""
+    """The state of a group: nodes that were requested together.
+
+    A place is the engine's name of a node, e.g. `SLURM job 12, node n3`; engines report it up to the first comma.
+    """
 
     text: str
-    """In a few words, e.g. `SLURM job 12 is PENDING (Resources)`."""
+    """The state in words, e.g. `SLURM job 12 is PENDING (Resources)`."""
     nodes: int
-    """How many of them have an agent, or will have one without being asked for again."""
-    coming: int = 0
-    """Of these, those that have certainly not begun yet, where the engine does not tell which."""
-    over: Sequence[str] | None = None
-    """Places, up to their first comma, whose agents have ended; None: the engine does not tell which of them have."""
-    anew: Sequence[str] = ()
-    """Such places whose agents have not begun, or are to begin once more."""
-    lost: bool = False
+    """Number of nodes that have a node daemon, or will get one without another request."""
+    pending: int = 0
+    """Of these nodes, the number that has certainly not started yet, if the engine does not name them."""
+    ended: Sequence[str] | None = None
+    """Places whose node daemons have ended; None: the engine does not name them."""
+    restarting: Sequence[str] = ()
+    """Places whose node daemons have not started yet, or will be restarted."""
+    engine_lost: bool = False
     """Whether the engine is lost (`EngineLost`): then only nodes that are connected to the head count."""
 
-    def is_over(self, place: str) -> bool:
-        """Whether the agent that called its node so has ended, as far as the engine tells."""
-        return not self.nodes or place.partition(",")[0] in (self.over or ())
+    def has_ended(self, place: str) -> bool:
+        """Whether the node daemon at this place has ended, according to the engine."""
+        return not self.nodes or place.partition(",")[0] in (self.ended or ())
 
 
 class Group(Protocol):
-    """Nodes that were asked for together: a job, a deployment, some sessions."""
+    """Nodes that were requested together: a job, a deployment, some ssh sessions.
 
-    def standing(self) -> RequestStatus:
-        """May take a while: all but `logs` is called in a thread of the group's own."""
-        ...
+    Methods may block; each group has a thread that calls them, except `logs`.
+    """
 
-    def there(self, places: Sequence[str]) -> None:
-        """What the agents that the head hears of call their nodes; said before it is asked how it stands."""
+    def status(self) -> RequestStatus: ...
+
+    def set_connected(self, places: Sequence[str]) -> None:
+        """Receive the places of the nodes that are connected to the head; called before each `status`."""
         return
 
     def logs(self) -> str:
-        """Where they are, and the end of each."""
+        """The paths of the node daemons' logs, and the last lines of each."""
         ...
 
     def cancel(self) -> None:
-        """Nothing of it is left, or will be soon; not an error if it is over."""
+        """End all node daemons of the group, or make sure that they end soon; does nothing if they have ended."""
         ...
 
 
 class Engine(Protocol):
-    """How agents get to nodes."""
+    """Starts node daemons on nodes."""
 
     grace_s: float
-    """How long a node that is taken back has to hand over what it has."""
+    """Seconds that a node has to hand over its chunks when the engine takes it back."""
 
     def listen_on(self) -> Sequence[str]:
         """The addresses of this machine that nodes may reach, best first."""
         ...
 
-    def ask(self, nodes: int, bootstrap: bytes) -> Group:
-        """Ask for agents on so many nodes, each started with `bootstrap`; does not wait for them.
+    def request(self, nodes: int, bootstrap: bytes) -> Group:
+        """Request node daemons on `nodes` nodes, without waiting for them.
 
-        Raises `LaunchError` with one sentence that says what to install or start if the engine cannot be used.
+        Args:
+            nodes: Number of nodes.
+            bootstrap: What each daemon reads from its standard input: addresses and keys, as JSON.
+
+        Raises:
+            LaunchError: The engine cannot be used; one sentence says what to install or start.
         """
         ...
 

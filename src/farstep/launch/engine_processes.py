@@ -1,4 +1,4 @@
-"""Agents that run as long as a process of this machine does: an ssh client, an `srun`."""
+"""Node daemons that run as long as a local process does: an ssh client or an `srun`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ENDED = "ended on"
 
 
 class EngineProcess:
-    """A process that runs agents on nodes, and to whose standard input they are told where to connect."""
+    """A local process that runs node daemons on nodes and passes the bootstrap to their standard input."""
 
     def __init__(self, command: Sequence[str], where: str, bootstrap: bytes, nodes: int = 1) -> None:
         self.where, self.nodes = where, nodes
@@ -36,7 +36,7 @@ class EngineProcess:
         return self._process.poll() is not None
 
     def tail(self) -> str:
-        return self._last_words if self._log.closed else file_tail(self._log)
+        return self._final_tail if self._log.closed else file_tail(self._log)
 
     def wait(self, deadline: float) -> bool:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -48,28 +48,28 @@ class EngineProcess:
             os.killpg(self._process.pid, number)
 
     def close(self) -> None:
-        """Once it has ended."""
+        """Free the log of a process that has ended; `tail` still works."""
         if not self._log.closed:
             self._process.wait()
-            self._last_words = self.tail()
+            self._final_tail = self.tail()
             self._log.close()
 
 
 def file_tail(file: IO[bytes]) -> str:
-    """The end of what was written to it."""
+    """The last `_TAIL_BYTES` bytes of a file, as text."""
     size = os.fstat(file.fileno()).st_size
     return os.pread(file.fileno(), _TAIL_BYTES, max(0, size - _TAIL_BYTES)).decode(errors="replace").strip()
 
 
-def after_setup(setup: Sequence[str], agent: str) -> str:
-    """Lines for a shell; its standard input, where the keys are, is for the agent only."""
+def after_setup(setup: Sequence[str], daemon: str) -> str:
+    """Shell lines that run the setup, then the daemon; only the daemon can read the keys from standard input."""
     if not setup:
-        return f"exec {agent}"
-    return "\n".join(["exec 3<&0 </dev/null", *setup_lines(setup), f"exec {agent} <&3 3<&-"])
+        return f"exec {daemon}"
+    return "\n".join(["exec 3<&0 </dev/null", *setup_lines(setup), f"exec {daemon} <&3 3<&-"])
 
 
 def end_processes(sessions: Iterable[EngineProcess], patience_s: float = _LEAVE_S) -> None:
-    """Agents were told to leave; whoever is still there after a while is beyond hearing."""
+    """Wait `patience_s` seconds for processes whose daemons were asked to leave, then terminate, then kill them."""
     left = [session for session in sessions if not session.ended]
     for wait_s, number in ((patience_s, signal.SIGTERM), (_LEAVE_S, signal.SIGKILL)):
         deadline = time.monotonic() + wait_s
@@ -81,22 +81,22 @@ def end_processes(sessions: Iterable[EngineProcess], patience_s: float = _LEAVE_
 
 
 class EngineProcesses(Group):
-    """Sessions that were begun together."""
+    """Processes that were started together."""
 
     def __init__(self, program: str, sessions: Sequence[EngineProcess]) -> None:
         self._program, self._sessions = program, sessions
 
-    def standing(self) -> RequestStatus:
+    def status(self) -> RequestStatus:
         ended = [session for session in self._sessions if session.ended]
-        here = [session for session in self._sessions if not session.ended]
+        running = [session for session in self._sessions if not session.ended]
         parts = [
-            f"{self._program} {what} {', '.join(session.where for session in some)}"
-            for what, some in (("runs on", here), (ENDED, ended))
-            if some
+            f"{self._program} {state} {', '.join(session.where for session in sessions)}"
+            for state, sessions in (("runs on", running), (ENDED, ended))
+            if sessions
         ]
         text = "; ".join(parts) or f"no node is free for {self._program}"
-        over = [f"{self._program} {session.where}" for session in ended]
-        return RequestStatus(text, sum(session.nodes for session in here), over=over)
+        ended_places = [f"{self._program} {session.where}" for session in ended]
+        return RequestStatus(text, sum(session.nodes for session in running), ended=ended_places)
 
     def logs(self) -> str:
         return "\n".join(f"{session.where}:\n{session.tail()}" for session in self._sessions if session.tail())

@@ -1,4 +1,4 @@
-"""Nodes that were asked of an engine, group by group: how they stand, and asking again for those that are over."""
+"""Watches the groups of nodes that an engine provides, and requests replacements for nodes that have ended."""
 
 from __future__ import annotations
 
@@ -13,98 +13,99 @@ from farstep.errors import FarstepError, LaunchError, counted
 from farstep.launch.engine import Engine, EngineLost, Group, RequestStatus
 
 log = logging.getLogger("farstep")
-_LOOK_S = 2.0
-_MOST_PAUSE_S = 60.0
-"""Between asking for nodes and asking again for those that did not come."""
+_CHECK_S = 2.0
+"""Seconds between two status checks of a group."""
+_MAX_BACKOFF_S = 60.0
+"""Longest pause between two requests for replacements; it doubles with each retry."""
 _END_S = 120.0
-"""How long an engine that does not answer may keep the end of a run waiting."""
+"""Seconds that an unresponsive engine can delay the end of a run."""
 
 
-class Watched:
-    """A group. All that its engine is asked, a thread asks: engines take their time to answer."""
+class WatchedGroup:
+    """A group and the thread that calls its engine, whose calls may block."""
 
-    def __init__(self, nodes: int, ask: Callable[[], Group]) -> None:
-        self._nodes, self._ask = nodes, ask
+    def __init__(self, nodes: int, request: Callable[[], Group]) -> None:
+        self._nodes, self._request = nodes, request
         self._group: Group | None = None
-        self._look = (0.0, RequestStatus("asked for", nodes))
-        """When the engine was last asked how it is, and what it said."""
+        self._checked = (0.0, RequestStatus("requested", nodes))
+        """When the engine was last asked for the group's status, and its answer."""
         self._gone: list[str] = []
-        """Places of nodes of it that were there and will not be again, as far as is known."""
+        """Places of nodes that were connected once and are not expected to return."""
         self._gone_at = 0.0
-        self._turned_away: set[str] = set()
-        """Agents of it that came and were not needed."""
-        self._taken = 0
-        """Nodes that their engine took back: it brings them again, or says that they are over."""
+        self._rejected: set[str] = set()
+        """Names of node daemons that connected and were not needed."""
+        self._taken_back = 0
+        """Number of nodes that the engine took back: it starts them again, or reports that they have ended."""
         self._places: list[str] = []
-        """Of nodes of it that are there."""
+        """Places of the connected nodes."""
         self._logs: str | None = None
-        """What they said, once it is over."""
-        self.last_words = ""
-        """The last line of what nodes said, when some of them had ended."""
+        """The logs of the group, once all its nodes have ended."""
+        self.last_line = ""
+        """The last line of the logs at the time when a node ended."""
         self._cancelled = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True, name="farstep-engine")
 
-    def ask(self) -> None:
-        """Now, so that the caller learns what is wrong; else the thread does."""
-        self._group = self._ask()
+    def request(self) -> None:
+        """Request the nodes in the calling thread, so that errors reach the caller; `watch` does it otherwise."""
+        self._group = self._request()
 
     def watch(self) -> None:
         self._thread.start()
 
     @property
-    def standing(self) -> RequestStatus:
-        return self._look[1]
+    def status(self) -> RequestStatus:
+        return self._checked[1]
 
     @property
-    def here(self) -> int:
-        """Nodes of it that are there."""
+    def connected(self) -> int:
+        """Number of connected nodes."""
         return len(self._places)
 
     def expected(self) -> int:
-        """Nodes of it that are there, or may come without being asked for again."""
-        looked_at, standing = self._look
-        if standing.lost:
-            return self.here
-        if looked_at > self._gone_at:
-            self._forget(standing)
-        return max(self.here, standing.nodes - self._unnoticed(standing))
+        """Number of nodes that are connected, or may connect without another request."""
+        checked_at, status = self._checked
+        if status.engine_lost:
+            return self.connected
+        if checked_at > self._gone_at:
+            self._forget_returning(status)
+        return max(self.connected, status.nodes - self._overcounted(status))
 
-    def _forget(self, standing: RequestStatus) -> None:
-        """Nodes that are not gone after all: SLURM starts a job that lost its nodes once more."""
-        if standing.over is not None:
-            self._gone = [place for place in self._gone if place.partition(",")[0] not in standing.anew]
+    def _forget_returning(self, status: RequestStatus) -> None:
+        """Remove nodes from `_gone` that the engine starts again: SLURM requeues a job that lost its nodes."""
+        if status.ended is not None:
+            self._gone = [place for place in self._gone if place.partition(",")[0] not in status.restarting]
         else:
-            mistaken = self._unnoticed(standing) - max(0, standing.nodes - self.here - standing.coming)
-            del self._gone[: max(0, mistaken)]
+            returning = self._overcounted(status) - max(0, status.nodes - self.connected - status.pending)
+            del self._gone[: max(0, returning)]
 
-    def _unnoticed(self, standing: RequestStatus) -> int:
-        """Of the nodes that are gone, those that the engine still counts."""
-        if standing.over is not None:
-            return sum(not standing.is_over(place) for place in self._gone)
-        return max(0, len(self._gone) - max(0, self._nodes - standing.nodes - self._taken))
+    def _overcounted(self, status: RequestStatus) -> int:
+        """Number of gone nodes that the engine still counts."""
+        if status.ended is not None:
+            return sum(not status.has_ended(place) for place in self._gone)
+        return max(0, len(self._gone) - max(0, self._nodes - status.nodes - self._taken_back))
 
-    def welcomed(self, place: str) -> None:
-        """An agent of it came, perhaps again."""
+    def joined(self, place: str) -> None:
+        """A node connected, perhaps again."""
         self._places.append(place)
         if place in self._gone:
             self._gone.remove(place)
-        absent = max(0, self._nodes - self.here)
-        self._taken = min(self._taken, absent)
+        absent = max(0, self._nodes - self.connected)
+        self._taken_back = min(self._taken_back, absent)
         del self._gone[absent:]
 
-    def turned_away(self, agent: str, place: str) -> None:
-        """An agent of it came and was told to leave; it may say so several times."""
-        if agent not in self._turned_away and len(self._turned_away) < self._nodes:
-            self._turned_away.add(agent)
+    def rejected(self, daemon: str, place: str) -> None:
+        """A node daemon connected and was sent away; called again if it repeats its hello."""
+        if daemon not in self._rejected and len(self._rejected) < self._nodes:
+            self._rejected.add(daemon)
             self._lose(place)
 
     def left(self, place: str, for_good: bool) -> None:
-        """A node is not there any more; not for good if its engine said that it takes it back for a while."""
+        """A node disconnected; `for_good` is False if its engine took it back and may start it again."""
         self._places.remove(place)
         if for_good:
             self._lose(place)
         else:
-            self._taken += 1
+            self._taken_back += 1
 
     def _lose(self, place: str) -> None:
         self._gone.append(place)
@@ -113,39 +114,39 @@ class Watched:
     def _watch(self) -> None:
         try:
             if self._group is None:
-                self.ask()
-        except Exception as error:  # an engine that was there may be there again soon
-            log.warning("%s: %s Going on without for now.", type(error).__name__, error)
-            self._look = (time.monotonic(), RequestStatus(str(error), 0, lost=isinstance(error, EngineLost)))
+                self.request()
+        except Exception as error:  # the engine has worked before, so the failure may be temporary
+            log.warning("%s: %s Continuing without these nodes for now.", type(error).__name__, error)
+            self._checked = (time.monotonic(), RequestStatus(str(error), 0, engine_lost=isinstance(error, EngineLost)))
         if self._group is None:
             return
-        while self.standing.nodes and not self._cancelled.wait(_LOOK_S):
-            began, before, now = time.monotonic(), self.standing, self._how(self._group)
+        while self.status.nodes and not self._cancelled.wait(_CHECK_S):
+            began, before, now = time.monotonic(), self.status, self._check(self._group)
             if now.nodes < before.nodes:
-                said = _said_by(self._group)
-                self.last_words = next(reversed(said.splitlines()), "")
-                self._logs = None if now.nodes else said  # before anybody knows that it is over
-            self._look = (began, now)
+                logs = _logs_of(self._group)
+                self.last_line = next(reversed(logs.splitlines()), "")
+                self._logs = None if now.nodes else logs  # before other threads see the status, and then read the logs
+            self._checked = (began, now)
         self._group.cancel()
 
-    def _how(self, group: Group) -> RequestStatus:
-        before = self.standing
+    def _check(self, group: Group) -> RequestStatus:
+        before = self.status
         try:
-            group.there(tuple(self._places))
-            return group.standing()
-        except Exception as error:  # an engine that cannot be asked may still have nodes for us
+            group.set_connected(tuple(self._places))
+            return group.status()
+        except Exception as error:  # the nodes may still exist, although the engine does not answer
             text = f"the engine does not answer: {error if isinstance(error, FarstepError) else repr(error)}"
             if text != before.text:
                 log.warning("%s", text)
-            return RequestStatus(text, before.nodes, lost=isinstance(error, EngineLost))
+            return RequestStatus(text, before.nodes, engine_lost=isinstance(error, EngineLost))
 
     def logs(self) -> str:
         if self._logs is not None:
             return self._logs
-        return _said_by(self._group) if self._group is not None else ""
+        return _logs_of(self._group) if self._group is not None else ""
 
     def cancel(self) -> None:
-        """Soon, without waiting for it."""
+        """Make the thread cancel the group; does not wait for it."""
         self._cancelled.set()
 
     @property
@@ -156,129 +157,138 @@ class Watched:
         self._thread.join(max(0.0, deadline - time.monotonic()))
 
 
-def _said_by(group: Group) -> str:
+def _logs_of(group: Group) -> str:
     try:
         return group.logs()
-    except Exception as error:  # whatever happens to a log, a run goes on
-        return f"what it said cannot be read: {error!r}"
+    except Exception as error:  # an unreadable log must not end a run
+        return f"its logs cannot be read: {error!r}"
 
 
 class Groups:
-    """All groups of a run, numbered in the order in which they were asked for."""
+    """All groups of a run, numbered in the order of their requests."""
 
     def __init__(self, engine: Engine, config: EngineConfig, bootstrap: Callable[[int], bytes]) -> None:
-        """`bootstrap` makes what agents of the group of that number are started with."""
+        """`bootstrap(group)` returns what the node daemons of that group are started with."""
         self._engine, self._config, self._bootstrap = engine, config, bootstrap
-        self._asked: list[Watched] = []
-        self._asking = threading.Lock()
-        """Engines hear one order at a time."""
+        self._groups: list[WatchedGroup] = []
+        self._request_lock = threading.Lock()
+        """Engines receive one request at a time."""
         self._complete = False
-        """Whether there were enough nodes once."""
-        self.start_over()
+        """Whether enough nodes have been connected at some time."""
+        self.reset_retries()
 
-    def start_over(self) -> None:
-        """Whatever failed until now is not held against nodes that are asked for from now on."""
+    def reset_retries(self) -> None:
+        """Restore the full restart budget."""
         self._retries: deque[float] = deque()
         self._retry_at, self._given_up = 0.0, False
 
     def __len__(self) -> int:
-        return len(self._asked)
+        return len(self._groups)
 
-    def __getitem__(self, number: int) -> Watched:
-        return self._asked[number]
+    def __getitem__(self, number: int) -> WatchedGroup:
+        return self._groups[number]
 
-    def ask(self, nodes: int) -> None:
-        """Ask for a group of so many nodes; raises `LaunchError` if the engine cannot be used."""
+    def request(self, nodes: int) -> None:
+        """Request a group of `nodes` nodes; raises `LaunchError` if the engine cannot be used."""
         group = self._new(nodes)
         try:
-            group.ask()
+            group.request()
         except BaseException:
-            self._asked.pop()
+            self._groups.pop()
             raise
         group.watch()
 
-    def _new(self, nodes: int) -> Watched:
-        bootstrap = self._bootstrap(len(self._asked))
-        group = Watched(nodes, lambda: self._order(nodes, bootstrap))
-        self._asked.append(group)
+    def _new(self, nodes: int) -> WatchedGroup:
+        bootstrap = self._bootstrap(len(self._groups))
+        group = WatchedGroup(nodes, lambda: self._request(nodes, bootstrap))
+        self._groups.append(group)
         return group
 
-    def _order(self, nodes: int, bootstrap: bytes) -> Group:
-        with self._asking:
-            return self._engine.ask(nodes, bootstrap)
+    def _request(self, nodes: int, bootstrap: bytes) -> Group:
+        with self._request_lock:
+            return self._engine.request(nodes, bootstrap)
 
-    def ask_again(self, wanted: int, now: float) -> None:
-        """Nodes that are over are asked for again; before there were ever enough of them, something is wrong."""
+    def request_missing(self, wanted: int, now: float) -> None:
+        """Request replacements for nodes that have ended.
+
+        Args:
+            wanted: Number of nodes that the run should have.
+            now: Time in seconds.
+
+        Raises:
+            LaunchError: Fewer than the minimum number of nodes are left, and the restart budget is used up, the engine
+                is lost, or there have never been enough nodes.
+        """
         expected = self.expected()
-        self._complete = self._complete or sum(watched.here for watched in self._asked) >= self._config.fewest_nodes
+        connected = sum(group.connected for group in self._groups)
+        self._complete = self._complete or connected >= self._config.fewest_nodes
         missing = wanted - expected
-        if not self._asked or missing <= 0:
+        if not self._groups or missing <= 0:
             return
         too_few = expected < self._config.fewest_nodes
-        if too_few and (newest := self._asked[-1]).standing.lost:
+        if too_few and (newest := self._groups[-1]).status.engine_lost:
             raise _missing(missing, newest)
         if now < self._retry_at and not (self._given_up and too_few):
             return
         while self._retries and now - self._retries[0] >= RESTART_WINDOW_S:
             self._retries.popleft()
-        over = [watched for watched in self._asked if not watched.standing.nodes]
-        last = (over or self._asked)[-1]
-        self._retry_at = now + min(_MOST_PAUSE_S, 2.0 ** min(len(self._retries), 10))
+        ended = [group for group in self._groups if not group.status.nodes]
+        last = (ended or self._groups)[-1]
+        self._retry_at = now + min(_MAX_BACKOFF_S, 2.0 ** min(len(self._retries), 10))
         self._given_up = len(self._retries) >= self._config.restart_budget
         if too_few and (self._given_up or not self._complete):
             raise _missing(missing, last, self._budget_used())
         if self._given_up:
-            what = f"{last.standing.text}{self._budget_used()}"
             log.warning(
                 "%s; continuing with %s, and requesting more in at most %g minutes",
-                what,
+                f"{last.status.text}{self._budget_used()}",
                 counted(expected, "node"),
                 RESTART_WINDOW_S / 60,
             )
             self._retry_at = (self._retries[0] if self._retries else now) + RESTART_WINDOW_S
             return
         self._retries.append(now)
-        words = f" ({last.last_words})" if last.last_words else ""
-        log.warning("%s%s; requesting %s again", last.standing.text, words, counted(missing, "node"))
+        detail = f" ({last.last_line})" if last.last_line else ""
+        log.warning("%s%s; requesting %s again", last.status.text, detail, counted(missing, "node"))
         self._new(missing).watch()
 
     def _budget_used(self) -> str:
-        """A clause that names the restart budget, if it was used up."""
+        """A clause that names the restart budget if it is used up, else ""."""
         budget = self._config.restart_budget
         if not budget or len(self._retries) < budget:
             return ""
         times, minutes = counted(budget, "time"), RESTART_WINDOW_S / 60
         return f"; restart_budget={budget} is used up: nodes were requested again {times} within {minutes:g} minutes"
 
-    def give_back(self, wanted: int) -> None:
-        """Cancel groups of which nobody is there and that are not needed for so many nodes."""
-        for watched in reversed(self._asked):
-            spare = 0 if watched.is_cancelled else watched.expected()
-            if spare and not watched.here and self.expected() - spare >= wanted:
-                watched.cancel()
+    def cancel_unneeded(self, wanted: int) -> None:
+        """Cancel groups without a connected node that are not needed to reach `wanted` nodes."""
+        for group in reversed(self._groups):
+            spare = 0 if group.is_cancelled else group.expected()
+            if spare and not group.connected and self.expected() - spare >= wanted:
+                group.cancel()
 
     def expected(self) -> int:
-        """Nodes of all of them that are there, or may come without being asked for again."""
-        return sum(watched.expected() for watched in self._asked if not watched.is_cancelled)
+        """Number of nodes of all groups that are connected, or may connect without another request."""
+        return sum(group.expected() for group in self._groups if not group.is_cancelled)
 
-    def standing(self) -> str:
-        """What the engine says about those that are not over."""
-        there = [watched for watched in self._asked if watched.standing.nodes and not watched.is_cancelled]
-        return "; ".join(watched.standing.text for watched in there)
+    def status(self) -> str:
+        """The status of the groups that have not ended, in words."""
+        active = [group for group in self._groups if group.status.nodes and not group.is_cancelled]
+        return "; ".join(group.status.text for group in active)
 
     def logs(self) -> str:
-        """Where what nodes said is written, and the end of it."""
-        return "\n".join(text for watched in self._asked if (text := watched.logs()))
+        """The paths of the node daemons' logs, and the last lines of each."""
+        return "\n".join(text for group in self._groups if (text := group.logs()))
 
     def end(self) -> None:
-        for watched in self._asked:
-            watched.cancel()
+        for group in self._groups:
+            group.cancel()
         deadline = time.monotonic() + _END_S
-        for watched in self._asked:
-            watched.join(deadline)
+        for group in self._groups:
+            group.join(deadline)
 
 
-def _missing(nodes: int, group: Watched, budget: str = "") -> LaunchError:
+def _missing(nodes: int, group: WatchedGroup, budget: str = "") -> LaunchError:
     verb = "is" if nodes == 1 else "are"
-    said = f"{group.standing.text}, and {counted(nodes, 'node')} {verb} missing{budget}."
-    return LaunchError(f"{said}\n{group.logs()}".rstrip())
+    text = f"{group.status.text}, and {counted(nodes, 'node')} {verb} missing{budget}."
+    return LaunchError(f"{text}\n{group.logs()}".rstrip())

@@ -1,4 +1,4 @@
-"""What launchers share whose workers talk over ZeroMQ: all of them to one hub."""
+"""Helpers of launchers whose workers all connect to one ZeroMQ hub."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from farstep.wire.channels.zmq import Hub
 
 
 class HubLink:
-    """A worker's share of the hub, which is read for all of them together."""
+    """Sends to one worker through the hub; `drain` receives for all workers together."""
 
     def __init__(self, hub: Hub, worker: int) -> None:
         self._hub, self._worker = hub, worker
@@ -32,7 +32,11 @@ class HubLink:
 
 
 def drain(hub: Hub, receive: Callable[[int, Received], None]) -> bool:
-    """Hand over what has arrived, with the number of who sent it; whether that was something, or more waits."""
+    """Call `receive` with each message that has arrived and its sender's number.
+
+    Returns:
+        True if a message arrived or more are waiting.
+    """
     arrived = False
     for peer, received in hub.drain():
         arrived = True
@@ -41,7 +45,7 @@ def drain(hub: Hub, receive: Callable[[int, Received], None]) -> bool:
 
 
 def admit(hub: Hub, peer: int, incarnation: int) -> dict[str, Any]:
-    """Let a peer in that shows the keys which are made here; what to tell it of them."""
+    """Issue keys for a peer; returns the entries of its bootstrap that contain them."""
     pair = hub.admit(peer, incarnation)
     return {
         "server_key": hub.keys.public.decode(),
@@ -51,7 +55,7 @@ def admit(hub: Hub, peer: int, incarnation: int) -> dict[str, Any]:
 
 
 def admit_worker(hub: Hub, worker: int, incarnation: int, run: str, envs: int) -> dict[str, Any]:
-    """The part of a worker's bootstrap that does not depend on where it runs."""
+    """Issue keys for a worker; returns the entries of its bootstrap that do not depend on the launcher."""
     return {
         "worker": worker,
         "incarnation": incarnation,

@@ -1,4 +1,4 @@
-"""Workers inside the caller's process and thread: the same code path, and `breakpoint()` works in it."""
+"""Runs workers inside the caller's process and thread, so that `breakpoint()` works in environments."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from farstep.worker.loop import Worker
 
 
 class InProcessLauncher(Launcher):
-    """A worker per seat, all in the head's thread."""
+    """Runs all workers in the head's thread."""
 
     shares_memory = True
     driven = True
@@ -54,7 +54,7 @@ class InProcessWorker:
         worker.hello()
 
     def _drive(self) -> bool:
-        """Let the worker go on by one message or one ticket; False when it has nothing to do."""
+        """Let the worker handle one message or ticket; returns False if it has nothing to do."""
         if self._ended is not None:
             return False
         try:
@@ -76,7 +76,7 @@ class InProcessWorker:
         self._ended = self._ended or Ended(-9)
 
     def dump_stacks(self) -> None:
-        """The caller's own debugger is there for that."""
+        """Does nothing: a debugger of the caller's process shows the stack."""
 
     def read_output(self) -> bytes | None:
         return None

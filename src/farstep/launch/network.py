@@ -1,4 +1,4 @@
-"""Workers that talk over ZeroMQ with CURVE and share no memory with the head, wherever they are started."""
+"""Starts workers on this machine that communicate like remote ones: encrypted ZeroMQ, no shared memory."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from farstep.wire.channels.zmq import Hub
 
 
 class NetworkLauncher(Launcher):
-    """Processes of this machine that talk as remote ones would."""
+    """Starts one process per worker, connected by ZeroMQ over loopback (tcp) or a socket file (ipc)."""
 
     shares_memory = False
     driven = False
 
     def __init__(self, envs: int, threads: int, transport: str, gpus: Sequence[int | None]) -> None:
-        # An abstract socket leaves no file behind; loopback only, and any free port.
+        # An abstract socket leaves no file behind; tcp listens on loopback only, on any free port.
         address = f"ipc://@farstep-{os.getpid()}-{os.urandom(8).hex()}" if transport == "ipc" else "tcp://127.0.0.1:*"
         self._transport, self._envs, self._gpus = transport, envs, gpus
         self._starter = ProcessStarter(threads)

@@ -1,4 +1,4 @@
-"""Nodes that are there and the workers on them, as the head sees them."""
+"""Connected nodes and the workers on them, as the head sees them."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from farstep.wire.channels.zmq import NODE, Hub
 
 _TAIL_BYTES = 16 * 1024
 _UNREAD_BYTES = 1 << 20
-"""Of a worker's output, at most so much waits for being logged."""
+"""Maximum size of a worker's output that waits to be logged; the oldest bytes are dropped."""
 _STRAYS = 64
-"""How many workers that nobody asked for are told to end at a time: their agent may have made them up."""
-_UNSAID_S = 3.0
-"""A worker that its node's agent does not mention for so long after it was asked for is asked for again, or over."""
+"""Maximum number of kill messages per heartbeat for unknown workers; a broken node daemon could list any number."""
+_UNREPORTED_S = 3.0
+"""Seconds after its start message during which a worker may be missing from heartbeats; then it is started again, or
+has ended."""
 
 
-def tell(hub: Hub, name: str, message: n.ToNode) -> None:
-    """Send to the agent of that name, whether it was let in or not."""
+def send_to_node(hub: Hub, name: str, message: n.ToNode) -> None:
+    """Send to the node daemon of that name, admitted or not."""
     hub.send_to(name.encode() + NODE, [n.encode(message)])
 
 
 @dataclass
 class Node:
-    """An agent that said hello."""
+    """A connected node and its workers."""
 
     hub: Hub
     name: str
@@ -36,42 +37,48 @@ class Node:
     pid: int
     place: str
     address: str
-    heard: float
+    heard_at: float
+    """When its last message arrived."""
     block: int
     workers: dict[int, RemoteWorker] = field(default_factory=dict)
     leaving: bool = False
-    """It is to go once its workers have handed over what they have."""
-    given_back: bool = False
-    """By us, not taken back by its engine, which may then bring it again."""
+    """Whether it is draining: it goes once its workers have handed over their chunks."""
+    released: bool = False
+    """Whether the head released it; a node that its engine took back may return."""
 
-    def tell(self, message: n.ToNode) -> None:
-        tell(self.hub, self.name, message)
+    def send(self, message: n.ToNode) -> None:
+        send_to_node(self.hub, self.name, message)
 
     def start(self, worker: RemoteWorker, now: float) -> None:
         worker.words[PHASE] = Phase.CONNECT
-        worker.node, worker.asked_at = self, now
+        worker.node, worker.sent_at = self, now
         self.workers[worker.worker] = worker
-        self.tell(worker.order)
+        self.send(worker.start_message)
 
-    def compare(self, running: set[tuple[int, int]], now: float) -> None:
-        """Messages may be lost when a connection breaks; what the agent says it runs is what counts."""
+    def reconcile(self, running: set[tuple[int, int]], now: float) -> None:
+        """Correct the workers of this node by the list in a heartbeat; other messages may be lost.
+
+        Args:
+            running: Number and incarnation of every worker process on the node.
+            now: Time in seconds.
+        """
         for worker in self.workers.values():
             if (worker.worker, worker.incarnation) in running:
                 worker.seen = True
                 if worker.killed:
                     worker.kill()
-            elif worker.poll() is None and now - worker.asked_at > _UNSAID_S:
+            elif worker.poll() is None and now - worker.sent_at > _UNREPORTED_S:
                 if worker.seen or worker.killed:
                     worker.end(Ended(1, "its end was not reported"))
                 else:
-                    worker.asked_at = now
-                    self.tell(worker.order)
+                    worker.sent_at = now
+                    self.send(worker.start_message)
         strays = running - {(worker.worker, worker.incarnation) for worker in self.workers.values()}
-        for stray in list(strays)[:_STRAYS]:  # the others are told at the next beats
-            self.tell(n.KillWorker(*stray))
+        for stray in list(strays)[:_STRAYS]:  # the next heartbeats list the others again
+            self.send(n.KillWorker(*stray))
 
     def worker(self, number: int, incarnation: int) -> RemoteWorker | None:
-        """That worker, unless it is another incarnation of it by now."""
+        """The worker, or None if it is unknown or has another incarnation now."""
         worker = self.workers.get(number)
         return worker if worker is not None and worker.incarnation == incarnation else None
 
@@ -80,7 +87,7 @@ class Node:
 
 
 class RemoteWorker:
-    """A worker that an agent runs, or will run (see `core.WorkerHandle`)."""
+    """A worker that runs on a node, or waits for one (see `core.WorkerHandle`)."""
 
     def __init__(
         self,
@@ -88,20 +95,20 @@ class RemoteWorker:
         incarnation: int,
         bootstrap: bytes,
         words: memoryview,
-        given_up: Callable[[RemoteWorker], None],
+        on_close: Callable[[RemoteWorker], None],
     ) -> None:
-        self.worker, self.incarnation, self.words, self._given_up = worker, incarnation, words, given_up
-        self.order = n.StartWorker(worker, incarnation, bootstrap)
+        self.worker, self.incarnation, self.words, self._on_close = worker, incarnation, words, on_close
+        self.start_message = n.StartWorker(worker, incarnation, bootstrap)
         self.node: Node | None = None
-        self.asked_at, self.seen, self.leaving, self.killed = 0.0, False, False, False
-        # Readable when there is something to know, as descriptors of a local process are.
+        self.sent_at, self.seen, self.leaving, self.killed = 0.0, False, False, False
+        # Readable when it has ended or printed something, like the descriptors of a local process.
         self.exit_fd, self.output_fd = (os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK) for _ in range(2))
         self._new, self._tail = b"", b""
         self._ended: Ended | None = None
 
     @property
     def pid(self) -> int:
-        return 0  # said by the worker itself, when it is there
+        return 0  # unknown here; the worker sends it in its `Hello`
 
     def poll(self) -> Ended | None:
         return self._ended
@@ -116,11 +123,11 @@ class RemoteWorker:
         if self.node is None:
             self.end(Ended(0))
         elif self._ended is None:
-            self.node.tell(n.KillWorker(self.worker, self.incarnation))
+            self.node.send(n.KillWorker(self.worker, self.incarnation))
 
     def dump_stacks(self) -> None:
         if self.node is not None:
-            self.node.tell(n.DumpStacks(self.worker, self.incarnation))
+            self.node.send(n.DumpStacks(self.worker, self.incarnation))
 
     def printed(self, data: bytes) -> None:
         self._new = (self._new + data)[-_UNREAD_BYTES:]
@@ -140,6 +147,6 @@ class RemoteWorker:
         return self._tail.decode(errors="replace")
 
     def close(self) -> None:
-        self._given_up(self)
+        self._on_close(self)
         os.close(self.exit_fd)
         os.close(self.output_fd)

@@ -1,8 +1,7 @@
-"""Nodes from SLURM: an agent on each node of a job, told where to connect through its standard input.
+"""Starts node daemons as SLURM jobs; inside an allocation (`SLURM_JOB_ID` is set), as a step of that job.
 
-A job is asked for with `sbatch`; inside an allocation (`SLURM_JOB_ID` is set) agents are a step of it instead, by
-`srun`. The keys are in the script's standard input, never in arguments or the environment; SLURM shows a script to
-its owner and to administrators only.
+Each daemon reads the head's address and its keys from its standard input, never from arguments or the environment.
+They are part of the batch script, which SLURM shows only to its owner and to administrators.
 """
 
 from __future__ import annotations
@@ -34,24 +33,25 @@ _ENDED = {
     *("PREEMPTED", "REVOKED", "over"),
 }
 _WAITING = {"PENDING", "REQUEUED", "REQUEUE_HOLD", "CONFIGURING"}
-NEVER_STARTS = "it asks for more than it may get, and would wait for ever"
+NEVER_STARTS = "it requests more than it may get, so it would wait forever"
 _NEVER = {
     *("PartitionNodeLimit", "PartitionTimeLimit", "PartitionConfig", "BadConstraints", "InvalidAccount", "InvalidQOS"),
     *(f"{who}Max{what}PerJobLimit" for who in ("Assoc", "QOS") for what in ("Cpu", "Node", "WallDuration")),
 }
-"""SLURM's reasons for which it means that."""
+"""Reasons for which SLURM never starts a pending job."""
 _HELD = "requeued held"
-"""A job that would stay in the queue until an administrator releases it."""
+"""End of SLURM's reason for a job that stays in the queue until an administrator releases it."""
 _STEP = ("--no-kill", "--kill-on-bad-exit=0", "--wait=0", "--label")
-"""Agents end one by one, and each line says whose it is."""
+"""Options of `srun`: node daemons end independently, and every line of output names its task."""
 _TAIL_LINES = 15
 _END_OF_INPUT = "FARSTEP-END"
-_STAY_S = 600  # longer than SLURM gives those it preempts
-REDACTED = "(keys of the run, made when it starts)"
+_STAY_S = 600
+"""Seconds that the script of a preempted job waits to be killed; longer than SLURM's grace time."""
+REDACTED = "(keys of the run, created when it starts)"
 
 
 class SlurmEngine:
-    """Jobs, or steps of the job that the head runs in."""
+    """Starts node daemons in jobs, or in steps of the job that the head runs in."""
 
     grace_s = 20.0
 
@@ -65,7 +65,7 @@ class SlurmEngine:
     def listen_on(self) -> Sequence[str]:
         return self._config.head_address or own_addresses()
 
-    def ask(self, nodes: int, bootstrap: bytes) -> Jobs | EngineProcesses:
+    def request(self, nodes: int, bootstrap: bytes) -> Jobs | EngineProcesses:
         program = "srun" if self._inside else "sbatch"
         if shutil.which(program) is None:
             raise LaunchError(
@@ -82,7 +82,9 @@ class SlurmEngine:
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise LaunchError(f"log_folder={str(folder)!r} cannot be made: {error.strerror}; choose another.") from None
+            raise LaunchError(
+                f"log_folder={str(folder)!r} cannot be created: {error.strerror}; choose another."
+            ) from None
         together = [size for before in self._jobs for size in before.unreplaced()]
         together = together if self._jobs else [self._config.fewest_nodes]
         jobs = Jobs(folder, self._guardian)
@@ -93,12 +95,12 @@ class SlurmEngine:
             jobs.cancel()
             raise
         for before in self._jobs:
-            before.were_replaced()
+            before.set_replaced()
         self._jobs.append(jobs)
         return jobs
 
     def _scripts(self, nodes: int, together: Sequence[int], bootstrap: str) -> Iterator[tuple[int, str]]:
-        """The jobs to submit, each with its number of nodes."""
+        """The batch scripts to submit, each with its number of nodes; see `job_sizes` for `together`."""
         if self._config.spread:
             least = min(nodes, max(together, default=1))
             occupied = ",".join(filter(None, (before.hosts() for before in self._jobs)))
@@ -113,8 +115,18 @@ class SlurmEngine:
 
 
 def job_sizes(nodes: int, *together: int) -> list[int]:
-    """SLURM starts a job when all of its nodes are free: nodes that were requested together are one job, and the rest
-    a job each, which may come later and go earlier."""
+    """Split a request for nodes into jobs.
+
+    SLURM starts a job only when all of its nodes are free. Nodes that are needed at the same time share a job; every
+    other node gets its own job, which may start later and end earlier.
+
+    Args:
+        nodes: Number of nodes of all jobs.
+        together: Sizes of the jobs whose nodes are needed at the same time.
+
+    Returns:
+        The number of nodes of each job.
+    """
     sizes: list[int] = []
     for size in together:
         sizes += [min(size, nodes - sum(sizes))] if sum(sizes) < nodes else []
@@ -129,14 +141,14 @@ def batch_script(
     least: int | None = None,
     occupied: str = "",
 ) -> str:
-    """The script that is given to `sbatch`, and that `farstep slurm --print` shows.
+    """The script for `sbatch`, also printed by `farstep slurm --print`.
 
     Args:
         config: The options of the job.
-        workers_per_node: Workers that each node's cores are for.
+        workers_per_node: Workers per node, for the number of cores.
         nodes: Number of nodes.
-        bootstrap: The configuration that node daemons get, with the keys of the run.
-        least: Fewest nodes with which SLURM may start the job; None: all of them.
+        bootstrap: What node daemons read from their standard input, with the keys of the run.
+        least: Minimum number of nodes with which SLURM may start the job; None: all of them.
         occupied: Hosts that the job must not use, in SLURM's list format.
     """
     options = {
@@ -155,29 +167,29 @@ def batch_script(
     }
     lines = [f"#SBATCH --{name}={shlex.quote(str(value))}" for name, value in options.items() if value is not None]
     lines += [f"#SBATCH {config.gpu_option}"] if config.gpu_option else []
-    lines += ["#SBATCH --requeue", "#SBATCH --no-kill"]  # other nodes go on when one fails
+    lines += ["#SBATCH --requeue", "#SBATCH --no-kill"]  # the job continues when one of its nodes fails
     lines += [f"#SBATCH {extra}" for extra in config.slurm_extra]
-    # Steps take no number of cores over from their job since SLURM 22.05: without it, workers may be bound to one.
+    # Since SLURM 22.05, steps do not inherit the number of cores from their job; workers might all share one core.
     cores = f"--cpus-per-task={options['cpus-per-task']}"
-    agent = " ".join(["srun", cores, *_STEP, *_agent(config)])
-    # A job that ends by itself while it is preempted counts as completed and is not queued again.
+    daemon = " ".join(["srun", cores, *_STEP, *_daemon_command(config)])
+    # A preempted job that exits by itself counts as completed and is not requeued, so wait for SLURM to kill it.
     stay = f"[ $status -ne {TAKEN_BACK} ] || sleep {_STAY_S}"
-    told = [f"{agent} <<'{_END_OF_INPUT}'", bootstrap, _END_OF_INPUT, "status=$?", stay, "exit $status", ""]
-    return "\n".join(["#!/bin/bash", *lines, "", *setup_lines(config.setup), *told])
+    start = [f"{daemon} <<'{_END_OF_INPUT}'", bootstrap, _END_OF_INPUT, "status=$?", stay, "exit $status", ""]
+    return "\n".join(["#!/bin/bash", *lines, "", *setup_lines(config.setup), *start])
 
 
 def step_command(config: SlurmConfig, workers_per_node: int, nodes: int) -> list[str]:
-    """What runs agents inside the allocation that the head is in."""
+    """The `srun` command that starts node daemons inside the allocation of the head."""
     options = [
         *(f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--overlap", *_STEP),
         f"--cpus-per-task={workers_per_node * config.cpus_per_worker}",
         *([config.gpu_option] if config.gpu_option else []),
     ]
-    # In bash, as batch scripts: setup lines may say `source`.
-    return ["srun", *options, "bash", "-c", after_setup(config.setup, " ".join(_agent(config)))]
+    # In bash, like batch scripts: setup lines may use `source`.
+    return ["srun", *options, "bash", "-c", after_setup(config.setup, " ".join(_daemon_command(config)))]
 
 
-def _agent(config: SlurmConfig) -> list[str]:
+def _daemon_command(config: SlurmConfig) -> list[str]:
     python = shlex.quote(config.python or sys.executable)
     place = "'SLURM job $SLURM_JOB_ID, node $SLURMD_NODENAME'"
     # Not a command-line option: a daemon of another version would reject it before it reports its version.
@@ -191,16 +203,18 @@ class Jobs(Group):
     def __init__(self, folder: Path, guardian: Guardian) -> None:
         self._folder, self._guardian = folder, guardian
         self._sizes: dict[str, int] = {}
-        self._here: set[str] = set()
-        """Jobs of which agents are there."""
-        self._came: set[str] = set()
-        """Jobs of which some were, since the job last began."""
-        self._began: set[str] = set()
+        """Number of nodes of each job, by job id."""
+        self._connected: set[str] = set()
+        """Jobs that have a connected node daemon."""
+        self._seen: set[str] = set()
+        """Jobs that have had one since their last start."""
+        self._started: set[str] = set()
         """Jobs that SLURM has started at least once."""
-        self._most: dict[str, int] = {}
-        """Most nodes that each job requests; `_sizes` has the number that SLURM granted."""
+        self._requested: dict[str, int] = {}
+        """Maximum number of nodes that each job requests; `_sizes` has the number that SLURM granted."""
         self._granted: set[str] = set()
-        """Jobs whose number of nodes was read since they last began; later a smaller one means that a node failed."""
+        """Jobs whose granted number of nodes is known since their last start; a smaller one later means that a node
+        failed."""
         self._ended: dict[str, int] = {}
         """Jobs that did not end by themselves, with their number of nodes; 0 once these were requested again."""
 
@@ -219,106 +233,108 @@ class Jobs(Group):
     def _submitted(self, answer: str, nodes: int) -> None:
         if not (found := re.match(r"\s*(\d+)", answer)):
             raise LaunchError(f"sbatch answered {answer.strip()!r} instead of the number of a job.")
-        self._sizes[found[1]] = self._most[found[1]] = nodes
-        self._guardian.promise(found[1], ["scancel", found[1]])
+        self._sizes[found[1]] = self._requested[found[1]] = nodes
+        self._guardian.register(found[1], ["scancel", found[1]])
 
-    def there(self, places: Sequence[str]) -> None:
-        self._here = {place.partition(",")[0].rpartition(" ")[2] for place in places}
-        self._came |= self._here
+    def set_connected(self, places: Sequence[str]) -> None:
+        self._connected = {place.partition(",")[0].rpartition(" ")[2] for place in places}
+        self._seen |= self._connected
 
     def unreplaced(self) -> list[int]:
-        """Sizes of the jobs that were cancelled, failed or timed out, and were not requested again."""
+        """Sizes of the jobs that were cancelled, failed or timed out, and have not been requested again."""
         return [size for size in self._ended.values() if size]
 
-    def were_replaced(self) -> None:
+    def set_replaced(self) -> None:
         self._ended = dict.fromkeys(self._ended, 0)
 
     def hosts(self) -> str:
-        """The hosts of its jobs, in SLURM's list format."""
+        """The hosts of these jobs, in SLURM's list format."""
         options = ["--noheader", "--states=RUNNING,CONFIGURING", f"--jobs={','.join(self._sizes)}", "--format=%N"]
         return ",".join(filter(None, map(str.strip, _run(["squeue", *options], missing="").splitlines())))
 
-    def standing(self) -> RequestStatus:
+    def status(self) -> RequestStatus:
         options = ["--noheader", "--noconvert", "--states=all", f"--jobs={','.join(self._sizes)}"]
-        said = _run(["squeue", *options, "--format=%A|%T|%D|%P|%N|%r"], missing="")
-        lines = [line.split("|", 5) for line in said.splitlines() if line.count("|") >= 5]
+        answer = _run(["squeue", *options, "--format=%A|%T|%D|%P|%N|%r"], missing="")
+        lines = [line.split("|", 5) for line in answer.splitlines() if line.count("|") >= 5]
         states = {number.strip(): rest for number, *rest in lines}
-        parts, nodes, over, anew = [], 0, [], []
+        parts, nodes, ended, restarting = [], 0, [], []
         for number in self._sizes:
             state, count, partition, hosts, reason = states.get(number, ("over", "0", "", "", ""))
-            size = self._size(number, state, held := int(count.partition("-")[0]))  # of a range, the least
-            parts.append(f"SLURM job {number} is {state}{_because(reason, partition)}")
+            size = self._size(number, state, held := int(count.partition("-")[0]))  # the minimum of a range
+            parts.append(f"SLURM job {number} is {state}{_in_words(reason, partition)}")
             if hosts and state not in _WAITING:
-                self._began.add(number)
+                self._started.add(number)
             nodes += 0 if state in _ENDED else size
-            over += [f"SLURM job {number}"] if state in _ENDED else []
-            anew += [f"SLURM job {number}"] if state in _WAITING else []
+            ended += [f"SLURM job {number}"] if state in _ENDED else []
+            restarting += [f"SLURM job {number}"] if state in _WAITING else []
             if state in _WAITING and reason.endswith(_HELD):
                 self._cancel(number, "could not be started, and SLURM holds it")
             elif state in _WAITING:
-                self._came.discard(number)
-            elif state == "RUNNING" and held < size and number in self._came - self._here:
-                # With its first node went `srun`, and the agents on the others, which SLURM would keep for the job. (If
-                # none had failed, agents may only be cut off for a while.)
-                self._cancel(number, "has lost all of its agents")
-        return RequestStatus("; ".join(parts), nodes, over=over, anew=anew)
+                self._seen.discard(number)
+            elif state == "RUNNING" and held < size and number in self._seen - self._connected:
+                # The first node failed, and with it `srun` and all daemons of the job, but SLURM keeps the other nodes
+                # for it. (If no node has failed, the daemons may only be disconnected for a while.)
+                self._cancel(number, "has lost all of its node daemons")
+        return RequestStatus("; ".join(parts), nodes, ended=ended, restarting=restarting)
 
     def _size(self, number: str, state: str, held: int) -> int:
-        """Nodes that a job has or requests; also notes the size of a job that must be requested again."""
+        """Number of nodes that a job has or requests; also records the size of a job that must be requested again."""
         if state in _WAITING:
-            self._sizes[number] = self._most[number]
+            self._sizes[number] = self._requested[number]
             self._granted.discard(number)
         elif state == "RUNNING" and number not in self._granted and held:
-            self._sizes[number] = min(held, self._most[number])
+            self._sizes[number] = min(held, self._requested[number])
             self._granted.add(number)
         if state in _ENDED - {"COMPLETED"}:
             self._ended.setdefault(number, self._sizes[number])
         return self._sizes[number]
 
     def _cancel(self, number: str, why: str) -> None:
-        log.warning("SLURM job %s %s: cancelled, so that others can be asked for", number, why)
+        log.warning("SLURM job %s %s: cancelled, so that its nodes can be requested again", number, why)
         _run(["scancel", number], missing="")
-        self._came.discard(number)
+        self._seen.discard(number)
 
     def logs(self) -> str:
         return "\n".join(map(self._log, self._sizes))
 
     def _log(self, number: str) -> str:
         path = self._folder / f"{number}.log"
-        if not path.exists() and number not in self._began:
+        if not path.exists() and number not in self._started:
             return f"SLURM job {number} has not started, so it has no log."
         if not path.exists():
-            return f"{path} is not there (yet, or not on this machine: log_folder must be on a file system of both)."
-        lines = path.read_text(errors="replace").splitlines() or ["(nothing was written to it)"]
+            return (
+                f"{path} does not exist (yet); log_folder must be on a file system that nodes share with this machine."
+            )
+        lines = path.read_text(errors="replace").splitlines() or ["(it is empty)"]
         return "\n".join([f"The end of {path}:", *lines[-_TAIL_LINES:]])
 
     def cancel(self) -> None:
         try:
             if self._sizes:
                 _run(["scancel", *self._sizes], missing="")
-        except LaunchError as error:  # their agents leave anyhow, and the guardian goes on trying
-            log.warning("%s; jobs %s are cancelled when SLURM answers again", error, ", ".join(self._sizes))
+        except LaunchError as error:  # their daemons end without it, and the guardian keeps retrying
+            log.warning("%s; jobs %s will be cancelled when SLURM answers again", error, ", ".join(self._sizes))
             return
         for number in self._sizes:
-            self._guardian.release(number)
+            self._guardian.unregister(number)
 
 
-def _because(reason: str, partition: str) -> str:
-    """Why a job is as it is."""
+def _in_words(reason: str, partition: str) -> str:
+    """SLURM's reason for the state of a job, in parentheses."""
     if reason in ("", "None"):
         return ""
-    in_another = "," in partition and reason.startswith("Partition")  # SLURM tries one after the other
+    in_another = "," in partition and reason.startswith("Partition")  # SLURM tries the partitions one by one
     return f" ({reason}: {NEVER_STARTS})" if reason in _NEVER and not in_another else f" ({reason})"
 
 
 def _run(command: Sequence[str], missing: str | None = None) -> str:
-    """A command's output; `missing` if it does not know the job."""
+    """Run a command and return its output, or `missing` if SLURM does not know the job."""
     with _Command(command) as running:
         return running.output(missing=missing)
 
 
 class _Command(contextlib.AbstractContextManager["_Command"]):
-    """One of SLURM's programs; it is killed at the end of the block."""
+    """A running SLURM program; it is killed at the end of the block."""
 
     def __init__(self, command: Sequence[str]) -> None:
         self._name = command[0]
@@ -336,8 +352,10 @@ class _Command(contextlib.AbstractContextManager["_Command"]):
         try:
             output, errors = self._process.communicate(text, timeout_s)
         except subprocess.TimeoutExpired:
-            said = f"{self._name} did not answer for {timeout_s:g} s; is slurmctld running, and is SLURM_CONF right?"
-            raise LaunchError(said) from None
+            raise LaunchError(
+                f"{self._name} did not answer for {timeout_s:g} s; check that slurmctld is running and that "
+                "SLURM_CONF is right."
+            ) from None
         if self._process.returncode == 0:
             return output
         if missing is not None and "Invalid job id" in errors:

@@ -1,4 +1,4 @@
-"""Nodes that ssh reaches: an agent on each, told where to connect through its standard input."""
+"""Starts node daemons through ssh; each reads the head's address and its keys from its standard input."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from farstep.launch.engine_processes import EngineProcess, EngineProcesses, afte
 
 
 class SSHEngine:
-    """A session per host; a host whose session ended is used again when a node is asked for."""
+    """Starts one ssh session per host; a host whose session has ended is available to later requests."""
 
     grace_s = 20.0
 
@@ -25,7 +25,7 @@ class SSHEngine:
     def listen_on(self) -> Sequence[str]:
         return self._config.head_address or own_addresses()
 
-    def ask(self, nodes: int, bootstrap: bytes) -> EngineProcesses:
+    def request(self, nodes: int, bootstrap: bytes) -> EngineProcesses:
         program = self._config.ssh[0]
         if shutil.which(program) is None:
             raise LaunchError(f"{program!r} is not on this machine; install an ssh client (Debian: openssh-client).")
@@ -39,7 +39,7 @@ class SSHEngine:
         return EngineProcesses("ssh", started)
 
     def _command(self, host: str) -> str:
-        """For the shell of the host."""
+        """The command for the shell of the host."""
         python, place = shlex.quote(self._config.python or sys.executable), shlex.quote(f"ssh {host}")
         return after_setup(self._config.setup, f"{python} -m farstep.launch.daemon.node_daemon --place {place}")
 

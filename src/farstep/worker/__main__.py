@@ -63,7 +63,7 @@ def _run(bootstrap: dict[str, Any]) -> None:
     import logging
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the head handles Ctrl-C
-    if bootstrap.get("under_agent"):
+    if bootstrap.get("has_daemon"):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # engines may signal all processes; the node daemon handles it
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR2, all_threads=True, chain=False)

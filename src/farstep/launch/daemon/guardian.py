@@ -1,7 +1,8 @@
-"""A helper process that cleans up what the head left on a cluster, if the head cannot: it was killed.
+"""A helper process that cleans up what a killed head left on a cluster, e.g. jobs.
 
-It reads from a pipe whose other end only the head holds: what to run, and what need not be run any more. When the pipe
-ends it runs what is left, and ends. It is started as a file, with nothing of farstep imported.
+The head registers and unregisters commands through a pipe whose write end only the head holds. When the pipe closes,
+the helper runs the commands that are still registered, and exits. It is started as a file and imports nothing of
+farstep.
 """
 
 from __future__ import annotations
@@ -18,58 +19,60 @@ import weakref
 from collections.abc import Iterable, Mapping, Sequence
 
 _DEADLINE_S = 120.0
+"""Seconds during which failing commands are retried."""
 _PAUSE_S = 2.0
-_UNHEARD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Whoever stops the head may signal all that it started; the helper ends by itself."""
+"""Seconds between two attempts."""
+_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals that may be sent to the head and all its children at once; the helper must survive them."""
 
 
 class Guardian:
-    """The head's side."""
+    """Starts the helper process and talks to it; used in the head."""
 
     def __init__(self, deadline_s: float = _DEADLINE_S, environment: Mapping[str, str] | None = None) -> None:
         self._deadline_s, self._environment = deadline_s, environment
         self._process: subprocess.Popen[bytes] | None = None
         self._pipe = -1
-        self._telling = threading.Lock()
-        self._kept: set[str] = set()
+        self._pipe_lock = threading.Lock()
+        self._registered: set[str] = set()
 
     @property
     def pid(self) -> int | None:
         return None if self._process is None else self._process.pid
 
-    def promise(self, key: str, command: Sequence[str]) -> None:
-        """When this process is gone, `command` is run, again and again until it succeeds or the deadline passes."""
+    def register(self, key: str, command: Sequence[str]) -> None:
+        """Run `command` when this process has ended; retry until it succeeds or the deadline passes."""
         if self._process is None:
             self._start()
-        self._kept.add(key)
-        self._tell({"promise": key, "command": list(command)})
+        self._registered.add(key)
+        self._send({"register": key, "command": list(command)})
 
-    def release(self, key: str) -> None:
-        """The command need not be run any more."""
-        if key in self._kept:
-            self._kept.discard(key)
-            self._tell({"release": key})
+    def unregister(self, key: str) -> None:
+        """Do not run the command."""
+        if key in self._registered:
+            self._registered.discard(key)
+            self._send({"unregister": key})
 
     def close(self) -> None:
-        """Promises that were not released are kept, by a process that nobody waits for."""
+        """Close the pipe; the helper runs the commands that are still registered, without being waited for."""
         if self._process is None:
             return
-        self.forget()
-        if not self._kept:
+        self.close_pipe()
+        if not self._registered:
             self._process.wait()
         self._process = None
 
-    def forget(self) -> None:
-        """Let go of the pipe; in a fork of the head, because the helper must not wait for the head's child."""
+    def close_pipe(self) -> None:
+        """Close the write end; also called in forks of the head, which would otherwise keep the pipe open."""
         _guardians.discard(self)
-        with self._telling:
+        with self._pipe_lock:
             if self._pipe >= 0:
                 os.close(self._pipe)
                 self._pipe = -1
 
     def _start(self) -> None:
         read, self._pipe = os.pipe()
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, _UNHEARD)  # inherited: it hears none before it can ignore it
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED)  # inherited: blocked until the helper ignores them
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-I", "-S", __file__, str(self._deadline_s)],
@@ -80,16 +83,16 @@ class Guardian:
                 env={**os.environ, **(self._environment or {})},
             )
         except BaseException:
-            self.forget()
+            self.close_pipe()
             raise
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
             os.close(read)
         _guardians.add(self)
 
-    def _tell(self, message: Mapping[str, object]) -> None:
+    def _send(self, message: Mapping[str, object]) -> None:
         line = json.dumps(message).encode() + b"\n"
-        with self._telling, contextlib.suppress(BrokenPipeError):  # it was killed: there is no net, and the run goes on
+        with self._pipe_lock, contextlib.suppress(BrokenPipeError):  # if the helper was killed, continue without it
             while line and self._pipe >= 0:
                 line = line[os.write(self._pipe, line) :]
 
@@ -97,34 +100,34 @@ class Guardian:
 _guardians: weakref.WeakSet[Guardian] = weakref.WeakSet()
 
 
-def _forget_all() -> None:
+def _close_all() -> None:
     for guardian in list(_guardians):
-        guardian._telling = threading.Lock()  # a thread that is not in this process may have held it
-        guardian.forget()
+        guardian._pipe_lock = threading.Lock()  # a thread that the fork did not copy may have held it
+        guardian.close_pipe()
 
 
-os.register_at_fork(after_in_child=_forget_all)
+os.register_at_fork(after_in_child=_close_all)
 
 
 # ---- the helper process ----
 
 
 def guard(lines: Iterable[bytes], deadline_s: float) -> None:
-    """Read promises until the head is gone, then keep them."""
-    promised: dict[str, list[str]] = {}
+    """Read registrations until the head closes the pipe, then run the registered commands."""
+    registered: dict[str, list[str]] = {}
     for line in lines:
         try:
             message = json.loads(line)
         except ValueError:
-            continue  # cut off in the middle: the head was killed there
-        if "promise" in message:
-            promised[message["promise"]] = message["command"]
+            continue  # the head was killed while writing this line
+        if "register" in message:
+            registered[message["register"]] = message["command"]
         else:
-            promised.pop(message["release"], None)
+            registered.pop(message["unregister"], None)
     end = time.monotonic() + deadline_s
-    while promised and time.monotonic() < end:
-        promised = {key: command for key, command in promised.items() if not _succeeds(command, end)}
-        if promised:
+    while registered and time.monotonic() < end:
+        registered = {key: command for key, command in registered.items() if not _succeeds(command, end)}
+        if registered:
             time.sleep(min(_PAUSE_S, max(0.0, end - time.monotonic())))
 
 
@@ -137,9 +140,9 @@ def _succeeds(command: Sequence[str], end: float) -> bool:
 
 
 def main() -> None:
-    for number in _UNHEARD:
+    for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _UNHEARD)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _IGNORED)
     guard(sys.stdin.buffer, float(sys.argv[1]))
 
 

@@ -1,8 +1,8 @@
-"""`python -m farstep.launch.daemon.node_daemon`: what every cluster engine starts, once on each node.
+"""`python -m farstep.launch.daemon.node_daemon`: the process that every cluster engine starts once on each node.
 
-It connects to the head, which is the only one that listens, and starts the workers that the head asks for. Workers end
-with their agent, through a pipe; an agent ends when it has not reached the head for a lease. No code of a user runs in
-it, so nothing keeps it from noticing.
+It connects to the head and starts, watches and ends workers as the head requests. A pipe ends the workers together
+with their daemon, and the daemon ends when the head has been silent for the lease. It runs no user code, so nothing
+can block these checks.
 """
 
 from __future__ import annotations
@@ -43,65 +43,76 @@ UNANSWERED = "the head answers at none of"
 
 
 class Unreachable(FarstepError):
-    """The head does not answer, or not any more."""
+    """The head does not answer, or has stopped answering."""
 
 
 @dataclass
 class _Child:
-    """A worker that runs here."""
+    """A worker process on this node."""
 
     process: WorkerProcess
     board: ProgressBoard
-    """Where it is, which the head would like to know when it dies."""
+    """The worker's progress, sent to the head when the worker ends."""
     printed: bytearray = field(default_factory=bytearray)
-    mute: bool = False
-    """It has closed its output."""
+    closed_output: bool = False
 
     def read(self) -> None:
         new = self.process.read_output()
-        self.mute = new is None
+        self.closed_output = new is None
         self.printed += new or b""
-        del self.printed[: -n.OUTPUT_BYTES]  # of what it prints beyond that, only the end is sent
+        del self.printed[: -n.OUTPUT_BYTES]  # if a worker prints more at a time, only the end is sent
 
     def fds(self) -> list[int]:
-        """What to wait for; an output that was closed would be readable for ever."""
-        return [self.process.exit_fd] if self.mute else [self.process.exit_fd, self.process.output_fd]
+        """Descriptors to wait on; without an output that was closed, which would always be readable."""
+        return [self.process.exit_fd] if self.closed_output else [self.process.exit_fd, self.process.output_fd]
 
 
 class NodeDaemon:
-    """Starts and ends workers of one run on this node, as the head says."""
+    """Starts, watches and ends workers of one run on this node, as the head requests."""
 
-    def __init__(self, bootstrap: Mapping[str, Any], place: str, named: mmap.mmap | None = None) -> None:
-        """`named` is shared memory that hands the daemon's name to its replacement (see `keep_alive`)."""
-        self._bootstrap, self._place, self._named = bootstrap, place, named
+    def __init__(self, bootstrap: Mapping[str, Any], place: str, shared_name: mmap.mmap | None = None) -> None:
+        """Create a daemon that is not connected yet.
+
+        Args:
+            bootstrap: The head's addresses, keys, `lease_s`, `connect_s` and `grace_s`.
+            place: The engine's name of this node.
+            shared_name: Memory that passes the daemon's name to its replacement (see `keep_alive`).
+        """
+        self._bootstrap, self._place, self._shared_name = bootstrap, place, shared_name
         self._starter = ProcessStarter(1)
         self._leave_at: float | None = None
-        self._told = ""
+        self._taken_back_by = ""
+        """The signal by which the engine took the node back; empty: it did not."""
         self._status = 0
-        self._be_new()
+        self._reset()
 
-    def _be_new(self) -> None:
+    def _reset(self) -> None:
+        """Choose a new name and forget all workers."""
         self._node, self._replaces = os.urandom(8).hex(), ""
-        if self._named is not None:
-            self._replaces = self._named[:].decode().strip("\0")
-            self._named[:] = self._node.encode()
+        if self._shared_name is not None:
+            self._replaces = self._shared_name[:].decode().strip("\0")
+            self._shared_name[:] = self._node.encode()
         self._children: dict[tuple[int, int], _Child] = {}
-        self._begun: dict[tuple[int, int], n.WorkerEnded | None] = {}
-        """Workers that were ever started, and how they ended: an order may come twice, and an answer be lost."""
-        self._running, self._known, self._comes_again = True, False, False
+        self._started: dict[tuple[int, int], n.WorkerEnded | None] = {}
+        """All workers ever started, and how they ended: start messages may be repeated and replies lost."""
+        self._running, self._is_known, self._reconnects = True, False, False
 
     def run(self) -> int:
-        """Until the head says so, or is gone; the status to exit with."""
+        """Serve until the head ends this daemon; returns the exit status.
+
+        Raises:
+            Unreachable: The head did not answer, or was silent for the lease.
+        """
         try:
-            self._stay()
-            while self._comes_again and not self._told:
-                self._be_new()
-                self._stay()
+            self._serve()
+            while self._reconnects and not self._taken_back_by:
+                self._reset()
+                self._serve()
         finally:
             self._starter.close()
         return self._status
 
-    def _stay(self) -> None:
+    def _serve(self) -> None:
         link, self._address = self._connect()
         hello = self._hello()
         next_beat = 0.0
@@ -110,24 +121,25 @@ class NodeDaemon:
                 link.wait([fd for child in self._children.values() for fd in child.fds()], n.BEAT_S / 4)
                 while (received := link.receive(0.0)) is not None:
                     self._handle(link, n.decode_to_node(received.frames))
-                self._look_after(link)
-                if self._told and self._leave_at is None:
-                    _say(link, n.Leaving(self._node, self._told))
+                self._report_workers(link)
+                if self._taken_back_by and self._leave_at is None:
+                    _send(link, n.Leaving(self._node, self._taken_back_by))
                     self._leave_at, self._status = time.monotonic() + self._grace_s, TAKEN_BACK
                 if time.monotonic() >= next_beat:
                     next_beat = time.monotonic() + n.BEAT_S
-                    _say(link, n.NodeBeat(self._node, self.running()) if self._known else hello)
+                    _send(link, n.NodeBeat(self._node, self.running()) if self._is_known else hello)
                 if self._leave_at is not None and time.monotonic() > self._leave_at:
-                    log.warning("the head did not let this node go within %g s", self._grace_s)
+                    log.warning("the head did not release this node within %g s", self._grace_s)
                     break
-                if link.silent_s() > self._lease_s / 2:  # the other half may have passed before it was noticed
+                # The channel may notice silence only after half a lease, so the other half is the limit here.
+                if link.silent_s() > self._lease_s / 2:
                     raise Unreachable(f"the head at {self._address} is gone")
         finally:
             self._end_children(link)
             link.close()
 
     def running(self) -> list[tuple[int, int]]:
-        """The workers that are here, each with its incarnation."""
+        """Number and incarnation of each worker on this node."""
         return list(self._children)
 
     @property
@@ -138,18 +150,18 @@ class NodeDaemon:
     def _grace_s(self) -> float:
         return float(self._bootstrap["grace_s"])
 
-    def told_to_go(self, number: int, frame: FrameType | None) -> None:
-        """The engine wants the node back."""
-        self._told = self._told or signal.Signals(number).name
+    def on_signal(self, number: int, frame: FrameType | None) -> None:
+        """Signal handler: the engine takes the node back, so drain the workers and leave."""
+        self._taken_back_by = self._taken_back_by or signal.Signals(number).name
 
     @property
-    def is_told_to_go(self) -> bool:
-        return bool(self._told)
+    def is_taken_back(self) -> bool:
+        return bool(self._taken_back_by)
 
     # ---- the head ----
 
     def _connect(self) -> tuple[DealerLink, str]:
-        """The first of the head's addresses that answers, which only the real head can."""
+        """Connect to the first of the head's addresses that answers; without the head's key, no peer can."""
         bootstrap = self._bootstrap
         pair = KeyPair(bootstrap["public"].encode(), bootstrap["secret"].encode())
         with contextlib.ExitStack() as others:
@@ -165,7 +177,7 @@ class NodeDaemon:
                     lease_s=self._lease_s,
                 )
                 others.callback(links[address].close)
-            for address, link in self._knocked(links):
+            for address, link in self._answering(links):
                 others.pop_all()
                 for other in links.values():
                     if other is not link:
@@ -174,26 +186,27 @@ class NodeDaemon:
         tried = ", ".join(bootstrap["addresses"])
         raise Unreachable(
             f"{UNANSWERED} {tried} (tried from {socket.gethostname()}, {bootstrap['connect_s']:g} s). "
-            "Is it still running, may nodes connect there? `farstep doctor` looks; `head_address` sets another."
+            "Check that it is still running and that nodes can connect there: `farstep doctor` tests it, and "
+            "`head_address` sets another address."
         )
 
-    def _knocked(self, links: Mapping[str, DealerLink]) -> Iterator[tuple[str, DealerLink]]:
+    def _answering(self, links: Mapping[str, DealerLink]) -> Iterator[tuple[str, DealerLink]]:
         deadline = time.monotonic() + float(self._bootstrap["connect_s"])
-        while time.monotonic() < deadline and not self._told:
+        while time.monotonic() < deadline and not self._taken_back_by:
             for address, link in links.items():
                 if link.is_connected():
                     yield address, link
             time.sleep(0.05)
 
     def _hello(self) -> n.NodeHello:
-        who = (socket.gethostname(), os.getpid(), usable_cpus(), versions())
+        machine = (socket.gethostname(), os.getpid(), usable_cpus(), versions())
         failed = "".join(letter for letter in os.environ.get(SETUP_FAILED, "")[:200] if letter.isprintable())
-        hello = n.NodeHello(self._node, self._bootstrap["run"], *who, self._place, self._address, failed)
+        hello = n.NodeHello(self._node, self._bootstrap["run"], *machine, self._place, self._address, failed)
         hello.replaces = self._replaces or None
         return hello
 
     def _handle(self, link: DealerLink, message: n.ToNode) -> None:
-        self._known = True
+        self._is_known = True
         match message:
             case n.StartWorker():
                 self._start(link, message)
@@ -205,7 +218,7 @@ class NodeDaemon:
                     child.process.dump_stacks()
             case n.Leave() if self._running:
                 log.info("leaving: %s", message.reason)
-                self._running, self._comes_again = False, message.come_again
+                self._running, self._reconnects = False, message.come_again
             case n.Leave():
                 pass
             case n.NodeBeat():
@@ -213,77 +226,77 @@ class NodeDaemon:
 
     # ---- workers ----
 
-    def _start(self, link: DealerLink, order: n.StartWorker) -> None:
-        who = (order.worker, order.incarnation)
-        if who in self._begun:
-            if (ended := self._begun[who]) is not None:
-                _say(link, ended)
+    def _start(self, link: DealerLink, message: n.StartWorker) -> None:
+        key = (message.worker, message.incarnation)
+        if key in self._started:
+            if (ended := self._started[key]) is not None:
+                _send(link, ended)
             return
-        self._begun[who] = None
-        asked = json.loads(order.bootstrap)
+        self._started[key] = None
+        bootstrap = json.loads(message.bootstrap)
         try:
-            board = ProgressBoard(1, int(asked["envs"]))
+            board = ProgressBoard(1, int(bootstrap["envs"]))
             board.words(0)[PHASE] = Phase.CONNECT
-            contents = {**asked, **board.bootstrap(0), "address": self._address, "under_agent": True}
+            contents = {**bootstrap, **board.bootstrap(0), "address": self._address, "has_daemon": True}
             process = self._starter.start(contents, [board.memory.fd])
         except OSError as error:
-            self._tell_end(link, n.WorkerEnded(self._node, *who, 127, repr(error)[:1000]))
+            self._report_end(link, n.WorkerEnded(self._node, *key, 127, repr(error)[:1000]))
             return
-        self._children[who] = _Child(process, board)
+        self._children[key] = _Child(process, board)
 
-    def _look_after(self, link: DealerLink) -> None:
-        """Pass on what workers printed, and who ended."""
+    def _report_workers(self, link: DealerLink) -> None:
+        """Send the head what workers printed, and which have ended."""
         for (worker, incarnation), child in list(self._children.items()):
             child.read()
             ended = child.process.poll()
             if ended is not None:
                 child.read()
             if child.printed:
-                _say(link, n.Printed(self._node, worker, incarnation, bytes(child.printed)))
+                _send(link, n.Printed(self._node, worker, incarnation, bytes(child.printed)))
                 child.printed.clear()
             if ended is not None:
-                who = (self._node, worker, incarnation)
-                self._tell_end(link, n.WorkerEnded(*who, ended.status, ended.note, child.board.read(0)))
+                words = child.board.read(0)
+                self._report_end(link, n.WorkerEnded(self._node, worker, incarnation, ended.status, ended.note, words))
                 child.process.close()
                 child.board.close()
                 del self._children[worker, incarnation]
 
-    def _tell_end(self, link: DealerLink, ended: n.WorkerEnded) -> None:
-        self._begun[ended.worker, ended.incarnation] = ended
-        _say(link, ended)
+    def _report_end(self, link: DealerLink, ended: n.WorkerEnded) -> None:
+        self._started[ended.worker, ended.incarnation] = ended
+        _send(link, ended)
 
     def _end_children(self, link: DealerLink) -> None:
         for child in self._children.values():
             child.process.kill()
         deadline = time.monotonic() + 5.0
         while self._children and time.monotonic() < deadline:
-            self._look_after(link)
+            self._report_workers(link)
             time.sleep(0.01)
 
 
-def _say(link: DealerLink, message: n.FromNode) -> None:
-    """Without waiting for room: while the head is not there, what workers print would fill any."""
+def _send(link: DealerLink, message: n.FromNode) -> None:
+    """Send, or drop the message if the send queue is full: the head may be unreachable while workers print."""
     with contextlib.suppress(zmq.Again):
         link.send([n.encode(message)])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m farstep.launch.daemon.node_daemon", description=__doc__)
-    parser.add_argument("--bootstrap", type=Path, help="file of mode 0600 to read the bootstrap from; else from stdin")
-    parser.add_argument("--place", default="", help="what the engine calls this node ($VARIABLES are expanded)")
+    parser.add_argument("--bootstrap", type=Path, help="file of mode 0600 with the bootstrap; default: stdin")
+    parser.add_argument("--place", default="", help="the engine's name of this node; $VARIABLES are expanded")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the head's to handle
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the head handles Ctrl-C
     bootstrap = read_bootstrap(None if arguments.bootstrap else sys.stdin.fileno(), arguments.bootstrap)
-    restarts = int(os.environ.pop(RESTARTS, "0"))  # not for processes that workers start
-    named = keep_alive(restarts, n.NAME_BYTES) if restarts else None
-    agent = NodeDaemon(bootstrap, os.path.expandvars(arguments.place), named)
-    signal.signal(signal.SIGTERM, agent.told_to_go)
+    restarts = int(os.environ.pop(RESTARTS, "0"))  # removed: workers must not inherit it
+    shared_name = keep_alive(restarts, n.NAME_BYTES) if restarts else None
+    daemon = NodeDaemon(bootstrap, os.path.expandvars(arguments.place), shared_name)
+    signal.signal(signal.SIGTERM, daemon.on_signal)
     try:
-        sys.exit(agent.run())
+        sys.exit(daemon.run())
     except Unreachable as error:
         sys.stderr.write(f"farstep: {error}\n")
-        sys.exit(TAKEN_BACK if agent.is_told_to_go else 1)
+        sys.exit(TAKEN_BACK if daemon.is_taken_back else 1)
 
 
 if __name__ == "__main__":

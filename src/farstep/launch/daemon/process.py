@@ -1,4 +1,4 @@
-"""Worker processes of this machine: started, watched, ended with all they started."""
+"""Starts worker processes on this machine, and ends them together with all processes they started."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ _TAIL_BYTES = 16 * 1024
 
 
 class ProcessStarter:
-    """Starts `python -m farstep.worker`, each in a session of its own, tied to this process's life by a pipe."""
+    """Starts `python -m farstep.worker`, each in a new session; a pipe ends the workers when this process ends."""
 
     def __init__(self, threads: int) -> None:
         self._threads = threads
-        # Held open as long as the head lives; its end makes the kernel end every worker (worker/__main__.py).
+        # Closed when this process ends, whatever the reason; then the kernel kills every worker (worker/__main__.py).
         self._death_read, self._death_write = os.pipe()
         _starters.add(self)
 
     def start(self, bootstrap: Mapping[str, object], fds: Sequence[int] = ()) -> WorkerProcess:
         contents = {"threads": self._threads, **bootstrap, "path": import_path()}
         with contextlib.ExitStack() as opened, contextlib.ExitStack() as kept:
-            # A death pipe per worker: the kernel's signal goes to one process group only.
+            # One open file per worker: the kernel signals only one process group for each.
             death = os.open(f"/proc/self/fd/{self._death_read}", os.O_RDONLY | os.O_NONBLOCK)
             opened.callback(os.close, death)
             bootstrap_fd = os.memfd_create("farstep-bootstrap", os.MFD_CLOEXEC)
@@ -41,7 +41,7 @@ class ProcessStarter:
             os.write(bootstrap_fd, json.dumps({**contents, "death_fd": death}).encode())
             os.lseek(bootstrap_fd, 0, os.SEEK_SET)
             process = subprocess.Popen(
-                # -P: Python adds the current folder to the worker's path only if it is on the head's.
+                # -P: the worker must not search the current folder unless `path` contains it.
                 [sys.executable, "-P", "-m", "farstep.worker", "--bootstrap-fd", str(bootstrap_fd)],
                 pass_fds=[bootstrap_fd, death, *fds],
                 stdin=subprocess.DEVNULL,
@@ -53,11 +53,11 @@ class ProcessStarter:
             kept.callback(process.wait)
             kept.callback(process.kill)
             started = WorkerProcess(process, output_read)
-            kept.pop_all()  # from here on, all this is the handle's
+            kept.pop_all()  # the handle owns them now
         return started
 
-    def forget(self) -> None:
-        """In a fork of the head: workers must not outlive the head because its child still holds the pipe."""
+    def close_in_fork(self) -> None:
+        """Close the write end in a fork of this process, which would otherwise keep the workers alive."""
         _starters.discard(self)
         os.close(self._death_write)
 
@@ -70,16 +70,16 @@ class ProcessStarter:
 _starters: weakref.WeakSet[ProcessStarter] = weakref.WeakSet()
 
 
-def _forget_all() -> None:
+def _close_all() -> None:
     for starter in list(_starters):
-        starter.forget()
+        starter.close_in_fork()
 
 
-os.register_at_fork(after_in_child=_forget_all)
+os.register_at_fork(after_in_child=_close_all)
 
 
 class WorkerProcess:
-    """One worker process, with the tail of its output."""
+    """One worker process, with the end of its output (see `core.WorkerHandle`)."""
 
     leaving = False
 
@@ -99,14 +99,14 @@ class WorkerProcess:
 
     def poll(self) -> Ended | None:
         if self._ended is not None:
-            return self._ended  # its process id may be somebody else's by now
+            return self._ended  # another process may have its id by now
         status = self._process.poll()
         if status is None:
             return None
-        self._kill_group()  # whatever its environments had started goes with it
+        self._kill_group()  # also ends processes that its environments started
         note = ""
         if status == -signal.SIGKILL and _oom_kills() > self._oom_kills:
-            note = "the machine ran out of memory and the kernel chose this process; use fewer environments per node"
+            note = "the machine ran out of memory and the kernel killed this process; use fewer environments per node"
         self._ended = Ended(status, note)
         return self._ended
 
@@ -124,7 +124,7 @@ class WorkerProcess:
 
     def read_output(self) -> bytes | None:
         new = b""
-        for _ in range(16):  # not until nothing is left: it may print faster than we read
+        for _ in range(16):  # bounded: the worker may print faster than this loop reads
             try:
                 part = os.read(self.output_fd, 65536)
             except BlockingIOError:
@@ -143,13 +143,13 @@ class WorkerProcess:
         return b"".join(self._tail)[-_TAIL_BYTES:].decode(errors="replace")
 
     def close(self) -> None:
-        """Forget the process; it has ended."""
+        """Free the descriptors of the process, which has ended."""
         os.close(self.output_fd)
         os.close(self.exit_fd)
 
 
 def _with_gpu(rank: object) -> dict[str, str]:
-    """The one GPU that a worker is to see, by the name that it has here; said before anything of CUDA starts."""
+    """The environment variable that shows a worker only one GPU; CUDA reads it when it is initialised."""
     if not isinstance(rank, int):
         return {}
     names = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
@@ -157,12 +157,12 @@ def _with_gpu(rank: object) -> dict[str, str]:
 
 
 def import_path() -> list[str]:
-    """Where this process finds modules, for workers to look there too."""
+    """The module search path of this process with absolute entries, for workers to use as well."""
     return [path or str(Path.cwd()) for path in sys.path]
 
 
 def _oom_kills() -> int:
-    """How often the kernel has killed for memory since boot."""
+    """Number of processes that the kernel has killed for lack of memory since boot."""
     with contextlib.suppress(OSError, ValueError):
         for line in Path("/proc/vmstat").read_text().splitlines():
             if line.startswith("oom_kill "):

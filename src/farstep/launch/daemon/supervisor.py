@@ -1,4 +1,4 @@
-"""Restarts the daemon of a node inside its allocation: a replacement from the engine's queue could take hours."""
+"""Restarts a killed node daemon inside its allocation: a replacement from the engine's queue could take hours."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def keep_alive(restarts: int, shared_bytes: int) -> mmap.mmap:
     supervisor exits with the status of its last child.
 
     Args:
-        restarts: Most children that are replaced within ten minutes.
+        restarts: Maximum number of replacements within ten minutes.
         shared_bytes: Size of the memory that all children share.
 
     Returns:
-        That memory: zeros in the first child, what its predecessor left in a later one.
+        That memory: zeros in the first child; later ones see what their predecessor wrote.
     """
     shared = mmap.mmap(-1, shared_bytes)
     supervisor = _Supervisor(restarts)
@@ -46,7 +46,7 @@ class _Supervisor:
         self.status = 0
 
     def run(self) -> bool:
-        """True in each child; False in the supervisor, once no child is to follow."""
+        """Returns True in each child; False in the supervisor, after its last child."""
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
         default = signal.signal(signal.SIGTERM, self._terminate)
         while not self._terminated:
@@ -58,18 +58,18 @@ class _Supervisor:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
             if not self._child:
                 return True
-            # Until SIGTERM is blocked again the child is not reaped: its process id cannot be another process's.
+            # The child is reaped only with SIGTERM blocked, so that `_terminate` cannot signal a reused process id.
             os.waitid(os.P_PID, self._child, os.WEXITED | os.WNOWAIT)
             signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
-            if not self._replaces(os.waitpid(self._child, 0)[1]):
+            if not self._should_replace(os.waitpid(self._child, 0)[1]):
                 break
         return False
 
-    def _replaces(self, ended: int) -> bool:
-        if not os.WIFSIGNALED(ended):
-            self.status = os.WEXITSTATUS(ended)
+    def _should_replace(self, wait_status: int) -> bool:
+        if not os.WIFSIGNALED(wait_status):
+            self.status = os.WEXITSTATUS(wait_status)
             return False
-        number, now = os.WTERMSIG(ended), time.monotonic()
+        number, now = os.WTERMSIG(wait_status), time.monotonic()
         self.status = 128 + number
         while self._restarted and now - self._restarted[0] >= RESTART_WINDOW_S:
             self._restarted.popleft()
@@ -83,13 +83,13 @@ class _Supervisor:
         return True
 
     def _terminate(self, number: int, frame: FrameType | None) -> None:
-        """Pass SIGTERM on: the engine takes the node back. The child gets it twice if the engine signalled it, too."""
+        """Forward SIGTERM: the engine takes the node back. The child may get it twice, also from the engine itself."""
         self._terminated = True
         os.kill(self._child, number)
 
 
 def _end_with(parent: int) -> None:
-    """The kernel kills this process when its parent ends."""
+    """Let the kernel kill this process when its parent ends."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)

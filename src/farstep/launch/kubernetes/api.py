@@ -16,12 +16,12 @@ from farstep.launch.kubernetes.manifests import CONTAINER, Manifest
 
 _ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _TIMEOUT_S = (5.0, 30.0)
-"""To connect, and to answer."""
+"""Seconds to connect, and to wait for an answer."""
 _LOG_LINES = 40
 
 
 class Api:
-    """The few requests that farstep makes; answers are plain mappings, failures a sentence each."""
+    """The few requests that farstep makes; answers are plain mappings, failures raise `LaunchError` with a sentence."""
 
     def __init__(self, namespace: str | None, context: str | None) -> None:
         try:
@@ -40,7 +40,7 @@ class Api:
                 config.load_incluster_config(client_configuration=settings)
                 default = (_ACCOUNT / "namespace").read_text().strip()
             else:
-                # Named here: the package looks at KUBECONFIG once, when it is imported.
+                # Named explicitly: the package reads KUBECONFIG only once, when it is imported.
                 file = os.environ.get("KUBECONFIG") or "~/.kube/config"
                 config.load_kube_config(config_file=file, context=context, client_configuration=settings)
                 contexts, current = config.list_kube_config_contexts(config_file=file)
@@ -64,7 +64,7 @@ class Api:
         self._client.rest_client.pool_manager.clear()
 
     def own_pod(self) -> Manifest | None:
-        """The pod that this process runs in, if it can own things there."""
+        """The pod that this process runs in, if it is in the namespace of the run and so can own its objects."""
         if not self._inside or (_ACCOUNT / "namespace").read_text().strip() != self.namespace:
             return None
         name = os.environ.get("POD_NAME") or os.environ.get("HOSTNAME") or socket.gethostname()
@@ -72,23 +72,23 @@ class Api:
 
     def create(self, manifest: Manifest) -> Manifest:
         kind = manifest["kind"]
-        made = self._ask(f"create a {kind}", self._method("create", kind), body=manifest)
-        return {**manifest, "metadata": {**manifest["metadata"], "uid": made["metadata"]["uid"]}}
+        created = self._call(f"create a {kind}", self._method("create", kind), body=manifest)
+        return {**manifest, "metadata": {**manifest["metadata"], "uid": created["metadata"]["uid"]}}
 
     def get(self, name: str) -> Manifest | None:
         kind, _, name = name.partition("/")
-        found = self._ask(f"read the {kind} {name}", self._method("read", kind), name, missing={})
+        found = self._call(f"read the {kind} {name}", self._method("read", kind), name, missing={})
         return {"apiVersion": "v1", "kind": kind, **found} if found else None
 
     def patch(self, name: str, body: Mapping[str, object]) -> None:
         kind, _, name = name.partition("/")
-        self._ask(f"change the {kind} {name}", self._method("patch", kind), name, missing={}, body=body)
+        self._call(f"change the {kind} {name}", self._method("patch", kind), name, missing={}, body=body)
 
     def delete(self, names: Sequence[str]) -> None:
-        """Those that are there, with all that belongs to them."""
+        """Delete the objects that exist, and all objects that they own."""
         for kind, _, name in (each.partition("/") for each in names):
             method = self._method("delete", kind)
-            self._ask(f"delete the {kind} {name}", method, name, missing={}, propagation_policy="Background")
+            self._call(f"delete the {kind} {name}", method, name, missing={}, propagation_policy="Background")
 
     def pods(self, selector: str) -> list[Manifest]:
         return self._list("Pod", selector)
@@ -97,13 +97,13 @@ class Api:
         return self._list("Job", selector)
 
     def _list(self, kind: str, selector: str) -> list[Manifest]:
-        found = self._ask(f"list {kind}s", self._method("list", kind), label_selector=selector)
+        found = self._call(f"list {kind}s", self._method("list", kind), label_selector=selector)
         return list(found["items"])
 
     def log_tail(self, pod: Manifest) -> str:
-        """What its agent printed last; of one that was started again, what its predecessor did."""
-        name, again = pod["metadata"]["name"], any(status.get("restartCount") for status in containers(pod))
-        for previous in (False, True) if again else (False,):
+        """The last lines of the node daemon's log; those of its predecessor if a restarted daemon has none."""
+        name, restarted = pod["metadata"]["name"], any(status.get("restartCount") for status in containers(pod))
+        for previous in (False, True) if restarted else (False,):
             options = {"container": CONTAINER, "tail_lines": _LOG_LINES, "previous": previous}
             with contextlib.suppress(LaunchError):
                 read = self._core.read_namespaced_pod_log
@@ -115,16 +115,18 @@ class Api:
         group = {"Job": self._batch, "Deployment": self._apps}.get(kind, self._core)
         return getattr(group, f"{verb}_namespaced_{kind.lower()}")
 
-    def _ask(self, what: str, method: Any, *names: str, missing: Manifest | None = None, **options: object) -> Manifest:
-        """The answer; `missing` in place of an error if there is no such object."""
+    def _call(
+        self, action: str, method: Any, *names: str, missing: Manifest | None = None, **options: object
+    ) -> Manifest:
+        """The answer to a request, or `missing` if the object does not exist."""
         try:
-            return dict(json.loads(self._raw(what, method, *names, **options)))
+            return dict(json.loads(self._raw(action, method, *names, **options)))
         except _NotFoundError:
             if missing is None:
                 raise
             return missing
 
-    def _raw(self, what: str, method: Any, *names: str, **options: object) -> bytes:
+    def _raw(self, action: str, method: Any, *names: str, **options: object) -> bytes:
         import urllib3
 
         try:
@@ -133,47 +135,48 @@ class Api:
             )
             return bytes(answer.data)
         except self._exception as error:
-            raise self._refusal(what, error) from None
-        except ValueError as error:  # newer clients look at what they send
+            raise self._refusal(action, error) from None
+        except ValueError as error:  # newer clients validate what they send
             raise RefusedError(
-                f"Kubernetes' client refused to {what}: {' '.join(str(error).split())}. Is "
-                "KubernetesConfig.pod_template as Kubernetes writes it, and the package kubernetes new enough for it?"
+                f"Kubernetes' client refused to {action}: {' '.join(str(error).split())}. Check that "
+                "KubernetesConfig.pod_template follows Kubernetes' schema, and that the package kubernetes is new "
+                "enough for it."
             ) from None
         except (urllib3.exceptions.HTTPError, OSError) as error:
             reason = " ".join(str(getattr(error, "reason", None) or error).split())
             raise LaunchError(
-                f"the Kubernetes API server at {self._server} does not answer ({reason}). Is it running, and is this "
-                "the right context?"
+                f"the Kubernetes API server at {self._server} does not answer ({reason}). Check that it is running and "
+                "that the context is the right one."
             ) from None
 
-    def _refusal(self, what: str, error: Any) -> LaunchError:
-        said = str(error.body or error.reason)
+    def _refusal(self, action: str, error: Any) -> LaunchError:
+        text = str(error.body or error.reason)
         with contextlib.suppress(ValueError, TypeError):
-            said = str(json.loads(said)["message"])
-        said = said.strip().rstrip(".")
+            text = str(json.loads(text)["message"])
+        text = text.strip().rstrip(".")
         if error.status in (401, 403):
             return RefusedError(
-                f"Kubernetes does not let this user {what} in the namespace {self.namespace!r}: {said}. "
+                f"Kubernetes does not allow this user to {action} in the namespace {self.namespace!r}: {text}. "
                 "docs/kubernetes.md has the Role that farstep needs."
             )
-        if error.status == 404 and "namespaces" in said:
+        if error.status == 404 and "namespaces" in text:
             return RefusedError(
                 f"the namespace {self.namespace!r} does not exist. Create it: kubectl create namespace {self.namespace}"
             )
         if error.status >= 500:
-            return LaunchError(f"the Kubernetes API server failed to {what}: {said}.")
-        refused = f"Kubernetes refused to {what} in the namespace {self.namespace!r}: {said}."
+            return LaunchError(f"the Kubernetes API server failed to {action}: {text}.")
+        refused = f"Kubernetes refused to {action} in the namespace {self.namespace!r}: {text}."
         return _NotFoundError(refused) if error.status == 404 else RefusedError(refused)
 
 
 class RefusedError(LaunchError):
-    """The API server answered, and did not do it."""
+    """The API server answered and refused the request."""
 
 
 class _NotFoundError(RefusedError):
-    """There is no such object."""
+    """The object does not exist."""
 
 
 def containers(pod: Manifest) -> list[Manifest]:
-    """How its containers are; none before a node has it."""
+    """The statuses of a pod's containers; empty before the pod is assigned to a node."""
     return list(pod.get("status", {}).get("containerStatuses") or [])

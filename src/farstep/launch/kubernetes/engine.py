@@ -1,4 +1,4 @@
-"""Nodes that are pods of a Kubernetes cluster, which are asked for as Jobs or as a Deployment."""
+"""Starts node daemons in the pods of Kubernetes Jobs, or of a Deployment."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from farstep.launch.kubernetes.api import Api, RefusedError, containers
 from farstep.launch.kubernetes.manifests import GROUP_LABEL, RUN_LABEL, Manifest, manifests, owned, owner
 
 log = logging.getLogger("farstep")
-_MOST_LOGS = 8
-_MOST_RESTARTS = 5
-"""A pod of a Deployment that ended so often without being told to is not waited for."""
+_MAX_LOGS = 8
+_MAX_RESTARTS = 5
+"""Number of restarts after which a failing pod of a Deployment is given up."""
 _COST = "controller.kubernetes.io/pod-deletion-cost"
 _CLEAN_UP = (
     "import sys; from farstep.launch.kubernetes.engine import clean_up; "
@@ -31,7 +31,7 @@ _CLEAN_UP = (
 
 
 class KubernetesEngine:
-    """Jobs or Deployments with an agent per pod; they are deleted with their group, however the head ends."""
+    """Creates Jobs or Deployments with one node daemon per pod; they are deleted however the head ends."""
 
     grace_s = 20.0
 
@@ -40,20 +40,20 @@ class KubernetesEngine:
         self._api: Api | None = None
         self._owners: list[dict[str, str]] = []
         self._guardian = Guardian(environment={"PYTHONPATH": os.pathsep.join(import_path())})
-        self._asked = 0
+        self._requests = 0
 
     def listen_on(self) -> Sequence[str]:
-        """In a pod, the interfaces' addresses are the pod's own."""
+        """The configured addresses, or those of this machine; in a pod these are the pod's."""
         return self._config.head_address or own_addresses()
 
-    def ask(self, nodes: int, bootstrap: bytes) -> Pods:
+    def request(self, nodes: int, bootstrap: bytes) -> Pods:
         if self._api is None:
             self._api = Api(self._config.namespace, self._config.kube_context)
-            # Known from now on, also to a head that goes on for a moment after its pod was deleted.
+            # Read once, at the start: a head may run for a moment after its pod was deleted.
             head = self._api.own_pod()
             self._owners = [] if head is None else [owner(head)]
-        run, number = str(json.loads(bootstrap)["run"]), self._asked
-        self._asked += 1
+        run, number = str(json.loads(bootstrap)["run"]), self._requests
+        self._requests += 1
         wanted = manifests(self._config, run, number, nodes, bootstrap, self.grace_s)
         group = Pods(self._api, wanted, self._owners, self._guardian)
         try:
@@ -70,7 +70,7 @@ class KubernetesEngine:
 
 
 class Pods(Group):
-    """Pods that were asked for together."""
+    """Pods that were requested together."""
 
     def __init__(
         self, api: Api, wanted: Sequence[Manifest], owners: Sequence[dict[str, str]], guardian: Guardian
@@ -80,70 +80,70 @@ class Pods(Group):
         self._name = self._secret["metadata"]["name"]
         labels = self._secret["metadata"]["labels"]
         self._selector = ",".join(f"{label}={labels[label]}" for label in (RUN_LABEL, GROUP_LABEL))
-        self._there: list[str] = []
-        """Objects that were created, or perhaps were."""
-        self._let_go: set[str] = set()
-        """Pods of a Deployment whose agents ended because the head said so."""
+        self._created: list[str] = []
+        """Objects that have been created, or may have been: a request that timed out may have succeeded."""
+        self._released: set[str] = set()
+        """Pods of a Deployment whose daemons ended at the request of the head."""
 
     @property
     def _deployed(self) -> bool:
         return bool(self._workloads[0]["kind"] == "Deployment")
 
     def create(self) -> None:
-        """The Secret belongs to what needs it, and all to the head's pod, if the head is in one, from the start."""
+        """Create all objects: the Jobs or the Deployment own the Secret; the head's pod, if there is one, owns all."""
         api = self._api
         names = [_name(each) for each in (*self._workloads, self._secret)]
         command = [sys.executable, "-c", _CLEAN_UP, api.namespace, api.context or "", *names]
-        self._guardian.promise(self._name, command)
+        self._guardian.register(self._name, command)
         self._create(owned(self._secret, self._owners))
         owners = [owner(self._create(owned(each, self._owners))) for each in self._workloads]
         api.patch(_name(self._secret), {"metadata": {"ownerReferences": owners}})
 
     def _create(self, manifest: Manifest) -> Manifest:
-        self._there.append(_name(manifest))
+        self._created.append(_name(manifest))
         try:
             return self._api.create(manifest)
         except RefusedError:
-            self._there.pop()
+            self._created.pop()
             raise
 
-    def standing(self) -> RequestStatus:
+    def status(self) -> RequestStatus:
         pods = self._api.pods(self._selector)
         if self._deployed:
             nodes = self._shrink(pods)
         else:
-            nodes = sum(not is_over(job) for job in self._api.jobs(self._selector))
-        coming = sum(pod.get("status", {}).get("phase") == "Pending" for pod in pods)
-        return RequestStatus(f"Kubernetes {self._name} has {describe(pods)}", nodes, coming)
+            nodes = sum(not has_ended(job) for job in self._api.jobs(self._selector))
+        pending = sum(pod.get("status", {}).get("phase") == "Pending" for pod in pods)
+        return RequestStatus(f"Kubernetes {self._name} has {describe(pods)}", nodes, pending)
 
     def _shrink(self, pods: Sequence[Manifest]) -> int:
-        """How many pods the Deployment will have; one less for each agent that the head let go."""
+        """Remove released pods from the Deployment; returns the number of pods that it will have."""
         name = _name(self._workloads[0])
         deployment = self._api.get(name)
         if deployment is None:
             return 0
-        for pod in filter(was_let_go, pods):  # or it would be Kubernetes' guess which of them to end
+        for pod in filter(was_released, pods):  # the annotation makes Kubernetes delete these pods, not others
             self._api.patch(f"Pod/{pod['metadata']['name']}", {"metadata": {"annotations": {_COST: "-1000"}}})
-            self._let_go.add(pod["metadata"]["name"])
-        replicas = max(0, int(self._workloads[0]["spec"]["replicas"]) - len(self._let_go))
+            self._released.add(pod["metadata"]["name"])
+        replicas = max(0, int(self._workloads[0]["spec"]["replicas"]) - len(self._released))
         if replicas < int(deployment["spec"]["replicas"]):
             self._api.patch(name, {"spec": {"replicas": replicas}})
-        return 0 if pods and all(map(is_hopeless, pods)) else replicas
+        return 0 if pods and all(map(keeps_failing, pods)) else replicas
 
     def logs(self) -> str:
         with contextlib.suppress(LaunchError):
             pods = self._api.pods(self._selector)
-            tails = ((pod["metadata"]["name"], self._api.log_tail(pod)) for pod in pods[:_MOST_LOGS])
+            tails = ((pod["metadata"]["name"], self._api.log_tail(pod)) for pod in pods[:_MAX_LOGS])
             return "\n".join(f"pod {name}:\n{tail}" for name, tail in tails if tail)
         return ""
 
     def cancel(self) -> None:
         try:
-            self._api.delete(self._there)
+            self._api.delete(self._created)
         except LaunchError as error:
-            log.warning("%s Kubernetes' objects of this run (%s) are deleted when it answers.", error, self._selector)
+            log.warning("%s The objects of this run (%s) will be deleted when it answers.", error, self._selector)
             return
-        self._guardian.release(self._name)
+        self._guardian.unregister(self._name)
 
 
 def _name(manifest: Manifest) -> str:
@@ -151,7 +151,7 @@ def _name(manifest: Manifest) -> str:
 
 
 def clean_up(namespace: str, context: str, objects: Sequence[str]) -> None:
-    """What the guardian runs."""
+    """Delete objects; run by the guardian when the head has ended."""
     try:
         api = Api(namespace, context or None)
         with contextlib.closing(api):
@@ -160,37 +160,37 @@ def clean_up(namespace: str, context: str, objects: Sequence[str]) -> None:
         sys.exit(f"farstep: {error}")
 
 
-# ---- what the API server's answers mean ----
+# ---- interpreting the API server's answers ----
 
 
-def is_over(job: Manifest) -> bool:
-    """Whether a Job will start no pod any more."""
+def has_ended(job: Manifest) -> bool:
+    """Whether a Job will start no further pod."""
     conditions = job.get("status", {}).get("conditions") or []
     return any(each["type"] in ("Complete", "Failed") and each["status"] == "True" for each in conditions)
 
 
-def was_let_go(pod: Manifest) -> bool:
-    """Whether its agent ended because the head said so, and nobody has drawn the consequence yet."""
+def was_released(pod: Manifest) -> bool:
+    """Whether the pod's daemon ended at the request of the head, and the pod is not marked for deletion yet."""
     if pod["metadata"].get("deletionTimestamp") or _COST in pod["metadata"].get("annotations", {}):
         return False
     ends = [status.get(key, {}).get("terminated") for status in containers(pod) for key in ("state", "lastState")]
     return any(end is not None and end.get("exitCode") == 0 for end in ends)
 
 
-def is_hopeless(pod: Manifest) -> bool:
-    """Whether it ends as often as it is started."""
+def keeps_failing(pod: Manifest) -> bool:
+    """Whether the pod has been restarted `_MAX_RESTARTS` times and waits to be restarted again."""
     return any(
-        status.get("restartCount", 0) >= _MOST_RESTARTS and "waiting" in status.get("state", {})
+        status.get("restartCount", 0) >= _MAX_RESTARTS and "waiting" in status.get("state", {})
         for status in containers(pod)
     )
 
 
 def describe(pods: Sequence[Manifest]) -> str:
-    """In a few words, e.g. `pods: 1 Running, 1 Pending (Unschedulable: 0/2 nodes are available)`."""
+    """The states of pods in words, e.g. `pods: 1 Running, 1 Pending (Unschedulable: 0/2 nodes are available)`."""
     if not pods:
         return "no pods yet"
-    said = Counter(_state(pod) for pod in pods)
-    return "pods: " + ", ".join(f"{count} {state}" for state, count in sorted(said.items()))
+    states = Counter(_state(pod) for pod in pods)
+    return "pods: " + ", ".join(f"{count} {state}" for state, count in sorted(states.items()))
 
 
 def _state(pod: Manifest) -> str:

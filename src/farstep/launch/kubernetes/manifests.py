@@ -1,4 +1,4 @@
-"""What farstep asks Kubernetes for, as plain mappings: a Secret, and Jobs or a Deployment whose pods run agents."""
+"""The manifests that farstep creates: a Secret, and Jobs or a Deployment whose pods run node daemons."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from farstep.launch.engine import setup_lines
 
 Manifest = dict[str, Any]
 
-CONTAINER = "agent"
+CONTAINER = "node-daemon"
 _FOLDER, _FILE = "/run/farstep", "bootstrap"
 _IN_BASH = 'if command -v bash > /dev/null; then exec bash -c "$0"; else exec sh -c "$0"; fi'
-"""As everywhere, `setup` may say `source`; an image without bash has its own shell for it."""
+"""Runs the setup in bash, which knows `source`; in sh if the image has no bash."""
 _USER = 1000
-"""Of the image's user; whatever the image, pods do not run as root unless `pod_template` says so."""
+"""User id of the container: whatever the image says, pods do not run as root unless `pod_template` says so."""
 _KEPT_S = 60
-"""How long Kubernetes keeps a Job that is over, if nobody deletes it before."""
+"""Seconds for which Kubernetes keeps a Job that has ended and was not deleted."""
 _MERGE_KEYS = ("mountPath", "name")
 RUN_LABEL, GROUP_LABEL = "farstep.run", "farstep.group"
 
@@ -27,7 +27,16 @@ RUN_LABEL, GROUP_LABEL = "farstep.run", "farstep.group"
 def manifests(
     config: KubernetesConfig, run: str, group: int, nodes: int, bootstrap: bytes, grace_s: float
 ) -> list[Manifest]:
-    """The Secret first, then what starts pods."""
+    """The manifests of a group of nodes: the Secret first, then the Jobs or the Deployment.
+
+    Args:
+        config: Options of the pods.
+        run: Identifier of the run, part of all names.
+        group: Number of the group within the run.
+        nodes: Number of pods.
+        bootstrap: Content of the Secret: the head's addresses and keys, as JSON.
+        grace_s: Seconds that a pod has to hand over its chunks before it is killed.
+    """
     name, labels = group_name(run, group), group_labels(run, group)
     template = pod_template(config, name, labels, grace_s)
     if config.kind == "deployment":
@@ -45,7 +54,7 @@ def group_labels(run: str, group: int) -> dict[str, str]:
 
 
 def secret(name: str, labels: Mapping[str, str], bootstrap: bytes) -> Manifest:
-    """Where to connect, and with which keys."""
+    """The head's addresses and the keys of the node daemons."""
     return {
         "apiVersion": "v1",
         "kind": "Secret",
@@ -57,7 +66,7 @@ def secret(name: str, labels: Mapping[str, str], bootstrap: bytes) -> Manifest:
 
 
 def redacted(manifest: Manifest) -> Manifest:
-    """The same to be shown: a Secret without what is secret."""
+    """The manifest for display: a Secret without its data."""
     if manifest["kind"] != "Secret":
         return manifest
     shown = {key: value for key, value in manifest.items() if key != "data"}
@@ -65,7 +74,7 @@ def redacted(manifest: Manifest) -> Manifest:
 
 
 def job(name: str, labels: Mapping[str, str], template: Manifest, time_limit_s: int | None) -> Manifest:
-    """One pod, never tried again: the head asks for another, and knows how often that makes sense."""
+    """A Job of one pod that Kubernetes never retries: the head requests replacements within its restart budget."""
     spec: Manifest = {
         "backoffLimit": 0,
         "ttlSecondsAfterFinished": _KEPT_S,
@@ -78,7 +87,7 @@ def job(name: str, labels: Mapping[str, str], template: Manifest, time_limit_s: 
 
 
 def deployment(name: str, labels: Mapping[str, str], template: Manifest, nodes: int) -> Manifest:
-    """As many pods as nodes, replaced by Kubernetes."""
+    """A Deployment of one pod per node; Kubernetes replaces pods that end."""
     return {
         "apiVersion": "apps/v1",
         "kind": "Deployment",
@@ -94,7 +103,7 @@ def deployment(name: str, labels: Mapping[str, str], template: Manifest, nodes: 
 
 
 def pod_template(config: KubernetesConfig, secret_name: str, labels: Mapping[str, str], grace_s: float) -> Manifest:
-    """A pod with one agent, told where to connect through a file that only its user can read."""
+    """A pod with one node daemon, which reads its bootstrap from a file that only its user can read."""
     spec: Manifest = {
         "containers": [_container(config)],
         "volumes": [
@@ -107,7 +116,7 @@ def pod_template(config: KubernetesConfig, secret_name: str, labels: Mapping[str
             "runAsNonRoot": True,
             "runAsUser": _USER,
             "runAsGroup": _USER,
-            "fsGroup": _USER,  # or the Secret's file would be root's alone
+            "fsGroup": _USER,  # without it, only root could read the Secret's file
             "seccompProfile": {"type": "RuntimeDefault"},
         },
         "topologySpreadConstraints": [
@@ -135,9 +144,9 @@ def _container(config: KubernetesConfig) -> Manifest:
         requests["cpu"] = str(config.cores_per_node)
     if config.gpus_per_node:
         limits["nvidia.com/gpu"] = str(config.gpus_per_node)
-    # Through stdin: an agent that opens the file itself insists on mode 0600, and fsGroup makes it 0440.
-    agent = f"{shlex.quote(config.python or 'python3')} -m farstep.launch.daemon.node_daemon"
-    start = f'exec {agent} --place "$FARSTEP_NODE" < {_FOLDER}/{_FILE}'
+    # Through stdin: a daemon that opens the file itself requires mode 0600, and fsGroup sets it to 0440.
+    daemon = f"{shlex.quote(config.python or 'python3')} -m farstep.launch.daemon.node_daemon"
+    start = f'exec {daemon} --place "$FARSTEP_NODE" < {_FOLDER}/{_FILE}'
     return {
         "name": CONTAINER,
         "image": config.image,
@@ -152,20 +161,20 @@ def _container(config: KubernetesConfig) -> Manifest:
 
 
 def owned(manifest: Manifest, owners: Sequence[Mapping[str, str]]) -> Manifest:
-    """The same, deleted by Kubernetes once none of the owners is there any more."""
+    """The manifest with owners: Kubernetes deletes the object once all its owners are deleted."""
     if not owners:
         return manifest
     return {**manifest, "metadata": {**manifest["metadata"], "ownerReferences": [dict(each) for each in owners]}}
 
 
 def owner(of: Mapping[str, Any]) -> dict[str, str]:
-    """How an object that the API server returned is referred to."""
+    """The reference to an object that the API server returned, for `ownerReferences`."""
     metadata = of["metadata"]
     return {"apiVersion": of["apiVersion"], "kind": of["kind"], "name": metadata["name"], "uid": metadata["uid"]}
 
 
 def merged(base: Any, over: Any) -> Any:
-    """`over` laid over `base`: mappings key by key, lists of named things name by name, everything else replaced."""
+    """Merge `over` into `base`: mappings by key, lists of named items by name; other values are replaced."""
     if isinstance(base, Mapping) and isinstance(over, Mapping):
         both = {key: merged(value, over[key]) if key in over else value for key, value in base.items()}
         both |= {key: value for key, value in over.items() if key not in base}

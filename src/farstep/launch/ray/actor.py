@@ -1,4 +1,4 @@
-"""What Ray runs on a node: the agent, in a process of Ray's own."""
+"""The Ray actor that runs a node daemon."""
 
 from __future__ import annotations
 
@@ -13,22 +13,25 @@ from farstep.launch.daemon.node_daemon import NodeDaemon, Unreachable
 _TAIL_LINES = 50
 
 
-class Agent:
-    """The actor. Workers end with its process, as they do with any agent's, through a pipe."""
+class DaemonActor:
+    """Runs a node daemon; as with every daemon, its workers end with the process."""
 
     def __init__(self) -> None:
-        self._said: deque[str] = deque(maxlen=_TAIL_LINES)
-        said = _Lines(self._said)
-        said.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
-        logging.getLogger("farstep").addHandler(said)
+        self._lines: deque[str] = deque(maxlen=_TAIL_LINES)
+        handler = _LineHandler(self._lines)
+        handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+        logging.getLogger("farstep").addHandler(handler)
         logging.getLogger("farstep").setLevel(logging.INFO)
 
-    def where(self) -> str:
+    def host(self) -> str:
         return socket.gethostname()
 
     def run(self, bootstrap: str) -> str:
-        """Until the head says so, or is gone; why it ended. Keys come with this call, which goes from process to
-        process: arguments of the constructor would be kept by Ray."""
+        """Run the daemon until it ends; returns the reason.
+
+        The keys are arguments of this call, which goes directly from process to process; Ray would store arguments of
+        the constructor.
+        """
         import ray
 
         contents: dict[str, Any] = json.loads(bootstrap)
@@ -36,14 +39,14 @@ class Agent:
             NodeDaemon(contents, f"Ray node {ray.get_runtime_context().get_node_id()[:12]}").run()
         except Unreachable as error:
             return str(error)
-        return self._said[-1] if self._said else ""
+        return self._lines[-1] if self._lines else ""
 
     def tail(self) -> str:
-        """The end of what the agent said."""
-        return "\n".join(self._said)
+        """The last lines of the daemon's log."""
+        return "\n".join(self._lines)
 
 
-class _Lines(logging.Handler):
+class _LineHandler(logging.Handler):
     def __init__(self, lines: deque[str]) -> None:
         super().__init__()
         self._lines = lines

@@ -1,7 +1,7 @@
-"""The process that talks to Ray for a head: orders come as lines of JSON through stdin, answers go to stdout.
+"""The process that is a client of Ray for the head: it reads requests from stdin and writes answers to stdout, as JSON.
 
-It is not the head's own process, because Ray ends a process that has lost the cluster's first node, and sets signal
-handlers and the process group of one that starts a cluster: none of that should happen to a learner. It ends with the
+It is not the head's process, because Ray kills a client that has lost the cluster's first node, and changes the signal
+handlers and the process group of a client that starts a cluster; neither must happen to a learner. It ends with the
 head, and Ray then ends its actors.
 """
 
@@ -26,133 +26,141 @@ from typing import Any
 import ray
 import ray.exceptions
 
-from farstep.launch.ray.actor import Agent
+from farstep.launch.ray.actor import DaemonActor
 
 _STORE_BYTES = 80 * 2**20
-"""Of the object store, which is not used: about the least that Ray takes."""
+"""Size of the object store, which farstep does not use: about the minimum that Ray accepts."""
 _LEAVE_S = 2.0
-"""Agents that were told to leave have so long before their actors are killed."""
+"""Seconds that node daemons have to leave before their actors are killed."""
 _END_S = 8.0
-"""Within the lease, this process and all that it started are gone."""
-_SHORT = 600
-_OF_RAY = ("CPU", "GPU", "memory")
-"""Resources that are not custom ones."""
+"""Seconds after the end of the head when this process kills itself and all it started; within the lease."""
+_MAX_ERROR_CHARACTERS = 600
+_BUILT_IN = ("CPU", "GPU", "memory")
+"""Resources that Ray does not treat as custom ones."""
 Needs = dict[str, float]
 
 
 @dataclass
 class Actor:
-    """An actor that was asked for."""
+    """A requested actor."""
 
     handle: Any
-    placed: Any
-    """Becomes the name of its host."""
-    over: Any
-    """Becomes the reason why the agent ended."""
+    host_ref: Any
+    """Future of the name of its host."""
+    end_ref: Any
+    """Future of the reason why its daemon ended."""
     host: str = ""
     reason: str | None = None
 
-    def look(self) -> None:
+    def update(self) -> None:
         if self.reason is not None:
             return
         try:
-            if not self.host and ray.wait([self.placed], timeout=0)[0]:
-                self.host = ray.get(self.placed)
-            if ray.wait([self.over], timeout=0)[0]:
-                self.reason = ray.get(self.over) or "its agent ended"
+            if not self.host and ray.wait([self.host_ref], timeout=0)[0]:
+                self.host = ray.get(self.host_ref)
+            if ray.wait([self.end_ref], timeout=0)[0]:
+                self.reason = ray.get(self.end_ref) or "its node daemon ended"
         except ray.exceptions.RayError as error:
             self.reason = _in_short(error)
         if self.reason is not None:
-            ray.kill(self.handle)  # gives its resources back
+            ray.kill(self.handle)  # frees its resources
 
 
 @dataclass
 class Group:
-    """Actors that were asked for together."""
+    """Actors that were requested together."""
 
     needs: Needs
     actors: list[Actor]
     refused: str = ""
-    """Why Ray did not take the order."""
+    """Why Ray refused the request; empty if it did not."""
 
-    def look(self) -> tuple[list[Actor], list[Actor], list[Actor]]:
-        """Those that wait, run and are over."""
+    def update(self) -> tuple[list[Actor], list[Actor], list[Actor]]:
+        """The actors that wait for resources, that run, and that have ended."""
         for actor in self.actors:
-            actor.look()
-        going_on = [actor for actor in self.actors if actor.reason is None]
+            actor.update()
+        alive = [actor for actor in self.actors if actor.reason is None]
         return (
-            [actor for actor in going_on if not actor.host],
-            [actor for actor in going_on if actor.host],
+            [actor for actor in alive if not actor.host],
+            [actor for actor in alive if actor.host],
             [actor for actor in self.actors if actor.reason is not None],
         )
 
 
 class RayDriver:
-    """One method per order."""
+    """Has one method per request of the head."""
 
     def __init__(self) -> None:
         self._groups: dict[int, Group] = {}
         self._folder = self._session = ""
 
-    def connect(self, address: str, room: Needs, folder: str, **shared: Any) -> dict[str, Any]:
-        """Join a cluster, or start one on this machine, in that folder, that has at least so much room."""
+    def connect(self, address: str, capacity: Needs, folder: str, **options: Any) -> dict[str, Any]:
+        """Join the cluster at `address`; if that is `local`, start one on this machine.
+
+        Args:
+            address: As for `ray.init`.
+            capacity: Minimum resources of a cluster that is started.
+            folder: Where the files of a cluster that is started are.
+            options: Further options of `ray.init`.
+        """
         self._folder = folder
-        shared |= {"log_to_driver": False, "logging_level": logging.ERROR}
+        options |= {"log_to_driver": False, "logging_level": logging.ERROR}
         if address == "local":
-            shared |= {
-                "num_cpus": max(os.cpu_count() or 1, math.ceil(room["CPU"])),
-                "resources": {name: amount for name, amount in room.items() if name not in _OF_RAY},
+            options |= {
+                "num_cpus": max(os.cpu_count() or 1, math.ceil(capacity["CPU"])),
+                "resources": {name: amount for name, amount in capacity.items() if name not in _BUILT_IN},
                 "include_dashboard": False,
                 "object_store_memory": _STORE_BYTES,
-                "_temp_dir": f"{folder}/r",  # which Ray opens to everybody; the one around it is ours alone
+                "_temp_dir": f"{folder}/r",  # Ray makes it readable for all users; only this user can enter `folder`
             }
-        self._session = ray.init(address=address, **shared).address_info["session_dir"]
+        self._session = ray.init(address=address, **options).address_info["session_dir"]
         return {"address": ray.util.get_node_ip_address(), "gcs": ray.get_runtime_context().gcs_address}
 
-    def ask(self, number: int, nodes: int, needs: Needs, bootstrap: str) -> None:
-        """A new group; whether that works says its standing."""
+    def request(self, number: int, nodes: int, needs: Needs, bootstrap: str) -> None:
+        """Create a group of actors; errors appear in its status."""
         group = self._groups[number] = Group(needs, [])
         try:
-            agent: Any = ray.remote(
+            remote: Any = ray.remote(
                 num_cpus=needs["CPU"],
                 num_gpus=needs.get("GPU", 0),
                 memory=needs.get("memory"),
-                resources={name: amount for name, amount in needs.items() if name not in _OF_RAY},
+                resources={name: amount for name, amount in needs.items() if name not in _BUILT_IN},
                 scheduling_strategy="SPREAD",
-                max_concurrency=2,  # one thread is the agent's, the other answers
-                max_restarts=0,  # the head asks again, within its budget
-            )(Agent)
+                max_concurrency=2,  # one thread runs the daemon, the other answers calls
+                max_restarts=0,  # the head requests replacements itself, within its restart budget
+            )(DaemonActor)
             for _ in range(nodes):
-                handle = agent.options(name=f"farstep-{os.urandom(8).hex()}").remote()
-                group.actors.append(Actor(handle, handle.where.remote(), handle.run.remote(bootstrap)))
+                handle = remote.options(name=f"farstep-{os.urandom(8).hex()}").remote()
+                group.actors.append(Actor(handle, handle.host.remote(), handle.run.remote(bootstrap)))
         except Exception as error:
-            group.refused = f"Ray does not take actors: {_in_short(error)}"
+            group.refused = f"Ray refused to create actors: {_in_short(error)}"
 
-    def standing(self, group: int) -> dict[str, Any]:
-        waiting, running, over = self._groups[group].look()
+    def status(self, group: int) -> dict[str, Any]:
+        waiting, running, ended = self._groups[group].update()
         parts = [refused] if (refused := self._groups[group].refused) else []
         if running:
-            parts.append(f"Ray runs agents on {', '.join(sorted(actor.host for actor in running))}")
+            parts.append(f"Ray runs node daemons on {', '.join(sorted(actor.host for actor in running))}")
         if waiting:
-            parts.append(f"{_agents(len(waiting))} for a place in Ray's cluster ({_room(self._groups[group].needs)})")
-        for reason in dict.fromkeys(actor.reason for actor in over):
-            parts.append(f"an agent on Ray is over: {reason}")
+            subject = "1 node daemon waits" if len(waiting) == 1 else f"{len(waiting)} node daemons wait"
+            parts.append(f"{subject} for resources of Ray's cluster ({_resources(self._groups[group].needs)})")
+        for reason in dict.fromkeys(actor.reason for actor in ended):
+            parts.append(f"a node daemon on Ray has ended: {reason}")
         return {"text": "; ".join(parts), "nodes": len(waiting) + len(running)}
 
     def logs(self, group: int) -> str:
-        _, running, over = self._groups[group].look()
-        parts = [f"{actor.host or 'an actor'}: {actor.reason}" for actor in over]
+        _, running, ended = self._groups[group].update()
+        parts = [f"{actor.host or 'an actor'}: {actor.reason}" for actor in ended]
         for actor in running:
             try:
                 parts.append(f"{actor.host}:\n{ray.get(actor.handle.tail.remote(), timeout=2.0)}")
             except (ray.exceptions.RayError, TimeoutError) as error:
-                parts.append(f"{actor.host} says nothing: {_in_short(error)}")
+                parts.append(f"{actor.host} does not answer: {_in_short(error)}")
         return "\n".join([*parts, f"Ray's own logs are in {Path(self._session, 'logs')} of each node."])
 
     def cancel(self, group: int) -> None:
-        _, running, _ = self._groups[group].look()
+        _, running, _ = self._groups[group].update()
         if running:
-            ray.wait([actor.over for actor in running], num_returns=len(running), timeout=_LEAVE_S)
+            ray.wait([actor.end_ref for actor in running], num_returns=len(running), timeout=_LEAVE_S)
         for actor in self._groups[group].actors:
             ray.kill(actor.handle)
 
@@ -162,18 +170,14 @@ class RayDriver:
             shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def _agents(count: int) -> str:
-    return "1 agent waits" if count == 1 else f"{count} agents wait"
-
-
-def _room(needs: Needs) -> str:
-    """What an actor needs and what there is."""
+def _resources(needs: Needs) -> str:
+    """The resources that an actor needs and those of the cluster, in words."""
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    has = {name: sum(node.get(name, 0.0) for node in nodes) for name in needs}
+    total = {name: sum(node.get(name, 0.0) for node in nodes) for name in needs}
     free = {name: ray.available_resources().get(name, 0.0) for name in needs}
     fits = any(all(node.get(name, 0.0) >= amount for name, amount in needs.items()) for node in nodes)
     return (
-        f"{_amounts(needs)} each; the cluster has {_amounts(has)} on {len(nodes)} node{'s' * (len(nodes) != 1)}, "
+        f"{_amounts(needs)} each; the cluster has {_amounts(total)} on {len(nodes)} node{'s' * (len(nodes) != 1)}, "
         f"{_amounts(free)} free{'' if fits else '; no node is large enough'}"
     )
 
@@ -183,15 +187,19 @@ def _amounts(of: Mapping[str, float]) -> str:
 
 
 def _in_short(error: BaseException) -> str:
-    """Ray's errors go on for a page, with tracebacks of other processes in them; what was raised there comes last."""
+    """The last exception that a long error of Ray quotes, as one line; it contains tracebacks of other processes."""
     text = re.sub(r"\x1b\[[\d;]*m", "", f"{error}\n{error.__cause__ or ''}")
     raised = re.findall(r"^\s*[\w.]+(?:Error|Exception): .*", text, re.M)
-    short = " ".join((raised[-1] if raised else text).split())[:_SHORT] or type(error).__name__
+    short = " ".join((raised[-1] if raised else text).split())[:_MAX_ERROR_CHARACTERS] or type(error).__name__
     return f"{short} on its nodes; install it there, too" if short.endswith("No module named 'farstep'") else short
 
 
-def _listen(orders: queue.SimpleQueue[dict[str, Any] | None], head: int) -> None:
-    """Until the head is gone, even if a fork of it still holds the pipe, and even while Ray does not come back."""
+def _listen(requests: queue.SimpleQueue[dict[str, Any] | None], head: int) -> None:
+    """Pass on requests until the head has ended, then end this process.
+
+    Checks the parent's process id, since a fork of the head may hold the pipe open, and kills this process after a
+    while, since a call of Ray may never return.
+    """
     lines: queue.SimpleQueue[str] = queue.SimpleQueue()
 
     def read() -> None:
@@ -207,28 +215,28 @@ def _listen(orders: queue.SimpleQueue[dict[str, Any] | None], head: int) -> None
             continue
         if not line:
             break
-        orders.put(json.loads(line))
-    orders.put(None)
+        requests.put(json.loads(line))
+    requests.put(None)
     time.sleep(_END_S)
     os.killpg(0, signal.SIGKILL)
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the head's to handle
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the head handles Ctrl-C
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     with os.fdopen(os.dup(1), "w") as answers:
-        os.dup2(2, 1)  # what Ray prints is no answer
-        orders: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
-        threading.Thread(target=_listen, args=(orders, int(sys.argv[1])), daemon=True).start()
+        os.dup2(2, 1)  # keeps Ray's own output apart from the answers
+        requests: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        threading.Thread(target=_listen, args=(requests, int(sys.argv[1])), daemon=True).start()
         driver = RayDriver()
-        while (order := orders.get()) is not None:
-            answer: dict[str, Any] = {"number": (number := order.pop("number"))}
+        while (request := requests.get()) is not None:
+            answer: dict[str, Any] = {"number": (number := request.pop("number"))}
             try:
-                match order.pop("order"):
-                    case "ask":
-                        driver.ask(number, **order)  # a group has the number of the order that asked for it
+                match request.pop("method"):
+                    case "request":
+                        driver.request(number, **request)  # the number of the request also names the group
                     case other:
-                        answer["said"] = getattr(driver, other)(**order)
+                        answer["result"] = getattr(driver, other)(**request)
             except Exception as error:
                 answer["error"] = _in_short(error)
             try:

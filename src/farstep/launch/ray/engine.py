@@ -1,5 +1,7 @@
-"""Nodes of a Ray cluster: an actor on each runs the agent. Rollouts and weights travel over farstep's own connections,
-never through Ray's object store."""
+"""Starts node daemons as actors of a Ray cluster.
+
+Rollouts and weights travel over farstep's own connections, never through Ray's object store.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +29,13 @@ from farstep.launch.daemon.process import import_path
 from farstep.launch.engine import EngineLost, Group, RequestStatus
 from farstep.launch.engine_processes import file_tail
 
-_KNOCK_S, _CONNECT_S, _ANSWER_S, _ENDING_S, _CLOSE_S = 5.0, 120.0, 10.0, 5.0, 10.0
+_DIAL_S, _CONNECT_S, _ANSWER_S, _ENDING_S, _CLOSE_S = 5.0, 120.0, 10.0, 5.0, 10.0
 _GONE_S = 30.0
 """Seconds of silence after which Ray's first node, and with it the cluster, is declared lost."""
 
 
 class RayEngine:
-    """Actors, each with the resources of one node, preferably on different machines."""
+    """Starts actors, each with the resources of one node, preferably on different machines."""
 
     grace_s = 20.0
 
@@ -54,24 +56,24 @@ class RayEngine:
             return ["127.0.0.1"]
         return sorted(own_addresses(), key=lambda address: address != driver.address)
 
-    def ask(self, nodes: int, bootstrap: bytes) -> Actors:
+    def request(self, nodes: int, bootstrap: bytes) -> Actors:
         driver = self._connected()
-        number = driver.post("ask", nodes=nodes, needs=self._needs, bootstrap=bootstrap.decode())
+        number = driver.post("request", nodes=nodes, needs=self._needs, bootstrap=bootstrap.decode())
         return Actors(self, driver, number)
 
     def _connected(self) -> Driver:
-        """Reconnects if the driver process has ended."""
+        """The driver; starts it, or replaces one that has ended."""
         if self._driver is None or self._driver.ended:
-            room = {name: amount * self._config.most_nodes for name, amount in self._needs.items()}
+            capacity = {name: amount * self._config.most_nodes for name, amount in self._needs.items()}
             if self._driver is not None:
                 self.check(self._driver)
                 self._driver.close()
-            self._driver = Driver(self._config, room)
+            self._driver = Driver(self._config, capacity)
         return self._driver
 
     def check(self, driver: Driver) -> None:
-        """Raise if Ray's first node does not answer: `EngineLost` once it has been silent for `_GONE_S`."""
-        if driver.local or _answers(driver.gcs):  # a cluster of our own is restarted with its driver
+        """Raise `LaunchError` if Ray's first node does not answer; `EngineLost` after `_GONE_S` seconds of silence."""
+        if driver.local or _answers(driver.gcs):  # a cluster that farstep started is restarted with its driver
             self._silent_since = None
             return
         now = time.monotonic()
@@ -94,21 +96,21 @@ class RayEngine:
 
 
 class Driver:
-    """The process that talks to Ray (see `ray_driver.py`)."""
+    """Starts the process of `driver.py` and exchanges requests and answers with it."""
 
-    def __init__(self, config: RayConfig, room: dict[str, float]) -> None:
+    def __init__(self, config: RayConfig, capacity: dict[str, float]) -> None:
         if importlib.util.find_spec("ray") is None:
             raise LaunchError("Ray is not installed here; install it with `pip install farstep[ray]`.")
-        joined = {"address": config.address, "namespace": config.namespace, **_joined_by_user(config)}
-        address = _found(joined.pop("address"))
-        self._writing, self._calling = threading.Lock(), threading.Lock()
-        self._orders, self._unread = 0, b""
+        options = {"address": config.address, "namespace": config.namespace, **_joined_by_user(config)}
+        address = _resolved(options.pop("address"))
+        self._write_lock, self._call_lock = threading.Lock(), threading.Lock()
+        self._requests, self._unread = 0, b""
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(import_path())}
-        if address == "local":  # a cluster of one's own, into which nobody else is let
+        if address == "local":  # a new cluster, which other users of this machine must not join
             environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": os.urandom(32).hex()}
         self._log = tempfile.TemporaryFile(prefix="farstep-ray-")  # noqa: SIM115 - closed by `close`
         self._process = subprocess.Popen(
-            # Not with -m: Ray would have all its workers look for modules beside the file, where `ray` is another one.
+            # Not with -m: Ray's workers would search for modules in the folder of the file, which also contains `ray`.
             [sys.executable, "-c", "from farstep.launch.ray.driver import main; main()", str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -116,50 +118,56 @@ class Driver:
             start_new_session=True,
             env=environment,
         )
-        # Not in TMPDIR: the path of a socket in it has at most 107 bytes.
+        # Not in TMPDIR, whose name may be long: the path of a socket has at most 107 bytes.
         self._folder = tempfile.mkdtemp(prefix="farstep-ray-", dir="/tmp") if address == "local" else ""
         try:
-            said = self.call("connect", _CONNECT_S, address=address, room=room, folder=self._folder, **joined)
+            result = self.call(
+                "connect", _CONNECT_S, address=address, capacity=capacity, folder=self._folder, **options
+            )
         except BaseException as error:
             self.close()
             if isinstance(error, LaunchError):
                 raise LaunchError(_cannot(address, str(error))) from None
             raise
-        self.address, self.gcs = str(said["address"]), str(said["gcs"])
+        self.address, self.gcs = str(result["address"]), str(result["gcs"])
 
     @property
     def local(self) -> bool:
-        """Whether it started a cluster of its own, on this machine."""
+        """Whether it started a cluster on this machine."""
         return bool(self._folder)
 
     @property
     def ended(self) -> bool:
         return self._process.poll() is not None
 
-    def post(self, order: str, **details: Any) -> int:
-        """Give an order, without waiting for an answer; its number."""
-        with self._writing:
-            self._orders += 1
-            line = json.dumps({"number": self._orders, "order": order, **details}).encode() + b"\n"
+    def post(self, method: str, **arguments: Any) -> int:
+        """Send a request without waiting for its answer; returns the number of the request."""
+        with self._write_lock:
+            self._requests += 1
+            line = json.dumps({"number": self._requests, "method": method, **arguments}).encode() + b"\n"
             try:
                 assert self._process.stdin is not None
                 self._process.stdin.write(line)
                 self._process.stdin.flush()
             except (OSError, ValueError):  # it has ended, or was closed
                 raise LaunchError(self._ending()) from None
-            return self._orders
+            return self._requests
 
-    def call(self, order: str, timeout_s: float = _ANSWER_S, **details: Any) -> Any:
-        """What it answers to an order; raises `LaunchError` if that is an error, or nothing in time."""
-        with self._calling:
-            number = self.post(order, **details)
+    def call(self, method: str, timeout_s: float = _ANSWER_S, **arguments: Any) -> Any:
+        """Send a request and return its result.
+
+        Raises:
+            LaunchError: The request failed, or its answer did not arrive within `timeout_s` seconds.
+        """
+        with self._call_lock:
+            number = self.post(method, **arguments)
             answer = self._answer(number, time.monotonic() + timeout_s)
         if "error" in answer:
             raise LaunchError(answer["error"])
-        return answer["said"]
+        return answer["result"]
 
     def _answer(self, number: int, deadline: float) -> dict[str, Any]:
-        """To that order; for other ones nobody waits, or not any more."""
+        """Read the answer to a request; drops answers to other requests, which have timed out or were posted."""
         assert self._process.stdout is not None
         fd = self._process.stdout.fileno()
         ready = select.poll()
@@ -184,13 +192,13 @@ class Driver:
         return f"the connection to Ray has ended. {self.tail()}".strip()
 
     def tail(self) -> str:
-        """The end of what Ray had to say in that process."""
+        """The last lines that Ray printed in that process."""
         return "" if self._log.closed else file_tail(self._log)
 
     def close(self, patience_s: float = _CLOSE_S) -> None:
-        """Ray ends the actors of a driver that has gone."""
+        """End the process, and kill it after `patience_s` seconds; Ray then ends its actors."""
         assert self._process.stdin is not None and self._process.stdout is not None
-        with self._writing, contextlib.suppress(OSError):
+        with self._write_lock, contextlib.suppress(OSError):
             self._process.stdin.close()
         try:
             self._process.wait(patience_s)
@@ -198,7 +206,7 @@ class Driver:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
-        with self._calling:  # whoever waits for an answer has read the end by now
+        with self._call_lock:  # a thread that waits for an answer has read the end of the stream by now
             self._process.stdout.close()
             self._log.close()
         if self.local:
@@ -206,20 +214,20 @@ class Driver:
 
 
 class Actors(Group):
-    """Actors that were asked for together."""
+    """Actors that were requested together."""
 
     def __init__(self, engine: RayEngine, driver: Driver, number: int) -> None:
         self._engine, self._driver, self._number = engine, driver, number
 
-    def standing(self) -> RequestStatus:
+    def status(self) -> RequestStatus:
         self._engine.check(self._driver)
         try:
-            said = self._driver.call("standing", group=self._number)
+            result = self._driver.call("status", group=self._number)
         except LaunchError:
             if self._driver.ended:
                 return RequestStatus("the connection to Ray has ended", 0)
             raise
-        return RequestStatus(str(said["text"]), int(said["nodes"]))
+        return RequestStatus(str(result["text"]), int(result["nodes"]))
 
     def logs(self) -> str:
         if not self._engine.is_silent:
@@ -228,12 +236,12 @@ class Actors(Group):
         return self._driver.tail()
 
     def cancel(self) -> None:
-        with contextlib.suppress(LaunchError):  # they end with the driver
+        with contextlib.suppress(LaunchError):  # the driver has ended, and with it the actors
             self._driver.post("cancel", group=self._number)
 
 
 def _joined_by_user(config: RayConfig) -> dict[str, Any]:
-    """The cluster that the user's program has joined itself, with the files and packages that it brought there."""
+    """Options to join the cluster that the user's program has joined itself, with its files and packages."""
     ray = sys.modules.get("ray")
     if config.address is not None or ray is None or not ray.is_initialized():
         return {}
@@ -245,31 +253,31 @@ def _joined_by_user(config: RayConfig) -> dict[str, Any]:
     }
 
 
-def _found(address: str | None) -> str:
-    """The address to give to Ray; raises if nobody answers there, where Ray itself would try for minutes."""
+def _resolved(address: str | None) -> str:
+    """The address for `ray.init`; raises `LaunchError` if there is no answer, where Ray would retry for minutes."""
     named = os.environ.get("RAY_ADDRESS") if address in (None, "auto") else address
     if named in (None, "", "auto"):
         named = _latest()
         if address is None and not _answers(named):
             return "local"
     if named and named != "local" and not _answers(named):
-        raise LaunchError(_cannot(named, "nobody answers there."))
+        raise LaunchError(_cannot(named, "there is no answer."))
     return named if named == "local" else address or "auto"
 
 
 def _latest() -> str:
-    """Of the cluster that was started last on this machine, as Ray itself finds it."""
-    note = Path(os.environ.get("RAY_TMPDIR") or "/tmp", "ray", "ray_current_cluster")
-    return note.read_text().strip() if note.exists() else ""
+    """The address of the cluster that was started last on this machine, from the file that Ray itself reads."""
+    file = Path(os.environ.get("RAY_TMPDIR") or "/tmp", "ray", "ray_current_cluster")
+    return file.read_text().strip() if file.exists() else ""
 
 
 def _answers(address: str) -> bool:
-    """Whether somebody listens there, as far as one can tell."""
+    """Whether a connection to the address succeeds; True for an address without a port, which cannot be tested."""
     host, _, port = address.rpartition("://")[2].rpartition(":")
     if not port.isdigit():
         return bool(address)
     try:
-        socket.create_connection((host.strip("[]"), int(port)), _KNOCK_S).close()
+        socket.create_connection((host.strip("[]"), int(port)), _DIAL_S).close()
     except OSError:
         return False
     return True

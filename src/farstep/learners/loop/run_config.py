@@ -12,7 +12,7 @@ from farstep.config.field_docs import show_fields
 from farstep.config.launch import InProcessConfig, LaunchConfig, LocalConfig, LocalTransport
 from farstep.errors import ConfigError
 
-LauncherName = Literal["local", "inprocess", "slurm", "ssh", "ray", "kubernetes"]
+LauncherName = Literal["local", "in-process", "slurm", "ssh", "ray", "kubernetes"]
 
 
 @show_fields
@@ -76,7 +76,7 @@ class RunConfig:
             if getattr(self, name) is not None:
                 check_count(name, getattr(self, name))
         check_seed(self.seed)
-        if self.workers is not None and self.launcher not in ("local", "inprocess"):
+        if self.workers is not None and self.launcher not in ("local", "in-process"):
             raise ConfigError(
                 f"workers={self.workers} counts processes of this machine; with --launcher {self.launcher} say "
                 "--workers-per-node instead."
@@ -119,7 +119,7 @@ class RunConfig:
     def launch_config(self, workers: int | None = None) -> LaunchConfig:
         """Workers of this machine, as many as the run has or, for others than its own, as are given."""
         count = workers or self.workers
-        if self.launcher == "inprocess":
+        if self.launcher == "in-process":
             return InProcessConfig(workers_per_node=count)
         return LocalConfig(workers_per_node=count, transport=self.transport)
 
