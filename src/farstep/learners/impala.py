@@ -26,7 +26,7 @@ from farstep.learners.loop.sizes import chunk_steps
 from farstep.learners.loop.timing import Timer
 from farstep.learners.networks.nets import DEFAULT_NET, ActorCritic, NetConfig
 from farstep.learners.on_policy import OnPolicy
-from farstep.learners.optimizing import Schedule, named
+from farstep.learners.optimizing import Schedule, prefixed
 from farstep.learners.returns import LOG_RATIO_LIMIT, fold_ends, vtrace
 from farstep.learners.rollout import Minibatch, Rollout
 
@@ -134,7 +134,7 @@ class Impala(OnPolicy):
         entropy = losses.masked_mean(evaluation.entropy, valid)
         loss = policy_loss + config.value_coef * value_loss - config.entropy_bonus * entropy
         actor = {"policy_loss": policy_loss, "entropy_loss": entropy, "total_loss": loss}
-        return loss, named(actor, critic)
+        return loss, prefixed(actor, critic)
 
     def update(self, batch: Batch, version: int, progress: float, timer: Timer) -> dict[str, float]:
         """Update the agent on a batch.

@@ -16,7 +16,7 @@ from farstep.cluster_env import ClusterEnv
 from farstep.errors import RewardError
 from farstep.learners.loop.statistics import Statistics
 from farstep.learners.networks.nets import ActorCritic
-from farstep.learners.optimizing import Loss, Optimizer, Schedule, lean
+from farstep.learners.optimizing import Loss, Optimizer, Schedule, onednn_for_images
 from farstep.learners.rollout import Rollout, prepare
 
 
@@ -104,7 +104,7 @@ class OnPolicy:
             Metrics by name, without the prefix `train/`.
         """
         warmup = self._updates < self._critic_warmup_updates
-        with lean(self.agent):
+        with onednn_for_images(self.agent):
             metrics = self._optimizer.learn(rollout, columns, loss, schedule, critic_only=warmup)
             if not warmup:
                 self._statistics.observe(batch)

@@ -24,7 +24,7 @@ from farstep.learners.loop.sizes import minibatch_rows, rollout_steps
 from farstep.learners.loop.timing import Timer
 from farstep.learners.networks.nets import DEFAULT_NET, ActorCritic, NetConfig
 from farstep.learners.on_policy import OnPolicy, rollouts
-from farstep.learners.optimizing import Schedule, named
+from farstep.learners.optimizing import Schedule, prefixed
 from farstep.learners.rollout import Minibatch
 
 
@@ -141,7 +141,7 @@ class PPO(OnPolicy):
         )
         entropy = losses.masked_mean(evaluation.entropy, valid)
         loss = policy_loss + config.vf_coef * value_loss - config.ent_coef * entropy
-        return loss, named(actor, critic) | {"actor/entropy_loss": entropy, "actor/total_loss": loss}
+        return loss, prefixed(actor, critic) | {"actor/entropy_loss": entropy, "actor/total_loss": loss}
 
     def update(self, batch: Batch, version: int, progress: float, timer: Timer) -> dict[str, float]:
         """Update the agent on a batch.
