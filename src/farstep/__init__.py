@@ -84,7 +84,7 @@ _HOMES = {
 }
 
 __all__ = list(_HOMES)
-_FOLDERS = ("buffer", "sync", "testing")
+_FOLDERS = ("buffer", "learners", "sync", "testing")
 
 
 def __getattr__(name: str) -> object:

@@ -46,7 +46,7 @@ def test_each_name_is_there_and_says_what_it_is(name: str) -> None:
     assert (thing.__doc__ or "").strip()
 
 
-@pytest.mark.parametrize("folder", ["buffer", "sync", "testing"])
+@pytest.mark.parametrize("folder", ["buffer", "learners", "sync", "testing"])
 def test_folders_with_more_names_need_no_import_of_their_own(folder: str) -> None:
     code = f"import farstep, sys\nassert 'farstep.{folder}' not in sys.modules\nprint(farstep.{folder}.__all__)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
@@ -56,6 +56,26 @@ def test_folders_with_more_names_need_no_import_of_their_own(folder: str) -> Non
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="ClusterEnvv"):
         farstep.ClusterEnvv
+    with pytest.raises(AttributeError, match="PPOConfigg"):
+        farstep.learners.PPOConfigg
+
+
+@pytest.mark.parametrize("name", farstep.learners.__all__)
+def test_each_learner_name_is_exported_and_documented(name: str) -> None:
+    thing = getattr(farstep.learners, name)
+    assert thing.__name__.removeprefix("farstep.learners.") == name
+    assert (thing.__doc__ or "").strip()
+    assert name in dir(farstep.learners)
+
+
+def test_learner_names_are_those_of_their_modules() -> None:
+    from farstep.learners import PPO, Training, losses, make_agent
+    from farstep.learners.loop import training
+    from farstep.learners.networks import nets
+    from farstep.learners.ppo import PPO as direct
+
+    assert PPO is direct and Training is training.Training and make_agent is nets.make_agent
+    assert losses is farstep.learners.losses
 
 
 def loaded_after(statement: str) -> set[str]:
@@ -68,6 +88,11 @@ def loaded_after(statement: str) -> set[str]:
 def test_importing_farstep_starts_nothing() -> None:
     """Threads must be set before NumPy or torch is imported, so the package itself imports neither."""
     assert not loaded_after("import farstep") & {"numpy", "torch", "jax", "gymnasium", "zmq"}
+
+
+def test_torch_is_imported_with_the_first_learner_and_not_before() -> None:
+    assert "torch" not in loaded_after("import farstep.learners\nfarstep.learners.returns.gae")
+    assert "torch" in loaded_after("import farstep\nfarstep.learners.PPOConfig")
 
 
 def test_no_public_name_needs_torch_or_jax() -> None:

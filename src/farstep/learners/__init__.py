@@ -1,0 +1,73 @@
+"""Learners that train an agent in a `ClusterEnv`, their networks, and the training loop.
+
+`farstep train` uses these classes; from Python:
+
+    config = farstep.learners.PPOConfig(learning_rate=1e-3)
+    agent = farstep.learners.make_agent(*env.launch(), config.net, config.gamma)
+    learner = farstep.learners.PPO(agent, config, seed=1)
+    farstep.learners.Training(learner, env, farstep.learners.Limits(total_steps=100_000)).run()
+
+`losses` (torch) and `returns` (NumPy) are modules of functions for learners that users write. Names are imported when
+they are first used, so that importing this package does not import torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from farstep.learners import losses as losses
+    from farstep.learners import returns as returns
+    from farstep.learners.async_ppo import AsyncPPO as AsyncPPO
+    from farstep.learners.async_ppo import AsyncPPOConfig as AsyncPPOConfig
+    from farstep.learners.impala import Impala as Impala
+    from farstep.learners.impala import ImpalaConfig as ImpalaConfig
+    from farstep.learners.loop.evaluation import Evaluator as Evaluator
+    from farstep.learners.loop.progress import Progress as Progress
+    from farstep.learners.loop.stop_signals import Stopped as Stopped
+    from farstep.learners.loop.training import Learner as Learner
+    from farstep.learners.loop.training import Limits as Limits
+    from farstep.learners.loop.training import Sink as Sink
+    from farstep.learners.loop.training import Training as Training
+    from farstep.learners.networks.nets import ActorCritic as ActorCritic
+    from farstep.learners.networks.nets import NetConfig as NetConfig
+    from farstep.learners.networks.nets import RecurrentActorCritic as RecurrentActorCritic
+    from farstep.learners.networks.nets import make_agent as make_agent
+    from farstep.learners.ppo import PPO as PPO
+    from farstep.learners.ppo import PPOConfig as PPOConfig
+
+_HOMES = {
+    "PPO": "ppo",
+    "ActorCritic": "networks.nets",
+    "AsyncPPO": "async_ppo",
+    "AsyncPPOConfig": "async_ppo",
+    "Evaluator": "loop.evaluation",
+    "Impala": "impala",
+    "ImpalaConfig": "impala",
+    "Learner": "loop.training",
+    "Limits": "loop.training",
+    "NetConfig": "networks.nets",
+    "PPOConfig": "ppo",
+    "Progress": "loop.progress",
+    "RecurrentActorCritic": "networks.nets",
+    "Sink": "loop.training",
+    "Stopped": "loop.stop_signals",
+    "Training": "loop.training",
+    "make_agent": "networks.nets",
+}
+_MODULES = ("losses", "returns")
+
+__all__ = [*_HOMES, *_MODULES]
+
+
+def __getattr__(name: str) -> object:
+    if name in _HOMES:
+        return getattr(importlib.import_module(f"farstep.learners.{_HOMES[name]}"), name)
+    if name in _MODULES:
+        return importlib.import_module(f"farstep.learners.{name}")
+    raise AttributeError(f"module 'farstep.learners' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
