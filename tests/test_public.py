@@ -133,5 +133,10 @@ def test_help_works_without_source(tmp_path: Path) -> None:
         assert name in done.stdout and text in done.stdout
 
 
+def test_torch_is_imported_with_the_first_learner_and_not_before() -> None:
+    assert "torch" not in loaded_after("import farstep.learners\nfarstep.learners.returns.gae")
+    assert "torch" in loaded_after("import farstep\nfarstep.learners.PPOConfig")
+
+
 def test_no_public_name_needs_torch_or_jax() -> None:
     assert not loaded_after("import farstep\nfor name in farstep.__all__: getattr(farstep, name)") & {"torch", "jax"}

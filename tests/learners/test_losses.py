@@ -451,7 +451,7 @@ def test_a_masked_mean_can_be_learned() -> None:
     [
         ({"clip_ratio_low": 1.5}, "clip_ratio_low and clip_ratio_high are 1.5 and 0.2; .* such as 0.2 for both"),
         ({"clip_ratio_high": -0.1}, "are 0.2 and -0.1"),
-        ({"clip_ratio_c": 1.0}, "clip_ratio_c is 1.0; .* Give 3.0, or None"),
+        ({"clip_ratio_c": 1.0}, "clip_ratio_c is 1.0; .* Use 3.0, or None"),
         ({"behave_weight_threshold": 0.0}, "behave_weight_threshold is 0.0; .* or None for no bound"),
         ({"behave_weight_lower": 3.0}, r"behave_weight_lower is 3.0; .* behave_weight_threshold \(2.0\)"),
         ({"behave_weight_mode": "truncated"}, "unknown behave_weight_mode 'truncated'. Did you mean 'truncate'"),

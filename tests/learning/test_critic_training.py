@@ -16,7 +16,7 @@ from gymnasium import spaces
 from farstep.checkpoint import folder as checkpoint
 from farstep.learners.async_ppo import AsyncPPOConfig
 from farstep.learners.impala import ImpalaConfig
-from farstep.learners.loop.saving import put_together, taken_apart
+from farstep.learners.loop.saving import join_state, split_state
 from farstep.learners.networks.nets import ActorCritic, NetConfig, make_agent
 from farstep.learners.optimizing import Optimizer
 from farstep.learners.ppo import PPOConfig
@@ -188,9 +188,9 @@ def test_checkpoint_older_than_critic_warmup_can_be_resumed(tmp_path: Path) -> N
     config = CONFIGS["ppo"]()
     whole = resumable(config, 6 * ROWS, tmp_path / "whole")
     resumable(config, 6 * ROWS, tmp_path / "parts", stop_at=3)
-    state = put_together(checkpoint.load(tmp_path / "parts"))
+    state = join_state(checkpoint.load(tmp_path / "parts"))
     del state["learner"]["updates"], state["learner"]["optimizer"]["adam"]["critic_step"]
-    arrays, plain = taken_apart(state)
+    arrays, plain = split_state(state)
     checkpoint.save(tmp_path / "parts", arrays, {"state": plain})
     parts = resumable(config, 6 * ROWS, tmp_path / "parts", resume=True)
     assert all(torch.equal(tensor, parts[name]) for name, tensor in whole.items())

@@ -20,7 +20,7 @@ from farstep.checkpoint import folder as checkpoint
 from farstep.errors import CheckpointError
 from farstep.learners.async_ppo import AsyncPPOConfig
 from farstep.learners.impala import ImpalaConfig
-from farstep.learners.loop.saving import put_together, taken_apart
+from farstep.learners.loop.saving import join_state, split_state
 from farstep.learners.loop.training import Limits, Training
 from farstep.learners.networks.nets import NetConfig, make_agent
 from farstep.learners.ppo import PPO, PPOConfig
@@ -99,13 +99,13 @@ class Forger(forging.Folder):
     """Writes checkpoints that differ from a real one in one value, with matching checksums."""
 
     def __init__(self, folder: Path, saved: checkpoint.Loaded) -> None:
-        self.state = put_together(saved)
-        arrays, plain = taken_apart(self.state)
+        self.state = join_state(saved)
+        arrays, plain = split_state(self.state)
         super().__init__(folder, arrays, {"state": plain})
 
     def forge(self, way: Way, new: Any) -> None:
         """The newest checkpoint is one with `new` there."""
-        arrays, plain = taken_apart(changed(self.state, way, new))
+        arrays, plain = split_state(changed(self.state, way, new))
         self.write(arrays, {"state": plain})
 
 
@@ -121,7 +121,7 @@ def make_learner(env: farstep.ClusterEnv) -> PPO:
 
 def content(training: Training, learner: Any) -> Any:
     """All that a resume changes, but for the environments."""
-    arrays, plain = taken_apart({"agent": learner.agent.state_dict(), "learner": learner.state()})
+    arrays, plain = split_state({"agent": learner.agent.state_dict(), "learner": learner.state()})
     return {name: array.tobytes() for name, array in arrays.items()}, plain, training.progress.state()
 
 

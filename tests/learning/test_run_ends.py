@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from farstep.learners.loop.evaluation import Evaluated
+from farstep.learners.loop.evaluation import EvaluationResult
 from farstep.learners.ppo import PPOConfig
 from tests.learning.tasks import Rows, make_env, make_training
 
@@ -38,10 +38,10 @@ class FakeEvaluator:
         self._waited = bool(self.steps)
         self.saved.append(any(self._checkpoints.iterdir()))
 
-    def take(self) -> Evaluated | None:
+    def take(self) -> EvaluationResult | None:
         if not self._waited:
             return None
-        return Evaluated(self.steps[-1], 0, np.ones(1), np.ones(1))
+        return EvaluationResult(self.steps[-1], 0, np.ones(1), np.ones(1))
 
 
 @pytest.mark.parametrize(("every", "evaluated"), [(ROWS, [ROWS, 3 * ROWS]), (3 * ROWS, [ROWS, 3 * ROWS])])

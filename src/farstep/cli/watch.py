@@ -19,7 +19,7 @@ from farstep.cli.train import load_config
 from farstep.cli.trust import check_trusted
 from farstep.config.env import check_count, check_seed
 from farstep.errors import ConfigError
-from farstep.learners.loop.saving import check_agent, put_together
+from farstep.learners.loop.saving import check_agent, join_state
 from farstep.learners.loop.training import Progress
 from farstep.learners.networks.nets import ActorCritic
 from farstep.observe.run_folder import RunFolder
@@ -80,8 +80,8 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _restore(agent: ActorCritic, loaded: checkpoint.Loaded) -> int:
-    """Load the agent's parameters; returns the number of steps it was trained for."""
-    state = put_together(loaded)
+    """Load the agent's parameters; returns the number of steps that it was trained for."""
+    state = join_state(loaded)
     check_agent(agent, state.get("agent"))
     steps = Progress.of(state.get("progress")).steps
     agent.load_state_dict(state["agent"])

@@ -1,6 +1,14 @@
-"""Learners and what they are made of: PPO, asynchronous PPO, IMPALA, their networks, returns and losses.
+"""Learners that train an agent in a `ClusterEnv`, their networks, and the training loop.
 
-Names are imported on first use, so that `returns` works without torch.
+`farstep train` uses these classes; from Python:
+
+    config = farstep.learners.PPOConfig(learning_rate=1e-3)
+    agent = farstep.learners.make_agent(*env.launch(), config.net, config.gamma)
+    learner = farstep.learners.PPO(agent, config, seed=1)
+    farstep.learners.Training(learner, env, farstep.learners.Limits(total_steps=100_000)).run()
+
+`losses` (torch) and `returns` (NumPy) are modules of functions for learners that users write. Names are imported when
+they are first used, so that importing this package does not import torch.
 """
 
 from __future__ import annotations
@@ -17,26 +25,36 @@ if TYPE_CHECKING:
     from farstep.learners.async_ppo import AsyncPPOConfig as AsyncPPOConfig
     from farstep.learners.impala import Impala as Impala
     from farstep.learners.impala import ImpalaConfig as ImpalaConfig
+    from farstep.learners.loop.evaluation import Evaluator as Evaluator
+    from farstep.learners.loop.progress import Progress as Progress
+    from farstep.learners.loop.stop_signals import Stopped as Stopped
     from farstep.learners.loop.training import Learner as Learner
     from farstep.learners.loop.training import Limits as Limits
+    from farstep.learners.loop.training import Sink as Sink
     from farstep.learners.loop.training import Training as Training
     from farstep.learners.networks.nets import ActorCritic as ActorCritic
     from farstep.learners.networks.nets import NetConfig as NetConfig
+    from farstep.learners.networks.nets import RecurrentActorCritic as RecurrentActorCritic
     from farstep.learners.networks.nets import make_agent as make_agent
     from farstep.learners.ppo import PPO as PPO
     from farstep.learners.ppo import PPOConfig as PPOConfig
 
 _HOMES = {
+    "PPO": "ppo",
     "ActorCritic": "networks.nets",
     "AsyncPPO": "async_ppo",
     "AsyncPPOConfig": "async_ppo",
+    "Evaluator": "loop.evaluation",
     "Impala": "impala",
     "ImpalaConfig": "impala",
     "Learner": "loop.training",
     "Limits": "loop.training",
     "NetConfig": "networks.nets",
-    "PPO": "ppo",
     "PPOConfig": "ppo",
+    "Progress": "loop.progress",
+    "RecurrentActorCritic": "networks.nets",
+    "Sink": "loop.training",
+    "Stopped": "loop.stop_signals",
     "Training": "loop.training",
     "make_agent": "networks.nets",
 }

@@ -1,9 +1,12 @@
-"""Asynchronous PPO with the decoupled loss: rollouts and learning go on at the same time.
+"""Asynchronous PPO with the decoupled loss (Hilton et al. 2022): workers roll while the learner updates.
 
-Workers roll while the learner learns; a row is at most `staleness_threshold` versions old when it is learned from.
-Three policies meet in the loss (Hilton et al. 2022): the one that acted; the proximal one, which is the learner's when
-it took the batch, and which clipping is measured from; and the one that is learned. With a threshold of 0 this is
-synchronous PPO.
+A row is at most `staleness_threshold` versions old when the learner uses it. The loss has three policies: the behaviour
+policy, which acted; the proximal policy, the learner's at the start of the update, around which the ratio is clipped;
+and the policy that is optimised. With a threshold of 0 this is synchronous PPO. The loss of a minibatch is
+
+    L = policy_loss + value_coef * value_loss - entropy_bonus * entropy
+
+with `losses.decoupled_ppo` as the policy loss and advantages by GAE (`returns.gae`).
 """
 
 from __future__ import annotations
@@ -25,80 +28,91 @@ from farstep.learners.loop.sizes import minibatch_rows, rollout_steps
 from farstep.learners.loop.timing import Timer
 from farstep.learners.networks.nets import DEFAULT_NET, ActorCritic, NetConfig
 from farstep.learners.on_policy import OnPolicy, rollouts
-from farstep.learners.optimizing import Schedule, named
+from farstep.learners.optimizing import Schedule, prefixed
 from farstep.learners.rollout import Minibatch
 
 
 @show_fields
 @dataclass(frozen=True, kw_only=True)
 class AsyncPPOConfig:
-    """Asynchronous PPO; names are RLinf's."""
+    """Options of asynchronous PPO; names are RLinf's.
+
+    Raises:
+        ConfigError: An option is out of range, or options contradict each other.
+    """
 
     staleness_threshold: int = 1
-    """versions that a row may be old when it is learned from; 0 is synchronous PPO"""
+    """Largest age of a row, in versions, when the learner uses it; 0 is synchronous PPO."""
     num_chunks: int | None = None
-    """an update learns from the first num_chunks * rollout_epochs chunks to arrive; None: from rollout_epochs chunks of
-    every worker"""
+    """An update uses the first num_chunks * rollout_epochs chunks to arrive; None: rollout_epochs chunks of every
+    worker."""
     recompute_logprobs: bool = True
-    """proximal log-probabilities by one forward over the batch; otherwise interpolated by the age of a row"""
+    """Compute proximal log-probabilities with one forward pass over the batch; False: interpolate them by the age of a
+    row."""
     behave_weight_threshold: float | None = 1.5
-    """largest weight of a row, the ratio of the proximal policy to the one that acted (published: 2.0)"""
+    """Upper bound of a row's weight, the ratio of the proximal policy to the policy that acted (published: 2.0); None:
+    no bound."""
     behave_weight_lower: float | None = None
-    """rows that it likes this much less, likewise; None: none are"""
+    """Lower bound of a row's weight; None: no bound."""
     behave_weight_mode: Literal["mask", "truncate"] = "truncate"
-    """rows beyond these bounds are left out (mask, the published rule) or weighted by the bound (truncate)"""
+    """What happens to rows whose weight exceeds a bound: they are excluded (mask, the published rule), or their weight
+    is set to the bound (truncate)."""
     denominator: Literal["valid", "kept"] = "valid"
-    """what a mean is taken over: all rows, or those that were not left out (the published rule)"""
+    """Rows that the mean of the policy loss is taken over: all valid rows, or only those that were not excluded (kept,
+    the published rule)."""
     clip_ratio_low: float = 0.2
-    """how far below 1 the ratio may go before it no longer pays"""
+    """Lower clip range of the probability ratio: it is clipped below 1 - clip_ratio_low."""
     clip_ratio_high: float = 0.2
-    """how far above 1"""
+    """Upper clip range of the probability ratio: it is clipped above 1 + clip_ratio_high."""
     clip_ratio_c: float | None = 3.0
-    """dual clip: a bad action's loss grows to this many times its advantage at most"""
+    """Dual clip: bound of a row's loss as a multiple of |advantage|, for negative advantages; None: no dual clip."""
     value_clip: float | None = None
-    """how far a value may go from the recorded one before it no longer pays (published: 0.2); None: no bound"""
+    """Clip range of the value loss around the recorded value, in units of (normalised) returns (published: 0.2); None:
+    no clipping."""
     huber_delta: float | None = None
-    """value errors beyond this count linearly; None: squared however large"""
+    """Value errors larger than this enter the loss linearly (Huber loss); None: squared error."""
     value_coef: float = 0.5
-    """weight of the value loss (published: 1)"""
+    """Weight of the value loss in the loss (published: 1)."""
     entropy_bonus: float = 0.01
-    """weight of the entropy"""
+    """Weight of the entropy bonus in the loss."""
     normalize_advantages: Literal["minibatch", "batch", "no"] = "minibatch"
-    """over what advantages get mean 0 and deviation 1"""
+    """Rows over which advantages are normalised to mean 0 and standard deviation 1: each minibatch, the whole batch, or
+    no normalisation."""
     gamma: float = 0.99
-    """discount"""
+    """Discount factor."""
     gae_lambda: float = 0.95
-    """of generalised advantage estimation"""
+    """Lambda of generalised advantage estimation (GAE)."""
     num_steps: int | None = None
-    """steps of each environment per rollout; None: 4,096 divided by the number of environments, at least 16, at most
-    128 for a recurrent agent"""
+    """Steps of each environment per rollout; None: 4,096 divided by the number of environments, at least 16, and at
+    most 128 for a recurrent agent."""
     rollout_epochs: int = 1
-    """rollouts per update, collected one after the other with the same weights; advantages are computed per rollout.
-    Use more to enlarge updates of a recurrent agent, whose sequences have num_steps steps; otherwise raise num_steps
-    instead"""
+    """Rollouts per update, collected in sequence with the same weights; advantages are computed per rollout. Raise it
+    to enlarge the updates of a recurrent agent, whose sequences have num_steps steps; otherwise raise num_steps."""
     update_epochs: int = 8
-    """passes over the rows of an update"""
+    """Passes over the rows of an update."""
     global_batch_size: int | None = None
-    """rows per optimizer step, for a recurrent agent at least num_steps; None: 128, or an eighth of an update's rows
-    for a recurrent agent. Use more for noisy rewards and large networks, fewer if updates change the policy too
-    little"""
+    """Rows per optimizer step, for a recurrent agent at least num_steps; None: 128, or an eighth of an update's rows
+    for a recurrent agent. Raise it for noisy rewards and large networks, lower it if updates change the policy too
+    little."""
     micro_batch_size: int | None = None
-    """rows per forward and backward, to save memory, of a recurrent agent num_steps at least; None: all of a step's"""
+    """Rows per forward and backward pass, to save memory; for a recurrent agent at least num_steps. None: all rows of
+    an optimizer step."""
     learning_rate: float = 5e-4
-    """of Adam"""
+    """Learning rate of Adam."""
     anneal_lr: bool = False
-    """decrease learning_rate and value_lr linearly to zero over total_steps"""
+    """Decrease learning_rate and value_lr linearly to 0 over total_steps."""
     value_lr: float | None = None
-    """learning rate of the critic's own layers; None: learning_rate. Layers shared with the actor (image encoder,
-    recurrent core) always use learning_rate. Use a higher one if explained_variance stays low, or to fine-tune a
-    trained policy in small steps with a critic that learns faster"""
+    """Learning rate of the critic's own layers; None: learning_rate. Layers shared with the actor (image encoder,
+    recurrent core) always use learning_rate. Raise it if explained_variance stays low, or to fine-tune a trained policy
+    with a small learning_rate."""
     critic_warmup_updates: int = 0
-    """number of updates at the start of the run that train only the critic's own layers and leave the policy unchanged.
-    Use it when a trained policy starts with a new critic, whose first advantages are noise"""
+    """Number of updates at the start of the run that train only the critic's own layers and leave the policy unchanged.
+    Use it when a trained policy starts with a new critic, whose first advantages are noise."""
     max_grad_norm: float = 0.5
-    """gradients are scaled down to this norm"""
+    """Largest norm of the gradient; larger gradients are scaled down to it."""
     target_kl: float | None = None
-    """stop learning from a rollout when the policy has moved this far, in nats"""
+    """Stop the update after the epoch in which the mean KL divergence from the policy at the start of the update
+    exceeds this, in nats; None: run all epochs."""
     net: NetConfig = DEFAULT_NET
     """the agent's network"""
 
@@ -121,22 +135,31 @@ class AsyncPPOConfig:
             if size is not None and size < steps and self.net.is_recurrent:
                 raise ConfigError(
                     f"{name} is {size} with recurrent={self.net.recurrent!r}, whose sequences of num_steps="
-                    f"{steps} rows are learned whole; give at least {steps}, or fewer num_steps."
+                    f"{steps} rows are not split; set {name} to at least {steps}, or lower num_steps."
                 )
         if self.micro_batch_size and self.global_batch_size and self.micro_batch_size > self.global_batch_size:
             raise ConfigError(
-                f"micro_batch_size {self.micro_batch_size} is more than global_batch_size {self.global_batch_size}; it "
-                "is the part of a step's rows that goes through the network at a time."
+                f"micro_batch_size is {self.micro_batch_size}, more than global_batch_size={self.global_batch_size}; "
+                "an optimizer step of global_batch_size rows is computed in passes of micro_batch_size rows. Lower "
+                "micro_batch_size."
             )
         if self.micro_batch_size and self.denominator == "kept":
             raise ConfigError(
-                "denominator='kept' counts the rows that are kept of a whole step, and micro_batch_size shows some "
-                "of them at a time; use denominator='valid', or leave micro_batch_size out."
+                f"denominator is 'kept' with micro_batch_size={self.micro_batch_size}; 'kept' needs the number of kept "
+                "rows of the whole optimizer step, which one micro-batch does not have. Use denominator='valid', or "
+                "leave micro_batch_size out."
             )
 
 
 class AsyncPPO(OnPolicy):
-    """Learns from rollouts that go on meanwhile."""
+    """Learner that updates an agent with PPO while workers continue to roll.
+
+    Args:
+        agent: The agent to train; it is moved to `device`.
+        config: Options of asynchronous PPO.
+        seed: Seed for the order of rows in minibatches.
+        device: Device of the learner, as torch names it.
+    """
 
     def __init__(self, agent: ActorCritic, config: AsyncPPOConfig, seed: int, device: str = "cpu") -> None:
         super().__init__(agent, config, seed, device)
@@ -145,20 +168,60 @@ class AsyncPPO(OnPolicy):
 
     @property
     def synchronous(self) -> bool:
+        """Whether workers wait during updates: with a threshold of 0 and chunks of all workers."""
         return self.config.staleness_threshold == 0 and self.config.num_chunks is None
 
-    def batches(self, env: ClusterEnv) -> Iterator[Batch]:
-        """Rollouts of all workers, or the first to arrive, none older than the bound."""
-        config = self.config
-        steps = rollout_steps(config.num_steps, env.num_envs, config.net.is_recurrent)
-        if self.synchronous:
-            return rollouts(env, self.agent, steps, config.rollout_epochs)
-        return env.stream(
-            self.agent, steps, config.staleness_threshold, config.num_chunks, rollout_epochs=config.rollout_epochs
+    def _loss(self, minibatch: Minibatch) -> tuple[Tensor, Mapping[str, Tensor]]:
+        config, valid = self.config, minibatch.valid
+        evaluation = minibatch.evaluate(self.agent)
+        behave_logprob, proximal = minibatch["logprob"], minibatch["proximal"]
+        if not config.recompute_logprobs:
+            proximal = losses.interpolate_proximal(
+                evaluation.logprob, behave_logprob, minibatch["version"], self._version + 1
+            )
+        policy_loss, actor = losses.decoupled_ppo(
+            evaluation.logprob,
+            behave_logprob,
+            proximal,
+            minibatch["advantages"],
+            valid,
+            clip_ratio_low=config.clip_ratio_low,
+            clip_ratio_high=config.clip_ratio_high,
+            clip_ratio_c=config.clip_ratio_c,
+            behave_weight_threshold=config.behave_weight_threshold,
+            behave_weight_mode=config.behave_weight_mode,
+            behave_weight_lower=config.behave_weight_lower,
+            denominator=config.denominator,
+            versions=minibatch["version"],
+            current_version=self._version + 1,
         )
+        value_loss, critic = losses.value_loss(
+            evaluation.value,
+            minibatch["value"],
+            minibatch["returns"],
+            valid,
+            value_clip=config.value_clip,
+            huber_delta=config.huber_delta,
+        )
+        entropy = losses.masked_mean(evaluation.entropy, valid)
+        loss = policy_loss + config.value_coef * value_loss - config.entropy_bonus * entropy
+        return loss, prefixed(actor, critic) | {"actor/entropy_loss": entropy, "actor/total_loss": loss}
 
     def update(self, batch: Batch, version: int, progress: float, timer: Timer) -> dict[str, float]:
-        """Learn from a batch; `version` is that of the agent's weights, `progress` goes from 0 to 1."""
+        """Update the agent on a batch.
+
+        Args:
+            batch: The rows to learn from.
+            version: Version of the agent's weights.
+            progress: Fraction of the run that is done, from 0 to 1.
+            timer: Measures `recompute_logprobs`, `advantages` and `train`.
+
+        Returns:
+            Metrics by name, without the prefix `train/`.
+
+        Raises:
+            RewardError: A reward is not finite.
+        """
         config, self._version = self.config, version
         with timer("recompute_logprobs"):
             rollout = self.prepare(batch, version, progress)
@@ -177,36 +240,19 @@ class AsyncPPO(OnPolicy):
         with timer("train"):
             return self.learn(batch, rollout, columns, self._loss, schedule)
 
-    def _loss(self, part: Minibatch) -> tuple[Tensor, Mapping[str, Tensor]]:
-        config, valid = self.config, part.valid
-        now = part.evaluate(self.agent)
-        acted, proximal = part["logprob"], part["proximal"]
-        if not config.recompute_logprobs:
-            proximal = losses.interpolate_proximal(now.logprob, acted, part["version"], self._version + 1)
-        policy_loss, actor = losses.decoupled_ppo(
-            now.logprob,
-            acted,
-            proximal,
-            part["advantages"],
-            valid,
-            clip_ratio_low=config.clip_ratio_low,
-            clip_ratio_high=config.clip_ratio_high,
-            clip_ratio_c=config.clip_ratio_c,
-            behave_weight_threshold=config.behave_weight_threshold,
-            behave_weight_mode=config.behave_weight_mode,
-            behave_weight_lower=config.behave_weight_lower,
-            denominator=config.denominator,
-            versions=part["version"],
-            current_version=self._version + 1,
+    def batches(self, env: ClusterEnv) -> Iterator[Batch]:
+        """Collect rollouts from all workers, or with `num_chunks` from the first workers to finish.
+
+        Args:
+            env: The environments to collect from.
+
+        Returns:
+            An endless iterator of batches, with no row older than `staleness_threshold` versions.
+        """
+        config = self.config
+        steps = rollout_steps(config.num_steps, env.num_envs, config.net.is_recurrent)
+        if self.synchronous:
+            return rollouts(env, self.agent, steps, config.rollout_epochs)
+        return env.stream(
+            self.agent, steps, config.staleness_threshold, config.num_chunks, rollout_epochs=config.rollout_epochs
         )
-        value_loss, critic = losses.value_loss(
-            now.value,
-            part["value"],
-            part["returns"],
-            valid,
-            value_clip=config.value_clip,
-            huber_delta=config.huber_delta,
-        )
-        entropy = losses.masked_mean(now.entropy, valid)
-        loss = policy_loss + config.value_coef * value_loss - config.entropy_bonus * entropy
-        return loss, named(actor, critic) | {"actor/entropy_loss": entropy, "actor/total_loss": loss}

@@ -1,4 +1,11 @@
-"""IMPALA (Espeholt et al. 2018): chunks first in, first out, corrected for their age by V-trace."""
+"""IMPALA (Espeholt et al. 2018): one gradient step per batch of chunks, corrected for staleness by V-trace.
+
+The loss of a batch is
+
+    L = mean(-A * log pi(a|s)) + value_coef * value_loss - entropy_bonus * entropy
+
+with V-trace's advantages A and value targets (`returns.vtrace`).
+"""
 
 from __future__ import annotations
 
@@ -20,7 +27,7 @@ from farstep.learners.loop.sizes import chunk_steps
 from farstep.learners.loop.timing import Timer
 from farstep.learners.networks.nets import DEFAULT_NET, ActorCritic, NetConfig
 from farstep.learners.on_policy import OnPolicy
-from farstep.learners.optimizing import Schedule, named
+from farstep.learners.optimizing import Schedule, prefixed
 from farstep.learners.returns import LOG_RATIO_LIMIT, fold_ends, vtrace
 from farstep.learners.rollout import Minibatch, Rollout
 
@@ -28,43 +35,48 @@ from farstep.learners.rollout import Minibatch, Rollout
 @show_fields
 @dataclass(frozen=True, kw_only=True)
 class ImpalaConfig:
-    """IMPALA: every row is learned from once, whoever acted it."""
+    """Options of IMPALA, which uses every row once.
+
+    Raises:
+        ConfigError: An option is out of range, or `critic_warmup_updates` would have no effect.
+    """
 
     num_steps: int | None = None
-    """steps of each environment per chunk; None: 512 divided by the number of environments, at least 8"""
+    """Steps of each environment per chunk; None: 512 divided by the number of environments, at least 8."""
     num_chunks: int = 2
-    """chunks per update, the first to arrive"""
+    """Chunks per update, in order of arrival."""
     max_staleness: int = 1
-    """versions that a row may be old when it is learned from"""
+    """Largest age of a row, in versions, when the learner uses it."""
     learning_rate: float = 2e-3
-    """of Adam"""
+    """Learning rate of Adam."""
     anneal_lr: bool = False
-    """decrease learning_rate and value_lr linearly to zero over total_steps"""
+    """Decrease learning_rate and value_lr linearly to 0 over total_steps."""
     value_lr: float | None = None
-    """learning rate of the critic's own layers; None: learning_rate. Layers shared with the actor (image encoder,
-    recurrent core) always use learning_rate. Use a higher one if explained_variance stays low, or to fine-tune a
-    trained policy in small steps with a critic that learns faster"""
+    """Learning rate of the critic's own layers; None: learning_rate. Layers shared with the actor (image encoder,
+    recurrent core) always use learning_rate. Raise it if explained_variance stays low, or to fine-tune a trained policy
+    with a small learning_rate."""
     critic_warmup_updates: int = 0
-    """number of updates at the start of the run that train only the critic's own layers and leave the policy unchanged.
-    Use it when a trained policy starts with a new critic, whose first advantages are noise"""
+    """Number of updates at the start of the run that train only the critic's own layers and leave the policy unchanged.
+    Use it when a trained policy starts with a new critic, whose first advantages are noise."""
     gamma: float = 0.99
-    """discount"""
+    """Discount factor."""
     rho_bar: float = 1.0
-    """largest weight of a row's own error: what the critic converges to"""
+    """Clip of the importance ratio that weights each row's TD error; it determines which policy's values the critic
+    converges to."""
     c_bar: float = 1.0
-    """largest weight of the trace: how fast it does"""
+    """Clip of the importance ratio in the trace; it determines how fast the critic converges."""
     pg_rho_bar: float = 1.0
-    """largest weight of a row in the policy's gradient"""
+    """Clip of the importance ratio that weights each row in the policy gradient."""
     vtrace_lambda: float = 1.0
-    """how far errors travel back"""
+    """Lambda of V-trace; below 1, TD errors propagate back over fewer rows: less variance, more bias."""
     value_coef: float = 0.5
-    """weight of the value loss"""
+    """Weight of the value loss in the loss."""
     entropy_bonus: float = 0.01
-    """weight of the entropy"""
+    """Weight of the entropy bonus in the loss."""
     normalize_advantages: bool = False
-    """give advantages mean 0 and deviation 1"""
+    """Normalise advantages to mean 0 and standard deviation 1 over each batch."""
     max_grad_norm: float = 0.5
-    """gradients are scaled down to this norm"""
+    """Largest norm of the gradient; larger gradients are scaled down to it."""
     net: NetConfig = DEFAULT_NET
     """the agent's network"""
 
@@ -78,7 +90,14 @@ class ImpalaConfig:
 
 
 class Impala(OnPolicy):
-    """Learns from the first chunks to arrive."""
+    """Learner that makes one gradient step on the first `num_chunks` chunks to arrive.
+
+    Args:
+        agent: The agent to train; it is moved to `device`.
+        config: Options of IMPALA.
+        seed: Seed for the order of rows.
+        device: Device of the learner, as torch names it.
+    """
 
     synchronous = False
 
@@ -86,27 +105,8 @@ class Impala(OnPolicy):
         super().__init__(agent, config, seed, device)
         self.config = config
 
-    def batches(self, env: ClusterEnv) -> Iterator[Batch]:
-        """Chunks in order of arrival; nobody waits for the slowest worker."""
-        config = self.config
-        chunks = min(config.num_chunks, env.num_workers)
-        return env.stream(self.agent, chunk_steps(config.num_steps, env.num_envs), config.max_staleness, chunks)
-
-    def update(self, batch: Batch, version: int, progress: float, timer: Timer) -> dict[str, float]:
-        """Learn from a batch; `version` is that of the agent's weights, `progress` goes from 0 to 1."""
-        config = self.config
-        with timer("advantages"):
-            rollout = self.prepare(batch, version, progress)
-            targets, advantages, measured = self._targets(rollout)
-            if config.normalize_advantages:
-                advantages = losses.normalize(advantages, rollout.valid)
-        columns = {"targets": targets, "advantages": advantages, **rollout.mask()}
-        schedule = Schedule(epochs=1, batch_size=advantages.numel())
-        with timer("train"):
-            return self.learn(batch, rollout, columns, self._loss, schedule) | measured
-
     def _targets(self, rollout: Rollout) -> tuple[Tensor, Tensor, dict[str, float]]:
-        """V-trace targets and advantages, and how far off-policy the rows were."""
+        """V-trace targets, advantages, and metrics of the importance ratios."""
         config = self.config
         valid = rollout.valid.numpy(force=True)
         log_rhos = (rollout.proximal - rollout.logprob).numpy(force=True)
@@ -125,23 +125,65 @@ class Impala(OnPolicy):
             valid=valid,
         )
         targets, advantages = (torch.from_numpy(array).to(self.device) for array in found)
-        return targets, advantages, _measured(log_rhos[valid], config.rho_bar)
+        return targets, advantages, _ratio_metrics(log_rhos[valid], config.rho_bar)
 
-    def _loss(self, part: Minibatch) -> tuple[Tensor, Mapping[str, Tensor]]:
-        config, valid = self.config, part.valid
-        now = part.evaluate(self.agent)
-        policy_loss = losses.masked_mean(-part["advantages"] * now.logprob, valid)
-        value_loss, critic = losses.value_loss(now.value, now.value.detach(), part["targets"], valid, value_clip=None)
-        entropy = losses.masked_mean(now.entropy, valid)
+    def _loss(self, minibatch: Minibatch) -> tuple[Tensor, Mapping[str, Tensor]]:
+        config, valid = self.config, minibatch.valid
+        evaluation = minibatch.evaluate(self.agent)
+        policy_loss = losses.masked_mean(-minibatch["advantages"] * evaluation.logprob, valid)
+        value_loss, critic = losses.value_loss(
+            evaluation.value, evaluation.value.detach(), minibatch["targets"], valid, value_clip=None
+        )
+        entropy = losses.masked_mean(evaluation.entropy, valid)
         loss = policy_loss + config.value_coef * value_loss - config.entropy_bonus * entropy
         actor = {"policy_loss": policy_loss, "entropy_loss": entropy, "total_loss": loss}
-        return loss, named(actor, critic)
+        return loss, prefixed(actor, critic)
+
+    def update(self, batch: Batch, version: int, progress: float, timer: Timer) -> dict[str, float]:
+        """Update the agent on a batch.
+
+        Args:
+            batch: The rows to learn from.
+            version: Version of the agent's weights.
+            progress: Fraction of the run that is done, from 0 to 1.
+            timer: Measures `advantages` and `train`.
+
+        Returns:
+            Metrics by name, without the prefix `train/`.
+
+        Raises:
+            RewardError: A reward is not finite.
+        """
+        config = self.config
+        with timer("advantages"):
+            rollout = self.prepare(batch, version, progress)
+            targets, advantages, metrics = self._targets(rollout)
+            if config.normalize_advantages:
+                advantages = losses.normalize(advantages, rollout.valid)
+        columns = {"targets": targets, "advantages": advantages, **rollout.mask()}
+        schedule = Schedule(epochs=1, batch_size=advantages.numel())
+        with timer("train"):
+            return self.learn(batch, rollout, columns, self._loss, schedule) | metrics
+
+    def batches(self, env: ClusterEnv) -> Iterator[Batch]:
+        """Collect chunks in order of arrival, without waiting for the slowest worker.
+
+        Args:
+            env: The environments to collect from.
+
+        Returns:
+            An endless iterator of batches of `num_chunks` chunks, or of one chunk per worker if there are fewer
+            workers.
+        """
+        config = self.config
+        chunks = min(config.num_chunks, env.num_workers)
+        return env.stream(self.agent, chunk_steps(config.num_steps, env.num_envs), config.max_staleness, chunks)
 
 
-def _measured(log_rhos: Array, rho_bar: float) -> dict[str, float]:
-    """How far off-policy the rows were: the ratios' mean, the share cut off, and what the rest is worth."""
+def _ratio_metrics(log_rhos: Array, rho_bar: float) -> dict[str, float]:
+    """Mean of the importance ratios, fraction above `rho_bar`, and effective sample size as a fraction of the rows."""
     if not len(log_rhos):
         return {}
     rhos = np.exp(np.clip(log_rhos.astype(np.float64), -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
-    share = rhos.sum() ** 2 / (len(rhos) * np.square(rhos).sum())
-    return {"actor/rho_mean": rhos.mean(), "actor/rho_clip_fraction": (rhos > rho_bar).mean(), "actor/ess": share}
+    ess = rhos.sum() ** 2 / (len(rhos) * np.square(rhos).sum())
+    return {"actor/rho_mean": rhos.mean(), "actor/rho_clip_fraction": (rhos > rho_bar).mean(), "actor/ess": ess}

@@ -1,11 +1,12 @@
-"""What a learner minimises, in torch: clipped and decoupled PPO, the value loss, and what is reported of them.
+"""Losses in torch: clipped and decoupled PPO, and the value loss, each with its metrics.
 
-Every loss takes rows of any one shape, a minibatch `[B]` as well as a rollout `[T, N]`, and `valid`, which is False on
-rows that must not count (see `returns.usable`; None: all count). Those are replaced before anything is computed, so
-that whatever they hold, NaN included, reaches neither the loss nor a gradient. Means are over valid rows; over none
-they are 0.
+All arguments of a loss have the same shape, which may be that of a minibatch `[B]` or of a rollout `[T, N]`. Rows where
+`valid` is False are excluded (see `returns.usable`; None: all rows are valid). They are set to 0 before anything is
+computed, so that NaN in them reaches neither the loss nor a gradient. Means are over valid rows; the mean of no rows is
+0.
 
-Metrics are detached 0-d tensors: nothing waits for a device until the caller turns them into numbers, once for many.
+Metrics are detached 0-d tensors. The caller can convert many of them to numbers at once, which waits for the device
+only once.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ Denominator = Literal["valid", "kept"]
 Metrics = dict[str, Tensor]
 
 _SAME = 1e-12
-"""Numbers whose variance is less than this share of their mean square differ by rounding only."""
+"""Numbers whose variance is below this fraction of their mean square differ only by rounding."""
 
 
 def clipped_ppo(
@@ -38,10 +39,27 @@ def clipped_ppo(
     clip_ratio_high: float,
     clip_ratio_c: float | None = None,
 ) -> tuple[Tensor, Metrics]:
-    """PPO's clipped surrogate (Schulman et al. 2017, eq. 7), the ratio held in [1 - low, 1 + high].
+    """Compute PPO's clipped surrogate loss (Schulman et al. 2017, eq. 7).
 
-    With `clip_ratio_c` no row loses more than c |A| (dual clip, Ye et al. 2020): a ratio far above 1 with a negative
-    advantage would otherwise know no bound.
+        L = mean(max(-A r, -A clip(r, 1 - low, 1 + high)))        r = exp(logprob - old_logprob)
+
+    With `clip_ratio_c` = c the loss of a row is at most c |A| (dual clip, Ye et al. 2020); without it, the loss of a
+    row with a negative advantage grows without bound as r grows.
+
+    Args:
+        logprob: Log-probabilities of the actions under the policy that is optimised.
+        old_logprob: Log-probabilities under the policy that the ratio is clipped around.
+        advantages: Advantages A.
+        valid: False on rows to exclude; None: all rows are valid.
+        clip_ratio_low: Lower clip range of the ratio, from 0 to 1.
+        clip_ratio_high: Upper clip range of the ratio, at least 0.
+        clip_ratio_c: Bound of the dual clip, above 1; None: no dual clip.
+
+    Returns:
+        The loss, which has a gradient with respect to `logprob` only, and metrics by name.
+
+    Raises:
+        ConfigError: Shapes differ, or an option is out of range.
     """
     (logprob, old_logprob, advantages), counted = _rows(
         valid, logprob=logprob, old_logprob=old_logprob, advantages=advantages
@@ -68,15 +86,37 @@ def decoupled_ppo(
     versions: Tensor | None = None,
     current_version: int | None = None,
 ) -> tuple[Tensor, Metrics]:
-    """PPO on rows of an older policy (Hilton et al. 2022): clipped around the proximal policy, and each row weighted by
-    w = proximal / behaviour.
+    """Compute the decoupled PPO loss for rows of an older policy (Hilton et al. 2022).
 
-    `behave_weight_threshold` and `behave_weight_lower` bound w: a row beyond them is left out (`"mask"`) or weighted
-    by the bound (`"truncate"`); None is no bound. Of rows that were left out the mean takes no notice with
-    `denominator="kept"`, which gives the others more weight the more are missing; `"valid"` counts them.
+        L = mean(w max(-A r, -A clip(r, 1 - low, 1 + high)))
+        r = exp(logprob - proximal_logprob)               ratio of the optimised to the proximal policy
+        w = exp(proximal_logprob - behave_logprob)        weight of a row, without a gradient
 
-    Where proximal and behaviour log-probabilities are equal, w is 1, and with bounds around 1 this is `clipped_ppo`
-    bit for bit. `versions` and `current_version` are only reported.
+    Where proximal and behaviour log-probabilities are equal, w is 1; then, with bounds around 1, the result equals
+    that of `clipped_ppo` bit for bit.
+
+    Args:
+        logprob: Log-probabilities of the actions under the policy that is optimised.
+        behave_logprob: Log-probabilities under the behaviour policy, which acted.
+        proximal_logprob: Log-probabilities under the proximal policy, which the ratio is clipped around.
+        advantages: Advantages A.
+        valid: False on rows to exclude; None: all rows are valid.
+        clip_ratio_low: Lower clip range of the ratio, from 0 to 1.
+        clip_ratio_high: Upper clip range of the ratio, at least 0.
+        clip_ratio_c: Bound of the dual clip, above 1 (see `clipped_ppo`); None: no dual clip.
+        behave_weight_threshold: Upper bound of w; None: no bound.
+        behave_weight_mode: `"mask"` excludes rows whose w exceeds a bound; `"truncate"` sets w to the bound.
+        behave_weight_lower: Lower bound of w; None: no bound.
+        denominator: `"valid"` divides by the number of valid rows; `"kept"` divides by the number of rows that were not
+            excluded, so that the remaining rows gain weight as more are excluded.
+        versions: Version that acted each row; only reported, as `average_version`.
+        current_version: Version that the update produces; only reported.
+
+    Returns:
+        The loss, which has a gradient with respect to `logprob` only, and metrics by name.
+
+    Raises:
+        ConfigError: Shapes differ, or an option is out of range or unknown.
     """
     _check_choice("behave_weight_mode", behave_weight_mode, get_args(WeightMode))
     _check_choice("denominator", denominator, get_args(Denominator))
@@ -122,9 +162,21 @@ def decoupled_ppo(
 
 
 def interpolate_proximal(logprob: Tensor, behave_logprob: Tensor, versions: Tensor, current_version: int) -> Tensor:
-    """Proximal log-probabilities without a forward pass: d / (d + 1) of the way from behaviour to now for a row that is
-    d versions old, in log space (A-3PO). `current_version` is the learner's version plus one; rows of the learner's
-    own version, and rows without one (below 0), stay as they were recorded.
+    """Approximate proximal log-probabilities without a forward pass (A-3PO).
+
+        proximal = behave + d / (d + 1) (logprob - behave)        d = current_version - 1 - version
+
+    Args:
+        logprob: Log-probabilities of the actions under the policy that is optimised.
+        behave_logprob: Log-probabilities under the behaviour policy.
+        versions: Version that acted each row; below 0 if unknown.
+        current_version: The learner's version plus one.
+
+    Returns:
+        Interpolated log-probabilities; `behave_logprob` for rows of the learner's version and for unknown versions.
+
+    Raises:
+        ConfigError: Shapes differ.
     """
     _check_shapes(logprob, behave_logprob=behave_logprob, versions=versions)
     with torch.no_grad():
@@ -143,34 +195,48 @@ def value_loss(
     value_clip: float | None,
     huber_delta: float | None = None,
 ) -> tuple[Tensor, Metrics]:
-    """Half the squared error of the critic, linear beyond `huber_delta`; with `value_clip` the larger of that and of
-    the error of a value that moved no further than that from the old one. With None `old_values` do not matter.
+    """Compute the critic's loss.
 
-    `value_clip_ratio` is the share of rows where clipping changed the loss; `explained_variance` is 0 where returns do
-    not vary.
+        L = mean(max(h(R - V), h(R - clip(V, V_old - value_clip, V_old + value_clip))))        h(x) = x^2 / 2
+
+    With `huber_delta` = d, h(x) is d (|x| - d / 2) where |x| >= d.
+
+    Args:
+        values: Values V of the critic.
+        old_values: Recorded values V_old; ignored if `value_clip` is None.
+        returns: Value targets R.
+        valid: False on rows to exclude; None: all rows are valid.
+        value_clip: Clip range of V around V_old, above 0; None: no clipping.
+        huber_delta: Error above which the loss is linear, above 0; None: squared error.
+
+    Returns:
+        The loss, which has a gradient with respect to `values` only, and metrics: `value_loss`; `value_clip_ratio`, the
+        fraction of rows whose loss was changed by clipping; `explained_variance`, 1 - Var(R - V) / Var(R), or 0 if
+        returns do not vary.
+
+    Raises:
+        ConfigError: Shapes differ, or `value_clip` or `huber_delta` is not above 0.
     """
     for name, number in {"value_clip": value_clip, "huber_delta": huber_delta}.items():
         if number is not None and not number > 0:
-            raise ConfigError(f"{name} is {number}; expected a number above 0, or None to go without.")
+            raise ConfigError(f"{name} is {number}; expected a number above 0, or None to disable it.")
     if value_clip is None:
         old_values = values.detach()
     (values, old_values, returns), counted = _rows(valid, values=values, old_values=old_values, returns=returns)
     errors = returns - values
     plain = losses = _half_square(errors, huber_delta)
     if value_clip is not None:
-        clipped = values.clamp(old_values - value_clip, old_values + value_clip)  # exactly the value where within
+        clipped = values.clamp(old_values - value_clip, old_values + value_clip)
         losses = torch.max(plain, _half_square(returns - clipped, huber_delta))
     loss = losses.sum() / counted.number
     with torch.no_grad():
-        left, whole = (
-            errors.double(),
-            returns.double(),
-        )  # in which a mean of squares less a squared mean is exact enough
-        rows = {"left": left, "whole": whole, "left^2": left.square(), "whole^2": whole.square()}
+        # In float64, E[x^2] - E[x]^2 is accurate enough as a variance.
+        error, total = errors.double(), returns.double()
+        rows = {"error": error, "return": total, "error^2": error.square(), "return^2": total.square()}
         means = counted.means({"value_clip_ratio": losses > plain, **rows})
-        variance = means["whole^2"] - means["whole"].square()
-        unexplained = (means["left^2"] - means["left"].square()) / variance
-        varies = variance > _SAME * means["whole^2"]
+        variance = means["return^2"] - means["return"].square()
+        unexplained = (means["error^2"] - means["error"].square()) / variance
+        varies = variance > _SAME * means["return^2"]
     metrics = {
         "value_loss": loss.detach(),
         "value_clip_ratio": means["value_clip_ratio"].to(loss.dtype),
@@ -180,15 +246,39 @@ def value_loss(
 
 
 def masked_mean(rows: Tensor, valid: Tensor | None) -> Tensor:
-    """The mean over valid rows, of entropies for example; 0 if there are none."""
+    """Compute the mean over valid rows.
+
+    Args:
+        rows: Numbers, for example entropies.
+        valid: False on rows to exclude; None: all rows are valid.
+
+    Returns:
+        The mean, with a gradient; 0 if no row is valid.
+
+    Raises:
+        ConfigError: Shapes differ.
+    """
     (rows,), counted = _rows(valid, rows=rows)
     return rows.sum() / counted.number
 
 
 def normalize(advantages: Tensor, valid: Tensor | None, *, correction: int = 1, eps: float = 1e-8) -> Tensor:
-    """Advantages with mean 0 and deviation 1 over valid rows; 0 on the others.
+    """Normalise advantages to mean 0 and standard deviation 1 over valid rows.
 
-    `correction=1` is the unbiased deviation, torch's and CleanRL's; 0 the one of the rows themselves.
+        (A - mean(A)) / (std(A) + eps)
+
+    Args:
+        advantages: Advantages A.
+        valid: False on rows to exclude; None: all rows are valid.
+        correction: Number subtracted from the number of rows in the variance: 1 for the unbiased estimate, as torch and
+            CleanRL do; 0 for the variance of the rows.
+        eps: Added to the standard deviation.
+
+    Returns:
+        Normalised advantages, without a gradient; 0 on excluded rows.
+
+    Raises:
+        ConfigError: Shapes differ.
     """
     (rows,), counted = _rows(valid, advantages=advantages.detach().double())
     rows = rows - rows.sum() / counted.number
@@ -206,33 +296,33 @@ def _surrogate(
     clip_ratio_high: float,
     clip_ratio_c: float | None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The clipped loss of each row, which is 0 where the advantage is, and rows whose means are reported."""
+    """The clipped loss of each row (0 where the advantage is 0), and rows whose means are metrics."""
     if not (0 <= clip_ratio_low <= 1 and clip_ratio_high >= 0):
         raise ConfigError(
-            f"clip_ratio_low and clip_ratio_high are {clip_ratio_low} and {clip_ratio_high}; the ratio is held between "
-            "1 - low and 1 + high. Give low from 0 to 1 and high of at least 0, such as 0.2 for both."
+            f"clip_ratio_low and clip_ratio_high are {clip_ratio_low} and {clip_ratio_high}; the ratio is clipped to "
+            "[1 - low, 1 + high]. Use a low from 0 to 1 and a high of at least 0, such as 0.2 for both."
         )
     if clip_ratio_c is not None and not clip_ratio_c > 1:
         raise ConfigError(
-            f"clip_ratio_c is {clip_ratio_c}; it bounds ratios above 1, so it must be more than that. "
-            "Give 3.0, or None for no dual clip."
+            f"clip_ratio_c is {clip_ratio_c}; it bounds ratios above 1, so it must be above 1. "
+            "Use 3.0, or None for no dual clip."
         )
     log_ratio = _bounded(logprob - anchor)
     ratio = log_ratio.exp()
     clipped = ratio.clamp(1 - clip_ratio_low, 1 + clip_ratio_high)
-    gains = -advantages
-    free, held = gains * ratio, gains * clipped
-    losses = single = torch.max(free, held)
-    most = torch.full_like(gains, torch.inf)
+    costs = -advantages
+    unclipped_loss, clipped_loss = costs * ratio, costs * clipped
+    losses = single_clip = torch.max(unclipped_loss, clipped_loss)
+    bound = torch.full_like(costs, torch.inf)
     if clip_ratio_c is not None:
-        most = clip_ratio_c * gains.abs()
-        losses = torch.min(losses, most)
+        bound = clip_ratio_c * costs.abs()
+        losses = torch.min(losses, bound)
     with torch.no_grad():
         return losses, {
             "proximal_ratio": ratio,
             "clipped_proximal_ratio": clipped,
-            "clip_fraction": free < held,
-            "dual_clip_fraction": most < single,
+            "clip_fraction": unclipped_loss < clipped_loss,
+            "dual_clip_fraction": bound < single_clip,
             "proximal_approx_kl": -log_ratio,
             "proximal_k3": _k3(log_ratio),
         }
@@ -240,22 +330,22 @@ def _surrogate(
 
 @dataclass(frozen=True)
 class _Counted:
-    """Which rows count, and how many."""
+    """Which rows are valid, and their number."""
 
     valid: Tensor | None
     number: Tensor | int
-    """At least 1, to divide by."""
+    """At least 1, so that it can be a divisor."""
 
     @torch.no_grad()
     def means(self, rows: dict[str, Tensor]) -> Metrics:
-        """Of finite rows, all at once: a metric each costs more than the loss itself."""
+        """Means of several rows of finite numbers, in one operation: one by one they cost more than the loss."""
         stacked = torch.stack([array.flatten() for array in rows.values()])
         totals = stacked.sum(dim=1) if self.valid is None else stacked @ self.valid.flatten().to(stacked.dtype)
         return dict(zip(rows, (totals / self.number).unbind(), strict=True))
 
 
 def _rows(valid: Tensor | None, **rows: Tensor) -> tuple[list[Tensor], _Counted]:
-    """The rows, at least in single precision and 0 where they do not count; all but the first are constants."""
+    """The rows in float32 or float64, 0 where not valid; all but the first are detached."""
     first = next(iter(rows.values()))
     _check_shapes(first, **rows)
     found = [first, *(array.detach() for array in list(rows.values())[1:])]
@@ -285,13 +375,15 @@ def _k3(log_ratio: Tensor) -> Tensor:
 
 
 def _ratio(above: Tensor, below: Tensor) -> Tensor:
-    """The quotient, or 0 where there is nothing to divide by."""
+    """The quotient, or 0 where the divisor is not positive."""
     return torch.where(below > 0, above / below, 0.0)
 
 
 def _upper_quantile(rows: Tensor, counted: _Counted, share: float) -> Tensor:
-    """What `share` of the rows that count are above, interpolated as NumPy does; 0 for none. It is looked for among as
-    many rows as it could be if all counted, since asking how many do would wait for the device."""
+    """The quantile that a fraction `share` of the valid rows exceeds, interpolated as in NumPy; 0 without valid rows.
+
+    `topk` takes as many rows as needed if all were valid: reading the number of valid rows would wait for the device.
+    """
     if not rows.numel():
         return rows.sum()
     found = rows if counted.valid is None else torch.where(counted.valid, rows, 0.0)
@@ -305,8 +397,9 @@ def _check_shapes(like: Tensor, **arrays: Tensor) -> None:
     for name, array in arrays.items():
         if array.shape != like.shape:
             raise ConfigError(
-                f"{name} has shape {list(array.shape)}; expected {list(like.shape)}, that of all other rows. Nothing "
-                "is broadcast: sum log-probabilities over an action's parts, flatten or expand the others."
+                f"{name} has shape {list(array.shape)}; expected {list(like.shape)}, the shape of the first argument. "
+                "Nothing is broadcast: sum log-probabilities over the parts of an action, and flatten or expand the "
+                "other arguments."
             )
 
 
@@ -318,8 +411,8 @@ def _check_choice(name: str, got: str, known: tuple[str, ...]) -> None:
 def _check_weight_bounds(lower: float | None, upper: float | None) -> None:
     if upper is not None and not upper > 0:
         raise ConfigError(
-            f"behave_weight_threshold is {upper}; weights are ratios of probabilities, so no row would be left. "
-            "Give a number above 1, such as 2.0, or None for no bound."
+            f"behave_weight_threshold is {upper}; weights are ratios of probabilities, so every row would exceed it. "
+            "Use a number above 1, such as 2.0, or None for no bound."
         )
     if lower is not None and not 0 <= lower <= (torch.inf if upper is None else upper):
         raise ConfigError(

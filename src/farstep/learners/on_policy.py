@@ -1,4 +1,4 @@
-"""What farstep's learners have in common beside their losses: an agent, its optimizer and its running statistics."""
+"""State that all on-policy learners share: the agent, its optimizer and its running statistics."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from farstep.cluster_env import ClusterEnv
 from farstep.errors import RewardError
 from farstep.learners.loop.statistics import Statistics
 from farstep.learners.networks.nets import ActorCritic
-from farstep.learners.optimizing import Loss, Optimizer, Schedule, lean
+from farstep.learners.optimizing import Loss, Optimizer, Schedule, onednn_for_images
 from farstep.learners.rollout import Rollout, prepare
 
 
 class Rates(Protocol):
-    """The options that all on-policy learners have."""
+    """Options that all on-policy learners have."""
 
     @property
     def learning_rate(self) -> float: ...
@@ -43,11 +43,18 @@ class _Saved(msgspec.Struct, forbid_unknown_fields=True):
     optimizer: dict[str, Any]
     statistics: dict[str, Any]
     updates: Count = 0
-    """Updates of the run so far; missing in checkpoints older than critic warm-up."""
+    """Updates so far; missing in checkpoints that were written before critic warm-up existed."""
 
 
 class OnPolicy:
-    """How an agent is changed by a loss, and what is saved of that; no algorithm of its own."""
+    """Optimizes an agent with a given loss, and saves and restores the optimizer; contains no algorithm.
+
+    Args:
+        agent: The agent to train; it is moved to `device`.
+        config: Learning rates, gradient norm and critic warm-up.
+        seed: Seed for the order of rows in minibatches.
+        device: Device of the learner, as torch names it.
+    """
 
     def __init__(self, agent: ActorCritic, config: Rates, seed: int, device: str) -> None:
         self.device = torch.device(device)
@@ -59,7 +66,7 @@ class OnPolicy:
         self._updates = 0
 
     def prepare(self, batch: Batch, version: int, progress: float) -> Rollout:
-        """Begin an update: set the learning rates and turn the batch into tensors.
+        """Start an update: set the learning rates and convert the batch to tensors.
 
         Args:
             batch: The rows to learn from.
@@ -81,10 +88,10 @@ class OnPolicy:
     def learn(
         self, batch: Batch, rollout: Rollout, columns: dict[str, Tensor], loss: Loss, schedule: Schedule
     ) -> dict[str, float]:
-        """Optimize the agent on a rollout, then add its observations to the normalization statistics.
+        """Optimize the agent on a rollout, then update the observation statistics.
 
-        During critic warm-up the policy does not change: neither the layers that the actor uses nor the statistics of
-        observations are updated.
+        During critic warm-up the policy does not change: neither the actor's layers nor the observation statistics
+        are updated.
 
         Args:
             batch: The batch that the rollout was prepared from.
@@ -97,7 +104,7 @@ class OnPolicy:
             Metrics by name, without the prefix `train/`.
         """
         warmup = self._updates < self._critic_warmup_updates
-        with lean(self.agent):
+        with onednn_for_images(self.agent):
             metrics = self._optimizer.learn(rollout, columns, loss, schedule, critic_only=warmup)
             if not warmup:
                 self._statistics.observe(batch)
@@ -105,7 +112,7 @@ class OnPolicy:
         return metrics | ({"critic/warmup": 1.0} if warmup else {})
 
     def state(self) -> dict[str, object]:
-        """What a checkpoint needs beside the agent's parameters."""
+        """Return the learner's state for a checkpoint; the agent's parameters are saved separately."""
         return {
             "optimizer": self._optimizer.state(),
             "statistics": self._statistics.state(),
@@ -113,7 +120,14 @@ class OnPolicy:
         }
 
     def load(self, state: Mapping[str, object]) -> None:
-        """Restore a saved state; raises `Refused` before anything is changed if it does not fit."""
+        """Restore a saved state.
+
+        Args:
+            state: What `state` returned.
+
+        Raises:
+            Refused: The state does not fit this learner; nothing has changed.
+        """
         saved = converted("learner", state, _Saved)
         optimizer, statistics = self._optimizer.check(saved.optimizer), self._statistics.check(saved.statistics)
         self._optimizer.load(optimizer)
@@ -128,11 +142,11 @@ def _check_rewards(batch: Batch) -> None:
     row, column = bad[0]
     raise RewardError(
         f"the environment in slot {batch.slots[column]} returned the reward {rewards[row, column]} (row {row} of a "
-        "rollout), from which nothing can be learned; see to the environment, or clip its rewards by a wrapper."
+        "rollout); expected a finite number. Correct the environment, or clip its rewards with a wrapper."
     )
 
 
 def rollouts(env: ClusterEnv, agent: ActorCritic, steps: int, epochs: int) -> Iterator[Batch]:
-    """Yield batches of `epochs` rollouts of all environments, each batch with the newest weights."""
+    """Collect batches of `epochs` rollouts of all environments, each batch with the newest weights."""
     while True:
         yield env.collect(agent, steps, epochs)

@@ -1,4 +1,4 @@
-"""Minibatches, gradients and steps: what learners do with a loss of their own."""
+"""Minibatch optimization with Adam: epochs, gradient accumulation, clipping, and the optimizer's saved state."""
 
 from __future__ import annotations
 
@@ -19,26 +19,28 @@ from farstep.learners.loop.saving import check_tensor
 from farstep.learners.networks.nets import ActorCritic
 from farstep.learners.rollout import Minibatch, Rollout, minibatches
 
-_MOST_STEPS = 2**24
-"""Adam counts its steps in float32, which cannot count further."""
+_MAX_STEPS = 2**24
+"""Largest step count: Adam counts in float32, which is exact up to here."""
 _KL = "actor/proximal_k3"
 Loss = Callable[[Minibatch], tuple[Tensor, Mapping[str, Tensor]]]
-"""The loss of some rows, a mean over the valid ones, and what else is worth knowing, as tensors."""
+"""Returns the loss of a minibatch, a mean over its valid rows, and metrics as tensors."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """How often, and in what portions, a rollout is learned."""
+    """Epochs and minibatch sizes of one update."""
 
     epochs: int
+    """Passes over the rows."""
     batch_size: int
-    """Rows per optimizer step; the last of an epoch may have fewer."""
+    """Rows per optimizer step; the last step of an epoch may have fewer."""
     micro_batch_size: int | None = None
-    """Rows per forward and backward, to save memory; None: all of a step's."""
+    """Rows per forward and backward pass, to save memory; None: all rows of an optimizer step."""
     normalize: bool = False
-    """Give advantages mean 0 and deviation 1 over the rows of each step, before these are portioned."""
+    """Normalise advantages to mean 0 and standard deviation 1 over the rows of each optimizer step."""
     target_kl: float | None = None
-    """No further epoch once the mean divergence from the policy that the update began with exceeds this over one."""
+    """Stop after the epoch whose mean KL divergence from the policy at the start of the update exceeds this, in nats;
+    None: run all epochs."""
 
 
 class SavedOptimizer(msgspec.Struct, forbid_unknown_fields=True):
@@ -51,17 +53,17 @@ class SavedOptimizer(msgspec.Struct, forbid_unknown_fields=True):
 class _Group:
     """Parameters that share a learning rate and a step count, as slices of the flat vectors."""
 
-    def __init__(self, learning_rate: float, parts: Sequence[slice], vectors: Sequence[Tensor]) -> None:
+    def __init__(self, learning_rate: float, slices: Sequence[slice], vectors: Sequence[Tensor]) -> None:
         self._learning_rate = self.lr = learning_rate
-        self._tensors = [[vector[part] for part in parts] for vector in vectors]
-        self.steps = [torch.zeros((), device=vectors[0].device) for _ in parts]
+        self._tensors = [[vector[part] for part in slices] for vector in vectors]
+        self.steps = [torch.zeros((), device=vectors[0].device) for _ in slices]
 
     def anneal(self, left: float) -> None:
         self.lr = self._learning_rate * max(left, 0.0)
 
     @torch.no_grad()
     def step(self) -> None:
-        """Make one step of Adam. The functional form takes half the time of `torch.optim.Adam.step`."""
+        """Make one Adam step; the functional form takes half the time of `torch.optim.Adam.step`."""
         parameters, gradients, exp_avgs, exp_avg_sqs = self._tensors
         adam(
             parameters,
@@ -82,29 +84,36 @@ class _Group:
 
 
 class Optimizer:
-    """Adam with clipped gradients; a step whose gradients are no numbers is left out and counted.
+    """Adam with gradient clipping; steps with a non-finite gradient are skipped and counted.
 
     Parameters, gradients and Adam's moments are flat vectors, so the cost of a step does not grow with the number of
-    layers. The critic's own parameters (`agent.critic`) are a group with its own learning rate and step count; layers
-    that actor and critic share belong to the policy's group.
+    layers. The critic's own parameters (`agent.critic`) are a group with a separate learning rate and step count;
+    layers that actor and critic share belong to the policy's group.
+
+    Args:
+        agent: The agent to optimize; its parameters become views of one vector.
+        learning_rate: Learning rate of the policy's group.
+        max_grad_norm: Norm to which larger gradients are scaled down.
+        seed: Seed for the order of rows in minibatches.
+        value_lr: Learning rate of the critic's group; None: `learning_rate`.
     """
 
     def __init__(
         self, agent: ActorCritic, learning_rate: float, max_grad_norm: float, seed: int, value_lr: float | None = None
     ) -> None:
-        flat, self._gradient = _as_one(list(agent.parameters()))
+        flat, self._gradient = _flatten_parameters(list(agent.parameters()))
         self._max_grad_norm = max_grad_norm
         self._moments = {name: torch.zeros_like(flat) for name in ("exp_avg", "exp_avg_sq")}
-        policy, critic = _parts(agent)
+        policy, critic = _parameter_slices(agent)
         vectors = (flat, self._gradient, *self._moments.values())
         self._policy = _Group(learning_rate, policy, vectors)
         self._critic = _Group(learning_rate if value_lr is None else value_lr, [critic], vectors)
         self._critic_gradient = self._gradient[critic]
         self.generator = torch.Generator().manual_seed(seed)
-        """Of the order of rows."""
+        """Random generator for the order of rows in minibatches."""
 
     def anneal(self, left: float) -> None:
-        """Set the learning rates to this fraction of their initial values."""
+        """Set the learning rates to the fraction `left` of their initial values."""
         self._policy.anneal(left)
         self._critic.anneal(left)
 
@@ -129,33 +138,33 @@ class Optimizer:
         Returns:
             The mean of each metric over all minibatches, the number of epochs, and the learning rates.
         """
-        measured, epochs = Means(), 0
+        means, epochs = Means(), 0
         for _ in range(schedule.epochs):
-            moved = Means()
-            for part in minibatches(rollout, columns, schedule.batch_size, self.generator):
+            epoch_kl = Means()
+            for minibatch in minibatches(rollout, columns, schedule.batch_size, self.generator):
                 if schedule.normalize:
-                    part = part.normalized()
-                metrics = self._accumulate(part, loss, schedule.micro_batch_size)
-                measured.add({**metrics, **self._step(critic_only)}, len(part))
-                moved.add({_KL: metrics.get(_KL, 0.0)}, len(part))
+                    minibatch = minibatch.normalized()
+                metrics = self._accumulate(minibatch, loss, schedule.micro_batch_size)
+                means.add({**metrics, **self._step(critic_only)}, len(minibatch))
+                epoch_kl.add({_KL: metrics.get(_KL, 0.0)}, len(minibatch))
             epochs += 1
-            if schedule.target_kl is not None and moved.result()[_KL] > schedule.target_kl:
+            if schedule.target_kl is not None and epoch_kl.result()[_KL] > schedule.target_kl:
                 break
         rates = {"actor/lr": 0.0 if critic_only else self._policy.lr, "critic/lr": self._critic.lr}
-        return measured.result() | {"actor/epochs": epochs} | rates
+        return means.result() | {"actor/epochs": epochs} | rates
 
-    def _accumulate(self, part: Minibatch, loss: Loss, micro_batch_size: int | None) -> Mapping[str, Tensor | float]:
-        """The gradient of the mean over all valid rows, whatever portions it is computed in."""
-        if micro_batch_size is None or len(part) <= micro_batch_size:
-            value, metrics = loss(part)
+    def _accumulate(self, minibatch: Minibatch, loss: Loss, micro_size: int | None) -> Mapping[str, Tensor | float]:
+        """Accumulate the gradient of the mean over the minibatch's valid rows; micro-batches do not change it."""
+        if micro_size is None or len(minibatch) <= micro_size:
+            value, metrics = loss(minibatch)
             torch.autograd.backward(value)
             return metrics
-        measured, total = Means(), part.num_valid
-        for micro in part.split(micro_batch_size):
-            value, metrics = loss(micro)
-            torch.autograd.backward(value * (micro.num_valid / total))
-            measured.add(metrics, len(micro))
-        return measured.result()
+        means, total = Means(), minibatch.num_valid
+        for micro_batch in minibatch.split(micro_size):
+            value, metrics = loss(micro_batch)
+            torch.autograd.backward(value * (micro_batch.num_valid / total))
+            means.add(metrics, len(micro_batch))
+        return means.result()
 
     def _step(self, critic_only: bool) -> dict[str, Tensor]:
         gradient = self._critic_gradient if critic_only else self._gradient
@@ -170,18 +179,27 @@ class Optimizer:
         return {"actor/grad_norm": norm, "actor/skipped_steps": ~finite}
 
     def state(self) -> dict[str, object]:
-        """The state for a checkpoint; moments are in the order of the agent's parameters.
+        """Return the state for a checkpoint: step counts, moments in the order of the parameters, random generator.
 
-        It has no hyper-parameters: those come from the options of the run.
+        It contains no hyper-parameters; a resumed run uses those of its options.
         """
         steps = {"step": self._policy.steps[0], "critic_step": self._critic.steps[0]}
         return {"adam": {**steps, **self._moments}, "generator": self.generator.get_state()}
 
     def check(self, state: object) -> SavedOptimizer:
-        """Check that a saved state fits this optimizer, else raise `Refused`: Adam's fused step would read past the end
-        of shorter arrays."""
+        """Check that a saved state fits this optimizer: Adam's fused step would read past the end of shorter arrays.
+
+        Args:
+            state: What `state` returned.
+
+        Returns:
+            The state, to pass to `load`.
+
+        Raises:
+            Refused: The state does not fit.
+        """
         saved = converted("optimizer", state, SavedOptimizer)
-        if not saved.adam:  # older checkpoints have nothing before the first step
+        if not saved.adam:  # older checkpoints have no moments before the first step
             zeros = {name: torch.zeros_like(vector) for name, vector in self._moments.items()}
             saved.adam = {"step": torch.zeros(()), **zeros}
         if "step" in saved.adam:  # older checkpoints have one step count for all parameters
@@ -189,17 +207,17 @@ class Optimizer:
         check_keys("optimizer.adam", saved.adam, ("step", "critic_step", *self._moments))
         for name in ("step", "critic_step"):
             step = check_tensor(f"optimizer.adam.{name}", saved.adam[name], torch.zeros(()))
-            if not (0 <= step <= _MOST_STEPS and step == np.floor(step)):
-                raise Refused(f"optimizer.adam.{name} is {step}, a whole number from 0 to {_MOST_STEPS} expected")
+            if not (0 <= step <= _MAX_STEPS and step == np.floor(step)):
+                raise Refused(f"optimizer.adam.{name} is {step}; expected a whole number from 0 to {_MAX_STEPS}")
         for name, vector in self._moments.items():
             check_tensor(f"optimizer.adam.{name}", saved.adam[name], vector)
         if (saved.adam["exp_avg_sq"] < 0).any():
-            raise Refused("optimizer.adam.exp_avg_sq holds negative numbers, means of squares expected")
+            raise Refused("optimizer.adam.exp_avg_sq has negative numbers; expected means of squares")
         check_torch_generator("optimizer.generator", saved.generator.numpy(force=True))
         return saved
 
     def load(self, saved: SavedOptimizer) -> None:
-        """Restore a checked state; learning rates stay as configured, and the agent loads its parameters itself."""
+        """Restore a checked state; learning rates stay as configured, and parameters are not part of it."""
         for name, vector in self._moments.items():
             vector.copy_(saved.adam[name])
         for group, name in ((self._policy, "step"), (self._critic, "critic_step")):
@@ -209,7 +227,7 @@ class Optimizer:
         self.anneal(1.0)
 
 
-def _as_one(parameters: list[nn.Parameter]) -> tuple[Tensor, Tensor]:
+def _flatten_parameters(parameters: list[nn.Parameter]) -> tuple[Tensor, Tensor]:
     """Move the parameters into one flat vector and their gradients into another; return both vectors."""
     sizes = [parameter.numel() for parameter in parameters]
     flat = torch.cat([parameter.detach().flatten() for parameter in parameters])
@@ -221,8 +239,8 @@ def _as_one(parameters: list[nn.Parameter]) -> tuple[Tensor, Tensor]:
     return flat, gradient
 
 
-def _parts(agent: ActorCritic) -> tuple[list[slice], slice]:
-    """Slices of the flat vector that hold the policy's parameters, shared layers included, and the critic's own."""
+def _parameter_slices(agent: ActorCritic) -> tuple[list[slice], slice]:
+    """Slices of the flat vector: the policy's parameters, shared layers included, and the critic's own."""
     own = {id(parameter) for parameter in agent.critic.parameters()}
     policy, critic, start = [], slice(0), 0
     for is_own, run in groupby(agent.parameters(), lambda parameter: id(parameter) in own):
@@ -237,8 +255,8 @@ def _parts(agent: ActorCritic) -> tuple[list[slice], slice]:
 
 
 @contextlib.contextmanager
-def lean(agent: ActorCritic) -> Iterator[None]:
-    """Arithmetic for small matrices: oneDNN takes up to 0.3 ms to begin with each on ARM. Convolutions want it."""
+def onednn_for_images(agent: ActorCritic) -> Iterator[None]:
+    """Disable oneDNN unless the agent has convolutions: on ARM it costs up to 0.3 ms per small matrix."""
     onednn = torch.backends.mkldnn
     before = onednn.enabled
     onednn.enabled = before and agent.sees_images  # type: ignore[assignment]
@@ -248,24 +266,26 @@ def lean(agent: ActorCritic) -> Iterator[None]:
         onednn.enabled = before
 
 
-def named(actor: Mapping[str, Tensor], critic: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What was measured of both, by the names they are logged under."""
+def prefixed(actor: Mapping[str, Tensor], critic: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Merge metrics of actor and critic, with the prefixes `actor/` and `critic/`."""
     return {f"actor/{n}": v for n, v in actor.items()} | {f"critic/{n}": v for n, v in critic.items()}
 
 
 class Means:
-    """Weighted means, kept as tensors until they are asked for: `.item()` would wait for a GPU each time."""
+    """Weighted means of metrics, kept as tensors until `result`: each `.item()` would wait for the GPU."""
 
     def __init__(self) -> None:
-        self._seen: list[tuple[Mapping[str, Tensor | float], float]] = []
+        self._added: list[tuple[Mapping[str, Tensor | float], float]] = []
 
     def add(self, metrics: Mapping[str, Tensor | float], weight: float) -> None:
-        self._seen.append((metrics, weight))
+        """Add one sample of each metric."""
+        self._added.append((metrics, weight))
 
     def result(self) -> dict[str, float]:
+        """Compute the means."""
         values: dict[str, list[Tensor]] = {}
         weights: dict[str, list[float]] = {}
-        for metrics, weight in self._seen:
+        for metrics, weight in self._added:
             for name, value in metrics.items():
                 values.setdefault(name, []).append(torch.as_tensor(value).detach())
                 weights.setdefault(name, []).append(weight)

@@ -1,4 +1,11 @@
-"""Proximal policy optimisation (Schulman et al. 2017), synchronous: collect, learn, publish, again."""
+"""Synchronous proximal policy optimisation (Schulman et al. 2017): collect a rollout, update, publish, repeat.
+
+The loss of a minibatch is
+
+    L = policy_loss + vf_coef * value_loss - ent_coef * entropy
+
+with the clipped surrogate of `losses.decoupled_ppo` and advantages by GAE (`returns.gae`).
+"""
 
 from __future__ import annotations
 
@@ -18,62 +25,70 @@ from farstep.learners.loop.sizes import minibatch_rows, rollout_steps
 from farstep.learners.loop.timing import Timer
 from farstep.learners.networks.nets import DEFAULT_NET, ActorCritic, NetConfig
 from farstep.learners.on_policy import OnPolicy, rollouts
-from farstep.learners.optimizing import Schedule, named
+from farstep.learners.optimizing import Schedule, prefixed
 from farstep.learners.rollout import Minibatch
 
 
 @show_fields
 @dataclass(frozen=True, kw_only=True)
 class PPOConfig:
-    """Synchronous PPO; names are CleanRL's, defaults were tuned with 16 to 128 environments."""
+    """Options of synchronous PPO.
+
+    Names are CleanRL's. The defaults were tuned with 16 to 128 environments.
+
+    Raises:
+        ConfigError: An option is out of range, or `critic_warmup_updates` would have no effect.
+    """
 
     learning_rate: float = 5e-4
-    """of Adam"""
+    """Learning rate of Adam."""
     anneal_lr: bool = False
-    """decrease learning_rate and value_lr linearly to zero over total_steps"""
+    """Decrease learning_rate and value_lr linearly to 0 over total_steps."""
     value_lr: float | None = None
-    """learning rate of the critic's own layers; None: learning_rate. Layers shared with the actor (image encoder,
-    recurrent core) always use learning_rate. Use a higher one if explained_variance stays low, or to fine-tune a
-    trained policy in small steps with a critic that learns faster"""
+    """Learning rate of the critic's own layers; None: learning_rate. Layers shared with the actor (image encoder,
+    recurrent core) always use learning_rate. Raise it if explained_variance stays low, or to fine-tune a trained policy
+    with a small learning_rate."""
     critic_warmup_updates: int = 0
-    """number of updates at the start of the run that train only the critic's own layers and leave the policy unchanged.
-    Use it when a trained policy starts with a new critic, whose first advantages are noise"""
+    """Number of updates at the start of the run that train only the critic's own layers and leave the policy unchanged.
+    Use it when a trained policy starts with a new critic, whose first advantages are noise."""
     num_steps: int | None = None
-    """steps of each environment per rollout; None: 4,096 divided by the number of environments, at least 16, at most
-    128 for a recurrent agent"""
+    """Steps of each environment per rollout; None: 4,096 divided by the number of environments, at least 16, and at
+    most 128 for a recurrent agent."""
     rollout_epochs: int = 1
-    """rollouts per update, collected one after the other with the same weights; advantages are computed per rollout.
-    Use more to enlarge updates of a recurrent agent, whose sequences have num_steps steps; otherwise raise num_steps
-    instead"""
+    """Rollouts per update, collected in sequence with the same weights; advantages are computed per rollout. Raise it
+    to enlarge the updates of a recurrent agent, whose sequences have num_steps steps; otherwise raise num_steps."""
     gamma: float = 0.99
-    """discount"""
+    """Discount factor."""
     gae_lambda: float = 0.95
-    """of generalised advantage estimation"""
+    """Lambda of generalised advantage estimation (GAE)."""
     minibatch_size: int | None = None
-    """rows per optimizer step; None: 128, or an eighth of an update's rows for a recurrent agent, whose sequences are
-    not split. Use more for noisy rewards and large networks, fewer if updates change the policy too little"""
+    """Rows per optimizer step; None: 128, or an eighth of an update's rows for a recurrent agent, whose sequences are
+    not split. Raise it for noisy rewards and large networks, lower it if updates change the policy too little."""
     update_epochs: int = 8
-    """passes over the rows of an update"""
+    """Passes over the rows of an update."""
     normalize_advantages: Literal["minibatch", "batch", "no"] = "minibatch"
-    """over what advantages get mean 0 and deviation 1"""
+    """Rows over which advantages are normalised to mean 0 and standard deviation 1: each minibatch, the whole batch, or
+    no normalisation."""
     clip_coef: float = 0.2
-    """how far the ratio of probabilities may go from 1 before it no longer pays"""
+    """Clip range of the probability ratio: [1 - clip_coef, 1 + clip_coef]."""
     decoupled: bool = True
-    """where older weights acted (AAPS), clip around the learner's policy at the start of the update and weight rows by
-    its ratio to the policy that acted; rows of the current version are not affected. False: clip around the policy that
-    acted; the learner stalls once it is the clip range away from it"""
+    """Decoupled loss for rows that were acted with older weights (AAPS): clip around the learner's policy at the start
+    of the update, and weight each row by the ratio of that policy to the policy that acted. Rows of the current version
+    are not affected. False: clip around the policy that acted; the learner then stalls once it has moved away from it
+    by the clip range."""
     behave_weight_threshold: float | None = 2.0
-    """largest weight of a row with --decoupled; None: no bound"""
+    """Upper bound of a row's weight with --decoupled; None: no bound."""
     value_clip: float | None = None
-    """how far a value may go from the recorded one before it no longer pays; None: as far as it likes"""
+    """Clip range of the value loss around the recorded value, in units of (normalised) returns; None: no clipping."""
     ent_coef: float = 0.01
-    """weight of the entropy"""
+    """Weight of the entropy bonus in the loss."""
     vf_coef: float = 0.5
-    """weight of the value loss"""
+    """Weight of the value loss in the loss."""
     max_grad_norm: float = 0.5
-    """gradients are scaled down to this norm"""
+    """Largest norm of the gradient; larger gradients are scaled down to it."""
     target_kl: float | None = None
-    """stop learning from a rollout when the policy has moved this far, in nats"""
+    """Stop the update after the epoch in which the mean KL divergence from the policy at the start of the update
+    exceeds this, in nats; None: run all epochs."""
     net: NetConfig = DEFAULT_NET
     """the agent's network"""
 
@@ -88,7 +103,19 @@ class PPOConfig:
 
 
 class PPO(OnPolicy):
-    """Learns from one rollout of all environments at a time."""
+    """Learner that updates an agent with PPO, on rollouts of all environments.
+
+    Args:
+        agent: The agent to train; it is moved to `device`.
+        config: Options of PPO.
+        seed: Seed for the order of rows in minibatches.
+        device: Device of the learner, as torch names it.
+
+    Example:
+        >>> config = PPOConfig(learning_rate=1e-3)
+        >>> agent = make_agent(*env.launch(), config.net, config.gamma)
+        >>> Training(PPO(agent, config, seed=1), env, Limits(total_steps=100_000)).run()
+    """
 
     synchronous = True
 
@@ -96,13 +123,44 @@ class PPO(OnPolicy):
         super().__init__(agent, config, seed, device)
         self.config = config
 
-    def batches(self, env: ClusterEnv) -> Iterator[Batch]:
-        config = self.config
-        steps = rollout_steps(config.num_steps, env.num_envs, config.net.is_recurrent)
-        return rollouts(env, self.agent, steps, config.rollout_epochs)
+    def _loss(self, minibatch: Minibatch) -> tuple[Tensor, Mapping[str, Tensor]]:
+        config, valid = self.config, minibatch.valid
+        evaluation = minibatch.evaluate(self.agent)
+        behave_logprob = minibatch["logprob"]
+        policy_loss, actor = losses.decoupled_ppo(
+            evaluation.logprob,
+            behave_logprob,
+            minibatch["proximal"] if config.decoupled else behave_logprob,
+            minibatch["advantages"],
+            valid,
+            clip_ratio_low=config.clip_coef,
+            clip_ratio_high=config.clip_coef,
+            clip_ratio_c=None,
+            behave_weight_threshold=config.behave_weight_threshold,
+            behave_weight_mode="truncate",
+        )
+        value_loss, critic = losses.value_loss(
+            evaluation.value, minibatch["value"], minibatch["returns"], valid, value_clip=config.value_clip
+        )
+        entropy = losses.masked_mean(evaluation.entropy, valid)
+        loss = policy_loss + config.vf_coef * value_loss - config.ent_coef * entropy
+        return loss, prefixed(actor, critic) | {"actor/entropy_loss": entropy, "actor/total_loss": loss}
 
     def update(self, batch: Batch, version: int, progress: float, timer: Timer) -> dict[str, float]:
-        """Learn from a batch; `version` is that of the agent's weights, `progress` goes from 0 to 1."""
+        """Update the agent on a batch.
+
+        Args:
+            batch: The rows to learn from.
+            version: Version of the agent's weights.
+            progress: Fraction of the run that is done, from 0 to 1.
+            timer: Measures `advantages` and `train`.
+
+        Returns:
+            Metrics by name, without the prefix `train/`.
+
+        Raises:
+            RewardError: A reward is not finite.
+        """
         config = self.config
         with timer("advantages"):
             rollout = self.prepare(batch, version, progress)
@@ -119,25 +177,15 @@ class PPO(OnPolicy):
         with timer("train"):
             return self.learn(batch, rollout, columns, self._loss, schedule)
 
-    def _loss(self, part: Minibatch) -> tuple[Tensor, Mapping[str, Tensor]]:
-        config, valid = self.config, part.valid
-        now = part.evaluate(self.agent)
-        acted = part["logprob"]
-        policy_loss, actor = losses.decoupled_ppo(
-            now.logprob,
-            acted,
-            part["proximal"] if config.decoupled else acted,
-            part["advantages"],
-            valid,
-            clip_ratio_low=config.clip_coef,
-            clip_ratio_high=config.clip_coef,
-            clip_ratio_c=None,
-            behave_weight_threshold=config.behave_weight_threshold,
-            behave_weight_mode="truncate",
-        )
-        value_loss, critic = losses.value_loss(
-            now.value, part["value"], part["returns"], valid, value_clip=config.value_clip
-        )
-        entropy = losses.masked_mean(now.entropy, valid)
-        loss = policy_loss + config.vf_coef * value_loss - config.ent_coef * entropy
-        return loss, named(actor, critic) | {"actor/entropy_loss": entropy, "actor/total_loss": loss}
+    def batches(self, env: ClusterEnv) -> Iterator[Batch]:
+        """Collect rollouts from all environments.
+
+        Args:
+            env: The environments to collect from.
+
+        Returns:
+            An endless iterator of batches, each collected with the newest weights.
+        """
+        config = self.config
+        steps = rollout_steps(config.num_steps, env.num_envs, config.net.is_recurrent)
+        return rollouts(env, self.agent, steps, config.rollout_epochs)

@@ -1,17 +1,19 @@
-"""What rows of a rollout are worth: advantages and returns, in NumPy, time-major `[T, N]`.
+"""Advantages and returns in NumPy, on time-major arrays `[T, N]` of T rows and N environments.
 
-    row t ──► V of row t+1            the episode goes on
+The value that follows row t depends on how the row ends:
+
+    row t ──► V of row t+1            the episode continues
           ──► 0                       terminated (also if truncated at the same time)
           ──► V of its final_obs      truncated: `final_values[t]`, ignored on all other rows
-          ──► nobody knows            cut: the rows between were lost with a worker, or only filled a reset
+          ──► unknown                 the next rows were lost with a worker, or are filler rows of a reset
 
-`gae`, `lambda_returns` and `n_step` take the flags as they are in a batch. `vtrace` and the two Retraces take discounts
-as published; `fold_ends` makes rewards and discounts out of the flags. Rows of which nobody knows the successor, and
-rows that are no transitions at all, have `valid` False, see `usable`: nothing is added up across them, what a row
-before one is worth ends in the value of the invalid row, and their own advantage is 0. What their other entries hold,
-NaN included, does not matter.
+`gae`, `lambda_returns` and `n_step` take the flags of a batch. `vtrace`, `retrace_delta` and `retrace_q` take
+discounts, as published; `fold_ends` converts flags to rewards and discounts. Rows without a known successor, and rows
+that are not transitions, have `valid` False (see `usable`). No sum crosses an invalid row: the row before it bootstraps
+from the value of the invalid row, and the invalid row's own advantage is 0. Its other entries are ignored, NaN
+included.
 
-Sums run in float64; what comes out is of the type of `values`.
+Sums are computed in float64; results have the dtype of `values`.
 """
 
 from __future__ import annotations
@@ -22,15 +24,27 @@ from farstep.core import Array
 from farstep.errors import ConfigError
 
 LOG_RATIO_LIMIT = 20.0
-"""exp of it is 5e8: beyond what any clipping keeps, and the squares of a whole batch can be added up in float32."""
+"""Bound of log-ratios. exp(20) is 5e8: larger than any clip range, and float32 can still sum the squares of a batch."""
 
 
 def usable(valid: Array, episode_start: Array, terminated: Array, truncated: Array) -> Array:
-    """Which rows are transitions whose successor is known; the `valid` of everything here and of the losses.
+    """Find the rows that are transitions with a known successor; pass them as `valid` to returns and losses.
 
-    Not filler rows; and not a row without an end of its own that is followed by a row which begins an episode (its
-    worker died) or by filler: taking the next row for its successor would join two episodes. The last row's successor
-    is what `last_values` are the values of.
+    Excluded are filler rows, and rows that neither terminate nor truncate but are followed by the start of an episode
+    (the worker died) or by a filler row: using the next row as their successor would join two episodes. The successor
+    of the last row is the observation whose values are `last_values`.
+
+    Args:
+        valid: `batch["valid"]`, `[T, N]`; False on filler rows.
+        episode_start: `batch["episode_start"]`, `[T, N]`.
+        terminated: `batch["terminated"]`, `[T, N]`.
+        truncated: `batch["truncated"]`, `[T, N]`.
+
+    Returns:
+        Booleans `[T, N]`.
+
+    Raises:
+        ConfigError: Shapes differ.
     """
     valid, episode_start, ended = _flags(valid), _flags(episode_start), _flags(terminated) | _flags(truncated)
     _check_shapes(valid.shape, episode_start=episode_start, terminated=ended)
@@ -42,23 +56,35 @@ def usable(valid: Array, episode_start: Array, terminated: Array, truncated: Arr
 def fold_ends(
     rewards: Array, terminated: Array, truncated: Array, final_values: Array, gamma: float
 ) -> tuple[Array, Array, Array]:
-    """Rewards, discounts and where the trace goes on, of rows with these ends, as `vtrace` and the Retraces take them.
+    """Convert the ends of episodes to rewards and discounts, for `vtrace`, `retrace_delta` and `retrace_q`.
 
-    An end makes the discount 0, which cuts the trace as well (each of its factors has the discount in it); what a
-    truncated episode would still have been worth, gamma V(final_obs), is paid out with its last reward:
+    The discount of a row that ends an episode is 0, which also cuts the trace. The bootstrap value of a truncated
+    episode, gamma V(final_obs), is added to its last reward.
 
-        rewards, discounts, _ = fold_ends(rewards, terminated, truncated, final_values, gamma)
-        vs, advantages = vtrace(log_rhos, rewards, values, bootstrap_value, discounts, valid=usable(...))
+    Args:
+        rewards: Rewards `[T, N]`.
+        terminated: `batch["terminated"]`, `[T, N]`.
+        truncated: `batch["truncated"]`, `[T, N]`.
+        final_values: Values of final observations, `[T, N]`; used on truncated rows only.
+        gamma: Discount factor, from 0 to 1.
 
-    The third, False at ends, is for traces of one's own.
+    Returns:
+        Rewards, discounts (gamma or 0), and booleans that are False where an episode ends; each `[T, N]`.
+
+    Raises:
+        ConfigError: Shapes differ, or `gamma` is out of range.
+
+    Example:
+        >>> rewards, discounts, _ = fold_ends(rewards, terminated, truncated, final_values, gamma)
+        >>> vs, advantages = vtrace(log_rhos, rewards, values, bootstrap_value, discounts, valid=usable(...))
     """
     _check_unit(gamma=gamma)
     terminated, truncated = _flags(terminated), _flags(truncated)
     _check_shapes(np.shape(rewards), terminated=terminated, truncated=truncated, final_values=final_values)
-    goes_on = ~(terminated | truncated)
-    paid = np.where(truncated & ~terminated, np.asarray(final_values, np.float64), 0.0)
+    continues = ~(terminated | truncated)
+    bootstrap = np.where(truncated & ~terminated, np.asarray(final_values, np.float64), 0.0)
     dtype = _float_type(rewards)
-    return (rewards + gamma * paid).astype(dtype), (gamma * goes_on).astype(dtype), goes_on
+    return (rewards + gamma * bootstrap).astype(dtype), (gamma * continues).astype(dtype), continues
 
 
 def gae(
@@ -73,9 +99,26 @@ def gae(
     *,
     valid: Array | None = None,
 ) -> tuple[Array, Array]:
-    """Advantages and returns by generalised advantage estimation (Schulman et al. 2016, eq. 16).
+    """Compute advantages and returns by generalised advantage estimation (Schulman et al. 2016, eq. 16).
 
-    `values` are those of the rows, `last_values` `[N]` those of the observations after the last row.
+        A_t = delta_t + gamma lambda A_{t+1}        delta_t = r_t + gamma V_{t+1} - V_t        R_t = A_t + V_t
+
+    Args:
+        rewards: Rewards r, `[T, N]`.
+        values: Values V of the rows' observations, `[T, N]`.
+        last_values: Values of the observations after the last row, `[N]`.
+        terminated: `batch["terminated"]`, `[T, N]`.
+        truncated: `batch["truncated"]`, `[T, N]`.
+        final_values: Values of final observations, `[T, N]`; used on truncated rows only.
+        gamma: Discount factor, from 0 to 1.
+        gae_lambda: Lambda of GAE, from 0 to 1.
+        valid: What `usable` returned; None: all rows are valid.
+
+    Returns:
+        Advantages A and returns R, each `[T, N]`; on invalid rows the advantage is 0.
+
+    Raises:
+        ConfigError: Shapes differ, or a number is out of range.
     """
     _check_unit(gae_lambda=gae_lambda)
     rewards, discounts, valid = _steps(rewards, values, terminated, truncated, final_values, gamma, valid)
@@ -97,7 +140,25 @@ def lambda_returns(
     *,
     valid: Array | None = None,
 ) -> Array:
-    """TD(lambda) returns: all n-step returns, weighted by (1 - lambda) lambda^(n-1); `values` on invalid rows."""
+    """Compute TD(lambda) returns: the mean of all n-step returns, weighted by (1 - lambda) lambda^(n-1).
+
+    Args:
+        rewards: Rewards, `[T, N]`.
+        values: Values of the rows' observations, `[T, N]`.
+        last_values: Values of the observations after the last row, `[N]`.
+        terminated: `batch["terminated"]`, `[T, N]`.
+        truncated: `batch["truncated"]`, `[T, N]`.
+        final_values: Values of final observations, `[T, N]`; used on truncated rows only.
+        gamma: Discount factor, from 0 to 1.
+        gae_lambda: Lambda, from 0 to 1.
+        valid: What `usable` returned; None: all rows are valid.
+
+    Returns:
+        Returns `[T, N]`; `values` on invalid rows.
+
+    Raises:
+        ConfigError: Shapes differ, or a number is out of range.
+    """
     return gae(rewards, values, last_values, terminated, truncated, final_values, gamma, gae_lambda, valid=valid)[1]
 
 
@@ -113,18 +174,39 @@ def n_step(
     *,
     valid: Array | None = None,
 ) -> Array:
-    """Rewards of the next `n` rows and the value of what follows them; fewer rows where the episode, the rollout or
-    what is known ends sooner. `values` on invalid rows."""
+    """Compute n-step returns.
+
+        R_t = r_t + gamma r_{t+1} + ... + gamma^(n-1) r_{t+n-1} + gamma^n V_{t+n}
+
+    The sum has fewer terms where the episode or the rollout ends, or an invalid row follows, within n rows.
+
+    Args:
+        rewards: Rewards r, `[T, N]`.
+        values: Values V of the rows' observations, `[T, N]`.
+        last_values: Values of the observations after the last row, `[N]`.
+        terminated: `batch["terminated"]`, `[T, N]`.
+        truncated: `batch["truncated"]`, `[T, N]`.
+        final_values: Values of final observations, `[T, N]`; used on truncated rows only.
+        gamma: Discount factor, from 0 to 1.
+        n: Number of rewards, at least 1.
+        valid: What `usable` returned; None: all rows are valid.
+
+    Returns:
+        Returns R, `[T, N]`; `values` on invalid rows.
+
+    Raises:
+        ConfigError: Shapes differ, or a number is out of range.
+    """
     if n < 1:
         raise ConfigError(f"n is {n}; an n-step return needs at least one reward. Give n >= 1.")
     rewards, discounts, valid = _steps(rewards, values, terminated, truncated, final_values, gamma, valid)
     _check_shapes(np.shape(values)[1:], last_values=last_values)
-    found = np.concatenate([values, np.asarray(last_values)[None]], dtype=np.float64)
-    goes_on = discounts != 0
-    for _ in range(min(n, len(rewards))):  # the k-step return of a row is made of the (k-1)-step return of the next
-        longer = rewards + discounts * np.where(goes_on, found[1:], 0.0)
-        found[:-1] = longer if valid is None else np.where(valid, longer, values)
-    return found[:-1].astype(_float_type(values))
+    returns = np.concatenate([values, np.asarray(last_values)[None]], dtype=np.float64)
+    continues = discounts != 0
+    for _ in range(min(n, len(rewards))):  # a row's k-step return is its reward and the next row's (k-1)-step return
+        longer = rewards + discounts * np.where(continues, returns[1:], 0.0)
+        returns[:-1] = longer if valid is None else np.where(valid, longer, values)
+    return returns[:-1].astype(_float_type(values))
 
 
 def vtrace(
@@ -140,11 +222,34 @@ def vtrace(
     *,
     valid: Array | None = None,
 ) -> tuple[Array, Array]:
-    """Value targets and policy-gradient advantages by V-trace (IMPALA, Espeholt et al. 2018, section 4.1).
+    """Compute value targets and policy-gradient advantages by V-trace (Espeholt et al. 2018, section 4.1).
 
-    `log_rhos` are log pi - log mu of the actions taken, `discounts` gamma or 0 (see `fold_ends`). With lam < 1 the
-    advantage bootstraps from lam v + (1 - lam) V, as rlax does. The critic's fixed point is the value of the policy
-    proportional to min(rho_bar mu, pi); a `rho_bar` of `math.inf` gives that of pi.
+        v_t = V_t + rho_t delta_t + gamma_t lam c_t (v_{t+1} - V_{t+1})
+        A_t = min(pg_rho_bar, ratio_t) (r_t + gamma_t (lam v_{t+1} + (1 - lam) V_{t+1}) - V_t)
+        delta_t = r_t + gamma_t V_{t+1} - V_t
+        rho_t = min(rho_bar, ratio_t), c_t = min(c_bar, ratio_t), ratio_t = pi(a_t|s_t) / mu(a_t|s_t)
+
+    Here pi is the learner's policy and mu the one that acted. With lam < 1 the advantage bootstraps as in rlax. The
+    critic converges to the value of the policy that is proportional to min(rho_bar mu, pi); with
+    `rho_bar=math.inf` that is pi.
+
+    Args:
+        log_rhos: log pi - log mu of the actions taken, `[T, N]`.
+        rewards: Rewards r, `[T, N]`.
+        values: Values V of the rows' observations, `[T, N]`.
+        bootstrap_value: Values of the observations after the last row, `[N]`.
+        discounts: gamma, or 0 where an episode ends, `[T, N]` (see `fold_ends`).
+        rho_bar: Clip of the ratio that weights each TD error, above 0.
+        c_bar: Clip of the ratio in the trace, above 0.
+        pg_rho_bar: Clip of the ratio that weights the advantage, above 0.
+        lam: Decay of the trace, from 0 to 1.
+        valid: What `usable` returned; None: all rows are valid.
+
+    Returns:
+        Value targets v and advantages A, each `[T, N]`; `values` and 0 on invalid rows.
+
+    Raises:
+        ConfigError: Shapes differ, or a number is out of range.
     """
     _check_unit(lam=lam)
     _check_positive(rho_bar=rho_bar, c_bar=c_bar, pg_rho_bar=pg_rho_bar)
@@ -152,7 +257,7 @@ def vtrace(
     errors = _td_errors(rewards, values, values, bootstrap_value, discounts, valid)
     corrections = np.minimum(rho_bar, ratios) * errors
     _run_back(corrections, lam * discounts * np.minimum(c_bar, ratios))
-    errors[:-1] += lam * discounts[:-1] * corrections[1:]  # from V of the next row to lam v + (1 - lam) V
+    errors[:-1] += lam * discounts[:-1] * corrections[1:]  # bootstraps from lam v + (1 - lam) V instead of V
     dtype = _float_type(values)
     return (corrections + values).astype(dtype), (np.minimum(pg_rho_bar, ratios) * errors).astype(dtype)
 
@@ -167,10 +272,28 @@ def retrace_delta(
     *,
     valid: Array | None = None,
 ) -> Array:
-    """Retrace on state values, as A-RIDE has it: Delta_t = e_t + gamma_t c_{t+1} Delta_{t+1}, c = lam min(1, rho).
+    """Compute advantages by Retrace on state values, as in A-RIDE.
 
-    An advantage: the first action is not corrected for, so that V + Delta estimates Q(s, a). A critic that learns
-    V + Delta is biased towards the policy that acted; min(1, rho) Delta is V-trace's correction.
+        Delta_t = delta_t + gamma_t c_{t+1} Delta_{t+1}        c_t = lam min(1, ratio_t)
+        delta_t = r_t + gamma_t V_{t+1} - V_t                  ratio_t = pi(a_t|s_t) / mu(a_t|s_t)
+
+    The first action is not corrected for, so V + Delta estimates Q(s, a). A critic that is trained on V + Delta is
+    biased towards the policy that acted; V-trace's correction is min(1, ratio) Delta.
+
+    Args:
+        log_rhos: log pi - log mu of the actions taken, `[T, N]`.
+        rewards: Rewards r, `[T, N]`.
+        values: Values V of the rows' observations, `[T, N]`.
+        bootstrap_value: Values of the observations after the last row, `[N]`.
+        discounts: gamma, or 0 where an episode ends, `[T, N]` (see `fold_ends`).
+        lam: Decay of the trace, from 0 to 1.
+        valid: What `usable` returned; None: all rows are valid.
+
+    Returns:
+        Advantages Delta, `[T, N]`; 0 on invalid rows.
+
+    Raises:
+        ConfigError: Shapes differ, or `lam` is out of range.
     """
     return _retrace(log_rhos, rewards, values, values, bootstrap_value, discounts, lam, valid).astype(
         _float_type(values)
@@ -188,13 +311,29 @@ def retrace_q(
     *,
     valid: Array | None = None,
 ) -> Array:
-    """Targets of Q(s, a) by Retrace (Munos et al. 2016, eq. 3 and 4), c = lam min(1, rho).
+    """Compute targets of Q(s, a) by Retrace (Munos et al. 2016, eq. 3 and 4).
 
-    `q_values` are those of the actions taken, `values` the means over the policy's actions, E_pi Q(s, .), of the same
-    rows, and `bootstrap_value` that mean of the observations after the last row. `q_values` on invalid rows.
+        target_t = Q_t + Delta_t                               Delta_t = delta_t + gamma_t c_{t+1} Delta_{t+1}
+        delta_t = r_t + gamma_t V_{t+1} - Q_t                  c_t = lam min(1, pi(a_t|s_t) / mu(a_t|s_t))
+
+    Args:
+        log_rhos: log pi - log mu of the actions taken, `[T, N]`.
+        rewards: Rewards r, `[T, N]`.
+        q_values: Q of the actions taken, `[T, N]`.
+        values: V = E_pi Q(s, .), the mean over the policy's actions, `[T, N]`.
+        bootstrap_value: V of the observations after the last row, `[N]`.
+        discounts: gamma, or 0 where an episode ends, `[T, N]` (see `fold_ends`).
+        lam: Decay of the trace, from 0 to 1.
+        valid: What `usable` returned; None: all rows are valid.
+
+    Returns:
+        Targets `[T, N]`; `q_values` on invalid rows.
+
+    Raises:
+        ConfigError: Shapes differ, or `lam` is out of range.
     """
-    found = _retrace(log_rhos, rewards, q_values, values, bootstrap_value, discounts, lam, valid)
-    return (found + q_values).astype(_float_type(q_values))
+    corrections = _retrace(log_rhos, rewards, q_values, values, bootstrap_value, discounts, lam, valid)
+    return (corrections + q_values).astype(_float_type(q_values))
 
 
 def _retrace(
@@ -223,7 +362,7 @@ def _steps(
     gamma: float,
     valid: Array | None,
 ) -> tuple[Array, Array, Array | None]:
-    """Rewards, discounts and `valid` of rows with these ends; nothing to count on invalid ones."""
+    """Rewards, discounts and `valid` of on-policy rows; rewards and discounts are 0 on invalid rows."""
     _check_shapes(np.shape(values), rewards=rewards)
     if valid is not None:
         valid = _flags(valid)
@@ -237,7 +376,7 @@ def _steps(
 def _off_policy(
     log_rhos: Array, rewards: Array, values: Array, discounts: Array, valid: Array | None
 ) -> tuple[Array, Array, Array, Array | None]:
-    """Ratios, rewards, discounts and `valid`; nothing to count on invalid rows."""
+    """Ratios, rewards, discounts and `valid`; on invalid rows ratios are 1, rewards and discounts 0."""
     shape = np.shape(values)
     _check_shapes(shape, log_rhos=log_rhos, rewards=rewards, discounts=discounts)
     if valid is not None:
@@ -251,16 +390,16 @@ def _off_policy(
 def _td_errors(
     rewards: Array, own: Array, values: Array, last_values: Array, discounts: Array, valid: Array | None
 ) -> Array:
-    """What each row and the value of the next say beyond the row's own value; 0 on invalid rows."""
+    """TD errors: reward + discount * value of the next row - `own` value; 0 on invalid rows."""
     _check_shapes(np.shape(rewards), values=values, q_values=own)
     _check_shapes(np.shape(rewards)[1:], last_values=last_values)
     following = np.concatenate([values[1:], np.asarray(last_values)[None]], dtype=np.float64)
-    following[discounts == 0] = 0.0  # also NaN: where the discount is 0 it is nobody's value
+    following[discounts == 0] = 0.0  # it may be NaN, and 0 * NaN is NaN
     return rewards + discounts * following - (own if valid is None else np.where(valid, own, 0.0))
 
 
 def _run_back(errors: Array, factors: Array) -> None:
-    """errors[t] += factors[t] * errors[t + 1], from the end, in place; nothing goes past a 0, not even NaN."""
+    """errors[t] += factors[t] * errors[t + 1], from the end, in place; a factor of 0 also stops NaN."""
     for t in range(len(errors) - 2, -1, -1):
         errors[t] += np.where(factors[t] == 0, 0, factors[t] * errors[t + 1])
 
@@ -279,7 +418,7 @@ def _check_shapes(shape: tuple[int, ...], **arrays: Array) -> None:
         if np.shape(array) != shape:
             raise ConfigError(
                 f"{name} has shape {list(np.shape(array))}; expected {list(shape)}: one entry per row and environment, "
-                f"time first ([T, N], and [N] for what follows the last row). Nothing is broadcast."
+                f"time first ([T, N]; [N] for values after the last row). Nothing is broadcast."
             )
 
 

@@ -1,4 +1,4 @@
-"""A batch made ready to learn from: tensors, values, advantages, and the minibatches they are taken in."""
+"""Converts a batch to tensors with values and advantages, and splits it into minibatches."""
 
 from __future__ import annotations
 
@@ -19,58 +19,80 @@ from farstep.schema import map_leaves
 
 @dataclass(frozen=True)
 class Rollout:
-    """Time-major tensors `[T, N, ...]` on the learner's device."""
+    """A batch as the learner uses it, time-major `[T, N, ...]`; tensors are on the learner's device."""
 
     obs: Nested
     sample: Nested
-    """What the policy sampled: the action, before it was cut off at bounds."""
+    """The sampled action, before it was clipped to the bounds of the action space."""
     logprob: Tensor
-    """Of the policy that acted."""
+    """Log-probabilities of the samples under the policy that acted."""
     version: Tensor
+    """Version of the weights that acted."""
     valid: Tensor
+    """Rows that are transitions with a known successor (`returns.usable`)."""
     episode_start: Tensor
     initial_state: State | None
     reward: Array
     terminated: Array
     truncated: Array
     value: Array
-    """Of each row: as recorded, or said anew by the learner where the weights that acted were older than its own."""
+    """Values of the rows: recomputed where older weights acted, otherwise as recorded."""
     last_value: Array
+    """Values of the observations after the last row, `[N]`."""
     final_value: Array
-    """Where an episode ended, what its final observation is worth."""
+    """Values of final observations, in the rows where episodes ended; 0 elsewhere."""
     proximal: Tensor
-    """Log-probabilities under the learner's weights when it took the batch; as recorded for rows that those acted."""
+    """Log-probabilities under the learner's weights at the start of the update: recomputed where older weights acted,
+    otherwise as recorded."""
 
     @property
     def shape(self) -> tuple[int, int]:
+        """Number of rows and of environments."""
         rows, columns = self.valid.shape
         return rows, columns
 
     def columns(self) -> dict[str, Tensor]:
-        """What minibatches take along, by name."""
+        """Return the tensors that PPO's loss needs in each minibatch, by name."""
         value = torch.from_numpy(self.value).to(self.valid.device)
         return {"logprob": self.logprob, "proximal": self.proximal, "value": value, **self.mask()}
 
     def mask(self) -> dict[str, Tensor]:
-        """The column that says which rows count, unless all do."""
+        """Return the column `valid`, or nothing if all rows are valid."""
         return {} if bool(self.valid.all()) else {"valid": self.valid}
 
     def advantages(self, gamma: float, gae_lambda: float) -> tuple[Tensor, Tensor]:
-        """Advantages and returns by GAE."""
-        found = gae(
+        """Compute advantages and returns by GAE (see `returns.gae`).
+
+        Args:
+            gamma: Discount factor.
+            gae_lambda: Lambda of GAE.
+
+        Returns:
+            Advantages and returns, each `[T, N]`.
+        """
+        arrays = gae(
             self.reward, self.value, self.last_value, self.terminated, self.truncated, self.final_value,
             gamma, gae_lambda, valid=self.valid.numpy(force=True),
         )  # fmt: skip
-        advantages, returns = (torch.from_numpy(array).to(self.valid.device) for array in found)
+        advantages, returns = (torch.from_numpy(array).to(self.valid.device) for array in arrays)
         return advantages, returns
 
 
 @torch.no_grad()
 def prepare(agent: ActorCritic, batch: Batch, version: int, device: torch.device) -> Rollout:
-    """What a batch says, and what the critic says of where it ends; `version` is that of the agent's present weights.
+    """Convert a batch to tensors, and compute the values of last and final observations.
 
-    Rows that older weights acted (asynchronous collection, AAPS) are evaluated once more: one forward gives their
-    values and proximal log-probabilities.
+    If older weights acted in some rows (asynchronous collection, AAPS), one forward pass over the batch recomputes
+    their values and proximal log-probabilities.
+
+    Args:
+        agent: The agent that learns.
+        batch: The rows to learn from.
+        version: Version of the agent's weights.
+        device: Device of the learner.
+
+    Returns:
+        The rollout.
     """
 
     def tensor(array: Array) -> Tensor:
@@ -117,7 +139,7 @@ def prepare(agent: ActorCritic, batch: Batch, version: int, device: torch.device
 
 @dataclass(frozen=True)
 class Minibatch:
-    """Some rows of a rollout, flat `[n, ...]`; of a recurrent agent's, whole sequences `[T, n, ...]`."""
+    """Some rows of a rollout, flat `[n, ...]`; whole sequences `[T, n, ...]` for a recurrent agent."""
 
     obs: Nested
     sample: Nested
@@ -126,39 +148,38 @@ class Minibatch:
     _columns: dict[str, Tensor]
 
     def evaluate(self, agent: ActorCritic) -> Evaluation:
-        """What the agent says of it now."""
+        """Evaluate the samples under the agent's current policy."""
         if isinstance(agent, RecurrentActorCritic):
             assert self.initial_state is not None
             return agent.evaluate_sequences(self.obs, self.sample, self.initial_state, self.episode_start)
         return agent.evaluate(self.obs, self.sample)
 
     def split(self, size: int) -> Iterator[Minibatch]:
-        """Smaller ones, of about `size` rows; sequences stay whole."""
+        """Split into smaller minibatches of about `size` rows; sequences are not split."""
         rows, axis = (1, 0) if self.initial_state is None else (self.episode_start.shape[0], 1)
         width = self.episode_start.shape[axis]
         for chosen in torch.split(torch.arange(width, device=self.episode_start.device), max(1, size // rows)):
             yield self.take(chosen)
 
     def take(self, chosen: Tensor) -> Minibatch:
-        """Some of its rows, or of its sequences."""
+        """Select rows, or sequences of a recurrent agent, by index."""
         axis = 0 if self.initial_state is None else 1
 
-        def some(leaf: Tensor) -> Tensor:
+        def select(leaf: Tensor) -> Tensor:
             return leaf.index_select(axis, chosen)
 
         return Minibatch(
-            map_leaves(some, self.obs),
-            map_leaves(some, self.sample),
-            None if self.initial_state is None else tuple(part[chosen] for part in self.initial_state),
-            some(self.episode_start),
-            {name: some(column) for name, column in self._columns.items()},
+            map_leaves(select, self.obs),
+            map_leaves(select, self.sample),
+            None if self.initial_state is None else tuple(tensor[chosen] for tensor in self.initial_state),
+            select(self.episode_start),
+            {name: select(column) for name, column in self._columns.items()},
         )
 
     def normalized(self) -> Minibatch:
-        """With advantages of mean 0 and deviation 1."""
-        advantages = self._columns["advantages"]
-        found = normalize(advantages, self._columns.get("valid"))
-        return replace(self, _columns={**self._columns, "advantages": found})
+        """Normalise its advantages to mean 0 and standard deviation 1."""
+        advantages = normalize(self._columns["advantages"], self._columns.get("valid"))
+        return replace(self, _columns={**self._columns, "advantages": advantages})
 
     def __getitem__(self, name: str) -> Tensor:
         """A column, flat."""
@@ -166,25 +187,26 @@ class Minibatch:
 
     @property
     def valid(self) -> Tensor | None:
-        """Which rows count; None: all of them."""
+        """The rows to use; None: all of them."""
         return self["valid"] if "valid" in self._columns else None
 
     @property
     def num_valid(self) -> Tensor | int:
+        """Number of valid rows, at least 1."""
         return len(self) if self.valid is None else self.valid.sum().clamp_min(1)
 
     def flat(self) -> Minibatch:
-        """Sequences as single rows, of an agent without memory."""
+        """Flatten sequences to rows, for an agent that is not recurrent."""
 
-        def joined(leaf: Tensor) -> Tensor:
+        def flatten(leaf: Tensor) -> Tensor:
             return leaf.flatten(0, 1)
 
         return Minibatch(
-            map_leaves(joined, self.obs),
-            map_leaves(joined, self.sample),
+            map_leaves(flatten, self.obs),
+            map_leaves(flatten, self.sample),
             None,
-            joined(self.episode_start),
-            {name: joined(column) for name, column in self._columns.items()},
+            flatten(self.episode_start),
+            {name: flatten(column) for name, column in self._columns.items()},
         )
 
     def __len__(self) -> int:
@@ -194,9 +216,16 @@ class Minibatch:
 def minibatches(
     rollout: Rollout, columns: dict[str, Tensor], size: int, generator: torch.Generator
 ) -> Iterator[Minibatch]:
-    """All rows once, shuffled, about `size` at a time (the last may be smaller); a recurrent agent's whole sequences.
+    """Iterate over all rows once, in random order.
 
-    `columns` are `[T, N]` tensors that are taken along.
+    Args:
+        rollout: The rows.
+        columns: Further `[T, N]` tensors that the loss needs.
+        size: Rows per minibatch; the last may be smaller. Sequences of a recurrent agent are not split.
+        generator: Random generator for the order.
+
+    Yields:
+        Minibatches.
     """
     rows, slots = rollout.shape
     whole = Minibatch(rollout.obs, rollout.sample, rollout.initial_state, rollout.episode_start, columns)

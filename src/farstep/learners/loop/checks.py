@@ -1,4 +1,4 @@
-"""What options of learners must be, said when they are given and not in the middle of a run."""
+"""Checks of learner options at construction."""
 
 from __future__ import annotations
 
@@ -16,7 +16,15 @@ LARGE = 1e6
 
 
 def check_numbers(config: object, **bounds: tuple[float, float]) -> None:
-    """Each named option lies within its bounds, ends included; None is for options that can be left out."""
+    """Check that options are within bounds, ends included, or None.
+
+    Args:
+        config: The learner's options.
+        bounds: Lower and upper bound by name.
+
+    Raises:
+        ConfigError: An option is not a number within its bounds.
+    """
     for name, (low, high) in bounds.items():
         value = getattr(config, name)
         if value is not None and not (is_number(value) and low <= value <= high):
@@ -25,14 +33,14 @@ def check_numbers(config: object, **bounds: tuple[float, float]) -> None:
 
 
 def check_counts(config: object, *names: str, minimum: int = 1) -> None:
-    """Each named option is a number of something, or None."""
+    """Check that options are whole numbers of at least `minimum`, or None; raises `ConfigError`."""
     for name in names:
         if getattr(config, name) is not None:
             check_count(name, getattr(config, name), minimum)
 
 
 def check_choice(config: object, name: str, known: Sequence[str]) -> None:
-    """The option is one of these words."""
+    """Check that an option is one of the known words; raises `ConfigError`."""
     value = getattr(config, name)
     if value not in known:
         raise ConfigError(unknown_name(name, str(value), list(known)))

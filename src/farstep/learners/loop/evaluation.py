@@ -1,4 +1,4 @@
-"""Evaluation in environments of its own, pinned to one version of the agent, while training goes on."""
+"""Evaluation of one version of the agent in separate environments, while training continues."""
 
 from __future__ import annotations
 
@@ -16,25 +16,28 @@ from farstep.config.launch import InProcessConfig, LaunchConfig, LocalConfig
 from farstep.learners.networks.nets import ActorCritic
 
 EVALUATION_SLOTS = 8
-"""Environments of an evaluation, where it has as many episodes."""
+"""Environments of an evaluation, unless it has fewer episodes."""
 _STEPS = 64
-_MOST_STEPS = 50_000
-"""Of each environment in an evaluation: one whose episodes do not end must not hold up the end of a run."""
+_MAX_STEPS = 50_000
+"""Steps of each environment after which an evaluation is cut off, so that endless episodes cannot block a run."""
 log = logging.getLogger("farstep")
 
 
 @dataclass(frozen=True)
-class Evaluated:
-    """What a version came to."""
+class EvaluationResult:
+    """Returns and lengths of the episodes of one evaluation."""
 
     step: int
-    """Environment steps that it had been trained for."""
+    """Environment steps of training before the evaluation started."""
     version: int
+    """Version of the evaluated weights."""
     returns: np.ndarray
+    """Returns of the episodes."""
     lengths: np.ndarray
+    """Lengths of the episodes, in steps."""
 
     def metrics(self) -> dict[str, float]:
-        """As they are logged; nothing if no episode ended."""
+        """Return the metrics to log; none if no episode ended."""
         if not len(self.returns):
             return {}
         return {
@@ -47,10 +50,18 @@ class Evaluated:
 
 
 class Evaluator:
-    """One evaluation at a time, in a thread, on a worker process of its own that starts with the first; or, launched
-    inside this process, at once and in the caller's thread, where a debugger is.
+    """Evaluates one version of an agent at a time, in a background thread and on a separate worker process.
 
-    Every slot's first episodes count, however long they take, so that short ones are not preferred.
+    The worker starts with the first evaluation. With `InProcessConfig`, `start` evaluates in the caller's thread and
+    returns when the evaluation has finished, so that a debugger works. The first episodes of every slot count, whatever
+    their length, so that short episodes are not over-represented.
+
+    Args:
+        env_config: The environments; `envs_per_node` of them run in parallel.
+        episodes: Episodes of an evaluation.
+        seed: Seed of the environments; every evaluation uses the same episodes.
+        after: Called with the agent and the step after each evaluation, in the evaluation's thread; None: nothing.
+        launch: Where the worker runs; None: one process of this machine.
     """
 
     def __init__(
@@ -66,15 +77,22 @@ class Evaluator:
         self._env = ClusterEnv(env_config, launch or LocalConfig(workers_per_node=1))
         self._agent: ActorCritic | None = None
         self._thread: threading.Thread | None = None
-        self._result: Evaluated | None = None
+        self._result: EvaluationResult | None = None
         self._error: Exception | None = None
 
     @property
     def busy(self) -> bool:
+        """Whether an evaluation is in progress."""
         return self._thread is not None and self._thread.is_alive()
 
     def start(self, agent: ActorCritic, version: int, step: int) -> None:
-        """Evaluate the agent's present parameters, greedily."""
+        """Start an evaluation of the agent's current parameters, with the most likely actions.
+
+        Args:
+            agent: The agent; it is copied.
+            version: Version of its weights.
+            step: Environment steps of training so far.
+        """
         if self._agent is None:
             self._agent = copy.deepcopy(agent).cpu()
             self._agent.greedy = True
@@ -85,53 +103,58 @@ class Evaluator:
         self._thread = threading.Thread(target=self._run, args=(version, step), name="farstep-evaluation", daemon=True)
         self._thread.start()
 
-    def take(self) -> Evaluated | None:
-        """The result of an evaluation that has ended since the last call; one that failed is told of and has none."""
+    def take(self) -> EvaluationResult | None:
+        """Return the result of an evaluation that has finished since the last call.
+
+        Returns:
+            The result; None if there is none, or if the evaluation failed, which is logged as a warning.
+        """
         if self.busy:
             return None
         self._thread = None
         error, self._error = self._error, None
         if error is not None:
-            log.warning("an evaluation failed and is left out: %s: %s", type(error).__name__, error)
+            log.warning("an evaluation failed and is skipped: %s: %s", type(error).__name__, error)
         result, self._result = self._result, None
         return result
 
     def wait(self) -> None:
-        """Until the evaluation under way is over; the number of its steps, and a deadline for each, bound that."""
+        """Wait for the evaluation in progress; its number of steps is limited, and each step has a deadline."""
         if self._thread is not None:
             self._thread.join()
 
     def _run(self, version: int, step: int) -> None:
         try:
             assert self._agent is not None
-            self._result = Evaluated(step, version, *self._episodes_of(self._agent))
+            self._result = EvaluationResult(step, version, *self._run_episodes(self._agent))
             if self._after is not None:
                 self._after(self._agent, step)
         except Exception as error:
             self._error = error
 
-    def _episodes_of(self, agent: ActorCritic) -> tuple[np.ndarray, np.ndarray]:
+    def _run_episodes(self, agent: ActorCritic) -> tuple[np.ndarray, np.ndarray]:
+        """Returns and lengths of the episodes, the same number of episodes from every slot as far as possible."""
         self._env.reset(seed=self._seed)
-        share = [self._episodes // self._slots + (i < self._episodes % self._slots) for i in range(self._slots)]
-        returns: list[list[float]] = [[] for _ in share]
-        lengths: list[list[int]] = [[] for _ in share]
-        for _ in range(0, _MOST_STEPS, _STEPS):
-            if all(len(found) >= wanted for found, wanted in zip(returns, share, strict=True)):
+        quotas = [self._episodes // self._slots + (i < self._episodes % self._slots) for i in range(self._slots)]
+        returns: list[list[float]] = [[] for _ in quotas]
+        lengths: list[list[int]] = [[] for _ in quotas]
+        for _ in range(0, _MAX_STEPS, _STEPS):
+            if all(len(finished) >= quota for finished, quota in zip(returns, quotas, strict=True)):
                 break
             ended = self._env.collect(agent, _STEPS).episodes
             for slot, value, length in zip(ended["slot"], ended["return"], ended["length"], strict=True):
                 returns[slot].append(float(value))
                 lengths[slot].append(int(length))
         else:
-            log.warning("an evaluation was cut off: episodes have not ended after %d steps", _MOST_STEPS)
+            log.warning("an evaluation was cut off: some episodes did not end within %d steps", _MAX_STEPS)
         chosen = [
             (r, n)
-            for rs, ns, k in zip(returns, lengths, share, strict=True)
+            for rs, ns, k in zip(returns, lengths, quotas, strict=True)
             for r, n in zip(rs[:k], ns[:k], strict=True)
         ]
         return np.array([r for r, _ in chosen]), np.array([n for _, n in chosen])
 
     def close(self) -> None:
-        """End the worker; an evaluation under way ends with it."""
+        """Stop the worker and the evaluation in progress."""
         self._env.close()
         self.wait()

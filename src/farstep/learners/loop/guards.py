@@ -1,6 +1,6 @@
-"""Warnings about a run that does not learn, derived from its metrics, each with its remedy.
+"""Warnings about runs that do not learn, derived from their metrics, each with a remedy.
 
-A guard is a pure function of the last updates' metrics; `Guards` keeps these and gives each warning once.
+A guard is a pure function of the metrics of the last 20 updates; `Guards` keeps these and issues each warning once.
 """
 
 from __future__ import annotations
@@ -12,48 +12,51 @@ Metrics = Mapping[str, float]
 Guard = Callable[[Sequence[Metrics]], str | None]
 
 _WINDOW = 20
-"""Updates that a guard sees; no guard warns earlier."""
-_SKIPPED, _CLIPPED, _WORTH, _DIVERGED = 0.5, 0.5, 0.3, 0.5
+"""Updates that a guard looks at; no guard warns earlier."""
+_MAX_SKIPPED, _MAX_CLIPPED, _MIN_ESS, _MAX_DIVERGENCE = 0.5, 0.5, 0.3, 0.5
 
 
 def clip_saturated(window: Sequence[Metrics]) -> str | None:
-    """Most rows are outside the clip range, update after update, so they contribute no gradient."""
-    share = _mean(window, "train/actor/clip_fraction")
-    if share is None or share <= _CLIPPED:
+    """Warn if most rows are outside the clip range, so that they contribute no gradient."""
+    fraction = _mean(window, "train/actor/clip_fraction")
+    if fraction is None or fraction <= _MAX_CLIPPED:
         return None
     if (_mean(window, "lag/versions_mean") or 0.0) >= 1 and not (_mean(window, "train/actor/behave_k3") or 0.0):
         return (
-            f"clipping leaves out {share:.0%} of the rows: workers act with older weights and the loss clips around "
-            "those, so the learner stalls. Use --decoupled, or pull weights more often (a smaller "
-            "--kl-threshold)."
+            f"clipping excludes {fraction:.0%} of the rows (train/actor/clip_fraction): workers act with older weights "
+            "and the loss clips around those, so the learner stalls. Use --decoupled, or a smaller --kl-threshold, "
+            "with which workers pull weights more often."
         )
-    return f"clipping leaves out {share:.0%} of the rows: lower --learning-rate or --update-epochs, or set --target-kl."
+    return (
+        f"clipping excludes {fraction:.0%} of the rows (train/actor/clip_fraction): lower --learning-rate or "
+        "--update-epochs, or set --target-kl."
+    )
 
 
-def samples_worthless(window: Sequence[Metrics]) -> str | None:
-    """Behaviour weights differ so much that a few rows decide an update."""
-    share = _mean(window, "train/actor/ess")
-    if share is None or share >= _WORTH:
+def effective_sample_size_low(window: Sequence[Metrics]) -> str | None:
+    """Warn if behaviour weights differ so much that a few rows dominate an update."""
+    ess = _mean(window, "train/actor/ess")
+    if ess is None or ess >= _MIN_ESS:
         return None
     return (
-        f"rows of older weights are worth {share:.0%} of as many fresh ones (train/actor/ess): lower --kl-threshold, "
-        "the staleness or --learning-rate."
+        f"the effective sample size is {ess:.0%} of the rows (train/actor/ess), because older weights acted in them: "
+        "lower --kl-threshold, the staleness or --learning-rate."
     )
 
 
 def behaviour_diverged(window: Sequence[Metrics]) -> str | None:
-    """The learner's policy is far from the one that acted."""
+    """Warn if the learner's policy is far from the policy that acted."""
     divergence = _mean(window, "train/actor/behave_k3")
-    if divergence is None or divergence <= _DIVERGED:
+    if divergence is None or divergence <= _MAX_DIVERGENCE:
         return None
     return (
-        f"the learner is {divergence:.2g} nats from the policy that acted (train/actor/behave_k3): lower "
-        "--kl-threshold, the staleness or --learning-rate."
+        f"the KL divergence between the learner's policy and the policy that acted is {divergence:.2g} nats "
+        "(train/actor/behave_k3): lower --kl-threshold, the staleness or --learning-rate."
     )
 
 
-def weights_held(window: Sequence[Metrics]) -> str | None:
-    """Warn if no worker pulled during the window, although the learner published throughout.
+def weights_not_pulled(window: Sequence[Metrics]) -> str | None:
+    """Warn if no worker pulled weights during the window, although the learner published after every update.
 
     During critic warm-up the policy does not change, so workers have nothing to pull.
     """
@@ -65,33 +68,43 @@ def weights_held(window: Sequence[Metrics]) -> str | None:
         return None
     return (
         f"no worker has pulled weights for {lag:.0f} versions: the policy hardly changes, or --kl-threshold is too "
-        "large. Lower the threshold; if the return does not change either, raise --learning-rate."
+        "large. Lower --kl-threshold; if the return does not change either, raise --learning-rate."
     )
 
 
 def steps_skipped(window: Sequence[Metrics]) -> str | None:
-    """Most gradients are not finite, so the optimizer leaves them out."""
-    share = _mean(window, "train/actor/skipped_steps")
-    if share is None or share <= _SKIPPED:
+    """Warn if most gradients are not finite, so that their optimizer steps are skipped."""
+    fraction = _mean(window, "train/actor/skipped_steps")
+    if fraction is None or fraction <= _MAX_SKIPPED:
         return None
     return (
-        f"{share:.0%} of the optimizer steps were skipped, since their gradients were not finite: lower "
+        f"{fraction:.0%} of the optimizer steps were skipped, because their gradients were not finite: lower "
         "--learning-rate, or look for infinite rewards and observations."
     )
 
 
-GUARDS: tuple[Guard, ...] = (steps_skipped, clip_saturated, samples_worthless, behaviour_diverged, weights_held)
+GUARDS: tuple[Guard, ...] = (
+    steps_skipped,
+    clip_saturated,
+    effective_sample_size_low,
+    behaviour_diverged,
+    weights_not_pulled,
+)
 
 
 class Guards:
-    """Gives each warning once per run."""
+    """Issues each warning once per run.
+
+    Args:
+        guards: Functions of the metrics of the last 20 updates that return a warning or None.
+    """
 
     def __init__(self, guards: Sequence[Guard] = GUARDS) -> None:
         self._guards = list(guards)
         self._window: deque[Metrics] = deque(maxlen=_WINDOW)
 
     def observe(self, metrics: Metrics) -> Iterator[str]:
-        """Add the metrics of an update; yields the warnings that apply for the first time."""
+        """Add the metrics of an update; yields each warning whose condition holds for the first time."""
         self._window.append(metrics)
         if len(self._window) < _WINDOW:
             return

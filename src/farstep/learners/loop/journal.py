@@ -1,4 +1,4 @@
-"""The actions of every episode in progress, so that another process can lead environments to the same place."""
+"""Records the actions of every episode in progress, so that a resumed run can replay them."""
 
 from __future__ import annotations
 
@@ -13,64 +13,65 @@ from farstep.checkpoint.checks import converted
 from farstep.checkpoint.files import Refused
 from farstep.core import Array
 
-_MOST_STEPS = 100_000
-"""Of an episode; one that is longer begins anew after a resume, rather than take its time."""
+_MAX_STEPS = 100_000
+"""Longest episode that is replayed; a longer one is restarted, because replaying it would take too long."""
 
 
 class _Saved(msgspec.Struct, forbid_unknown_fields=True):
-    lengths: list[Annotated[int, msgspec.Meta(ge=0, le=_MOST_STEPS)]]
+    lengths: list[Annotated[int, msgspec.Meta(ge=0, le=_MAX_STEPS)]]
     actions: dict[str, np.ndarray]
 
 
 class Journal:
-    """Fed with every batch of a synchronous run."""
+    """The actions since the start of each slot's current episode, from the batches of a synchronous run."""
 
     def __init__(self) -> None:
-        self._pieces: list[list[dict[str, Array]]] = []
+        self._segments: list[list[dict[str, Array]]] = []
+        """For each slot, the actions of its current episode, one entry per batch."""
 
     def add(self, batch: Batch) -> None:
-        """Take note of the actions in a batch, and forget those of episodes that ended in it."""
+        """Add the actions in a batch, and drop those of episodes that ended in it."""
         names = [name for name in batch if name.split(".")[0] == "action"]
         ended = batch["terminated"] | batch["truncated"]
         rows = len(ended)
-        self._pieces += [[] for _ in range(int(batch.slots.max()) + 1 - len(self._pieces))]
+        self._segments += [[] for _ in range(int(batch.slots.max()) + 1 - len(self._segments))]
         for column, slot in enumerate(batch.slots.tolist()):
             ends = np.flatnonzero(ended[:, column])
             first = int(ends[-1]) + 1 if len(ends) else 0
             if first or batch["episode_start"][0, column]:
-                self._pieces[slot].clear()
-            if first < rows and sum(map(_length, self._pieces[slot])) <= _MOST_STEPS:
-                self._pieces[slot].append({name: batch.arrays[name][first:, column].copy() for name in names})
+                self._segments[slot].clear()
+            if first < rows and sum(map(_length, self._segments[slot])) <= _MAX_STEPS:
+                self._segments[slot].append({name: batch.arrays[name][first:, column].copy() for name in names})
 
     def actions(self) -> list[dict[str, Array]]:
-        """The actions since each slot's episode began, `[steps, ...]` by name."""
+        """Return the actions of each slot's current episode, `[steps, ...]` by name; empty if it is too long."""
         joined = []
-        for pieces in self._pieces:
-            names = pieces[0] if pieces and sum(map(_length, pieces)) <= _MOST_STEPS else ()
-            joined.append({name: np.concatenate([piece[name] for piece in pieces]) for name in names})
+        for segments in self._segments:
+            names = segments[0] if segments and sum(map(_length, segments)) <= _MAX_STEPS else ()
+            joined.append({name: np.concatenate([segment[name] for segment in segments]) for name in names})
         return joined
 
     def state(self) -> dict[str, object]:
-        """For a checkpoint: the actions of all slots one after the other."""
-        found = self.actions()
-        names = sorted({name for actions in found for name in actions})
-        joined = {name: np.concatenate([actions[name] for actions in found if actions]) for name in names}
-        return {"lengths": [_length(actions) for actions in found], "actions": joined}
+        """Return the state for a checkpoint: the actions of all slots, concatenated, and their lengths."""
+        by_slot = self.actions()
+        names = sorted({name for actions in by_slot for name in actions})
+        joined = {name: np.concatenate([actions[name] for actions in by_slot if actions]) for name in names}
+        return {"lengths": [_length(actions) for actions in by_slot], "actions": joined}
 
     @classmethod
     def of(cls, state: object) -> Journal:
-        """A journal restored from what `state` returned; raises `Refused` if it is malformed."""
+        """Restore a journal from what `state` returned; raises `Refused` if that is malformed."""
         saved = converted("journal", state, _Saved)
         if sum(saved.lengths) and not saved.actions:
-            raise Refused(f"journal.actions is empty, {sum(saved.lengths)} rows expected")
+            raise Refused(f"journal.actions is empty; expected {sum(saved.lengths)} rows")
         for name, array in saved.actions.items():
             if array.ndim == 0 or len(array) != sum(saved.lengths):
                 rows = f"{array.dtype}{list(array.shape)}"
-                raise Refused(f"journal.actions.{name} is {rows}, {sum(saved.lengths)} rows expected")
+                raise Refused(f"journal.actions.{name} is {rows}; expected {sum(saved.lengths)} rows")
         journal, stops = cls(), np.cumsum(saved.lengths, dtype=np.int64)
         for stop, length in zip(stops.tolist(), saved.lengths, strict=True):
-            piece = {name: array[stop - length : stop] for name, array in saved.actions.items()}
-            journal._pieces.append([piece] if length else [])
+            segment = {name: array[stop - length : stop] for name, array in saved.actions.items()}
+            journal._segments.append([segment] if length else [])
         return journal
 
 

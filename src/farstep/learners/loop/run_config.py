@@ -1,4 +1,4 @@
-"""What every training run is told, whatever it learns with; a field's docstring is its `--help`."""
+"""Options of every training run, whatever its learner; a field's docstring is its `--help`."""
 
 from __future__ import annotations
 
@@ -18,56 +18,62 @@ LauncherName = Literal["local", "in-process", "slurm", "ssh", "ray", "kubernetes
 @show_fields
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """One training run: environments, workers, how long, what is kept."""
+    """Options of a training run: environments, workers, limits, checkpoints and logs.
+
+    Raises:
+        ConfigError: An option is out of range, or options contradict each other.
+    """
 
     env: str
-    """Gymnasium id, or `module:Id`; with --env-type factory the dotted path of a function"""
+    """Gymnasium id, or `module:Id`; with --env-type factory the dotted path of a function."""
     env_type: Literal["gymnasium", "envpool", "factory", "vector"] = "gymnasium"
-    """where environments come from"""
+    """Library or function that makes the environments."""
     env_kwargs: str = "{}"
-    """arguments of the environment, as JSON: '{"continuous": true}'"""
+    """Keyword arguments of the environment, as JSON: '{"continuous": true}'."""
     wrappers: tuple[str, ...] = ()
-    """dotted paths of wrappers, applied in order"""
+    """Dotted paths of wrappers, applied in order."""
     num_envs: int = 16
-    """environments in all; with several nodes, as many on each"""
+    """Total number of environments, over all workers and nodes."""
     workers: int | None = None
-    """worker processes of this machine; none given: one per core. On a cluster: --workers-per-node"""
+    """Worker processes on this machine; None: one per core. On a cluster use --workers-per-node."""
     launcher: LauncherName = "local"
-    """where workers run: processes of this machine, inside this one (to debug), or on a cluster: --launcher NAME --help
-    shows the options of its nodes, too"""
+    """Where workers run: in processes of this machine (local), inside this process for debugging (inprocess), or on a
+    cluster. `--launcher NAME --help` also lists the options of that cluster."""
     transport: LocalTransport = "shm"
-    """of --launcher local: shared memory, or ZeroMQ over a socket file (ipc) or over loopback (tcp), as remote workers
-    use it; use tcp to count the bytes that a cluster would send"""
+    """Transport of --launcher local: shared memory (shm), or ZeroMQ over a socket file (ipc) or loopback (tcp), as for
+    remote workers. Use tcp to measure the bytes that a cluster would send."""
     total_steps: int = 1_000_000
-    """environment steps to train for"""
+    """Environment steps to train for."""
     target_return: float | None = None
-    """stop as soon as the mean return of the last 100 episodes reaches this"""
+    """Stop when the mean return of the last 100 episodes reaches this; None: no target."""
     seed: int = 1
-    """of everything: environments, network, order of rows"""
+    """Seed of environments, network, sampling and the order of rows."""
     kl_threshold: float | None = None
-    """AAPS: workers pull weights only when their policy is this far from the learner's, in nats"""
+    """AAPS: workers pull weights only when the KL divergence of their policy from the learner's exceeds this, in nats;
+    None: before every chunk."""
     stagger: str | None = None
-    """staggered resets, as JSON: '{"horizon": 1000}'"""
+    """Staggered resets, as JSON: '{"horizon": 1000}'; None: off."""
     device: str = "cpu"
-    """where the learner learns: cpu, cuda, cuda:1"""
+    """Device of the learner: cpu, cuda, cuda:1."""
     threads: int | None = None
-    """threads of the learner; none given: one, or all cores for images while workers wait for it"""
+    """Threads of the learner; None: 1, or all cores if observations are images and workers wait during updates."""
     folder: Path = Path("runs")
-    """where runs are kept"""
+    """Folder in which run folders are created."""
     name: str | None = None
-    """of this run's folder; none given: environment, learner, seed and time"""
+    """Name of the run folder; None: environment, learner, seed and time."""
     checkpoint_every: int = 10
-    """updates between checkpoints; one is also written at the end, on Ctrl-C and on SIGTERM"""
+    """Updates between checkpoints; one is also written at the end, on Ctrl-C and on SIGTERM."""
     eval_every: int | None = None
-    """environment steps between evaluations, in environments of their own, while training goes on"""
+    """Environment steps between evaluations, which run in separate environments while training continues; None: no
+    evaluations."""
     eval_episodes: int = 20
-    """episodes of an evaluation"""
+    """Episodes per evaluation."""
     capture_video: bool = False
-    """render an episode to a video with each evaluation"""
+    """Render one episode to a video with each evaluation."""
     tensorboard: bool = False
-    """log to TensorBoard, too"""
+    """Also log to TensorBoard."""
     wandb: str | None = None
-    """log to this project of Weights & Biases, too"""
+    """Also log to this project of Weights & Biases."""
 
     def __post_init__(self) -> None:
         for name in ("num_envs", "total_steps", "checkpoint_every", "eval_episodes"):
@@ -78,22 +84,35 @@ class RunConfig:
         check_seed(self.seed)
         if self.workers is not None and self.launcher not in ("local", "in-process"):
             raise ConfigError(
-                f"workers={self.workers} counts processes of this machine; with --launcher {self.launcher} say "
-                "--workers-per-node instead."
+                f"workers={self.workers} is the number of processes on this machine; with --launcher {self.launcher} "
+                "use --workers-per-node instead."
             )
         if self.transport != "shm" and self.launcher != "local":
             raise ConfigError(
-                f"transport={self.transport!r} is of --launcher local; --launcher {self.launcher} has one transport "
-                "only: leave --transport out."
+                f"transport={self.transport!r} requires --launcher local; --launcher {self.launcher} has only one "
+                "transport. Leave --transport out."
             )
         if self.capture_video and self.eval_every is None:
-            raise ConfigError("capture_video renders an episode of each evaluation: give eval_every, too, e.g. 50000.")
+            raise ConfigError(
+                "capture_video is on without eval_every; videos are rendered with evaluations. Set eval_every, too, "
+                "e.g. 50000."
+            )
         _json_object("env_kwargs", self.env_kwargs)
         if self.stagger is not None:
             _json_object("stagger", self.stagger)
 
     def env_config(self, **changes: Any) -> EnvConfig:
-        """The environments of training."""
+        """Return the configuration of the training environments.
+
+        Args:
+            changes: Options of `EnvConfig` that replace those of the run; None: the default.
+
+        Returns:
+            The configuration.
+
+        Raises:
+            ConfigError: An option is out of range.
+        """
         options: dict[str, Any] = {
             "type": self.env_type,
             "env_name": self.env,
@@ -108,16 +127,23 @@ class RunConfig:
         return EnvConfig.of({name: value for name, value in (options | changes).items() if value is not None})
 
     def envs_per_node(self, nodes: int) -> int:
-        """How many of the environments each of several nodes has."""
+        """Return the number of environments per node; raises `ConfigError` if they cannot be divided evenly."""
         if self.num_envs % nodes:
             near = max(self.num_envs // nodes, 1) * nodes
             raise ConfigError(
-                f"num_envs={self.num_envs} cannot be spread evenly over {nodes} nodes; use {near} or {near + nodes}."
+                f"num_envs={self.num_envs} cannot be divided evenly over {nodes} nodes; use {near} or {near + nodes}."
             )
         return self.num_envs // nodes
 
     def launch_config(self, workers: int | None = None) -> LaunchConfig:
-        """Workers of this machine, as many as the run has or, for others than its own, as are given."""
+        """Return the launch configuration for this machine.
+
+        Args:
+            workers: Number of workers, e.g. for an evaluation; None: that of the run.
+
+        Returns:
+            The configuration.
+        """
         count = workers or self.workers
         if self.launcher == "in-process":
             return InProcessConfig(workers_per_node=count)

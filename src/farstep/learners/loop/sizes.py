@@ -19,8 +19,8 @@ def rollout_steps(given: int | None, num_envs: int, recurrent: bool) -> int:
 
     Args:
         given: The user's choice; None: 4,096 divided by `num_envs`, at least 16, and at most 128 for a recurrent agent,
-            whose gradient is backpropagated through all of them.
-        num_envs: Environments of the run.
+            which backpropagates through all of them.
+        num_envs: Number of environments of the run.
         recurrent: Whether the agent learns from whole sequences.
 
     Returns:
@@ -33,11 +33,11 @@ def rollout_steps(given: int | None, num_envs: int, recurrent: bool) -> int:
 
 
 def chunk_steps(given: int | None, num_envs: int) -> int:
-    """Steps of each environment per chunk, for a learner that learns from every row once.
+    """Steps of each environment per chunk, for a learner that uses every row once.
 
     Args:
         given: The user's choice; None: 512 divided by `num_envs`, at least 8.
-        num_envs: Environments of the run.
+        num_envs: Number of environments of the run.
 
     Returns:
         The number of steps.

@@ -1,4 +1,4 @@
-"""Moves an agent's running statistics on: of rewards before a batch is learned from, of observations afterwards."""
+"""Updates an agent's running statistics: those of rewards before each update, those of observations after it."""
 
 from __future__ import annotations
 
@@ -20,48 +20,50 @@ class SavedStatistics(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Statistics:
-    """Remembers, for the scale of rewards, each slot's discounted return so far."""
+    """Updates running statistics batch by batch; keeps each slot's discounted return for the scale of rewards."""
 
     def __init__(self, agent: ActorCritic) -> None:
         self._agent = agent
         self._returns: Array = np.zeros(0, np.float32)
 
     def observe(self, batch: Batch) -> None:
-        """Take the observations of a batch into account that has been learned from."""
+        """Update the observation statistics with a batch, after the learner has used it."""
         valid = batch["valid"]
         if self._agent.normalizes_obs:
             device = next(self._agent.parameters()).device
             self._agent.update_moments(map_leaves(lambda leaf: torch.from_numpy(leaf[valid]).to(device), batch["obs"]))
 
     def observe_rewards(self, batch: Batch) -> None:
-        """Take the rewards of a batch into account that is about to be learned from."""
+        """Update the reward statistics with a batch, before the learner uses it."""
         scale, slots = self._agent.reward_scale, batch.slots
         if scale is None:
             return
         self._returns = np.pad(self._returns, (0, max(int(slots.max()) + 1 - len(self._returns), 0)))
         ended = batch["terminated"] | batch["truncated"]
-        for columns in _in_order(slots):
-            fresh = ~batch.continues[columns] | batch["episode_start"][0, columns]
-            running = np.where(fresh, 0, self._returns[slots[columns]]).astype(np.float32)
+        for columns in _columns_by_turn(slots):
+            restarted = ~batch.continues[columns] | batch["episode_start"][0, columns]
+            running = np.where(restarted, 0, self._returns[slots[columns]]).astype(np.float32)
             scale.update(batch["reward"][:, columns], ended[:, columns], batch["valid"][:, columns], running)
             self._returns[slots[columns]] = running
 
     def state(self) -> dict[str, object]:
+        """Return the state for a checkpoint."""
         return {"returns": self._returns}
 
     @staticmethod
     def check(state: object) -> SavedStatistics:
-        """Check a saved state, of any number of slots; raises `Refused` if it is malformed."""
+        """Check a saved state, which may have any number of slots; raises `Refused` if it is malformed."""
         saved = converted("statistics", state, SavedStatistics)
         check_array("statistics.returns", saved.returns, (saved.returns.size,), np.float32)
         check_finite("statistics.returns", saved.returns)
         return saved
 
     def load(self, saved: SavedStatistics) -> None:
+        """Restore a checked state."""
         self._returns = saved.returns
 
 
-def _in_order(slots: Array) -> list[Array]:
-    """Columns without a slot twice: of a slot that has several chunks in a batch, the first, then the second, ..."""
-    seen = np.array([np.count_nonzero(slots[:column] == slot) for column, slot in enumerate(slots)])
-    return [np.flatnonzero(seen == turn) for turn in range(seen.max(initial=-1) + 1)]
+def _columns_by_turn(slots: Array) -> list[Array]:
+    """Groups of columns in which no slot occurs twice: the first column of every slot, then the second, ..."""
+    earlier = np.array([np.count_nonzero(slots[:column] == slot) for column, slot in enumerate(slots)])
+    return [np.flatnonzero(earlier == turn) for turn in range(earlier.max(initial=-1) + 1)]

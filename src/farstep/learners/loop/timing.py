@@ -1,4 +1,4 @@
-"""Where the time of an update goes."""
+"""Measures the phases of an update."""
 
 from __future__ import annotations
 
@@ -8,20 +8,28 @@ from contextlib import contextmanager
 
 
 class Timer:
-    """Seconds by name: `with timer("train"): ...`."""
+    """Sums seconds by name.
+
+    Example:
+        >>> with timer("train"):
+        ...     learn()
+        >>> timer.take()
+        {'time/train': 0.31}
+    """
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        began = time.monotonic()
+        """Add the seconds spent inside the context to `name`."""
+        start = time.monotonic()
         try:
             yield
         finally:
-            self._seconds[name] = self._seconds.get(name, 0.0) + time.monotonic() - began
+            self._seconds[name] = self._seconds.get(name, 0.0) + time.monotonic() - start
 
     def take(self) -> dict[str, float]:
-        """All since the last call, as metrics."""
-        found, self._seconds = self._seconds, {}
-        return {f"time/{name}": seconds for name, seconds in found.items()}
+        """Return the seconds since the last call as metrics `time/<name>`, and start from 0."""
+        taken, self._seconds = self._seconds, {}
+        return {f"time/{name}": seconds for name, seconds in taken.items()}

@@ -1,4 +1,4 @@
-"""From observations of any space to features: vectors, images, one-hot numbers, and mappings of these."""
+"""Encoders from observations to features: vectors, images and one-hot numbers."""
 
 from __future__ import annotations
 
@@ -19,13 +19,19 @@ from farstep.learners.networks.normalizers import RunningMoments
 Space = gymnasium.spaces.Space[Any]
 _NATURE = ((32, 8, 4), (64, 4, 2), (64, 3, 1))
 _SMALL = ((16, 3, 1), (32, 3, 1))
-_MOST_NUMBERS = 20_000
+"""Filters, kernel size and stride of the convolutions of Nature DQN, and of two convolutions for small images."""
+_MAX_ONE_HOT_WIDTH = 20_000
 _IMAGE_SIDE = 8
-"""A Box with three dimensions and sides of at least this is an image."""
+"""A Box with three dimensions is an image if its sides have at least this many pixels."""
 
 
 class VectorEncoder(nn.Module):
-    """A Box of numbers, flat, normalised by running moments if asked; else bytes are divided by their upper bound."""
+    """Flattens a Box of numbers; normalises it by running moments, or divides bytes by their upper bound.
+
+    Args:
+        space: The observation space.
+        normalize: Normalise by running mean and standard deviation.
+    """
 
     def __init__(self, space: spaces.Box, normalize: bool) -> None:
         super().__init__()
@@ -38,13 +44,18 @@ class VectorEncoder(nn.Module):
         return flat * self._scale if self.moments is None else self.moments(flat)
 
     def update(self, obs: Tensor) -> None:
-        """Take observations `[n, ...]` into the moments."""
+        """Update the moments with observations `[n, ...]`."""
         if self.moments is not None:
             self.moments.update(obs.reshape(len(obs), self.width))
 
 
 class ImageEncoder(nn.Module):
-    """Convolutions over an image, channels first or last: Nature DQN's, or two small ones for small images."""
+    """Convolutions over an image, channels first or last: those of Nature DQN, or two small ones below 36 pixels.
+
+    Args:
+        space: The observation space, `[channels, height, width]` or `[height, width, channels]`.
+        width: Number of features.
+    """
 
     def __init__(self, space: spaces.Box, width: int = 512) -> None:
         super().__init__()
@@ -53,10 +64,10 @@ class ImageEncoder(nn.Module):
         self._scale = 1 / 255 if space.dtype == np.uint8 else 1.0
         layers: list[nn.Module] = []
         for filters, kernel, stride in _NATURE if min(sides) >= 36 else _SMALL:
-            layers += [initialised(nn.Conv2d(int(channels), filters, kernel, stride)), nn.ReLU()]
+            layers += [orthogonal(nn.Conv2d(int(channels), filters, kernel, stride)), nn.ReLU()]
             channels, sides = filters, [(side - kernel) // stride + 1 for side in sides]
         size = int(channels * math.prod(sides))
-        self.layers = nn.Sequential(*layers, nn.Flatten(), initialised(nn.Linear(size, width)), nn.ReLU())
+        self.layers = nn.Sequential(*layers, nn.Flatten(), orthogonal(nn.Linear(size, width)), nn.ReLU())
         self.width = width
 
     def forward(self, obs: Tensor) -> Tensor:
@@ -65,11 +76,19 @@ class ImageEncoder(nn.Module):
         return features
 
     def update(self, obs: Tensor) -> None:
-        """Images are scaled by their range; there is nothing to learn from them."""
+        """Does nothing: images have no running moments."""
 
 
 class OneHotEncoder(nn.Module):
-    """Discrete and MultiDiscrete numbers."""
+    """One-hot encoding of Discrete and MultiDiscrete observations.
+
+    Args:
+        counts: Number of values of each component.
+        start: Smallest value of each component.
+
+    Raises:
+        SpaceError: The encoding would need more than 20,000 inputs.
+    """
 
     start: Tensor
 
@@ -77,10 +96,10 @@ class OneHotEncoder(nn.Module):
         super().__init__()
         self._counts = tuple(counts)
         self.width = sum(counts)
-        if self.width > _MOST_NUMBERS:
+        if self.width > _MAX_ONE_HOT_WIDTH:
             raise SpaceError(
-                f"an observation with one of {self.width:,} numbers would need as many inputs; at most "
-                f"{_MOST_NUMBERS:,} are taken. Give the network something smaller by a wrapper, e.g. the digits."
+                f"the one-hot encoding of an observation with {self.width:,} numbers would need as many inputs; "
+                f"expected at most {_MAX_ONE_HOT_WIDTH:,}. Encode the observation in a wrapper, e.g. by its digits."
             )
         self.register_buffer("start", torch.as_tensor(np.asarray(start, np.int64).reshape(-1)), persistent=False)
 
@@ -90,19 +109,30 @@ class OneHotEncoder(nn.Module):
         return torch.cat(parts, -1).float()
 
     def update(self, obs: Tensor) -> None:
-        """Nothing to normalise."""
+        """Does nothing: one-hot features have no running moments."""
 
 
 Encoder = VectorEncoder | ImageEncoder | OneHotEncoder
 
 
 def is_image(space: Space) -> bool:
-    """Whether convolutions suit it."""
+    """Whether observations of this space are encoded by convolutions."""
     return isinstance(space, spaces.Box) and len(space.shape) == 3 and sorted(space.shape)[1] >= _IMAGE_SIDE
 
 
 def encoder_for(space: Space, normalize: bool) -> Encoder:
-    """The encoder of one array of an observation space."""
+    """Make the encoder for one array of an observation space.
+
+    Args:
+        space: The space of the array.
+        normalize: Normalise a Box that is not an image by running moments.
+
+    Returns:
+        The encoder; `width` is its number of features.
+
+    Raises:
+        SpaceError: The space is not supported.
+    """
     match space:
         case spaces.Box() if is_image(space):
             return ImageEncoder(space)
@@ -115,11 +145,15 @@ def encoder_for(space: Space, normalize: bool) -> Encoder:
         case spaces.MultiBinary():
             return VectorEncoder(spaces.Box(0, 1, space.shape, np.int8), normalize=False)
         case _:
-            raise SpaceError(f"farstep's learners have no encoder for the observation space {space}.")
+            raise SpaceError(
+                f"farstep's learners have no encoder for the observation space {space}; expected Box, Discrete, "
+                "MultiDiscrete, MultiBinary, or Dict and Tuple of these. Wrap the environment, or pass an agent that "
+                "you wrote."
+            )
 
 
-def initialised(layer: nn.Linear | nn.Conv2d, gain: float = math.sqrt(2)) -> nn.Module:
-    """Orthogonal weights, no bias, as PPO is usually begun."""
+def orthogonal(layer: nn.Linear | nn.Conv2d, gain: float = math.sqrt(2)) -> nn.Module:
+    """Initialise a layer with orthogonal weights and zero bias, as is usual for PPO."""
     nn.init.orthogonal_(layer.weight, gain)
     assert layer.bias is not None
     nn.init.zeros_(layer.bias)

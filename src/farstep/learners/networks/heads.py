@@ -1,6 +1,6 @@
-"""What an agent does with features: a distribution over each part of the action space.
+"""Action distributions: one head for each array of the action space.
 
-A part is sampled, scored and described; written out, since `torch.distributions` costs more than a small network.
+The distributions are written out because `torch.distributions` takes longer than a small network.
 """
 
 from __future__ import annotations
@@ -17,46 +17,46 @@ from torch.nn import functional
 
 from farstep.core import Array
 from farstep.errors import SpaceError
-from farstep.learners.networks.encoders import initialised
+from farstep.learners.networks.encoders import orthogonal
 
 Space = gymnasium.spaces.Space[Any]
 _GAIN = 0.01
-"""Of last layers: a policy begins with all actions about alike."""
+"""Gain of the last layer: small, so that a new policy gives all actions about the same probability."""
 
 
 class Head(nn.Module):
-    """The distribution over one array of the action space; its samples are `[n, *shape]`."""
+    """Distribution over one array of the action space; samples are `[n, *shape]`, features `[n, width]`."""
 
     def sample(self, features: Tensor) -> tuple[Tensor, Tensor]:
-        """Samples and their log-probabilities `[n]`."""
+        """Draw samples; returns them and their log-probabilities `[n]`."""
         raise NotImplementedError
 
     def evaluate(self, features: Tensor, sample: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-probabilities of samples, and entropies, `[n]` each."""
+        """Compute log-probabilities of samples and entropies, each `[n]`, in nats."""
         raise NotImplementedError
 
     def mode(self, features: Tensor) -> Tensor:
-        """The most likely sample."""
+        """Return the most likely sample."""
         raise NotImplementedError
 
     def describe(self, features: Tensor) -> dict[str, Any]:
-        """The distribution as AAPS compares it."""
+        """Return the parameters of the distribution, from which AAPS computes the divergence."""
         raise NotImplementedError
 
     def action(self, sample: Tensor) -> Tensor:
-        """What the environment gets for a sample."""
+        """Convert a sample to the action for the environment."""
         return sample
 
 
 class CategoricalHead(Head):
-    """Discrete and MultiDiscrete spaces: one categorical distribution for each number."""
+    """Discrete and MultiDiscrete spaces: one categorical distribution per component."""
 
     start: Tensor
 
     def __init__(self, width: int, counts: tuple[int, ...], shape: tuple[int, ...], start: Any) -> None:
         super().__init__()
         self._counts, self._shape = counts, shape
-        self.logits = initialised(nn.Linear(width, sum(counts)), _GAIN)
+        self.logits = orthogonal(nn.Linear(width, sum(counts)), _GAIN)
         self.register_buffer("start", torch.as_tensor(np.asarray(start, np.int64).reshape(shape)), persistent=False)
 
     def _logprobs(self, features: Tensor) -> list[Tensor]:
@@ -67,7 +67,7 @@ class CategoricalHead(Head):
         parts = self._logprobs(features)
         chosen = [torch.multinomial(part.exp(), 1) for part in parts]
         logprob = sum(part.gather(-1, index).squeeze(-1) for part, index in zip(parts, chosen, strict=True))
-        return self._joined(chosen), logprob  # type: ignore[return-value]
+        return self._merge(chosen), logprob  # type: ignore[return-value]
 
     def evaluate(self, features: Tensor, sample: Tensor) -> tuple[Tensor, Tensor]:
         parts = self._logprobs(features)
@@ -77,24 +77,24 @@ class CategoricalHead(Head):
         return logprob, entropy  # type: ignore[return-value]
 
     def mode(self, features: Tensor) -> Tensor:
-        return self._joined([part.argmax(-1, keepdim=True) for part in self._logprobs(features)])
+        return self._merge([part.argmax(-1, keepdim=True) for part in self._logprobs(features)])
 
     def describe(self, features: Tensor) -> dict[str, Any]:
         parts = self._logprobs(features)
         return {"logits": parts[0]} if len(parts) == 1 else {str(i): {"logits": p} for i, p in enumerate(parts)}
 
-    def _joined(self, chosen: list[Tensor]) -> Tensor:
+    def _merge(self, chosen: list[Tensor]) -> Tensor:
         joined = chosen[0] if len(chosen) == 1 else torch.cat(chosen, -1)
         return joined.reshape(len(joined), *self._shape) + self.start
 
 
 class BernoulliHead(Head):
-    """MultiBinary spaces."""
+    """MultiBinary spaces: one Bernoulli distribution per component."""
 
     def __init__(self, width: int, shape: tuple[int, ...]) -> None:
         super().__init__()
         self._shape = shape
-        self.logits = initialised(nn.Linear(width, math.prod(shape)), _GAIN)
+        self.logits = orthogonal(nn.Linear(width, math.prod(shape)), _GAIN)
 
     def sample(self, features: Tensor) -> tuple[Tensor, Tensor]:
         logits = self.logits(features)
@@ -117,9 +117,10 @@ class BernoulliHead(Head):
 
 
 class GaussianHead(Head):
-    """Box spaces: independent normals, in units of the bounds where there are any, cut off at them.
+    """Box spaces: independent normal distributions.
 
-    What is cut off is what the environment gets; the sample itself is kept to be scored.
+    If the space is bounded, samples are scaled from [-1, 1] to the bounds and then clipped to them. The environment
+    gets the clipped action; log-probabilities are those of the unclipped sample.
     """
 
     low: Tensor
@@ -139,7 +140,7 @@ class GaussianHead(Head):
         for name, array in (("low", low), ("high", high), ("center", center), ("scale", scale)):
             self.register_buffer(name, torch.as_tensor(array), persistent=False)
         size = math.prod(self._shape)
-        self.mean = initialised(nn.Linear(width, size), _GAIN)
+        self.mean = orthogonal(nn.Linear(width, size), _GAIN)
         self.log_std = nn.Parameter(torch.zeros(size))
 
     def sample(self, features: Tensor) -> tuple[Tensor, Tensor]:
@@ -165,12 +166,23 @@ class GaussianHead(Head):
         return torch.minimum(torch.maximum(scaled, self.low), self.high) if self.bounded else scaled
 
     def _logprob(self, mean: Tensor, sample: Tensor) -> Tensor:
-        apart = (sample - mean) / self.log_std.exp()
-        return (-0.5 * apart.square() - self.log_std - 0.5 * math.log(2 * math.pi)).sum(-1)
+        standardized = (sample - mean) / self.log_std.exp()
+        return (-0.5 * standardized.square() - self.log_std - 0.5 * math.log(2 * math.pi)).sum(-1)
 
 
 def head_for(space: Space, width: int) -> Head:
-    """The head for one array of an action space."""
+    """Make the head for one array of an action space.
+
+    Args:
+        space: The space of the array.
+        width: Number of features.
+
+    Returns:
+        The head.
+
+    Raises:
+        SpaceError: The space is not supported.
+    """
     match space:
         case spaces.Discrete():
             return CategoricalHead(width, (int(space.n),), (), int(space.start))
@@ -182,9 +194,9 @@ def head_for(space: Space, width: int) -> Head:
             return GaussianHead(width, space)
         case _:
             raise SpaceError(
-                f"farstep's learners have no policy for the action space {space}; they know Discrete, MultiDiscrete, "
-                "MultiBinary, Box of floats, and Dict and Tuple of these. Wrap the environment, or bring an agent of "
-                "your own."
+                f"farstep's learners have no policy for the action space {space}; expected Discrete, MultiDiscrete, "
+                "MultiBinary, Box of floats, or Dict and Tuple of these. Wrap the environment, or pass an agent that "
+                "you wrote."
             )
 
 

@@ -1,9 +1,9 @@
-"""Actor and critic for any space: the agent of farstep's learners, on workers and on the head.
+"""Actor-critic networks for any space: the agent of farstep's learners, on workers and on the head.
 
     obs ── encoders ──┬── actor layers ── heads ──► sample, log-probability
                       └── critic layers ──────────► value
 
-Images and recurrent cores are shared by actor and critic; vectors get layers of their own for each.
+Actor and critic share image encoders and the recurrent core; all other layers are separate.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from farstep.config.env import check_count
 from farstep.config.field_docs import show_fields
 from farstep.core import Array, Nested
 from farstep.learners.loop.checks import check_choice, check_counts
-from farstep.learners.networks.encoders import encoder_for, initialised, is_image
+from farstep.learners.networks.encoders import encoder_for, is_image, orthogonal
 from farstep.learners.networks.heads import GaussianHead, head_for
 from farstep.learners.networks.normalizers import RewardScale
 from farstep.schema import leaf_names, leaf_spaces, leaves, map_leaves, nest, space_schema
@@ -33,21 +33,25 @@ Recurrence = Literal["none", "gru", "lstm"]
 @show_fields
 @dataclass(frozen=True, kw_only=True)
 class NetConfig:
-    """The agent's network."""
+    """Options of the agent's network.
+
+    Raises:
+        ConfigError: An option is unknown or out of range.
+    """
 
     hidden: tuple[int, ...] = (64, 64)
-    """widths of the layers of actor and critic"""
+    """Widths of the hidden layers; actor and critic each have them. Ignored for images."""
     activation: Literal["tanh", "relu", "silu"] = "tanh"
-    """between layers; relu is the quickest"""
+    """Activation function between layers; relu is the fastest."""
     recurrent: Recurrence = "none"
-    """a core with memory between encoder and heads"""
+    """Recurrent core between encoders and heads."""
     core: int = 128
-    """width of the recurrent core"""
+    """Width of the recurrent core."""
     normalize_obs: bool = True
-    """observations in units of their running standard deviation, except images; the statistics travel with the
-    weights"""
+    """Normalise observations, except images, by their running mean and standard deviation; workers receive these with
+    the weights."""
     normalize_reward: bool = True
-    """rewards in units of the discounted return's running standard deviation"""
+    """Divide rewards by the running standard deviation of discounted returns."""
 
     def __post_init__(self) -> None:
         check_choice(self, "activation", ("tanh", "relu", "silu"))
@@ -58,6 +62,7 @@ class NetConfig:
 
     @property
     def is_recurrent(self) -> bool:
+        """Whether the agent has a recurrent core."""
         return self.recurrent != "none"
 
 
@@ -66,67 +71,103 @@ DEFAULT_NET = NetConfig()
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What the policy says of samples that were taken, flat `[n]`."""
+    """Evaluation of recorded samples under the current policy, flat `[n]`."""
 
     logprob: Tensor
+    """Log-probabilities of the samples."""
     entropy: Tensor
+    """Entropies of the policy, in nats."""
     value: Tensor
+    """Values of the observations."""
 
 
 class ActorCritic(nn.Module):
-    """An agent without memory."""
+    """Agent without a recurrent core: acts on workers, and is optimized by the learner on the head.
+
+    Args:
+        observation_space: Space of single observations.
+        action_space: Space of single actions.
+        config: Options of the network.
+        gamma: Discount factor, for the running statistics of returns (`normalize_reward`).
+
+    Raises:
+        SpaceError: A space is not supported.
+    """
 
     def __init__(self, observation_space: Space, action_space: Space, config: NetConfig, gamma: float = 0.99) -> None:
         super().__init__()
-        self._made_of = (observation_space, action_space, config, gamma)
+        self._arguments = (observation_space, action_space, config, gamma)
         self._obs, _ = space_schema(observation_space, "obs")
         self._action, _ = space_schema(action_space, "action")
-        seen = leaf_spaces(observation_space, "obs")
-        self.encoders = nn.ModuleDict({_key(n): encoder_for(s, config.normalize_obs) for n, s in seen.items()})
+        obs_spaces = leaf_spaces(observation_space, "obs")
+        self.encoders = nn.ModuleDict({_key(n): encoder_for(s, config.normalize_obs) for n, s in obs_spaces.items()})
         widths: list[Any] = [encoder.width for encoder in self.encoders.values()]
         width = sum(widths)
         self.reward_scale = RewardScale(gamma) if config.normalize_reward else None
-        self.sees_images = any(is_image(space) for space in seen.values())
+        self.sees_images = any(is_image(space) for space in obs_spaces.values())
         hidden = () if self.sees_images else config.hidden
         self.core = _core(config, width)
         width = width if self.core is None else config.core
         self.actor, actor_width = _layers(width, hidden, config.activation)
         critic, critic_width = _layers(width, hidden, config.activation)
-        self.critic = nn.Sequential(critic, initialised(nn.Linear(critic_width, 1), 1.0))
-        acted = leaf_spaces(action_space, "action")
-        self.heads = nn.ModuleDict({_key(n): head_for(s, actor_width) for n, s in acted.items()})
+        self.critic = nn.Sequential(critic, orthogonal(nn.Linear(critic_width, 1), 1.0))
+        action_spaces = leaf_spaces(action_space, "action")
+        self.heads = nn.ModuleDict({_key(n): head_for(s, actor_width) for n, s in action_spaces.items()})
         self.keeps_samples = any(isinstance(head, GaussianHead) for head in self.heads.values())
-        """The environment gets something else than was sampled, so samples are recorded, too."""
+        """Actions may differ from samples (clipping), so samples are recorded, too."""
         self.normalizes_obs = config.normalize_obs
         self.greedy = False
-        """Take the most likely action, as in an evaluation."""
+        """Take the most likely action instead of sampling, as in an evaluation."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Not by its tensors: an optimizer may have made them views of one vector, which each would bring along.
+        # Copies of arrays: an optimizer makes parameters views of one vector, and each view would pickle all of it.
         state = {name: tensor.numpy(force=True).copy() for name, tensor in self.state_dict().items()}
-        return _made_again, (type(self), self._made_of, state, self.greedy)
+        return _rebuild, (type(self), self._arguments, state, self.greedy)
 
     # ---- on a worker ----
 
     def act(self, obs: Nested) -> dict[str, Any]:
-        """Sample actions for a row of observations."""
+        """Sample actions.
+
+        Args:
+            obs: Observations `[n, ...]`.
+
+        Returns:
+            `action`, `logprob` and `value`, and `sample` if actions may differ from samples; each `[n, ...]`.
+        """
         return self._act(self._encode(obs))
 
     def get_parameters(self) -> dict[str, Any]:
+        """Return parameters and running statistics by name."""
         return self.state_dict()
 
     def distribution(self, obs: Nested) -> Mapping[str, Any]:
-        """What AAPS compares."""
+        """Return the parameters of the action distributions, from which AAPS computes the divergence.
+
+        Args:
+            obs: Observations `[n, ...]`.
+
+        Returns:
+            Parameters by name, such as `logits`; with several arrays in the action space, by the name of each.
+        """
         return self._describe(self._encode(obs))
 
     # ---- on the head ----
 
     def evaluate(self, obs: Nested, sample: Nested) -> Evaluation:
-        """Score samples `[n, ...]` that were taken on observations."""
+        """Evaluate recorded samples under the current policy.
+
+        Args:
+            obs: Observations `[n, ...]`.
+            sample: Samples `[n, ...]` that were taken there.
+
+        Returns:
+            Log-probabilities, entropies and values.
+        """
         return self.evaluate_features(self._encode(obs), sample)
 
     def evaluate_features(self, features: Tensor, sample: Nested) -> Evaluation:
-        """As `evaluate`, of observations that went through encoders and memory."""
+        """Like `evaluate`, for features `[n, width]` that encoders and recurrent core have computed."""
         hidden = self.actor(features)
         scores = [self.heads[_key(n)].evaluate(hidden, part) for n, part in leaves(self._action, sample)]  # type: ignore[operator]
         logprob, entropy = scores[0]
@@ -135,16 +176,16 @@ class ActorCritic(nn.Module):
         return Evaluation(logprob, entropy, self._value(features))
 
     def value(self, obs: Nested) -> Tensor:
-        """Values `[n]`."""
+        """Compute the values `[n]` of observations `[n, ...]`."""
         return self._value(self._encode(obs))
 
     @torch.no_grad()
     def update_moments(self, obs: Nested) -> None:
-        """Take raw observations `[n, ...]` into the running statistics."""
+        """Update the running statistics with raw observations `[n, ...]`."""
         for name, array in leaves(self._obs, obs):
             self.encoders[_key(name)].update(array)  # type: ignore[operator]
 
-    # ---- parts ----
+    # ---- layers ----
 
     def _encode(self, obs: Nested) -> Tensor:
         parts = [self.encoders[_key(name)](array) for name, array in leaves(self._obs, obs)]
@@ -156,11 +197,11 @@ class ActorCritic(nn.Module):
         for name, head in self._named_heads():
             if self.greedy:
                 sample = head.mode(hidden)
-                scored = head.evaluate(hidden, sample)[0]
+                head_logprob = head.evaluate(hidden, sample)[0]
             else:
-                sample, scored = head.sample(hidden)
+                sample, head_logprob = head.sample(hidden)
             samples[name], actions[name] = sample, head.action(sample)
-            logprob = scored if logprob is None else logprob + scored
+            logprob = head_logprob if logprob is None else logprob + head_logprob
         out = {"action": nest(self._action, actions), "logprob": logprob, "value": self._value(features)}
         return {**out, "sample": nest(self._action, samples)} if self.keeps_samples else out
 
@@ -179,23 +220,38 @@ class ActorCritic(nn.Module):
 
 
 class RecurrentActorCritic(ActorCritic):
-    """An agent with memory: a GRU or LSTM whose state is handed over from chunk to chunk."""
+    """Agent with a GRU or LSTM core, whose state continues from chunk to chunk.
+
+    Arguments and errors are those of `ActorCritic`.
+    """
 
     core: nn.GRUCell | nn.LSTMCell
 
     def initial_state(self, num_envs: int) -> State:
-        parts = 2 if isinstance(self.core, nn.LSTMCell) else 1
-        return tuple(torch.zeros(num_envs, self.core.hidden_size) for _ in range(parts))
+        """Return zeros: the state at the start of an episode, one tensor for a GRU and two for an LSTM."""
+        tensors = 2 if isinstance(self.core, nn.LSTMCell) else 1
+        return tuple(torch.zeros(num_envs, self.core.hidden_size) for _ in range(tensors))
 
     def act(self, obs: Nested, state: State, episode_start: Tensor) -> dict[str, Any]:  # type: ignore[override]
+        """Sample actions.
+
+        Args:
+            obs: Observations `[n, ...]`.
+            state: Recurrent state before them.
+            episode_start: True where an episode starts, `[n]`; the state is reset there.
+
+        Returns:
+            As `ActorCritic.act`, and `state`, the recurrent state after them.
+        """
         features, state = self.step_core(self._encode(obs), state, episode_start)
         return {**self._act(features), "state": state}
 
     def distribution(self, obs: Nested, state: State, episode_start: Tensor) -> Mapping[str, Any]:  # type: ignore[override]
+        """Like `ActorCritic.distribution`, with the recurrent state before the observations."""
         return self._describe(self.step_core(self._encode(obs), state, episode_start)[0])
 
     def step_core(self, features: Tensor, state: State, episode_start: Tensor) -> tuple[Tensor, State]:
-        """One step of memory, forgotten where an episode starts."""
+        """Make one step of the core; the state is reset where an episode starts."""
         keep = (~episode_start).to(features.dtype)[:, None]
         kept = tuple(part * keep for part in state)
         new = self.core(features, kept if isinstance(self.core, nn.LSTMCell) else kept[0])
@@ -203,7 +259,7 @@ class RecurrentActorCritic(ActorCritic):
         return new[0], new
 
     def unroll(self, obs: Nested, state: State, episode_start: Tensor) -> tuple[Tensor, list[State]]:
-        """Features of sequences `[T, n, ...]`, flat `[T * n, width]`, and the state after each row."""
+        """Compute features of sequences `[T, n, ...]`, flat `[T * n, width]`, and the state after each row."""
         rows, columns = episode_start.shape
         encoded = self._encode(_flat(obs)).reshape(rows, columns, -1)
         outputs, states = [], []
@@ -214,29 +270,46 @@ class RecurrentActorCritic(ActorCritic):
         return torch.cat(outputs), states
 
     def evaluate_sequences(self, obs: Nested, sample: Nested, state: State, episode_start: Tensor) -> Evaluation:
-        """Score samples of sequences `[T, n, ...]`; flat, as `evaluate` does."""
+        """Evaluate samples of sequences `[T, n, ...]`; the result is flat, `[T * n]`."""
         features, _ = self.unroll(obs, state, episode_start)
         return self.evaluate_features(features, _flat(sample))
 
     def value_after(self, obs: Nested, state: State) -> Tensor:
-        """Values of observations `[n, ...]` that follow rows which left this state."""
+        """Compute the values `[n]` of observations `[n, ...]`, given the recurrent state before them."""
         starts = torch.zeros(len(state[0]), dtype=torch.bool, device=state[0].device)
         return self._value(self.step_core(self._encode(obs), state, starts)[0])
 
 
-def _made_again(
-    kind: type[ActorCritic], made_of: tuple[Any, ...], state: Mapping[str, Array], greedy: bool
+def _rebuild(
+    kind: type[ActorCritic], arguments: tuple[Any, ...], state: Mapping[str, Array], greedy: bool
 ) -> ActorCritic:
-    """An agent like the one that was pickled or copied, on the CPU."""
-    with torch.random.fork_rng(devices=[]):  # its first weights are drawn, and thrown away
-        agent = kind(*made_of)
+    """Rebuild a pickled or copied agent, on the CPU."""
+    with torch.random.fork_rng(devices=[]):  # initial weights are drawn and overwritten
+        agent = kind(*arguments)
     agent.load_state_dict({name: torch.from_numpy(array) for name, array in state.items()})
     agent.greedy = greedy
     return agent
 
 
 def make_agent(observation_space: Space, action_space: Space, config: NetConfig, gamma: float) -> ActorCritic:
-    """The agent for these spaces."""
+    """Make an agent for the spaces of an environment.
+
+    Args:
+        observation_space: Space of single observations, as `env.launch()` returns it.
+        action_space: Space of single actions, as `env.launch()` returns it.
+        config: Options of the network.
+        gamma: Discount factor of the learner, for the running statistics of returns.
+
+    Returns:
+        A `RecurrentActorCritic` if `config.recurrent` is not "none", otherwise an `ActorCritic`. Weights are drawn from
+        torch's global generator.
+
+    Raises:
+        SpaceError: A space is not supported.
+
+    Example:
+        >>> agent = make_agent(*env.launch(), NetConfig(hidden=(128, 128)), gamma=0.99)
+    """
     kind = ActorCritic if config.recurrent == "none" else RecurrentActorCritic
     return kind(observation_space, action_space, config, gamma)
 
@@ -257,16 +330,16 @@ def _layers(width: int, hidden: tuple[int, ...], activation: str) -> tuple[nn.Se
     layers: list[nn.Module] = []
     between = {"tanh": nn.Tanh, "relu": nn.ReLU, "silu": nn.SiLU}[activation]
     for size in hidden:
-        layers += [initialised(nn.Linear(width, size)), between()]
+        layers += [orthogonal(nn.Linear(width, size)), between()]
         width = size
     return nn.Sequential(*layers), width
 
 
 def _key(name: str) -> str:
-    """An array's name as torch accepts it for a module."""
+    """The name of an array without dots, which torch does not allow in module names."""
     return name.replace(".", "/")
 
 
 def _flat(value: Nested) -> Nested:
-    """Sequences `[T, n, ...]` as rows `[T * n, ...]`."""
+    """Flatten sequences `[T, n, ...]` to rows `[T * n, ...]`."""
     return map_leaves(lambda tensor: tensor.flatten(0, 1), value)

@@ -1,7 +1,7 @@
-"""Running statistics of observations and rewards, as buffers of the agent: they travel and are saved with its weights.
+"""Running statistics of observations and rewards, as torch buffers of the agent: sent and saved with its weights.
 
-Those of observations change only after an update, so that a batch is learned from with those it was acted under; those
-of rewards before it, since no worker uses them and even the first batch is to be learned from in their units.
+Observation statistics change only after an update, so that the learner normalises a batch as the workers did. Reward
+statistics change before an update: workers do not use them, and so the first batch is already normalised.
 """
 
 from __future__ import annotations
@@ -17,7 +17,11 @@ _EPSILON = 1e-8
 
 
 class RunningMoments(nn.Module):
-    """Mean and standard deviation of rows, merged batch by batch (Chan et al., parallel variance)."""
+    """Running mean and standard deviation, merged batch by batch (parallel variance, Chan et al.).
+
+    Args:
+        shape: Shape of a row.
+    """
 
     mean: Tensor
     std: Tensor
@@ -30,11 +34,12 @@ class RunningMoments(nn.Module):
         self.register_buffer("count", torch.zeros(()))
 
     def forward(self, value: Tensor) -> Tensor:
+        """Normalise rows, and clip them to [-10, 10]."""
         return ((value - self.mean) / self.std).clamp(-_CLIP, _CLIP)
 
     @torch.no_grad()
     def update(self, rows: Tensor) -> None:
-        """Take rows `[n, ...]` into account; none of them may be NaN."""
+        """Update the moments with rows `[n, ...]`, none of which may be NaN."""
         if not len(rows):
             return
         rows = rows.double()
@@ -49,7 +54,11 @@ class RunningMoments(nn.Module):
 
 
 class RewardScale(nn.Module):
-    """Rewards in units of the standard deviation of discounted returns: their sign and zero stay."""
+    """Divides rewards by the running standard deviation of discounted returns; the sign of a reward does not change.
+
+    Args:
+        gamma: Discount factor of the returns.
+    """
 
     def __init__(self, gamma: float) -> None:
         super().__init__()
@@ -57,16 +66,23 @@ class RewardScale(nn.Module):
         self.moments = RunningMoments(())
 
     def forward(self, reward: Array) -> Array:
-        """Rewards as they are learned from."""
+        """Scale rewards, and clip them to [-10, 10]; unchanged before the first update."""
         if not float(self.moments.count):
             return reward
         return np.clip(reward / np.float32(self.moments.std.item()), -_CLIP, _CLIP)
 
     def update(self, reward: Array, ended: Array, valid: Array, running: Array) -> None:
-        """Take valid rows `[T, N]` into account; `running` `[N]` are the discounted sums so far, and are moved on."""
-        seen = np.empty_like(reward)
+        """Update the statistics with the discounted returns of valid rows.
+
+        Args:
+            reward: Rewards `[T, N]`.
+            ended: True where an episode ends, `[T, N]`.
+            valid: Rows to use, `[T, N]`.
+            running: Discounted sums of rewards before the first row, `[N]`; replaced by those after the last row.
+        """
+        returns = np.empty_like(reward)
         for t in range(len(reward)):
             running[:] = np.where(valid[t], running * self._gamma + reward[t], running)
-            seen[t] = running
+            returns[t] = running
             running[ended[t]] = 0.0
-        self.moments.update(torch.from_numpy(seen[valid]))
+        self.moments.update(torch.from_numpy(returns[valid]))

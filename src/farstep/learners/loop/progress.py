@@ -1,0 +1,71 @@
+"""How far a training run is: its counters and the latest episodes."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Annotated
+
+import msgspec
+
+from farstep.checkpoint.checks import Count, Finite, converted
+from farstep.checkpoint.files import Refused
+
+LAST_EPISODES = 100
+"""Episodes over which the mean return of a run is taken."""
+
+
+@dataclass
+class Progress:
+    """Counters of a run; all of them are saved in its checkpoints."""
+
+    steps: int = 0
+    """Environment steps."""
+    updates: int = 0
+    """Updates of the learner."""
+    seconds: float = 0.0
+    """Training time in seconds, including the time before a resume."""
+    episodes: int = 0
+    """Episodes that have ended."""
+    returns: deque[float] = field(default_factory=lambda: deque(maxlen=LAST_EPISODES))
+    """Returns of the last 100 episodes."""
+    lengths: deque[int] = field(default_factory=lambda: deque(maxlen=LAST_EPISODES))
+    """Lengths of the last 100 episodes, in steps."""
+    next_evaluation: int = 0
+    """Environment steps at which the next evaluation is due."""
+
+    def state(self) -> dict[str, object]:
+        """Return the counters for a checkpoint."""
+        return {**vars(self), "returns": list(self.returns), "lengths": list(self.lengths)}
+
+    @classmethod
+    def of(cls, state: object) -> Progress:
+        """Restore the counters from a checkpoint.
+
+        Args:
+            state: What `state` returned.
+
+        Returns:
+            The progress.
+
+        Raises:
+            Refused: The state is malformed.
+        """
+        saved = converted("progress", state, _SavedProgress)
+        if len(saved.returns) != len(saved.lengths):
+            raise Refused(
+                f"progress has {len(saved.returns)} returns and {len(saved.lengths)} lengths of episodes; expected the "
+                "same number of each"
+            )
+        last = {"returns": deque(saved.returns, LAST_EPISODES), "lengths": deque(saved.lengths, LAST_EPISODES)}
+        return cls(**{**msgspec.structs.asdict(saved), **last})
+
+
+class _SavedProgress(msgspec.Struct, forbid_unknown_fields=True):
+    steps: Count
+    updates: Count
+    seconds: Annotated[float, msgspec.Meta(ge=0, le=2**40)]
+    episodes: Count
+    returns: Annotated[list[Finite], msgspec.Meta(max_length=LAST_EPISODES)]
+    lengths: Annotated[list[Count], msgspec.Meta(max_length=LAST_EPISODES)]
+    next_evaluation: Count

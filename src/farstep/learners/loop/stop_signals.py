@@ -1,0 +1,77 @@
+"""SIGINT and SIGTERM during training: stop after the update in progress, with a checkpoint."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+log = logging.getLogger("farstep")
+_GRACE_S = 10.0
+"""Seconds that a run which can resume exactly waits for the rollout in progress."""
+
+
+class Stopped(BaseException):
+    """A signal stopped the run; not an `Exception`, so that no handler of errors catches it."""
+
+
+class StopSignals:
+    """Requests a stop on the first signal; raises KeyboardInterrupt on the second.
+
+    Args:
+        waits_for_rollout: Let the rollout in progress finish, for 10 s at most; False: abandon it at once.
+        on_abandon: Called before a rollout in progress is abandoned.
+    """
+
+    def __init__(self, waits_for_rollout: bool, on_abandon: Callable[[], None]) -> None:
+        self._waits, self._on_abandon = waits_for_rollout, on_abandon
+        self._received: signal.Signals | None = None
+        self.collecting = False
+        """Whether the run waits for a batch. No row of it has been used, so it can be abandoned."""
+
+    def check(self) -> None:
+        """Raise `Stopped` if a signal was received."""
+        if self._received is not None:
+            raise Stopped(self._received.name)
+
+    def check_before_rollout(self) -> None:
+        """Raise `Stopped` if a signal was received and the next rollout would be abandoned."""
+        if not self._waits:
+            self.check()
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Handle signals inside the context; does nothing outside the main thread."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        handlers = {signal.SIGINT: self._on_signal, signal.SIGTERM: self._on_signal, signal.SIGALRM: self._on_alarm}
+        before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._received is not None:
+            raise KeyboardInterrupt
+        self._received = signal.Signals(number)
+        log.warning(
+            "%s: stopping after this update, with a checkpoint; a second signal stops at once, without one",
+            self._received.name,
+        )
+        if self._waits:
+            signal.setitimer(signal.ITIMER_REAL, _GRACE_S)
+        else:
+            self._on_alarm(number, frame)
+
+    def _on_alarm(self, number: int, frame: FrameType | None) -> None:
+        if self.collecting and self._received is not None:
+            self._waits = False
+            self._on_abandon()
+            raise Stopped(self._received.name)
