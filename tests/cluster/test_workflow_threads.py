@@ -17,7 +17,7 @@ import pytest
 import farstep
 from farstep.head.collector import Collector
 from farstep.testing import TableAgent
-from farstep.workflow.delivery import LocalQueue, ZmqPasser
+from farstep.workflow.delivery import LocalQueue, ZmqSender
 from farstep.workflow.triggers import DataKeyTrigger, ObjectKeyTrigger, TimeTrigger
 from tests.cluster import flows
 from tests.cluster.checks import assert_same, assert_sound, cluster, eventually, inprocess, within
@@ -31,12 +31,6 @@ from tests.cluster.tables import (
     helper,
     launch,
 )
-
-import farstep
-from farstep.head.collector import Collector
-from farstep.testing import TableAgent
-from farstep.workflow.delivery import LocalQueue, ZmqSender
-from farstep.workflow.triggers import DataKeyTrigger, ObjectKeyTrigger, TimeTrigger
 
 # ---- time ----
 
