@@ -37,7 +37,7 @@ class RunConfig:
     workers: int | None = None
     """Worker processes on this machine; None: one per core. On a cluster use --workers-per-node."""
     launcher: LauncherName = "local"
-    """Where workers run: in processes of this machine (local), inside this process for debugging (inprocess), or on a
+    """Where workers run: in processes of this machine (local), inside this process for debugging (in-process), or on a
     cluster. `--launcher NAME --help` also lists the options of that cluster."""
     transport: LocalTransport = "shm"
     """Transport of --launcher local: shared memory (shm), or ZeroMQ over a socket file (ipc) or loopback (tcp), as for
