@@ -25,7 +25,8 @@ from tables import table
 
 from farstep.batch import EPISODE_KEYS, Batch, FinalObs
 from farstep.errors import ClosedError
-from farstep.head.tickets import FeedPlan, Tickets
+from farstep.head.tickets.records import FeedPlan
+from farstep.head.tickets.tickets import Tickets
 from farstep.workflow.delivery import Direct, LocalQueue, ZmqSender
 from farstep.workflow.partial_chunks import PartialChunks
 from farstep.workflow.triggers import DataKeyTrigger, Dispatcher, Ledger, ObjectKeyTrigger, TimeTrigger
