@@ -229,7 +229,7 @@ def test_messages_of_an_admitted_worker_raise_nothing_but_wire_errors(monkeypatc
             heard.append([bytes(frame) for frame in received.frames])
             receive(worker, received)
 
-        monkeypatch.setattr(server.supervisor._watcher, "receive", listen)
+        monkeypatch.setattr(server, "receive", listen)
         for _ in range(5):
             env.collect(TableAgent(), steps=4)
             env.step(TableAgent())  # with infos
