@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import farstep
-from farstep import workflow
+from farstep.workflow import workflow
 from farstep.config.launch import SSHConfig
 from farstep.testing import FaultyEnv, TableAgent
 from farstep.workflow.triggers import DataKeyTrigger, ObjectKeyTrigger
