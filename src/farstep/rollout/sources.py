@@ -157,8 +157,8 @@ def _advice(source: str | EnvSpec | Callable[..., Any], kwargs: Mapping[str, Any
             raise
         raise ConfigError(
             f"{name!r} cannot be built with the arguments {dict(kwargs)}: {str(cause).rstrip('.')}. Pass the arguments "
-            "of an environment as env_kwargs; for those of a wrapper, pass a function that takes the environment and "
-            "returns the wrapped one."
+            "of an environment as env_kwargs; for those of a wrapper, pass a function of your own that takes the "
+            "environment and returns the wrapped one."
         ) from error
 
 
