@@ -199,7 +199,7 @@ def test_a_promise_of_gigabytes_takes_no_memory() -> None:
     key = os.urandom(32)
     head = ReliableChannel(Cipher(key, Side.HEAD), 1 << 34)
     size, sealed = 8 << 30, bytearray(sessions.SEGMENT_BYTES + 16)
-    about = sessions._PLACE.pack(0, size // sessions.SEGMENT_BYTES) + sessions._LENGTH.pack(size)
+    about = sessions._POSITION.pack(0, size // sessions.SEGMENT_BYTES) + sessions._LENGTH.pack(size)
     Cipher(key, Side.WORKER).seal(1, 0, about, bytes(sessions.SEGMENT_BYTES), memoryview(sealed))
     head.receive(Packet(True, [envelope(Kind.SEGMENT, 1), about, sealed]), 0.0)
     assert head._arriving
