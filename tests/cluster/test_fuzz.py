@@ -538,7 +538,7 @@ def test_who_somebody_is_is_not_for_him_to_say() -> None:
     hub = Hub("tcp://127.0.0.1:*", reliable=True)
     victim, liar = hub.admit(1, 0), hub.admit(2, 0)
     taken: list[int] = []
-    hub._taken = lambda peer, packet: taken.append(peer.worker) or iter(())  # type: ignore[assignment, func-returns-value]
+    hub._process = lambda peer, packet: taken.append(peer.worker) or iter(())  # type: ignore[assignment, func-returns-value]
     with contextlib.closing(hub), attacker.dial(f"tcp://127.0.0.1:{hub.bulk_port}") as raw:
         claims = [(b"Socket-Type", b"DEALER"), (b"User-Id", victim.public), (b"Identity", victim.public[:16] + b"bulk")]
         raw.sendall(attacker.greeting(b"PLAIN") + attacker.plain_hello(liar.public, Tokens(liar).fresh()))
