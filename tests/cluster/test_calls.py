@@ -467,7 +467,7 @@ def test_a_sync_rule_that_raises_ends_the_run(config: farstep.LaunchConfig) -> N
         env.collect(agent, steps=2)
         for _ in range(2):
             env.publish(agent)
-        said = r"^the sync rule MaxLag \| FailingRule raised ZeroDivisionError: deliberate, for SyncState\(held="
+        said = r"^the sync rule MaxLag \| FailingRule raised ZeroDivisionError: deliberate for SyncState\(held="
         with pytest.raises(farstep.WorkerError, match=said):
             within(lambda: env.collect(agent, steps=2))
 

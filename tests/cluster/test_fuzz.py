@@ -201,7 +201,7 @@ def test_a_promise_of_gigabytes_takes_no_memory() -> None:
     key = os.urandom(32)
     head = ReliableChannel(Cipher(key, Side.HEAD), 1 << 34)
     size, sealed = 8 << 30, bytearray(sessions.SEGMENT_BYTES + 16)
-    about = sessions._PLACE.pack(0, size // sessions.SEGMENT_BYTES) + sessions._LENGTH.pack(size)
+    about = sessions._POSITION.pack(0, size // sessions.SEGMENT_BYTES) + sessions._LENGTH.pack(size)
     Cipher(key, Side.WORKER).seal(1, 0, about, bytes(sessions.SEGMENT_BYTES), memoryview(sealed))
     head.receive(Packet(True, [envelope(Kind.SEGMENT, 1), about, sealed]), 0.0)
     assert head._arriving
@@ -540,7 +540,7 @@ def test_who_somebody_is_is_not_for_him_to_say() -> None:
     hub = Hub("tcp://127.0.0.1:*", reliable=True)
     victim, liar = hub.admit(1, 0), hub.admit(2, 0)
     taken: list[int] = []
-    hub._taken = lambda peer, packet: taken.append(peer.worker) or iter(())  # type: ignore[assignment, func-returns-value]
+    hub._process = lambda peer, packet: taken.append(peer.worker) or iter(())  # type: ignore[assignment, func-returns-value]
     with contextlib.closing(hub), attacker.dial(f"tcp://127.0.0.1:{hub.bulk_port}") as raw:
         claims = [(b"Socket-Type", b"DEALER"), (b"User-Id", victim.public), (b"Identity", victim.public[:16] + b"bulk")]
         raw.sendall(attacker.greeting(b"PLAIN") + attacker.plain_hello(liar.public, Tokens(liar).fresh()))

@@ -139,6 +139,6 @@ class SubmittingEnv(CountingEnv):
 def test_a_process_that_an_environment_starts_may_launch_on_purpose() -> None:
     with pytest.raises(farstep.RemoteEnvError) as caught:
         cluster(SubmittingEnv, envs=1, workers=1, env_kwargs={"unset": ""}).launch()
-    (variable,) = re.findall(r"without (\w+) in its environment variables", caught.value.message)
+    (variable,) = re.findall(r"without the environment variable (\w+)", caught.value.message)
     with cluster(SubmittingEnv, envs=1, workers=1, env_kwargs={"unset": variable}) as env:
         assert env.launch()

@@ -1,8 +1,8 @@
-"""Where rollouts live: one array per key over a common memory, a column per environment slot.
+"""The memory layout of rollouts: one block per key, with a column per environment slot.
 
-A lane holds one batch: `[steps + 1, slots, ...]` per key, the extra row for the observation after the last step.
-Every worker owns a range of columns and writes nothing else; a batch is a view of a lane. Head and workers
-compute the same offsets from the same `Layout`, so only the layout is agreed, never an address.
+A lane has room for one batch: `[steps + 1, slots, ...]` per key; the extra row is for the observation after the last
+step. Every worker writes its own range of columns and nothing else; a batch is a view of a lane. Head and workers
+compute the same offsets from the same `Layout`, so no addresses are exchanged.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _ALIGN = 4096  # every block starts on a page, so that untouched keys cost no me
 
 @dataclass(frozen=True)
 class Layout:
-    """Shapes and offsets of all blocks."""
+    """The shapes and offsets of all blocks."""
 
     lanes: int
     steps: int
@@ -33,7 +33,7 @@ class Layout:
     """Keys with one entry per chunk, e.g. a recurrent state at its start."""
 
     def names(self) -> list[str]:
-        """What a chunk consists of, under the names it travels by (see `worker.rows.Rows.tables`)."""
+        """The arrays of a chunk, by the names they have in messages (see `rows.Rows.tables`)."""
         return [*self.rows, *("last_" + name for name in self.rows if is_obs(name)), *self.chunks]
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -46,7 +46,7 @@ class Layout:
         return {**self.rows, **self.chunks}
 
     def offsets(self) -> dict[str, int]:
-        """Byte offset of each key's block."""
+        """The byte offset of each key's block; the total size is under ""."""
         offsets, end = {}, 0
         for name, spec in self._specs().items():
             offsets[name] = end
@@ -68,7 +68,7 @@ class Layout:
         }
 
     def covers(self, other: Layout) -> bool:
-        """Whether what `other` needs fits here as it is."""
+        """Whether rollouts of `other` fit into the memory of this layout without a change."""
         return (
             self.lanes >= other.lanes
             and self.steps >= other.steps

@@ -1,5 +1,5 @@
-"""Refusal to launch inside a worker: a module that launches when it is imported would otherwise start workers that
-import it and launch again, without end."""
+"""Prevents launches inside a worker: a module that launches on import would otherwise start workers that import it and
+launch again, endlessly."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _VARIABLE = "FARSTEP_WORKER"
 
 
 def mark_worker_process() -> None:
-    """Refuse every launch in this process and in those that it starts."""
+    """Reject every launch in this process and in the processes that it starts."""
     os.environ[_VARIABLE] = str(os.getpid())
 
 
 def refuse_nested_launch() -> None:
-    """Raise if a worker, or a process that a worker started, is about to launch.
+    """Check that neither a worker nor a process that a worker started is launching.
 
     Raises:
         LaunchError: A worker is launching; the message names the module whose import does so, if any, and the remedy.
@@ -33,19 +33,19 @@ def refuse_nested_launch() -> None:
     if (module := _imported_module(frames)) is not None:
         raise LaunchError(
             f"importing the module {module} launches farstep, and a worker imports it, so workers would start workers "
-            "without end: put the launch under if __name__ == '__main__':, or into a function that only the "
+            "endlessly: put the launch under if __name__ == '__main__':, or into a function that only the "
             "learner's program calls."
         )
     raise LaunchError(
-        "the code of an environment or an agent launches farstep inside a worker, and workers do not start workers of "
-        "their own: launch in the learner's program. A process that an environment starts, or a job that it submits, "
-        f"may launch for itself if it is started without {_VARIABLE} in its environment variables."
+        "the code of an environment or an agent launches farstep inside a worker, where that is not allowed: launch in "
+        "the learner's program. A process that an environment starts, or a job that it submits, may launch if it is "
+        f"started without the environment variable {_VARIABLE}."
     )
 
 
 def _frames() -> Iterator[FrameType]:
-    """The caller's stack, innermost first. A worker without a process of its own is found here: unlike a variable, the
-    stack is right whenever Ctrl-C comes."""
+    """The caller's stack, innermost first; it reveals a worker inside the head's process. A variable instead could be
+    left in the wrong state by Ctrl-C."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         yield frame
@@ -53,7 +53,7 @@ def _frames() -> Iterator[FrameType]:
 
 
 def _imported_module(frames: Iterable[FrameType]) -> str | None:
-    """The innermost module on the stack that is being imported for the worker, with the line that launches."""
+    """The innermost module on the stack that the worker is importing, with file and line; None if there is none."""
     for frame in frames:
         name = frame.f_globals.get("__name__")
         if name == _LOOP:

@@ -1,7 +1,7 @@
-"""Which observations a probe is about: rows of chunks that both sides have seen, chosen alike without a word.
+"""The observations of a probe: rows of chunks that head and worker both have, chosen by the same rule on both sides.
 
-Chunk number and size give the rows; the head copies them when a chunk arrives, the worker when it hands one over. So a
-probe names chunks only, and no observation travels for it.
+The rows follow from a chunk's index and size. The worker copies them when it sends the chunk, the head when it receives
+it. So a probe only has to name chunks, and no observation is sent for it.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from farstep.core import Array
 from farstep.rollout.rows import Rows
 
 _CHUNKS = 4
-"""A probe's rows come from so many of the latest chunks, if these are long enough."""
-# Steps of the R2 sequence: any stretch of it covers the unit square evenly, and so do several chunks in a row.
+"""A probe's rows come from this many of the latest chunks, if these are long enough."""
+# The steps of the R2 sequence: any section of it covers the unit square evenly, so successive chunks complement each
+# other.
 _R2 = (0.7548776662466927, 0.5698402909980532)
 
 
 def row_positions(index: int, steps: int, num_envs: int, rows: int) -> tuple[Array, Array]:
-    """Time and column of what to look at in a worker's chunk of that number, for probes of so many rows."""
+    """The time and column of each row to copy from chunk `index` of a worker, for probes of `rows` rows."""
     per_chunk = -(-rows // _CHUNKS)
     k = np.arange(min(per_chunk, steps * num_envs)) + index * per_chunk
     time = np.floor(np.modf(k * _R2[0])[0] * steps).astype(np.int64)
@@ -33,12 +34,13 @@ def row_positions(index: int, steps: int, num_envs: int, rows: int) -> tuple[Arr
 
 @dataclass(frozen=True)
 class ProbeRows:
-    """What one side remembers of a chunk."""
+    """The rows of one chunk that a probe may be about, as head or worker keeps them."""
 
     index: int
     version: int
+    """The version that acted."""
     arrays: Mapping[str, Array]
-    """Copies, by name: `obs...` and what else the comparison needs, `[rows, ...]`."""
+    """Copies by name, `[rows, ...]`: `obs...` and whatever else the comparison needs."""
 
     @property
     def rows(self) -> int:
@@ -46,7 +48,7 @@ class ProbeRows:
 
 
 class RecentProbeRows:
-    """The latest chunks' rows, never more than `limit` of them if one chunk has fewer."""
+    """The rows of the latest chunks: at most `limit`, but at least those of one chunk."""
 
     def __init__(self, limit: int) -> None:
         self._limit, self._rows = limit, 0
@@ -66,17 +68,17 @@ class RecentProbeRows:
         return tuple(self._recent)
 
     def find(self, indices: Sequence[int]) -> list[ProbeRows]:
-        """The chunks of these numbers; none at all if one of them is forgotten."""
+        """The chunks with these indices; empty if one of them is no longer kept."""
         known = {rows_of_chunk.index: rows_of_chunk for rows_of_chunk in self._recent}
         return [known[index] for index in indices] if known.keys() >= set(indices) else []
 
 
 def joined(probed: Sequence[ProbeRows]) -> dict[str, Array]:
-    """All rows of several chunks, one after the other."""
+    """The rows of several chunks, concatenated."""
     return {name: np.concatenate([rows_of_chunk.arrays[name] for rows_of_chunk in probed]) for name in probed[0].arrays}
 
 
 def probe_rows_of(comparison: Comparison, index: int, version: int, rows: Rows, steps: int, count: int) -> ProbeRows:
-    """The rows of a chunk that a probe of `count` rows may ask about; head and worker take the same."""
+    """The rows of a chunk that a probe of `count` rows may be about; the same on head and worker."""
     time, column = row_positions(index, 1 if comparison.first_row_only else steps, rows.num_envs, count)
     return ProbeRows(index, version, rows.at(comparison.names, time, column))

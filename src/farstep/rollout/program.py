@@ -1,4 +1,4 @@
-"""What a worker is told to run: travels pickled with `Welcome`, head to worker only."""
+"""The program of a worker: what it runs. The head sends it, pickled, with `Welcome`; a worker never sends one."""
 
 from __future__ import annotations
 
@@ -26,17 +26,18 @@ class Program:
     transfer: TransferTrigger = ALL_AT_ONCE
     compression: str = "none"
     codecs: tuple[str, ...] = ()
-    """What the head can decompress."""
+    """The codecs that the head can decompress."""
     autoreset_mode: str = ""
-    """Set for `make_vec`, whose workers follow Gymnasium's semantics and do not act."""
+    """A Gymnasium autoreset mode for `make_vec`, where the head acts; empty if workers act."""
     seed: int = 0
     stagger: Stagger | None = None
     num_slots: int = 0
-    """Environments of all workers together; known where they are staggered."""
+    """The number of environments of all workers together; set only with `stagger`."""
 
     def pickled(self) -> bytes:
+        """The program as bytes; raises `ConfigError` if a part of it cannot be pickled."""
         if (script := sys.modules.get("__mp_main__")) is not None:
-            # In a process that multiprocessing started, the script's classes travel as those of `__main__` do.
+            # In a process that multiprocessing started, pickle the script's classes by value, as those of `__main__`.
             cloudpickle.register_pickle_by_value(script)
         try:
             return bytes(cloudpickle.dumps(self))
@@ -44,17 +45,17 @@ class Program:
             self._check_parts()
             raise ConfigError(
                 "the environment's factory, arguments or wrappers cannot be sent to workers: "
-                f"{described(error)}. Give a dotted path ('package.module:function'), or build what "
-                "cannot travel inside the factory."
+                f"{described(error)}. Pass a dotted path ('package.module:function'), or create what cannot be "
+                "pickled inside the factory."
             ) from error
 
     def _check_parts(self) -> None:
-        """Refuse, by name, what is not the environment's and cannot be sent."""
+        """Raise `ConfigError` if the sync rule or the predicate of the weights is what cannot be pickled."""
         for what, part in ((f"sync rule {name_of(self.sync)}", self.sync), ("predicate weights.only", self.weights)):
             try:
                 cloudpickle.dumps(part)
             except Exception as error:
                 raise ConfigError(
-                    f"the {what} cannot be sent to workers: {described(error)}. Keep locks, open files, "
-                    "environments and the like out of it."
+                    f"the {what} cannot be sent to workers: {described(error)}. It must not contain locks, open "
+                    "files, environments or other objects that cannot be pickled."
                 ) from error

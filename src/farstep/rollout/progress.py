@@ -1,4 +1,8 @@
-"""Where a worker is, in a few shared words: written at almost no cost, read by the head to tell busy from stuck."""
+"""A worker's progress in a few 64-bit words, which cost almost nothing to write.
+
+The head reads them to tell a busy worker from a stuck one. A local worker writes them into shared memory; another one
+sends them once a second (`messages.Progress`).
+"""
 
 from __future__ import annotations
 
@@ -10,14 +14,16 @@ from farstep.errors import WireError
 from farstep.wire.channels.memory import SharedMemory
 
 PHASE, COUNT, SLOT, CANCEL, ROLLED = range(5)
+"""Indices of words: the `Phase`; a counter that increases with progress; the slot being worked on; the id up to which
+tickets are cancelled (written by the head); the id of the last ticket whose chunk is being sent."""
 EPISODES = 8
-"""From here on a word per environment: its episode plus one, or zero where nobody knows."""
+"""From this index on, one word per environment: its episode plus one, or 0 if unknown."""
 BEAT_S = 1.0
-"""How often a worker without shared memory says where it is."""
+"""Seconds between two `Progress` messages of a worker without shared memory."""
 
 
 class Phase(IntEnum):
-    """What a worker is doing; each but QUEUED has a limit in `Timeouts`."""
+    """What a worker is doing; each phase but QUEUED has a time limit in `Timeouts`."""
 
     IDLE = 0
     CONNECT = 1
@@ -28,7 +34,7 @@ class Phase(IntEnum):
     LOAD = 6
     CLOSE = 7
     QUEUED = 8
-    """There is no node for it yet; how long that may take is the launcher's to say."""
+    """It waits for a node; the launcher limits how long."""
 
     @property
     def label(self) -> str:
@@ -36,11 +42,11 @@ class Phase(IntEnum):
 
 
 STEP, ACT, RESET = int(Phase.STEP), int(Phase.ACT), int(Phase.RESET)
-"""For the innermost loops: an enum costs a microsecond to store."""
+"""As plain integers, for the innermost loops: storing an enum costs a microsecond."""
 
 
 class ProgressBoard:
-    """One row of words per worker, in memory that head and local workers share."""
+    """The words of all workers, in memory that the head shares with local workers."""
 
     def __init__(self, workers: int, envs: int) -> None:
         self._width = EPISODES + envs
@@ -48,15 +54,15 @@ class ProgressBoard:
         self._all = self.memory.map.cast("q")
 
     def range(self, worker: int) -> tuple[int, int]:
-        """Where a worker's words begin and end."""
+        """The first index of a worker's words, and the index after the last."""
         return worker * self._width, (worker + 1) * self._width
 
     def bootstrap(self, worker: int) -> dict[str, object]:
-        """What its process finds its words by; it must inherit `memory.fd`."""
+        """The entries of a bootstrap with which a worker's process, which must inherit `memory.fd`, finds its words."""
         return {"board_fd": self.memory.fd, "board_bytes": self.memory.nbytes, "words": self.range(worker)}
 
     def words(self, worker: int) -> memoryview:
-        """A worker's words, cleared for its next incarnation."""
+        """The words of a worker, cleared for its next incarnation."""
         first, stop = self.range(worker)
         words = self._all[first:stop]
         copy_words([0] * self._width, words)
@@ -70,19 +76,19 @@ class ProgressBoard:
 
 
 def private_words(envs: int) -> memoryview:
-    """Words of a worker that shares no memory with the head."""
+    """New words for a worker that shares no memory with the head."""
     return memoryview(array("q", [0] * (EPISODES + envs)))
 
 
 def check_words(words: Sequence[int], count: int | None = None) -> None:
-    """Raise `WireError` unless these can be a worker's words: `count` of them, and a phase that has a time limit."""
+    """Raise `WireError` unless there are `count` words and their phase has a time limit."""
     if count is not None and len(words) != count:
         raise WireError(f"{len(words)} progress words; expected {count}.")
-    if not 0 <= words[PHASE] < Phase.QUEUED:  # only the head queues a worker
+    if not 0 <= words[PHASE] < Phase.QUEUED:  # a worker cannot claim to be queued
         raise WireError(f"progress words with the phase {words[PHASE]}; expected 0 to {Phase.QUEUED - 1}.")
 
 
 def copy_words(source: Sequence[int], target: memoryview) -> None:
-    """Words of a message into the ones the head looks at; more or fewer than there are is cut."""
+    """Copy words into `target`, as far as both go."""
     for i, word in enumerate(source[: len(target)]):
         target[i] = word

@@ -1,4 +1,4 @@
-"""Seeds keyed by slot and episode, the same however many workers there are and whoever restarts."""
+"""Seeds derived from slot and episode; they do not depend on the number of workers or on restarts."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ _BLOCK = 64
 
 
 def episode_seed(root: int, slot: int, episode: int) -> int:
-    """The seed of an episode: 31 bits, since environments in C and `np.random.seed` take no more."""
+    """The seed of an episode: 31 bits, the most that environments in C and `np.random.seed` accept."""
     return int(_seed_block(root, slot, episode // _BLOCK)[episode % _BLOCK])
 
 
 @lru_cache(maxsize=65536)
 def _seed_block(root: int, slot: int, block: int) -> Array:
-    # Drawn 64 at a time: one SeedSequence costs more than a CartPole step.
+    # 64 at a time, since one SeedSequence costs more than a step of CartPole.
     return np.random.SeedSequence(root, spawn_key=(slot, block)).generate_state(_BLOCK) >> 1
 
 
 def episode_generator(root: int, slot: int, episode: int) -> np.random.Generator:
-    """The generator an agent gets for an episode of a slot."""
+    """The generator that an agent gets for an episode of a slot."""
     return np.random.Generator(np.random.PCG64(np.random.SeedSequence(root, spawn_key=(slot, episode, 1))))
 
 
@@ -33,15 +33,15 @@ def fresh_root() -> int:
 
 
 def resumed_root(root: int, version: int) -> int:
-    """The root of environments that begin anew when a run goes on from a version: no seed comes a second time."""
+    """The root seed of environments that are reset when a run resumes at a version, so that no seed is used twice."""
     return int(np.random.SeedSequence(root, spawn_key=(version, 0, 5)).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
 def advance_seed(root: int, slot: int, episode: int) -> int:
-    """The seed of the random actions that bring an episode of a slot to its place in a staggered schedule."""
+    """The seed of the random actions that advance an episode of a slot to its phase in a staggered schedule."""
     return int(np.random.SeedSequence(root, spawn_key=(slot, episode, 3)).generate_state(1)[0] >> 1)
 
 
 def offset_generator(root: int, slot: int) -> np.random.Generator:
-    """The generator that a slot's random place in a staggered schedule is drawn from."""
+    """The generator from which a slot's random offset in a staggered schedule is drawn."""
     return np.random.Generator(np.random.PCG64(np.random.SeedSequence(root, spawn_key=(slot, 0, 4))))

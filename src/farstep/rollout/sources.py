@@ -1,4 +1,4 @@
-"""Where environments come from: a Gymnasium id, a factory, a VectorEnv, or EnvPool."""
+"""Builds environments: from a Gymnasium id, a factory, a VectorEnv or EnvPool."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from farstep.errors import ConfigError, described, install_extra
 
 @dataclass(frozen=True)
 class Source:
-    """What to build; travels to workers, so a callable in it is shipped after authentication."""
+    """Describes the environments to build. The head sends it to authenticated workers, pickled, callables included."""
 
     type: str
     env_name: str | EnvSpec | Callable[..., Any]
@@ -27,7 +27,7 @@ class Source:
     wrappers: Sequence[Any] = ()
     seed_episodes: bool = True
     thunks: Sequence[Callable[..., Any]] = ()
-    """A factory for each slot, instead of `env_name`."""
+    """One factory per slot, used instead of `env_name`."""
 
     @classmethod
     def of(cls, config: EnvConfig) -> Source:
@@ -36,11 +36,15 @@ class Source:
 
     @property
     def is_vector(self) -> bool:
-        """Whether one object steps all environments of a worker."""
+        """Whether a single object steps all environments of a worker."""
         return self.type in ("vector", "envpool")
 
     def build(self, slot: int = 0) -> gymnasium.Env[Any, Any]:
-        """The environment of a slot."""
+        """Build the environment of a slot.
+
+        Raises:
+            ConfigError: The environment cannot be built as configured; the message says what to change.
+        """
         name = self.thunks[slot] if self.thunks else self.env_name
         with _advice(name, self.env_kwargs):
             if isinstance(name, EnvSpec) or self.type == "gymnasium":
@@ -58,12 +62,16 @@ class Source:
         return env
 
     def build_vector(self, num_envs: int, seed: int) -> Any:
-        """One object for `num_envs` environments: a Gymnasium VectorEnv or an EnvPool."""
+        """Build one object for `num_envs` environments: a Gymnasium VectorEnv or an EnvPool.
+
+        Raises:
+            ConfigError: The environment cannot be built as configured; the message says what to change.
+        """
         with _advice(self.env_name, self.env_kwargs):
             if self.type == "envpool":
                 import envpool
 
-                # As many threads as the worker may use, not as the machine has: other workers need theirs.
+                # The threads of this worker, not of the machine, which it shares with other workers.
                 threads = int(os.environ.get("OMP_NUM_THREADS", "1"))
                 options = {"num_envs": num_envs, "seed": seed, "num_threads": threads, **self.env_kwargs}
                 return envpool.make(str(self.env_name), env_type="gymnasium", **options)
@@ -82,7 +90,7 @@ class Source:
             env = _wrap(env, wrapper)
         if env.num_envs != num_envs:
             raise ConfigError(
-                f"{self.env_name!r} returned {env.num_envs} environments where num_envs={num_envs} was asked for."
+                f"{self.env_name!r} returned {env.num_envs} environments; num_envs={num_envs} was requested."
             )
         return env
 
@@ -92,7 +100,7 @@ def _make(name: Any, kwargs: Mapping[str, Any]) -> gymnasium.Env[Any, Any]:
         importlib.import_module("ale_py")  # registers its environments
     if isinstance(name, str):
         _check_version(name)
-    # The checker warns about the same things in every worker; a user runs it once where they write the environment.
+    # Without the checker, which would repeat its warnings in every worker.
     return gymnasium.make(name, **{"disable_env_checker": True, **kwargs})
 
 
@@ -119,7 +127,10 @@ def explain_missing(name: object, error: gymnasium.error.DependencyNotInstalled 
 
 @contextlib.contextmanager
 def _advice(source: str | EnvSpec | Callable[..., Any], kwargs: Mapping[str, Any]) -> Iterator[None]:
-    """Say what to do about what is not here, or not made with these arguments; errors of users' code stay theirs."""
+    """Turn errors of Gymnasium about missing packages, names and arguments into `ConfigError`s with advice.
+
+    Errors that a user's own code raised pass unchanged.
+    """
     name = source.id if isinstance(source, EnvSpec) else source
     try:
         yield
@@ -127,8 +138,9 @@ def _advice(source: str | EnvSpec | Callable[..., Any], kwargs: Mapping[str, Any
         if not _is_from_library(error):
             raise
         raise ConfigError(
-            f"{described(error)} A worker knows only what it imports: if your script registers {name!r}, "
-            f"do that in a module of its own and name it ('your_module:{name}'), or pass the class with type='factory'."
+            f"{described(error)} A worker knows only environments of modules that it imports: if your script registers "
+            f"{name!r}, move that to a separate module and name it ('your_module:{name}'), or pass the class with "
+            "type='factory'."
         ) from error
     except gymnasium.error.DependencyNotInstalled as error:
         raise ConfigError(explain_missing(name, error)) from error
@@ -136,33 +148,34 @@ def _advice(source: str | EnvSpec | Callable[..., Any], kwargs: Mapping[str, Any
         if install_extra(error.name or ""):
             raise ConfigError(explain_missing(name, error)) from error
         raise ConfigError(
-            f"{name!r} cannot be imported: {error.__cause__ or error}. Install it, or start the run in its folder or "
-            "with that in PYTHONPATH."
+            f"{name!r} cannot be imported: {error.__cause__ or error}. Install it, start the run in its folder, or add "
+            "that folder to PYTHONPATH."
         ) from error
     except (AssertionError, TypeError, gymnasium.error.Error) as error:
         cause = error.__cause__ or error
         if not _is_from_library(cause):
             raise
         raise ConfigError(
-            f"{name!r} cannot be made with the arguments {dict(kwargs)}: {str(cause).rstrip('.')}. Give those that it "
-            "takes: an environment's as env_kwargs, a wrapper's by a function of your own that takes the environment."
+            f"{name!r} cannot be built with the arguments {dict(kwargs)}: {str(cause).rstrip('.')}. Pass the arguments "
+            "of an environment as env_kwargs; for those of a wrapper, pass a function of your own that takes the "
+            "environment and returns the wrapped one."
         ) from error
 
 
 def _refuse_agents(name: object, env: object) -> None:
-    """Raise an error that explains how to use a PettingZoo environment, if this is one."""
+    """Raise `ConfigError` with advice if this is a PettingZoo environment."""
     agents = getattr(env, "possible_agents", None)
     if agents is not None or any(kind.__module__.partition(".")[0] == "pettingzoo" for kind in type(env).__mro__):
         raise ConfigError(
             f"{name!r} returned a {type(env).__name__}, an environment of PettingZoo for several agents"
-            f"{f' ({len(agents)})' if agents else ''}; farstep steps environments with one agent. Write a "
-            "gymnasium.Env that is one agent's view of it and plays the others itself, or, if all agents share a "
-            "policy, turn it into a VectorEnv (SuperSuit does) and use type='vector'."
+            f"{f' ({len(agents)})' if agents else ''}; farstep supports environments with one agent. Write a "
+            "gymnasium.Env that is one agent's view and plays the others itself; or, if all agents share a policy, "
+            "convert it to a VectorEnv (for example with SuperSuit) and use type='vector'."
         )
 
 
 def _is_from_library(error: BaseException) -> bool:
-    """Whether no code but that of this module, Gymnasium and EnvPool was running."""
+    """Whether the traceback has only code of this module, Gymnasium and EnvPool."""
     modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
     return all(module == __name__ or module.partition(".")[0] in ("gymnasium", "envpool") for module in modules)
 
@@ -174,7 +187,7 @@ def _wrap(env: Any, wrapper: Any) -> Any:
 
 
 def _is_path(name: str) -> bool:
-    """Whether `name` is the dotted path of something rather than a registered id."""
+    """Whether `name` is a dotted path rather than a registered id."""
     return name not in gymnasium.registry and is_dotted_path(name)
 
 
@@ -184,7 +197,7 @@ def _callable(path: str | Callable[..., Any]) -> Callable[..., Any]:
     module, _, attribute = path.partition(":") if ":" in path else path.rpartition(".")
     found = getattr(importlib.import_module(module), attribute, None)
     if found is None:
-        raise ConfigError(f"{path!r} is not there: the module {module!r} has no {attribute!r}.")
+        raise ConfigError(f"{path!r} does not exist: the module {module!r} has no {attribute!r}.")
     if not callable(found):
         raise ConfigError(f"{path!r} is a {type(found).__name__}, not a callable.")
     return found  # type: ignore[no-any-return]

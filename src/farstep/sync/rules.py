@@ -1,4 +1,4 @@
-"""Sync rules: pure functions of what a worker knows before a chunk."""
+"""Sync rules: pure functions of a `SyncState`, what a worker knows before a chunk."""
 
 from __future__ import annotations
 
@@ -13,18 +13,23 @@ from farstep.errors import ConfigError
 
 
 class Rule:
-    """What rules have in common: `a | b` pulls when either does."""
+    """Base of the sync rules of farstep; `a | b` pulls when either does."""
 
     probes = 0
-    """How many of the latest divergences the rule looks at; without any, none are measured."""
+    """How many of the latest divergences the rule uses; with 0, no divergence is measured."""
     rows = 64
-    """How many observations a divergence is measured on."""
+    """The number of observations on which a divergence is measured."""
 
     def should_pull(self, state: SyncState) -> bool:
+        """Whether the worker pulls the newest weights before its next chunk.
+
+        Args:
+            state: The versions in use and published, the time since the last pull, and the measured divergences.
+        """
         raise NotImplementedError
 
     def divergence(self, state: SyncState) -> float | None:
-        """The running divergence that the rule compares, if it does."""
+        """The running divergence that the rule compares with its threshold; None if it has none."""
         return None
 
     def __or__(self, other: SyncRule) -> AnyOf:
@@ -36,7 +41,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Always(Rule):
-    """Act with the newest version, always."""
+    """Pull whenever a newer version exists."""
 
     def should_pull(self, state: SyncState) -> bool:
         return state.newest > state.held
@@ -44,7 +49,14 @@ class Always(Rule):
 
 @dataclass(frozen=True)
 class EveryK(Rule):
-    """Pull when at least `k` versions were published since the last pull."""
+    """Pull when the newest version is at least `k` versions ahead.
+
+    Args:
+        k: Number of versions, at least 1.
+
+    Raises:
+        ConfigError: `k` is no such number.
+    """
 
     k: int
 
@@ -57,7 +69,14 @@ class EveryK(Rule):
 
 @dataclass(frozen=True)
 class EverySeconds(Rule):
-    """Pull a newer version when the last pull was at least `seconds` ago."""
+    """Pull a newer version if the last pull was at least `seconds` ago.
+
+    Args:
+        seconds: Minimum time between two pulls, at least 0.
+
+    Raises:
+        ConfigError: `seconds` is no such number.
+    """
 
     seconds: float
 
@@ -70,13 +89,23 @@ class EverySeconds(Rule):
 
 @dataclass(frozen=True)
 class MaxLag(Rule):
-    """Never begin a chunk with weights more than `versions` behind: a hard bound, to be combined with other rules."""
+    """Pull if the weights are more than `versions` versions behind the newest.
+
+    This is a hard bound on the lag at the start of a chunk, meant to be combined with other rules:
+    `AAPS(0.05) | MaxLag(10)`.
+
+    Args:
+        versions: The largest lag at which a chunk may start, at least 0.
+
+    Raises:
+        ConfigError: `versions` is no such number.
+    """
 
     versions: int
 
     def __post_init__(self) -> None:
         fits = isinstance(self.versions, int) and self.versions >= 0
-        _check(self, "versions", self.versions, fits, "how many to be behind at most, an int of at least 0")
+        _check(self, "versions", self.versions, fits, "the largest lag in versions, an int of at least 0")
 
     def should_pull(self, state: SyncState) -> bool:
         return state.held < 0 or state.newest - state.held > self.versions
@@ -86,10 +115,20 @@ class MaxLag(Rule):
 class AAPS(Rule):
     """Pull when the running divergence of the weights in use from the learner's exceeds `delta`.
 
-    The running divergence is an average over the latest `window` probes since the last pull, each weighing `decay`
-    times as much as the next one; `window=1` looks at the newest alone. `delta=0` is `Always`; with `delta=inf` a
-    worker pulls only once; neither measures anything. A probe is about `rows` observations of the worker's latest
-    chunks.
+    With `D_0` the divergence measured by the newest probe since the last pull, `D_1` by the one before it, and so on,
+    the running divergence is
+
+        sum_i decay**i * D_i / sum_i decay**i,    i = 0 ... window - 1
+
+    Args:
+        delta: Threshold in nats, at least 0. 0 is the same as `Always`; with infinity a worker pulls once. Neither
+            measures anything.
+        window: Number of latest probes to average, from 1 to 1000; 1 uses the newest alone. Default 4.
+        decay: Weight of a probe relative to the next newer one, in (0, 1]. Default 0.5.
+        rows: Observations of the worker's latest chunks on which a probe measures, from 1 to 65536. Default 64.
+
+    Raises:
+        ConfigError: An argument is out of range.
     """
 
     delta: float
@@ -125,13 +164,22 @@ class AAPS(Rule):
 
 @dataclass(frozen=True)
 class AnyOf(Rule):
-    """Pull when one of several rules says so."""
+    """Pull when at least one of several rules does; the same as `a | b | ...`.
+
+    Args:
+        rules: The rules, at least one.
+
+    Raises:
+        ConfigError: There is no rule, or one of them is no sync rule.
+    """
 
     rules: tuple[SyncRule, ...]
 
     def __post_init__(self) -> None:
         if not isinstance(self.rules, Sequence) or not self.rules:
-            raise ConfigError(f"AnyOf.rules is {self.rules!r}; expected some rules, e.g. (AAPS(0.05), MaxLag(10)).")
+            raise ConfigError(
+                f"AnyOf.rules is {self.rules!r}; expected a sequence of rules, e.g. (AAPS(0.05), MaxLag(10))."
+            )
         for rule in self.rules:
             check_rule("one of several sync rules", rule)
 
@@ -151,31 +199,31 @@ class AnyOf(Rule):
 
 
 def probes_of(rule: SyncRule) -> int:
-    """How many divergences a rule looks at, be it ours or a user's."""
+    """How many of the latest divergences a rule uses, be it one of farstep's or a user's."""
     return int(getattr(rule, "probes", 0))
 
 
 def rows_of(rule: SyncRule) -> int:
-    """How many observations a probe for that rule is about."""
+    """The number of observations on which a probe for this rule measures."""
     return int(getattr(rule, "rows", Rule.rows))
 
 
 def threshold_of(rule: SyncRule) -> float | None:
-    """The divergence above which a rule of ours pulls, if it does for that; infinite if it takes anything for close."""
+    """The divergence above which one of farstep's rules pulls; None if it does not pull by divergence."""
     if isinstance(rule, AnyOf):
         return min((found for part in rule.rules if (found := threshold_of(part)) is not None), default=None)
     return rule.delta if isinstance(rule, AAPS) and rule.delta > 0 else None
 
 
 def divergence_of(rule: SyncRule, state: SyncState) -> float | None:
-    """The running divergence by a rule; by one that has none of its own, that of the newest probe."""
+    """The running divergence of a rule; for a user's rule, the divergence by the newest probe."""
     if isinstance(rule, Rule):
         return rule.divergence(state)
     return state.divergences[0] if probes_of(rule) and state.divergences else None
 
 
 def name_of(rule: SyncRule) -> str:
-    """What to call a rule when something is wrong with it."""
+    """The name of a rule in error messages."""
     return " | ".join(map(name_of, rule.rules)) if isinstance(rule, AnyOf) else type(rule).__name__
 
 

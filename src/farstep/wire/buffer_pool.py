@@ -1,4 +1,4 @@
-"""Recycled receive buffers for large messages; avoids that the kernel zeroes fresh pages."""
+"""Recycled receive buffers for large messages; the kernel would have to zero fresh pages."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def _run(bootstrap: dict[str, Any]) -> None:
 
 
 def _end_children() -> None:
-    """Kill the remaining processes of this group, which environments started: no other process may be left to do it."""
+    """Kill the processes that environments started and left behind: once the worker has exited, only the head could."""
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
             with contextlib.suppress(OSError):

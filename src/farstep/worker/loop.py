@@ -88,7 +88,7 @@ class Worker:
         self._owns_process = True
         self.hello()
         while self._running:
-            received = self._inbox.receive(0.0 if self._tickets else None)
+            received = self._inbox.receive(0.0 if self._tickets else None)  # messages first, then tickets
             if received is not None:
                 self.handle(received)
             elif self._tickets:

@@ -132,7 +132,7 @@ class Roller:
         return Rollout(version, passed, resume, clock, stagger_steps, payload, infos)
 
     def _check_cancelled(self, ticket: m.Ticket) -> None:
-        """Raise `TicketCancelled` if so; used while a staggered host moves environments, before the first row."""
+        """Raise `TicketCancelled` if the head cancelled the ticket; called while a staggered host advances slots."""
         if not self._shared and time.monotonic() > self._next_poll:
             self._poll()
             self._next_poll = time.monotonic() + _POLL_S

@@ -32,7 +32,7 @@ class WeightSync:
         self._words = words
         self.rule: SyncRule = Always()
         self.weights: Weights | None = None
-        """Where to pull from; None until the head has said so for the current agent."""
+        """Where to pull from; None until the head has sent `Parameters` for the current agent."""
         self.probing: Probing | None = None
         """None if the rule measures no divergence, or the agent offers no way to measure it."""
         self.passed = -1

@@ -43,7 +43,9 @@ MAX_FRAMES = 4096
 _FRAME_COST = 256
 """Approximate memory of a frame besides its bytes, so that many empty frames count too."""
 _ENVELOPE = struct.Struct("<BQQI")
-_PLACE = struct.Struct("<II")
+"""The first frame of a packet: kind, sequence number, and what its sender has (messages, segments of the next one)."""
+_POSITION = struct.Struct("<II")
+"""In the header of a segment: its index, and the number of segments. The frame lengths follow."""
 _LENGTH = struct.Struct("<Q")
 _ALIGNMENT = 8
 """Alignment of frames within a message, so that arrays can be used without a copy."""
@@ -175,7 +177,7 @@ class ReliableChannel:
             first, stop = index * SEGMENT_BYTES, min((index + 1) * SEGMENT_BYTES, total)
             text = _cut(views, starts, first, stop)
             # Every segment has the lengths of all frames, since any segment may be the first to arrive.
-            header = _PLACE.pack(index, count) + lengths
+            header = _POSITION.pack(index, count) + lengths
             sealed = self._segment_buffer(stop - first + self._tag_bytes)
             if self._cipher:
                 self._cipher.seal(seq, index, header, text, sealed)
@@ -297,16 +299,16 @@ class ReliableChannel:
         return seq > self._delivered and seq not in self._ready
 
     def _take_segment(self, seq: int, frames: Sequence[BytesLike]) -> None:
-        table_bytes = len(frames[0]) - _PLACE.size if len(frames) == 2 else -1
+        table_bytes = len(frames[0]) - _POSITION.size if len(frames) == 2 else -1
         if table_bytes < 0 or table_bytes % _LENGTH.size:
             raise WireError("a segment without a header.")
         if not self._is_new(seq):
             return
         header, sealed = bytes(frames[0]), frames[1]
-        if len(header) > _PLACE.size + MAX_FRAMES * _LENGTH.size:
+        if len(header) > _POSITION.size + MAX_FRAMES * _LENGTH.size:
             raise WireError(f"a message of more than {MAX_FRAMES} frames.")
-        index, count = _PLACE.unpack_from(header)
-        lengths = [length for (length,) in _LENGTH.iter_unpack(header[_PLACE.size :])]
+        index, count = _POSITION.unpack_from(header)
+        lengths = [length for (length,) in _LENGTH.iter_unpack(header[_POSITION.size :])]
         starts, total = _starts(lengths)
         size = min(SEGMENT_BYTES, total - index * SEGMENT_BYTES)
         if count != -(-total // SEGMENT_BYTES) or index >= count or len(sealed) != size + self._tag_bytes:

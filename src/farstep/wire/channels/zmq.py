@@ -191,7 +191,7 @@ class Hub:
                     peer.bulk_route = route
                 elif not packet.bulk and route.endswith(MAIN):
                     peer.route = route
-                elif not packet.bulk:  # the heartbeat connection, which never gets an answer
+                elif not packet.bulk:  # a heartbeat or node daemon: replies to a worker do not go here
                     yield peer, Received(packet.frames, heartbeat=True)
                     continue
                 yield from self._process(peer, packet)

@@ -85,7 +85,7 @@ class Host:
                 self.current[name][~self.slots.started] = leaf
 
     def want_infos(self, wanted: bool) -> None:
-        """Record the environments' infos during the next chunk, or do not (as for rollouts)."""
+        """Whether to record the environments' infos during the next chunk; rollouts do not need them."""
         self.infos = [{} for _ in range(self.num_envs)] if wanted else None
 
     def begin(self, rows: Rows, steps: int) -> None:
