@@ -507,7 +507,7 @@ def test_a_probability_for_each_part_of_an_action_is_refused() -> None:
 
     world = World(Parts(), LogProbAgent())
     world.roll()
-    with pytest.raises(AgentError, match="sum over an action's parts"):
+    with pytest.raises(AgentError, match="sum over the dimensions of an action"):
         world.probe()
 
 
