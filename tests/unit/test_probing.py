@@ -204,8 +204,8 @@ class CuriousAgent(LinearAgent):
 @pytest.mark.parametrize(
     ("kind", "state", "words"),
     [
-        (ForgetfulAgent, "state", r"^distribution\(obs: .*recurrent.*: distribution\(obs, state, episode_start\);"),
-        (CuriousAgent, None, r"^distribution\(.*of an agent is: distribution\(obs\); missing .*'temperature'"),
+        (ForgetfulAgent, "state", r"^distribution\(obs: .*recurrent.* distribution\(obs, state, episode_start\):"),
+        (CuriousAgent, None, r"^distribution\(.*of an agent is called as distribution\(obs\): missing .*'temperature'"),
     ],
 )
 def test_a_description_that_takes_other_arguments_is_refused(kind: Any, state: Any, words: str) -> None:

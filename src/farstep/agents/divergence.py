@@ -110,7 +110,7 @@ class Comparison:
             kind = "a recurrent agent (it has initial_state)" if self._policy.recurrent else "an agent"
             raise AgentError(
                 f"{self._method}{signature} of {kind} is called as {self._method}({', '.join(given)}): {error}. It "
-                "must take these arguments, even if it does not use them."
+                "must accept these arguments, used or not, and require no others."
             ) from error
 
     @property
