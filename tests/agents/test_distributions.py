@@ -165,7 +165,7 @@ def test_divergences_of_nested_torch_families_add_up() -> None:
     "unknown", [td.VonMises(torch.ones(N), torch.ones(N)), td.RelaxedBernoulli(0.5, torch.ones(N))]
 )
 def test_a_family_whose_divergence_torch_does_not_know_is_refused(unknown: Any) -> None:
-    with pytest.raises(AgentError, match=rf"torch {type(unknown).__name__}, whose divergence torch does not know"):
+    with pytest.raises(AgentError, match=rf"torch {type(unknown).__name__}, for which torch has no kl_divergence"):
         kl_divergence(flat_distribution(unknown), flat_distribution(unknown))
 
 

@@ -375,5 +375,5 @@ def test_a_module_that_keeps_its_parameters_to_itself_is_refused() -> None:
         def get_parameters(self) -> Any:
             return {}
 
-    with pytest.raises(AgentError, match="Secretive has parameters of torch"):
+    with pytest.raises(AgentError, match="Secretive has torch parameters"):
         ParameterStore(Secretive(), 1, 1)

@@ -288,7 +288,7 @@ class Amnesiac(Module):
 
 
 def test_an_act_that_asks_for_a_state_needs_an_initial_one() -> None:
-    with pytest.raises(AgentError, match=r"act asks for \['state'\] beside obs.*add initial_state\(n\)"):
+    with pytest.raises(AgentError, match=r"act requires \['state'\] beside obs.*add initial_state\(n\)"):
         actor_of(Amnesiac())
 
 

@@ -203,7 +203,7 @@ def test_if_none_is_left_all_are_named(two: Path) -> None:
     with pytest.raises(CheckpointError) as caught:
         load(two)
     assert isinstance(caught.value, FarstepError) and isinstance(caught.value, OSError)
-    for part in ("000001 is not used: DONE is missing", "000002 is not used: reward.npy has other content"):
+    for part in ("000001 is not used: DONE is missing", "000002 is not used: reward.npy differs from what was saved"):
         assert part in str(caught.value)
     assert names(two) == [".lock", "000001", "000002"]  # nothing is thrown away: somebody may want to look
 

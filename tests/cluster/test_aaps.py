@@ -488,14 +488,14 @@ def test_a_setter_gets_everything_with_new_values_where_they_travel(weights: dic
 def test_a_choice_of_parameters_that_chooses_none_is_refused_by_name() -> None:
     with (
         cluster(envs=4, weights={"only": lambda name: False}, config=inprocess(1)) as env,
-        pytest.raises(farstep.AgentError, match=r"none of the agent's.*It has actor\.logit, critic\.0"),
+        pytest.raises(farstep.AgentError, match=r"none of the agent's.*The agent has actor\.logit, critic\.0"),
     ):
         env.collect(ActorCriticAgent(), steps=2)
 
 
 @pytest.mark.parametrize("only", ["actr.*", ["critic.*", "actr.*"]], ids=repr)
 def test_a_pattern_that_chooses_no_parameter_is_refused_with_the_nearest_names(only: Any) -> None:
-    said = r"the pattern 'actr\.\*', which chooses none.*The nearest are actor\.logit"
+    said = r"the pattern 'actr\.\*', which matches none.*The nearest are actor\.logit"
     with (
         cluster(envs=4, weights={"only": only}, config=inprocess(1)) as env,
         pytest.raises(farstep.AgentError, match=said),

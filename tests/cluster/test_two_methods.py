@@ -145,7 +145,7 @@ def test_logits_that_do_not_fit_the_action_are_named(caplog: pytest.LogCaptureFi
 
     with caplog.at_level(logging.WARNING, "farstep"), cluster(kl_threshold=0.05, config=inprocess()) as env:
         assert versions(env, Flat(), [0.0, 1e-3]) == [0, 1]
-    assert "'logits' that act returns, of shape [], are not those of actions of shape []" in caplog.text
+    assert "'logits' that act returns, of shape [], do not match actions of shape []" in caplog.text
 
 
 def never_ending() -> CountingEnv:
@@ -218,7 +218,7 @@ def test_a_single_logit_is_not_taken_for_a_distribution(entry: str, caplog: pyte
     with cluster(envs=2, kl_threshold=0.05, config=inprocess(1)) as env:
         agent = Sigmoid()
         if entry == "distribution":
-            with pytest.raises(farstep.AgentError, match="logits of one choice"):
+            with pytest.raises(farstep.AgentError, match="logits of a single choice"):
                 env.collect(agent, steps=2)
             return
         for version in range(4):

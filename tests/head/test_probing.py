@@ -204,8 +204,8 @@ class CuriousAgent(LinearAgent):
 @pytest.mark.parametrize(
     ("kind", "state", "words"),
     [
-        (ForgetfulAgent, "state", r"^distribution\(obs: .*recurrent.*: distribution\(obs, state, episode_start\);"),
-        (CuriousAgent, None, r"^distribution\(.*of an agent is: distribution\(obs\); missing .*'temperature'"),
+        (ForgetfulAgent, "state", r"^distribution\(obs: .*recurrent.* distribution\(obs, state, episode_start\):"),
+        (CuriousAgent, None, r"^distribution\(.*of an agent is called as distribution\(obs\): missing .*'temperature'"),
     ],
 )
 def test_a_description_that_takes_other_arguments_is_refused(kind: Any, state: Any, words: str) -> None:
@@ -507,7 +507,7 @@ def test_a_probability_for_each_part_of_an_action_is_refused() -> None:
 
     world = World(Parts(), LogProbAgent())
     world.roll()
-    with pytest.raises(AgentError, match="sum over an action's parts"):
+    with pytest.raises(AgentError, match="sum over the dimensions of an action"):
         world.probe()
 
 

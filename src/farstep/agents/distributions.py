@@ -1,11 +1,10 @@
-"""What a policy says about actions, as plain arrays, and how far two policies are apart.
+"""Action distributions as named arrays, which can be sent, and the KL divergence of two of them.
 
-A distribution over a batch of observations becomes named arrays, so that it can be sent: `logits` (categorical),
-`mean` and `log_std` (Gaussian) or `bernoulli` (logits of independent yes-or-no choices), each `[n, ...]`; parts of a
-mapping or tuple get a prefix, as in `arm.logits`. Other torch distributions are the parameters of their class, as in
-`Beta:concentration1`, and torch computes their divergence. Parts are independent, so their divergences add up. A map
-that both sides apply to their actions leaves the divergence as it is; its numbers come along as `fixed...` and must be
-equal.
+A distribution over a batch of observations becomes `logits` (categorical), `mean` and `log_std` (Gaussian) or
+`bernoulli` (logits of independent binary choices), each `[n, ...]`. Entries of a mapping or tuple get a prefix, e.g.
+`arm.logits`. Other torch distributions become the parameters of their class, e.g. `Beta:concentration1`, and torch
+computes their divergence. Entries are independent, so their divergences add up. A fixed transform of the actions, e.g.
+tanh, does not change the divergence; its constants become `fixed...` and must be equal on both sides.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ from farstep.errors import AgentError
 
 _KINDS = ({"logits"}, {"mean", "log_std"}, {"bernoulli"})
 _ADVICE = (
-    "Return a torch.distributions object (Categorical, Normal, Bernoulli, another one whose kl_divergence torch knows, "
+    "Return a torch.distributions object (Categorical, Normal, Bernoulli, any other for which torch has kl_divergence, "
     'Independent of these, or one of them squashed by Tanh, Sigmoid or a constant affine map), {"logits": ...}, '
     '{"mean": ..., "log_std": ...}, {"bernoulli": logits}, or a mapping or tuple of these.'
 )
 _DERIVED = {"probs", "covariance_matrix", "precision_matrix"}
-"""Parameters of torch distributions that say the same as `logits` or `scale_tril`."""
+"""Parameters of torch distributions that are redundant with `logits` or `scale_tril`."""
 _CONVERSIONS = {
     "probs": '"logits": log(probs), or "bernoulli": log(probs) - log(1 - probs) for independent choices',
     "log_probs": '"logits": log_probs',
@@ -38,15 +37,26 @@ _CONVERSIONS = {
     "loc": '"mean": loc',
     "mu": '"mean": mu',
 }
-"""What other libraries call it, as farstep has it."""
+"""How to convert the names that other libraries use to those of farstep."""
 
 
 def flat_distribution(distribution: Any, name: str = "") -> dict[str, Array]:
-    """The named arrays of what `distribution(obs)` returned."""
+    """Convert what `distribution(obs)` returned to named arrays.
+
+    Args:
+        distribution: A torch distribution, a mapping of arrays, or mappings and tuples of these.
+        name: Prefix of the names.
+
+    Returns:
+        float32 arrays `[n, ...]` by name.
+
+    Raises:
+        AgentError: It is of an unknown kind; the message lists the known ones.
+    """
     if isinstance(distribution, Mapping):
         if set(distribution) in _KINDS:
             found = {key: as_floats(value, key) for key, value in distribution.items()}
-            if "mean" in found:  # one deviation for all observations is common
+            if "mean" in found:  # log_std is often the same for all observations
                 found["log_std"] = _spread(found["log_std"], found["mean"])
             return {path(name, key): value for key, value in found.items()}
         if any(_is_array(part) for part in distribution.values()):
@@ -59,7 +69,7 @@ def flat_distribution(distribution: Any, name: str = "") -> dict[str, Array]:
     found = {}
     for key, part in parts:
         if "." in str(key):
-            raise AgentError(f"distribution() has a part called {key!r}; names of parts have no dot.")
+            raise AgentError(f"distribution() has an entry named {key!r}; names must not contain a dot.")
         found.update(flat_distribution(part, path(name, str(key))))
     if not found:
         raise AgentError(f"distribution() returned an empty {type(distribution).__name__}. {_ADVICE}")
@@ -67,9 +77,20 @@ def flat_distribution(distribution: Any, name: str = "") -> dict[str, Array]:
 
 
 def kl_divergence(local: Mapping[str, Array], learner: Mapping[str, Array]) -> Array:
-    """KL(local || learner) of each observation, exactly; `[n]`."""
+    """Compute the exact KL(local || learner) for each observation, in nats.
+
+    Args:
+        local: Arrays of the worker's policy, as `flat_distribution` returns them.
+        learner: Arrays of the learner's policy, of the same names and shapes.
+
+    Returns:
+        The divergences `[n]`.
+
+    Raises:
+        AgentError: The arrays differ in names or shapes, or torch has no divergence for the distribution.
+    """
     if {name: array.shape for name, array in local.items()} != {name: array.shape for name, array in learner.items()}:
-        raise AgentError("distribution() returned other arrays on the worker than on the learner.")
+        raise AgentError("distribution() returned different arrays on the worker and on the learner.")
     total: Any = 0.0
     for prefix in dict.fromkeys(name.rpartition(".")[0] for name in local):
         p, q = _part(local, prefix), _part(learner, prefix)
@@ -87,52 +108,65 @@ def kl_divergence(local: Mapping[str, Array], learner: Mapping[str, Array]) -> A
 
 
 def kl_estimate(local_logprob: Array, learner_logprob: Array) -> Array:
-    """KL(local || learner) from log-probabilities of actions that the local policy took.
+    """Estimate KL(local || learner) from log-probabilities of actions that the local policy took.
 
-    With r = learner / local, E[(r - 1) - log r] is the divergence, and unlike -log r it is never negative, so it varies
-    far less (Schulman, "Approximating KL divergence", 2020: k3).
+        ratio = exp(learner_logprob - local_logprob),   estimate = (ratio - 1) - log(ratio)
+
+    Its expectation is the divergence. Unlike -log(ratio) it is never negative and has a much lower variance (k3 in
+    Schulman, "Approximating KL divergence", 2020).
+
+    Args:
+        local_logprob: Log-probability of each action under the local policy.
+        learner_logprob: Log-probability of the same actions under the learner's policy.
+
+    Returns:
+        One estimate per action.
     """
     log_ratio = np.asarray(learner_logprob, np.float64) - np.asarray(local_logprob, np.float64)
     return np.expm1(log_ratio) - log_ratio
 
 
 def as_floats(value: Any, key: str) -> Array:
-    """An array of what a policy says, as it travels."""
+    """An output of the policy as a float32 array; raises `AgentError` if it is not numeric or has no rows."""
     array = as_array(value)
     if array.dtype.kind not in "fiu" or array.ndim < 1:
         expected = (
-            "one number for each of an action's, give it shape [k] or [n, k]" if key == "log_std" else "floats [n, ...]"
+            "one number per dimension of the action; give it shape [k] or [n, k]"
+            if key == "log_std"
+            else "floats [n, ...]"
         )
         raise AgentError(f"the policy's {key} is {array.dtype}{list(array.shape)}; expected {expected}.")
-    with np.errstate(over="ignore"):  # what float32 cannot hold is infinite, and told as such
+    with np.errstate(over="ignore"):  # values beyond float32 become infinite
         return np.ascontiguousarray(array, np.float32)
 
 
 def _is_array(part: Any) -> bool:
-    """Numbers, where a distribution is expected."""
+    """Whether the value is a number or an array, not a distribution."""
     while isinstance(part, (list, tuple)) and part:
         part = part[0]
     return isinstance(part, (int, float)) or (hasattr(part, "dtype") and hasattr(part, "shape"))
 
 
 def _unknown_keys(distribution: Mapping[str, Any], name: str) -> str:
+    """The text of an error about the keys of a mapping, with the conversions or the nearest known keys."""
     known = {key for kind in _KINDS for key in kind}
-    said = [f"distribution() returned arrays under the keys {list(distribution)}{f' at {name!r}' if name else ''}."]
+    lines = [f"distribution() returned arrays under the keys {list(distribution)}{f' at {name!r}' if name else ''}."]
     for key in distribution:
         if key in _CONVERSIONS:
-            said.append(f"Instead of {key!r} return {_CONVERSIONS[key]}.")
+            lines.append(f"Instead of {key!r} return {_CONVERSIONS[key]}.")
         elif key not in known and (near := difflib.get_close_matches(str(key), known, n=1)):
-            said.append(f"Did you mean {near[0]!r} by {key!r}?")
-    return " ".join([*said, _ADVICE])
+            lines.append(f"Did you mean {near[0]!r} by {key!r}?")
+    return " ".join([*lines, _ADVICE])
 
 
 def _part(arrays: Mapping[str, Array], prefix: str) -> dict[str, Array]:
+    """The arrays with this prefix, without it, as float64."""
     names = {name.rpartition(".")[2]: name for name in arrays if name.rpartition(".")[0] == prefix}
     return {key: np.asarray(arrays[name], np.float64) for key, name in names.items()}
 
 
 def _of_torch(distribution: Any, name: str) -> dict[str, Array]:
-    """A torch.distributions object, recognised by its class so that torch need not be imported here."""
+    """The arrays of a torch.distributions object, which is recognised by its class to avoid importing torch."""
     kind = type(distribution).__name__
     if not type(distribution).__module__.startswith("torch.distributions"):
         raise AgentError(f"distribution() returned a {kind}. {_ADVICE}")
@@ -149,12 +183,14 @@ def _of_torch(distribution: Any, name: str) -> dict[str, Array]:
         return {path(name, "mean"): as_floats(mean, "mean"), path(name, "log_std"): as_floats(log_std, "log_std")}
     found = {key: getattr(distribution, key) for key in distribution.arg_constraints if key not in _DERIVED}
     if not found:
-        raise AgentError(f"distribution() returned a torch {kind}, whose divergence farstep does not know. {_ADVICE}")
+        raise AgentError(
+            f"distribution() returned a torch {kind}, for which farstep cannot compute a divergence. {_ADVICE}"
+        )
     return {path(name, f"{kind}:{key}"): as_floats(value, key) for key, value in found.items()}
 
 
 def _of_transformed(distribution: Any, name: str) -> dict[str, Array]:
-    """A distribution whose actions are squashed or scaled."""
+    """The arrays of a distribution with transforms that squash or scale its actions."""
     found = _of_torch(distribution.base_dist, name)
     mean, log_std = path(name, "mean"), path(name, "log_std")
     squashed = False
@@ -163,7 +199,7 @@ def _of_transformed(distribution: Any, name: str) -> dict[str, Array]:
         if kind == "AffineTransform":
             like = next(iter(found.values()))
             loc, scale = (_spread(np.asarray(as_array(v), np.float32), like) for v in (transform.loc, transform.scale))
-            if mean in found and not squashed:  # still a Gaussian, and perhaps the policy's own mean and deviation
+            if mean in found and not squashed:  # still a Gaussian; loc and scale may depend on the policy
                 found[mean] = loc + scale * found[mean]
                 found[log_std] = found[log_std] + np.log(np.abs(scale))
             else:
@@ -171,11 +207,14 @@ def _of_transformed(distribution: Any, name: str) -> dict[str, Array]:
         elif kind in ("TanhTransform", "SigmoidTransform"):
             squashed = True
         else:
-            raise AgentError(f"distribution() returned a policy with a {kind}, which farstep does not know. {_ADVICE}")
+            raise AgentError(
+                f"distribution() returned a policy with a {kind}, which farstep does not support. {_ADVICE}"
+            )
     return found
 
 
 def _spread(array: Array, like: Array) -> Array:
+    """Broadcast an array to the shape of another, if possible."""
     try:
         return np.ascontiguousarray(np.broadcast_to(array, like.shape))
     except ValueError:
@@ -183,7 +222,7 @@ def _spread(array: Array, like: Array) -> Array:
 
 
 def _by_torch(family: str, p: Mapping[str, Array], q: Mapping[str, Array]) -> Array:
-    """The divergence of two torch distributions of one class, built from their parameters."""
+    """The divergence of two torch distributions of the same class, rebuilt from their parameters."""
     import torch
 
     def built(part: Mapping[str, Array]) -> Any:
@@ -194,14 +233,14 @@ def _by_torch(family: str, p: Mapping[str, Array], q: Mapping[str, Array]) -> Ar
         return _summed(torch.distributions.kl_divergence(built(p), built(q)).numpy())
     except (TypeError, NotImplementedError) as error:
         raise AgentError(
-            f"distribution() returned a torch {family}, whose divergence torch does not know ({error}). {_ADVICE}"
+            f"distribution() returned a torch {family}, for which torch has no kl_divergence ({error}). {_ADVICE}"
         ) from error
 
 
 def _categorical(p: Array, q: Array) -> Array:
     log_p, log_q = _log_softmax(p), _log_softmax(q)
     with np.errstate(invalid="ignore"):
-        terms = np.where(np.isneginf(log_p), 0.0, np.exp(log_p) * (log_p - log_q))  # a masked action adds nothing
+        terms = np.where(np.isneginf(log_p), 0.0, np.exp(log_p) * (log_p - log_q))  # masked actions contribute 0
     return _summed(terms)
 
 
@@ -225,5 +264,5 @@ def _log_sigmoid(x: Array) -> Array:
 
 
 def _summed(terms: Array) -> Array:
-    """Over everything but the observations."""
+    """Sum over all axes but the first."""
     return np.asarray(terms.reshape(len(terms), -1).sum(axis=1))

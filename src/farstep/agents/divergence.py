@@ -1,10 +1,13 @@
-"""How far a worker's policy is from the learner's on the same observations, by what the agent offers.
+"""The divergence of a worker's policy from the learner's on the same observations.
 
-Each side describes its policy as named arrays, a row per observation; the head's description travels, and the worker
-compares. With `distribution(obs)` the divergence is exact; with `log_prob(obs, action)` it is estimated from the
-worker's own actions; an agent's own `divergence(local, learner)` takes whatever arrays its `distribution` returns. An
-agent of `act` and `get_parameters` alone is compared by what `act` returns beside actions: `distribution`, in the form
-that the method has, or `logits`.
+Each side describes its policy as named arrays, one row per observation. The head sends its description, and the worker
+compares. Which methods are used depends on the agent:
+
+- `distribution(obs)`: the divergence is exact.
+- `log_prob(obs, action)`: it is estimated from the worker's own actions.
+- `divergence(local, learner)`: the agent computes it from the arrays that its `distribution` returns.
+- only `act` and `get_parameters`: it is computed from the entry `distribution` or `logits` that `act` returns beside
+  actions.
 """
 
 from __future__ import annotations
@@ -23,11 +26,11 @@ from farstep.errors import AgentError
 from farstep.schema import ArraySpec, Schema, Structure, leaf_names, nest
 
 _ROUNDING = 1e-4
-"""How far below zero a divergence may be: sums of float32 are not exact."""
+"""How far below zero a divergence may be, because of float32 rounding."""
 
 
 def comparing_method(agent: Any, outputs: Schema) -> str:
-    """The method that says how far apart policies are, given the arrays that `act` returns; "" if there is none."""
+    """The agent's method by which policies are compared; "" if there is none. `outputs`: what `act` returns."""
     for method in ("distribution", "log_prob"):
         if callable(getattr(agent, method, None)):
             return method
@@ -35,17 +38,17 @@ def comparing_method(agent: Any, outputs: Schema) -> str:
 
 
 def why_incomparable(agent: Any, outputs: Schema) -> str:
-    """Why two versions of an agent without such a method cannot be compared, and what to add."""
+    """Why versions of an agent without a `comparing_method` cannot be compared, and what to add."""
     action, logits = outputs.get("action"), outputs.get("logits")
     if logits is None:
         returned = "act returns neither 'logits' nor 'distribution'"
     else:
         of = f"actions of shape {list(action.shape)}" if action else "nested actions"
-        returned = f"the 'logits' that act returns, of shape {list(logits.shape)}, are not those of {of}"
+        returned = f"the 'logits' that act returns, of shape {list(logits.shape)}, do not match {of}"
     return (
-        f"{type(agent).__name__} has no distribution(obs) and {returned}. Let act return, beside the action, "
-        '"logits" (one number for each choice) or "distribution" (arrays such as {"mean": ..., "log_std": ...}), or '
-        "add distribution(obs) or log_prob(obs, action); for a deterministic policy let distribution(obs) return its "
+        f"{type(agent).__name__} has no distribution(obs) and {returned}. Have act return, beside the action, "
+        '"logits" (one number per choice) or "distribution" (arrays such as {"mean": ..., "log_std": ...}), or add '
+        "distribution(obs) or log_prob(obs, action). For a deterministic policy, have distribution(obs) return its "
         "actions and add divergence(local, learner) -> [n]"
     )
 
@@ -55,7 +58,7 @@ def _has_distribution(outputs: Schema) -> bool:
 
 
 def _has_logits(outputs: Schema) -> bool:
-    """Whether `logits` has the numbers of each choice in a last dimension that actions do not have."""
+    """Whether `logits` has the shape of actions plus a last axis with one number per choice."""
     action, logits = outputs.get("action"), outputs.get("logits")
     if action is None or logits is None or not logits.shape:
         return False
@@ -63,7 +66,7 @@ def _has_logits(outputs: Schema) -> bool:
 
 
 class Comparison:
-    """Describes the policy of one side, and compares two descriptions."""
+    """Describes a policy as named arrays, and compares two descriptions."""
 
     def __init__(
         self, policy: Policy, obs: Structure, action: Structure, state: Structure | None, outputs: Schema | None = None
@@ -86,27 +89,28 @@ class Comparison:
         if self._method != "act":
             self._check_signature()
         self.names = [name for structure in inputs for name in leaf_names(structure)]
-        """The arrays of a row that it looks at."""
+        """The arrays of a row that it needs."""
         self.first_row_only = policy.recurrent
-        """A recurrent state is known only where a chunk begins."""
+        """Whether only the first row of a chunk can be used, since a recurrent state is known only there."""
         self.note = ""
-        """Why the last comparison came to no number, if it did not."""
+        """Why the last comparison gave NaN; "" if it did not."""
         self.expected: Schema = {}
-        """What the policy says of an observation; known once it was tried."""
+        """Arrays of the description of one observation; set by `check`."""
 
     def _check_signature(self) -> None:
+        """Raise `AgentError` if the agent's method cannot be called with the necessary arguments."""
         try:
             signature = inspect.signature(getattr(self._policy.agent, self._method))
         except (TypeError, ValueError):
-            return  # not everything that can be called says how
+            return  # some callables have no signature
         given = ["obs", *["action"] * self.estimates, *["state", "episode_start"] * self._policy.recurrent]
         try:
             signature.bind(*given)
         except TypeError as error:
             kind = "a recurrent agent (it has initial_state)" if self._policy.recurrent else "an agent"
             raise AgentError(
-                f"{self._method}{signature} cannot be called as that of {kind} is: {self._method}({', '.join(given)}); "
-                f"{error}. Take these arguments, whether you use them or not."
+                f"{self._method}{signature} of {kind} is called as {self._method}({', '.join(given)}): {error}. It "
+                "must accept these arguments, used or not, and require no others."
             ) from error
 
     @property
@@ -116,66 +120,75 @@ class Comparison:
 
     @property
     def estimates(self) -> bool:
-        """Whether rows must hold actions of the policy that is compared."""
+        """Whether the divergence is estimated from actions, which rows must then hold."""
         return self._method == "log_prob"
 
     def describe(self, rows: Mapping[str, Array]) -> dict[str, Array]:
-        """What the policy says of these rows, as named arrays `[n, ...]` of float32."""
-        found = self._flat(self._asked([nest(structure, rows) for structure in self._inputs]))
+        """Describe the policy on these rows, as named float32 arrays `[n, ...]`."""
+        found = self._flat(self._query([nest(structure, rows) for structure in self._inputs]))
         count = len(rows[self.names[0]])
         for name, array in found.items():
             if array.shape[:1] != (count,):
                 raise AgentError(
-                    f"{self._method}() returned {name} as {list(array.shape)} for {count} observations; its first "
-                    "dimension must be the observations."
+                    f"{self._method}() returned {name} as {list(array.shape)} for {count} observations; its first axis "
+                    "must be the observations."
                 )
         schema = {name: ArraySpec.of(array) for name, array in found.items()}
         if self.expected and schema != self.expected:
             raise AgentError(
                 f"{self._method}() returned {_listed(schema)} for each observation now, and {_listed(self.expected)} "
-                "when the agent was first sent, which cannot be compared. Return the same arrays every time, or make "
-                "another agent of it."
+                "when the agent was first sent; these cannot be compared. Return the same arrays every time, or create "
+                "another agent object."
             )
         return found
 
-    def _asked(self, inputs: Sequence[Nested]) -> Any:
+    def _query(self, inputs: Sequence[Nested]) -> Any:
+        """Call the agent's method and return its description of the policy."""
         if self._method != "act":
-            return self._policy.ask(self._method, inputs)
-        said = self._policy.rehearse(inputs).get(self._entry)
-        if said is None:
+            return self._policy.query(self._method, inputs)
+        answer = self._policy.act_on_copy(inputs).get(self._entry)
+        if answer is None:
             raise AgentError(f"act returned no {self._entry!r}, but did in its first call; return it every time.")
-        return said if self._entry == "distribution" else {"logits": said}
+        return answer if self._entry == "distribution" else {"logits": answer}
 
-    def _flat(self, said: Any) -> dict[str, Array]:
+    def _flat(self, answer: Any) -> dict[str, Array]:
+        """Convert the answer of the agent to named arrays."""
         if self.estimates:
-            found = as_floats(said, "log_prob")
+            found = as_floats(answer, "log_prob")
             if found.ndim != 1:
-                raise AgentError(f"log_prob() returned {list(found.shape)}; expected [n]: sum over an action's parts.")
+                raise AgentError(
+                    f"log_prob() returned {list(found.shape)}; expected [n]: sum over the dimensions of an action."
+                )
             return {"log_prob": found}
         if self._own is not None:
-            return {name: as_floats(leaf, name) for name, leaf in leaves_of(said, "distribution")}
-        return flat_distribution(said)
+            return {name: as_floats(leaf, name) for name, leaf in leaves_of(answer, "distribution")}
+        return flat_distribution(answer)
 
     def check(self, rows: Mapping[str, Array]) -> Schema:
-        """Try it, with both sides the same; what it says of an observation from now on."""
-        said = self.describe(rows)
-        single = (name.rpartition(".")[2] == "logits" and array.shape[-1] == 1 for name, array in said.items())
+        """Compare the policy with itself, and return the arrays that describe one observation from now on.
+
+        Raises:
+            AgentError: The agent's methods do not work, or cannot tell versions apart.
+        """
+        described = self.describe(rows)
+        single = (name.rpartition(".")[2] == "logits" and array.shape[-1] == 1 for name, array in described.items())
         if self._own is None and all(single):
             raise AgentError(
-                f"{self._method}() returned logits of one choice, which is always certain, so no two versions differ. "
-                'Return one number for each of k actions, [n, k], or {"bernoulli": logits} for yes or no.'
+                f"{self._method}() returned logits of a single choice, which always has probability 1, so no two "
+                'versions differ. Return one number for each of k actions, [n, k], or {"bernoulli": logits} for a '
+                "binary choice."
             )
-        self.compare(said, said)
+        self.compare(described, described)
         self.note = ""
-        self.expected = {name: ArraySpec.of(array) for name, array in said.items()}
+        self.expected = {name: ArraySpec.of(array) for name, array in described.items()}
         return self.expected
 
     def compare(self, local: Mapping[str, Array], learner: Mapping[str, Array]) -> float:
-        """The mean divergence of the local policy from the learner's; infinite if it is no number."""
+        """The mean divergence of the local policy from the learner's; infinite if it is NaN (see `note`)."""
         if self._own is not None:
             found = self._checked(self._own(dict(local), dict(learner)), len(next(iter(local.values()))))
         else:
-            with np.errstate(all="ignore"):  # a NaN is told in our own words, and infinite is too far
+            with np.errstate(all="ignore"):  # NaN is reported in `note`, and infinity is a valid divergence
                 estimates = self.estimates
                 found = (
                     kl_estimate(local["log_prob"], learner["log_prob"]) if estimates else kl_divergence(local, learner)
@@ -184,21 +197,24 @@ class Comparison:
         self.note = self._why_nan(local, learner) if np.isnan(mean) else ""
         return np.inf if self.note else mean
 
-    def _checked(self, said: Any, rows: int) -> Array:
-        """What the agent's own divergence returned, as numbers."""
-        array = None if isinstance(said, Mapping) else as_array(said, "what divergence() returned")
+    def _checked(self, answer: Any, rows: int) -> Array:
+        """Check what the agent's own `divergence` returned: one number of at least 0 per row."""
+        array = None if isinstance(answer, Mapping) else as_array(answer, "what divergence() returned")
         if array is None or array.dtype.kind not in "fiu" or array.shape != (rows,):
-            got = type(said).__name__ if array is None or array.dtype.hasobject else f"{array.dtype}{list(array.shape)}"
+            got = type(answer).__name__
+            if array is not None and not array.dtype.hasobject:
+                got = f"{array.dtype}{list(array.shape)}"
         elif (array < -_ROUNDING).any():
             got = f"the negative number {array.min():g}"
         else:
             return np.asarray(array, np.float64)
         raise AgentError(
-            f"divergence() returned {got}; expected [n] numbers >= 0, one for each of {rows} rows: how far the local "
-            "policy is from the learner's there, 0 where they are equal. Their mean is what kl_threshold bounds."
+            f"divergence() returned {got}; expected [n] numbers >= 0, one for each of {rows} rows: the divergence of "
+            "the local policy from the learner's, 0 where they are equal. kl_threshold bounds their mean."
         )
 
     def _why_nan(self, local: Mapping[str, Array], learner: Mapping[str, Array]) -> str:
+        """Which output of the agent has a NaN."""
         names = [name for name in local if np.isnan(local[name]).any() or np.isnan(learner[name]).any()]
         if names:
             return f"{self._method}() returns NaN ({', '.join(names)})"

@@ -1,7 +1,7 @@
-"""Parameters as one flat buffer: named leaves in a fixed order, each aligned, and the way back into an agent.
+"""Parameters as one flat buffer of named, aligned leaves in a fixed order, and loading them into an agent.
 
 `get_parameters()` may return torch tensors (CPU or GPU), NumPy or JAX arrays, nested in mappings, lists or tuples,
-or an iterator over them. The core imports neither torch nor jax: a leaf is recognised by what it can do.
+or an iterator over them. This module imports neither torch nor jax: it recognises leaves by their attributes.
 """
 
 from __future__ import annotations
@@ -21,34 +21,34 @@ from farstep.core import Agent, Array, Nested
 from farstep.errors import AgentError, described
 
 _ALIGN = 64
-_COMPARED_BYTES = 2**20  # below this, contents are compared even when version counters say "unchanged"
+_COMPARED_BYTES = 2**20  # up to this size, contents are compared even if version counters have not changed
 
 
 def parameters_of(agent: Agent) -> Nested:
-    """What `get_parameters()` returns, as something that can be looked at twice; a baseline may have none."""
+    """What `get_parameters()` returns; raises `AgentError` if it is empty although the module has parameters."""
     parameters = given_parameters(agent)
     if is_torch_module(agent) and not leaves_of(parameters) and _has_tensors(agent):
         raise AgentError(
-            f"get_parameters() returned nothing, but {type(agent).__name__} has parameters of torch: workers could "
-            "never learn of new weights. Return those that act uses, e.g. state_dict()."
+            f"get_parameters() returned nothing, but {type(agent).__name__} has torch parameters: workers would never "
+            "get new weights. Return the parameters that act uses, e.g. state_dict()."
         )
     return parameters
 
 
 def given_parameters(agent: Agent) -> Nested:
-    """What `get_parameters()` returns now, an iterator as a list, since one look uses it up."""
+    """What `get_parameters()` returns, with an iterator converted to a list."""
     try:
         parameters = agent.get_parameters()
         return list(parameters) if hasattr(parameters, "__next__") else parameters
     except Exception as error:
         raise AgentError(
-            f"get_parameters() of {type(agent).__name__} raised {described(error)}. Without it no weights "
-            "reach workers: let it return the policy's arrays or tensors whenever it is called."
+            f"get_parameters() of {type(agent).__name__} raised {described(error)}. It must return the policy's "
+            "arrays or tensors whenever it is called, since they are sent to workers."
         ) from error
 
 
 def _has_tensors(agent: Any) -> bool:
-    own = sys.modules["torch"].nn.Module.parameters(agent)  # an agent may have a parameters() of its own
+    own = sys.modules["torch"].nn.Module.parameters(agent)  # the agent may override parameters()
     return any(True for _ in own)
 
 
@@ -58,18 +58,18 @@ def leaves_of(parameters: Nested, name: str = "") -> list[tuple[str, Any]]:
 
 
 def travelling(leaves: list[tuple[str, Any]], config: WeightsConfig) -> list[tuple[str, Any]]:
-    """The leaves that are sent to workers."""
+    """The leaves that are sent to workers; raises `AgentError` if `weights.only` selects none."""
     found = [(name, leaf) for name, leaf in leaves if config.travels(name)]
     names = [name for name, _ in leaves]
     if names and (idle := config.idle_patterns(names)):
         raise AgentError(
-            f"weights.only has the pattern {idle[0]!r}, which chooses none of the agent's parameters, so what it is "
-            f"meant for would never travel. {_nearest(idle[0], names)} Correct the pattern, or leave it out."
+            f"weights.only has the pattern {idle[0]!r}, which matches none of the agent's parameters, so workers would "
+            f"not get those that it is meant for. {_nearest(idle[0], names)} Correct the pattern or remove it."
         )
     if names and not found:
         raise AgentError(
-            f"none of the agent's parameters is chosen by weights.only={config.only!r}, so nothing would travel. "
-            f"{_some(names)} Let it return True for some of them."
+            f"weights.only={config.only!r} selects none of the agent's parameters, so workers would get no weights. "
+            f"{_some(names)} It must select some of them."
         )
     return found
 
@@ -80,7 +80,7 @@ def _nearest(pattern: str, names: list[str]) -> str:
 
 
 def _some(names: list[str]) -> str:
-    return f"It has {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}."
+    return f"The agent has {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}."
 
 
 def _walk(value: Any, name: str) -> Iterator[tuple[str, Any]]:
@@ -96,36 +96,36 @@ def _walk(value: Any, name: str) -> Iterator[tuple[str, Any]]:
         yield name or "parameters", np.asarray(value)
     else:
         raise AgentError(
-            f"get_parameters() returned a {type(value).__name__} at {name or 'its top'!r}; expected arrays or "
+            f"get_parameters() returned a {type(value).__name__} at {name or 'the top level'!r}; expected arrays or "
             "tensors in nested mappings, lists or tuples. Return only what the policy needs, e.g. state_dict()."
         )
 
 
 def path(name: str, key: object) -> str:
-    """The name of a part."""
+    """The name of an entry in nested parameters."""
     return f"{name}.{key}" if name else str(key)
 
 
 def as_array(leaf: Any, name: str = "a value of the agent") -> Array:
-    """A leaf as a NumPy array on the host, over the same memory where it is there already."""
+    """A leaf as a NumPy array on the host, without a copy if it is in host memory."""
     try:
         return leaf.numpy(force=True) if is_tensor(leaf) else np.asarray(leaf)
-    except Exception as error:  # sparse, on no device, not initialised yet, of a dtype that NumPy lacks
+    except Exception as error:  # sparse, on the meta device, not initialised, or of a dtype that NumPy lacks
         raise AgentError(
-            f"{name} is a {type(leaf).__module__}.{type(leaf).__name__} that NumPy cannot hold ({error}); expected "
-            "dense numbers. Convert it, e.g. with .float() or .to_dense(), or leave it out."
+            f"{name} is a {type(leaf).__module__}.{type(leaf).__name__} that NumPy cannot represent ({error}); "
+            "expected dense numbers. Convert it, e.g. with .float() or .to_dense(), or leave it out."
         ) from error
 
 
 def as_stored(name: str, leaf: Any) -> Array:
-    """A parameter as it travels: dtypes NumPy lacks (bfloat16) come as their bits."""
+    """A parameter as it is sent: values of a dtype that NumPy lacks (bfloat16) as integers with the same bits."""
     if is_tensor(leaf):
         return as_array(_bits(leaf), f"parameter {name!r}")
     array = as_array(leaf, f"parameter {name!r}")
     if array.dtype.hasobject or array.dtype.names:
         raise AgentError(
-            f"parameter {name!r} is an array of {array.dtype}; expected plain numbers. Leave it out, or make "
-            "get_parameters() return the numbers in it."
+            f"parameter {name!r} is an array of {array.dtype}; expected plain numbers. Leave it out, or return the "
+            "numbers in it."
         )
     return array.view(f"u{array.dtype.itemsize}") if array.dtype.kind == "V" else array
 
@@ -136,13 +136,13 @@ def is_tensor(leaf: Any) -> bool:
 
 
 def is_torch_module(agent: Any) -> bool:
-    """Whether the agent is a torch module; torch is imported by the agent itself or not at all."""
+    """Whether the agent is a torch module, without importing torch."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(agent, torch.nn.Module)
 
 
 def _bits(tensor: Any) -> Any:
-    """The tensor itself or, of a type that NumPy lacks, its bits as integers over the same memory."""
+    """The tensor itself or, if NumPy lacks its dtype, an integer view of the same memory."""
     import torch
 
     has_type = tensor.dtype in (torch.float16, torch.float32, torch.float64) or not tensor.dtype.is_floating_point
@@ -152,7 +152,7 @@ def _bits(tensor: Any) -> Any:
 
 
 def has_nan(leaf: Any, stored: Array) -> bool:
-    """Whether a parameter, given also as it is stored, holds a NaN."""
+    """Whether a parameter has a NaN; `stored` is what `as_stored` returned for it."""
     if is_tensor(leaf) and leaf.dtype.is_floating_point and stored.dtype.kind != "f":
         stored = as_array(leaf.float())
     elif getattr(leaf.dtype, "kind", "") == "V":
@@ -167,12 +167,13 @@ class ParameterSchema:
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     sources: tuple[str, ...]
-    """Their dtypes in the agent."""
+    """Dtypes in the agent."""
     dtypes: tuple[str, ...]
-    """Their dtypes in the buffer."""
+    """Dtypes in the buffer."""
 
     @classmethod
     def of(cls, leaves: list[tuple[str, Any]], half: bool = False) -> ParameterSchema:
+        """The schema of these leaves; `half`: floats are stored as float16."""
         arrays = [as_stored(name, leaf) for name, leaf in leaves]
         sources = tuple(a.dtype.str for a in arrays)
         stored = tuple("<f2" if half and source in ("<f4", "<f8") else source for source in sources)
@@ -186,10 +187,11 @@ class ParameterSchema:
 
     @cached_property
     def nbytes(self) -> int:
+        """Size of the flat buffer in bytes."""
         return sum(-(-size // _ALIGN) * _ALIGN for size in self._sizes)
 
     def views(self, buffer: Any, offset: int = 0) -> list[Array]:
-        """The leaves as arrays over `buffer`."""
+        """The leaves as arrays that view `buffer`."""
         arrays = []
         for shape, dtype, size in zip(self.shapes, self.dtypes, self._sizes, strict=True):
             arrays.append(np.ndarray(shape, np.dtype(dtype), buffer, offset))
@@ -197,7 +199,7 @@ class ParameterSchema:
         return arrays
 
     def ordered(self, leaves: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
-        """The leaves in this order, if they are the same ones: a mapping may have been built anew in another."""
+        """The leaves in the order of the schema, if their names are the same; otherwise as they are."""
         got = tuple(name for name, _ in leaves)
         if got == self.names or sorted(got) != sorted(self.names) or len(set(got)) < len(got):
             return leaves
@@ -205,57 +207,61 @@ class ParameterSchema:
         return [(name, by_name[name]) for name in self.names]
 
     def check(self, leaves: list[tuple[str, Any]]) -> None:
-        """Refuse, by name, parameters that are missing, new or of another shape."""
+        """Raise `AgentError` if parameters are missing, new or of another shape."""
         got = [name for name, _ in leaves]
         if tuple(got) != self.names:
             missing, extra = sorted(set(self.names) - set(got)), sorted(set(got) - set(self.names))
             raise AgentError(
                 f"get_parameters() changed: missing {missing or 'none'}, new {extra or 'none'}"
-                f"{'' if missing or extra else ' (the order differs)'}. The old version stays in force; "
-                "return the same parameters every time."
+                f"{'' if missing or extra else ' (the order differs)'}. Workers keep the old version; return the "
+                "same parameters every time."
             )
         for (name, leaf), shape in zip(leaves, self.shapes, strict=True):
             if tuple(leaf.shape) != shape:
                 raise AgentError(
-                    f"parameter {name!r} changed its shape from {list(shape)} to {list(leaf.shape)}; the old "
-                    "version stays in force. An agent of other shapes must be another object."
+                    f"parameter {name!r} changed its shape from {list(shape)} to {list(leaf.shape)}; workers keep the "
+                    "old version. Create a new agent object for other shapes."
                 )
 
 
 class ChangeDetector:
-    """Tells whether an agent's parameters changed since they were last noted, as cheaply as the framework allows."""
+    """Detects whether an agent's parameters may have changed, by the version counters of their framework."""
 
     def __init__(self) -> None:
         self._print: list[object] = []
 
     def same_counters(self, counters: list[object]) -> bool:
-        """True when every leaf has a counter or is immutable, and none moved since those that were noted."""
+        """Whether every leaf has a counter or is immutable, and all counters equal the noted ones."""
         return bool(self._print) and counters == self._print
 
     def note(self, counters: list[object]) -> None:
-        """Remember the counters of leaves whose contents are known. They must have been read before the contents: else
-        a change in between, by another thread, would never be noticed."""
+        """Store the counters that belong to known contents.
+
+        Read the counters before the contents; otherwise a change in between, by another thread, would be missed.
+        """
         self._print = counters
 
     @staticmethod
     def trusted(nbytes: int) -> bool:
-        """Whether equal counters alone are believed: writing through torch's `.data` bypasses them, so what is
-        cheap to compare is compared."""
+        """Whether equal counters suffice, without comparing contents.
+
+        Writes through torch's `.data` do not change the counters, so small parameters are always compared.
+        """
         return nbytes > _COMPARED_BYTES
 
     @staticmethod
     def counters(leaves: list[tuple[str, Any]]) -> list[object]:
-        """The counters of leaves now."""
+        """The current counters of leaves."""
         prints: list[object] = []
         for _, leaf in leaves:
             if is_tensor(leaf):
-                # Counter 0: a copy made just now, or a `.data` alias whose counter is its own. It says nothing.
+                # A counter of 0 means nothing: the tensor is a new copy, or a `.data` alias with its own counter.
                 counts = not leaf.is_inference() and leaf._version > 0
                 prints.append((leaf.data_ptr(), leaf._version) if counts else object())
             elif isinstance(leaf, np.ndarray):
                 prints.append(object())  # NumPy has no counter: never equal
             else:
-                prints.append(leaf)  # JAX arrays never change in place: the same object is the same value
+                prints.append(leaf)  # JAX arrays are immutable: the same object has the same value
         return _Identity.wrap(prints)
 
 
@@ -276,7 +282,7 @@ class _Identity:
 
 
 class ParameterLoader:
-    """Puts a flat buffer into a worker's copy of the agent, by the first way that works."""
+    """Loads a flat buffer into a worker's copy of the agent: with `set_parameters` if it has one, else in place."""
 
     def __init__(self, agent: Agent, config: WeightsConfig = ALL_WEIGHTS) -> None:
         self._agent, self._config = agent, config
@@ -293,7 +299,7 @@ class ParameterLoader:
         """The agent's own tensors or arrays that can be written in place."""
         if is_torch_module(self._agent):
             module = sys.modules["torch"].nn.Module
-            # With all names of tied tensors, as a state_dict has them.
+            # Include all names of tied tensors, like a state_dict.
             own = dict(module.named_parameters(self._agent, remove_duplicate=False))
             own.update(module.named_buffers(self._agent, remove_duplicate=False))
             if all(name in own for name, _ in leaves):
@@ -314,13 +320,13 @@ class ParameterLoader:
         return [_writable(leaf, leaf) for _, leaf in leaves]
 
     def _current(self) -> list[tuple[str, Any]]:
-        """What the agent has now, of what travels."""
+        """The agent's current leaves that are sent to workers."""
         leaves = self.schema.ordered(travelling(leaves_of(given_parameters(self._agent)), self._config))
         self.schema.check(leaves)
         return leaves
 
     def load(self, arrays: list[Array]) -> None:
-        """Load the leaves; either all of them or, on an error, as the agent's own setter left it."""
+        """Load new values of all leaves; if `set_parameters` raises, the agent is as that method left it."""
         if self._config.half:
             arrays = [array.astype(dtype) for array, dtype in zip(arrays, self.schema.sources, strict=True)]
         if self._set is not None:
@@ -337,16 +343,16 @@ class ParameterLoader:
             self._verified = True
 
     def _verify(self, arrays: list[Array]) -> None:
-        """Make sure, once, that what was loaded is what the agent has now."""
+        """Check that `get_parameters()` returns what was loaded; done once."""
         for (name, leaf), array in zip(self._current(), arrays, strict=True):
             if not np.array_equal(as_stored(name, leaf), array):
                 raise AgentError(
-                    f"parameter {name!r} does not have the value that was loaded into it. Let set_parameters() take "
-                    "what get_parameters() returns, or let get_parameters() return the agent's own arrays."
+                    f"parameter {name!r} does not have the value that was loaded into it. set_parameters() must accept "
+                    "what get_parameters() returns, or get_parameters() must return the agent's own arrays."
                 )
 
     def _by_name(self, template: Nested, arrays: list[Array]) -> Iterator[Array]:
-        """The arrays in the template's order, which is the agent's own: its setter may have kept them in another."""
+        """The arrays in the order of the template, which may differ from that of the schema."""
         leaves = travelling(leaves_of(template), self._config)
         indices = {name: i for i, name in enumerate(self.schema.names)}
         if self.schema.ordered(leaves) is leaves:
@@ -354,7 +360,7 @@ class ParameterLoader:
         return iter([arrays[indices[name]] for name, _ in leaves])
 
     def _rebuild(self, template: Any, name: str, arrays: Iterator[Array]) -> Any:
-        """What get_parameters() returned, types included, with new contents (copies, for the buffer is reused)."""
+        """A value nested and typed like the template, with copies of the arrays (the buffer is reused)."""
         if isinstance(template, Mapping):
             parts = {key: self._rebuild(sub, path(name, key), arrays) for key, sub in template.items()}
             return type(template)(parts)  # type: ignore[call-arg]
@@ -372,7 +378,7 @@ class ParameterLoader:
 
 
 def _writable(own: Any, leaf: Any) -> Any:
-    """What to write new values of `leaf` into: the agent's own memory as an array, or the tensor if it must convert."""
+    """Where to write new values of `leaf`: an array over the agent's memory, or the tensor if it must convert them."""
     if not is_tensor(own):
         return own
     same = is_tensor(leaf) and own.dtype == leaf.dtype

@@ -1,4 +1,4 @@
-"""An agent as a worker uses it: NumPy observations in, NumPy outputs out, whatever the framework between."""
+"""The agent as a worker calls it: NumPy observations in, NumPy outputs out, for any framework."""
 
 from __future__ import annotations
 
@@ -22,11 +22,13 @@ log = logging.getLogger(__name__)
 
 
 class Policy:
-    """Calls `act` with what its signature asks for, on the fast path where that agrees with eager."""
+    """Calls `act` with the arguments in its signature, through a recorded program if that agrees with `act`."""
 
     def __init__(self, agent: Any, inference: str = "eager", has_gpu: bool = False) -> None:
         if not callable(getattr(agent, "act", None)):
-            raise AgentError(f"{type(agent).__name__} has no act(obs); see farstep.core.Agent for what is needed.")
+            raise AgentError(
+                f"{type(agent).__name__} has no act(obs); see farstep.core.Agent for the methods of an agent."
+            )
         self.agent = agent
         self.is_torch = is_torch_module(agent)
         self.recurrent = callable(getattr(agent, "initial_state", None))
@@ -35,12 +37,13 @@ class Policy:
         further = [name for name, needed in list(parameters.items())[1:] if needed and name != "rng"]
         if further and not self.recurrent:
             raise AgentError(
-                f"act asks for {further} beside obs, which only a recurrent agent gets, and {type(agent).__name__} "
-                "is none; add initial_state(n), or take act(obs) or act(obs, rng)."
+                f"act requires {further} beside obs, which only a recurrent agent gets, and {type(agent).__name__} "
+                "is not recurrent; add initial_state(n), or define act(obs) or act(obs, rng)."
             )
         self.note = "eager"
+        """How `act` is called, for users: "fast", or "eager" with the reason."""
         self._has_doubles: bool | None = None
-        """Whether observations are float64, once one was seen; looked at in every step it would cost 5 us."""
+        """Whether observations are float64; None before the first one. Checking in every step would cost 5 us."""
         self._fast: Any = None
         self._example: tuple[Nested, ...] = ()
         self._constants = b""
@@ -50,31 +53,31 @@ class Policy:
 
             self._torch = torch
         self._device = self._moved() if has_gpu and self.is_torch else None
-        """The GPU that the module was brought to; None: it acts where it is."""
+        """The GPU that the module was moved to; None: it was not moved."""
 
     def _moved(self) -> str | None:
-        """A process that was given a GPU sees no other."""
+        """Move the module to the GPU of this process, the only one visible to it, and return the device."""
         if not self._torch.cuda.is_available():
-            log.warning("there is a GPU for this process, but torch sees none; the agent acts on the CPU")
+            log.warning("this process was assigned a GPU, but torch sees none; the agent acts on the CPU")
             return None
         self._torch.nn.Module.to(self.agent, "cuda")
         return "cuda"
 
     def initial_state(self, num_envs: int) -> Nested:
-        """The recurrent state before the first step, or None."""
+        """The recurrent state before the first step; None if the agent is not recurrent."""
         if not self.recurrent:
             return None
         state = self.agent.initial_state(num_envs)
         return map_leaves(as_array, state) if self.is_torch else state
 
     def __call__(self, obs: Nested, state: Nested, episode_start: Any, rng: Sequence[Any] | None) -> dict[str, Any]:
-        """One step for a batch: a mapping with `action`, further outputs, and `state` if recurrent."""
+        """Act on a batch of observations; returns `action`, further outputs, and `state` if recurrent."""
         if self._fast is not None:
             return _mapping(self._fast(*self._arguments(obs, state, episode_start)))
         return self._eager(obs, state, episode_start, rng)
 
     def _eager(self, obs: Nested, state: Nested, episode_start: Any, rng: Sequence[Any] | None) -> dict[str, Any]:
-        # In memory of its own: act may change or keep what it gets, and these rows are the batch to be.
+        # Copy: `act` may change or keep its arguments, and these rows become the batch.
         obs = map_leaves(np.ndarray.copy, obs)
         if self.recurrent:
             episode_start = episode_start.copy()
@@ -84,23 +87,22 @@ class Policy:
         with self._torch.inference_mode():
             return _mapping(map_leaves(as_array, self.agent.act(*self._tensors(arguments), **self._generators(rng))))
 
-    def ask(self, method: str, arguments: Sequence[Nested]) -> Any:
-        """Call another of the agent's methods on arrays (observations first), leaving no trace in it.
+    def query(self, method: str, arguments: Sequence[Nested]) -> Any:
+        """Call another method of the agent on arrays (observations first), without changing modes or random states.
 
-        A torch module is asked in evaluation mode and on its own device, so that the learner's answer and a worker's
-        can be compared.
+        A torch module is called in evaluation mode and on its own device, so that the learner's answer and a worker's
+        answer can be compared.
         """
-        return self._ask(self.agent, method, arguments)
+        return self._call(self.agent, method, arguments)
 
-    def rehearse(self, arguments: Sequence[Nested]) -> dict[str, Any]:
-        """What `act` returns for these arrays, called on a copy of the agent: `act` may count its calls, or draw from
-        generators of its own."""
+    def act_on_copy(self, arguments: Sequence[Nested]) -> dict[str, Any]:
+        """Call `act` on a copy of the agent, since `act` may count its calls or draw from its own generators."""
         count = len(next(flat(arguments[0])))
         generators = self._generators([np.random.default_rng(0) for _ in range(count)])
-        return _mapping(self._ask(self._copied(), "act", arguments, **generators))
+        return _mapping(self._call(self._copied(), "act", arguments, **generators))
 
     def _copied(self) -> Any:
-        """A copy of the agent that shares a module's parameters and the tensors that it keeps for a backward pass."""
+        """A copy of the agent that shares the module's parameters and non-leaf tensors."""
         shared: list[Any] = []
         if self.is_torch:
             kept = [value for module in self._torch.nn.Module.modules(self.agent) for value in vars(module).values()]
@@ -111,17 +113,17 @@ class Policy:
         except Exception as error:
             name = type(self.agent).__name__
             raise AgentError(
-                f"policies are compared by what act returns on a copy of {name}, and copy.deepcopy cannot make one "
+                f"policies are compared by what act returns on a copy of {name}, but copy.deepcopy cannot copy it "
                 f"({type(error).__name__}: {error}). Add distribution(obs), which is called on {name} itself."
             ) from error
 
-    def _ask(self, agent: Any, method: str, arguments: Sequence[Nested], **generators: Any) -> Any:
+    def _call(self, agent: Any, method: str, arguments: Sequence[Nested], **generators: Any) -> Any:
         function = getattr(agent, method)
         if not self.is_torch:
             with same_randomness():
                 return function(*arguments, **generators)
         obs, *rest = arguments
-        # By torch's own methods: an agent may have a parameters() or modules() that is something else.
+        # Call torch's own methods: the agent may override parameters() or modules().
         parameters = self._torch.nn.Module.parameters(agent)
         device = next((tensor.device for tensor in parameters), self._torch.device("cpu"))
         tensors = [map_leaves(lambda t: t.to(device), self._tensors(value)) for value in (self._floats(obs), *rest)]
@@ -129,7 +131,7 @@ class Policy:
         try:
             for module in modes:
                 module.training = False
-            with self._torch.no_grad(), same_randomness():  # not inference mode: what the agent caches must stay usable
+            with self._torch.no_grad(), same_randomness():  # not inference_mode: the agent may cache tensors
                 return function(*tensors, **generators)
         finally:
             for module, training in modes.items():
@@ -144,7 +146,7 @@ class Policy:
         return (obs, state, episode_start) if self.recurrent else (obs,)
 
     def _floats(self, obs: Nested) -> Nested:
-        """float64 observations become torch's default type, as modules expect."""
+        """Convert float64 observations to float32 if that is torch's default, as modules expect."""
         if self._has_doubles is None:
             single = self._torch.get_default_dtype() == self._torch.float32
             self._has_doubles = single and any(leaf.dtype == np.float64 for leaf in flat(obs))
@@ -159,7 +161,7 @@ class Policy:
     # ---- the fast path: recorded once, compared with eager at the start and after every load of weights ----
 
     def accelerate(self, obs: Nested, state: Nested, episode_start: Any) -> None:
-        """Record `act` as a straight program if it can be trusted to do the same; else say why not, once."""
+        """Record `act` as a program if the program gives the same results; otherwise log the reason and stay eager."""
         if self._device is not None:
             self.note = f"eager on {self._device}"
             return
@@ -169,19 +171,20 @@ class Policy:
         self._example = map_leaves(np.array, self._arguments(obs, state, episode_start))
         unsuitable = "act takes a generator per slot" if self.wants_rng else None
         reason = unsuitable or self._record() or self._disagreement()
-        self._settle(reason)
+        self._choose_path(reason)
 
     def check_after_load(self) -> None:
-        """Compare the two paths with the new weights; record again if a setter replaced tensors."""
+        """Compare program and `act` with the new weights; record again if tensors were replaced or results differ."""
         if self._fast is None:
             return
         reason = None
-        moved = not self._fast.is_current() or _constants_of(self.agent) != self._constants
-        if moved or self._disagreement() is not None:
+        is_outdated = not self._fast.is_current() or _constants_of(self.agent) != self._constants
+        if is_outdated or self._disagreement() is not None:
             reason = self._record() or self._disagreement()
-        self._settle(reason)
+        self._choose_path(reason)
 
-    def _settle(self, reason: str | None) -> None:
+    def _choose_path(self, reason: str | None) -> None:
+        """Use the program, or stay eager for this reason."""
         if reason is None:
             self.note = "fast"
             return
@@ -190,6 +193,7 @@ class Policy:
         log.info("inference is eager, since %s", reason)
 
     def _record(self) -> str | None:
+        """Record `act` as a program; returns why that is not possible, or None."""
         from farstep.agents.tape import Untraceable, compile_act
 
         rng = self._torch.get_rng_state()
@@ -200,10 +204,12 @@ class Policy:
         finally:
             self._torch.set_rng_state(rng)
         self._constants = _constants_of(self.agent)
-        return None if self._constants else "an attribute of the agent cannot be pickled, so a change would go unseen"
+        if self._constants:
+            return None
+        return "an attribute of the agent cannot be pickled, so its changes could not be detected"
 
     def _disagreement(self) -> str | None:
-        """How the recording differs from `act` on the same rows with the same random numbers; None if it does not."""
+        """How the program differs from `act` on the same rows with the same random numbers; None if it does not."""
         from farstep.agents.tape import equal_results
 
         torch = self._torch
@@ -213,7 +219,7 @@ class Policy:
                 eager = map_leaves(as_array, self.agent.act(*self._tensors(self._example)))
             torch.set_rng_state(rng)
             difference = equal_results(_mapping(eager), _mapping(self._fast(*self._example)))
-        except Exception as error:  # whatever a replay trips over, eager is right
+        except Exception as error:  # eager is always right
             return f"the recorded program failed: {described(error)}"
         finally:
             torch.set_rng_state(rng)
@@ -221,7 +227,7 @@ class Policy:
 
 
 class same_randomness:  # noqa: N801
-    """Leaves the global generators as they were: a trial or a question must not change what follows."""
+    """Restores the global random generators on exit, so that a trial call does not change later results."""
 
     def __enter__(self) -> None:
         self._torch = sys.modules.get("torch")
@@ -236,7 +242,11 @@ class same_randomness:  # noqa: N801
 
 
 def ship(agent: Any) -> bytes:
-    """The agent as bytes for a worker; tensors on a GPU travel as CPU tensors."""
+    """Pickle the agent for workers, with GPU tensors as CPU tensors.
+
+    Raises:
+        AgentError: The agent is a class, or cannot be pickled.
+    """
     import io
 
     if isinstance(agent, type):
@@ -274,19 +284,19 @@ class _ConstantsPickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 def _constants_of(agent: Any) -> bytes:
-    """Everything of the agent but its tensors, as bytes: what a recording takes for constant. Empty if unknown."""
+    """All attributes of the agent except tensors, pickled: a recording treats them as constants. Empty if unknown."""
     import io
 
     buffer = io.BytesIO()
     try:
         _ConstantsPickler(buffer).dump(vars(agent))
-    except Exception:  # whatever an attribute's own pickling raises
+    except Exception:  # pickling an attribute may raise anything
         return b""
     return buffer.getvalue()
 
 
 def _parameters_of(function: Any) -> dict[str, bool]:
-    """The names of a function's parameters, and whether each must be given."""
+    """The names of a function's parameters, and whether each is required."""
     try:
         found = inspect.signature(function).parameters
     except (TypeError, ValueError):

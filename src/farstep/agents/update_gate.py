@@ -1,12 +1,12 @@
-"""Keeps publishing apart from updates, so that a published version is never half of one.
+"""Prevents publishing in the middle of an update, so that a published version is never half-updated.
 
     consumer A   ──begin▒▒▒▒▒▒▒▒▒▒end──────begin▒▒▒▒▒...        ▒ may change the agent
     consumer B   ─────begin▒▒▒▒▒▒▒▒▒▒▒▒end─begin▒▒▒▒▒...
     publisher    ───────────waits─────────█──────────           █ reads the agent
 
-Updates of several threads overlap freely. A publisher waits until none is under way, and updates that would begin
-meanwhile wait for it, so that it is not starved. A consumer that publishes in the middle of its own update chose that
-point: it does not count as updating while it publishes or waits to, so two consumers that publish cannot deadlock.
+Updates of several threads may overlap. A publisher waits until no update is in progress, and new updates wait for it
+meanwhile, so that it is not starved. A consumer that publishes in the middle of its own update chose that point: while
+it publishes or waits for its turn, it does not count as updating, so two consumers that publish cannot deadlock.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from farstep.errors import ClosedError, PublishTimeout
 
 log = logging.getLogger("farstep")
 WARN_S = 10.0
-"""A publisher that has waited this long names the consumers it waits for."""
+"""Seconds after which a waiting publisher logs the consumers that it waits for."""
 _POLL_S = 1.0  # how often a waiting publisher checks whether the thread of an update has died
 
 
@@ -34,14 +34,17 @@ class Turn:
     thread: int
     """The thread that publishes."""
     since: float
+    """When it was queued (`time.monotonic`)."""
     limit_s: float
+    """Seconds after which waiting fails."""
     agent: object
-    """What is published: updates of other agents do not hold it up."""
+    """The agent to publish; updates of other agents do not block it."""
     in_place: bool = True
-    """Whether the thread blocks until its turn, so that its own update does not hold it up."""
+    """Whether the thread blocks until its turn, so that its own update does not block it."""
     on_grant: Callable[[], None] | None = None
     granted: bool = False
     refused: str = ""
+    """The consumers whose errors prevent publishing; "" if there are none."""
     warned: bool = False
 
     @property
@@ -66,9 +69,9 @@ class UpdateGate:
         self._changed = threading.Condition()
         self._updates: dict[Hashable, _Update] = {}
         self._failed: dict[Hashable, str] = {}
-        """Updates that raised, with their consumers: the agent may be half-updated until the run has ended."""
+        """Consumers of updates that raised: the agent may be half-updated until the run has ended."""
         self._paused: Counter[int] = Counter()
-        """Threads that are between two updates of one message."""
+        """Threads inside `between_updates`."""
         self._turns: deque[Turn] = deque()
         self._active: Turn | None = None
         self._closed = self._run_ends = False
@@ -76,8 +79,14 @@ class UpdateGate:
     # ---- updates ----
 
     def begin(self, key: Hashable, consumer: str, agent: object, patient: bool = True) -> None:
-        """Start an update in the calling thread. Waits while another thread publishes and, if `patient`, while one is
-        waiting to publish."""
+        """Start an update in the calling thread; waits while another thread publishes.
+
+        Args:
+            key: Identifies the update, for `end`.
+            consumer: Name of the consumer, for messages.
+            agent: The agent that it may change.
+            patient: Whether to wait also for publishers that wait for their turn.
+        """
         me = threading.get_ident()
 
         def may_begin() -> bool:
@@ -101,7 +110,7 @@ class UpdateGate:
 
     @contextlib.contextmanager
     def updating(self, key: Hashable, consumer: str, agent: object) -> Iterator[None]:
-        """One update in the loop's thread; begins even if publishers are waiting, but not while one publishes."""
+        """An update in the thread of the loop; starts even if publishers are waiting, but not while one publishes."""
         raised = True
         try:
             self.begin(key, consumer, agent, patient=False)
@@ -131,13 +140,13 @@ class UpdateGate:
                     self._paused[me] -= 1
 
     def ending_run(self) -> None:
-        """The run is ending: publishers that wait for updates that raised get a `ClosedError`."""
+        """Announce the end of the run: publishers that are blocked by updates that raised get a `ClosedError`."""
         with self._changed:
             self._run_ends = True
             self._changed.notify_all()
 
     def end_run(self) -> None:
-        """The run has ended: forget updates that raised; the caller repairs a half-updated agent and publishes it."""
+        """End the run: forget updates that raised. The caller must repair a half-updated agent before publishing it."""
         with self._changed:
             if self._failed:
                 for turn in self._turns:
@@ -158,7 +167,7 @@ class UpdateGate:
 
     @contextlib.contextmanager
     def publishing(self, agent: object) -> Iterator[None]:
-        """Wait until no other thread is in an update of this agent, and keep updates from starting during the block.
+        """Wait until no other thread updates this agent, and prevent updates from starting inside the context.
 
         Raises:
             PublishTimeout: An update did not end within `limit_s` seconds.
@@ -186,8 +195,15 @@ class UpdateGate:
         return self._active is not None and self._active.thread == thread
 
     def request(self, on_grant: Callable[[], None], agent: object) -> Turn:
-        """Queue a turn without blocking; `on_grant` is called, from any thread, when it is granted. The caller must
-        call `check` at `turn.next_check`, and `release` at the end."""
+        """Queue a turn without blocking; the caller must call `check` at `turn.next_check`, and `release` at the end.
+
+        Args:
+            on_grant: Called, from any thread, when the turn is granted.
+            agent: The agent to publish.
+
+        Returns:
+            The turn.
+        """
         turn = Turn(threading.get_ident(), time.monotonic(), self.limit_s, agent, in_place=False, on_grant=on_grant)
         with self._changed:
             self._turns.append(turn)
@@ -212,19 +228,19 @@ class UpdateGate:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Let waiting publishers raise `ClosedError`, and waiting updates begin."""
+        """Make waiting publishers raise `ClosedError`, and let waiting updates start."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
 
     def _blockers(self, agent: object) -> list[str]:
-        """The consumers that may be changing the agent now."""
-        still = {turn.thread for turn in self._turns if turn.in_place}
-        still |= {thread for thread, count in self._paused.items() if count}
+        """The consumers that may be changing the agent now, or raised while doing so."""
+        paused = {turn.thread for turn in self._turns if turn.in_place}
+        paused |= {thread for thread, count in self._paused.items() if count}
         updating = [
             update.consumer
             for update in self._updates.values()
-            if update.agent is agent and update.thread.ident not in still and update.thread.is_alive()
+            if update.agent is agent and update.thread.ident not in paused and update.thread.is_alive()
         ]
         return [*updating, *self._failed.values()]
 
@@ -235,23 +251,24 @@ class UpdateGate:
             turn.granted = True
             if turn.on_grant is not None:
                 turn.on_grant()
-            self._changed.notify_all()  # only now: threads that wait call this, too, and would keep each other awake
+            self._changed.notify_all()  # only here: waiting threads call `_advance`, too, and would wake each other
 
     def _check(self, turn: Turn) -> None:
+        """Warn or raise if a turn cannot be granted, or not in time."""
         if self._closed:
-            raise ClosedError("this cluster was closed while a publisher waited; make a new one.")
+            raise ClosedError("this cluster was closed while a publisher waited; create a new one.")
         refused = turn.refused or (self._failures() if self._run_ends else "")
         if refused:
             raise ClosedError(
                 f"nothing was published: {refused} raised in the middle of its message and ended the run, so the "
-                "agent may be half-updated. Restore parameters that workers can act with, and publish again."
+                "agent may be half-updated. Restore valid parameters, and publish again."
             )
         waited = time.monotonic() - turn.since
         if waited >= turn.limit_s:
             raise PublishTimeout(
                 f"nothing was published: {self._names(turn)} within {turn.limit_s:g} s (end_s). Publish in that "
-                "consumer, between its updates, or let it return more often; if it does not change the agent, register "
-                "it with flow.on(..., updates=False); if it needs longer, raise Workflow(end_s=...)."
+                "consumer, between its updates, or have it return more often; if it does not change the agent, "
+                "register it with flow.on(..., updates=False); if it needs longer, raise Workflow(end_s=...)."
             )
         if waited >= WARN_S and not turn.warned:
             turn.warned = True

@@ -64,7 +64,8 @@ class Buffer:
         seed: Seed of random draws; default: a random one.
 
     Raises:
-        ConfigError: An argument is invalid, the arguments contradict each other, or they would let the buffer deadlock.
+        ConfigError: An argument is invalid, the arguments contradict each other, or inserting and sampling would
+            deadlock with them.
 
     Example:
         buffer = Buffer(100_000, Prioritized(), limiter=MinSize(1_000))
@@ -92,9 +93,9 @@ class Buffer:
         limit = int(sampler.once) if max_times_sampled is None else max_times_sampled
         self.max_times_sampled = check_count("max_times_sampled", limit, minimum=0)
         check_remover(self.remover, self.sampler)
-        removes_oldest = self.sampler.needs_order or not self.max_times_sampled or isinstance(self.sampler, FIFO)
-        # A ring would have holes if items were removed in another order than oldest first.
-        self._cyclic = type(self.remover) is FIFO and removes_oldest
+        keeps_order = self.sampler.needs_order or not self.max_times_sampled or isinstance(self.sampler, FIFO)
+        # Otherwise items are removed in any order and would leave holes in a ring.
+        self._cyclic = type(self.remover) is FIFO and keeps_order
         self._check_limiter(self.capacity)
         self.sampler.check_room(self.capacity)
         self._rng = np.random.default_rng(seed)
@@ -104,6 +105,7 @@ class Buffer:
         self._gate = Gate()
         self._lock = self._gate.lock
         self.waited_s = self._gate.waited_s
+        """Seconds that threads have waited so far, by call: `insert` and `sample`."""
         self.inserting_thread: int | None = None
         """Id of the only thread that inserts, if known. If it had to wait in `sample`, it would deadlock."""
         self.on_room: Callable[[], None] | None = None

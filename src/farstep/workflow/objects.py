@@ -235,7 +235,7 @@ class ModelBlock:
     def _find(self, name: str) -> SharedObject:
         if name not in self._objects:
             raise ConfigError(
-                f"there is no object {name!r}; published are: {', '.join(sorted(self._objects)) or 'none'}."
+                f"there is no object {name!r}; published objects: {', '.join(sorted(self._objects)) or 'none'}."
             )
         return self._objects[name]
 

@@ -1,20 +1,20 @@
 """A policy's `act`, recorded once as a tape of operations and replayed by one straight-line function.
 
-For a small network on CPU an eager call is almost all framework: 560 us where the arithmetic takes 60. Here
-one call is recorded below autograd as a list of ATen operations; those that only fed validation are dropped,
-the rest become the lines of a generated function (`Program.source`): NumPy where `lowering` knows how, else
-the recorded operation itself.
+For a small network on the CPU, most of an eager call is framework overhead: 560 us where the arithmetic takes 60. Here
+one call is recorded below autograd as a list of ATen operations. Operations that are only used for validation are
+dropped; the others become lines of a generated function (`Program.source`): NumPy if `lowering` has a rule for the
+operation, otherwise the recorded operation itself.
 
-    act ── recording: Tape of Ops ── passes ── source: a Writer's lines, by lowering ── Program
+    act ── recording: Tape of Ops ── passes ── source: lines by a Writer and lowering ── Program
 
-The tensors that were recorded are kept, and are the buffers of the replay. So a view needs no line at all,
-being a view of the same memory still; aliasing and in-place writes are those of the eager call; and a
-parameter is read where it lives, so that new weights loaded in place are seen without recording again.
+The recorded tensors are kept and serve as buffers of the replay. So a view needs no line, since it still views the
+same memory; aliasing and in-place writes are the same as in the eager call; and parameters are read in place, so that
+new weights loaded in place take effect without another recording.
 
-Eager is always right, so whatever could make a replay differ raises `Untraceable`: values that leave for
-Python, inputs or parameters that are changed, state or random numbers of Python's, two calls that do not run
-the same operations, and at last a replay that does not give what the eager calls gave. What cannot be seen is
-a Python attribute (a temperature, train or eval) that someone changes later: it is part of the recording.
+Eager is always right, so anything that could make a replay differ raises `Untraceable`: values that are read into
+Python, changed inputs or parameters, Python state or Python random numbers, two calls that do not run the same
+operations, and finally a replay whose result differs from the eager calls. Later changes of Python attributes (a
+temperature, train or eval mode) are not detected here: their values are part of the recording.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Why a call is not replayed, or an operation not written as NumPy.
+"""Errors of recording.
 
 Exception
 ├── Untraceable   the whole call stays eager; shown to the user
-└── Unsupported   one operation is left to torch; seen by nobody
+└── Unsupported   one operation is left to torch; internal
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from farstep.errors import described
 
 
 class Untraceable(Exception):
-    """Why a function cannot be replayed: one clause, shown to the user after 'eager inference: '."""
+    """A function cannot be replayed; the message is one clause, shown to the user after 'eager: '."""
 
 
 class Unsupported(Exception):
-    """This operation, with these arguments, is left to torch."""
+    """A lowering does not support an operation with these arguments, so torch runs it."""
 
 
 @contextmanager
 def untraceable_if_failing(what: str) -> Iterator[None]:
-    """Take an error where eager calls had none as a reason to stay eager."""
+    """Convert errors inside the context, which eager calls did not have, to `Untraceable`."""
     try:
         yield
     except Untraceable:

@@ -1,4 +1,4 @@
-"""Nested values: the mappings, lists and tuples that `act` takes and returns, and whether two of them agree."""
+"""Nested values, i.e. the mappings, lists and tuples that `act` takes and returns, and comparing two of them."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def tensors_of(value: Any) -> Iterator[Tensor]:
 
 
 def aliases_of(value: Any) -> Any:
-    """A nested value with its tensors as others over the same memory."""
+    """A copy of a nested value whose tensors are aliases that share the memory."""
     return map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, value)
 
 
 def outline_of(value: Any) -> str:
-    """The structure in words: containers, keys and the types of the leaves."""
+    """The structure as text: containers, keys and the types of the leaves."""
     return repr(map_leaves(lambda leaf: type(leaf).__name__, value))
 
 
@@ -41,7 +41,7 @@ def leaves_of(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def static_inputs(examples: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Tensors of our own for a recording to read its inputs from."""
+    """Contiguous copies of the examples, from which a recording reads its inputs."""
 
     def own(leaf: Any) -> Any:
         return leaf if leaf is None else torch.as_tensor(leaf).clone(memory_format=torch.contiguous_format)
@@ -50,7 +50,7 @@ def static_inputs(examples: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def arrays_of(value: Any) -> Any:
-    """A nested value with its tensors as arrays of their own."""
+    """A nested value with its tensors copied to NumPy arrays."""
 
     def convert(leaf: Any) -> Any:
         try:
@@ -62,9 +62,9 @@ def arrays_of(value: Any) -> Any:
 
 
 def equal_results(a: Any, b: Any, tolerance: float = 1e-5) -> str | None:
-    """None if nested results agree, else a clause with the first key that differs and by how much.
+    """Compare two nested results: None if they agree, else a clause with the first key that differs and by how much.
 
-    Floats agree within the tolerance, relative plus absolute, and NaN with NaN; others must be the same.
+    Floats agree within the tolerance (relative plus absolute), and NaN agrees with NaN; other values must be equal.
     """
     return _unequal(a, b, tolerance, "the result")
 

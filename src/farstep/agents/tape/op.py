@@ -1,4 +1,4 @@
-"""One recorded operation, and what is asked of the memory that its tensors live in."""
+"""One recorded operation, and queries about the memory of its tensors."""
 
 from __future__ import annotations
 
@@ -21,11 +21,13 @@ class Op:
     reads: set[int] = field(default_factory=set)
     """Storages of the tensors among the arguments."""
     writes: set[int] = field(default_factory=set)
-    """Storages made or changed."""
+    """Storages that it allocates or changes."""
     mutates: bool = False
+    """Whether it changes its arguments."""
     is_random: bool = False
+    """Whether it draws from torch's random generator."""
     initial: list[Tensor] | None = None
-    """Copies of the outputs of an operation that depends on no input, parameter or random number."""
+    """Copies of the outputs if they do not depend on any input, parameter or random number."""
 
     @property
     def name(self) -> str:
@@ -37,12 +39,12 @@ class Op:
 
 
 def storage_of(tensor: Tensor) -> int:
-    """What two tensors have in common if and only if they may share memory."""
+    """Identifies the storage of a tensor: equal for two tensors if and only if they may share memory."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def producer(ops: Iterable[Op], tensor: Tensor) -> Op | None:
-    """The only operation that wrote this tensor's memory, if the tensor is all of what it wrote."""
+    """The operation whose only output is this tensor, if no other operation writes to its memory."""
     writers = [op for op in ops if storage_of(tensor) in op.writes]
     if len(writers) != 1 or writers[0].mutates or len(writers[0].outputs) != 1:
         return None

@@ -1,4 +1,4 @@
-"""What is done to the operations of a tape before they are written: some become fewer, some are dropped."""
+"""Passes over the operations of a tape before they are written: replacing sequences by single operations, dead code."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from farstep.agents.tape.op import Op, producer, storage_of
 
 
 def simplify(ops: list[Op]) -> list[Op]:
-    """Write what torch.distributions.Categorical does with fewer operations, each an ATen operation too."""
+    """Replace the sequences that torch.distributions.Categorical runs by single ATen operations."""
     ops = list(ops)
     for index, op in enumerate(ops):
         if op.func is torch.ops.aten.sub.Tensor and len(op.args) == 2 and not op.kwargs:
@@ -43,7 +43,7 @@ def _settled(ops: list[Op], tensor: Tensor) -> bool:
 
 
 def live(ops: list[Op], results: list[Tensor]) -> list[Op]:
-    """The operations that a result depends on, that move torch's random state, or that only check."""
+    """The operations that a result depends on, that draw random numbers, or that have no outputs (checks)."""
     wanted = {storage_of(tensor) for tensor in results}
     live = []
     for op in reversed(ops):

@@ -1,4 +1,4 @@
-"""A recorded call as a function, and how one is had: record twice, compile, compare with eager."""
+"""Compiles a function into a program: record it twice, generate the source, compare with eager calls."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from farstep.agents.tape.state import difference, python_state
 class Program:
     """A recorded call as one function from NumPy arrays to NumPy arrays.
 
-    Results are views of buffers that the next call overwrites, so one thread at a time.
+    Results are views of buffers that the next call overwrites. Call it from one thread at a time.
     """
 
     __slots__ = ("_context", "_function", "_outside", "source")
@@ -29,8 +29,8 @@ class Program:
         exec(compile(source, "<farstep program>", "exec"), names)
         self.source = source
         self._function = names["act"]
-        # Buffers may hold anything, and torch does not warn: neither may NumPy. From 2.0 its error state is a
-        # context variable, set once for all calls here; to enter errstate in each costs 8 us.
+        # Silence NumPy's floating-point warnings, as torch has none. From NumPy 2.0 on, the error state is a context
+        # variable, so it is set once here; entering errstate in each call would cost 8 us.
         self._context = copy_context()
         if np.lib.NumpyVersion(np.__version__) < "2.0.0":
             self._function = np.errstate(all="ignore")(self._function)
@@ -42,19 +42,29 @@ class Program:
         return self._context.run(self._function, *args)
 
     def is_current(self) -> bool:
-        """Whether the parameters it reads are still where they were: False once `p.data = ...` moved one."""
+        """Whether all parameters are still at the recorded addresses; False after `p.data = ...`."""
         return all(tensor.data_ptr() == address for tensor, address in self._outside)
 
 
 def compile_act(function: Callable[..., Any], *examples: Any) -> Program:
-    """Record `function` on tensors (or arrays) of fixed shapes, and return the program that replays it.
+    """Record a function and compile a program that replays it.
 
-    The function is called four times, without grad; torch's random state is afterwards what it was before.
+    The function is called four times, without grad; torch's random state is restored afterwards.
+
+    Args:
+        function: The function, e.g. `agent.act`.
+        examples: Its arguments: tensors or arrays of the shapes that the program will support, or nested ones.
+
+    Returns:
+        The program.
+
+    Raises:
+        Untraceable: A replay could differ from an eager call.
     """
     start = torch.get_rng_state()
     with torch.inference_mode(False), torch.no_grad():
         try:
-            function(*static_inputs(examples))  # whatever is made on first use is now made
+            function(*static_inputs(examples))  # initialise what is created on first use
             seeds = [torch.get_rng_state()]
             expected = [arrays_of(function(*static_inputs(examples)))]
             tapes, before = [], python_state(function)
@@ -64,7 +74,7 @@ def compile_act(function: Callable[..., Any], *examples: Any) -> Program:
                     tapes.append(Tape(function, static_inputs(examples)))
                     expected.append(tapes[-1].expected)
                 if changed := difference(before, python_state(function)):
-                    raise Untraceable(f"act changes {changed}, which a replay would not")
+                    raise Untraceable(f"act changes {changed}, and a replay would not")
                 tapes[0].check_same(tapes[1])
                 source, names = write_source(tapes[0], function)
                 outside = [tensor for tensor, _ in tapes[0].outside.values()]
@@ -73,9 +83,9 @@ def compile_act(function: Callable[..., Any], *examples: Any) -> Program:
                 torch.set_rng_state(seed)
                 with untraceable_if_failing("a replay"):
                     replayed = program(*arrays_of(static_inputs(examples)))
-                # Loose: a density near the edge of its support magnifies a rounding; a wrong line is far off.
+                # Loose tolerance: densities near the edge of their support amplify rounding; a wrong line is far off.
                 if why := equal_results(result, replayed, tolerance=1e-3):
-                    raise Untraceable(f"a replay does not give what the eager call gives: {why}")
+                    raise Untraceable(f"the result of a replay differs from that of the eager call: {why}")
         finally:
             torch.set_rng_state(start)
     return program

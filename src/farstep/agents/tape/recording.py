@@ -1,4 +1,4 @@
-"""One call of a function, recorded below autograd as a list of operations.
+"""Records one call of a function, below autograd, as a list of operations.
 
 act ── _Escapes (torch functions) ── autograd ── _Recorder (dispatched operations) ── Tape.add ── ATen
 """
@@ -33,15 +33,15 @@ _VALIDATES = {"distribution.py", "geometric.py", "continuous_bernoulli.py", "uni
 
 
 class Tape:
-    """One call's operations, in order, with every tensor it met kept alive."""
+    """The operations of one call, in order; keeps all tensors of the call alive."""
 
     def __init__(self, function: Callable[..., Any], inputs: tuple[Any, ...]) -> None:
         self.ops: list[Op] = []
         self.inputs = inputs
         self.outside: dict[int, tuple[Tensor, Tensor]] = {}
-        """Tensors of someone else's, mostly parameters, by storage, with a copy of what they held."""
+        """Tensors that existed before the call, mostly parameters, by storage, each with a copy of its values."""
         self.constants: dict[int, tuple[Tensor, Tensor]] = {}
-        """Tensors made from Python values, likewise."""
+        """Tensors made from Python values, by storage, each with a copy of its values."""
         self.signature: list[Any] = []
         self._keep: list[Any] = [inputs]
         self._given = {storage_of(leaf): leaf.clone() for _, leaf in leaves_of(inputs)}
@@ -51,29 +51,30 @@ class Tape:
         self._refusal: Untraceable | None = None
         with _Escapes(self), _Recorder(self):
             self.result = function(*inputs)
-        if self._refusal is not None:  # and act went on all the same
+        if self._refusal is not None:  # `act` caught the exception
             raise self._refusal
         if random.getstate() != python_random or str(np.random.get_state()) != numpy_random:
-            raise Untraceable("act draws from Python's or NumPy's global random numbers")
+            raise Untraceable("act draws from Python's or NumPy's global random generator")
         for _, leaf in leaves_of(self.result):
-            self._meet(leaf)
+            self._register(leaf)
         self._encode("the result", self.result)
         self.expected = arrays_of(self.result)
         self._check_unchanged()
 
     def refuse(self, why: str) -> NoReturn:
-        """Raise now and, should act catch that, once it has returned."""
+        """Raise `Untraceable` now and, in case `act` catches it, again after `act` has returned."""
         self._refusal = Untraceable(why)
         raise self._refusal
 
     def add(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation, record it, and return its result."""
         tensors = list(tensors_of((args, kwargs)))
         if func is torch.ops.aten.lift_fresh.default and storage_of(args[0]) not in self._numbers:
             return self._lift(args[0])
         for tensor in tensors:
-            self._meet(tensor)
+            self._register(tensor)
         reads = {storage_of(tensor) for tensor in tensors}
-        # Aliases, since the tensors themselves may yet get another shape from squeeze_ and its like.
+        # Aliases, since squeeze_ and similar operations may change the shapes of the tensors themselves later.
         op_args, op_kwargs = aliases_of(args), aliases_of(kwargs)
         random_state = torch.get_rng_state()
         result = func(*args, **kwargs)
@@ -91,7 +92,7 @@ class Tape:
         return result
 
     def _write(self, op: Op, varies: bool) -> None:
-        """Enter an operation, unless all it made are views."""
+        """Add an operation to the tape, unless it only makes views."""
         if op.name in _REPLACES_MEMORY:
             self.refuse(f"act runs {op.func}, which replaces a tensor's memory")
         changed = {storage_of(tensor) for tensor in _changed(op)}
@@ -101,7 +102,7 @@ class Tape:
         if changed & self.outside.keys():
             self.refuse("act changes a parameter or another tensor that outlives the call")
         if made & self._numbers.keys():
-            self.refuse(f"{op.func} returned memory that it was not given")
+            self.refuse(f"{op.func} returned the memory of a tensor that is not among its arguments")
         for tensor in op.outputs:
             self._check_kind(tensor)
         if torch.Tag.inplace_view in op.func.tags:
@@ -118,7 +119,7 @@ class Tape:
         self.ops.append(op)
 
     def _lift(self, tensor: Tensor) -> Tensor:
-        """Take in a tensor just made from Python values, by torch.tensor or torch.from_numpy."""
+        """Record a tensor that torch.tensor or torch.from_numpy just made from Python values."""
         self._check_kind(tensor)
         storage, lift = storage_of(tensor), torch.ops.aten.lift_fresh.default
         self._numbers[storage] = len(self._numbers)
@@ -129,7 +130,8 @@ class Tape:
         self.ops.append(Op(lift, (alias,), {}, [alias], set(), {storage}, initial=[tensor.clone()]))
         return tensor
 
-    def _meet(self, tensor: Tensor) -> None:
+    def _register(self, tensor: Tensor) -> None:
+        """Register a tensor on its first use; one that no recorded operation made existed before the call."""
         self._check_kind(tensor)
         storage = storage_of(tensor)
         if storage not in self._numbers:
@@ -144,12 +146,12 @@ class Tape:
 
     def _check_kind(self, tensor: Tensor) -> None:
         if tensor.device.type != "cpu":
-            self.refuse(f"act uses a tensor on {tensor.device}, and only the CPU is replayed")
+            self.refuse(f"act uses a tensor on {tensor.device}, and only CPU tensors can be replayed")
         if tensor.layout != torch.strided or type(tensor) not in (Tensor, torch.nn.Parameter):
             self.refuse(f"act uses a {type(tensor).__name__} of layout {tensor.layout}")
 
     def _refuse_escape(self, op: Op, result: Any) -> None:
-        """Raise if an operation's result depends on data in a way that the tape does not hold."""
+        """Raise if the shape of an operation's result depends on data, or if data is read into Python."""
         if torch.Tag.dynamic_output_shape in op.func.tags and not (
             op.name == "index" and all(i.dtype == torch.int64 for i in op.args[1] if i is not None)
         ):
@@ -159,7 +161,7 @@ class Tape:
             self.refuse(f"act reads a tensor's value into Python, and may branch on it ({_caller()})")
 
     def _encode(self, func: Any, value: Any) -> None:
-        """Add to what a second recording must repeat."""
+        """Append an operation to the signature, which a second recording must repeat."""
         encoded = [
             (
                 self._numbers.get(storage_of(leaf)),
@@ -175,7 +177,7 @@ class Tape:
         self.signature.append((func, encoded, outline_of(value)))
 
     def _check_unchanged(self) -> None:
-        """Raise if an operation changed memory undeclared, as batch norm does with its statistics."""
+        """Raise if an operation changed memory without declaring it, as batch norm does with its statistics."""
         for _, leaf in leaves_of(self.inputs):
             if not same_bytes(leaf, self._given[storage_of(leaf)]):
                 self.refuse("act changes its input in place")
@@ -184,23 +186,23 @@ class Tape:
                 self.refuse("act changes a parameter or another tensor that outlives the call")
 
     def check_same(self, other: Tape) -> None:
-        """Raise unless a second recording met the same tensors and ran the same operations."""
+        """Raise unless a second recording used the same tensors and ran the same operations."""
         for mine, others in zip_longest(self.signature, other.signature):
             if mine != others:
-                raise Untraceable(f"two calls did not do the same: {(mine or others)[0]} differs")
+                raise Untraceable(f"two calls ran different operations: {(mine or others)[0]} differs")
         if self.outside.keys() != other.outside.keys():
-            raise Untraceable("act uses a tensor that is made anew in each call, unseen by the recording")
+            raise Untraceable("act uses a tensor that is created in each call without a recorded operation")
         mutated = {storage for op in self.ops if op.mutates for storage in op.writes}
         pairs = zip(self.constants.values(), other.constants.values(), strict=True)
         for (tensor, copy), (again, again_copy) in pairs:
             if not same_bytes(copy, again_copy):
-                raise Untraceable("act makes a tensor of Python values that are not the same in each call")
+                raise Untraceable("act makes a tensor from Python values that differ between calls")
             if tensor.data_ptr() == again.data_ptr() and tensor.numel() and storage_of(tensor) in mutated:
                 raise Untraceable("act changes a NumPy array that outlives the call")
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Hands every operation below autograd to a tape."""
+    """Passes every operation below autograd to a tape."""
 
     def __init__(self, tape: Tape) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -212,9 +214,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        with torch._C.DisableTorchFunction():  # what the tape itself does is no escape
+        with torch._C.DisableTorchFunction():  # `_Escapes` must not see the tape's own calls
             if torch.is_inference_mode_enabled():
-                # There torch hands over composite operations whole, such as linear.
+                # In inference mode, torch does not decompose composite operations such as linear.
                 with self:
                     result = func.decompose(*args, **kwargs)
                 if result is not NotImplemented:
@@ -223,7 +225,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Escapes(TorchFunctionMode):
-    """Refuses the calls by which values leave torch without an operation."""
+    """Refuses calls that read values out of torch without an operation."""
 
     def __init__(self, tape: Tape) -> None:
         super().__init__()
@@ -232,13 +234,14 @@ class _Escapes(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
         if name in _LEAVES_UNSEEN and isinstance(args[0], Tensor) and self.tape.varies(args[0]):
-            self.tape.refuse(f"act takes a tensor out of torch with {name} ({_caller()})")
+            self.tape.refuse(f"act reads a tensor outside torch with {name} ({_caller()})")
         if name == "__set__":
             self.tape.refuse(f"act assigns to a tensor's attribute ({_caller()})")
         return func(*args, **(kwargs or {}))
 
 
 def _user_frame() -> Any:
+    """The innermost frame outside farstep's recording and torch's dispatch."""
     frame, package = sys._getframe(1), Path(torch.__file__).parent
     ours = (f"{Path(__file__).parent}/", str(package / "_tensor.py"), str(package / "_ops.py"))
     while frame.f_back is not None and frame.f_code.co_filename.startswith(ours):
@@ -252,7 +255,7 @@ def _caller() -> str:
 
 
 def _is_validation() -> bool:
-    """Whether the value is wanted only to decide if torch raises."""
+    """Whether the value is read only by torch's own validation of arguments."""
     frame = _user_frame()
     path, function = Path(frame.f_code.co_filename), frame.f_code.co_name
     if path.parent == Path(torch.distributions.__file__).parent and path.name in _VALIDATES:
@@ -262,14 +265,14 @@ def _is_validation() -> bool:
         if inner is frame or inner.f_back is None:
             return False
         inner = inner.f_back
-    # one_hot with a given number of classes reads the extremes only to check them.
+    # one_hot with an explicit number of classes reads the smallest and largest index only to check them.
     name, given = getattr(inner.f_locals["func"], "__name__", ""), inner.f_locals["args"][1:]
     classes = [*given, *(inner.f_locals["kwargs"] or {}).values()]
     return name == "one_hot" and len(classes) == 1 and classes[0] > 0
 
 
 def _changed(op: Op) -> Iterator[Tensor]:
-    """The tensors among an operation's arguments that its schema says it writes."""
+    """The arguments of an operation that it writes to, according to its schema."""
     for position, argument in enumerate(op.func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             given = op.args[position] if position < len(op.args) else op.kwargs.get(argument.name)

@@ -1,4 +1,4 @@
-"""From a tape to the source of the function that replays it: a line for an operation, or a few."""
+"""Writes the source of the function that replays a tape: one or a few lines per operation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from farstep.agents.tape.writer import Writer, identifier
 
 
 def write_source(tape: Tape, function: Callable[..., Any]) -> tuple[str, dict[str, Any]]:
-    """The source of `act`, and the objects its names stand for."""
+    """The source of a function `act`, and the objects that its names refer to."""
     ops = live(simplify(tape.ops), [leaf for _, leaf in leaves_of(tape.result)])
     arguments = _argument_names(function, len(tape.inputs))
     w = Writer(ops, _labels(tape, function), names=FUNCTIONS, reserved=arguments)
@@ -40,7 +40,7 @@ def write_source(tape: Tape, function: Callable[..., Any]) -> tuple[str, dict[st
             for output, initial in zip(op.outputs, op.initial, strict=True):
                 if op.writes & mutated:
                     w.line(f"{w.tensor(output)}.copy_({w.bind('initial', initial)})")
-                elif not same_bytes(output, initial):  # changed only after its last use
+                elif not same_bytes(output, initial):  # the eager call changed it after its last use
                     w.names[w.tensor(output)].copy_(initial)
         else:
             _write_op(w, op)
@@ -51,18 +51,19 @@ def write_source(tape: Tape, function: Callable[..., Any]) -> tuple[str, dict[st
     def leaf_name(leaf: Any) -> str:
         if not isinstance(leaf, Tensor):
             return w.bind("constant", leaf)
-        # An input's buffer is overwritten by the next call's argument, which may be this very result.
+        # The next call overwrites the buffers of inputs, possibly with this result as its argument.
         return w.array(leaf) + (".copy()" if storage_of(leaf) in inputs else "")
 
     try:
         result = _written(tape.result, leaf_name, w)
     except Unsupported:
-        raise Untraceable("act returns a type of number that NumPy does not have") from None
+        raise Untraceable("act returns a dtype that NumPy does not have") from None
     body = "".join(f"    {line}\n" for line in [*w.lines, f"return {result}"])
     return f"def act({', '.join(arguments)}):\n{body}", w.names
 
 
 def _write_op(w: Writer, op: Op) -> None:
+    """Write the lines of an operation: its lowering, or a call of the recorded operation."""
     begin = len(w.lines)
     if all(tensor.numel() == 0 for tensor in op.outputs) and op.outputs and not op.is_random:
         return
@@ -71,7 +72,7 @@ def _write_op(w: Writer, op: Op) -> None:
             LOWERINGS[op.name](w, op)
             return
     except (Unsupported, RuntimeError, ValueError, TypeError, IndexError, AttributeError):
-        del w.lines[begin:]  # arguments the lowering does not know
+        del w.lines[begin:]  # the lowering does not support these arguments
     args = [_written(arg, lambda leaf: _literal(w, leaf), w) for arg in op.args]
     args += [f"{key}={_written(arg, lambda leaf: _literal(w, leaf), w)}" for key, arg in op.kwargs.items()]
     out = None if op.mutates or op.is_random else _out_overload(op)
@@ -90,7 +91,7 @@ def _write_op(w: Writer, op: Op) -> None:
 
 
 def _out_overload(op: Op) -> tuple[Any, list[str]] | None:
-    """The overload of an operation that writes into given tensors, if all its outputs can be given."""
+    """The overload of an operation that writes all outputs into given tensors, and the names of these arguments."""
     packet, schema = op.func.overloadpacket, op.func._schema
     plain = [(a.name, str(a.type)) for a in schema.arguments]
     if len(op.outputs) != len(schema.returns) or not all(str(r.type) == "Tensor" for r in schema.returns):
@@ -106,7 +107,7 @@ def _out_overload(op: Op) -> tuple[Any, list[str]] | None:
 
 
 def _labels(tape: Tape, function: Callable[..., Any]) -> dict[int, str]:
-    """Names for the parameters, those they have in their module."""
+    """Names for the parameters, by storage: those that they have in their module, if any."""
     owner = function if isinstance(function, torch.nn.Module) else getattr(function, "__self__", None)
     named: list[tuple[str, Tensor]] = []
     if isinstance(owner, torch.nn.Module):
@@ -131,7 +132,7 @@ def _checker(name: str, buffer: np.ndarray[Any, Any]) -> Callable[[Any], None]:
     def check(given: Any) -> None:
         raise ValueError(
             f"{name} is {given.dtype}{list(given.shape)}, but was recorded with {dtype}{list(shape)}; "
-            "a program replays one shape: compile another for this one"
+            "a program supports only one shape: compile another program for this one"
         )
 
     return check
@@ -146,7 +147,7 @@ def _literal(w: Writer, leaf: Any) -> str:
 
 
 def _written(value: Any, leaf: Callable[[Any], str], w: Writer) -> str:
-    """A nested value as an expression."""
+    """A nested value as a Python expression."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key!r}: {_written(item, leaf, w)}" for key, item in value.items()) + "}"
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""What Python keeps between two calls of a function, which a replay would neither see nor change."""
+"""The Python state that a function keeps between calls, which a replay would neither read nor change."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 def python_state(function: Callable[..., Any]) -> dict[str, Any]:
-    """All that a function can be seen to keep, by path: its owner's attributes, the values it closes over."""
+    """The state that a function can reach, by path: the attributes of its owner and the values it closes over."""
     state: dict[str, Any] = {}
     seen: set[int] = set()
 
@@ -63,7 +63,7 @@ def _is_full(cell: Any) -> bool:
 
 
 def difference(before: dict[str, Any], after: dict[str, Any]) -> str | None:
-    """A path whose value changed, appeared or went; None if there is none."""
+    """A path whose value was changed, added or removed; None if there is none."""
     for path in before.keys() | after.keys():
         if before.get(path) != after.get(path):
             return path

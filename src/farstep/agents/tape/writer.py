@@ -1,4 +1,4 @@
-"""The text of a program as it grows, and the objects that its names stand for."""
+"""Builds the text of a program line by line."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NUMBERS = (*FLOATS, torch.int64, torch.int32)
 
 
 class Writer:
-    """The text of a program as it grows, and the objects its names stand for."""
+    """The lines of a program so far, and the objects that its names refer to."""
 
     def __init__(
         self, ops: Sequence[Op], labels: dict[int, str], names: Mapping[str, Any], reserved: Sequence[str]
@@ -32,10 +32,11 @@ class Writer:
         self._known: dict[Any, str] = {}
 
     def line(self, text: str) -> None:
+        """Append a line."""
         self.lines.append(text)
 
     def bind(self, name: str, value: Any) -> str:
-        """A name, unused so far, for an object the program holds."""
+        """Give an object a new name, based on `name`, and return it."""
         unique, count = name, 1
         while unique in self.names or unique in self._reserved:
             count += 1
@@ -44,11 +45,11 @@ class Writer:
         return unique
 
     def tensor(self, tensor: Tensor) -> str:
-        """The name of a tensor, for torch."""
+        """The name of a tensor, as an argument of torch operations."""
         return self._named(tensor, "torch", lambda alias: alias)
 
     def array(self, tensor: Tensor) -> str:
-        """The name of a tensor, for NumPy: an array over the same memory."""
+        """The name of a NumPy array that shares the tensor's memory."""
         return self._named(tensor, "numpy", as_array)
 
     def _named(self, tensor: Tensor, kind: str, view: Callable[[Tensor], Any]) -> str:
@@ -56,17 +57,18 @@ class Writer:
         if key not in self._known:
             storage = storage_of(tensor)
             label = self.labels.setdefault(storage, f"v{len(self.labels)}")
-            # A parameter may require grad, and an operation on it would then build a graph; a tensor made in
-            # inference mode may not be written outside it, but other tensors over its memory may.
+            # Detach, since an operation on a parameter that requires grad would build a graph. A tensor made in
+            # inference mode may not be written outside of it, but another tensor over the same memory may.
             alias = from_dlpack(tensor) if tensor.is_inference() else tensor.detach()
             self._known[key] = self.bind(label + ("_t" if kind == "torch" else ""), view(alias))
         return self._known[key]
 
     def scratch(self, shape: Sequence[int], dtype: torch.dtype) -> str:
+        """The name of a new array for intermediate results."""
         return self.bind("scratch", as_array(torch.empty(tuple(shape), dtype=dtype)))
 
     def number(self, value: Any, dtype: torch.dtype) -> str:
-        """The name of a Python number as a 0-d array, which a ufunc takes quicker than the number itself."""
+        """The name of a Python number as a 0-d array, which is faster in ufuncs than the number itself."""
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise Unsupported
         if isinstance(value, float) and dtype not in FLOATS:
@@ -82,7 +84,7 @@ class Writer:
         return self._known[key]
 
     def operand(self, value: Any, dtype: torch.dtype) -> str:
-        """A tensor of this type, or a number: no promotion is left to NumPy, whose rules are not torch's."""
+        """The name of a tensor or number as an operand of exactly this dtype, so that NumPy promotes nothing."""
         if not isinstance(value, Tensor):
             return self.number(value, dtype)
         if value.dtype != dtype:
@@ -98,6 +100,6 @@ def as_array(tensor: Tensor) -> np.ndarray[Any, Any]:
 
 
 def identifier(text: str) -> str:
-    """A name that Python takes and no keyword is."""
+    """A valid Python identifier for the text."""
     name = "".join(c if c.isalnum() else "_" for c in text)
     return f"p_{name}" if name[:1].isdigit() or keyword.iskeyword(name) else name

@@ -1,9 +1,8 @@
-"""How a recorded torch operation is written as NumPy: a table of operations.
+"""Rules that write recorded torch operations as NumPy.
 
-A lowering writes lines that put an operation's result into the memory of the tensor that was recorded, or
-raises `Unsupported`, and then the recorded ATen overload itself is called. Nothing here is needed for a
-replay to be right, only for it to be quick: a ufunc that writes to a buffer costs about 1 us, an ATen call 3
-to 15 us.
+A lowering writes lines that store the result of an operation in the memory of the recorded tensor. If it raises
+`Unsupported`, the program calls the recorded ATen overload instead. Lowerings only make a replay faster: a ufunc that
+writes to a buffer costs about 1 us, an ATen call 3 to 15 us.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from farstep.agents.tape.lowering import copies, elementwise, reductions, sampling  # noqa: F401  each fills the table
+from farstep.agents.tape.lowering import copies, elementwise, reductions, sampling  # noqa: F401  each adds to the table
 from farstep.agents.tape.lowering.elementwise import BINARY, COMPARE, LOGIC, UNARY
 from farstep.agents.tape.lowering.table import LOWERINGS
 
@@ -26,4 +25,4 @@ FUNCTIONS: dict[str, Any] = {
     )
 }  # fmt: skip
 FUNCTIONS |= {"total": np.add.reduce, "largest": np.maximum.reduce, "smallest": np.minimum.reduce}
-"""NumPy's functions under the names by which the lines of a program call them."""
+"""NumPy functions by the names that the lines of a program use."""

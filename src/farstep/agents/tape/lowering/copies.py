@@ -1,4 +1,4 @@
-"""Operations that move elements and compute nothing."""
+"""Operations that only copy elements."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def copy(w: Writer, op: Op) -> None:
         need(op.out.dtype in NUMBERS)
         w.line(f"{w.array(op.out)}[...] = {w.number(source, op.out.dtype)}")
         return
-    # Out of range, a conversion from float to a small integer is the platform's choice: torch's, then.
+    # Converting out-of-range floats to small integers depends on the platform, so it is left to torch.
     from_float = source.is_floating_point() and not op.out.is_floating_point()
     need(source.dtype == op.out.dtype or not from_float or op.out.dtype == torch.int64)
     w.line(f"{w.array(op.out)}[...] = {w.array(source)}")
@@ -35,7 +35,7 @@ def join(w: Writer, op: Op) -> None:
         if op.name == "stack":
             target = op.out.select(dim, index)
         elif part.dim() != op.out.dim():
-            continue  # torch still lets an empty 1-d tensor be joined to anything
+            continue  # torch allows empty 1-d tensors among the parts
         else:
             target = op.out.narrow(dim, start, part.shape[dim])
             start += part.shape[dim]
@@ -44,14 +44,14 @@ def join(w: Writer, op: Op) -> None:
 
 @lowers("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided")
 def nothing(w: Writer, op: Op) -> None:
-    """Memory that nobody has written yet: the recorded buffer is as good as any."""
+    """Uninitialised memory: the recorded buffer serves without any line."""
 
 
 @lowers("gather")
 def gather(w: Writer, op: Op) -> None:
     x, dim, index = op.args[:3]
     source = producer(w.ops, index)
-    # Only an index that is in range by construction: torch raises for others, and take would not.
+    # Only for an index that is in range by construction: otherwise torch raises, and take would not.
     safe = source is not None and source.name in ("multinomial", "argmax") and source.args[0].shape == x.shape
     need(safe and x.dim() == 2 and dim in (1, -1) and index.shape == (x.shape[0], 1) and x.is_contiguous())
     rows = w.bind("rows", np.arange(x.shape[0]) * x.shape[1])

@@ -1,4 +1,4 @@
-"""Operations on each element by itself."""
+"""Elementwise operations."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def power(w: Writer, op: Op) -> None:
     x, exponent = op.args
     need(isinstance(x, Tensor) and x.dtype == op.out.dtype in FLOATS and not isinstance(exponent, Tensor))
     name = {2: "square", 0.5: "sqrt", -1: "reciprocal"}.get(exponent)
-    # sqrt(-inf) is nan where pow(-inf, 0.5) is inf; torch itself takes the square root here.
+    # sqrt(-inf) is nan although pow(-inf, 0.5) is inf; torch uses sqrt here, too.
     need(name is not None)
     w.line(f"{name}({w.array(x)}, {w.array(op.out)})")
 

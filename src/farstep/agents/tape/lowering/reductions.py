@@ -1,4 +1,4 @@
-"""Operations in which elements meet: matrix products, sums, extremes and softmax."""
+"""Matrix products, and reductions: sums, extremes and softmax."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from farstep.agents.tape.writer import FLOATS, NUMBERS, Writer
 
 def product(w: Writer, a: Tensor, b: Tensor, out: Tensor) -> None:
     need(a.dtype == b.dtype == out.dtype and out.dtype in FLOATS and a.numel() > 0 and b.numel() > 0)
-    # dot costs 0.7 us less than matmul, and wants its output contiguous.
+    # dot is 0.7 us faster than matmul, but needs a contiguous output.
     name = "dot" if a.dim() == b.dim() == 2 and out.is_contiguous() else "matmul"
     w.line(f"{name}({w.array(a)}, {w.array(b)}, {w.array(out)})")
 
@@ -41,7 +41,7 @@ def addmm(w: Writer, op: Op) -> None:
 
 
 def axes_of(op: Op, dims: Any) -> tuple[tuple[int, ...], Tensor, int]:
-    """The axes a reduction runs over, its output with these axes kept, and how many elements meet in one."""
+    """The axes of a reduction, its output with these axes kept, and the number of elements reduced to one."""
     x: Tensor = op.args[0]
     dims = list(range(x.dim())) if dims is None or dims == [] else [dims] if isinstance(dims, int) else dims
     axes = tuple(sorted(d % max(x.dim(), 1) for d in dims)) if x.dim() else ()
@@ -87,7 +87,7 @@ def logsumexp(w: Writer, op: Op) -> None:
     source, out = w.array(x), w.array(kept)
     terms, peak = w.scratch(x.shape, dtype), w.scratch(kept.shape, dtype)
     limit = torch.finfo(dtype).max
-    # A finite peak, so that rows of -inf or with an inf give -inf and inf, as torch has it.
+    # Keep the peak finite, so that rows of -inf give -inf and rows with inf give inf, as in torch.
     w.line(f"largest({source}, {written(axes)}, None, {peak}, True, {w.number(-limit, dtype)})")
     w.line(f"minimum({peak}, {w.number(limit, dtype)}, out={peak})")
     w.line(f"subtract({source}, {peak}, {terms})")
@@ -101,6 +101,6 @@ def logsumexp(w: Writer, op: Op) -> None:
 def softmax(w: Writer, op: Op) -> None:
     x, dim, half_to_float = op.args
     need(x.dim() > 0 and not half_to_float and x.dtype == op.out.dtype)
-    # torch's Python binding is quicker than six ufuncs, and than the overload called through torch.ops.
+    # torch's Python binding is faster than six ufuncs, and than the overload in torch.ops.
     function = w.bind(op.name[1:], getattr(torch, op.name[1:])) if op.name[1:] not in w.names else op.name[1:]
     w.line(f"{function}({w.tensor(x)}, {dim}, out={w.tensor(op.out)})")

@@ -1,4 +1,4 @@
-"""Random numbers: torch's generator, drawn from in the same order."""
+"""Random numbers, drawn from torch's generator in the same order as by the eager call."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from farstep.agents.tape.writer import FLOATS, Writer, as_array
 
 
 def _is_softmax(w: Writer, probabilities: Tensor) -> bool:
-    """Whether each row is what a softmax gave."""
+    """Whether each row is the result of a softmax."""
     source = producer(w.ops, probabilities)
     if source is not None and source.name == "exp":
         source = producer(w.ops, source.args[0])
@@ -29,15 +29,15 @@ def multinomial(w: Writer, op: Op) -> None:
     need(probabilities.is_contiguous() and 0 < probabilities.numel() < LARGE)
     p, drawn = w.array(probabilities), torch.empty_like(probabilities)
     flat = w.array(probabilities.view(-1))
-    # What a softmax gives is a distribution or NaN; anything else may also be negative, infinite or all zero.
+    # The result of a softmax is a distribution or NaN; other values may also be negative, infinite or all zero.
     bad = f"not {flat}.dot({flat}) >= 0"
     if not _is_softmax(w, probabilities):
         some = f"smallest(total({p}, -1), None) > 0"
         bad = f"not (smallest({p}, None) >= 0 and {flat}.dot({flat}) < inf and {some})"
     rule = w.bind("aten_multinomial", op.func)
-    w.line(f"if {bad}:  # torch says what is wrong")
+    w.line(f"if {bad}:  # torch raises the error")
     w.line(f"    {w.tensor(op.out)}.copy_({rule}({w.tensor(probabilities)}, 1, True))")
-    w.line("else:  # what torch does for one sample: the first arrival of exponential clocks")
+    w.line("else:  # torch's algorithm for one sample: the first of exponential clocks to ring")
     w.line(f"    {w.bind('draw', drawn.exponential_)}()")
     q, last = w.bind("clocks", as_array(drawn)), probabilities.dim() - 1
     w.line(f"    divide({p}, {q}, {q})")
@@ -51,7 +51,7 @@ def normal(w: Writer, op: Op) -> None:
     need(mean.dtype == std.dtype == op.out.dtype and op.out.dtype in FLOATS and op.out.is_contiguous())
     need(0 < op.out.numel() < LARGE)
     rule, out = w.bind("aten_normal", op.func), w.array(op.out)
-    w.line(f"if not smallest({w.array(std)}, None) >= 0:  # torch says what is wrong")
+    w.line(f"if not smallest({w.array(std)}, None) >= 0:  # torch raises the error")
     w.line(f"    {rule}({w.tensor(mean)}, {w.tensor(std)})")
     w.line(f"{w.tensor(op.out)}.normal_()")
     w.line(f"multiply({out}, {w.array(std)}, {out})")

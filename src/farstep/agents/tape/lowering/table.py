@@ -1,4 +1,4 @@
-"""The table of lowerings, and what each of them may ask of an operation."""
+"""The table of lowerings, and helpers for them."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from farstep.agents.tape.op import Op
 from farstep.agents.tape.writer import Writer
 
 LARGE = 1 << 16
-"""Elements from which a naive NumPy sum loses digits and torch's own loops win."""
+"""Number of elements from which NumPy's sums are less exact, and torch's loops are faster."""
 
 Lowering = Callable[[Writer, Op], None]
 LOWERINGS: dict[str, Lowering] = {}
 
 
 def lowers(*names: str) -> Callable[[Lowering], Lowering]:
-    """Enter a function in the table for these operations and, where it exists, their in-place form."""
+    """Register a function as the lowering of these operations and of their in-place forms."""
 
     def enter(function: Lowering) -> Lowering:
         for name in names:
@@ -28,11 +28,11 @@ def lowers(*names: str) -> Callable[[Lowering], Lowering]:
 
 
 def need(condition: bool) -> None:
-    """Leave the operation to torch unless the condition holds."""
+    """Raise `Unsupported`, which leaves the operation to torch, unless the condition holds."""
     if not condition:
         raise Unsupported
 
 
 def argument(op: Op, position: int, name: str, default: Any = None) -> Any:
-    """An argument of an operation, given by position, by name or not at all."""
+    """An argument of an operation, given by position or by name, or its default."""
     return op.args[position] if len(op.args) > position else op.kwargs.get(name, default)
