@@ -1,4 +1,4 @@
-"""docs/architecture.md names only files and folders that exist, every folder of the package, and the checked layers."""
+"""Files and folders that docs/architecture.md and CONTRIBUTING.md name exist; the map has all folders and layers."""
 
 from __future__ import annotations
 
@@ -34,6 +34,16 @@ def test_named_files_and_folders_exist() -> None:
     paths = named_paths()
     assert len(paths) > 60
     assert sorted(path for path in paths if not (PACKAGE / path).exists()) == []
+
+
+def test_files_that_the_contributing_page_names_exist() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    paths = {path for path in re.findall(r"`((?:[\w.]+/)+\w*(?:\.\w+)?)`", text) if "NAME" not in path}
+    assert len(paths) > 30
+    assert (
+        sorted(path for path in paths if not any((home / path).exists() for home in (ROOT, PACKAGE, ROOT / "src")))
+        == []
+    )
 
 
 def test_every_folder_is_named() -> None:
