@@ -86,7 +86,7 @@ def test_what_failed_in_threads_is_this_runs_and_does_not_count_as_learned() -> 
         flow.on(DataKeyTrigger(n=1, size=8), consumer, thread=True, name="other")
         with pytest.raises(ZeroDivisionError) as caught:
             within(flow.run)
-        assert "Besides, a consumer failed: ZeroDivisionError" in caught.value.__notes__[-1]
+        assert "A consumer also failed: ZeroDivisionError" in caught.value.__notes__[-1]
         assert flow.ledger.learner_steps == 0
         fails[0] = False
         within(lambda: flow.run(until=lambda: flow.ledger.learner_steps >= 4))
