@@ -163,8 +163,10 @@ class TableAgent:
         self.table = np.arange(size) * 7 % num_actions
 
     def act(self, obs: Any) -> dict[str, Any]:
+        """Return `action`, and twice the first entry of each observation as `value`."""
         index = (obs[:, 0].astype(np.int64) * 31 + obs[:, 1].astype(np.int64)) % len(self.table)
         return {"action": self.table[index].astype(np.int64), "value": obs[:, 0] * 2}
 
     def get_parameters(self) -> dict[str, Any]:
+        """Return the table."""
         return {"table": self.table}

@@ -74,7 +74,7 @@ def check_limiter(buffer: Buffer, chunk_rows: int, most_samples: int) -> None:
     """
     if most_samples > buffer.limiter.most_samples():
         raise ConfigError(
-            f"a consumer samples {most_samples} rows at once, but this limiter never allows so many "
+            f"a consumer samples {most_samples} rows at once, but this limiter never allows that many "
             f"({buffer.limiter}); widen it, or sample fewer."
         )
     if buffer.limiter.never_inserts(chunk_rows):
