@@ -1,4 +1,4 @@
-"""Plain PPO on CartPole-v1, environments on two local workers: the loop is yours, farstep only collects.
+"""PPO on CartPole-v1 with environments on two local workers: the training loop is yours, farstep collects the rollouts.
 
 Run it with `make demo`, or `python examples/cartpole_ppo.py --help`.
 """
@@ -25,27 +25,33 @@ class Args:
     """PPO on CartPole-v1 with farstep."""
 
     workers: int = 2
-    """worker processes"""
+    """number of worker processes"""
     num_envs: int = 32
-    """environments, spread over the workers"""
+    """number of environments, divided among the workers"""
     num_steps: int = 64
     """steps of each environment per rollout"""
     learning_rate: float = 1e-3
-    """of Adam, falling to zero over total_steps"""
+    """initial learning rate of Adam; decreases linearly to zero over total_steps"""
     update_epochs: int = 8
+    """passes over the rows of a rollout"""
     minibatch_size: int = 512
+    """rows per optimizer step"""
     gamma: float = 0.98
+    """discount factor"""
     gae_lambda: float = 0.9
+    """lambda of generalized advantage estimation"""
     clip_coef: float = 0.2
+    """clip range of the probability ratio"""
     solved_return: float = 475.0
-    """stop when the mean return of the last 100 episodes reaches this"""
+    """stop when the mean return of the last 100 episodes reaches this value"""
     total_steps: int = 600_000
-    """stop here in any case"""
+    """stop after this many environment steps in any case"""
     seed: int = 1
+    """seed of environments and networks"""
 
 
 class ActorCritic(nn.Module):
-    """What travels to the workers: anything with `act` and `get_parameters`."""
+    """The agent, which workers get a copy of; any object with `act` and `get_parameters` can be one."""
 
     def __init__(self, obs_size: int, num_actions: int) -> None:
         super().__init__()
@@ -64,7 +70,7 @@ class ActorCritic(nn.Module):
 
 
 def advantages(agent: ActorCritic, batch: farstep.Batch, args: Args) -> tuple[torch.Tensor, torch.Tensor]:
-    """GAE; an episode cut by its time limit is worth what the critic says of its final observation."""
+    """Return advantages (GAE) and returns; truncated episodes are bootstrapped from their final observation."""
     with torch.no_grad():
         after_last = agent.critic(torch.from_numpy(batch.last_obs)).squeeze(-1).numpy()
         finals = agent.critic(torch.from_numpy(batch.final_obs.obs)).squeeze(-1).numpy()
@@ -81,7 +87,7 @@ def advantages(agent: ActorCritic, batch: farstep.Batch, args: Args) -> tuple[to
 
 
 def update(agent: ActorCritic, optimizer: torch.optim.Optimizer, batch: farstep.Batch, args: Args) -> None:
-    """The clipped PPO update."""
+    """Make the clipped PPO update with one rollout."""
     advantage, returns = advantages(agent, batch, args)
     obs = torch.from_numpy(batch["obs"]).flatten(0, 1)
     action, old_logprob = (torch.from_numpy(batch[key]).flatten() for key in ("action", "logprob"))
@@ -101,14 +107,14 @@ def update(agent: ActorCritic, optimizer: torch.optim.Optimizer, batch: farstep.
 
 
 def display(stats: dict, best: float, args: Args, elapsed_s: float) -> Table:
-    """What is going on, for people."""
+    """Return a table with the progress of the run."""
     mean = stats["episodes"]["return_mean"] or 0.0
     filled = int(40 * min(1.0, mean / args.solved_return))
     table = Table(title="PPO on CartPole-v1, environments on farstep's workers", show_header=False)
     table.add_row("return, last 100 episodes", f"{mean:6.1f}  (best {best:.1f}, solved at {args.solved_return:g})")
     table.add_row("", "█" * filled + "░" * (40 - filled))
     table.add_row("steps", f"{stats['steps']:,} of at most {args.total_steps:,}")
-    table.add_row("collected", f"{stats['steps'] / max(elapsed_s, 1e-9):,.0f} steps per second, updates included")
+    table.add_row("speed", f"{stats['steps'] / max(elapsed_s, 1e-9):,.0f} steps per second, updates included")
     table.add_row("episodes", f"{stats['episodes']['count']:,}")
     table.add_row(
         "policy version", f"{stats['versions']['current']} (weights sent {stats['weight_syncs']['total']} times)"
@@ -119,7 +125,7 @@ def display(stats: dict, best: float, args: Args, elapsed_s: float) -> Table:
 
 
 def main(args: Args) -> bool:
-    """Train; True if it was solved."""
+    """Train; return whether the task was solved."""
     torch.manual_seed(args.seed)
     torch.set_num_threads(1)
     console = Console()
@@ -129,14 +135,14 @@ def main(args: Args) -> bool:
         observation_space, action_space = env.launch()
         agent = ActorCritic(observation_space.shape[0], int(action_space.n))
         optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5)
-        began, best = time.monotonic(), 0.0
+        start, best = time.monotonic(), 0.0
         with Live(console=console, refresh_per_second=8, transient=False) as live:
             while True:
                 batch = env.collect(agent, steps=args.num_steps)
                 stats = env.stats()
                 mean = stats["episodes"]["return_mean"] or 0.0
                 best = max(best, mean)
-                live.update(display(stats, best, args, time.monotonic() - began))
+                live.update(display(stats, best, args, time.monotonic() - start))
                 solved = stats["episodes"]["count"] >= 100 and mean >= args.solved_return
                 if solved or stats["steps"] >= args.total_steps:
                     break
@@ -144,8 +150,8 @@ def main(args: Args) -> bool:
                 update(agent, optimizer, batch, args)
     verdict = "solved" if solved else "not solved"
     if not console.is_terminal:
-        console.print()  # into a file, the table comes without the end of its last line
-    console.print(f"{verdict} after {stats['steps']:,} steps and {time.monotonic() - began:.0f} s")
+        console.print()  # rich writes no line break after the table if the output is a file
+    console.print(f"{verdict} after {stats['steps']:,} steps and {time.monotonic() - start:.0f} s")
     return solved
 
 

@@ -1,11 +1,12 @@
-"""PPO on LunarLander-v3 through `step(agent)` alone, as in the paper on ClusterEnv: the workers are jobs of SLURM.
+"""PPO on LunarLander-v3 with `step(agent)` only, as in the ClusterEnv paper, on SLURM.
 
     python examples/clusterenv_ppo.py --partition gpu --gpus-per-node 2      # on a cluster
     python examples/clusterenv_ppo.py --debug                                # the same on this machine
 
-docs/clusterenv.md lists what a program for ClusterEnv has to change. Since workers keep their weights until these are
-`kl_threshold` away from the learner's, rows may be of older weights: the loss clips around the learner's own policy and
-weighs each row by how much likelier that is to act so (decoupled PPO), and values are the learner's own.
+docs/clusterenv.md lists what to change in a program for ClusterEnv. A worker pulls weights only when its policy differs
+from the learner's by more than `kl_threshold`, so rows may come from older policies. Therefore the loss is decoupled
+PPO: it clips around the learner's policy at the start of the update, and weights each row by the ratio of that policy
+to the one that acted. Values are computed by the learner.
 """
 
 from __future__ import annotations
@@ -27,35 +28,49 @@ class Args:
     """PPO on LunarLander-v3 with workers on SLURM."""
 
     nodes: int = 4
+    """number of nodes"""
     workers_per_node: int = 1
+    """worker processes per node"""
     envs_per_node: int = 8
-    """the paper has 64"""
+    """environments per node; 64 in the paper"""
     partition: str | None = None
+    """SLURM partition; None: the cluster's default"""
     gpus_per_node: int = 0
+    """GPUs per node; 0: workers act on the CPU"""
     gpu_type: str | None = None
+    """type of the GPUs, e.g. a100; None: any"""
     time_limit: str = "02:00:00"
+    """wall-clock limit of the SLURM jobs"""
     debug: bool = False
-    """all workers on this machine, without SLURM"""
+    """run all workers on this machine, without SLURM"""
     kl_threshold: float = 0.05
-    """how far, in nats, a worker's policy may be from the learner's before it pulls weights"""
+    """KL divergence from the learner's policy, in nats, above which a worker pulls weights"""
     num_updates: int = 200
+    """number of updates"""
     num_steps: int = 128
-    """steps of each environment per update; the paper has 1024"""
+    """steps of each environment per update; 1024 in the paper"""
     update_epochs: int = 10
-    """the paper has 30"""
+    """passes over the rows of an update; 30 in the paper"""
     num_minibatches: int = 8
+    """minibatches per pass"""
     learning_rate: float = 5e-4
+    """initial learning rate of Adam; decreases linearly to zero"""
     gamma: float = 0.99
+    """discount factor"""
     gae_lambda: float = 0.95
+    """lambda of generalized advantage estimation"""
     clip_coef: float = 0.2
+    """clip range of the probability ratio"""
     ent_coef: float = 0.01
+    """weight of the entropy bonus"""
     reward_scale: float = 0.02
-    """of the rewards that the learner sees, so that its critic's targets are of the order of 1"""
+    """factor for rewards, so that the critic's targets are of the order of 1"""
     seed: int = 1
+    """seed of environments and networks"""
 
 
 class Agent(nn.Module):
-    """What travels to the workers: two methods, and `logits` so that policies can be compared."""
+    """The agent, which workers get a copy of. It records `logits`, which the divergence of policies needs."""
 
     def __init__(self, obs_size: int, num_actions: int) -> None:
         super().__init__()
@@ -74,7 +89,7 @@ class Agent(nn.Module):
 
 
 def advantages(agent: Agent, rows: dict[str, Tensor], args: Args) -> tuple[Tensor, Tensor]:
-    """GAE; an episode cut by its time limit is worth what the critic says of its final observation."""
+    """Return advantages (GAE) and returns; truncated episodes are bootstrapped from their final observation."""
     with torch.no_grad():
         values, following = (agent.critic(rows[key]).squeeze(-1) for key in ("obs", "next_obs"))
     delta = rows["reward"] + args.gamma * following * ~rows["terminated"] - values
@@ -86,7 +101,7 @@ def advantages(agent: Agent, rows: dict[str, Tensor], args: Args) -> tuple[Tenso
 
 
 def update(agent: Agent, optimizer: torch.optim.Optimizer, rows: dict[str, Tensor], args: Args) -> None:
-    """The PPO update, for rows of older weights, too."""
+    """Make the decoupled PPO update, which also accepts rows of older policies."""
     advantage, returns = advantages(agent, rows, args)
     obs, action, recorded = (rows[key].flatten(0, 1) for key in ("obs", "action", "logprob"))
     with torch.no_grad():
@@ -138,7 +153,7 @@ def main(args: Args) -> None:
         for _ in range(args.num_steps):
             next_obs, reward, terminated, truncated, info = env.step(agent)
             ended = terminated | truncated
-            after = next_obs.copy()  # of an environment that ended, next_obs is the first of its next episode
+            after = next_obs.copy()  # after an episode's end, next_obs is the first observation of the next episode
             if ended.any():
                 after[ended] = np.stack(list(info["final_obs"][ended]))
                 latest.extend(info["episode"]["r"][ended])

@@ -1,7 +1,7 @@
-"""A JAX agent that learns CartPole-v1 by PPO: `jax.numpy` on workers and in the learner, farstep between them.
+"""PPO on CartPole-v1 in JAX, both in the learner and on farstep's workers.
 
-Workers act with a jitted forward, compiled on each when the agent arrives. Actions are drawn with the generator that
-a worker has for each environment, so that a run is repeated exactly by its seed.
+Each worker compiles the jitted forward pass once, when it receives the agent. Actions are sampled with the random
+generator of each environment, so that a run is reproducible from its seed.
 """
 
 from __future__ import annotations
@@ -26,24 +26,33 @@ class Args:
     """PPO in JAX on CartPole-v1."""
 
     workers: int = 2
-    """worker processes"""
+    """number of worker processes"""
     num_envs: int = 32
+    """number of environments, divided among the workers"""
     num_steps: int = 64
     """steps of each environment per rollout"""
     total_steps: int = 200_000
-    """at most; it ends when the mean return of the last 100 episodes reaches solved_return"""
+    """stop after this many environment steps in any case"""
     solved_return: float = 475.0
+    """stop when the mean return of the last 100 episodes reaches this value"""
     learning_rate: float = 3e-3
+    """initial learning rate of Adam; decreases linearly to zero over total_steps"""
     update_epochs: int = 4
+    """passes over the rows of a rollout"""
     num_minibatches: int = 4
+    """minibatches per pass"""
     gamma: float = 0.98
+    """discount factor"""
     gae_lambda: float = 0.9
+    """lambda of generalized advantage estimation"""
     clip_coef: float = 0.2
+    """clip range of the probability ratio"""
     seed: int = 1
+    """seed of environments and networks"""
 
 
 def init(key: jax.Array, widths: list[int]) -> list[dict[str, jax.Array]]:
-    """Layers with orthogonal weights, the last one's small."""
+    """Return layers with orthogonal weights, and small ones in the last layer."""
     orthogonal = jax.nn.initializers.orthogonal
     layers = []
     for i, (inputs, outputs) in enumerate(pairwise(widths)):
@@ -66,7 +75,7 @@ def logits_and_value(parameters: Parameters, obs: jax.Array) -> tuple[jax.Array,
 
 
 class JaxAgent:
-    """What travels: `act` on workers, parameters from the head."""
+    """The agent, which workers get a copy of; `set_parameters` loads the published parameters there."""
 
     def __init__(self, parameters: Parameters) -> None:
         self.parameters = parameters
@@ -86,7 +95,7 @@ class JaxAgent:
 
 @jax.jit
 def loss(parameters: Parameters, rows: dict[str, jax.Array], clip_coef: float) -> jax.Array:
-    """PPO's clipped loss and half the squared error of the critic."""
+    """Return the clipped PPO loss plus a quarter of the critic's mean squared error."""
     logits, value = logits_and_value(parameters, rows["obs"])
     logprob = jnp.take_along_axis(logits, rows["action"][:, None], axis=1)[:, 0]
     ratio = jnp.exp(logprob - rows["logprob"])
@@ -100,7 +109,7 @@ def loss(parameters: Parameters, rows: dict[str, jax.Array], clip_coef: float) -
 def adam(
     parameters: Parameters, state: Parameters, gradients: Parameters, rate: float
 ) -> tuple[Parameters, Parameters]:
-    """One step of Adam (Kingma and Ba 2015), the gradients scaled down to norm 0.5."""
+    """Make one step of Adam (Kingma and Ba 2015), with gradients clipped to norm 0.5."""
     norm = jnp.sqrt(sum(jnp.square(leaf).sum() for leaf in jax.tree.leaves(gradients)))
     gradients = jax.tree.map(lambda g: g * jnp.minimum(1.0, 0.5 / (norm + 1e-6)), gradients)
     count = state["count"] + 1
@@ -112,21 +121,21 @@ def adam(
 
 
 def advantages(parameters: Parameters, batch: farstep.Batch, args: Args) -> np.ndarray:
-    """GAE; an episode cut by its time limit is worth what the critic says of its final observation."""
+    """Return advantages (GAE); truncated episodes are bootstrapped from their final observation."""
     values = batch["value"]
     following = np.concatenate([values[1:], logits_and_value(parameters, batch.last_obs)[1][None]])
     final = batch.final_obs
     following[final.row, final.slot] = forward(parameters["critic"], final.obs)[:, 0]
     ended = batch["terminated"] | batch["truncated"]
     delta = batch["reward"] + args.gamma * following * ~batch["terminated"] - values
-    found, running = np.zeros_like(delta), np.zeros(delta.shape[1], np.float32)
+    advantage, running = np.zeros_like(delta), np.zeros(delta.shape[1], np.float32)
     for t in reversed(range(len(delta))):
-        found[t] = running = delta[t] + args.gamma * args.gae_lambda * ~ended[t] * running
-    return found
+        advantage[t] = running = delta[t] + args.gamma * args.gae_lambda * ~ended[t] * running
+    return advantage
 
 
 def main(args: Args) -> float:
-    """Train; the mean return of the last 100 episodes."""
+    """Train; return the mean return of the last 100 episodes."""
     actor_key, critic_key = jax.random.split(jax.random.key(args.seed))
     agent = JaxAgent({"actor": init(actor_key, [4, 64, 64, 2]), "critic": init(critic_key, [4, 64, 64, 1])})
     zeros = jax.tree.map(jnp.zeros_like, agent.parameters)
@@ -134,23 +143,23 @@ def main(args: Args) -> float:
     gradient, order = jax.jit(jax.grad(loss)), np.random.default_rng(args.seed)
     env_config = {"env_name": "CartPole-v1", "envs_per_node": args.num_envs, "seed": args.seed}
     with farstep.ClusterEnv(env_config, {"workers_per_node": args.workers}) as env:
-        began, steps, update, mean = time.monotonic(), 0, 0, 0.0
+        start, steps, update, mean = time.monotonic(), 0, 0, 0.0
         while steps < args.total_steps and mean < args.solved_return:
             batch = env.collect(agent, args.num_steps)
-            found = advantages(agent.parameters, batch, args)
+            advantage = advantages(agent.parameters, batch, args)
             columns = {key: batch[key] for key in ("obs", "action", "logprob")}
-            columns |= {"advantage": found, "returns": found + batch["value"]}
-            rows = {key: column.reshape(found.size, *column.shape[2:]) for key, column in columns.items()}
+            columns |= {"advantage": advantage, "returns": advantage + batch["value"]}
+            rows = {key: column.reshape(advantage.size, *column.shape[2:]) for key, column in columns.items()}
             rate = args.learning_rate * (1 - steps / args.total_steps)
             for _ in range(args.update_epochs):
-                for chosen in np.split(order.permutation(found.size), args.num_minibatches):
+                for chosen in np.split(order.permutation(advantage.size), args.num_minibatches):
                     part = {key: column[chosen] for key, column in rows.items()}
                     gradients = gradient(agent.parameters, part, args.clip_coef)
                     agent.parameters, state = adam(agent.parameters, state, gradients, rate)
-            steps, update = steps + found.size, update + 1
+            steps, update = steps + advantage.size, update + 1
             mean = env.stats()["episodes"]["return_mean"] or 0.0
             if update % 10 == 0 or mean >= args.solved_return:
-                print(f"{steps:>8,} steps  return {mean:5.1f}  {time.monotonic() - began:4.0f} s", flush=True)
+                print(f"{steps:>8,} steps  return {mean:5.1f}  {time.monotonic() - start:4.0f} s", flush=True)
     return mean
 
 

@@ -1,6 +1,6 @@
-"""PPO in one file on one machine, in CleanRL's manner: its hyper-parameter names, its order of things.
+"""PPO in one file on one machine, in the style and with the hyper-parameter names of CleanRL.
 
-`own_ppo_farstep.py` is the same file with its environments on farstep's workers; compare the two:
+`own_ppo_farstep.py` is the same program with its environments on farstep's workers; compare the two:
 
     diff examples/own_ppo_single.py examples/own_ppo_farstep.py
 """
@@ -22,28 +22,44 @@ from torch.distributions import Categorical
 
 @dataclass(kw_only=True)
 class Args:
-    """PPO for environments with a vector of numbers and discrete actions."""
+    """PPO for environments with vector observations and discrete actions."""
 
     env_id: str = "CartPole-v1"
+    """Gymnasium id of the environment"""
     seed: int = 1
+    """seed of environments and networks"""
     total_timesteps: int = 150_000
+    """environment steps to train for"""
     learning_rate: float = 1e-3
+    """learning rate of Adam"""
     anneal_lr: bool = True
-    """let the learning rate fall to zero over total_timesteps"""
+    """decrease the learning rate linearly to zero over total_timesteps"""
     num_envs: int = 16
+    """number of environments"""
     num_steps: int = 128
     """steps of each environment per rollout"""
     gamma: float = 0.99
+    """discount factor"""
     gae_lambda: float = 0.95
+    """lambda of generalized advantage estimation"""
     num_minibatches: int = 4
+    """minibatches per pass"""
     update_epochs: int = 4
+    """passes over the rows of a rollout"""
     norm_adv: bool = True
+    """normalize the advantages of each minibatch"""
     clip_coef: float = 0.2
+    """clip range of the probability ratio"""
     clip_vloss: bool = False
+    """clip the change of the values, too"""
     ent_coef: float = 0.0
+    """weight of the entropy bonus"""
     vf_coef: float = 0.5
+    """weight of the value loss"""
     max_grad_norm: float = 0.5
+    """largest norm of the gradients"""
     target_kl: float | None = None
+    """stop an update when the KL divergence exceeds this many nats; None: never"""
 
 
 def layer(inputs: int, outputs: int, gain: float = 2**0.5) -> nn.Linear:
@@ -77,18 +93,18 @@ class Agent(nn.Module):
 
 
 def advantages(batch: Mapping[str, np.ndarray], next_value: np.ndarray, args: Args) -> np.ndarray:
-    """Generalised advantage estimation; as in CleanRL, an episode cut off by its time limit counts as ended."""
-    going_on = ~(batch["terminated"] | batch["truncated"])
-    found, running = np.zeros_like(batch["value"]), np.zeros_like(next_value)
+    """Return advantages (GAE); as in CleanRL, a truncated episode counts as terminated."""
+    not_done = ~(batch["terminated"] | batch["truncated"])
+    advantage, running = np.zeros_like(batch["value"]), np.zeros_like(next_value)
     for t in reversed(range(args.num_steps)):
-        delta = batch["reward"][t] + args.gamma * next_value * going_on[t] - batch["value"][t]
-        found[t] = running = delta + args.gamma * args.gae_lambda * going_on[t] * running
+        delta = batch["reward"][t] + args.gamma * next_value * not_done[t] - batch["value"][t]
+        advantage[t] = running = delta + args.gamma * args.gae_lambda * not_done[t] * running
         next_value = batch["value"][t]
-    return found
+    return advantage
 
 
 def count_returns(batch: Mapping[str, np.ndarray], so_far: np.ndarray, returns: deque[float]) -> None:
-    """Add up rewards; what episodes that ended came to goes to `returns`."""
+    """Add the rewards to `so_far`, and append the returns of ended episodes to `returns`."""
     for reward, ended in zip(batch["reward"], batch["terminated"] | batch["truncated"], strict=True):
         so_far += reward
         returns.extend(so_far[ended].tolist())
@@ -96,7 +112,7 @@ def count_returns(batch: Mapping[str, np.ndarray], so_far: np.ndarray, returns: 
 
 
 def main(args: Args) -> float:
-    """Train; the mean return of the last 100 episodes."""
+    """Train; return the mean return of the last 100 episodes."""
     torch.manual_seed(args.seed)
     torch.set_num_threads(1)
     envs = gym.vector.SyncVectorEnv([lambda: gym.make(args.env_id)] * args.num_envs, autoreset_mode="SameStep")
@@ -104,14 +120,14 @@ def main(args: Args) -> float:
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5)
     batch_size = args.num_envs * args.num_steps
     num_iterations = -(-args.total_timesteps // batch_size)
-    so_far, returns, began = np.zeros(args.num_envs), deque([0.0], maxlen=100), time.monotonic()
+    so_far, returns, start = np.zeros(args.num_envs), deque([0.0], maxlen=100), time.monotonic()
     next_obs, _ = envs.reset(seed=args.seed)
 
     for iteration in range(num_iterations):
         if args.anneal_lr:
             optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - iteration / num_iterations)
 
-        # the rollout
+        # collect a rollout
         rows = []
         for _ in range(args.num_steps):
             row = {"obs": next_obs, **agent.act(torch.from_numpy(next_obs))}
@@ -119,7 +135,7 @@ def main(args: Args) -> float:
             rows.append(row)
         batch = {key: np.stack([row[key] for row in rows]) for key in rows[0]}
 
-        # what it is worth
+        # compute advantages and returns
         with torch.no_grad():
             next_value = agent.get_value(torch.from_numpy(next_obs)).numpy()
         b_advantages = torch.from_numpy(advantages(batch, next_value, args)).flatten()
@@ -128,22 +144,22 @@ def main(args: Args) -> float:
         )
         b_returns = b_advantages + b_values
 
-        # the update
+        # update the agent
         for _ in range(args.update_epochs):
-            for rows_of_one in torch.randperm(batch_size).chunk(args.num_minibatches):
-                logprob, entropy, value = agent.evaluate(b_obs[rows_of_one], b_actions[rows_of_one])
-                log_ratio = logprob - b_logprobs[rows_of_one]
+            for mb_inds in torch.randperm(batch_size).chunk(args.num_minibatches):
+                logprob, entropy, value = agent.evaluate(b_obs[mb_inds], b_actions[mb_inds])
+                log_ratio = logprob - b_logprobs[mb_inds]
                 ratio = log_ratio.exp()
                 approx_kl = ((ratio - 1) - log_ratio).mean().item()
-                weight = b_advantages[rows_of_one]
+                weight = b_advantages[mb_inds]
                 if args.norm_adv:
                     weight = (weight - weight.mean()) / (weight.std() + 1e-8)
                 clipped = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
                 pg_loss = -torch.min(weight * ratio, weight * clipped).mean()
-                v_loss = (value - b_returns[rows_of_one]).square()
+                v_loss = (value - b_returns[mb_inds]).square()
                 if args.clip_vloss:
-                    change = (value - b_values[rows_of_one]).clamp(-args.clip_coef, args.clip_coef)
-                    v_loss = v_loss.max((b_values[rows_of_one] + change - b_returns[rows_of_one]).square())
+                    change = (value - b_values[mb_inds]).clamp(-args.clip_coef, args.clip_coef)
+                    v_loss = v_loss.max((b_values[mb_inds] + change - b_returns[mb_inds]).square())
                 loss = pg_loss + args.vf_coef * 0.5 * v_loss.mean() - args.ent_coef * entropy.mean()
                 optimizer.zero_grad()
                 loss.backward()
@@ -152,11 +168,11 @@ def main(args: Args) -> float:
             if args.target_kl is not None and approx_kl > args.target_kl:
                 break
 
-        # what is to be seen of it
+        # report progress
         count_returns(batch, so_far, returns)
         if (iteration + 1) % 10 == 0 or iteration + 1 == num_iterations:
             steps, mean = (iteration + 1) * batch_size, np.mean(returns)
-            print(f"{steps:>8,} steps  return {mean:6.1f}  {steps / (time.monotonic() - began):>7,.0f} steps/s")
+            print(f"{steps:>8,} steps  return {mean:6.1f}  {steps / (time.monotonic() - start):>7,.0f} steps/s")
     envs.close()
     return float(np.mean(returns))
 

@@ -1,7 +1,7 @@
-"""Stable-Baselines3's PPO and DQN as they are, their environments stepped by farstep's workers.
+"""PPO and DQN of Stable-Baselines3, unmodified, with environments on farstep's workers.
 
-`farstep.make_vec` is a Gymnasium vector environment. Stable-Baselines3 has a class of its own for that, older than
-Gymnasium's; `Adapter` is one in terms of the other, and takes any Gymnasium vector environment in SAME_STEP mode. With
+`farstep.make_vec` returns a Gymnasium vector environment. Stable-Baselines3 has its own interface for vector
+environments, `VecEnv`; `Adapter` implements it with any Gymnasium vector environment in SAME_STEP mode. With
 `env_kwargs={"render_mode": "rgb_array"}` in `make_vec`, `VecVideoRecorder(Adapter(envs), ...)` records videos.
 Needs `pip install stable-baselines3`.
 """
@@ -26,18 +26,22 @@ import farstep
 
 @dataclass(kw_only=True)
 class Args:
-    """Stable-Baselines3 on CartPole-v1, over farstep.make_vec."""
+    """Stable-Baselines3 on CartPole-v1, with farstep.make_vec."""
 
     learner: Literal["ppo", "dqn"] = "ppo"
+    """algorithm"""
     workers: int = 2
-    """worker processes"""
+    """number of worker processes"""
     num_envs: int = 16
+    """number of environments, divided among the workers"""
     total_timesteps: int = 40_000
+    """environment steps to train for"""
     seed: int = 1
+    """seed of environments and networks"""
 
 
 class Adapter(VecEnv):
-    """A Gymnasium vector environment, for Stable-Baselines3."""
+    """Makes a Gymnasium vector environment usable by Stable-Baselines3."""
 
     def __init__(self, envs: VectorEnv) -> None:
         self._envs = envs
@@ -47,7 +51,7 @@ class Adapter(VecEnv):
 
     def reset(self) -> np.ndarray:
         if any(options != self._options[0] for options in self._options):
-            raise NotImplementedError("a Gymnasium vector environment takes the same options for all its environments")
+            raise NotImplementedError("a Gymnasium vector environment needs the same options for all environments")
         seeds = self._seeds if any(seed is not None for seed in self._seeds) else None
         obs, info = self._envs.reset(seed=seeds, options=self._options[0] or None)
         self.reset_infos = split(info, self.num_envs)
@@ -62,7 +66,7 @@ class Adapter(VecEnv):
         obs, reward, terminated, truncated, info = self._envs.step(self._actions)
         done = terminated | truncated
         infos = split(info, self.num_envs)
-        for i in np.flatnonzero(done):  # SAME_STEP: these have been reset, and what the episode ended with is aside
+        for i in np.flatnonzero(done):  # SAME_STEP has reset these; the end of the episode is in final_obs, final_info
             last = infos[i].pop("final_info", {})
             last["terminal_observation"] = infos[i].pop("final_obs")
             self.reset_infos[i], infos[i] = infos[i], last
@@ -89,18 +93,18 @@ class Adapter(VecEnv):
         self, method_name: str, *method_args: Any, indices: int | Iterable[int] | None = None, **method_kwargs: Any
     ) -> list[Any]:
         if indices is not None:
-            raise NotImplementedError("a Gymnasium vector environment calls a method of all its environments")
+            raise NotImplementedError("a Gymnasium vector environment calls methods of all environments together")
         return list(self._envs.call(method_name, *method_args, **method_kwargs))
 
     def env_is_wrapped(self, wrapper_class: type, indices: int | Iterable[int] | None = None) -> list[bool]:
-        return self._some([False] * self.num_envs, indices)  # they are elsewhere; VecMonitor is not asked for here
+        return self._some([False] * self.num_envs, indices)  # wrappers on workers are not visible here
 
     def _some(self, values: Sequence[Any], indices: int | Iterable[int] | None) -> list[Any]:
         return [values[i] for i in self._get_indices(indices)]
 
 
 def split(infos: dict[str, Any], num_envs: int) -> list[dict[str, Any]]:
-    """Each environment's own infos out of a vector's, which says in `_key` which of them have a `key`."""
+    """Return the infos of each environment; the mask `_key` marks the environments that have `key`."""
     parts: list[dict[str, Any]] = [{} for _ in range(num_envs)]
     for key, value in infos.items():
         if (owners := infos.get(f"_{key}")) is not None:
@@ -111,27 +115,27 @@ def split(infos: dict[str, Any], num_envs: int) -> list[dict[str, Any]]:
 
 
 class Progress(BaseCallback):
-    """Prints a line now and then."""
+    """Prints the mean return every `every` steps."""
 
     def __init__(self, every: int) -> None:
         super().__init__()
-        self._every, self._next, self._began = every, every, time.monotonic()
+        self._every, self._next, self._start = every, every, time.monotonic()
 
     def _on_step(self) -> bool:
         if self.num_timesteps >= self._next:
             self._next += self._every
-            rate = self.num_timesteps / (time.monotonic() - self._began)
+            rate = self.num_timesteps / (time.monotonic() - self._start)
             print(f"{self.num_timesteps:>8,} steps  return {mean_return(self.model):5.1f}  {rate:>6,.0f} steps/s")
         return True
 
 
 def mean_return(model: PPO | DQN) -> float:
-    """Of the last 100 episodes."""
+    """Return the mean return of the last 100 episodes."""
     return float(np.mean([episode["r"] for episode in model.ep_info_buffer or [{"r": 0.0}]]))
 
 
 def main(args: Args) -> float:
-    """Train; the mean return of the last 100 episodes."""
+    """Train; return the mean return of the last 100 episodes."""
     torch.set_num_threads(1)
     envs = farstep.make_vec("CartPole-v1", args.num_envs, {"workers_per_node": args.workers}, "SAME_STEP")
     env = VecMonitor(Adapter(envs))

@@ -51,7 +51,7 @@ class ArraySpec(msgspec.Struct, frozen=True, array_like=True):
 
 Schema = dict[str, ArraySpec]
 
-_REFUSED = {
+_UNSUPPORTED = {
     "Text": "strings have no fixed number of bytes",
     "Graph": "the number of nodes and edges varies",
     "Sequence": "the length varies from step to step",
@@ -90,7 +90,7 @@ def _visit(space: spaces.Space[Any], name: str, schema: Schema) -> Structure:
         schema[name] = ArraySpec(tuple(space.shape), dtype.str)
         return name
     kind = type(space).__name__
-    reason = _REFUSED.get(kind, "farstep does not know how to lay it out")
+    reason = _UNSUPPORTED.get(kind, "farstep has no array layout for them")
     raise SpaceError(
         f"{name}: {kind} spaces are not supported, since {reason} and farstep stores steps in fixed arrays. "
         "Turn it into Box, Discrete, MultiDiscrete, MultiBinary, or a Dict or Tuple of these, with a wrapper."

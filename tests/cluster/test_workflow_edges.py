@@ -152,7 +152,7 @@ def test_mistakes_are_named() -> None:
             made.run(total_steps=16)
 
         transfer = farstep.TransferTrigger.dual()
-        belongs = 'belongs into .*"transfer": .*DataKeyTrigger'
+        belongs = 'belongs in .*"transfer": .*DataKeyTrigger'
         mistakes: list[tuple[Any, str]] = [
             (lambda: farstep.Workflow(3, agent, full(64)), "env is 3; expected a farstep.ClusterEnv"),  # type: ignore[arg-type]
             (lambda: farstep.Workflow(env, agent, []), r"buffer is \[\]; expected a farstep.Buffer"),  # type: ignore[arg-type]

@@ -86,7 +86,7 @@ def test_what_failed_in_threads_is_this_runs_and_does_not_count_as_learned() -> 
         flow.on(DataKeyTrigger(n=1, size=8), consumer, thread=True, name="other")
         with pytest.raises(ZeroDivisionError) as caught:
             within(flow.run)
-        assert "Besides, a consumer failed: ZeroDivisionError" in caught.value.__notes__[-1]
+        assert "A consumer also failed: ZeroDivisionError" in caught.value.__notes__[-1]
         assert flow.ledger.learner_steps == 0
         fails[0] = False
         within(lambda: flow.run(until=lambda: flow.ledger.learner_steps >= 4))
@@ -279,7 +279,7 @@ def limited(limiter: RateLimiter) -> farstep.Buffer:
 
 
 STANDSTILLS: dict[str, Any] = {
-    "nobody publishes": (not_publishing, FarstepError, "nobody publish"),
+    "nobody publishes": (not_publishing, FarstepError, "or a consumer that publishes"),
     "a window does not fit": (lambda env: table(env, taking(size=33)), ConfigError, "capacity to at least 80"),
     "more actors than workers": (lambda env: table(env, taking(n=3)), ConfigError, "Lower n"),
     "a chunk never fits": (lambda env: table(env, taking(), buffer=limited(Queue(4))), ConfigError, "never fits"),
@@ -332,7 +332,7 @@ def test_mistakes_in_the_table_are_refused() -> None:
             flow.on(TimeTrigger(1), None)  # type: ignore[arg-type]
         with pytest.raises(ConfigError, match="leave out thread"):
             flow.on(TimeTrigger(1), LocalQueue(), thread=True)
-        with pytest.raises(ConfigError, match="has it as a consumer"):
+        with pytest.raises(ConfigError, match="if it is a consumer"):
             flow.next_rollout()
         with pytest.raises(ConfigError, match="publish"):
             flow.put("parameters", 1.0)

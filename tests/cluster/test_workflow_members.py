@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 import farstep
-from farstep.workflow import workflow
 from farstep.config.launch import SSHConfig
 from farstep.testing import FaultyEnv, TableAgent
+from farstep.workflow import rollout_requests
 from farstep.workflow.triggers import DataKeyTrigger, ObjectKeyTrigger
 from tests.cluster.checks import assert_balanced, assert_sound, cluster, eventually, within
 from tests.cluster.flows import full
@@ -155,7 +155,7 @@ def test_stages_and_bounded_staleness_on_nodes_that_join(tmp_path: Path) -> None
 def test_a_trigger_that_waits_for_absent_workers_is_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(workflow, "_ABSENT_S", 0.2)
+    monkeypatch.setattr(rollout_requests, "_ABSENT_S", 0.2)
     with on_nodes(tmp_path, 1, 2) as env, caplog.at_level(logging.WARNING, "farstep"):
         flow = farstep.Workflow(env, TableAgent(), full(64))
         flow.on(DataKeyTrigger(n=2, size=8), lambda message: None)

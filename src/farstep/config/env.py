@@ -235,7 +235,7 @@ class EnvConfig(_Config):
             )
         if self.sync is not None:
             raise ConfigError(
-                f"EnvConfig has both kl_threshold={threshold!r} and sync={self.sync!r}; give one rule that says both, "
+                f"EnvConfig has both kl_threshold={threshold!r} and sync={self.sync!r}; give one rule for both, "
                 f"e.g. sync=farstep.sync.AAPS({threshold}) | farstep.sync.MaxLag(10)."
             )
 

@@ -58,7 +58,7 @@ class TransferTrigger(_Config):
                 raise ConfigError(f"TransferTrigger.keys has {stage!r}; {self._EXPECTED}")
         names = [name for stage in self.keys for name in stage]
         if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise ConfigError(f"TransferTrigger.keys names {', '.join(twice)} twice; an array travels once.")
+            raise ConfigError(f"TransferTrigger.keys names {', '.join(twice)} twice; name each array once.")
         object.__setattr__(self, "keys", tuple(tuple(stage) for stage in self.keys))
         if not isinstance(self.also, tuple) or not all(isinstance(each, TransferTrigger) for each in self.also):
             raise ConfigError(f"TransferTrigger.also is {self.also!r}; join triggers by &: first & second.")

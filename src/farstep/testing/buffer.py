@@ -1,4 +1,4 @@
-"""The contract of buffers: `check_buffer` is run with every sampler and remover, and with one's own."""
+"""Contract check of buffers, for farstep's samplers and removers and for your own."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from farstep.core import Array
 from farstep.errors import BufferTimeout, ClosedError, ConfigError
 
 MakeBuffer = Callable[..., Buffer]
-"""Takes `capacity` and options of `Buffer` (`limiter`, `max_times_sampled`, `spec`, `seed`) and adds its sampler."""
+"""Takes `capacity` and options of `Buffer` (`limiter`, `max_times_sampled`, `spec`, `seed`), and adds a sampler."""
 
 _DEADLINE_S = 30.0
 _EPISODE = 4
@@ -23,22 +23,29 @@ _CAPACITY = 24
 
 
 def check_buffer(make_buffer: MakeBuffer) -> None:
-    """Fails with an AssertionError where a buffer breaks the contract."""
-    with warnings.catch_warnings():  # priorities are given to every sampler here
+    """Check that a buffer returns the rows that were inserted, keeps its counters and limits, and rejects bad input.
+
+    Args:
+        make_buffer: Makes a buffer; see `MakeBuffer`.
+
+    Raises:
+        AssertionError: The buffer breaks the contract; the message says how.
+    """
+    with warnings.catch_warnings():  # the check gives priorities to every sampler
         warnings.filterwarnings("ignore", "neither .* uses priorities")
         for check in (_rows_and_keys, _gone, _times, _limiter, _timeouts, _close, _close_idle, _refusals):
             check(make_buffer)
 
 
 class _Filled:
-    """A buffer, and what was put into it: rows of numbers that all follow from the row's own, in episodes of 4."""
+    """A buffer with rows whose contents derive from the row's number, in episodes of 4 rows."""
 
     def __init__(self, buffer: Buffer) -> None:
         self.buffer = buffer
         self.number_of: dict[int, int] = {}
         self.times: Counter[int] = Counter()
         self.rows_sampled = 0
-        self._there: list[int] = []
+        self._stored: list[int] = []
         self._next = 0
 
     def rows(self, count: int) -> dict[str, Array]:
@@ -59,25 +66,25 @@ class _Filled:
         for key, number in zip(keys.tolist(), rows["number"].tolist(), strict=True):
             assert key not in self.number_of, f"key {key} was given twice"
             self.number_of[key] = number
-            self._there.append(key)
+            self._stored.append(key)
         self._next += count
         self.check_counters()
         return keys
 
     def sample(self, count: int) -> SampleInfo:
-        there = set(self.there())
+        stored = set(self.stored_keys())
         batch, info = self.buffer.sample(count, timeout_s=0)
         self.rows_sampled += int(batch["valid"].sum()) if batch["number"].ndim == 2 else len(info.keys)
-        self._check_info(batch, info, count, there)
+        self._check_info(batch, info, count, stored)
         self._check_rows(batch, info)
         self.check_counters()
         return info
 
-    def there(self) -> list[int]:
-        """Keys of the items that are not gone. Asked one by one, since somebody who asks changes priorities."""
-        asked = self._there
-        self._there = [key for key in asked if self.buffer.update_priorities(np.array([key]), np.ones(1))]
-        return self._there
+    def stored_keys(self) -> list[int]:
+        """Return the keys of the items that are still stored; sets the priority of each to 1."""
+        known = self._stored
+        self._stored = [key for key in known if self.buffer.update_priorities(np.array([key]), np.ones(1))]
+        return self._stored
 
     def check_counters(self) -> None:
         buffer, limiter = self.buffer, self.buffer.limiter
@@ -87,19 +94,19 @@ class _Filled:
         assert limiter.samples == self.rows_sampled, f"{self.rows_sampled} rows were returned, but {limiter}"
         assert sum(buffer.removed.values()) == limiter.deletes, f"{buffer.removed}, but {limiter}"
 
-    def _check_info(self, batch: dict[str, Any], info: SampleInfo, count: int, there: set[int]) -> None:
+    def _check_info(self, batch: dict[str, Any], info: SampleInfo, count: int, stored: set[int]) -> None:
         n = len(info.keys)
-        assert n >= count, f"{count} items were asked for, {n} came"
+        assert n >= count, f"{count} items were requested, {n} were returned"
         lengths = {name: len(value) for name, value in batch.items()}
         assert set(lengths.values()) == {n}, f"{n} keys, but arrays of {lengths}"
         for name in ("probabilities", "weights", "times_sampled", "versions"):
             assert getattr(info, name).shape == (n,), f"{name} has shape {getattr(info, name).shape} for {n} items"
-        assert set(info.keys.tolist()) <= there, f"sampled, but gone: {set(info.keys.tolist()) - there}"
+        assert set(info.keys.tolist()) <= stored, f"sampled, but gone: {set(info.keys.tolist()) - stored}"
         assert (info.probabilities > 0).all() and (info.probabilities <= 1).all(), info.probabilities
         assert (info.weights > 0).all() and info.weights.max() == 1, info.weights
         distinct = dict(zip(info.keys.tolist(), info.probabilities.tolist(), strict=True))
         if (info.probabilities < 1).any():
-            assert sum(distinct.values()) <= 1 + 1e-6 or self.buffer.max_times_sampled, "probabilities above 1 in all"
+            assert sum(distinct.values()) <= 1 + 1e-6 or self.buffer.max_times_sampled, "probabilities add up above 1"
         self.times.update(info.keys.tolist())
         times = [self.times[key] for key in info.keys.tolist()]
         assert info.times_sampled.tolist() == times, f"times_sampled is {info.times_sampled}, not {times}"
@@ -109,7 +116,7 @@ class _Filled:
         number = batch["number"]
         first = number if number.ndim == 1 else number[:, 0]
         named = [self.number_of[key] for key in info.keys.tolist()]
-        assert first.tolist() == named, f"keys name the rows {named}, these came: {first.tolist()}"
+        assert first.tolist() == named, f"keys name the rows {named}, but the rows are {first.tolist()}"
         np.testing.assert_array_equal(batch["obs"][..., 0], number)
         np.testing.assert_array_equal(batch["obs"][..., 1], -number)
         np.testing.assert_array_equal(batch["obs"][..., 2], number % 7)
@@ -124,7 +131,7 @@ class _Filled:
 
 
 def _rows_and_keys(make: MakeBuffer) -> None:
-    """Rows come back whole under their own keys, however they were put in and however often places were reused."""
+    """Sampled rows are complete and have their own keys, for any size of inserts and after places were reused."""
     with make(capacity=_CAPACITY, seed=1) as buffer:
         filled = _Filled(buffer)
         for count in (0, 8, 1, 3, 7, 5, 24, 0, 16, 40, 100, 2, 2):
@@ -133,22 +140,22 @@ def _rows_and_keys(make: MakeBuffer) -> None:
                 try:
                     filled.sample(size)
                 except BufferTimeout:
-                    # Of 8 new rows at least two begin something, unless all rows are gone once they were sampled.
-                    assert count < 8 or buffer.max_times_sampled, "there are rows, but none is sampled"
+                    # Of 8 new rows at least two start an item, unless items are removed once they were sampled.
+                    assert count < 8 or buffer.max_times_sampled, "the buffer has rows, but none is sampled"
 
 
 def _gone(make: MakeBuffer) -> None:
-    """Items that were evicted or deleted are never sampled, and their keys are passed over."""
+    """Items that were evicted or deleted are never sampled, and their keys are ignored."""
     with make(capacity=_CAPACITY, seed=2) as buffer:
         filled = _Filled(buffer)
         keys = filled.insert(3 * _CAPACITY)
-        there = filled.there()
-        assert len(there) == len(buffer) == buffer.capacity
+        stored = filled.stored_keys()
+        assert len(stored) == len(buffer) == buffer.capacity
         everything, ones = np.array(list(filled.number_of)), np.ones(len(keys))
-        assert buffer.update_priorities(everything, ones) == len(there), "evicted items took a priority"
+        assert buffer.update_priorities(everything, ones) == len(stored), "evicted items took a priority"
         never = np.array([-1, -(2**62), 2**62, 0])
-        assert buffer.update_priorities(never, np.ones(4)) == buffer.delete(never) == 0, "keys that nobody has"
-        chosen = [key for key in there if filled.number_of[key] // _EPISODE % 2]
+        assert buffer.update_priorities(never, np.ones(4)) == buffer.delete(never) == 0, "keys that do not exist"
+        chosen = [key for key in stored if filled.number_of[key] // _EPISODE % 2]
         assert buffer.delete(np.array(chosen)) == len(chosen) > 0
         assert buffer.delete(np.array([*chosen, *chosen])) == 0, "deleted twice"
         assert buffer.update_priorities(np.array(chosen), np.full(len(chosen), 9.0)) == 0
@@ -161,13 +168,13 @@ def _gone(make: MakeBuffer) -> None:
         buffer.delete(np.array([*filled.number_of, *filled.number_of]))
         filled.check_counters()
         assert len(buffer) == 0
-        _expect(BufferTimeout, "there is nothing", buffer.sample, 1, timeout_s=0)
+        _expect(BufferTimeout, "the buffer is empty", buffer.sample, 1, timeout_s=0)
         filled.insert(2 * _EPISODE)
         filled.sample(1)
 
 
 def _times(make: MakeBuffer) -> None:
-    """No item is sampled more often than `max_times_sampled`, also within one batch; then it is gone."""
+    """No item is sampled more often than `max_times_sampled`, even within one batch; then it is removed."""
     for most in (1, 3):
         with make(capacity=_CAPACITY, seed=3, max_times_sampled=most) as buffer:
             filled = _Filled(buffer)
@@ -186,19 +193,19 @@ def _times(make: MakeBuffer) -> None:
 
 
 def _limiter(make: MakeBuffer) -> None:
-    """The difference stays within its bounds whatever is asked for, apart from rows known once they are drawn."""
+    """The limiter's difference stays within its bounds, except for items whose length is known only once drawn."""
     with make(capacity=_CAPACITY, seed=4, limiter=RateLimiter(1.0, 4, -6.0, 16.0)) as buffer:
         filled, limiter = _Filled(buffer), buffer.limiter
         rng, unforeseen = np.random.default_rng(4), 0
         for _ in range(60):
-            wish = int(rng.integers(1, 5))
-            if rng.random() < 0.5 and limiter.has_room(wish):
-                filled.insert(wish)
+            count = int(rng.integers(1, 5))
+            if rng.random() < 0.5 and limiter.has_room(count):
+                filled.insert(count)
             else:
                 try:
                     before = filled.rows_sampled
-                    filled.sample(wish)
-                    unforeseen = filled.rows_sampled - before - wish * buffer.sampler.item_rows[0]
+                    filled.sample(count)
+                    unforeseen = filled.rows_sampled - before - count * buffer.sampler.item_rows[0]
                 except BufferTimeout:
                     if limiter.has_room(1):
                         filled.insert(1)
@@ -206,7 +213,7 @@ def _limiter(make: MakeBuffer) -> None:
 
 
 def _timeouts(make: MakeBuffer) -> None:
-    """Who waits in vain is told so, and nothing has changed."""
+    """A call that times out raises `BufferTimeout` and changes nothing."""
     with make(capacity=_CAPACITY, limiter=MinSize(8)) as buffer:
         _expect(BufferTimeout, "nothing was inserted", buffer.sample, 1, timeout_s=0)
         filled = _Filled(buffer)
@@ -221,23 +228,23 @@ def _timeouts(make: MakeBuffer) -> None:
         filled = _Filled(buffer)
         filled.insert(4)
         rows = filled.rows(1)
-        _expect(BufferTimeout, "4 rows wait already", buffer.insert, rows, timeout_s=0.01)
+        _expect(BufferTimeout, "4 rows are waiting already", buffer.insert, rows, timeout_s=0.01)
         filled.check_counters()
 
 
 def _close(make: MakeBuffer) -> None:
-    """Threads that wait go on when they may; `close` wakes the others."""
+    """Waiting threads continue as soon as the limiter allows it; `close` wakes the others."""
     buffer = make(capacity=_CAPACITY, limiter=MinSize(8))
     filled = _Filled(buffer)
-    came, ended = _in_thread(lambda: buffer.sample(1, timeout_s=_DEADLINE_S))
+    results, join = _in_thread(lambda: buffer.sample(1, timeout_s=_DEADLINE_S))
     filled.insert(8)
-    ended()
-    assert isinstance(came[0], tuple), came
+    join()
+    assert isinstance(results[0], tuple), results
     buffer.delete(np.array(list(filled.number_of)))
-    came, ended = _in_thread(lambda: buffer.sample(1, timeout_s=_DEADLINE_S))
+    results, join = _in_thread(lambda: buffer.sample(1, timeout_s=_DEADLINE_S))
     buffer.close()
-    ended()
-    assert isinstance(came[0], ClosedError), came
+    join()
+    assert isinstance(results[0], ClosedError), results
 
 
 def _close_idle(make: MakeBuffer) -> None:
@@ -251,11 +258,11 @@ def _close_idle(make: MakeBuffer) -> None:
 
 
 def _refusals(make: MakeBuffer) -> None:
-    """Bad input is refused, and nothing has changed."""
+    """Bad input is rejected and changes nothing."""
     with make(capacity=_CAPACITY, seed=5) as buffer:
         filled = _Filled(buffer)
         filled.insert(_CAPACITY)
-        good, there = filled.rows(2), filled.there()
+        good, stored = filled.rows(2), filled.stored_keys()
         state = (len(buffer), str(buffer.limiter), dict(buffer.removed))
         bad_rows: dict[str, Any] = {
             "a missing array": {name: value for name, value in good.items() if name != "image"},
@@ -273,7 +280,7 @@ def _refusals(make: MakeBuffer) -> None:
         }
         for what, rows in bad_rows.items():
             _expect(ConfigError, what, buffer.insert, rows, timeout_s=0)
-        keys = np.array(there[:2])
+        keys = np.array(stored[:2])
         bad_priorities: dict[str, tuple[Any, Any]] = {
             "NaN": (keys, [1.0, np.nan]),
             "an infinite priority": (keys, [np.inf, 1.0]),
@@ -294,29 +301,29 @@ def _refusals(make: MakeBuffer) -> None:
             _expect(ConfigError, f"a timeout_s of {seconds}", buffer.sample, 1, timeout_s=seconds)
         _expect(ConfigError, "an unknown option", buffer.limit, max_diff=3.0, most=1)
         _expect(ConfigError, "a min_size that is never reached", buffer.limit, min_size=_CAPACITY + 1)
-        assert state == (len(buffer), str(buffer.limiter), dict(buffer.removed)), "a refused call changed something"
-        assert there == filled.there()
+        assert state == (len(buffer), str(buffer.limiter), dict(buffer.removed)), "a rejected call changed the buffer"
+        assert stored == filled.stored_keys()
         filled.sample(2)
 
 
 def _in_thread(call: Callable[[], object]) -> tuple[list[object], Callable[[], None]]:
-    """Run a call elsewhere: a list that gets its result or error, and what waits for that."""
-    came: list[object] = []
+    """Call a function in a thread; return a list for its result or error, and a function that joins the thread."""
+    results: list[object] = []
 
     def run() -> None:
         try:
-            came.append(call())
+            results.append(call())
         except Exception as error:
-            came.append(error)
+            results.append(error)
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
 
-    def ended() -> None:
+    def join() -> None:
         thread.join(_DEADLINE_S)
-        assert not thread.is_alive(), "somebody who waits was not woken"
+        assert not thread.is_alive(), "a waiting thread was not woken"
 
-    return came, ended
+    return results, join
 
 
 def _expect(kind: type[Exception], what: str, call: Callable[..., object], *args: Any, **options: Any) -> Exception:
@@ -324,4 +331,4 @@ def _expect(kind: type[Exception], what: str, call: Callable[..., object], *args
         call(*args, **options)
     except kind as error:
         return error
-    raise AssertionError(f"{what}: {kind.__name__} is expected, and nothing was raised")
+    raise AssertionError(f"{what}: expected {kind.__name__}, but nothing was raised")

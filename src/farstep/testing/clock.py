@@ -1,10 +1,17 @@
-"""A clock that moves only when told."""
+"""A clock for tests that moves only when it is advanced."""
 
 from __future__ import annotations
 
 
 class FakeClock:
-    """Monotonic seconds for state machines under test."""
+    """A replacement for `time.monotonic` in tests.
+
+    Args:
+        now: Start time in seconds; default 0.
+
+    Attributes:
+        now: Current time in seconds.
+    """
 
     def __init__(self, now: float = 0.0) -> None:
         self.now = now
@@ -13,7 +20,18 @@ class FakeClock:
         return self.now
 
     def advance(self, seconds: float) -> float:
+        """Move the clock forward.
+
+        Args:
+            seconds: At least 0.
+
+        Returns:
+            The new time in seconds.
+
+        Raises:
+            ValueError: `seconds` is negative.
+        """
         if seconds < 0:
-            raise ValueError(f"a clock does not go back; got {seconds}.")
+            raise ValueError(f"seconds is {seconds}; a clock does not move back.")
         self.now += seconds
         return self.now

@@ -1,4 +1,4 @@
-"""Environments whose every number is known, and an agent that is the same everywhere."""
+"""Deterministic environments for tests, and an agent whose actions do not depend on the batch size."""
 
 from __future__ import annotations
 
@@ -15,9 +15,13 @@ from gymnasium import spaces
 
 
 class CountingEnv(gymnasium.Env[Any, Any]):
-    """Observation `[seed mod 1000, step, last action]`; the reward is the step; the length depends on the seed.
+    """Environment with observations `[episode id, step, last action]` and the step as reward.
 
-    With `length=0` an episode ends after 1 to 9 steps, drawn from the seed; `length=None` never ends.
+    The episode id, 0 to 999, is drawn from the seed.
+
+    Args:
+        length: Steps of an episode; 0: 1 to 9, drawn from the seed; None: no end. Default 0.
+        truncate: Whether episodes are truncated instead of terminated; default False.
     """
 
     def __init__(self, length: int | None = 0, truncate: bool = False) -> None:
@@ -41,7 +45,13 @@ class CountingEnv(gymnasium.Env[Any, Any]):
 
 
 class SpacesEnv(gymnasium.Env[Any, Any]):
-    """Draws observations of any space from its own generator; ends after a few steps."""
+    """Environment with any spaces, whose observations are random samples.
+
+    Args:
+        observation_space: Space of the observations.
+        action_space: Space of the actions.
+        p_end: Probability that an episode ends in a step; half of the ends are truncations. Default 0.2.
+    """
 
     def __init__(
         self, observation_space: spaces.Space[Any], action_space: spaces.Space[Any], p_end: float = 0.2
@@ -64,10 +74,15 @@ class SpacesEnv(gymnasium.Env[Any, Any]):
 
 
 class FaultyEnv(CountingEnv):
-    """Does something bad once (or always) in a phase: the fault matrix's environment.
+    """Environment that fails in a given phase, for tests of recovery.
 
-    `fault`: raise, sigkill, sigsegv, exit, sigstop, hang, hang-gil, slow. `phase`: construct, reset, step, close.
-    A `marker` file makes it happen once per run, whichever process comes first.
+    Args:
+        fault: `raise`, `sigkill`, `sigsegv`, `exit`, `sigstop`, `hang`, `hang-gil` (holds the interpreter's lock) or
+            `slow`.
+        phase: `construct`, `reset`, `step` or `close`.
+        at: In phase `step`, the first step that fails; default 3.
+        marker: Path of a file that the first fault creates, so that no other process fails. Empty: fail always.
+        slow_s: Delay of the fault `slow`, in seconds; default 0.05.
     """
 
     def __init__(self, fault: str, phase: str, at: int = 3, marker: str = "", slow_s: float = 0.05) -> None:
@@ -100,7 +115,16 @@ class FaultyEnv(CountingEnv):
 
 
 def do_fault(fault: str, slow_s: float = 0.05) -> None:
-    """One of the bad things that happen to processes."""
+    """Make this process fail.
+
+    Args:
+        fault: As in `FaultyEnv`.
+        slow_s: Delay of the fault `slow`, in seconds; default 0.05.
+
+    Raises:
+        UnpicklableError: The fault is `raise`.
+        ValueError: The fault is unknown.
+    """
     match fault:
         case "raise":
             raise UnpicklableError(f"deliberate, in {Path(__file__).name}")
@@ -111,7 +135,7 @@ def do_fault(fault: str, slow_s: float = 0.05) -> None:
         case "hang":
             time.sleep(3600)
         case "hang-gil":
-            ctypes.PyDLL(None).sleep(3600)  # PyDLL keeps the interpreter's lock
+            ctypes.PyDLL(None).sleep(3600)  # PyDLL does not release the interpreter's lock
         case "slow":
             time.sleep(slow_s)
         case _:
@@ -119,21 +143,30 @@ def do_fault(fault: str, slow_s: float = 0.05) -> None:
 
 
 class UnpicklableError(Exception):
-    """An exception that cannot travel as an object."""
+    """An exception that cannot be pickled."""
 
     def __reduce__(self) -> Any:
         raise TypeError("this exception cannot be pickled")
 
 
 class TableAgent:
-    """Acts by a table of integers over the observation's first entries: equal for any batch size."""
+    """Agent that looks actions up in a table, by the first two entries of an observation.
+
+    Its actions do not depend on the batch size, so they are equal for any number of workers.
+
+    Args:
+        num_actions: Number of actions; default 3.
+        size: Size of the table; default 97.
+    """
 
     def __init__(self, num_actions: int = 3, size: int = 97) -> None:
         self.table = np.arange(size) * 7 % num_actions
 
     def act(self, obs: Any) -> dict[str, Any]:
+        """Return `action`, and twice the first entry of each observation as `value`."""
         index = (obs[:, 0].astype(np.int64) * 31 + obs[:, 1].astype(np.int64)) % len(self.table)
         return {"action": self.table[index].astype(np.int64), "value": obs[:, 0] * 2}
 
     def get_parameters(self) -> dict[str, Any]:
+        """Return the table."""
         return {"table": self.table}

@@ -1,4 +1,4 @@
-"""The contract of launchers: `check_launcher` is run against every one of them."""
+"""Contract check of launchers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from farstep.rollout.seeds import episode_seed
 from farstep.testing.envs import CountingEnv, TableAgent
 
 MakeConfig = Callable[..., LaunchConfig]
-"""Takes fields of `LaunchConfig` (`workers_per_node`, `timeouts`, ...) and adds what the launcher needs."""
+"""Takes options of `LaunchConfig` (`workers_per_node`, `timeouts`, ...), and adds those that the launcher needs."""
 
 _SEED = 11
 _LEASE_S = 10.0
@@ -37,8 +37,10 @@ _LAST_WORDS = "these are my last words"
 
 
 class ProbeEnv(CountingEnv):
-    """Tells where it lives, never ends, and in the episode with `fatal_seed` does `fault` at its fifth step; if that is
-    to chat, it does so all the time."""
+    """Environment that reports its process and host, and fails in the fifth step of the episode with `fatal_seed`.
+
+    Episodes do not end. The fault `chat` prints in a thread all the time instead.
+    """
 
     def __init__(self, fatal_seed: int = -1, fault: str = "exit") -> None:
         super().__init__(length=None)
@@ -80,12 +82,18 @@ def check_launcher(
     scarce: MakeConfig | None = None,
     missing: Callable[[], AbstractContextManager[object]] | None = None,
 ) -> None:
-    """Fails with an AssertionError where a launcher breaks the contract.
+    """Check that a launcher starts workers, replaces them, reports failures, and leaves no process behind.
 
-    `processes=False` is for one whose workers live in this process: nothing can be killed there. Workers are
-    looked at by process id where they run on this host. The others are for launchers that have nodes: `kill_node` ends
-    one of `stats()["nodes"]` without a warning, `scarce` makes configurations that ask for more nodes than can come,
-    and `missing` is a context in which the engine is not there.
+    Args:
+        make_config: Makes a launch configuration; see `MakeConfig`.
+        processes: Whether workers are processes, which can be killed; default True. Those on this host are checked by
+            process id.
+        kill_node: For launchers with nodes: kills one of `stats()["nodes"]` without warning. None: skip these checks.
+        scarce: Makes configurations that request more nodes than are available. None: skip this check.
+        missing: Makes a context in which the engine is not available. None: skip this check.
+
+    Raises:
+        AssertionError: The launcher breaks the contract; the message says how.
     """
     _check_unknown_option(make_config)
     if missing is not None:
@@ -117,22 +125,22 @@ def _check_unknown_option(make_config: MakeConfig) -> None:
     except ConfigError as error:
         assert "workers_per_node" in str(error), error
         return
-    raise AssertionError("an option that does not exist must be refused with a ConfigError that names the nearest")
+    raise AssertionError("an unknown option must raise a ConfigError that names the nearest known one")
 
 
 def _check_missing_engine(make_config: MakeConfig, missing: Callable[[], AbstractContextManager[object]]) -> None:
-    """One sentence says so, and what to install or start."""
+    """The error is one sentence that names what to install or start."""
     with missing(), contextlib.closing(_cluster(make_config(workers_per_node=1))) as env:
         try:
             env.launch()
         except LaunchError as error:
             assert len(str(error).splitlines()) == 1 and str(error).endswith("."), error
             return
-    raise AssertionError("the engine is not there, and launch() did not say so")
+    raise AssertionError("the engine is not available, but launch() did not raise LaunchError")
 
 
 def _check_partial_start(scarce: MakeConfig) -> None:
-    """With enough nodes, a run begins without the others."""
+    """A run starts with `min_nodes` nodes, without waiting for the others."""
     with _cluster(scarce(min_nodes=1, workers_per_node=1)) as env:
         env.launch()
         _assert_whole(env.collect(TableAgent(), steps=4))
@@ -141,7 +149,7 @@ def _check_partial_start(scarce: MakeConfig) -> None:
 
 
 def _check_start(make_config: MakeConfig, processes: bool) -> None:
-    """All workers come up, each with its slots, and end with `close`, which may be called twice."""
+    """All workers start, each with its slots, and end with `close`, which may be called twice."""
     env = _cluster(make_config(workers_per_node=2, cpus_per_worker=2))
     try:
         env.launch()
@@ -168,7 +176,7 @@ def _check_start(make_config: MakeConfig, processes: bool) -> None:
 
 
 def _check_exception(make_config: MakeConfig) -> None:
-    """What an environment raises arrives with its place and its traceback."""
+    """An exception of an environment arrives with worker, slot, host and traceback."""
     with _cluster(make_config(workers_per_node=2, restart_budget=0), "raise") as env:
         try:
             env.collect(TableAgent(), steps=8)
@@ -177,18 +185,18 @@ def _check_exception(make_config: MakeConfig) -> None:
             assert error.where.host not in ("", "?"), error
             assert str(error).count(f"raise LookupError({'_LAST_WORDS'})") == 1, error
             return
-        raise AssertionError("an environment raised, restart_budget is 0, and nobody was told")
+        raise AssertionError("an environment raised with restart_budget=0, but collect() did not raise")
 
 
 def _check_crash(make_config: MakeConfig) -> None:
-    """A worker that dies is replaced; the others are not disturbed."""
+    """A worker that dies is replaced; the others continue."""
     with _cluster(make_config(workers_per_node=2), "exit") as env:
         _, before = env.reset()
         agent = TableAgent()
         _assert_whole(env.collect(agent, steps=2))
         batch = env.collect(agent, steps=8)
         _assert_whole(batch)
-        assert list(batch["episode_start"][0]) == [True, True, False], "worker 0's slots go on with the next episode"
+        assert list(batch["episode_start"][0]) == [True, True, False], "worker 0's slots must start the next episode"
         assert env.stats()["workers"]["restarts"] == 1
         _, after = env.reset()
         assert after["pid"][0] != before["pid"][0]
@@ -196,7 +204,7 @@ def _check_crash(make_config: MakeConfig) -> None:
 
 
 def _check_output(make_config: MakeConfig) -> None:
-    """What a worker printed before it died is in the error, with how it ended."""
+    """The error for a worker that died has its last output and its exit status."""
     with _cluster(make_config(workers_per_node=2, restart_budget=0), "exit") as env:
         _, info = env.reset()
         try:
@@ -207,11 +215,11 @@ def _check_output(make_config: MakeConfig) -> None:
             assert "status 7" in str(error), error
             assert _LAST_WORDS in error.output, error
             return
-        raise AssertionError("a worker died, restart_budget is 0, and nobody was told")
+        raise AssertionError("a worker died with restart_budget=0, but collect() did not raise")
 
 
 def _check_cancel(make_config: MakeConfig) -> None:
-    """`close` ends a worker that does not listen."""
+    """`close` ends a worker that does not respond."""
     env = _cluster(make_config(workers_per_node=2, timeouts={"close_s": 0.5}), "hang")
     _, info = env.reset()
     stream = env.stream(TableAgent(), steps=2, max_staleness=3)
@@ -219,12 +227,12 @@ def _check_cancel(make_config: MakeConfig) -> None:
     closing = threading.Thread(target=env.close, daemon=True)
     closing.start()
     closing.join(_DEADLINE_S)
-    assert not closing.is_alive(), "close() does not come back while an environment hangs"
+    assert not closing.is_alive(), "close() does not return while an environment hangs"
     _assert_gone(info, 0.0)
 
 
 def _check_killed_head(make_config: MakeConfig) -> None:
-    """Workers end with their head, even when it has no chance to say so."""
+    """Workers end when their head is killed."""
     code = "import sys, cloudpickle; cloudpickle.load(sys.stdin.buffer)()"
     head = subprocess.Popen(
         [sys.executable, "-c", code],
@@ -233,8 +241,8 @@ def _check_killed_head(make_config: MakeConfig) -> None:
         env={**os.environ, "PYTHONPATH": os.pathsep.join(import_path())},
     )
     assert head.stdin is not None and head.stdout is not None
-    with head, contextlib.ExitStack() as at_the_end:
-        at_the_end.callback(head.kill)
+    with head, contextlib.ExitStack() as cleanup:
+        cleanup.callback(head.kill)
         head.stdin.write(cloudpickle.dumps(functools.partial(_stay, make_config)))
         head.stdin.close()
         info = json.loads(head.stdout.readline())
@@ -244,7 +252,7 @@ def _check_killed_head(make_config: MakeConfig) -> None:
 
 
 def _check_lost_node(make_config: MakeConfig, kill_node: Callable[[dict[str, Any]], None]) -> None:
-    """Batches go on without a node that is lost, as long as there are enough, and with it once it is back."""
+    """Collection continues without a lost node, as long as `min_nodes` remain, and with it once it is back."""
     with _cluster(make_config(nodes=2, min_nodes=1, workers_per_node=1, restart_budget=5)) as env:
         agent = TableAgent()
         _collect_until(env, agent, 6)
@@ -255,14 +263,14 @@ def _check_lost_node(make_config: MakeConfig, kill_node: Callable[[dict[str, Any
 
 
 def _check_scale(make_config: MakeConfig, kill_node: Callable[[dict[str, Any]], None]) -> None:
-    """Nodes come and go while batches go on; if the last one is lost, they wait for another."""
+    """Nodes join and leave while batches are collected; if the last one is lost, collection waits for another."""
     with _cluster(make_config(nodes=1, max_nodes=2, workers_per_node=1)) as env:
         agent = TableAgent()
         _collect_until(env, agent, 3)
         lost = env.stats()["nodes"][0]
         kill_node(lost)
         _collect_until(env, agent, 3)
-        while env.stats()["nodes"] == [lost]:  # what was under way may have arrived
+        while env.stats()["nodes"] == [lost]:  # chunks that the lost node sent may still arrive
             _collect_until(env, agent, 3)
         assert len(env.stats()["nodes"]) == 1
         env.scale(2)
@@ -273,11 +281,11 @@ def _check_scale(make_config: MakeConfig, kill_node: Callable[[dict[str, Any]], 
         _collect_until(env, agent, 3)
         last = {key: info[key][3:] for key in ("pid", "host")}
         _assert_gone(last, _LEASE_S)
-        assert env.stats()["dropped"] == dropped, "a node that is given up hands over what it was doing"
+        assert env.stats()["dropped"] == dropped, "a released node must finish and send its chunks"
 
 
 def _collect_until(env: ClusterEnv, agent: TableAgent, columns: int) -> None:
-    """Batches stay whole while their width changes."""
+    """Collect until a batch has this many columns; check every batch."""
     deadline = time.monotonic() + 2 * _DEADLINE_S
     while True:
         batch = env.collect(agent, steps=4)
@@ -288,7 +296,7 @@ def _collect_until(env: ClusterEnv, agent: TableAgent, columns: int) -> None:
 
 
 def _stay(make_config: MakeConfig) -> None:
-    """A head that says where its workers are and then does nothing."""
+    """Run a head that prints where its workers are, and then waits to be killed."""
     env = _cluster(make_config(workers_per_node=2), "chat")
     _, info = env.reset()
     places = {"pid": [int(pid) for pid in info["pid"]], "host": [str(host) for host in info["host"]]}
@@ -299,17 +307,17 @@ def _stay(make_config: MakeConfig) -> None:
 def _assert_whole(batch: Any) -> None:
     count = batch["obs"][..., 1]
     assert count.shape[1] == len(batch.slots) and count.shape[1] % 3 == 0
-    assert (batch["episode_start"] == (count == 0)).all(), "a row that begins an episode must say so, and no other"
-    goes_on = ~batch["episode_start"][1:]
-    assert (np.diff(count, axis=0)[goes_on] == 1).all(), "rows of an episode must follow each other"
+    assert (batch["episode_start"] == (count == 0)).all(), "episode_start must be True in first rows of episodes only"
+    continues = ~batch["episode_start"][1:]
+    assert (np.diff(count, axis=0)[continues] == 1).all(), "rows of an episode must be consecutive"
 
 
 def _assert_gone(info: dict[str, Any], seconds: float) -> None:
-    """None of the workers that run on this host is there any more."""
+    """Check that the workers on this host have ended, after at most `seconds`."""
     mine = [int(pid) for pid, host in zip(info["pid"], info["host"], strict=True) if host == socket.gethostname()]
     deadline = time.monotonic() + seconds
     while left := [pid for pid in mine if _alive(pid)]:
-        assert time.monotonic() < deadline, f"workers are left behind: {left}"
+        assert time.monotonic() < deadline, f"workers still run: {left}"
         time.sleep(0.01)
 
 

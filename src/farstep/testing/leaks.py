@@ -1,7 +1,7 @@
-"""A pytest plugin: every test must leave nothing behind.
+"""A pytest plugin that fails tests which leak resources: `pytest -p farstep.testing.leaks`.
 
-Around each test, processes, threads, descriptors, shared memory and temporary files are compared. What ends by
-itself gets a few seconds to do so. Use it with `-p farstep.testing.leaks`.
+It compares processes, threads, file descriptors, shared memory and temporary files before and after each test, and
+waits up to 10 seconds for what is being released.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _OURS = ("/memfd:farstep", "socket:", "pipe:", "anon_inode:[eventpoll]", "anon_i
 
 
 def _processes() -> set[str]:
-    """This process's descendants that are not just zombies somebody else must reap."""
+    """Return the descendants of this process, except zombies."""
     parents: dict[int, int] = {}
     names: dict[int, str] = {}
     for entry in Path("/proc").iterdir():
@@ -55,13 +55,13 @@ def _descriptors() -> set[str]:
 
 
 def _of_others(thing: str) -> bool:
-    """Whether it is shared memory in use by a process that does not descend from this one."""
+    """Return whether it is shared memory that a process which does not descend from this one uses."""
     if not thing.startswith("shared memory "):
         return False
     try:
         inode = (Path("/dev/shm") / thing.removeprefix("shared memory ")).stat().st_ino
     except OSError:
-        return True  # gone meanwhile
+        return True  # it was removed in the meantime
     ours = {os.getpid(), *(int(name.split()[1]) for name in _processes())}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) not in ours:
@@ -69,7 +69,7 @@ def _of_others(thing: str) -> bool:
                 mapped = (entry / "maps").read_text()
             except OSError:
                 continue
-            # By inode: a semaphore is made under another name than it gets.
+            # Compare inodes: a semaphore is created under a temporary name.
             if any("/dev/shm/" in line and line.split()[4] == str(inode) for line in mapped.splitlines()):
                 return True
     return False
@@ -86,8 +86,8 @@ def _snapshot() -> set[str]:
 
 @pytest.fixture(autouse=True)
 def leak_check(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fails the test that leaves something behind."""
-    gc.freeze()  # what is there already is not looked at again: with torch loaded, that takes most of a second
+    """Fail the test if it leaks resources."""
+    gc.freeze()  # exclude existing objects from collections, which take most of a second with torch loaded
     before = _snapshot()
     yield
     gc.collect()

@@ -1,4 +1,4 @@
-"""The contract of sync rules."""
+"""Contract check of sync rules."""
 
 from __future__ import annotations
 
@@ -15,8 +15,14 @@ from farstep.sync.rules import divergence_of, probes_of
 
 
 def check_sync_rule(rule: SyncRule | Callable[[], SyncRule]) -> None:
-    """What every rule, given as it is or by what makes one, must keep; raises an AssertionError that says what it does
-    not."""
+    """Check the contract of `farstep.core.SyncRule`: it can be sent to workers, and decides in every state.
+
+    Args:
+        rule: A rule, or a function that makes one.
+
+    Raises:
+        AssertionError: The rule breaks the contract; the message says how.
+    """
     makes_one = callable(rule) and (isinstance(rule, type) or not isinstance(rule, SyncRule))
     made: SyncRule = rule() if makes_one else rule  # type: ignore[assignment, operator]
     try:
@@ -24,7 +30,7 @@ def check_sync_rule(rule: SyncRule | Callable[[], SyncRule]) -> None:
     except ConfigError as error:
         raise AssertionError(str(error)) from error
     try:
-        copy = cloudpickle.loads(cloudpickle.dumps(made))  # as it reaches workers
+        copy = cloudpickle.loads(cloudpickle.dumps(made))  # as workers get it
     except Exception as error:
         raise AssertionError(f"{made!r} cannot be sent to workers: {type(error).__name__}: {error}.") from error
     for state in _states(probes_of(made)):
@@ -33,12 +39,12 @@ def check_sync_rule(rule: SyncRule | Callable[[], SyncRule]) -> None:
                 answer, running = one.should_pull(state), divergence_of(one, state)
             except Exception as error:
                 raise AssertionError(f"{made!r} raised {type(error).__name__}: {error}, for {state}.") from error
-            assert isinstance(answer, (bool, np.bool_)), f"{made!r} answers {answer!r} to {state}, not True or False."
-            assert running is None or running >= 0, f"{made!r} takes the divergence of {state} for {running}."
+            assert isinstance(answer, (bool, np.bool_)), f"{made!r} returned {answer!r} for {state}, not True or False."
+            assert running is None or running >= 0, f"{made!r} has the running divergence {running} for {state}."
 
 
 def _states(probes: int) -> Iterator[SyncState]:
-    """What a worker may ask about: first without weights, then whenever there is a newer version."""
+    """Yield states in which a worker calls a rule: before the first pull, then whenever a newer version exists."""
     for newest in (0, 1, 7, 10**9):
         yield SyncState(-1, newest)
     for held in (0, 1, 5):

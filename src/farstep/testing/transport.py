@@ -1,4 +1,4 @@
-"""The contract of a link between head and worker: `check_transport` runs it against any implementation."""
+"""Contract check of links between head and worker."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _DEADLINE_S = 30.0
 
 
 class LinkEnd(Protocol):
-    """What the contract asks of either end (see `core.Link`)."""
+    """The methods of `core.Link` that the check uses."""
 
     def send(self, frames: Sequence[BytesLike], fds: Sequence[int] = ()) -> None: ...
 
@@ -28,24 +28,37 @@ class LinkEnd(Protocol):
 
 @dataclass(frozen=True)
 class Ends:
-    """A connected pair, and what it can do beyond carrying frames."""
+    """The two ends of a link.
+
+    Attributes:
+        head: The head's end, which never blocks in `send`.
+        worker: The worker's end.
+        carries_descriptors: Whether file descriptors can be sent; default False.
+        reports_end: Whether `receive` raises `EOFError` after the other end was closed; default False.
+    """
 
     head: LinkEnd
     worker: LinkEnd
     carries_descriptors: bool = False
     reports_end: bool = False
-    """Whether reading raises `EOFError` once the other side is closed."""
 
 
 def check_transport(factory: Callable[[], AbstractContextManager[Ends]]) -> None:
-    """Raise if links made by `factory` lose, mix up, cut or invent anything."""
+    """Check that links deliver every message complete, in order and exactly once.
+
+    Args:
+        factory: Makes a context manager that returns a connected pair of ends.
+
+    Raises:
+        AssertionError: A message was lost, changed, reordered or duplicated.
+    """
     for check in (_frames, _sizes, _many, _sender_may_reuse, _nothing_waits, _descriptors, _end):
         with factory() as ends:
             check(ends)
 
 
 def take(receiver: LinkEnd, sender: LinkEnd | None = None) -> Received:
-    """The next message; what waits at the sender's side, if given, is sent on meanwhile."""
+    """Return the next message; meanwhile, send what is queued at `sender`."""
     deadline = time.monotonic() + _DEADLINE_S
     flush = getattr(sender, "flush", lambda: True)
     while time.monotonic() < deadline:
@@ -69,7 +82,7 @@ def _both_ways(ends: Ends) -> list[tuple[LinkEnd, LinkEnd]]:
 
 
 def _frames(ends: Ends) -> None:
-    """Borders between frames and between messages stay where they were."""
+    """The boundaries of frames and of messages are preserved."""
     messages: list[list[BytesLike]] = [
         [b"one"],
         [b""],
@@ -85,7 +98,7 @@ def _frames(ends: Ends) -> None:
 
 
 def _sizes(ends: Ends) -> None:
-    """Around the borders where a link changes how it sends, and far beyond."""
+    """Sizes around the thresholds at which links change how they send, and far above."""
     for size in (1, 32 * 1024 - 1, 32 * 1024, 32 * 1024 + 1, 2**18, 10 * 2**20):
         content = os.urandom(size)
         for sender, receiver in _both_ways(ends):
@@ -94,7 +107,7 @@ def _sizes(ends: Ends) -> None:
 
 
 def _many(ends: Ends) -> None:
-    """A thousand messages before the other side begins to read, in order, none twice."""
+    """A thousand messages are sent before the other side reads the first."""
     for i in range(1000):
         ends.head.send([b"%d" % i, b"x" * (i % 300)])
     for i in range(1000):
@@ -105,7 +118,7 @@ def _many(ends: Ends) -> None:
             ends.worker.send([b"%d" % i])
 
     worker = threading.Thread(target=talk)
-    worker.start()  # a worker's end waits for room, so it needs a thread of its own here
+    worker.start()  # a thread, since the worker's end blocks while the queue is full
     try:
         for i in range(1000):
             _check(ends.head, None, [b"%d" % i])
@@ -128,7 +141,7 @@ def _nothing_waits(ends: Ends) -> None:
 
 
 def _descriptors(ends: Ends) -> None:
-    """A descriptor arrives as another one for the same memory; the sender may close its own at once."""
+    """A received descriptor refers to the same memory; the sender may close its descriptor at once."""
     if not ends.carries_descriptors:
         return
     for frame in (b"small", b"large" * 20_000):
@@ -145,7 +158,7 @@ def _descriptors(ends: Ends) -> None:
 
 
 def _end(ends: Ends) -> None:
-    """What was said before the end still arrives, whatever else was unread; then the end is reported."""
+    """Messages sent before the end still arrive, even if others were not read; then the end is reported."""
     if not ends.reports_end:
         return
     ends.head.send([b"never read"])
@@ -158,4 +171,4 @@ def _end(ends: Ends) -> None:
         except EOFError:
             continue
         raise AssertionError(f"expected EOFError after the other side closed, got {got}")
-    ends.head.send([b"into the void"])  # nobody hears it, and nothing breaks
+    ends.head.send([b"after the end"])  # must not raise

@@ -1,4 +1,4 @@
-"""The contract of vector environments: step for step what Gymnasium's `SyncVectorEnv` does."""
+"""Contract check of vector environments: the same results as Gymnasium's `SyncVectorEnv`, step by step."""
 
 from __future__ import annotations
 
@@ -15,13 +15,19 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 from farstep.testing.envs import CountingEnv, SpacesEnv
 
 MakeVector = Callable[[Callable[[], Any], int, AutoresetMode], VectorEnv[Any, Any, Any]]
-"""Takes an environment's factory, the number of environments and the autoreset mode."""
+"""Takes a function that makes an environment, the number of environments and the autoreset mode."""
 
 
 def check_vector_env(make_vector: MakeVector) -> None:
-    """Fails with an AssertionError where a vector environment differs from `SyncVectorEnv`.
+    """Check that a vector environment behaves like `SyncVectorEnv`.
 
-    Random resets (seeds, masks, options) and steps, flat and nested spaces, infos, all three autoreset modes.
+    It makes random resets (seeds, masks, options) and steps, with flat and nested spaces, in all three autoreset modes.
+
+    Args:
+        make_vector: Makes a vector environment; see `MakeVector`.
+
+    Raises:
+        AssertionError: A result differs; the message says where.
     """
     factories: list[Callable[[], Any]] = [CountingEnv, _nested_env]
     for mode in AutoresetMode:
@@ -37,7 +43,7 @@ def _nested_env() -> SpacesEnv:
 
 
 def assert_same(ours: Any, theirs: Any, where: str = "result") -> None:
-    """Equal in structure, type, dtype and every number."""
+    """Raise an AssertionError unless two results are equal in structure, types, dtypes and values."""
     assert type(ours) is type(theirs), f"{where}: {type(ours)} is not {type(theirs)}"
     if isinstance(theirs, dict):
         assert list(ours) == list(theirs), f"{where}: keys {list(ours)} are not {list(theirs)}"
@@ -58,7 +64,7 @@ def assert_same(ours: Any, theirs: Any, where: str = "result") -> None:
 
 
 class Parity:
-    """A random sequence of resets and steps, done to both."""
+    """Applies a random sequence of resets and steps to two vector environments."""
 
     def __init__(self, ours: VectorEnv[Any, Any, Any], theirs: SyncVectorEnv, seed: int) -> None:
         self.ours, self.theirs = ours, theirs
@@ -78,10 +84,10 @@ class Parity:
             if self.done.any() and self.theirs.autoreset_mode == AutoresetMode.DISABLED:
                 self.reset(options={"reset_mask": self.done.copy(), "why": "ended"})
             self.step()
-        assert self.dones > 3, "too few episodes ended to tell anything"
+        assert self.dones > 3, "too few episodes ended for a meaningful check"
 
     def any_reset(self) -> None:
-        """At any moment, also right after an episode's end: no step may be swallowed afterwards."""
+        """Reset at any time, also directly after the end of an episode; the next step must not be skipped."""
         n = self.theirs.num_envs
         mask = np.array([self.rng.random() < 0.5 for _ in range(n)])
         mask[self.rng.randrange(n)] = True

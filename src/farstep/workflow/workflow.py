@@ -2,19 +2,18 @@
 
     workers ─ chunks ─► buffer ─ triggers ─► consumers (yours) ─ publish ─► workers
 
-`run` is one loop: take a chunk into the buffer, write down what happened, let triggers fire. It sleeps when there is
-nothing to do; whoever works elsewhere (a consumer's thread) wakes it.
+`run` is one loop: insert a chunk into the buffer, update the ledger, call the consumers whose triggers fire. It sleeps
+until a chunk arrives, a deadline passes, or another thread (e.g. that of a consumer) wakes it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 import threading
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -25,32 +24,57 @@ from farstep.buffer.replay import Buffer
 from farstep.cluster_env import ClusterEnv, collector_for
 from farstep.config.env import check_count, is_number
 from farstep.core import Agent, Array, Nested
-from farstep.errors import ClosedError, ConfigError, FarstepError, described, unknown_name
+from farstep.errors import ClosedError, ConfigError, FarstepError, described
 from farstep.head.chunks.incoming_chunks import EarlyPart
 from farstep.head.collector import Collector
 from farstep.head.feed import Feed
-from farstep.head.tickets.records import AcceptedChunk, FeedPlan
+from farstep.head.tickets.records import AcceptedChunk
+from farstep.workflow.binding import bind_buffer, check_limiter, check_triggers
 from farstep.workflow.consumers import Consumer, ConsumerThread, Guard, Publisher, name_of
 from farstep.workflow.delivery import Direct, LocalQueue
 from farstep.workflow.dispatch import Delivery, Dispatcher, Message, Trigger, leaves_of
 from farstep.workflow.ledger import Ledger
 from farstep.workflow.objects import ModelBlock
-from farstep.workflow.row_retention import RowRetention, windows_of
+from farstep.workflow.rollout_requests import RolloutRequests
+from farstep.workflow.run_state import RunState
 from farstep.workflow.triggers import DataKeyTrigger
 
-log = logging.getLogger("farstep")
-_STEPS = 32  # of a chunk, where no trigger says what it needs
-_REMOTE_S = 0.05  # how often a passer to another process is asked whether its consumer is done
-_ABSENT_S = 5.0  # seconds without the workers that a trigger needs until a warning names the trigger
-_UNTIL_S = 0.5  # how often `until` is asked at least: what it looks at may change where nobody wakes the loop
+_STEPS = 32  # steps per chunk if no trigger has a size
+_REMOTE_S = 0.05  # seconds between checks whether a consumer in another process is done
+_UNTIL_S = 0.5  # seconds between calls of `until`, whose condition may change without waking the loop
 
 
 class Workflow:
-    """Environments, an agent, a buffer, and who is called when.
+    """Connects environments, an agent and a buffer: consumers are called when triggers fire.
 
-    `steps` is a chunk's length (else the smallest `size` of a `DataKeyTrigger`). Rows that a learner gets through a
-    consuming trigger are at most `max_staleness` versions old; None: workers run ahead as far as the buffer has room.
-    A run that ends, and a publisher, wait at most `end_s` seconds for consumers to return from their messages.
+    Args:
+        env: The environments.
+        agent: The agent that workers act with and `publish` publishes.
+        buffer: Receives all rows.
+        steps: Steps of each environment per chunk. None: the smallest `size` of a `DataKeyTrigger`, otherwise 32.
+        max_staleness: Largest age, in versions, of rows that a consuming trigger delivers. None: any age; workers run
+            ahead as far as the buffer has room.
+        end_s: Seconds that `publish` and the end of a run wait for consumers to return; default 300.
+
+    Raises:
+        ConfigError: An argument is invalid.
+
+    Attributes:
+        env: As above.
+        agent: As above.
+        buffer: As above.
+        objects: The newest versions of the objects that `put` published.
+        ledger: Counters, to read: `env_steps`, `learner_steps`, `versions`, and more for triggers.
+
+    Example:
+        def update(message):
+            learn(agent, flow.batch(message))
+            flow.publish()
+
+        flow = farstep.Workflow(env, agent, farstep.Buffer(64 * 128, farstep.FullBatch()))
+        flow.on(farstep.DataKeyTrigger(n="all", size=128), update)
+        flow.on(farstep.ObjectKeyTrigger("parameters"), flow.next_rollout)
+        flow.run(total_steps=1_000_000)
     """
 
     def __init__(
@@ -72,46 +96,39 @@ class Workflow:
             raise ConfigError(f"Workflow's buffer is {buffer!r}; expected a farstep.Buffer(capacity, sampler).")
         self.env, self.agent, self.buffer = env, agent, buffer
         self._steps = None if steps is None else check_count("steps", steps)
-        self._chunk_steps = self._steps or _STEPS
         self._max_staleness = None if max_staleness is None else check_count("max_staleness", max_staleness, minimum=0)
         if not is_number(end_s) or end_s < 0:
             raise ConfigError(f"end_s is {end_s!r}; expected a number of seconds.")
         self._end_s = end_s
         self.objects = ModelBlock()
-        self.ledger = Ledger(now=time.monotonic())
         self._dispatcher = Dispatcher()
-        self._takers: list[DataKeyTrigger] = []
-        """Those of the table whose messages name rows that nobody may overwrite before their consumer is done."""
-        self.holdings = RowRetention(buffer, self.ledger, self._takers, self._freed)
-        self._reading: list[str] = []
-        """The names of their triggers, one for each holder of rows."""
         self._by_data: list[DataKeyTrigger] = []
+        self._consuming: list[DataKeyTrigger] = []
+        """Those whose messages name rows that must not be overwritten before the consumer is done."""
+        self._reading: list[str] = []
+        """Names of the triggers of consumers that read rows, in the order of `RowRetention.holders`."""
+        self._state = RunState(agent, buffer, self._max_staleness, self._consuming, self._freed)
+        self.ledger: Ledger = self._state.ledger
+        self._requests = RolloutRequests(self._state, self._by_data, self._consuming, env.num_workers)
         self._most_samples = 0
         self._threads: list[ConsumerThread] = []
         self._updaters: list[Guard] = []
-        """Those whose consumers may change the agent."""
+        """Guards of consumers that may change the agent."""
         self._publishers: list[Publisher] = []
-        self._on_demand = self._asks = self._keyed_elsewhere = False
-        self._owed: Counter[int] = Counter()
-        """Per worker, chunks that it was asked for and that have not arrived, over several runs."""
-        self._present: frozenset[int] = frozenset()
-        self._invited: frozenset[int] | None = None
-        """With `_waits_for_all`, workers of the rollout that was last requested; None: none was requested."""
-        self._waits_for_all = False
-        """Whether a trigger takes the rows of all present workers, instead of those of a number of them."""
-        self._quorum, self._warn_at = 1, math.inf
+        self._has_passers = self._keyed_elsewhere = False
         self._followed: Array | None = None
-        """Per slot, the last chunk that was handed out when a run ended: others may roll between runs."""
-        self._collector: Collector | None = None
-        self._feed: Feed | None = None
+        """Per slot, the last chunk that was delivered when the last run ended; chunks may be rolled between runs."""
         self._loop: int | None = None
-        """The thread that runs it."""
-        self._said: deque[Callable[[], None]] = deque()
-        """What other threads did, for the loop to write down."""
-        self.stopped = False
-        """Nothing fires any more."""
+        """Identifier of the thread in `run`."""
+        self._calls: deque[Callable[[], None]] = deque()
+        """Calls from other threads that change the ledger, for the loop to make."""
 
-    # ---- the table ----
+    @property
+    def stopped(self) -> bool:
+        """Whether the run has ended or is ending, so that no trigger fires."""
+        return self._state.stopped
+
+    # ---- registering consumers ----
 
     def on(
         self,
@@ -129,13 +146,13 @@ class Workflow:
         Args:
             trigger: When to call the consumer.
             consumer: A function of the message, or a passer (`farstep.workflow.delivery`), which delivers elsewhere.
-            thread: Call the consumer in a thread of its own instead of the thread of `run`.
-            max_outstanding: Messages that may be unfinished at a time; the trigger does not fire beyond that.
-            samples: Rows that the consumer samples at once; it is called only when the buffer's limiter would give
-                them. None: one row if the trigger is for replay.
-            updates: Whether the consumer may change the agent; publishing waits until it has returned from its message.
-                False for a consumer that only evaluates or logs.
-            name: The trigger's name in errors and messages; None: its class and a number, e.g. `TimeTrigger-1`.
+            thread: Call the consumer in its own thread instead of the thread of `run`; default False.
+            max_outstanding: Largest number of unfinished messages; the trigger does not fire beyond it. Default 1.
+            samples: Rows that the consumer samples at once; it is called only when the buffer's limiter allows them.
+                None: 1 if the trigger is for replay, otherwise 0.
+            updates: Whether the consumer may change the agent, so that publishing waits until it has returned; default
+                True. Use False for a consumer that only evaluates or logs.
+            name: The trigger's name in errors and messages. None: its class and a number, e.g. `TimeTrigger-1`.
 
         Returns:
             The trigger's name.
@@ -143,30 +160,30 @@ class Workflow:
         Raises:
             ConfigError: The workflow is running, or an option does not fit the consumer.
         """
-        if self._feed is not None:
-            raise ConfigError("this workflow is running; register its triggers before.")
+        if self._state.feed is not None:
+            raise ConfigError("this workflow is running; register triggers before run().")
         if not callable(consumer):
             raise ConfigError(f"consumer is {consumer!r}; expected a function of the message, or a passer.")
         is_passer = hasattr(consumer, "finished")
         if thread and is_passer:
-            raise ConfigError(f"{consumer!r} hands messages elsewhere by itself; leave out thread=True.")
+            raise ConfigError(f"{consumer!r} already delivers messages elsewhere; leave out thread=True.")
         passer: Delivery = consumer if is_passer else Direct(consumer)  # type: ignore[assignment]
         started: ConsumerThread | None = None
-        publisher = Publisher(self.publish, self.agent, self.wake) if consumer == self.publish and not thread else None
-        if publisher is not None:
-            passer = publisher
+        publisher: Publisher | None = None
+        if consumer == self.publish and not thread:
+            passer = publisher = Publisher(self.publish, self.agent, self._state.wake)
         if thread:
-            started = ConsumerThread(self, consumer, LocalQueue(max_outstanding))
+            started = ConsumerThread(self._state, consumer, LocalQueue(max_outstanding))
             passer = started.queue
         by_data = [leaf for leaf in leaves_of(trigger) if isinstance(leaf, DataKeyTrigger)]
         samples = None if samples is None else check_count("samples", samples)
-        guard = Guard(self, passer, by_data, started, samples, name_of(consumer))
+        guard = Guard(self._state, passer, by_data, started, samples, name_of(consumer))
         found = self._dispatcher.add(trigger, guard, trigger_id=name, max_outstanding=max_outstanding)
         self._by_data += by_data
         if guard.takers:
-            guard.discard(self.ledger)  # rows of runs before are not for it
-            self._takers += guard.takers
-            self.holdings.holders.append(guard)
+            guard.discard(self.ledger)  # it does not get rows of earlier runs
+            self._consuming += guard.takers
+            self._state.holdings.holders.append(guard)
             self._reading.append(found)
         self._most_samples = max(self._most_samples, guard.samples)
         self._updaters += [guard] if updates else []
@@ -174,23 +191,34 @@ class Workflow:
         if started is not None:
             started.guard, started.name = guard, found
             self._threads.append(started)
-        self._asks = self._asks or is_passer
+        self._has_passers = self._has_passers or is_passer
         keyed = any(leaf.stages != (None,) for leaf in by_data)
         self._keyed_elsewhere |= keyed and is_passer and not isinstance(consumer, LocalQueue)
-        self._on_demand = self._on_demand or consumer == self.next_rollout
+        self._requests.on_demand = self._requests.on_demand or consumer == self.next_rollout
         return found
 
-    # ---- what consumers do ----
+    # ---- for consumers ----
 
     def batch(self, message: Message) -> Batch:
-        """The rows that a `DataKeyTrigger`'s message names, `[size, slots, ...]`; views until the consumer returns."""
+        """Return the rows that a message of a `DataKeyTrigger` names; the arrays are valid until the consumer returns.
+
+        Args:
+            message: The message that the consumer got.
+
+        Returns:
+            A batch of shape `[size, slots]`.
+
+        Raises:
+            ConfigError: `message` does not name one window of rows.
+            FarstepError: The consumer has returned, or its trigger does not consume rows.
+        """
         if not isinstance(message, Mapping):
             raise ConfigError(f"batch got {message!r}; expected the message that a DataKeyTrigger's consumer is given.")
-        return self.holdings.batch(message)
+        return self._state.holdings.batch(message)
 
     def backlog(self) -> dict[str, int]:
-        """For each trigger whose consumer reads rows, how many it is not done with, of the slot with most."""
-        return dict(zip(self._reading, self.holdings.backlog(), strict=False))
+        """Return how many rows each consumer has yet to finish, for the slot with the most, by name of the trigger."""
+        return dict(zip(self._reading, self._state.holdings.backlog(), strict=False))
 
     def publish(self, message: Message | None = None) -> int:
         """Publish the agent's parameters; fires `ObjectKeyTrigger("parameters")`. Can be a consumer itself.
@@ -209,15 +237,15 @@ class Workflow:
             ClosedError: The cluster was closed, or a consumer raised in the middle of an update and ended the run.
         """
         version = self.env.publish(self.agent)
-        self._say(lambda: self.ledger.published("parameters", version))
+        self._in_loop(lambda: self.ledger.published("parameters", version))
         return version
 
     def next_rollout(self, message: Message | None = None) -> None:
         """Let every present worker roll the largest window of a consuming trigger, or one chunk if there is none.
 
-        In a workflow that has this method as a consumer, workers roll only when it is called. An absent worker rolls
-        when it joins; with `DataKeyTrigger(n="all")` it waits for the next call instead, unless fewer than `min_nodes`
-        requires are left of the workers that were asked.
+        If this method is a consumer, workers roll only when it is called. An absent worker rolls when it joins; with
+        `DataKeyTrigger(n="all")` it waits for the next call instead, unless fewer of the requested workers remain than
+        `min_nodes` requires.
 
         Args:
             message: Ignored, so that this method can be registered as a consumer.
@@ -225,97 +253,97 @@ class Workflow:
         Raises:
             ConfigError: The workflow is not running, or does not have this method as a consumer.
         """
-        if self._feed is None or not self._on_demand:
+        if self._state.feed is None or not self._requests.on_demand:
             raise ConfigError(
-                "next_rollout is for a workflow that runs and has it as a consumer: "
+                "next_rollout works only while the workflow runs, and if it is a consumer: "
                 'flow.on(farstep.ObjectKeyTrigger("parameters"), flow.next_rollout).'
             )
-        self._say(self._invite)
+        self._in_loop(self._request_rollout)
 
-    def _invite(self) -> None:
-        if self._feed is not None:
-            self._note_members(self._feed)
-            if self._waits_for_all:
-                self._invited = self._present
-            self._ask(self._present if self._waits_for_all else range(self.env.num_workers), self._feed)
-            self._tell_members()
-
-    def _ask(self, workers: Iterable[int], feed: Feed, untaken: int = 0) -> None:
-        """Let these workers roll a window, of which `untaken` chunks have been rolled before."""
-        chunks = max((-(-leaf.size // self._chunk_steps) for leaf in self._takers), default=1) - untaken
-        if chunks > 0:
-            self._owed.update(dict.fromkeys(workers, chunks))
-            feed.invite(workers, chunks)
-
-    def _untaken(self, worker: int, feed: Feed) -> int:
-        """Chunks of a worker that no trigger has taken, from before it left: another window would be one too many."""
-        rows = min((self.ledger.written(worker) - leaf.start_of(worker) for leaf in self._takers), default=0)
-        return rows // self._chunk_steps + feed.pending(worker)
+    def _request_rollout(self) -> None:
+        if (feed := self._state.feed) is not None:
+            self._requests.request(feed)
 
     def put(self, name: str, value: Nested) -> int:
-        """Publish another object under a name (a noise scale, a target network): fires `ObjectKeyTrigger(name)`.
+        """Publish another object, such as a noise scale or a target network; fires `ObjectKeyTrigger(name)`.
 
-        `flow.objects.read(name)` gets it; another process does by `flow.objects.path(name)`.
+        `flow.objects.read(name)` returns it; another process finds it through `flow.objects.path(name)`.
+
+        Args:
+            name: Name of the object; not `parameters`.
+            value: A number, an array, a tensor, or a nesting of these.
+
+        Returns:
+            The new version of the object.
+
+        Raises:
+            ConfigError: The name is invalid.
         """
         if not isinstance(name, str) or not name:
             raise ConfigError(f"put got the name {name!r}; expected a string, as ObjectKeyTrigger's.")
         if name == "parameters":
             raise ConfigError("the agent's parameters are published with publish(); choose another name.")
         version = self.objects.publish(name, value)
-        self._say(lambda: self.ledger.published(name, version))
+        self._in_loop(lambda: self.ledger.published(name, version))
         return version
 
     def learned(self, steps: int = 1) -> None:
-        """The learner made further updates: what `TimeTrigger(unit="learner_steps")` counts, beside one for every
-        message of a `DataKeyTrigger` that was handled."""
+        """Count further updates of the learner for `TimeTrigger(unit="learner_steps")`.
+
+        Every message of a `DataKeyTrigger` that was handled counts as one update without this call.
+
+        Args:
+            steps: Number of updates; default 1.
+        """
         steps = check_count("steps", steps)
-        self._say(lambda: self.ledger.learned(steps))
+        self._in_loop(lambda: self.ledger.learned(steps))
 
     def stop(self) -> None:
-        """Let the present `run` return: no trigger fires any more; from any thread."""
-        self.stopped = True
-        self.wake()
+        """End the current `run`: no trigger fires any more. From any thread."""
+        self._state.stopped = True
+        self._state.wake()
 
     # ---- the loop ----
 
     def run(self, total_steps: int | None = None, until: Callable[[], bool] | None = None) -> None:
-        """Roll and fire until `total_steps` environment steps have arrived (in all, over several calls), `until()` says
-        so, or `stop` is called. What a consumer raises ends the run and is raised here.
+        """Collect rows and call consumers until a condition holds, `stop` is called, or a consumer raises.
 
-        Threads of consumers finish what they were handed, and rows that no trigger took are dropped, as those that are
-        on their way; `stats` counts them as cancelled.
+        At the end, consumer threads finish their messages. Rows that no trigger has taken, and chunks in progress, are
+        dropped; `stats` counts them as cancelled.
+
+        Args:
+            total_steps: Stop after this many environment steps, counted over all runs of this workflow. None: no limit.
+            until: Function without arguments; stop when it returns True. None: no such condition.
+
+        Raises:
+            ConfigError: An option does not fit the environments or the buffer.
+            ClosedError: This workflow is already running.
+            Exception: Whatever a consumer raised.
         """
         if total_steps is not None:
             check_count("total_steps", total_steps)
         if until is not None and not callable(until):
-            raise ConfigError(f"until is {until!r}; expected a function without arguments that says when to stop.")
-        if self._feed is not None:
-            raise ClosedError("this workflow is running already.")
+            raise ConfigError(f"until is {until!r}; expected a function without arguments that returns a bool.")
+        state = self._state
+        if state.feed is not None:
+            raise ClosedError("this workflow is already running.")
         for thread in self._threads:
             thread.check_ended()
-        self.stopped = False
-        collector = self._collector = collector_for(self.env, self.agent)
-        steps = self._steps or min((leaf.size for leaf in self._takers), default=_STEPS)
-        self._chunk_steps = steps
+        state.stopped, state.agent = False, self.agent
+        collector = state.collector = collector_for(self.env, self.agent)
+        steps = self._steps or min((leaf.size for leaf in self._consuming), default=_STEPS)
         self._bind(collector, steps)
-        counts = [leaf.n for leaf in self._takers if leaf.n is not None]
-        self._waits_for_all = len(counts) < len(self._takers)
-        plan = FeedPlan(
-            self._max_staleness,
-            None if self._waits_for_all else max(counts, default=1),
-            max((_most_chunks(leaf.size, steps) for leaf in self._takers), default=1),
-            self._owed if self._on_demand else None,
-        )
+        plan = self._requests.plan(steps, self._max_staleness)
         failure: BaseException | None = None
         try:
-            with collector.server.locked():  # a Ctrl-C comes when the feed is there, and is closed below
-                self._feed = feed = Feed(collector, steps, plan, self._fires_early(steps))
+            with collector.server.locked():  # defers Ctrl-C until the feed exists, so that it is closed below
+                state.feed = feed = Feed(collector, steps, plan, self._fires_early(steps))
                 followed = collector.followed()
                 known = self._followed is not None
-                self._note_members(feed)
+                self._requests.update(feed)
                 self._follows: Array = followed == self._followed if known else np.zeros(len(followed), bool)
             self._loop = self.buffer.inserting_thread = threading.get_ident()
-            self.buffer.on_room = self.wake
+            self.buffer.on_room = state.wake
             self._watch_updates(collector.gate)
             self._dispatcher.resume(self.ledger, time.monotonic())
             for thread in self._threads:
@@ -326,12 +354,12 @@ class Workflow:
             failure = error
             raise
         finally:
-            if self._feed is not None:
-                self._end(self._feed, failure)
-            failure = None  # else it and this frame would keep each other alive
+            if state.feed is not None:
+                self._end(state.feed, failure)
+            failure = None  # break the reference cycle between the exception and this frame
 
     def _watch_updates(self, gate: UpdateGate) -> None:
-        """Keep publishers waiting while a consumer is in the middle of an update."""
+        """Make publishers wait while a consumer is in the middle of an update."""
         gate.limit_s = self._end_s
         self.buffer.between_updates = gate.between_updates
         for guard in self._updaters:
@@ -345,18 +373,18 @@ class Workflow:
         return self.stopped or (total_steps is not None and steps >= total_steps) or (until is not None and until())
 
     def _step(self, feed: Feed, steps: int, wait_until: float) -> None:
-        """Wait for the next event and write it down."""
+        """Wait for the next event, and store the chunk if one has arrived."""
         deadline = self._dispatcher.deadline(self.ledger)
         wait_until = min(wait_until, math.inf if deadline is None else deadline)
         waiting = self._dispatcher.outstanding()
-        if self._asks and waiting:  # another process cannot wake us
+        if self._has_passers and waiting:  # a consumer in another process cannot wake the loop
             wait_until = min(wait_until, time.monotonic() + _REMOTE_S)
         checks = (publisher.next_check for publisher in self._publishers)
-        wait_until = min([wait_until, self._warn_at, *(check for check in checks if check is not None)])
+        wait_until = min([wait_until, self._requests.warn_at, *(check for check in checks if check is not None)])
 
         def check() -> None:
             if deadline is None and not waiting:
-                self._check_life(feed, steps)
+                self._check_progress(feed, steps)
 
         def wanted(worker: int) -> bool:
             return self._has_room(worker, steps, feed)
@@ -367,236 +395,123 @@ class Workflow:
         worker = accepted.ticket.worker
         batch = replace(batch, continues=batch.continues & self._follows[batch.slots])
         self._follows[batch.slots] = True
-        self._owed[worker] = max(0, self._owed[worker] - 1)
+        self._requests.arrived(worker)
         ticket = accepted.ticket.seq
-        self._void_lost()
+        self._state.void_lost()
         self.buffer.insert(batch, timeout_s=0)
-        self.holdings.add(worker, ticket, accepted.version, batch)
-        if worker not in self._present and self._feed is not None:  # it has left, and this was the last of it
-            self._drop_rest(worker, self._feed)
+        self._state.holdings.add(worker, ticket, accepted.version, batch)
+        if self._state.feed is not None:
+            self._requests.drop_if_absent(worker, self._state.feed)
 
     def _store_early(self, early: EarlyPart) -> None:
-        """Some keys of a chunk are here: those are written down, the rows not yet in the buffer."""
+        """Record the keys of a chunk that arrived ahead of the rest; its rows are not in the buffer yet."""
         issued, batch = early.ticket, early.part.so_far
-        self._void_lost()
-        if self._feed is not None and self._feed.is_live(issued.seq):
+        self._state.void_lost()
+        if self._state.feed is not None and self._state.feed.is_live(issued.seq):
             batch = replace(batch, continues=batch.continues & self._follows[batch.slots])
-            self.holdings.ahead.add(issued.worker, issued.seq, early.key, early.version, batch)
-
-    def _void_lost(self) -> None:
-        """Discard the early parts of chunks that were dropped."""
-        if self._feed is not None:
-            self.holdings.ahead.void(self._feed.voided())
+            self._state.holdings.ahead.add(issued.worker, issued.seq, early.key, early.version, batch)
 
     def _fire(self) -> None:
-        if self._collector is not None:  # also what was published past us, by env.publish
-            self.ledger.published("parameters", self._collector.version())
-        if self._feed is not None:
-            self._note_members(self._feed)
-        while self._said:
-            self._said.popleft()()
+        """Update the ledger, and call the consumers whose triggers fire."""
+        if self._state.collector is not None:  # includes versions that env.publish has published
+            self.ledger.published("parameters", self._state.collector.version())
+        if self._state.feed is not None:
+            self._requests.update(self._state.feed)
+        while self._calls:
+            self._calls.popleft()()
         self.ledger.tick(time.monotonic())
         self._dispatcher.check(self.ledger)
-        while self._said:
-            self._said.popleft()()
+        while self._calls:
+            self._calls.popleft()()
             self._dispatcher.check(self.ledger)
-        if self.ledger.now >= self._warn_at:
-            self._warn_at = math.inf
-            self._warn_of_absent()
-
-    # ---- present workers ----
-
-    def _note_members(self, feed: Feed) -> None:
-        """Note which workers have joined and left."""
-        if (members := feed.members()) is None:
-            return
-        self._present, self._quorum = members.present, members.quorum
-        self._warn_at = time.monotonic() + _ABSENT_S
-        self._void_lost()
-        for worker in members.departed:
-            if self._invited is not None:
-                self._invited -= {worker}
-            self._drop_rest(worker, feed)
-        self._replace_invited(feed)
-        self._tell_members()
-
-    def _drop_rest(self, worker: int, feed: Feed) -> None:
-        """A worker has left. If a trigger does not wait for it, drop its incomplete window, and request nothing from it
-        until it is back."""
-        if self._waits_for_all:
-            self.holdings.left(worker)
-            self._owed[worker] = 0
-            feed.withdraw(worker)
-
-    def _replace_invited(self, feed: Feed) -> None:
-        """Request a rollout from workers that have joined if too few of those asked are left for a trigger to fire."""
-        if self._invited is None:
-            return
-        needed = max([self._quorum, *(leaf.n for leaf in self._takers if leaf.n is not None)])
-        if len(self._invited & self._present) < needed <= len(self._present):
-            joined = self._present - self._invited
-            self._invited |= joined
-            for worker in joined:
-                self._ask([worker], feed, self._untaken(worker, feed))
-
-    def _tell_members(self) -> None:
-        """Tell triggers which workers to wait for: with `next_rollout`, only those whose rollout was requested."""
-        asked = self._present if self._invited is None else self._invited & self._present
-        self.ledger.members(asked, self._quorum)
-
-    def _warn_of_absent(self) -> None:
-        """Name triggers that cannot fire until workers join."""
-        for trigger in self._by_data:
-            needed = self._quorum if trigger.n is None else trigger.n
-            if needed > len(self._present) and not trigger.is_warm:
-                log.warning(
-                    "%r waits for %d workers, but %d of at most %d are present, so it cannot fire until others join. "
-                    "%s",
-                    trigger,
-                    needed,
-                    len(self._present),
-                    self.env.num_workers,
-                    "min_nodes requires them."
-                    if trigger.n is None
-                    else 'DataKeyTrigger(n="all", ...) waits only for those that are present.',
-                )
+        self._requests.warn_if_absent(self.ledger.now)
 
     def _fires_early(self, steps: int) -> bool:
-        """Whether to tell triggers of keys that are here before their chunk is: a window is a chunk then, and its
-        consumer finds it without the buffer."""
+        """Return whether triggers may fire for keys that arrive before the rest of their chunk.
+
+        Their rows are not in the buffer yet, so windows must be exactly one chunk, and consumers in this process.
+        """
         keyed = [leaf for leaf in self._by_data if leaf.stages != (None,)]
         taken = all(leaf.min_new is None and leaf.size == steps for leaf in keyed)
         return bool(keyed) and taken and not self._keyed_elsewhere
 
     def _bind(self, collector: Collector, steps: int) -> None:
-        """Let the buffer take its arrays from the environment; refuse what could only come to a standstill."""
+        """Let the buffer take its arrays from the environments; reject options that would end in a deadlock."""
         schema, structures = collector.row_schema()
         schema = {name: spec for name, spec in schema.items() if not is_final(name)}
-        buffer, num_envs = self.buffer, self.env.num_envs
         self.ledger.keys = tuple(schema)
-        for trigger in self._by_data:
-            if trigger.n is not None and trigger.n > self.env.num_workers:
-                raise ConfigError(
-                    f"{trigger!r} waits for {trigger.n} actors; there are {self.env.num_workers} workers. Lower n, or "
-                    'wait for all present workers with n="all".'
-                )
-            for name in (name for stage in trigger.stages for name in stage or ()):
-                if name not in schema:
-                    raise ConfigError(unknown_name(f"key of {trigger!r}", name, schema))
-        if buffer.is_cyclic and not buffer.is_bound:
-            buffer.bind(schema, num_envs, structures)
-        if self._takers:
-            buffer.keep_in_place()
-        if buffer.is_cyclic:
-            if buffer.store.columns != num_envs or (self._takers and dict(buffer.schema) != schema):
-                raise ConfigError(
-                    f"the buffer has {buffer.store.columns} columns for {', '.join(buffer.schema)}; the environment "
-                    f"has {num_envs} slots and {', '.join(schema)}. Leave out spec, or make a new buffer."
-                )
-            needed = max([steps, *(leaf.size + steps - math.gcd(leaf.size, steps) for leaf in self._takers)])
-            if buffer.store.rows < needed:
-                raise ConfigError(
-                    f"the buffer has room for {buffer.store.rows} rows of each of {num_envs} environments; {needed} "
-                    f"are needed at a time. Raise capacity to at least {needed * num_envs}."
-                )
-        if self._most_samples > buffer.limiter.most_samples():
-            raise ConfigError(
-                f"a consumer samples {self._most_samples} rows at once, and this limiter never gives so many "
-                f"({buffer.limiter}); widen it, or sample fewer."
-            )
-        chunk = steps * max(record.num_envs for record in collector.server.records)
-        if buffer.limiter.never_inserts(chunk):
-            raise ConfigError(
-                f"a chunk of {chunk} rows never fits this limiter ({buffer.limiter}); widen it, or make chunks shorter "
-                "(steps=...)."
-            )
+        check_triggers(self._by_data, schema, self.env.num_workers)
+        bind_buffer(self.buffer, schema, structures, self.env.num_envs, self._consuming, steps)
+        chunk_rows = steps * max(record.num_envs for record in collector.server.records)
+        check_limiter(self.buffer, chunk_rows, self._most_samples)
 
     def _has_room(self, worker: int, steps: int, feed: Feed) -> bool:
-        """Whether a worker's next chunk overwrites nothing that somebody is still to read, and the limiter agrees."""
+        """Return whether the limiter allows a worker's next chunk, and it overwrites no row that a consumer needs."""
         if not self.buffer.limiter.can_insert(steps * feed.record(worker).num_envs):
             return False
-        return self.holdings.has_room(worker, steps)
+        return self._state.holdings.has_room(worker, steps)
 
-    def _check_life(self, feed: Feed, steps: int) -> None:
-        """Refuse to wait for what cannot come."""
+    def _check_progress(self, feed: Feed, steps: int) -> None:
+        """Raise `FarstepError` if the workflow is in a deadlock."""
         if not feed.under_way:
             raise FarstepError(
-                "the workflow stands still: no worker rolls, nothing is under way and no trigger waits for time. Is a "
-                "trigger missing that calls next_rollout, or does nobody publish?"
+                "the workflow is in a deadlock: no worker is rolling, no chunk is waiting and no trigger has a "
+                "deadline. Is a trigger missing that calls next_rollout, or a consumer that publishes?"
             )
         if (waiting := feed.waiting) and not any(self._has_room(worker, steps, feed) for worker in waiting):
             raise FarstepError(
-                f"the workflow stands still: chunks have arrived and the buffer has no room for them "
+                f"the workflow is in a deadlock: chunks have arrived, but the buffer has no room for them "
                 f"({self.buffer.limiter}; {len(self.buffer)} of {self.buffer.capacity} rows), and no trigger fires "
-                "that would make some. Widen the limiter, raise capacity, or lower a trigger's n or size."
+                "that would make room. Widen the limiter, raise capacity, or lower a trigger's n or size."
             )
 
-    # ---- consumed rows ----
-
-    def is_stale(self, message: Message) -> bool:
-        """Whether a message names rows that are more than `max_staleness` versions old."""
-        if self._max_staleness is None or self._collector is None:
-            return False
-        current = self._collector.version()
-        oldest = min((span[0] for part in windows_of(message) for span in part["versions"]), default=current)
-        return current - oldest > self._max_staleness
-
     def _freed(self, worker: int, chunks: int, dropped: str | None) -> None:
-        if dropped is not None and self._on_demand:
-            self._owed[worker] += chunks
-        if self._feed is not None:
-            self._feed.consumed(worker, chunks, dropped)
+        """Chunks are no longer needed: they were consumed, or `dropped` for a cause."""
+        if dropped is not None:
+            self._requests.dropped(worker, chunks)
+        if self._state.feed is not None:
+            self._state.feed.consumed(worker, chunks, dropped)
 
     # ---- threads ----
 
-    def _say(self, what: Callable[[], None]) -> None:
-        """Write down what happened: now, or, from another thread, by the loop."""
+    def _in_loop(self, call: Callable[[], None]) -> None:
+        """Make a call that changes the ledger: now, or, if another thread runs the loop, in that thread."""
         if self._loop in (None, threading.get_ident()):
-            what()
+            call()
         else:
-            self._said.append(what)
-            self.wake()
-
-    def wake(self) -> None:
-        """Let the loop look again; from any thread."""
-        if (feed := self._feed) is not None:
-            feed.wake()
+            self._calls.append(call)
+            self._state.wake()
 
     def _end(self, feed: Feed, failure: BaseException | None) -> None:
-        """Stop everything. All that consumers raised is this run's: the first is raised, unless something else is."""
+        """End the run. If `failure` is None, raise the first error of a consumer; add all others to it as notes."""
         errors: list[BaseException] = []
         try:
             deadline = time.monotonic() + self._end_s
             for publisher in self._publishers:
                 publisher.close(drop=failure is not None)
-            with self.buffer.halted():  # a thread that waits there for rows would do so for long
-                if self._collector is not None:
-                    self._collector.gate.ending_run()
+            with self.buffer.halted():  # wakes threads that wait there for rows
+                if self._state.collector is not None:
+                    self._state.collector.gate.ending_run()
                 for thread in self._threads:
                     thread.close(drop=failure is not None)
                 late = [thread.error(self._end_s) for thread in self._threads if not thread.join(deadline)]
-            self.stopped = True  # nothing fires; what threads did is written down
+            self._state.stopped = True  # `_fire` below only updates the ledger
             errors += [*self._dispatcher.settle(), *late]
             with contextlib.suppress(Exception) if failure is not None else contextlib.nullcontext():
                 self._fire()
         finally:
             try:
-                self.holdings.discard(set(range(self.env.num_workers)))
+                self._state.holdings.discard(set(range(self.env.num_workers)))
             finally:
-                self._feed = self._loop = self.buffer.inserting_thread = self.buffer.on_room = None
+                self._state.feed = self._loop = self.buffer.inserting_thread = self.buffer.on_room = None
                 self.buffer.between_updates = contextlib.nullcontext
                 feed.close()
-                if self._collector is not None:
-                    self._collector.gate.end_run()
-                    self._followed = self._collector.followed()
+                if self._state.collector is not None:
+                    self._state.collector.gate.end_run()
+                    self._followed = self._state.collector.followed()
         raised = failure or (errors.pop(0) if errors else None)
         if raised is not None:
             for error in errors:
-                raised.add_note(f"Besides, a consumer failed: {described(error)}")
+                raised.add_note(f"A consumer also failed: {described(error)}")
         if raised is not failure and raised is not None:
             raise raised
-
-
-def _most_chunks(size: int, steps: int) -> int:
-    """How many chunks of `steps` rows some of a sequence of windows of `size` rows touch."""
-    return 1 + -(-(size - math.gcd(size, steps)) // steps)

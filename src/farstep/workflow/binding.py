@@ -1,0 +1,84 @@
+"""Binding a workflow's buffer to its environments, and checks of options that would end in a deadlock."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from farstep.buffer.replay import Buffer
+from farstep.errors import ConfigError, unknown_name
+from farstep.schema import Schema, Structure
+from farstep.workflow.triggers import DataKeyTrigger
+
+
+def check_triggers(triggers: Sequence[DataKeyTrigger], schema: Schema, num_workers: int) -> None:
+    """Raise `ConfigError` if a trigger waits for more workers than there are, or for an array that does not exist."""
+    for trigger in triggers:
+        if trigger.n is not None and trigger.n > num_workers:
+            raise ConfigError(
+                f"{trigger!r} waits for {trigger.n} actors; there are {num_workers} workers. Lower n, or "
+                'wait for all present workers with n="all".'
+            )
+        for name in (name for stage in trigger.stages for name in stage or ()):
+            if name not in schema:
+                raise ConfigError(unknown_name(f"key of {trigger!r}", name, schema))
+
+
+def bind_buffer(
+    buffer: Buffer,
+    schema: Schema,
+    structures: Mapping[str, Structure],
+    num_envs: int,
+    consuming: Sequence[DataKeyTrigger],
+    steps: int,
+) -> None:
+    """Let the buffer take its arrays from the environments, unless it has arrays already.
+
+    Args:
+        buffer: The buffer of the workflow.
+        schema: The arrays of a row.
+        structures: How they nest.
+        num_envs: Number of environments, one column each.
+        consuming: The triggers that consume rows.
+        steps: Steps per chunk.
+
+    Raises:
+        ConfigError: The buffer has other arrays, or too few rows for the triggers.
+    """
+    if buffer.is_cyclic and not buffer.is_bound:
+        buffer.bind(schema, num_envs, structures)
+    if consuming:
+        buffer.keep_in_place()
+    if not buffer.is_cyclic:
+        return
+    if buffer.store.columns != num_envs or (consuming and dict(buffer.schema) != schema):
+        raise ConfigError(
+            f"the buffer has {buffer.store.columns} columns for {', '.join(buffer.schema)}; the environment "
+            f"has {num_envs} slots and {', '.join(schema)}. Leave out spec, or make a new buffer."
+        )
+    needed = max([steps, *(leaf.size + steps - math.gcd(leaf.size, steps) for leaf in consuming)])
+    if buffer.store.rows < needed:
+        raise ConfigError(
+            f"the buffer has room for {buffer.store.rows} rows of each of {num_envs} environments; {needed} "
+            f"are needed at a time. Raise capacity to at least {needed * num_envs}."
+        )
+
+
+def check_limiter(buffer: Buffer, chunk_rows: int, most_samples: int) -> None:
+    """Raise `ConfigError` if the limiter never allows a chunk to be inserted, or a consumer's rows to be sampled.
+
+    Args:
+        buffer: The buffer of the workflow.
+        chunk_rows: Largest number of rows of a chunk.
+        most_samples: Largest number of rows that a consumer samples at once.
+    """
+    if most_samples > buffer.limiter.most_samples():
+        raise ConfigError(
+            f"a consumer samples {most_samples} rows at once, but this limiter never allows that many "
+            f"({buffer.limiter}); widen it, or sample fewer."
+        )
+    if buffer.limiter.never_inserts(chunk_rows):
+        raise ConfigError(
+            f"a chunk of {chunk_rows} rows never fits this limiter ({buffer.limiter}); widen it, or make chunks "
+            "shorter (steps=...)."
+        )

@@ -1,0 +1,166 @@
+"""Which workers of a workflow are present, and which of them were asked to roll.
+
+By default workers roll whenever the buffer has room. If `Workflow.next_rollout` is a consumer, they roll on demand: a
+request lets every present worker roll one window, and triggers with `n="all"` wait for exactly these workers.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from farstep.head.feed import Feed
+from farstep.head.tickets.records import FeedPlan
+from farstep.workflow.run_state import RunState
+from farstep.workflow.triggers import DataKeyTrigger
+
+log = logging.getLogger("farstep")
+_ABSENT_S = 5.0  # seconds without the workers that a trigger needs until a warning names the trigger
+
+
+class RolloutRequests:
+    """Tracks membership and requested chunks over the runs of a workflow.
+
+    Args:
+        state: The state of the workflow.
+        triggers: All `DataKeyTrigger`s; more may be added to this list.
+        consuming: Those of them that consume rows; more may be added to this list.
+        num_workers: Largest number of workers.
+    """
+
+    def __init__(
+        self,
+        state: RunState,
+        triggers: Sequence[DataKeyTrigger],
+        consuming: Sequence[DataKeyTrigger],
+        num_workers: int,
+    ) -> None:
+        self._state, self._triggers, self._consuming, self._num_workers = state, triggers, consuming, num_workers
+        self.on_demand = False
+        """Whether workers roll only when `next_rollout` is called."""
+        self.warn_at = math.inf
+        """When `warn_if_absent` is due (`time.monotonic`)."""
+        self._owed: Counter[int] = Counter()
+        """Per worker, requested chunks that have not arrived; kept between runs."""
+        self._present: frozenset[int] = frozenset()
+        self._requested: frozenset[int] | None = None
+        """With `_waits_for_all`, the workers of the last request; None before the first."""
+        self._waits_for_all = False
+        """Whether a trigger consumes the rows of all present workers, instead of a fixed number."""
+        self._quorum = self._chunk_steps = 1
+
+    def plan(self, chunk_steps: int, max_staleness: int | None) -> FeedPlan:
+        """Start a run with chunks of this many steps; return what its feed needs to know."""
+        self._chunk_steps = chunk_steps
+        counts = [leaf.n for leaf in self._consuming if leaf.n is not None]
+        self._waits_for_all = len(counts) < len(self._consuming)
+        return FeedPlan(
+            max_staleness,
+            None if self._waits_for_all else max(counts, default=1),
+            max((_most_chunks(leaf.size, chunk_steps) for leaf in self._consuming), default=1),
+            self._owed if self.on_demand else None,
+        )
+
+    # ---- requests ----
+
+    def request(self, feed: Feed) -> None:
+        """Let every present worker roll one window."""
+        self.update(feed)
+        if self._waits_for_all:
+            self._requested = self._present
+        self._request_window(self._present if self._waits_for_all else range(self._num_workers), feed)
+        self._update_ledger()
+
+    def _request_window(self, workers: Iterable[int], feed: Feed, unread: int = 0) -> None:
+        """Let these workers roll a window, of which `unread` chunks exist already."""
+        chunks = max((-(-leaf.size // self._chunk_steps) for leaf in self._consuming), default=1) - unread
+        if chunks > 0:
+            self._owed.update(dict.fromkeys(workers, chunks))
+            feed.invite(workers, chunks)
+
+    def _unread(self, worker: int, feed: Feed) -> int:
+        """Return how many chunks of a worker that left and came back are stored or pending, and not yet consumed."""
+        ledger = self._state.ledger
+        rows = min((ledger.written(worker) - leaf.start_of(worker) for leaf in self._consuming), default=0)
+        return rows // self._chunk_steps + feed.pending(worker)
+
+    def arrived(self, worker: int) -> None:
+        """Count a chunk that has arrived."""
+        self._owed[worker] = max(0, self._owed[worker] - 1)
+
+    def dropped(self, worker: int, chunks: int) -> None:
+        """Request chunks again that were dropped before they were consumed."""
+        if self.on_demand:
+            self._owed[worker] += chunks
+
+    # ---- membership ----
+
+    def update(self, feed: Feed) -> None:
+        """Take note of workers that have joined or left."""
+        if (members := feed.members()) is None:
+            return
+        self._present, self._quorum = members.present, members.quorum
+        self.warn_at = time.monotonic() + _ABSENT_S
+        self._state.void_lost()
+        for worker in members.departed:
+            if self._requested is not None:
+                self._requested -= {worker}
+            self._drop_window(worker, feed)
+        self._request_from_joined(feed)
+        self._update_ledger()
+
+    def drop_if_absent(self, worker: int, feed: Feed) -> None:
+        """Drop the incomplete window of a worker whose last chunk arrived after it had left."""
+        if worker not in self._present:
+            self._drop_window(worker, feed)
+
+    def _drop_window(self, worker: int, feed: Feed) -> None:
+        """Drop the incomplete window and the requests of a worker that has left, if triggers do not wait for it."""
+        if self._waits_for_all:
+            self._state.holdings.left(worker)
+            self._owed[worker] = 0
+            feed.withdraw(worker)
+
+    def _request_from_joined(self, feed: Feed) -> None:
+        """Request a rollout from workers that have joined if too few requested workers remain for a trigger to fire."""
+        if self._requested is None:
+            return
+        needed = max([self._quorum, *(leaf.n for leaf in self._consuming if leaf.n is not None)])
+        if len(self._requested & self._present) < needed <= len(self._present):
+            joined = self._present - self._requested
+            self._requested |= joined
+            for worker in joined:
+                self._request_window([worker], feed, self._unread(worker, feed))
+
+    def _update_ledger(self) -> None:
+        """Write into the ledger which workers triggers wait for: on demand, only those that were asked to roll."""
+        awaited = self._present if self._requested is None else self._requested & self._present
+        self._state.ledger.members(awaited, self._quorum)
+
+    def warn_if_absent(self, now: float) -> None:
+        """If it is due, warn about triggers that cannot fire until workers join."""
+        if now < self.warn_at:
+            return
+        self.warn_at = math.inf
+        for trigger in self._triggers:
+            needed = self._quorum if trigger.n is None else trigger.n
+            if needed > len(self._present) and not trigger.is_warm:
+                log.warning(
+                    "%r waits for %d workers, but %d of at most %d are present, so it cannot fire until others join. "
+                    "%s",
+                    trigger,
+                    needed,
+                    len(self._present),
+                    self._num_workers,
+                    "min_nodes requires them."
+                    if trigger.n is None
+                    else 'DataKeyTrigger(n="all", ...) waits only for those that are present.',
+                )
+
+
+def _most_chunks(size: int, steps: int) -> int:
+    """Return the largest number of chunks of `steps` rows that one window of `size` rows can overlap."""
+    return 1 + -(-(size - math.gcd(size, steps)) // steps)
