@@ -86,7 +86,7 @@ class RunStatus:
         return {name: seconds / total for name, seconds in parts.items() if seconds > 0} if total else {}
 
     def dropped(self) -> dict[str, int]:
-        """Number of dropped rows by cause, without zeros."""
+        """Number of dropped chunks by cause, without zeros."""
         prefix = "dropped/"
         return {name.removeprefix(prefix): int(n) for name, n in self.latest.items() if name.startswith(prefix) and n}
 
