@@ -109,9 +109,9 @@ def test_little_of_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(finding.fix for finding in found if finding.level != "ok")
 
 
-def test_a_name_that_stands_for_loopback_is_nothing_to_fix(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_that_resolves_to_loopback_is_nothing_to_fix(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.1.1")
-    assert levels(list(machine.machine()), "stands for 127.0.1.1") == ["ok"]
+    assert levels(list(machine.machine()), "resolves to 127.0.1.1") == ["ok"]
 
 
 def test_a_head_that_only_it_can_reach() -> None:

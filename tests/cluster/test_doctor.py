@@ -43,7 +43,7 @@ def test_this_machine_is_fit(capsys: pytest.CaptureFixture[str]) -> None:
     one(found, "ok", f"numpy {versions()['numpy']}", "as here")
     one(found, "ok", "cores", "GiB of memory", "GPUs")
     one(found, "ok", "its clock agrees")
-    one(found, "ok", "CartPole-v1 can be made and reset")
+    one(found, "ok", "CartPole-v1 can be built and reset")
     rate = re.search(r"([\d,]+) MB/s to it and ([\d,]+) MB/s from it", "".join(found))
     assert rate and all(int(number.replace(",", "")) > 0 for number in rate.groups())
     assert re.search(r"round trip takes \d+\.\d\d ms", "".join(found))
@@ -70,7 +70,7 @@ def test_an_environment_that_cannot_be_made(
 ) -> None:
     status, found = doctor(capsys, *environment)
     assert status == 1
-    text = one(found, "problem", "cannot be made")
+    text = one(found, "problem", "cannot be built")
     assert all(word in text for word in words), text
     assert found[-1].startswith("1 problem")
 
@@ -106,7 +106,7 @@ def test_hosts_of_which_one_is_missing(capsys: pytest.CaptureFixture[str]) -> No
     one(found, "ok", "one answers to ssh")
     one(found, "ok", "two answers to ssh")
     one(found, "problem", "no-such-host: ", "resolve", "~/.ssh/config")
-    one(found, "problem", "1 of 3 nodes did not come", "no-such-host", "resolve")
+    one(found, "problem", "1 of 3 nodes did not connect", "no-such-host", "resolve")
     assert sum("reached the head at tcp://" in text for text in found) == 2, found
     assert sum("MB/s" in text for text in found) == 2
     assert found[-1].startswith("2 problems")
@@ -147,8 +147,8 @@ def test_nodes_that_came_with_slow_workers_are_not_said_to_be_missing(
     # Long enough for the daemon to come, on a busy machine, too: it is the worker that does not.
     status, found = doctor(capsys, *asked, "--wait-s", "20")
     assert status == 1
-    one(found, "problem", "1 node came, but no worker was ready there within 20 s", "--wait-s")
-    assert "did not come" not in "".join(found)
+    one(found, "problem", "1 node connected, but no worker was ready there within 20 s", "--wait-s")
+    assert "did not connect" not in "".join(found)
 
 
 @pytest.mark.parametrize("wait_s", ["6", "60"], ids=["still trying", "given up"])
@@ -206,7 +206,7 @@ def test_nodes_of_slurm(cluster: SlurmCluster, capsys: pytest.CaptureFixture[str
     one(found, "ok", "SLURM answers", "2 idle in main")
     for node in ("n1", "n2"):
         one(found, "ok", f"node {node})", "reached the head at")
-        one(found, "ok", f"node {node})", "can be made")
+        one(found, "ok", f"node {node})", "can be built")
     assert not [job for job in cluster.jobs().values() if job.state in ("PENDING", "RUNNING")]
 
 
@@ -234,6 +234,6 @@ def test_a_queue_that_is_long(cluster: SlurmCluster, capsys: pytest.CaptureFixtu
     cluster.down("n2")
     status, found = doctor(capsys, "--launcher", "slurm", "--nodes", "2", "--wait-s", "5")
     assert status == 1
-    text = one(found, "problem", "2 of 2 nodes did not come", "is PENDING", "--wait-s")
+    text = one(found, "problem", "2 of 2 nodes did not connect", "is PENDING", "--wait-s")
     assert "SLURM job 1 has not started, so it has no log" in text
     assert not [job for job in cluster.jobs().values() if job.state in ("PENDING", "RUNNING")]

@@ -516,7 +516,7 @@ def test_a_worker_that_goes_mad_is_replaced_and_the_others_go_on(issued: dict[tu
 
 
 @pytest.mark.timeout(300)
-def test_a_passer_goes_on_whatever_strangers_send() -> None:
+def test_a_delivery_goes_on_whatever_strangers_send() -> None:
     sender = ZmqSender("tcp://127.0.0.1:*")
     with contextlib.closing(sender), contextlib.closing(ZmqReceiver(sender.invitation)) as receiver:
         known = {"control": sender.invitation["address"], "server_key": sender.invitation["server_key"].encode()}

@@ -130,14 +130,14 @@ def test_a_full_disk_is_a_typed_error_and_the_run_can_be_read_and_resumed(small_
     with filler.open("wb", buffering=0) as stream, pytest.raises(OSError, match="No space left"):
         while True:
             stream.write(bytes(4096))
-    with pytest.raises(RunError, match="make room"):
+    with pytest.raises(RunError, match="free disk space"):
         for step in range(2, 1000):
             metrics.log(step, {"name" * 20: 1.0})
     metrics.close()
-    with pytest.raises(RunError, match=r"events.out.tfevents.* cannot be written: .*Make room there"):
+    with pytest.raises(RunError, match=r"events.out.tfevents.* cannot be written: .*Free disk space"):
         for step in range(1000):
             board.log(step, {"name" * 20: 1.0})
-    with pytest.raises(RunError, match=r"config.json cannot be written: .*Make room there"):
+    with pytest.raises(RunError, match=r"config.json cannot be written: .*Free disk space"):
         run.write_config({"seed": 2, "text": "x" * 8192})
     with pytest.raises(RunError, match="no run can be written under"):
         RunFolder.create(small_disk, "second", {"text": "x" * 8192})
@@ -185,7 +185,7 @@ def test_damaged_metrics_are_left_out_by_number(tmp_path: Path, caplog: Any) -> 
     good = [{"step": 1, "a": 1.0}, {"step": 4, "a": 4.0}]
     assert Run.read(run.path).rows == good
     assert Run.read(run.path).curve("a")[1].tolist() == [1.0, 4.0]
-    said = f"{run.metrics_file}: left out line 2, 3, 4, 5, 6 and 1 more: truncated, or not written by farstep"
+    said = f"{run.metrics_file}: skipped line 2, 3, 4, 5, 6 and 1 more: truncated, or not written by farstep"
     assert said in [record.getMessage() for record in caplog.records]
     caplog.clear()
     logger = JsonlLogger(run.metrics_file, resume_step=4)

@@ -176,9 +176,7 @@ def test_a_missing_namespace_is_one_sentence(cluster: FakeKubernetes, engine: An
 @pytest.mark.parametrize("kind", ["secrets", "jobs"])
 def test_missing_rights_are_one_sentence_and_leave_nothing(cluster: FakeKubernetes, engine: Any, kind: str) -> None:
     cluster.forbidden = {("POST", kind), ("DELETE", "jobs")}
-    with pytest.raises(
-        LaunchError, match=rf"not allow this user to create a .*{kind} is forbidden.*docs/kubernetes.md"
-    ):
+    with pytest.raises(LaunchError, match=rf"not allow this user to create .*{kind} is forbidden.*docs/kubernetes.md"):
         request(engine())
     assert cluster.names() == []
 

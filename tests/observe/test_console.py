@@ -55,67 +55,67 @@ def plain(console: Console) -> str:
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", console.file.getvalue())
 
 
-def shown(standing: RunStatus, width: int = 100) -> str:
+def shown(status: RunStatus, width: int = 100) -> str:
     console = Console(file=io.StringIO(), width=width, color_system=None)
-    console.print(panel(standing, "CartPole-v1", 16.0, 20.0, width))
+    console.print(panel(status, "CartPole-v1", 16.0, 20.0, width))
     return console.file.getvalue()
 
 
 def after(*updates: dict[str, float], total_steps: int = 500_000) -> RunStatus:
-    standing = RunStatus(total_steps)
+    status = RunStatus(total_steps)
     for position, metrics in enumerate(updates, 1):
-        standing.update(position * 2048, metrics, float(position))
-    return standing
+        status.update(position * 2048, metrics, float(position))
+    return status
 
 
 def test_the_line_says_how_the_run_stands() -> None:
-    standing = RunStatus(500_000)
-    standing.update(51_200, METRICS, 0.0)
-    assert line(standing) == (
+    status = RunStatus(500_000)
+    status.update(51_200, METRICS, 0.0)
+    assert line(status) == (
         "steps 51,200 of 500,000 (10 %) · return 123.4 · 8,210 steps/s · staleness 0.5 · "
         "collect 61 % train 37 % other 2 %"
     )
-    standing.update(53_248, {**EVALUATION, "workers/restarts": 2, "dropped/stale": 30, "dropped/lost": 0}, 1.0)
-    assert "return 123.4 · evaluation 433.2 · " in line(standing)
-    assert "restarts 2 · dropped 30" in line(standing)
+    status.update(53_248, {**EVALUATION, "workers/restarts": 2, "dropped/stale": 30, "dropped/lost": 0}, 1.0)
+    assert "return 123.4 · evaluation 433.2 · " in line(status)
+    assert "restarts 2 · dropped 30" in line(status)
 
 
 def test_what_is_not_a_number_is_as_if_it_were_not_there() -> None:
-    standing = after({"env/return_mean": 5.0}, {"env/return_mean": math.nan, "time/train": math.inf})
-    assert standing.latest == {"env/return_mean": 5.0} and standing.returns == [5.0] and not standing.shares()
+    status = after({"env/return_mean": 5.0}, {"env/return_mean": math.nan, "time/train": math.inf})
+    assert status.latest == {"env/return_mean": 5.0} and status.returns == [5.0] and not status.shares()
     assert line(after({"env/return_mean": math.nan})) == "steps 2,048 of 500,000 (0 %)"
 
 
 def test_shares_are_of_the_recent_updates_and_sum_to_one() -> None:
-    standing = after({"time/step": 2.0, "time/collect": 1.0, "time/recompute_logprobs": 0.5, "time/publish": 0.0})
-    assert standing.shares() == {"collect": 0.5, "recompute": 0.25, "other": 0.25}
+    status = after({"time/step": 2.0, "time/collect": 1.0, "time/recompute_logprobs": 0.5, "time/publish": 0.0})
+    assert status.shares() == {"collect": 0.5, "recompute": 0.25, "other": 0.25}
     for position in range(20):
-        standing.update(5000 + position, {"time/step": 1.0, "time/train": 1.0}, 5.0)
-    assert standing.shares() == {"train": 1.0}
+        status.update(5000 + position, {"time/step": 1.0, "time/train": 1.0}, 5.0)
+    assert status.shares() == {"train": 1.0}
     overlapping = after({"time/step": 1.0, "time/collect": 1.0, "time/evaluate": 1.0})
     assert overlapping.shares() == {"collect": 0.5, "evaluate": 0.5}
 
 
 def test_the_time_left_follows_the_latest_speed() -> None:
-    standing = RunStatus(1000)
-    assert standing.seconds_left(0.0) is None
-    standing.update(100, {}, 10.0)
-    assert standing.seconds_left(10.0) is None  # a resumed run starts at a step without having been fast
-    standing.update(200, {}, 11.0)
-    assert standing.seconds_left(11.0) == pytest.approx(8.0)
-    assert standing.seconds_left(13.0) == pytest.approx(6.0)
-    assert standing.seconds_left(99.0) == 0.0
-    standing.update(1100, {}, 20.0)
-    assert standing.seconds_left(20.0) == 0.0 and standing.fraction == 1.0
+    status = RunStatus(1000)
+    assert status.seconds_left(0.0) is None
+    status.update(100, {}, 10.0)
+    assert status.seconds_left(10.0) is None  # a resumed run starts at a step without having been fast
+    status.update(200, {}, 11.0)
+    assert status.seconds_left(11.0) == pytest.approx(8.0)
+    assert status.seconds_left(13.0) == pytest.approx(6.0)
+    assert status.seconds_left(99.0) == 0.0
+    status.update(1100, {}, 20.0)
+    assert status.seconds_left(20.0) == 0.0 and status.fraction == 1.0
 
 
 def test_a_long_history_keeps_its_shape() -> None:
-    standing = RunStatus(10**6)
+    status = RunStatus(10**6)
     for position in range(10_000):
-        standing.update(position, {"env/return_mean": float(position)}, float(position))
-    assert 64 <= len(standing.returns) < 256 and standing.returns == sorted(standing.returns)
-    assert standing.returns[0] < 100 and standing.returns[-1] > 9_800
-    assert "▁▁▁▁▂▂▂▂▃▃▃▃▄▄▄▄▅▅▅▅▆▆▆▆▇▇▇▇████" in shown(standing)
+        status.update(position, {"env/return_mean": float(position)}, float(position))
+    assert 64 <= len(status.returns) < 256 and status.returns == sorted(status.returns)
+    assert status.returns[0] < 100 and status.returns[-1] > 9_800
+    assert "▁▁▁▁▂▂▂▂▃▃▃▃▄▄▄▄▅▅▅▅▆▆▆▆▇▇▇▇████" in shown(status)
 
 
 @pytest.mark.parametrize(
@@ -279,7 +279,7 @@ def test_a_terminal_that_is_gone_does_not_end_the_training(caplog, capsys) -> No
     live = LiveDisplay(100, "run", Console(file=Gone(), force_terminal=True))
     print("what is said is not lost")
     live._thread.join(10)
-    with pytest.raises(ClosedError, match="cannot be drawn on"):
+    with pytest.raises(ClosedError, match="live display has failed"):
         live.log(1, {})
     Loggers(live).log(1, {})
     assert "what is said is not lost" in "".join(capsys.readouterr())

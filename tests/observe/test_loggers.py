@@ -93,12 +93,12 @@ def test_resuming_a_run_without_metrics_starts_them(tmp_path: Path) -> None:
 
 def test_metrics_of_another_run_are_not_added_to(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
-    with pytest.raises(RunError, match="already holds the metrics of a run"):
+    with pytest.raises(RunError, match="already has the metrics of a run"):
         JsonlLogger(tmp_path / "metrics.jsonl")
 
 
 def test_metrics_that_cannot_be_written_are_an_error() -> None:
-    with pytest.raises(RunError, match=r"cannot be written to /no/such/file: .*make room"):
+    with pytest.raises(RunError, match=r"cannot be written to /no/such/file: .*free disk space"):
         JsonlLogger("/no/such/file")
     loggers = Loggers(other := Kept(), JsonlLogger("/dev/full"))
     with pytest.raises(RunError, match=r"/dev/full: .*No space left"):

@@ -150,14 +150,14 @@ def test_metrics_that_are_not_there_are_named(tmp_path: Path, monkeypatch) -> No
 def test_runs_that_cannot_be_drawn_are_named(tmp_path: Path) -> None:
     out = tmp_path / "a.png"
     run = RunFolder.create(tmp_path, "empty", {})
-    with pytest.raises(ConfigError, match="no run to draw"):
+    with pytest.raises(ConfigError, match="no run to plot"):
         plot([], out)
     with pytest.raises(RunError, match=r"emptyy does not exist; .*config\.json.*Runs in .*: empty"):
         plot([tmp_path / "emptyy"], out)
-    with pytest.raises(RunError, match=r"metrics\.jsonl does not exist; the run has not come to its first update"):
+    with pytest.raises(RunError, match=r"metrics\.jsonl does not exist; the run has not reached its first update"):
         plot([run.path], out)
     run.metrics_file.write_text('{"step": 5, "env')
-    with pytest.raises(RunError, match=r"metrics\.jsonl holds no metrics"):
+    with pytest.raises(RunError, match=r"metrics\.jsonl has no metrics"):
         plot([run.path], out)
     assert not out.exists()
 

@@ -100,16 +100,16 @@ def use_ffmpeg(folder: Path, script: str, monkeypatch) -> None:
 
 def test_what_ffmpeg_says_is_in_the_error(tmp_path: Path, monkeypatch) -> None:
     use_ffmpeg(tmp_path, "echo no luck >&2; exit 3", monkeypatch)
-    with pytest.raises(RunError, match=r"the video was not written: ffmpeg ended early\. It said:\nno luck"):
+    with pytest.raises(RunError, match=r"the video was not written: ffmpeg ended early\. Its output:\nno luck"):
         write_video(tmp_path / "a.mp4", moving_square(200, 64, 64))
     use_ffmpeg(tmp_path, "cat >/dev/null; echo no luck >&2; exit 3", monkeypatch)
-    with pytest.raises(RunError, match=r"ffmpeg ended with status 3\. It said:\nno luck"):
+    with pytest.raises(RunError, match=r"ffmpeg ended with status 3\. Its output:\nno luck"):
         write_video(tmp_path / "a.mp4", moving_square(5, 64, 64))
 
 
 def test_an_ffmpeg_that_hangs_is_ended(tmp_path: Path, monkeypatch) -> None:
     use_ffmpeg(tmp_path, "exec sleep 600", monkeypatch)
-    with pytest.raises(RunError, match=r"took no more frames for 0\.2 s"):
+    with pytest.raises(RunError, match=r"accepted no frames for 0\.2 s"):
         write_video(tmp_path / "a.mp4", moving_square(50, 64, 64), timeout_s=0.2)
     with pytest.raises(RunError, match=r"did not finish within 0\.2 s"):
         write_video(tmp_path / "a.mp4", moving_square(1, 32, 32), timeout_s=0.2)

@@ -273,7 +273,7 @@ def test_what_was_passed_before_there_is_a_receiver_is_sent_in_order() -> None:
             assert not sender.failed
 
 
-def test_a_passer_that_is_closed_says_so() -> None:
+def test_a_delivery_that_is_closed_says_so() -> None:
     sender = ZmqSender()
     sender.close()
     for act in (lambda: sender(message()), sender.finished):

@@ -356,7 +356,7 @@ def test_one_that_is_always_ready_does_not_starve_others() -> None:
     assert len(names) == 133
 
 
-def test_a_passer_may_change_the_state_and_ask_for_a_check() -> None:
+def test_a_delivery_may_change_the_state_and_ask_for_a_check() -> None:
     state, dispatcher, order = Ledger(), Dispatcher(), []
 
     def update(message: Message) -> None:

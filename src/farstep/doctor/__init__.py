@@ -1,1 +1,1 @@
-"""What `farstep doctor` looks at: this machine, the engine, and every node through a small run of it."""
+"""The checks of `farstep doctor`: this machine, the engine, and every node, through a small run on it."""

@@ -1,4 +1,4 @@
-"""Whether the programs of an engine are here and answer, before anything is asked of them."""
+"""Checks that the programs of an engine are installed and answer, before nodes are requested."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from farstep.config.launch import LaunchConfig, SlurmConfig, SSHConfig
-from farstep.doctor.findings import Finding, Say, ok, problem
+from farstep.doctor.findings import Finding, Report, ok, problem
 from farstep.doctor.programs import Program
 from farstep.errors import counted, unknown_name
 from farstep.version import VERSION
@@ -21,23 +21,29 @@ _ANSWER_S = 30.0
 _PACKAGES = {"RayConfig": ("ray", "ray"), "KubernetesConfig": ("kubernetes", "kubernetes")}
 _VERSION = "import farstep.version as v, platform; print(v.VERSION, platform.python_version())"
 _SSH_FIXES = {
-    "Permission denied": "let it in without a password: ssh-copy-id {host}, or an IdentityFile in ~/.ssh/config.",
+    "Permission denied": "set up a login without a password: ssh-copy-id {host}, or an IdentityFile in ~/.ssh/config.",
     "Host key verification failed": "log in once by hand (ssh {host}) and accept its key.",
     "Could not resolve": "correct the name, or add 'Host {host}' with a HostName to ~/.ssh/config.",
-    "Connection refused": "start sshd there, or give its Port in ~/.ssh/config.",
-    "timed out": "is it switched on, and does a firewall let ssh through?",
+    "Connection refused": "start sshd there, or set its Port in ~/.ssh/config.",
+    "timed out": "check that it is running and that no firewall blocks ssh.",
     "No module named": "install farstep {version} for {python} there, or --setup '. ENV/bin/activate' --python python.",
-    "No such file": "say where Python is there: --python PATH.",
-    "not found": "say where Python is there: --python PATH.",
+    "No such file": "set the path of Python on that host: --python PATH.",
+    "not found": "set the path of Python on that host: --python PATH.",
 }
+"""Fixes by a part of the error that ssh printed."""
 
 
-def engine(config: LaunchConfig, say: Say) -> Iterator[Finding]:
-    """What can be known before a node is asked for."""
+def engine(config: LaunchConfig, report: Report) -> Iterator[Finding]:
+    """Check what can be checked without a node.
+
+    Args:
+        config: The launcher to check.
+        report: Called with progress messages.
+    """
     if isinstance(config, SlurmConfig):
         yield from _slurm(config)
     elif isinstance(config, SSHConfig):
-        yield from _ssh(config, say)
+        yield from _ssh(config, report)
     elif (name := type(config).__name__) in _PACKAGES:
         package, extra = _PACKAGES[name]
         if importlib.util.find_spec(package) is None:
@@ -51,7 +57,7 @@ def engine(config: LaunchConfig, say: Say) -> Iterator[Finding]:
 
 def _slurm(config: SlurmConfig) -> Iterator[Finding]:
     if config.debug:
-        yield ok("with --debug SLURM is not used: the nodes below are workers of this machine")
+        yield ok("--debug does not use SLURM: the nodes below are workers on this machine")
         return
     inside = os.environ.get("SLURM_JOB_ID")
     needed = ["srun"] if inside else ["sbatch", "squeue", "scancel", "sinfo"]
@@ -62,20 +68,22 @@ def _slurm(config: SlurmConfig) -> Iterator[Finding]:
         )
         return
     if inside:
-        yield ok(f"inside SLURM job {inside}: nodes are those of this allocation, by srun")
+        yield ok(f"inside SLURM job {inside}: srun uses the nodes of this allocation")
         return
-    asked = Program(["sinfo", "--noheader", "--format=%R|%a|%D|%T"])
-    status, said = asked.end(time.monotonic() + _ANSWER_S)
+    sinfo = Program(["sinfo", "--noheader", "--format=%R|%a|%D|%T"])
+    status, output = sinfo.end(time.monotonic() + _ANSWER_S)
     if status != 0:
-        said = said if status is not None else f"timed out after {_ANSWER_S:g} s"
-        yield problem(f"SLURM does not answer: {said}", "is slurmctld running, and is SLURM_CONF right?")
+        output = output if status is not None else f"timed out after {_ANSWER_S:g} s"
+        yield problem(
+            f"SLURM does not answer: {output}", "check that slurmctld is running and that SLURM_CONF is right."
+        )
         return
-    lines = [line.split("|") for line in said.splitlines() if line.count("|") == 3]
+    lines = [line.split("|") for line in output.splitlines() if line.count("|") == 3]
     partitions = {name: availability for name, availability, _, _ in lines}
     nodes = ", ".join(f"{count} {state} in {name}" for name, _, count, state in lines)
     yield ok(f"SLURM answers; its nodes: {nodes}")
     wanted = config.partition or config.slurm_partition
-    for name in wanted.split(",") if wanted else ():  # SLURM takes the first of several that has room
+    for name in wanted.split(",") if wanted else ():  # SLURM uses the first partition that has free nodes
         if name not in partitions:
             yield problem(unknown_name("partition", name, partitions), "choose one of them.")
         elif partitions[name] != "up":
@@ -84,36 +92,38 @@ def _slurm(config: SlurmConfig) -> Iterator[Finding]:
 
 
 def _log_folder(folder: Path) -> Finding:
-    """Whether the folder can be written to, or made; it is not made yet."""
-    there = next(path for path in (folder, *folder.parents) if path.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK):
-        return problem(f"{folder} cannot be written to", "say --log-folder, on a file system that the nodes have, too.")
-    return ok(f"jobs write what they say to {folder}")
+    """Check that the folder can be written to or created, without creating it."""
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        return problem(
+            f"{folder} cannot be written to", "set --log-folder to a folder on a file system shared with the nodes."
+        )
+    return ok(f"jobs write their logs to {folder}")
 
 
 # ---- ssh ----
 
 
-def _ssh(config: SSHConfig, say: Say) -> Iterator[Finding]:
+def _ssh(config: SSHConfig, report: Report) -> Iterator[Finding]:
     if shutil.which(config.ssh[0]) is None:
         yield problem(f"{config.ssh[0]!r} is not on this machine", "install an ssh client (Debian: openssh-client).")
         return
     python = config.python or sys.executable
     line = "\n".join([*config.setup, f"{shlex.quote(python)} -c {shlex.quote(_VERSION)}"])
-    asked = {host: Program([*config.ssh, host, line]) for host in config.hosts}
-    say(f"asking {counted(len(asked), 'host')} by ssh")
+    programs = {host: Program([*config.ssh, host, line]) for host in config.hosts}
+    report(f"connecting to {counted(len(programs), 'host')} by ssh")
     deadline = time.monotonic() + _ANSWER_S
-    for host, program in asked.items():
+    for host, program in programs.items():
         yield _host(host, python, *program.end(deadline))
 
 
-def _host(host: str, python: str, status: int | None, said: str) -> Finding:
+def _host(host: str, python: str, status: int | None, output: str) -> Finding:
     if status is None:
-        said = f"{said}\ntimed out after {_ANSWER_S:g} s".strip()
-    if status == 0 and len(words := said.split()[-2:]) == 2:
+        output = f"{output}\ntimed out after {_ANSWER_S:g} s".strip()
+    if status == 0 and len(words := output.split()[-2:]) == 2:
         if words[0] == VERSION:
             return ok(f"{host} answers to ssh, with farstep {words[0]} and Python {words[1]}")
         return problem(f"{host} has farstep {words[0]}, this machine {VERSION}", f"install farstep {VERSION} there.")
-    fix = next((fix for words, fix in _SSH_FIXES.items() if words in said), f"try it by hand: ssh {host}")
-    last = "\n".join(said.splitlines()[-3:]) or f"status {status}"
+    fix = next((fix for words, fix in _SSH_FIXES.items() if words in output), f"try it by hand: ssh {host}")
+    last = "\n".join(output.splitlines()[-3:]) or f"status {status}"
     return problem(f"{host}: {last}", fix.format(host=host, version=VERSION, python=python))

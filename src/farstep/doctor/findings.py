@@ -1,4 +1,4 @@
-"""What was found, in plain words."""
+"""Findings: what the doctor prints."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ Level = Literal["ok", "warning", "problem"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at."""
+    """The result of one check."""
 
     level: Level
     text: str
     fix: str = ""
-    """What to do about it; empty if it is well."""
+    """What to do about it; empty if nothing is wrong."""
 
     def __str__(self) -> str:
         lines = [f"  {self.level:<8} {self.text}"]
@@ -37,5 +37,5 @@ def problem(text: str, fix: str) -> Finding:
     return Finding("problem", text, fix)
 
 
-Say = Callable[[str], None]
-"""Told what is being waited for."""
+Report = Callable[[str], None]
+"""Receives progress messages, e.g. what the doctor is waiting for."""

@@ -1,4 +1,4 @@
-"""This machine, and what the head needs of it."""
+"""Checks of this machine, which will run the head."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SHM = Path("/dev/shm")
 
 
 def machine() -> Iterator[Finding]:
-    """What does not depend on nodes."""
+    """Check versions, memory and limits of this machine."""
     yield _programs()
     yield _torch()
     yield _cores()
@@ -36,14 +36,14 @@ def machine() -> Iterator[Finding]:
 
 
 def addresses(config: LaunchConfig) -> Iterator[Finding]:
-    """Where the head listens: two ports on each address, chosen by the system."""
+    """Check that the head can listen on its addresses, with two ports each that the system chooses."""
     engine = isinstance(config, EngineConfig)
     chosen = config.head_address if isinstance(config, EngineConfig) else None
     found: Sequence[str] = chosen or (own_addresses() if engine else ["127.0.0.1"])
     if engine and all(address.startswith("127.") for address in found):
         yield warning(
-            f"the head would listen on {', '.join(found)} only, which no other machine reaches",
-            "connect this machine to the nodes' network, or say --head-address.",
+            f"the head would listen on {', '.join(found)} only, which no other machine can reach",
+            "connect this machine to the nodes' network, or set --head-address.",
         )
     try:
         hub = Hub([f"tcp://{address}:*" for address in found], reliable=True)
@@ -69,20 +69,20 @@ def _torch() -> Finding:
     except importlib.metadata.PackageNotFoundError:
         return warning(
             "torch is not installed; 'farstep train' needs it",
-            "pip install torch, unless you bring agents of your own.",
+            "pip install torch, unless you train with your own program and agents.",
         )
 
 
 def _cores() -> Finding:
-    usable, all_of_them = usable_cpus(), os.cpu_count() or 1
-    return ok(f"{usable} of {all_of_them} cores may be used" if usable < all_of_them else f"{usable} cores")
+    usable, total = usable_cpus(), os.cpu_count() or 1
+    return ok(f"{usable} of {total} cores may be used" if usable < total else f"{usable} cores")
 
 
 def _memory() -> Finding:
     available = available_memory()
     text = f"{available / 2**30:,.1f} GiB of memory are available"
     if available < _LITTLE_MEMORY:
-        return warning(text, "end other programs, or give the container or job more: rollouts are kept in memory.")
+        return warning(text, "end other programs, or give the container or job more memory: it stores rollouts.")
     return ok(text)
 
 
@@ -94,7 +94,7 @@ def _shm() -> Iterator[Finding]:
     text = f"{free / 2**20:,.0f} MiB are free in {_SHM}"
     if free < _LITTLE_SHM:
         yield warning(
-            f"{text}; farstep does not need it, but some environments and torch's loaders do",
+            f"{text}; farstep does not use it, but some environments and torch's data loaders do",
             "remove old files there, or start the container with --shm-size=2g.",
         )
     else:
@@ -104,10 +104,9 @@ def _shm() -> Iterator[Finding]:
 def _files() -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < _FEW_FILES:
-        most = "as many as you like" if hard == resource.RLIM_INFINITY else f"up to {hard}"
+        allowed = "any number is allowed" if hard == resource.RLIM_INFINITY else f"at most {hard} are allowed"
         return warning(
-            f"only {soft} files may be open; a worker takes about eight",
-            f"ulimit -n {_FEW_FILES} ({most} are allowed).",
+            f"only {soft} files may be open; a worker needs about eight", f"ulimit -n {_FEW_FILES} ({allowed})."
         )
     return ok(f"{soft} files may be open" if soft != resource.RLIM_INFINITY else "any number of files may be open")
 
@@ -117,7 +116,7 @@ def _name() -> Finding:
     try:
         address = socket.gethostbyname(name)
     except OSError:
-        return warning(f"the host's name, {name}, has no address", f"add a line '127.0.1.1 {name}' to /etc/hosts.")
+        return warning(f"the host name {name} has no address", f"add a line '127.0.1.1 {name}' to /etc/hosts.")
     if address.startswith("127."):
-        return ok(f"the host's name, {name}, stands for {address} here; farstep asks the network interfaces instead")
-    return ok(f"the host's name, {name}, stands for {address}")
+        return ok(f"the host name {name} resolves to {address}; farstep uses the network interfaces' addresses instead")
+    return ok(f"the host name {name} resolves to {address}")

@@ -1,4 +1,4 @@
-"""`python -m farstep.doctor.make_env JSON`: builds and resets an environment, or ends with why not."""
+"""`python -m farstep.doctor.make_env JSON`: builds and resets an environment, or exits with the reason."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from farstep.rollout.sources import Source
 
 
 def main(arguments: Sequence[str]) -> None:
-    """An error of the environment's own keeps its traceback; what farstep says needs none."""
+    """Exit with one sentence for an error of farstep; errors of the environment itself keep their traceback."""
     source = Source.of(EnvConfig.of(json.loads(arguments[0])))
     try:
         env = source.build_vector(1, 0) if source.is_vector else source.build()

@@ -1,4 +1,4 @@
-"""What is asked on a node: an environment whose methods answer, called as any environment's are (see `Broadcast`)."""
+"""An environment whose methods report about the node; the doctor calls them like those of any environment."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from farstep.resources import available_memory, usable_cpus
 
 
 class Probe(gymnasium.Env[Any, Any]):
-    """Tells about the node that it is on."""
+    """Reports about the node that it runs on."""
 
     observation_space = gymnasium.spaces.Discrete(1)
     action_space = gymnasium.spaces.Discrete(1)
@@ -33,7 +33,7 @@ class Probe(gymnasium.Env[Any, Any]):
         return np.int64(0), 0.0, False, False, {}
 
     def about(self) -> dict[str, Any]:
-        """Plain facts."""
+        """Host, Python and resources of the node."""
         return {
             "host": socket.gethostname(),
             "pid": os.getpid(),
@@ -56,26 +56,31 @@ class Probe(gymnasium.Env[Any, Any]):
     def give(self, count: int) -> bytes:
         return bytes(count)
 
-    def make(self, asked: str, timeout_s: float) -> str:
-        """What goes wrong when the environment is built and reset here; empty if nothing does.
+    def make(self, env: str, timeout_s: float) -> str:
+        """Build and reset an environment in another process, so that crashes and hangs are reported, too.
 
-        In a process of its own: one that crashes or hangs says so, too.
+        Args:
+            env: Fields of an `EnvConfig`, as JSON.
+            timeout_s: Seconds after which the process is killed.
+
+        Returns:
+            What went wrong; empty if nothing did.
         """
-        command = [sys.executable, "-P", "-m", "farstep.doctor.make_env", asked]
+        command = [sys.executable, "-P", "-m", "farstep.doctor.make_env", env]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(import_path())}
-        status, said = Program(command, environment).end(time.monotonic() + timeout_s)
+        status, output = Program(command, environment).end(time.monotonic() + timeout_s)
         if status == 0:
             return ""
-        lines = said.splitlines()
+        lines = output.splitlines()
         if status is None:
-            lines.append(f"it was not done after {timeout_s:g} s")
+            lines.append(f"it took longer than {timeout_s:g} s")
         elif status < 0:
             lines.append(f"ended by signal {-status}")
-        return "\n".join(lines[-8:]) or f"it ended with status {status}"
+        return "\n".join(lines[-8:]) or f"it exited with status {status}"
 
 
 def _gpus() -> int:
-    """GPUs of the node: those that its agent was given (a worker sees one of them), or all of NVIDIA's devices."""
+    """Number of GPUs of the node: those visible to the node daemon (a worker sees one), or all NVIDIA devices."""
     given = None
     with contextlib.suppress(OSError):
         words = Path(f"/proc/{os.getppid()}/environ").read_bytes().split(b"\0")

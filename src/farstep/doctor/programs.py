@@ -1,4 +1,4 @@
-"""Programs that are asked something, and never waited for longer than said."""
+"""Runs programs with a deadline."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 
 class Program:
-    """What it says goes to a file, so that whatever it leaves behind with its output open keeps nobody waiting."""
+    """A running program; its output goes to a file, since a child that keeps a pipe open would block the reader."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
         self._output = tempfile.TemporaryFile(prefix="farstep-doctor-")  # noqa: SIM115 - closed by `end`
@@ -30,7 +30,11 @@ class Program:
             raise
 
     def end(self, deadline: float) -> tuple[int | None, str]:
-        """Its status, None if it was not done at the deadline, and what it said; all that it started ends with it."""
+        """Wait until the deadline, then kill the program and all its children.
+
+        Returns:
+            Its exit status, None if it was killed, and its output.
+        """
         status = None
         with contextlib.suppress(subprocess.TimeoutExpired):
             status = self._process.wait(max(0.1, deadline - time.monotonic()))

@@ -1,6 +1,6 @@
-"""What a run leaves to be looked at: metrics, the live display, plots, videos and the folder that holds them.
+"""Metrics of a run, its live display, plots, videos and the folder that stores them.
 
-Nothing here knows of learners: each update is a step and flat metrics, such as {"env/return_mean": 21.5}.
+This package does not depend on learners: an update is a step and flat metrics, such as {"env/return_mean": 21.5}.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Runs as curves: read from their folders, grouped by what they have in common, averaged over seeds."""
+"""Reads the curves of runs, groups runs that differ only in their seed, and averages them."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from farstep.observe.run_folder import RunFolder
 
 Numbers = NDArray[np.float64]
 Curve = tuple[Numbers, Numbers]
-"""x, rising, and y."""
+"""x in ascending order, and y."""
 
-_OF_ONE_RUN = frozenset({"seed", "name", "run_name", "root", "folder", "resume", "run_id", "wandb_run_id"})
-"""Options in which runs of one experiment differ."""
-_SPEAKING = ("algorithm", "learner", "env_name", "env_id", "env")
-"""Options whose values are known without their names, most telling first."""
+_IGNORED = frozenset({"seed", "name", "run_name", "root", "folder", "resume", "run_id", "wandb_run_id"})
+"""Options in which runs of the same group may differ."""
+_SELF_EXPLANATORY = ("algorithm", "learner", "env_name", "env_id", "env")
+"""Options whose values are shown without their names in labels, most important first."""
 _LABEL_OPTIONS = 3
 
 
@@ -37,29 +37,29 @@ class Run:
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Run:
-        """The run in a folder."""
+        """Read the run in a folder; raises `RunError` if it has no metrics."""
         folder = RunFolder.open(path)
         config = _flat(folder.read_config())
         try:
             rows = read_rows(folder.metrics_file)
         except FileNotFoundError:
-            raise RunError(f"{folder.metrics_file} does not exist; the run has not come to its first update.") from None
+            raise RunError(f"{folder.metrics_file} does not exist; the run has not reached its first update.") from None
         except OSError as error:
             raise RunError(f"{folder.metrics_file} cannot be read: {error}.") from error
         if not rows:
-            raise RunError(f"{folder.metrics_file} holds no metrics; the run has not come to its first update.")
+            raise RunError(f"{folder.metrics_file} has no metrics; the run has not reached its first update.")
         return cls(folder.path.resolve().name, config, rows)
 
     def curve(self, y: str, x: str = "step") -> Curve:
-        """One metric against another, where both are known."""
+        """One metric as a function of another, at updates that have both."""
         points = [(row[x], row[y]) for row in self.rows if row.get(x) is not None and row.get(y) is not None]
         xs, ys = np.array(points, np.float64).reshape(-1, 2).T
-        if x == "seconds":  # a resumed run may count from zero again
+        if x == "seconds":  # a resumed run may start at zero again
             xs = xs + np.cumsum(np.maximum(-np.diff(xs, prepend=xs[:1]), 0))
         return xs, ys
 
     def option(self, names: Sequence[str]) -> str:
-        """The first of these options that the run has, wherever it is nested."""
+        """The value of the first of these options that the run has, at any depth; "" if it has none."""
         for name in names:
             for key, value in self.config.items():
                 if key.rpartition(".")[2] == name and isinstance(value, (str, int)):
@@ -69,21 +69,21 @@ class Run:
 
 @dataclass(frozen=True)
 class Group:
-    """Runs that differ only by seed."""
+    """Runs that differ only in their seed."""
 
     label: str
     runs: list[Run]
 
     def curves(self, y: str, x: str = "step") -> list[Curve]:
-        """One curve for each run that has any points."""
+        """The curves of the runs that have at least one point."""
         found = [run.curve(y, x) for run in self.runs]
         return [curve for curve in found if len(curve[0])]
 
 
 def read_groups(paths: Sequence[str | os.PathLike[str]]) -> list[Group]:
-    """The runs, those of one experiment together, in the order in which they were named."""
+    """Read runs and group those that differ only in their seed, in the order of `paths`."""
     if not paths:
-        raise ConfigError("there is no run to draw; expected the folders of one or several runs.")
+        raise ConfigError("there is no run to plot; expected the folders of one or several runs.")
     alike: dict[str, list[Run]] = {}
     for path in paths:
         run = Run.read(path)
@@ -93,7 +93,7 @@ def read_groups(paths: Sequence[str | os.PathLike[str]]) -> list[Group]:
 
 
 def smoothed(curve: Curve, updates: int) -> Curve:
-    """The mean of each point and its neighbours, fewer of them at both ends."""
+    """Moving average over `updates` points, over fewer at both ends."""
     xs, ys = curve
     half = min(updates, len(ys)) // 2
     if not half:
@@ -105,12 +105,12 @@ def smoothed(curve: Curve, updates: int) -> Curve:
 
 
 def common_range(curves: Sequence[Curve]) -> tuple[float, float]:
-    """Where all the curves have values; there is none if the first number is the greater one."""
+    """The range of x in which all curves have values; empty if its start is greater than its end."""
     return max(float(xs[0]) for xs, _ in curves), min(float(xs[-1]) for xs, _ in curves)
 
 
 def stacked(curves: Sequence[Curve]) -> tuple[Numbers, Numbers]:
-    """The curves [n, points] at the same x, where all of them have values."""
+    """Interpolate the curves at common x in their common range; returns x and the values [n, points]."""
     start, end = common_range(curves)
     grid = max((xs for xs, _ in curves), key=len)
     grid = (
@@ -127,11 +127,11 @@ def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, object]:
 
 
 def _compared(run: Run) -> dict[str, object]:
-    return {name: value for name, value in run.config.items() if name.rpartition(".")[2] not in _OF_ONE_RUN}
+    return {name: value for name, value in run.config.items() if name.rpartition(".")[2] not in _IGNORED}
 
 
 def _labels(groups: Sequence[Sequence[Run]]) -> list[str]:
-    """What sets each group apart: options that differ, if they are few, else the name of its first run."""
+    """A label per group: the options that differ, if they are few, else the name of its first run."""
     names = [runs[0].name for runs in groups]
     if len(groups) == 1 and len(groups[0]) > 1:
         return [f"mean of {_number(groups[0])}"]
@@ -140,12 +140,12 @@ def _labels(groups: Sequence[Sequence[Run]]) -> list[str]:
         shared = [name for name in configs[0] if all(name in config for config in configs)]
         differing = [name for name in shared if len({repr(config[name]) for config in configs}) > 1]
         differing.sort(key=lambda name: (_rank(name), name))
-        # A second algorithm brings options of its own; then its name says enough.
+        # Different algorithms also differ in their own options; then the name of the algorithm is enough.
         chosen = next(
             (differing[:n] for n in range(1, _LABEL_OPTIONS + 1) if _tell_apart(configs, differing[:n])), None
         )
-        if chosen and (len(differing) <= _LABEL_OPTIONS or _rank(chosen[0]) < len(_SPEAKING)):
-            names = [", ".join(_said(name, config[name]) for name in chosen) for config in configs]
+        if chosen and (len(differing) <= _LABEL_OPTIONS or _rank(chosen[0]) < len(_SELF_EXPLANATORY)):
+            names = [", ".join(_described(name, config[name]) for name in chosen) for config in configs]
     return [f"{name} ({_number(runs)})" if len(runs) > 1 else name for name, runs in zip(names, groups, strict=True)]
 
 
@@ -155,11 +155,11 @@ def _tell_apart(configs: Sequence[Mapping[str, object]], options: Sequence[str])
 
 def _rank(option: str) -> int:
     name = option.rpartition(".")[2]
-    return _SPEAKING.index(name) if name in _SPEAKING else len(_SPEAKING)
+    return _SELF_EXPLANATORY.index(name) if name in _SELF_EXPLANATORY else len(_SELF_EXPLANATORY)
 
 
-def _said(option: str, value: object) -> str:
-    return str(value) if _rank(option) < len(_SPEAKING) else f"{option.rpartition('.')[2]}={value}"
+def _described(option: str, value: object) -> str:
+    return str(value) if _rank(option) < len(_SELF_EXPLANATORY) else f"{option.rpartition('.')[2]}={value}"
 
 
 def _number(runs: Sequence[Run]) -> str:

@@ -1,4 +1,4 @@
-"""Packages that only some runs need: imported where they are used, and named with their pip command where missing."""
+"""Imports optional packages; the error for a missing one contains the pip command."""
 
 from __future__ import annotations
 
@@ -9,7 +9,17 @@ from farstep.errors import ConfigError, install_extra
 
 
 def require(module: str, package: str, purpose: str, needed: str) -> Any:
-    """The module, if it is installed and has the name `needed`; else an error that says how to install it."""
+    """Import an optional module.
+
+    Args:
+        module: Dotted name of the module.
+        package: The package to install.
+        purpose: What needs it, for the error message.
+        needed: A name that the module must define.
+
+    Raises:
+        ConfigError: The module is not installed or lacks `needed`; the message contains the pip command.
+    """
     try:
         found = importlib.import_module(module)
     except ImportError as error:
@@ -17,7 +27,7 @@ def require(module: str, package: str, purpose: str, needed: str) -> Any:
     else:
         if hasattr(found, needed):
             return found
-        # A plain folder called `wandb`, such as Weights & Biases makes, can be imported, but holds nothing.
-        reason = f"what is imported as {module} has no {needed}: {getattr(found, '__path__', found)}"
+        # A folder called `wandb`, which Weights & Biases creates, can be imported but is empty.
+        reason = f"the module imported as {module} has no {needed}: {getattr(found, '__path__', found)}"
     extra = f", or with farstep's extra: {command}" if (command := install_extra(module)) else ""
     raise ConfigError(f"{purpose} needs the package {package} ({reason}). Install it: pip install {package}{extra}")

@@ -1,4 +1,4 @@
-"""Files of a run: replaced as a whole, and metrics read line by line."""
+"""Atomic writes, and reading the metrics of a run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LARGEST = 1e300
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write a file so that after a crash there is the old one or the new one, never a part."""
+    """Write a file atomically: after a crash, it has its old or its new content, never a part."""
     with replacing(path) as partial, partial.open("xb") as stream:
         stream.write(content)
         stream.flush()
@@ -27,7 +27,7 @@ def replace_file(path: Path, content: bytes) -> None:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A name to write to, which becomes `path` at the end, or is removed if something is raised."""
+    """Yield a temporary path that is renamed to `path` at the end, or removed if an exception is raised."""
     partial = path.with_name(f".{path.stem}.{os.getpid()}.partial{path.suffix}")
     partial.unlink(missing_ok=True)
     try:
@@ -39,7 +39,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def read_row(line: bytes) -> dict[str, Any] | None:
-    """One line of metrics, or None if it is torn or not of ours."""
+    """Decode one line of metrics; None if it is incomplete or was not written by farstep."""
     if not line.endswith(b"\n"):
         return None
     try:
@@ -55,29 +55,30 @@ def _is_metric(value: object) -> bool:
 
 
 def read_lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
-    """The lines of a run's metrics, as bytes and decoded; a warning names the lines that are left out."""
+    """The valid lines of a run's metrics, as bytes and decoded; a warning names the lines that are skipped."""
     with path.open("rb") as stream:
         lines = [(line, read_row(line)) for line in stream]
-    odd = [number for number, (_, row) in enumerate(lines, 1) if row is None]
-    if odd:
-        shown = ", ".join(map(str, odd[:_SHOWN])) + (f" and {len(odd) - _SHOWN} more" if len(odd) > _SHOWN else "")
-        log.warning("%s: left out line %s: truncated, or not written by farstep", path, shown)
+    invalid = [number for number, (_, row) in enumerate(lines, 1) if row is None]
+    if invalid:
+        more = f" and {len(invalid) - _SHOWN} more" if len(invalid) > _SHOWN else ""
+        shown = ", ".join(map(str, invalid[:_SHOWN])) + more
+        log.warning("%s: skipped line %s: truncated, or not written by farstep", path, shown)
     return [(line, row) for line, row in lines if row is not None]
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The metrics of a run; lines that are cut off or damaged are left out."""
+    """The metrics of a run; incomplete or damaged lines are skipped."""
     return [row for _, row in read_lines(path)]
 
 
 @contextlib.contextmanager
 def as_run_error(path: Path) -> Iterator[None]:
-    """Turn the error of a write that failed into `RunError`."""
+    """Turn an `OSError` of a write to `path` into `RunError`."""
     try:
         yield
     except RunError:
         raise
     except OSError as error:
         raise RunError(
-            f"{path} cannot be written: {error}. Make room there (df -h), or choose a folder that you may write to."
+            f"{path} cannot be written: {error}. Free disk space (df -h), or choose a folder that you may write to."
         ) from error

@@ -1,10 +1,10 @@
-"""Where metrics go: a file of JSON lines, TensorBoard, Weights & Biases, or several of them.
+"""Write metrics to JSON lines, TensorBoard, Weights & Biases, or several of them.
 
     loggers = Loggers(JsonlLogger(run.metrics_file), TensorBoardLogger(run.tensorboard))
     loggers.log(step, {"env/return_mean": 21.5, "time/train": 0.4})   # once per update
     loggers.close()
 
-`step` counts environment steps and is the x axis everywhere. The terminal is a logger, too: see `console`.
+`step` counts environment steps and is the x axis everywhere. `console` has the loggers for the terminal.
 """
 
 from __future__ import annotations
@@ -30,19 +30,25 @@ log = logging.getLogger("farstep")
 
 
 class Logger(Protocol):
-    """Something that takes the metrics of each update."""
+    """Receives the metrics of each update."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Take the metrics of the update that ended at this environment step."""
+        """Record the metrics of the update that ended at this environment step."""
 
     def close(self) -> None:
-        """Finish what was begun; nothing is logged afterwards."""
+        """Write what is buffered and free resources; `log` must not be called afterwards."""
 
 
 class JsonlLogger:
-    """A file with one JSON object per update; NaN and infinity become null.
+    """Writes one JSON object per update to a file; NaN and infinity become null.
 
-    With `resume_step` the file of an earlier run goes on: what it says of later steps is cut off first.
+    Args:
+        path: The file.
+        resume_step: Append to the file of an earlier run, after removing its lines of later steps. None: the file
+            must be new or empty.
+
+    Raises:
+        RunError: The file cannot be written, or already has metrics.
     """
 
     def __init__(self, path: str | os.PathLike[str], resume_step: int | None = None) -> None:
@@ -55,7 +61,7 @@ class JsonlLogger:
             raise self._error(error) from error
         if resume_step is None and self._stream.tell():
             self._stream.close()
-            raise RunError(f"{self.path} already holds the metrics of a run. Resume that run, or take another folder.")
+            raise RunError(f"{self.path} already has the metrics of a run. Resume that run, or choose another folder.")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         row = {"step": int(step)} | {name: _plain(value) for name, value in metrics.items() if name != "step"}
@@ -63,7 +69,7 @@ class JsonlLogger:
         try:
             written = self._stream.write(line)
             if written != len(line):
-                raise OSError(f"only {written} of {len(line)} bytes went to the disk")
+                raise OSError(f"only {written} of {len(line)} bytes were written")
         except (OSError, ValueError) as error:  # a closed file raises a ValueError
             raise self._error(error) from error
 
@@ -72,8 +78,8 @@ class JsonlLogger:
 
     def _error(self, error: Exception) -> RunError:
         return RunError(
-            f"metrics cannot be written to {self.path}: {error}. A run without its metrics is of no use, so it ends; "
-            "make room there or choose another folder, then resume."
+            f"metrics cannot be written to {self.path}: {error}. The run ends, since it would be of no use without "
+            "metrics; free disk space or choose another folder, then resume."
         )
 
 
@@ -85,7 +91,7 @@ def _plain(value: float) -> float | int | None:
 
 
 def _cut(path: Path, resume_step: int) -> None:
-    """Leave only whole lines up to a step; the file is replaced at once, so that a crash here loses nothing."""
+    """Keep only complete lines up to a step; the file is replaced atomically, so that a crash loses nothing."""
     if not path.exists():
         return
     kept = b"".join(line for line, row in read_lines(path) if row["step"] <= resume_step)
@@ -123,14 +129,20 @@ def require_wandb() -> Any:
 
 
 class TensorBoardLogger:
-    """Event files for TensorBoard, through the tensorboard package's own format, without torch.
+    """Writes event files for TensorBoard, with the package tensorboard and without torch.
 
-    With `resume_step`, TensorBoard hides what earlier files of the folder say of later steps.
+    Args:
+        folder: Where event files are written.
+        resume_step: TensorBoard hides later steps that earlier files of the folder contain. None: a new run.
+
+    Raises:
+        ConfigError: TensorBoard is not installed.
+        RunError: The folder cannot be written to.
     """
 
     def __init__(self, folder: str | os.PathLike[str], resume_step: int | None = None) -> None:
         records, self._event, self._summary = require_tensorboard()
-        # TensorBoard reads the files of a folder in the order of their names: time comes first.
+        # TensorBoard reads the files of a folder in the order of their names, so the time comes first.
         name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(_FILES)}"
         self._path = Path(folder) / name
         with as_run_error(self._path):
@@ -157,10 +169,19 @@ class TensorBoardLogger:
 
 
 class WandbLogger:
-    """A run of Weights & Biases; `WANDB_MODE=offline` keeps it on this machine.
+    """Writes to Weights & Biases; `WANDB_MODE=offline` keeps the run on this machine.
 
-    With the `run_id` of an earlier logger that run goes on. Weights & Biases never takes back what it was told: steps
-    that are trained again after a resume are shown twice there.
+    Weights & Biases cannot remove logged steps: those that are trained again after a resume appear twice.
+
+    Args:
+        project: The project.
+        name: Name of the run; None: chosen by Weights & Biases.
+        folder: Where local files are written.
+        config: Options of the run to show.
+        run_id: The `run_id` of an earlier logger, to continue its run; None: a new run.
+
+    Raises:
+        ConfigError: The package wandb is not installed, or does not start.
     """
 
     def __init__(
@@ -172,7 +193,7 @@ class WandbLogger:
         run_id: str | None = None,
     ) -> None:
         wandb = require_wandb()
-        offline = os.environ.get("WANDB_MODE", "online") != "online"  # where it would warn of `resume`
+        offline = os.environ.get("WANDB_MODE", "online") != "online"  # wandb warns about `resume` there
         try:
             self._run = wandb.init(
                 project=project,
@@ -181,20 +202,20 @@ class WandbLogger:
                 config=dict(config or {}),
                 id=run_id,
                 resume=None if offline or run_id is None else "allow",
-                settings=wandb.Settings(console="off"),  # it would record each refresh of the live display
+                settings=wandb.Settings(console="off"),  # "on" would record each refresh of the live display
             )
-            # Its own step must never go back, ours does on resume: so ours is a metric, and the x axis.
+            # wandb's own step must never decrease, but ours does on resume, so ours is a metric used as x axis.
             self._run.define_metric("step")
             self._run.define_metric("*", step_metric="step")
         except Exception as error:
             raise ConfigError(
-                f"Weights & Biases did not start: {error}. Log in with `wandb login`, or set WANDB_MODE=offline to "
-                "keep the run on this machine, or leave it out."
+                f"Weights & Biases did not start: {error}. Log in with `wandb login`, set WANDB_MODE=offline to "
+                "keep the run on this machine, or train without it."
             ) from error
 
     @property
     def run_id(self) -> str:
-        """What to go on with after a resume."""
+        """The id that continues this run after a resume."""
         return str(self._run.id)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -205,10 +226,10 @@ class WandbLogger:
 
 
 class Loggers:
-    """Several loggers as one.
+    """Passes metrics to several loggers.
 
-    One that raises is reported and left out from then on, and training goes on without it; only the failure of the
-    JSON lines, which everything else can be made of again, is raised.
+    A logger that raises is removed with a warning, and training continues without it. Only errors of a `JsonlLogger`
+    are raised: its file is the complete record of the run.
     """
 
     def __init__(self, *loggers: Logger) -> None:
@@ -223,7 +244,7 @@ class Loggers:
                     raise
                 self._loggers.remove(logger)
                 log.warning(
-                    "%s failed at step %d and gets no more metrics; training goes on without it: %s: %s",
+                    "%s failed at step %d and gets no more metrics; training continues without it: %s: %s",
                     type(logger).__name__,
                     step,
                     type(error).__name__,

@@ -1,4 +1,4 @@
-"""The live display's picture of a run's standing, as rich draws it."""
+"""Renders the status of a run as a rich panel, for the live display."""
 
 from __future__ import annotations
 
@@ -31,18 +31,26 @@ _MAX_WIDTH = 100
 _SPARKLINE_WIDTH = 32
 
 
-def panel(standing: RunStatus, title: str, elapsed_s: float, now_s: float, width: int) -> Panel:
-    """Everything there is to see of a run while it trains."""
+def panel(status: RunStatus, title: str, elapsed_s: float, now_s: float, width: int) -> Panel:
+    """Render the status.
+
+    Args:
+        status: What to show.
+        title: Heading of the panel.
+        elapsed_s: Seconds since the start of the run.
+        now_s: Current time of the clock that `status` was updated with.
+        width: Columns of the terminal.
+    """
     width = min(width, _MAX_WIDTH)
-    latest = standing.latest
+    latest = status.latest
     grid = Table.grid(padding=(0, 2), expand=True)
     grid.add_column(style="bold", no_wrap=True)
     grid.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
-    grid.add_row("steps", _progress(standing, now_s))
-    if not standing.updates:
+    grid.add_row("steps", _progress(status, now_s))
+    if not status.updates:
         grid.add_row("", Text("waiting for the first update", style="dim"))
     if RETURN in latest:
-        text = Text(f"{number(latest[RETURN])}  ", style="bold").append(_sparkline(standing.returns), style="green")
+        text = Text(f"{number(latest[RETURN])}  ", style="bold").append(_sparkline(status.returns), style="green")
         _add(text, "   length", latest.get("env/length_mean"), number)
         grid.add_row("return", text)
     if "eval/return_mean" in latest:
@@ -57,11 +65,11 @@ def panel(standing: RunStatus, title: str, elapsed_s: float, now_s: float, width
         text = Text(f"{latest['lag/versions_mean']:.2f} versions")
         _add(text, "   at most", latest.get("lag/versions_max"), "{:,.0f}".format)
         grid.add_row("staleness", text)
-    if weights := _weights(standing):
+    if weights := _weights(status):
         grid.add_row("weights", weights)
-    if "workers/alive" in latest or standing.dropped():
-        grid.add_row("workers", _workers(standing))
-    if shares := standing.shares():
+    if "workers/alive" in latest or status.dropped():
+        grid.add_row("workers", _workers(status))
+    if shares := status.shares():
         grid.add_row("time", Shares(shares))
     heading = Text(title, style="bold")
     return Panel(grid, title=heading, title_align="left", box=box.ROUNDED, border_style="dim", width=width)
@@ -72,24 +80,22 @@ def _add(text: Text, label: str, value: float | None, form: Callable[[float], st
         text.append(f"{label} {form(value)}", style="dim")
 
 
-def _progress(standing: RunStatus, now_s: float) -> Table:
-    left = standing.seconds_left(now_s)
+def _progress(status: RunStatus, now_s: float) -> Table:
+    left = status.seconds_left(now_s)
     row = Table.grid(padding=(0, 1), expand=True)
     row.add_column(no_wrap=True)
     row.add_column(ratio=1)
     row.add_column(no_wrap=True)
     row.add_row(
-        f"{standing.step:,} of {standing.total_steps:,}",
-        ProgressBar(total=1.0, completed=standing.fraction, complete_style="cyan", finished_style="green"),
-        Text(f"{percent(standing.fraction):>5}  ").append(
-            "" if left is None else f"{duration(left)} left", style="dim"
-        ),
+        f"{status.step:,} of {status.total_steps:,}",
+        ProgressBar(total=1.0, completed=status.fraction, complete_style="cyan", finished_style="green"),
+        Text(f"{percent(status.fraction):>5}  ").append("" if left is None else f"{duration(left)} left", style="dim"),
     )
     return row
 
 
 def _sparkline(values: Sequence[float], width: int = _SPARKLINE_WIDTH) -> str:
-    """The values as a row of bars, from the lowest to the highest of them."""
+    """The values as a row of bars, scaled from the lowest to the highest value."""
     if not values:
         return ""
     if len(values) > width:
@@ -101,8 +107,8 @@ def _sparkline(values: Sequence[float], width: int = _SPARKLINE_WIDTH) -> str:
     return "".join(_BARS[min(int((value - low) / (high - low) * len(_BARS)), len(_BARS) - 1)] for value in values)
 
 
-def _weights(standing: RunStatus) -> str:
-    latest = standing.latest
+def _weights(status: RunStatus) -> str:
+    latest = status.latest
     parts = []
     if "version" in latest:
         parts.append(f"version {latest['version']:,.0f}")
@@ -113,14 +119,14 @@ def _weights(standing: RunStatus) -> str:
     return "   ".join(parts)
 
 
-def _workers(standing: RunStatus) -> Text:
-    latest = standing.latest
+def _workers(status: RunStatus) -> Text:
+    latest = status.latest
     text = Text()
     if "workers/alive" in latest:
         text.append(f"{latest['workers/alive']:,.0f} alive")
     if (restarts := latest.get("workers/restarts")) is not None:
         text.append(f"   {restarts:,.0f} restart{'' if restarts == 1 else 's'}", style="yellow" if restarts else "dim")
-    if dropped := standing.dropped():
+    if dropped := status.dropped():
         causes = ", ".join(f"{cause} {count:,}" for cause, count in dropped.items())
         text.append(f"   dropped: {causes}", style="yellow")
     else:
@@ -129,10 +135,7 @@ def _workers(standing: RunStatus) -> Text:
 
 
 class Shares:
-    """A bar whose parts have lengths in proportion, and below it what each part is.
-
-    Shades tell the parts apart where there are no colours.
-    """
+    """A bar of segments in proportion to the shares, with a legend; shaded if the terminal has no colours."""
 
     def __init__(self, shares: Mapping[str, float]) -> None:
         self._shares = shares

@@ -1,4 +1,4 @@
-"""Runs drawn to a picture: return, throughput and staleness."""
+"""Plots return, throughput and staleness of runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from farstep.observe.extras import require
 from farstep.observe.files import replacing
 
 _FORMATS = (".png", ".svg", ".pdf")
-# Okabe and Ito's colours, which nearly everybody can tell apart, without the yellow that paper swallows.
+# Okabe and Ito's palette for colour-blind readers, without yellow, which is hard to see on paper.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#7F7F7F")
 _LINES = ("-", "--", "-.", ":")
 _INK, _FAINT = "#333333", "#8a8a8a"
@@ -48,21 +48,35 @@ def plot(
     smooth: int | None = None,
     title: str | None = None,
 ) -> Path:
-    """Draw one or several runs; those that differ only by seed become one line, with a band around it.
+    """Plot one or several runs; runs that differ only in their seed share a line with a band around it.
 
-    The band is from the lowest to the highest seed (`range`), or one standard deviation to both sides (`std`).
-    Lines are means over `smooth` updates, by default a hundredth of the run; 1 shows each update as it is.
+    Args:
+        runs: Folders of the runs.
+        out: File to write, ending in .png, .svg or .pdf.
+        band: From the lowest to the highest seed (`range`), or one standard deviation to both sides (`std`).
+        smooth: Updates per moving average; 1: none; None: a hundredth of the run.
+        title: Heading; None: what the runs have in common.
+
+    Returns:
+        The path of the file.
+
+    Raises:
+        ConfigError: An argument is invalid, or matplotlib is not installed.
+        RunError: A folder is not a run, or has no metrics.
+
+    Example:
+        plot(["runs/first", "runs/second"], "comparison.png")
     """
     out = Path(out)
     if out.suffix not in _FORMATS:
-        raise ConfigError(f"cannot draw to {out.name}; expected a name that ends in {', '.join(_FORMATS)}.")
+        raise ConfigError(f"cannot plot to {out.name}; expected a name that ends in {', '.join(_FORMATS)}.")
     if band not in ("range", "std"):
         raise ConfigError(f"got band={band!r}; expected 'range' or 'std'.")
     if smooth is not None and smooth < 1:
         raise ConfigError(f"got smooth={smooth}; expected a number of updates, at least 1.")
     matplotlib = require("matplotlib", "matplotlib", "drawing runs", "rc_context")
     groups = read_groups(runs)
-    # A Figure by itself, without pyplot: nothing global is touched, and no display is needed.
+    # A Figure without pyplot changes no global state and needs no display.
     figures = require("matplotlib.figure", "matplotlib", "drawing runs", "Figure")
     with matplotlib.rc_context(_STYLE):
         figure = figures.Figure(figsize=(11, 7.2), layout="constrained")
@@ -74,13 +88,15 @@ def plot(
 
 
 def _title(groups: Sequence[Group]) -> str:
-    """What all the runs have in common."""
+    """The environment and the learner, if all runs have the same."""
     runs = [run for group in groups for run in group.runs]
     if len(runs) == 1:
         return runs[0].name
     options = (("env_name", "env_id", "env"), ("algorithm", "learner"))
     return " · ".join(
-        said.pop() for names in options if len(said := {run.option(names) for run in runs}) == 1 and "" not in said
+        values.pop()
+        for names in options
+        if len(values := {run.option(names) for run in runs}) == 1 and "" not in values
     )
 
 
@@ -104,7 +120,7 @@ class _Drawing:
         speed.yaxis.set_major_formatter(_thousands)
         speed.set_ylim(bottom=0)
         top = max(1.0, lag.get_ylim()[1])
-        lag.set_ylim(-0.02 * top, top)  # a line at zero is not lost in the axis
+        lag.set_ylim(-0.02 * top, top)  # keeps a line at zero apart from the axis
         self._clock(by_time)
         for axes in (by_steps, by_time, speed, lag):
             axes.set_xlim(left=0)
@@ -125,7 +141,7 @@ class _Drawing:
             axes.set(xticks=[], yticks=[])
 
     def _line(self, axes: Any, raw: list[Curve], style: dict[str, Any]) -> bool:
-        """The mean of a group's curves with its band; what only some of them reach is thin and faint."""
+        """Draw the mean of a group's curves with its band; thin lines where only some of them have values."""
         if not raw:
             return False
         windows = [self._smooth or max(len(xs) // _POINTS_PER_WINDOW, 1) for xs, _ in raw]
@@ -145,7 +161,7 @@ class _Drawing:
         return True
 
     def _evaluations(self, axes: Any, x: str) -> None:
-        """Dots for the evaluation's return; over seeds their mean, at the steps of the run with the fewest."""
+        """Draw the return of evaluations as dots: the mean over seeds, at the steps of the run with the fewest."""
         shown = False
         for position, group in enumerate(self._groups):
             curves = group.curves("eval/return_mean", x)
@@ -165,7 +181,7 @@ class _Drawing:
             axes.legend(loc="best", fontsize=9)
 
     def _oldest(self, axes: Any) -> None:
-        """The highest staleness of each update, where it is not the mean."""
+        """Draw the maximum staleness of each update, unless it equals the mean."""
         shown = False
         for position, group in enumerate(self._groups):
             oldest, means = group.curves("lag/versions_max"), group.curves("lag/versions_mean")
@@ -180,7 +196,7 @@ class _Drawing:
             axes.legend(loc="best", fontsize=9)
 
     def _clock(self, axes: Any) -> None:
-        """Wall-clock time in the unit that gives short numbers."""
+        """Label the axis of wall-clock time in seconds, minutes or hours."""
         ends = [curve[0][-1] for group in self._groups for curve in group.curves("env/return_mean", "seconds")]
         longest = max(ends, default=0.0)
         unit, length = next(
@@ -219,6 +235,6 @@ def _thousands(value: float, position: int | None = None) -> str:
 
 
 def _round_step(rough: float) -> float:
-    """The next 1, 2 or 5 times a power of ten."""
+    """Round up to 1, 2 or 5 times a power of ten."""
     power = 10.0 ** np.floor(np.log10(rough))
     return float(next(power * digit for digit in (1, 2, 5, 10) if power * digit >= rough * 0.999))

@@ -1,12 +1,12 @@
-"""The folder of a run: where its parts are, and who writes to it.
+"""The folder of a run: its layout, its options and its lock.
 
 runs/CartPole-v1-ppo-seed1-20260131-120000/
-├── config.json      the options it was started with, and a tag that shows which user wrote them
+├── config.json      the options of the run, and a tag that shows which user wrote them
 ├── metrics.jsonl    one line per update
-├── checkpoints/     what `--resume` goes on from
+├── checkpoints/     where `--resume` continues
 ├── videos/
 ├── plots/
-└── tensorboard/     where it was asked for
+└── tensorboard/     with `--tensorboard`
 """
 
 from __future__ import annotations
@@ -38,11 +38,18 @@ log = logging.getLogger("farstep")
 
 _SHOWN = 5
 _TAG = "tag"
-"""The entry of config.json that shows who wrote the others."""
+"""The entry of config.json with the tag."""
 
 
 def run_name(env_id: str, algorithm: str, seed: int | None = None, now: datetime.datetime | None = None) -> str:
-    """The name a run gets by itself: environment, algorithm, seed and time."""
+    """The default name of a run: environment, algorithm, seed and time.
+
+    Args:
+        env_id: Name of the environment.
+        algorithm: Name of the learner.
+        seed: Seed of the run; None: not part of the name.
+        now: Time of the start; None: now.
+    """
     now = datetime.datetime.now() if now is None else now
     parts = [env_id, algorithm, *([] if seed is None else [f"seed{seed}"]), f"{now:%Y%m%d-%H%M%S}"]
     return re.sub(r"[^\w.-]", "_", "-".join(parts), flags=re.ASCII).lstrip(".")
@@ -50,13 +57,23 @@ def run_name(env_id: str, algorithm: str, seed: int | None = None, now: datetime
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The folder of one run."""
+    """The folder of one run; `create` makes a new one, `open` finds an existing one."""
 
     path: Path
 
     @classmethod
     def create(cls, root: str | os.PathLike[str], name: str, config: Mapping[str, object]) -> RunFolder:
-        """A new folder under `root` with the run's options in it; a name that is taken gets -2, -3 and so on."""
+        """Create a folder with the options of a run.
+
+        Args:
+            root: The folder that holds all runs; created if it does not exist.
+            name: Name of the run; -2, -3, ... is appended if it is taken.
+            config: Options of the run; dataclasses, enums and paths are converted.
+
+        Raises:
+            ConfigError: The name is invalid, or the options cannot be written as JSON.
+            RunError: The folder cannot be written.
+        """
         if not name or name.startswith(".") or "/" in name or "\0" in name:
             raise ConfigError(f"a run cannot be named {name!r}; expected a plain name without slashes, e.g. 'first'.")
         content = _as_json(config)  # raises before anything is written
@@ -72,7 +89,7 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> RunFolder:
-        """The folder of a run that exists."""
+        """The folder of an existing run; raises `RunError`, with similar names, if it is none."""
         run = cls(Path(path))
         if not run.config_file.is_file():
             raise RunError(_not_a_run(Path(path)))
@@ -80,7 +97,7 @@ class RunFolder:
 
     @property
     def config_file(self) -> Path:
-        """The options the run was started with."""
+        """The options of the run."""
         return self.path / "config.json"
 
     @property
@@ -90,7 +107,7 @@ class RunFolder:
 
     @property
     def checkpoints(self) -> Path:
-        """What the run can be resumed from."""
+        """The checkpoints that the run can be resumed from."""
         return self.path / "checkpoints"
 
     @property
@@ -100,31 +117,39 @@ class RunFolder:
 
     @property
     def plots(self) -> Path:
-        """Drawings of the metrics."""
+        """Plots of the metrics."""
         return self.path / "plots"
 
     @property
     def tensorboard(self) -> Path:
-        """Event files, where they were asked for."""
+        """TensorBoard's event files, if the run writes them."""
         return self.path / "tensorboard"
 
     def read_config(self) -> dict[str, Any]:
-        """The options the run was started with, as plain data; their tag is not checked."""
+        """The options of the run, as plain data; their tag is not checked."""
         return self.read_signed_config()[0]
 
     def read_signed_config(self) -> tuple[dict[str, Any], str]:
-        """The options, and why they may not be this user's, as a clause; "" if their tag shows that they are."""
+        """Read the options and check their tag.
+
+        Returns:
+            The options as plain data, and a clause that says why another user may have written them; "" if the tag
+            shows that this user did.
+
+        Raises:
+            RunError: The file cannot be read.
+        """
         try:
             config = json.loads(self.config_file.read_bytes())
         except (OSError, ValueError, RecursionError) as error:
             raise RunError(f"{self.config_file} cannot be read: {error}.") from error
         if not isinstance(config, dict):
-            raise RunError(f"{self.config_file} holds {type(config).__name__}, expected an object with options.")
+            raise RunError(f"{self.config_file} contains a {type(config).__name__}; expected an object with options.")
         tag = config.pop(_TAG, None)
         return config, signing.why_not_ours(config, tag)
 
     def write_config(self, config: Mapping[str, object]) -> None:
-        """Replace the options, e.g. when a run is resumed for more steps, and tag them as this user's."""
+        """Replace the options, e.g. when a run is resumed for more steps, and tag them."""
         content = self._signed(_as_json(config))
         with as_run_error(self.config_file):
             replace_file(self.config_file, content)
@@ -139,7 +164,11 @@ class RunFolder:
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
-        """Keep others from training in this folder meanwhile; the lock ends with the process, however that ends."""
+        """Hold the lock of the folder; it is released when the process ends, even if it is killed.
+
+        Raises:
+            RunError: Another process holds the lock, or the lock file cannot be opened.
+        """
         with self._open_lock() as stream:
             try:
                 fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -149,7 +178,7 @@ class RunFolder:
             except OSError as error:
                 if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
                     raise
-                log.warning("%s: this file system has no locks; see to it that only one run writes there", self.path)
+                log.warning("%s: this file system has no locks; make sure that only one run writes there", self.path)
             with as_run_error(self.path / ".lock"):
                 stream.truncate(0)
                 stream.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode())
@@ -194,20 +223,20 @@ def _as_text(value: object) -> object:
         return value.tolist()
     if callable(value):
         return f"{value.__module__}:{getattr(value, '__qualname__', type(value).__qualname__)}"
-    raise TypeError(f"a {type(value).__name__} has no form as JSON; expected numbers, text, lists, objects")
+    raise TypeError(f"a {type(value).__name__} cannot be written as JSON; expected numbers, text, lists, objects")
 
 
 def _in_use(path: Path, owner: bytes) -> str:
     try:
-        holder = json.loads(owner)
-        who = f"process {holder['pid']} on host {holder['host']}"
+        contents = json.loads(owner)
+        holder = f"process {contents['pid']} on host {contents['host']}"
     except (ValueError, TypeError, KeyError):
-        who = "another process"  # which has the lock and has not written its name yet
-    return f"{who} trains in {path} already. Wait for it or stop it, or start a run of its own."
+        holder = "another process"  # it has the lock, but has not written its id yet
+    return f"{holder} is already training in {path}. Wait for it or stop it, or start a new run."
 
 
 def _not_a_run(path: Path) -> str:
-    """Why a path is no run, and what may have been meant."""
+    """Why a path is not a run, with the runs near it."""
     if not path.exists():
         found = f"{path} does not exist"
     elif not path.is_dir():
@@ -215,17 +244,17 @@ def _not_a_run(path: Path) -> str:
     else:
         found = f"{path} has no config.json"
     start = f"{found}; expected the folder of a run, with config.json and metrics.jsonl in it."
-    for place in (path, path.parent):
-        if names := _runs_in(place):
-            near = difflib.get_close_matches(path.name, names, n=_SHOWN, cutoff=0.3) if place != path else []
+    for folder in (path, path.parent):
+        if names := _runs_in(folder):
+            near = difflib.get_close_matches(path.name, names, n=_SHOWN, cutoff=0.3) if folder != path else []
             shown = (near + [name for name in names if name not in near])[:_SHOWN]
             more = f" and {len(names) - len(shown)} more" if len(names) > len(shown) else ""
-            return f"{start} Runs in {place}: {', '.join(shown)}{more}."
-    return f"{start} No run is in {path.parent} either."
+            return f"{start} Runs in {folder}: {', '.join(shown)}{more}."
+    return f"{start} {path.parent} has no runs either."
 
 
 def _runs_in(folder: Path) -> list[str]:
-    """Names of the runs in a folder, the newest first."""
+    """Names of the runs in a folder, newest first."""
     try:
         found = [(entry.stat().st_mtime, entry.parent.name) for entry in folder.glob("*/config.json")]
     except OSError:

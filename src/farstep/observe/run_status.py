@@ -1,4 +1,4 @@
-"""How a run stands, made of the metrics of its updates; what the terminal shows, without the terminal."""
+"""The status of a run, computed from the metrics of its updates; the terminal displays it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _RECENT_UPDATES = 20
 
 RETURN = "env/return_mean"
 _PHASES = {"recompute_logprobs": "recompute"}
-"""Phases of an update whose names are too long to be shown."""
+"""Short names of phases whose names are too long for the display."""
 
 
 class RunStatus:
-    """The latest of each metric, the history of the return, the time that is left and where time goes."""
+    """The latest value of each metric, the history of the return, the remaining time and the time of each phase."""
 
     def __init__(self, total_steps: int) -> None:
         self.total_steps = total_steps
@@ -23,49 +23,57 @@ class RunStatus:
         self.updates = 0
         self.latest: dict[str, float] = {}
         self.returns: list[float] = []
-        """The return from the beginning until now; as it grows, neighbours are joined."""
-        self._joined = 1
-        self._waiting: list[float] = []
+        """The return from the start until now, at most 256 points: pairs are averaged when the list is full."""
+        self._updates_per_point = 1
+        self._pending: list[float] = []
+        """Returns that are not a point of `returns` yet."""
         self._times: deque[dict[str, float]] = deque(maxlen=_RECENT_UPDATES)
-        self._reached: deque[tuple[float, int]] = deque(maxlen=_RECENT_UPDATES + 1)
+        self._steps: deque[tuple[float, int]] = deque(maxlen=_RECENT_UPDATES + 1)
+        """Time and step of the latest updates."""
 
     def update(self, step: int, metrics: Mapping[str, float], now_s: float) -> None:
-        """Take the metrics of an update; what is not finite is as if it were not there."""
+        """Add the metrics of an update; values that are not finite are ignored.
+
+        Args:
+            step: Environment steps so far.
+            metrics: Values by name, e.g. `env/return_mean`.
+            now_s: Time in seconds, of any clock that does not go back.
+        """
         known = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
         self.step, self.updates = step, self.updates + 1
         self.latest |= known
-        self._reached.append((now_s, step))
+        self._steps.append((now_s, step))
         self._times.append({name.removeprefix("time/"): s for name, s in known.items() if name.startswith("time/")})
         if RETURN in known:
-            self._remember(known[RETURN])
+            self._add_return(known[RETURN])
 
-    def _remember(self, value: float) -> None:
-        self._waiting.append(value)
-        if len(self._waiting) == self._joined:
-            self.returns.append(sum(self._waiting) / self._joined)
-            self._waiting = []
+    def _add_return(self, value: float) -> None:
+        self._pending.append(value)
+        if len(self._pending) == self._updates_per_point:
+            self.returns.append(sum(self._pending) / self._updates_per_point)
+            self._pending = []
         if len(self.returns) == _HISTORY:
             pairs = zip(self.returns[::2], self.returns[1::2], strict=True)
             self.returns = [(a + b) / 2 for a, b in pairs]
-            self._joined *= 2
+            self._updates_per_point *= 2
 
     @property
     def fraction(self) -> float:
-        """The part of all steps that is done."""
+        """The fraction of `total_steps` that is done."""
         return min(self.step / self.total_steps, 1.0) if self.total_steps > 0 else 1.0
 
     def seconds_left(self, now_s: float) -> float | None:
-        """Time to the last step at the speed of the latest updates; None while there is no speed."""
-        if len(self._reached) < 2:
+        """Seconds until the last step at the speed of the latest updates; None if the speed is unknown."""
+        if len(self._steps) < 2:
             return None
-        (then_s, then), (last_s, last) = self._reached[0], self._reached[-1]
+        (then_s, then), (last_s, last) = self._steps[0], self._steps[-1]
         if last <= then or last_s <= then_s:
             return None
         left = (self.total_steps - last) * (last_s - then_s) / (last - then)
         return max(left - (now_s - last_s), 0.0)
 
     def shares(self) -> dict[str, float]:
-        """The parts of the latest updates' time that each phase took, in the order of the phases; they sum to one."""
+        """The fraction of the latest updates' time that each phase took, in the order of phases; they add up to one."""
         sums: dict[str, float] = {}
         for times in self._times:
             for name, seconds in times.items():
@@ -78,15 +86,15 @@ class RunStatus:
         return {name: seconds / total for name, seconds in parts.items() if seconds > 0} if total else {}
 
     def dropped(self) -> dict[str, int]:
-        """What was thrown away, by cause."""
+        """Number of dropped chunks by cause, without zeros."""
         prefix = "dropped/"
         return {name.removeprefix(prefix): int(n) for name, n in self.latest.items() if name.startswith(prefix) and n}
 
 
-def line(standing: RunStatus) -> str:
-    """The standing in one line, for logs and terminals that cannot be drawn on."""
-    latest = standing.latest
-    parts = [f"steps {standing.step:,} of {standing.total_steps:,} ({percent(standing.fraction)})"]
+def line(status: RunStatus) -> str:
+    """The status in one line, for logs and terminals without cursor control."""
+    latest = status.latest
+    parts = [f"steps {status.step:,} of {status.total_steps:,} ({percent(status.fraction)})"]
     if RETURN in latest:
         parts.append(f"return {number(latest[RETURN])}")
     if "eval/return_mean" in latest:
@@ -97,15 +105,15 @@ def line(standing: RunStatus) -> str:
         parts.append(f"staleness {latest['lag/versions_mean']:.1f}")
     if restarts := int(latest.get("workers/restarts", 0)):
         parts.append(f"restarts {restarts}")
-    if dropped := sum(standing.dropped().values()):
+    if dropped := sum(status.dropped().values()):
         parts.append(f"dropped {dropped:,}")
-    if shares := " ".join(f"{name} {percent(share)}" for name, share in standing.shares().items() if share >= 0.02):
+    if shares := " ".join(f"{name} {percent(share)}" for name, share in status.shares().items() if share >= 0.02):
         parts.append(shares)
     return " · ".join(parts)
 
 
 def number(value: float) -> str:
-    """A return: its digits where they matter."""
+    """A return with two to four significant digits."""
     size = abs(value)
     if size >= 1e6 or 0 < size < 1e-3:
         return f"{value:.3g}"
@@ -113,12 +121,12 @@ def number(value: float) -> str:
 
 
 def percent(fraction: float) -> str:
-    """A part of the whole; a hundred only when it is all."""
+    """A fraction in percent; 100 % only if it is exactly one."""
     return f"{min(round(100 * fraction), 99 if fraction < 1 else 100)} %"
 
 
 def duration(seconds: float) -> str:
-    """A time in hours, minutes and seconds."""
+    """Seconds as days, hours, minutes and seconds, e.g. `1:01:01`."""
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)
@@ -127,7 +135,7 @@ def duration(seconds: float) -> str:
 
 
 def data_size(nbytes: float) -> str:
-    """A number of bytes."""
+    """A number of bytes with its decimal unit, e.g. `1.5 kB`."""
     for unit in ("B", "kB", "MB", "GB"):
         if nbytes < 1000:
             return f"{nbytes:.0f} {unit}" if unit == "B" or nbytes >= 100 else f"{nbytes:.1f} {unit}"

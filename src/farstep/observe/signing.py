@@ -26,7 +26,7 @@ class NoKey(Exception):
 
 
 def key_file() -> Path:
-    """Where the key is: `$XDG_STATE_HOME/farstep/run.key`, by default in ~/.local/state."""
+    """The path of the key: `$XDG_STATE_HOME/farstep/run.key`; XDG_STATE_HOME defaults to ~/.local/state."""
     base = Path(os.environ.get("XDG_STATE_HOME", ""))
     if not base.is_absolute():  # the XDG specification ignores relative paths
         try:
@@ -81,7 +81,7 @@ def _read_key() -> bytes | None:
 
 
 def _make_key() -> bytes:
-    """Create a key, or read the key of another process that was first."""
+    """Create a key, or read the one that another process created first."""
     path = key_file()
     partial = path.with_name(f".run.key.{os.getpid()}.{secrets.token_hex(4)}")
     try:

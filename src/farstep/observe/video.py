@@ -1,4 +1,4 @@
-"""Frames to a video that browsers play: H.264 in an mp4, through the ffmpeg that imageio-ffmpeg brings."""
+"""Writes videos that browsers can play (H.264 in mp4), with the ffmpeg of the package imageio-ffmpeg."""
 
 from __future__ import annotations
 
@@ -23,9 +23,20 @@ from farstep.observe.files import replacing
 def write_video(
     path: str | os.PathLike[str], frames: Iterable[Array], fps: float = 30.0, *, timeout_s: float = 60.0
 ) -> Path:
-    """Write frames, uint8 [H, W, 3], as they come; the file appears when it is whole.
+    """Write frames to a video; the file appears when it is complete.
 
-    `timeout_s` is for ffmpeg, each time it takes a frame and at the end; the frames may take as long as they need.
+    Args:
+        path: File to write, ending in .mp4.
+        frames: uint8 arrays [height, width, 3] of equal size; encoded as the iterable yields them.
+        fps: Frames per second.
+        timeout_s: Seconds that ffmpeg has to accept a frame, and to finish at the end.
+
+    Returns:
+        The path of the file.
+
+    Raises:
+        ConfigError: An argument or a frame is invalid, or imageio-ffmpeg is not installed.
+        RunError: ffmpeg failed or took too long; the message quotes its output.
     """
     path = Path(path)
     if path.suffix != ".mp4":
@@ -35,7 +46,7 @@ def write_video(
     arriving = _checked(frames)
     first = next(arriving, None)
     if first is None:
-        raise ConfigError(f"there is no frame to make {path.name} of; expected at least one.")
+        raise ConfigError(f"there are no frames for {path.name}; expected at least one.")
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as partial, _running(_command(ffmpeg, first, fps, partial), timeout_s) as encoder:
         encoder.write(first)
@@ -46,18 +57,18 @@ def write_video(
 
 
 def check_fps(fps: float) -> None:
-    """Refuse what is no rate of frames."""
+    """Raise `ConfigError` unless `fps` is between 0 and 1000."""
     if not 0 < fps < 1000:
         raise ConfigError(f"got fps={fps}; expected frames per second between 0 and 1000, e.g. 30.")
 
 
 def require_encoder() -> Any:
-    """The package that brings ffmpeg; if it is missing, an error that says how to install it."""
+    """Import and return the package with ffmpeg; raises `ConfigError` if it is not installed."""
     return require("imageio_ffmpeg", "imageio-ffmpeg", "writing a video", "get_ffmpeg_exe")
 
 
 def _checked(frames: Iterable[Array]) -> Iterator[Array]:
-    """The frames, if each is a picture and all have the size of the first."""
+    """Yield the frames; raises `ConfigError` if one is not an image, or differs in size from the first."""
     shape: tuple[int, ...] | None = None
     for number, frame in enumerate(frames):
         frame = np.asarray(frame)
@@ -75,22 +86,22 @@ def _checked(frames: Iterable[Array]) -> Iterator[Array]:
 def _command(ffmpeg: str, first: Array, fps: float, path: Path) -> list[str]:
     height, width, _ = first.shape
     source = ["-f", "rawvideo", "-pix_fmt", "rgb24", "-s", f"{width}x{height}", "-r", f"{fps:g}", "-i", "-"]
-    # yuv420p, which every player knows, has half the resolution in colour: sizes must be even.
-    picture = ["-vf", "pad=ceil(iw/2)*2:ceil(ih/2)*2", "-pix_fmt", "yuv420p"]
-    # At most two threads: the other cores are training.
+    # yuv420p, which every player supports, stores colour at half the resolution, so sizes must be even.
+    pixels = ["-vf", "pad=ceil(iw/2)*2:ceil(ih/2)*2", "-pix_fmt", "yuv420p"]
+    # At most two threads: training needs the other cores.
     coding = ["-c:v", "libx264", "-preset", "veryfast", "-crf", "20", "-threads", "2", "-movflags", "+faststart"]
-    return [ffmpeg, "-nostdin", "-y", "-v", "error", *source, *picture, *coding, f"file:{path}"]
+    return [ffmpeg, "-nostdin", "-y", "-v", "error", *source, *pixels, *coding, f"file:{path}"]
 
 
 @contextlib.contextmanager
 def _running(command: list[str], timeout_s: float) -> Iterator[_Encoder]:
-    """An ffmpeg that is gone afterwards, whatever happened."""
-    with tempfile.TemporaryFile() as said:  # a session of its own: Ctrl-C is for us, and we end it
-        process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=said, start_new_session=True
+    """Run ffmpeg, and kill it at the end of the block."""
+    with tempfile.TemporaryFile() as errors:
+        process = subprocess.Popen(  # in a new session: Ctrl-C must reach only this process, which then ends ffmpeg
+            command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True
         )
         try:
-            yield _Encoder(process, said, timeout_s)
+            yield _Encoder(process, errors, timeout_s)
         finally:
             process.kill()
             process.wait()
@@ -99,11 +110,11 @@ def _running(command: list[str], timeout_s: float) -> Iterator[_Encoder]:
 
 
 class _Encoder:
-    """The pipe to ffmpeg, with a deadline for what it does."""
+    """Writes frames to ffmpeg, with a deadline for each."""
 
-    def __init__(self, process: subprocess.Popen[bytes], said: IO[bytes], timeout_s: float) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], errors: IO[bytes], timeout_s: float) -> None:
         assert process.stdin is not None
-        self._process, self._said, self._timeout_s = process, said, timeout_s
+        self._process, self._errors, self._timeout_s = process, errors, timeout_s
         self._pipe = process.stdin.fileno()
         os.set_blocking(self._pipe, False)
 
@@ -113,13 +124,13 @@ class _Encoder:
         while left:
             _, ready, _ = select.select([], [self._pipe], [], max(deadline - time.monotonic(), 0))
             if not ready:
-                raise self._failed(f"took no more frames for {self._timeout_s:g} s")
+                raise self._failed(f"accepted no frames for {self._timeout_s:g} s")
             try:
                 left = left[os.write(self._pipe, left) :]
             except BlockingIOError:
                 continue
             except BrokenPipeError:
-                with contextlib.suppress(subprocess.TimeoutExpired):  # it closed its end; what it says comes with it
+                with contextlib.suppress(subprocess.TimeoutExpired):  # its error message is complete when it has ended
                     self._process.wait(self._timeout_s)
                 raise self._failed("ended early") from None
 
@@ -133,7 +144,7 @@ class _Encoder:
         if status:
             raise self._failed(f"ended with status {status}")
 
-    def _failed(self, what: str) -> RunError:
-        self._said.seek(0)
-        said = self._said.read().decode(errors="replace").strip()
-        return RunError(f"the video was not written: ffmpeg {what}." + (f" It said:\n{said}" if said else ""))
+    def _failed(self, reason: str) -> RunError:
+        self._errors.seek(0)
+        output = self._errors.read().decode(errors="replace").strip()
+        return RunError(f"the video was not written: ffmpeg {reason}." + (f" Its output:\n{output}" if output else ""))

@@ -115,7 +115,7 @@ class Workflow:
         self._updaters: list[Guard] = []
         """Guards of consumers that may change the agent."""
         self._publishers: list[Publisher] = []
-        self._has_passers = self._keyed_elsewhere = False
+        self._has_deliveries = self._keyed_elsewhere = False
         self._followed: Array | None = None
         """Per slot, the last chunk that was delivered when the last run ended; chunks may be rolled between runs."""
         self._loop: int | None = None
@@ -145,7 +145,7 @@ class Workflow:
 
         Args:
             trigger: When to call the consumer.
-            consumer: A function of the message, or a passer (`farstep.workflow.delivery`), which delivers elsewhere.
+            consumer: A function of the message, or a `Delivery` (`farstep.workflow.delivery`), e.g. to another process.
             thread: Call the consumer in its own thread instead of the thread of `run`; default False.
             max_outstanding: Largest number of unfinished messages; the trigger does not fire beyond it. Default 1.
             samples: Rows that the consumer samples at once; it is called only when the buffer's limiter allows them.
@@ -163,21 +163,21 @@ class Workflow:
         if self._state.feed is not None:
             raise ConfigError("this workflow is running; register triggers before run().")
         if not callable(consumer):
-            raise ConfigError(f"consumer is {consumer!r}; expected a function of the message, or a passer.")
-        is_passer = hasattr(consumer, "finished")
-        if thread and is_passer:
+            raise ConfigError(f"consumer is {consumer!r}; expected a function of the message, or a Delivery.")
+        is_delivery = hasattr(consumer, "finished")
+        if thread and is_delivery:
             raise ConfigError(f"{consumer!r} already delivers messages elsewhere; leave out thread=True.")
-        passer: Delivery = consumer if is_passer else Direct(consumer)  # type: ignore[assignment]
+        delivery: Delivery = consumer if is_delivery else Direct(consumer)  # type: ignore[assignment]
         started: ConsumerThread | None = None
         publisher: Publisher | None = None
         if consumer == self.publish and not thread:
-            passer = publisher = Publisher(self.publish, self.agent, self._state.wake)
+            delivery = publisher = Publisher(self.publish, self.agent, self._state.wake)
         if thread:
             started = ConsumerThread(self._state, consumer, LocalQueue(max_outstanding))
-            passer = started.queue
+            delivery = started.queue
         by_data = [leaf for leaf in leaves_of(trigger) if isinstance(leaf, DataKeyTrigger)]
         samples = None if samples is None else check_count("samples", samples)
-        guard = Guard(self._state, passer, by_data, started, samples, name_of(consumer))
+        guard = Guard(self._state, delivery, by_data, started, samples, name_of(consumer))
         found = self._dispatcher.add(trigger, guard, trigger_id=name, max_outstanding=max_outstanding)
         self._by_data += by_data
         if guard.takers:
@@ -191,9 +191,9 @@ class Workflow:
         if started is not None:
             started.guard, started.name = guard, found
             self._threads.append(started)
-        self._has_passers = self._has_passers or is_passer
+        self._has_deliveries = self._has_deliveries or is_delivery
         keyed = any(leaf.stages != (None,) for leaf in by_data)
-        self._keyed_elsewhere |= keyed and is_passer and not isinstance(consumer, LocalQueue)
+        self._keyed_elsewhere |= keyed and is_delivery and not isinstance(consumer, LocalQueue)
         self._requests.on_demand = self._requests.on_demand or consumer == self.next_rollout
         return found
 
@@ -377,7 +377,7 @@ class Workflow:
         deadline = self._dispatcher.deadline(self.ledger)
         wait_until = min(wait_until, math.inf if deadline is None else deadline)
         waiting = self._dispatcher.outstanding()
-        if self._has_passers and waiting:  # a consumer in another process cannot wake the loop
+        if self._has_deliveries and waiting:  # a consumer in another process cannot wake the loop
             wait_until = min(wait_until, time.monotonic() + _REMOTE_S)
         checks = (publisher.next_check for publisher in self._publishers)
         wait_until = min([wait_until, self._requests.warn_at, *(check for check in checks if check is not None)])

@@ -131,7 +131,7 @@ class NodeDaemon:
                 if self._leave_at is not None and time.monotonic() > self._leave_at:
                     log.warning("the head did not release this node within %g s", self._grace_s)
                     break
-                # The channel may notice silence only after half a lease, so the other half is the limit here.
+                # The channel may notice a broken connection half a lease late; the other half is the limit here.
                 if link.silent_s() > self._lease_s / 2:
                     raise Unreachable(f"the head at {self._address} is gone")
         finally:
