@@ -1,13 +1,13 @@
 """The AAPS experiment of ClusterEnv (figures 2 and 3) with `farstep train ppo`: what a threshold saves and costs.
 
-    python benchmarks/aaps.py --jobs 6 --steps 1000000 --minutes 9     # again, until it says that all runs are there
+    python benchmarks/aaps.py --jobs 6 --steps 1000000 --minutes 9     # repeat until all runs are complete
     python benchmarks/aaps.py --jobs 6 --steps 5000000 --minutes 9     # the same runs, continued
     python benchmarks/aaps.py --hidden 912 --deltas 0 0.05 --plain --out benchmarks/results/aaps-ppo-large.json
-    python benchmarks/aaps.py --show benchmarks/results/aaps-ppo.json          # tables and plots of what is there
+    python benchmarks/aaps.py --show benchmarks/results/aaps-ppo.json          # only tables and plots
 
-PPO on LunarLander-v3, four workers with 64 environments each, as in the paper, and the paper's learning rate (5e-4),
-minibatches (8), gamma (.99) and lambda (.95). The paper has rollouts of 1,024 steps and 30 epochs; here 128 steps and
-10 epochs. Workers are connected over TCP on loopback, so that weights and probes are sent and counted. Returns are
+PPO on LunarLander-v3 with four workers of 64 environments each, and the paper's learning rate (5e-4), minibatches (8),
+gamma (.99) and lambda (.95). The paper's rollouts have 1,024 steps and 30 epochs; here they have 128 steps and 10
+epochs. Workers are connected over TCP on loopback, so that weights and probes are sent and counted. Returns are
 those of evaluations: 20 episodes with the most likely actions, every 100,000 steps. `decoupled` clips around the
 learner's own policy and weights rows by the ratio to the policy that acted, `plain` clips around the policy that acted.
 Runs differ in their steps until all have been continued; tables and plots end where the shortest run ends.
@@ -32,12 +32,12 @@ from trainings import Metrics, Sitting, Training, evaluations, summed
 RESULTS = BENCHMARKS / "results"
 IMAGES = BENCHMARKS.parent / "docs" / "images"
 POINTS = 100
-"""Of the curves of pulls and bytes that are kept."""
+"""Points of the curves of pulls and bytes that are stored."""
 LAST = 0.1
-"""Share of the steps, at the end, whose evaluations make the final return."""
+"""Fraction of the steps, at the end, over whose evaluations the final return is the mean."""
 
 Run = dict[str, Any]
-"""One run, as in the file of results."""
+"""One run, as in the results file."""
 
 
 def main() -> int:
@@ -49,10 +49,10 @@ def main() -> int:
     document = continued(options.out, "aaps.py")
     settings = settings_of(options)
     if document.setdefault("settings", settings) != settings:
-        print(f"{options.out} was measured with {document['settings']}, not with {settings}; give another --out")
+        print(f"{options.out} was measured with {document['settings']}, not with {settings}; use another --out")
         return 1
     complete = measure(document, options)
-    print("all of these runs are there" if complete else "runs are missing: the same command continues")
+    print("all runs are complete" if complete else "some runs are missing; run the same command again to continue")
     if document["runs"]:
         show(document, options.out.stem, options.images)
     return 0
@@ -63,33 +63,43 @@ def parse_options() -> argparse.Namespace:
     deltas, plain = (0.0, 0.01, 0.05, 0.2, 0.8, 1.0), (0.0, 0.05, 0.8)
     parser.add_argument("--deltas", nargs="*", type=float, default=deltas, help="thresholds with the decoupled loss")
     parser.add_argument("--plain", nargs="*", type=float, default=plain, help="thresholds with the plain loss")
-    parser.add_argument("--seeds", type=int, default=3, help="runs of each, with seeds 1, 2, ...")
+    parser.add_argument("--seeds", type=int, default=3, help="runs of each threshold, with seeds 1, 2, ...")
     parser.add_argument(
-        "--repeated", nargs="*", type=float, help="thresholds with all seeds, the others with the first"
+        "--repeated",
+        nargs="*",
+        type=float,
+        help="thresholds to run with all seeds; the others run with seed 1 (default: all thresholds)",
     )
-    parser.add_argument("--steps", type=int, default=5_000_000, help="of each run; more continue runs that ended")
-    parser.add_argument("--hidden", type=int, default=64, help="width of both layers of actor and critic")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=5_000_000,
+        help="environment steps of each run; a larger number continues finished runs",
+    )
+    parser.add_argument("--hidden", type=int, default=64, help="width of both hidden layers of actor and critic")
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--envs-per-worker", type=int, default=64)
-    parser.add_argument("--num-steps", type=int, default=128, help="of each environment per rollout")
+    parser.add_argument("--num-steps", type=int, default=128, help="steps of each environment per rollout")
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--minibatches", type=int, default=8)
     parser.add_argument("--eval-every", type=int, default=100_000, help="steps between evaluations")
     parser.add_argument("--out", type=Path, default=RESULTS / "aaps-ppo.json")
-    parser.add_argument("--images", type=Path, default=IMAGES, help="where plots go")
-    parser.add_argument("--show", nargs="+", type=Path, metavar="FILE", help="only tables and plots, of these results")
+    parser.add_argument("--images", type=Path, default=IMAGES, help="folder for plots")
+    parser.add_argument(
+        "--show", nargs="+", type=Path, metavar="FILE", help="only print tables and draw plots of these results"
+    )
     Sitting.add_options(parser)
     return parser.parse_args()
 
 
 def settings_of(options: argparse.Namespace) -> dict[str, Any]:
-    """What all runs of a document have in common."""
+    """Settings that all runs of a document share."""
     names = ("hidden", "workers", "envs_per_worker", "num_steps", "epochs", "minibatches", "eval_every")
     return {name: getattr(options, name) for name in names}
 
 
 def measure(document: dict[str, Any], options: argparse.Namespace) -> bool:
-    """Make, or continue, the runs that have too few steps; returns whether none is left."""
+    """Run or continue the runs that have too few steps; returns whether all are complete."""
     done = {key_of(run): run["steps"] for run in document["runs"]}
     cases = [case for case in cases_of(options) if done.get(key_of(case), 0) < options.steps]
     print(f"{len(cases)} runs to {options.steps:,} steps, {options.jobs} at a time; {len(done)} are in the results")
@@ -107,7 +117,7 @@ def measure(document: dict[str, Any], options: argparse.Namespace) -> bool:
 
 
 def cases_of(options: argparse.Namespace) -> list[Run]:
-    """Seed by seed, so that every threshold soon has one."""
+    """All runs, ordered by seed, so that every threshold soon has one run."""
     chosen = [("decoupled", delta) for delta in options.deltas] + [("plain", delta) for delta in options.plain]
     repeated = {delta for _, delta in chosen} if options.repeated is None else set(options.repeated)
     return [
@@ -152,7 +162,7 @@ def training_of(case: Run, options: argparse.Namespace) -> Training:
 
 
 def outcome(case: Run, metrics: list[Metrics], workers: int) -> Run:
-    """What is kept of a run; its curve has steps, training return, pulls per worker, bytes of weights and of probes."""
+    """The stored result of a run; its curve has steps, return, pulls per worker, bytes of weights and of probes."""
     lines = [line for line in metrics if "sync/weight_syncs" in line]
     counters, restarts = summed(lines, ("sync/weight_syncs", "sync/weights_bytes", "sync/probes_bytes"))
     points = [
@@ -175,13 +185,13 @@ def outcome(case: Run, metrics: list[Metrics], workers: int) -> Run:
 
 
 def common_steps(runs: list[Run]) -> int:
-    """Where the shortest run ends; what lies beyond is not compared."""
+    """Steps of the shortest run; later steps of other runs are not compared."""
     return int(min(run["curve"][-1][0] for run in runs))
 
 
 def at_end(run: Run, steps: int) -> dict[str, float]:
-    """Final return, pulls per worker and bytes of one run after so many steps."""
-    if "evaluations" not in run:  # results of 2026-11-15, with a learner of the script's own and training returns
+    """Final return, pulls per worker and bytes of one run after `steps` steps."""
+    if "evaluations" not in run:  # results of 2026-11-15: the script's own learner, and training returns
         sent = run["bytes"]
         found = {"weights": sent["weights_sent"], "probes": sent["probes_sent"]}
         return {"return": run["final_return"], "pulls": run["syncs_per_worker"], **found}
@@ -194,7 +204,7 @@ def at_end(run: Run, steps: int) -> dict[str, float]:
 
 
 def ends_of(document: dict[str, Any]) -> dict[tuple[str, float], list[dict[str, float]]]:
-    """What the seeds of every loss and threshold came to."""
+    """Results of all seeds, by loss and threshold."""
     runs = document["runs"]
     steps = common_steps(runs)
     found: dict[tuple[str, float], list[dict[str, float]]] = {}
@@ -204,7 +214,7 @@ def ends_of(document: dict[str, Any]) -> dict[tuple[str, float], list[dict[str, 
 
 
 def summary(document: dict[str, Any]) -> str:
-    """A row for every loss and threshold; means over seeds."""
+    """A table with a row for every loss and threshold; means over seeds."""
     ends = ends_of(document)
     always = ends.get(("decoupled", 0.0)) or ends.get(("plain", 0.0))
     full = _mean(always, "weights") if always else 0.0
@@ -231,7 +241,7 @@ def summary(document: dict[str, Any]) -> str:
 
 
 def page(document: dict[str, Any]) -> str:
-    """What docs/aaps.md says of the experiment: the setting, the table, what the seeds show, and the plots."""
+    """The section of docs/aaps.md: setting, table, comparison of seeds, and plots."""
     settings, steps = document["settings"], common_steps(document["runs"])
     envs = settings["workers"] * settings["envs_per_worker"]
     versions = steps // (envs * settings["num_steps"])
@@ -251,11 +261,11 @@ def page(document: dict[str, Any]) -> str:
 
 
 def verdict(document: dict[str, Any]) -> str:
-    """What the seeds say of each threshold beside pulling every version, and no more than they say."""
+    """Compare each threshold with pulling every version, as far as the seeds allow."""
     ends = ends_of(document)
     sentences = []
     for loss in dict.fromkeys(loss for loss, _ in ends):
-        # With the newest weights everywhere both losses are the same, and so are the runs.
+        # If workers always have the newest weights, both losses are equal, and so are the runs.
         always = [end["return"] for end in ends.get((loss, 0.0)) or ends.get(("decoupled", 0.0), [])]
         groups: dict[str, list[str]] = {}
         for (other, delta), found in ends.items():
@@ -284,14 +294,14 @@ def _mean(found: list[dict[str, float]], name: str) -> float:
 
 
 def show(document: dict[str, Any], name: str, images: Path) -> None:
-    """Print the table, draw the plots."""
+    """Print the table and draw the plots."""
     print(f"\n{common_steps(document['runs']):,} steps\n\n{summary(document)}\n\n{verdict(document)}")
     for path in draw(name, document, images):
         print(f"written: {path}")
 
 
 def draw(name: str, document: dict[str, Any], folder: Path) -> list[Path]:
-    """Returns over steps, a panel per loss; pulls over steps, and bytes by threshold."""
+    """Draw returns over steps, with a panel per loss; pulls over steps; and bytes by threshold."""
     runs, steps = document["runs"], common_steps(document["runs"])
     losses = list(dict.fromkeys(key_of(run)[0] for run in sorted(runs, key=key_of)))
     evaluated = all("evaluations" in run for run in runs)

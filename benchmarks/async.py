@@ -1,14 +1,14 @@
-"""What asynchronous PPO saves where environments take their time, and unevenly, beside synchronous PPO.
+"""Time that asynchronous PPO saves compared with synchronous PPO if environment steps vary in duration.
 
     python benchmarks/async.py --markdown benchmarks/README.md
-    python benchmarks/async.py --show benchmarks/results/async.json      # tables and plots once more
+    python benchmarks/async.py --show benchmarks/results/async.json      # only tables and plots
     python benchmarks/async.py --task lunarlander --minutes 9            # at equal return: see async_return.py
     python benchmarks/async.py --task lunarlander --show benchmarks/results/async-lunarlander.json
 
-Eight workers with an environment each, whose steps take times drawn from a log-normal distribution (sigma 1.5), asleep,
-so that processors are not what they wait for. Learning and collecting are also measured alone, in the same processes:
-a synchronous update takes the sum of both, an ideal asynchronous one the longer of the two. Runs that the file of
-results has are not made again.
+Eight workers have one environment each, which sleeps in every step for a time drawn from a log-normal distribution
+(sigma 1.5), so that processors are not the bottleneck. Learning and collecting are also measured alone, in the same
+processes: a synchronous update takes the sum of both, an ideal asynchronous one the longer of the two. Runs that are in
+the results file are not repeated.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ from farstep.learners.ppo import PPO, PPOConfig
 
 HERE = Path(__file__).resolve().parent
 WARM_UP = 3
-"""Updates that times leave out."""
+"""First updates, which times do not include."""
 README_MARKS = ("<!-- async: begin -->", "<!-- async: end -->")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """A way to train."""
+    """Settings of one learner."""
 
     name: str
     staleness_threshold: int | None = None
@@ -75,56 +75,56 @@ class Args:
     """Train with several settings and seeds; compare times, returns and staleness."""
 
     task: Literal["sleepy", "lunarlander"] = "sleepy"
-    """sleepy: without num_envs and runs; lunarlander: seconds to a return of 200, with seeds, workers and those"""
+    """sleepy: environments that sleep; lunarlander: seconds to a return of 200"""
     minutes: float | None = None
-    """no run is started after this time; one that is under way is stopped (lunarlander) or ends (sleepy)"""
+    """start no run after this time; a run in progress is stopped (lunarlander) or finishes (sleepy)"""
     runs: Path = RUNS
-    """where the folders of runs are kept meanwhile (lunarlander)"""
+    """folder for run folders (lunarlander)"""
     num_envs: int = 112
-    """environments in all (lunarlander)"""
+    """total number of environments (lunarlander)"""
     only: tuple[str, ...] = tuple(setting.name for setting in SETTINGS)
-    """settings"""
+    """settings to run"""
     seeds: int = 3
     """runs of each setting"""
     total_steps: int | None = None
-    """environment steps of a run, 100,000; of lunarlander, where runs end at their threshold, at most 3,000,000"""
+    """environment steps of a run: 100,000; at most 3,000,000 for lunarlander, whose runs end at the threshold"""
     threshold: float = 450.0
-    """the return, a mean of the last 100 episodes, that seconds are counted to"""
+    """mean return of the last 100 episodes at which the time to the threshold is measured"""
     mean_ms: float = 3.0
-    """mean time of an environment's step; 3 makes learning about 30 % of a synchronous update on two cores"""
+    """mean time of an environment step; with 3, learning is about 30 % of a synchronous update on two cores"""
     sigma: float = 1.5
-    """of the logarithm of that time"""
+    """standard deviation of the logarithm of that time"""
     workers: int | None = None
-    """8; 14 for lunarlander"""
+    """worker processes: 8; 14 for lunarlander"""
     num_steps: int = 128
-    """of each environment per rollout"""
+    """steps of each environment per rollout"""
     hidden: tuple[int, ...] = (128, 128)
-    """layers of actor and critic"""
+    """widths of the hidden layers of actor and critic"""
     learning_rate: float = 1e-3
     update_epochs: int = 8
     minibatch: int = 256
-    """rows"""
+    """rows per optimizer step"""
     threads: int = 1
-    """of the learner, in all settings; `farstep train` gives a synchronous one all cores"""
+    """threads of the learner, in all settings; `farstep train` gives a synchronous learner all cores"""
     alone: int = 30
-    """updates that collecting, and learning, are measured over alone"""
+    """updates over which collecting and learning are each measured alone"""
     out: Path | None = None
-    """results/async.json, or results/async-lunarlander.json"""
+    """results file: results/async.json, or results/async-lunarlander.json"""
     images: Path = HERE.parent / "docs" / "images"
-    """where plots go"""
+    """folder for plots"""
     markdown: Path | None = None
-    """write tables there, between its marks"""
+    """write tables to this file, between its marks"""
     show: tuple[Path, ...] = ()
-    """only tables and plots, of these results"""
+    """only print tables and draw plots of these results"""
 
     @property
     def rows(self) -> int:
-        """Of a rollout of all workers."""
+        """Rows of a rollout of all workers."""
         return self.workers * self.num_steps
 
 
 def learner_of(setting: Setting, args: Args, agent: Any, seed: int) -> Learner:
-    """Both with the same hyper-parameters."""
+    """Configurations of both learners with the same hyper-parameters."""
     net = NetConfig(hidden=args.hidden, normalize_obs=False, normalize_reward=False)
     common: dict[str, Any] = {
         "learning_rate": args.learning_rate,
@@ -150,7 +150,7 @@ def learner_of(setting: Setting, args: Args, agent: Any, seed: int) -> Learner:
 
 @contextmanager
 def world(setting: Setting, args: Args, seed: int) -> Iterator[tuple[farstep.ClusterEnv, Learner]]:
-    """Workers and a learner, ready to go."""
+    """Workers and a learner, started."""
     torch.set_num_threads(args.threads)
     torch.manual_seed(seed)
     env_config = farstep.EnvConfig(
@@ -177,11 +177,11 @@ KEPT = {
     "collect_s": "time/collect",
     "train_s": "time/train",
 }
-"""What a run keeps of each update, and its name among the metrics."""
+"""Values that are stored for each update, and the metric of each."""
 
 
 class Record:
-    """The metrics of every update that are worth keeping."""
+    """Stores these metrics of every update."""
 
     def __init__(self) -> None:
         self.columns: dict[str, list[float]] = {"step": [], **{name: [] for name in KEPT}}
@@ -193,7 +193,7 @@ class Record:
 
 
 def run(setting: Setting, seed: int, args: Args) -> dict[str, Any]:
-    """One run, after collecting and learning have been measured alone."""
+    """Measure collecting and learning alone, then train one run."""
     logging.getLogger("farstep").setLevel(logging.WARNING)
     with world(setting, args, seed) as (env, learner):
         collect_s, rows, learn_s = alone(env, learner, args.alone)
@@ -220,7 +220,7 @@ def run(setting: Setting, seed: int, args: Args) -> dict[str, Any]:
 
 
 def alone(env: farstep.ClusterEnv, learner: Learner, updates: int) -> tuple[float, int, float]:
-    """Seconds to collect a batch when nobody learns, its rows, and seconds to learn from it when nobody collects."""
+    """Seconds to collect a batch without learning, its rows, and seconds to learn from it without collecting."""
     batches = learner.batches(env)
     for _ in range(WARM_UP):
         batch = next(batches)
@@ -230,7 +230,7 @@ def alone(env: farstep.ClusterEnv, learner: Learner, updates: int) -> tuple[floa
         batch = next(batches)
         env.publish(learner.agent)
     collect_s = (time.monotonic() - began) / updates
-    batch = next(batches)  # workers may go on, but not further than the bound allows: they soon have nothing to do
+    batch = next(batches)  # workers soon stop at the staleness bound, and are idle
     timer, times = Timer(), []
     for _ in range(WARM_UP + updates):
         began = time.monotonic()
@@ -256,7 +256,7 @@ def main(args: Args) -> None:
         return
     known = {setting.name: setting for setting in SETTINGS}
     chosen = [known[name] for name in args.only]
-    # Workers import sleepy.
+    # Workers import the module sleepy.
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(HERE), os.environ.get("PYTHONPATH"))))
     document = continued(args.out, "async.py") | {
         "versions": versions_of("farstep", "torch", "numpy", "gymnasium"),
@@ -270,7 +270,7 @@ def main(args: Args) -> None:
     for index, (seed, setting) in enumerate(order, start=1):
         began = time.monotonic()
         if args.minutes is not None and began - started > 60 * args.minutes:
-            print("runs are missing: the same command continues")
+            print("some runs are missing; run the same command again to continue")
             break
         with CpuMeter() as meter, concurrent.futures.ProcessPoolExecutor(1, spawn) as pool:
             done = pool.submit(run, setting, seed, args).result()
@@ -289,7 +289,7 @@ def main(args: Args) -> None:
 
 
 def lunarlander(args: Args) -> None:
-    """Seconds to a return of 200, synchronous and asynchronous."""
+    """Measure seconds to a return of 200, synchronous and asynchronous."""
     if args.show:
         document = json.loads(args.show[0].read_text())
     else:
@@ -304,7 +304,7 @@ def lunarlander(args: Args) -> None:
 
 
 def finish(document: dict[str, Any], args: Args) -> None:
-    """Tables and plots."""
+    """Print tables and draw plots."""
     text = summary(document)
     print(f"\n{text}")
     for path in draw(document, args.images):

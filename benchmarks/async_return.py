@@ -1,8 +1,8 @@
-"""Asynchronous against synchronous PPO at equal return: seconds to a return of 200 on LunarLander-v3.
+"""Asynchronous compared with synchronous PPO at equal return: seconds to a return of 200 on LunarLander-v3.
 
 `python benchmarks/async.py --task lunarlander` runs it: `farstep train ppo` and `async-ppo` with their defaults, 112
-environments on 14 workers, so that 16 cores have one left for the learner and one for the system. Trainings run one at
-a time and are never continued, because seconds are compared: one that was stopped starts again.
+environments on 14 workers, which leaves one of 16 cores for the learner and one for the system. Because seconds are
+compared, trainings run one at a time, and a training that was stopped starts over instead of being continued.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ PARTS = {
     "publish": ("time/publish",),
     "checkpoint": ("time/checkpoint",),
 }
-"""Of the learner's time, with the metrics that each is the sum of; the rest of an update is `other`."""
+"""Parts of the learner's time, each the sum of these metrics; the rest of an update is `other`."""
 
 Run = dict[str, Any]
-"""One run, as in the file of results."""
+"""One run, as in the results file."""
 
 
 def measure(sitting: Sitting, out: Path, seeds: int, settings: dict[str, int], total_steps: int) -> dict[str, Any]:
-    """Make the runs that are missing; returns the document with all that are there."""
+    """Run the missing runs; returns the document with all runs."""
     document = continued(out, "async.py")
     check_machine(document, out)
     if document.setdefault("settings", settings) != settings:
-        raise SystemExit(f"{out} was measured with {document['settings']}, not with {settings}; give another --out")
+        raise SystemExit(f"{out} was measured with {document['settings']}, not with {settings}; use another --out")
     done = {key_of(run) for run in document["runs"]}
     cases = [(learner, seed) for seed in range(1, seeds + 1) for learner in LEARNERS]
     cases = [case for case in cases if case not in done]
@@ -52,7 +52,7 @@ def measure(sitting: Sitting, out: Path, seeds: int, settings: dict[str, int], t
 
     print(f"{len(cases)} runs; {len(done)} are in {out.name} already", flush=True)
     complete = sitting.train(trainings, finished)
-    print("all of these runs are there" if complete else "runs are missing: the same command continues")
+    print("all runs are complete" if complete else "some runs are missing; run the same command again to continue")
     return document
 
 
@@ -63,14 +63,14 @@ def key_of(run: Run) -> tuple[str, int]:
 def training_of(learner: str, seed: int, settings: dict[str, int], total_steps: int) -> Training:
     workers, num_envs = settings["workers"], settings["num_envs"]
     chosen = ["--env", "LunarLander-v3", "--num-envs", str(num_envs), "--workers", str(workers), "--seed", str(seed)]
-    # Only the first and the final agent are evaluated: evaluations would take time from what is measured.
+    # Only the first and the final agent are evaluated, because evaluations take CPU time from the measured run.
     chosen += ["--target-return", f"{THRESHOLD:g}", "--eval-every", str(10**9), "--checkpoint-every", str(10**6)]
     name = f"async-{learner}-{num_envs}-{workers}-{seed}"
     return Training(name=name, learner=learner, options=tuple(chosen), total_steps=total_steps, restarts=True)
 
 
 def outcome(learner: str, seed: int, metrics: list[Metrics]) -> Run:
-    """What is kept of a run, and the seconds that each part of it took."""
+    """The stored result of a run, with the seconds of each part."""
     lines = [line for line in metrics if "time/step" in line]
     seconds = lines[-1]["seconds"]
     parts = {part: sum(line.get(name, 0.0) for line in lines for name in names) for part, names in PARTS.items()}
@@ -90,7 +90,7 @@ def outcome(learner: str, seed: int, metrics: list[Metrics]) -> Run:
 
 
 def summary(document: dict[str, Any]) -> str:
-    """Seconds and steps to the threshold, and the share of the time that each part takes."""
+    """A table of seconds and steps to the threshold, and the fraction of time of each part."""
     runs, settings = document["runs"], document["settings"]
     found = {learner: [run for run in runs if run["learner"] == learner] for learner in LEARNERS}
     rows = [_row(learner, mine) for learner, mine in found.items() if mine]
@@ -105,7 +105,7 @@ def summary(document: dict[str, Any]) -> str:
 
 
 def page(document: dict[str, Any]) -> str:
-    """What docs/async_ppo.md says of it."""
+    """The section of docs/async_ppo.md."""
     image = "![training return over seconds and over steps, synchronous and asynchronous](images/async-lunarlander.png)"
     return f"{summary(document)}\n\n{image}\n\nEvery run is in `results/async-lunarlander.json`."
 
@@ -127,7 +127,7 @@ def _row(learner: str, runs: list[Run]) -> list[str]:
 
 
 def _saving(found: dict[str, list[Run]]) -> str:
-    """How much less time asynchronous PPO needed; nothing unless every run came to the threshold."""
+    """A sentence on the time that asynchronous PPO saved, if every run reached the threshold."""
     sync, other = found["ppo"], found["async-ppo"]
     if not sync or not other or not all(run["reached"] for run in (*sync, *other)):
         return "Not every run reached the threshold, so times to it are not compared." if sync and other else ""
@@ -144,7 +144,7 @@ def _spread(values: Sequence[float]) -> str:
 
 
 def draw(document: dict[str, Any], folder: Path) -> list[Path]:
-    """Training returns over seconds and over steps."""
+    """Draw training returns over seconds and over steps."""
     title = "LunarLander-v3, synchronous and asynchronous PPO: mean and range of the seeds"
     figure, axes = panels(2, f"{title}; runs end at the threshold")
     for axis, what in zip(axes, ("seconds", "environment steps"), strict=True):

@@ -10,12 +10,12 @@ import numpy as np
 from tables import table
 
 Row = dict[str, Any]
-"""One run, as in the file of results."""
+"""One run, as in the results file."""
 BASELINE = "sync"
 
 
 def summary(document: dict[str, Any]) -> str:
-    """Times of an update beside the ideal, then what was learned."""
+    """Tables of times per update compared with the ideal, and of returns."""
     runs, settings = document["runs"], document["settings"]
     names = list(dict.fromkeys(run["setting"] for run in runs))
     found = {name: [run for run in runs if run["setting"] == name] for name in names}
@@ -60,7 +60,7 @@ _UPDATE = "seconds_per_update"
 
 
 def _mean(runs: Sequence[Row], key: str, rows: int) -> float:
-    """Seconds for so many rows: a batch of the first chunks to arrive has fewer."""
+    """Mean seconds per `rows` rows; batches of the first chunks to arrive have fewer rows."""
     return float(np.mean([run[key] * rows / run["rows_per_update"] for run in runs])) if runs else 0.0
 
 
@@ -93,7 +93,7 @@ def _spread(values: Sequence[float], form: str) -> str:
 
 
 def draw(document: dict[str, Any], folder: Path) -> list[Path]:
-    """Two pictures: return over time and over steps; staleness, divergence and filtered rows over steps."""
+    """Draw return over time and over steps; and staleness, divergence and filtered rows over steps."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -128,7 +128,7 @@ def draw(document: dict[str, Any], folder: Path) -> list[Path]:
 
 
 def _line(axis: Any, curves: list[dict[str, list[float]]], x: str, y: str, color: str, label: str) -> None:
-    """The mean over seeds, as far as all of them go, with a band from the lowest to the highest."""
+    """Draw the mean over seeds up to the end of the shortest, with a band from the lowest to the highest seed."""
     grid = np.linspace(max(curve[x][0] for curve in curves), min(curve[x][-1] for curve in curves), 120)
     smooth = [_smoothed(np.array(curve[y]), 1 if y == "return" else 5) for curve in curves]
     values = np.stack([np.interp(grid, curve[x], kept) for curve, kept in zip(curves, smooth, strict=True)])
@@ -137,6 +137,6 @@ def _line(axis: Any, curves: list[dict[str, list[float]]], x: str, y: str, color
 
 
 def _smoothed(values: np.ndarray, width: int) -> np.ndarray:
-    """Running means, so that lines can be told apart."""
+    """Running means, so that lines can be distinguished."""
     padded = np.pad(values, (width // 2, width - 1 - width // 2), mode="edge")
     return np.convolve(padded, np.ones(width) / width, mode="valid")

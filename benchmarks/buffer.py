@@ -1,9 +1,9 @@
-"""Rows per second into and out of farstep's buffer, its peers', and plain arrays, which cannot be beaten.
+"""Rows per second into and out of farstep's buffer, its peers, and plain arrays, which are the upper limit.
 
 All contenders run in turn, several rounds, each in its own process and virtual environment:
 
     python benchmarks/buffer.py                                              # all: about half an hour
-    python benchmarks/buffer.py --quick                                      # a few minutes, to see that all of it runs
+    python benchmarks/buffer.py --quick                                      # a few minutes, to test the benchmark
     python benchmarks/buffer.py --only 'numpy-*' farstep --observations vector --sampler prioritised
 """
 
@@ -33,7 +33,7 @@ QUICK = {"rounds": 1, "seconds": 0.2, "shrink": 10}
 
 @dataclass(frozen=True)
 class Case:
-    """What is kept, and how it is sampled."""
+    """Kind of observation, and sampler."""
 
     observations: str
     sampler: str
@@ -43,7 +43,7 @@ class Case:
 
     @property
     def actions(self) -> list[str]:
-        """What is measured, as the contenders' reports name it."""
+        """Measurements, as named in the contenders' reports."""
         batches = OBSERVATIONS[self.observations].batches
         updates = [f"update {size}" for size in batches] if self.sampler == "prioritised" else []
         return [*(f"insert {rows}" for rows in INSERTS), *(f"sample {size}" for size in batches), *updates]
@@ -55,7 +55,7 @@ Results = dict[Case, dict[str, list[Run]]]
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What to run, how often and for how long."""
+    """Contenders, cases, rounds and durations."""
 
     cases: list[Case]
     contenders: list[BufferContender]
@@ -72,7 +72,7 @@ class Plan:
         return self.rounds * sum(len(self.taking_part(case)) for case in self.cases)
 
     def __iter__(self) -> Iterator[tuple[Case, int, BufferContender]]:
-        """Case by case, so that what is compared ran close together."""
+        """Ordered by case, so that runs that are compared are close in time."""
         for case in self.cases:
             for number, contender in turns(self.taking_part(case), self.rounds):
                 yield case, number, contender
@@ -102,7 +102,7 @@ def main() -> int:
     try:
         execute(plan, results, outcome)
     except KeyboardInterrupt:
-        console.print("\ninterrupted; what was measured so far:")
+        console.print("\ninterrupted; results so far:")
     show(results, console)
     write_document(options.out, document(plan, results))
     console.print(f"\nwritten: {options.out}")
@@ -119,16 +119,16 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--sampler", nargs="+", choices=SAMPLERS, default=list(SAMPLERS))
     parser.add_argument("--rounds", type=int, default=3, help="runs of each contender in each case")
     parser.add_argument("--seconds", type=float, default=1.0, help="measured time of each number")
-    parser.add_argument("--timeout", type=float, default=600.0, help="seconds after which a run is ended")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds after which a run is killed")
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="contenders, as shell patterns")
-    parser.add_argument("--skip", nargs="+", default=[], metavar="NAME", help="likewise, to leave out")
+    parser.add_argument("--skip", nargs="+", default=[], metavar="NAME", help="contenders to skip, as shell patterns")
     parser.add_argument("--quick", action="store_true", help="one short round with a tenth of the capacities")
     parser.add_argument("--out", type=Path, default=BENCHMARKS / "results" / "buffer.json")
     parser.add_argument(
         "--markdown",
         type=Path,
         metavar="FILE",
-        help="write the tables there: between their marks in a README, else as the whole file",
+        help="write the tables to this file: between their marks if it has them, otherwise as the whole file",
     )
     parser.set_defaults(shrink=1)
     if parser.parse_known_args()[0].quick:
@@ -149,7 +149,7 @@ def outcome(case: Case, done: Run) -> str:
 
 
 def speed_of(done: Run, action: str) -> float | None:
-    """Rows per second of the median call, which others on the machine disturb less than they do the mean."""
+    """Rows per second of the median call, which other processes disturb less than the mean."""
     if done.report is None:
         return None
     return int(action.split()[1]) / float(done.report["speeds"][action]["median_us"]) * 1e6
@@ -163,12 +163,12 @@ def against_numpy(done: Run, keys: tuple[str, ...], number: str) -> float | None
 
 
 def rates_in(runs: dict[str, list[Run]], action: str) -> dict[str, Rates]:
-    """Rows per second of every contender that has them, medians and best."""
+    """Median and best rows per second of every contender that reports them."""
     return {name: found for name, done in runs.items() if (found := rates_of(done, lambda run: speed_of(run, action)))}
 
 
 def rate_table(case: Case, runs: dict[str, list[Run]]) -> Table:
-    """Everything about one case: thousand rows per second, and in parentheses the part of the limit that is."""
+    """The table of one case: thousand rows per second and, in parentheses, the fraction of the limit."""
     rates = {action: rates_in(runs, action) for action in case.actions}
     shown = Table(
         "contender", title=f"{case}: thousand rows per second of the median call (part of the fastest plain arrays)"
@@ -191,7 +191,7 @@ def cell(name: str, rates: dict[str, Rates]) -> str:
 
 
 def acceptance_table(runs: dict[str, list[Run]], keys: tuple[str, ...]) -> Table | None:
-    """A prioritised batch of rows of these keys against plain indexing of the same, taken in turn in one process."""
+    """Time of a prioritised batch of these keys compared with plain indexing, alternately in one process."""
     numbers = ("sample_us", "fancy_us", "take_us", "times_fancy", "times_take")
     rows = f"rows of {', '.join(keys)}"
     shown = Table("contender", title=f"a prioritised batch of 1,024 {rows}; the same out of plain arrays; medians")
@@ -216,7 +216,7 @@ def tables_of(results: Results) -> Iterator[Table]:
 
 
 def remarks(results: Results) -> list[str]:
-    """Who is missing, who keeps next_obs how, with what versions all ran, and how busy the machine was besides."""
+    """Missing contenders, how each stores next_obs, package versions, and load of the machine."""
     everyone = [(name, run) for runs in results.values() for name, done in runs.items() for run in done]
     reports = {name: run.report for name, run in everyone if run.report}
     keeping: dict[str, list[str]] = {}
@@ -243,7 +243,7 @@ def show(results: Results, console: Console) -> None:
 
 
 def markdown(results: Results) -> str:
-    """The same tables for a README."""
+    """The same tables in Markdown."""
     console = Console(width=400, color_system=None)
     parts = []
     for table in tables_of(results):
@@ -256,7 +256,7 @@ def markdown(results: Results) -> str:
 
 
 def document(plan: Plan, results: Results) -> dict[str, object]:
-    """The machine, the command and every single run."""
+    """The results document: machine, command and every run."""
     return {
         **header("buffer.py"),
         "rounds": plan.rounds,

@@ -1,10 +1,10 @@
-"""How fast one connection carries rollouts on this machine's loopback: plain TCP, and farstep's bulk connection.
+"""Throughput of one connection over loopback: plain TCP and farstep's bulk connection.
 
     python benchmarks/bulk.py [--rounds 5] [--megabytes 4]
 
-Messages of one size go from a process to another, as fast as they are taken. Plain TCP reads them into one buffer;
-farstep keeps what was not confirmed, checks what arrives and hands it out whole, in order and once. Contenders take
-turns.
+One process sends messages of one size to another, as fast as that receives them. Plain TCP reads them into one buffer;
+farstep keeps unconfirmed messages, checks them on arrival and delivers each whole, in order and exactly once. Runs of
+the contenders alternate.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ START_S = 60.0
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=3.0, help="of each measurement")
-    parser.add_argument("--megabytes", type=float, default=4.0, help="of a message")
+    parser.add_argument("--seconds", type=float, default=3.0, help="seconds of each measurement")
+    parser.add_argument("--megabytes", type=float, default=4.0, help="size of a message")
     parser.add_argument("--out", type=Path, default=BENCHMARKS / "results" / "bulk.json")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table there, between its marks")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table to this file, between its marks")
     parser.add_argument("--send", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.send:
@@ -76,13 +76,13 @@ def summary(found: dict[str, list[float]]) -> str:
 
 
 class Meter:
-    """Bytes per second, after a while for getting going."""
+    """Measures bytes per second, after a warm-up."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds, self._began, self._bytes = seconds, 0.0, 0
 
     def took(self, size: int) -> float | None:
-        """The rate in megabytes per second, once it is known."""
+        """The rate in megabytes per second; None until it is known."""
         now = time.monotonic()
         self._began = self._began or now + WARM_S
         if now < self._began:
@@ -97,7 +97,7 @@ def sender(asked: dict[str, object]) -> subprocess.Popen[bytes]:
 
 
 def send(asked: dict[str, object]) -> None:
-    """Until somebody ends it."""
+    """Send messages until the process is terminated."""
     data = os.urandom(int(str(asked["size"])))
     if "port" in asked:
         with socket.create_connection(("127.0.0.1", int(str(asked["port"])))) as connection:

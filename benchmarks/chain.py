@@ -1,7 +1,7 @@
-"""The chain on which staggered resets are shown: what is right to do depends on where in the episode one is.
+"""The chain task of the benchmark of staggered resets: the right action depends on the progress of the episode.
 
-Positions 0 to H - 1 are divided into blocks, each with one action that earns 1. An episode is a walk through all of
-them, one position a step (`gated`: only after the right action), and ends after H steps. Observations are sines and
+Positions 0 to H - 1 are divided into blocks, each with one action whose reward is 1. An episode is a walk through all
+positions, one per step (`gated`: only after the right action), and ends after H steps. Observations are sines and
 cosines of the position.
 """
 
@@ -15,7 +15,7 @@ from gymnasium import spaces
 
 HORIZON, BLOCKS, ACTIONS = 200, 20, 4
 TARGETS = np.random.default_rng(0).integers(ACTIONS, size=BLOCKS)
-"""The right action of each block; the same for all runs."""
+"""The right action of each block, the same in all runs."""
 
 
 def features(position: Any) -> np.ndarray:
@@ -28,7 +28,7 @@ _TARGET_AT = np.repeat(TARGETS, HORIZON // BLOCKS).tolist()
 
 
 class Chain(gymnasium.Env[Any, Any]):
-    """One walk per episode; nothing is random."""
+    """A deterministic environment: one walk through all positions per episode."""
 
     observation_space = spaces.Box(-1.0, 1.0, (12,), np.float32)
     action_space = spaces.Discrete(ACTIONS)

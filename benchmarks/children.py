@@ -1,4 +1,4 @@
-"""Processes that a benchmark starts end with it, also when it is terminated.
+"""Ends the processes that a benchmark starts with the benchmark, also when it is terminated.
 
 Every script that starts processes ends with
 
@@ -18,15 +18,15 @@ from typing import NoReturn
 
 PR_SET_CHILD_SUBREAPER = 36
 CLEAN_UP_S = 20
-"""Seconds that a terminated benchmark has to close what it opened before its processes are killed."""
+"""Seconds that a terminated benchmark has for its own clean-up before its processes are killed."""
 RESOURCE_TRACKER = b"multiprocessing.resource_tracker"
 
 
 def run_script(main: Callable[[], int | None]) -> NoReturn:
-    """Run `main` and exit with what it returns; no descendant of this process outlives it.
+    """Run `main` and exit with its result; no descendant outlives this process.
 
     SIGTERM and SIGINT terminate the children and unwind `main` (SystemExit, KeyboardInterrupt), so that its `with` and
-    `finally` blocks run. What is still alive afterwards is killed, as it is after CLEAN_UP_S or a second signal.
+    `finally` blocks run. Processes that are alive afterwards, after CLEAN_UP_S or on a second signal are killed.
     """
     adopt_orphans()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -39,32 +39,32 @@ def run_script(main: Callable[[], int | None]) -> NoReturn:
 
 
 def adopt_orphans() -> None:
-    """Make this process the parent of what its children leave behind, to count and to end it."""
+    """Adopt orphaned descendants, so that they can be counted and killed."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def kill_children() -> None:
-    """Kill and reap until there are none; the children of those that die become children of this process."""
+    """Kill and reap children until none are left; orphaned grandchildren become children of this process."""
     while pids := child_pids():
         _send(pids, signal.SIGKILL)
         for pid in pids:
             try:
                 os.waitpid(pid, 0)
-            except ChildProcessError:  # another thread was faster
+            except ChildProcessError:  # another thread reaped it first
                 pass
 
 
 def child_pids() -> list[int]:
     """The children of this process, adopted ones and zombies included.
 
-    Not the resource tracker of `multiprocessing`, which ends by itself after this process, when it has removed what
+    Excluded is the resource tracker of `multiprocessing`, which ends after this process, when it has removed what
     killed processes left in shared memory.
     """
     found = []
     for children in Path("/proc/self/task").glob("*/children"):
         try:
             found += [int(pid) for pid in children.read_text().split()]
-        except OSError:  # the thread ended meanwhile, and another one has its children now
+        except OSError:  # the thread has ended, and another one has its children now
             continue
     return [pid for pid in found if not _is_resource_tracker(pid)]
 
@@ -72,7 +72,7 @@ def child_pids() -> list[int]:
 def _is_resource_tracker(pid: int) -> bool:
     try:
         return RESOURCE_TRACKER in Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:  # reaped meanwhile
+    except OSError:  # already reaped
         return False
 
 
@@ -88,8 +88,8 @@ def _terminate(number: int, _: object) -> None:
 
 
 def _kill(*_: object) -> None:
-    """Without reaping them: what waits for a child in this process is woken by its end."""
-    signal.alarm(1)  # again, for those that they started
+    """Terminate the children without reaping them, so that threads that wait for a child are woken."""
+    signal.alarm(1)  # again, for processes that they started
     _send(child_pids(), signal.SIGKILL)
 
 

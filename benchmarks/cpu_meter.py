@@ -1,4 +1,4 @@
-"""CPU time of this process's descendants, and of everybody else, while something runs."""
+"""Measures CPU time of this process's descendants, and of all other processes, during a run."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Self
 
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 BUSY_FIELDS = (0, 1, 2, 5, 6, 7)
-"""user, nice, system, irq, softirq and steal of the first line of /proc/stat."""
+"""Fields user, nice, system, irq, softirq and steal in the first line of /proc/stat."""
 
 
 class CpuMeter:
-    """Measures from the start to the end of a with-block; all descendants must have ended by then.
+    """Measures the CPU time during a with-block; all descendants must have ended at its end.
 
     The kernel adds a process's time to its parent's when the parent waits for it. Ray's daemons do not wait
-    for theirs, so the descendants are also looked at once a second, and the larger sum counts.
+    for their children, so the meter also samples all descendants once a second, and uses the larger sum.
     """
 
     own_s = 0.0
@@ -64,9 +64,9 @@ def descendants_s() -> dict[tuple[int, int], float]:
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
             text = path.read_text()
-        except OSError:  # it ended meanwhile
+        except OSError:  # it has ended
             continue
-        # The second field is the program's name in parentheses, which may hold anything.
+        # The second field is the program's name in parentheses, which may contain any character.
         fields = text.rpartition(")")[2].split()
         pid = int(path.parent.name)
         parents[pid] = int(fields[1])

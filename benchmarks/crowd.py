@@ -1,7 +1,7 @@
-"""Workers that do nothing but talk: a node daemon that answers for as many as the head asks for, in one process.
+"""Simulated workers: a node daemon that acts for all the workers that the head requests, in one process.
 
-Each has the connections of a real worker and says what a real one says; instead of rolling, it sends the same rows
-again and again. `scale.py` starts it in place of ssh.
+Each simulated worker has the connections of a real one and sends the same messages; instead of rolling, it sends the
+same rows repeatedly. `scale.py` starts this script in place of ssh.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from farstep.worker.bootstrap import read_bootstrap
 
 
 class Figure:
-    """One worker of the crowd."""
+    """One simulated worker."""
 
     def __init__(self, bootstrap: dict[str, Any], context: Any) -> None:
         pair = KeyPair(bootstrap["public"].encode(), bootstrap["secret"].encode())
@@ -54,7 +54,7 @@ class Figure:
         self._beat.send([m.encode(m.Progress(self._words))])
 
     def hear(self) -> None:
-        """Answer whatever has arrived."""
+        """Answer all messages that have arrived."""
         while (received := self.link.receive(0.0)) is not None:
             match m.decode_from_head(received.frames):
                 case m.Welcome(seeds=seeds):
@@ -83,7 +83,7 @@ class Figure:
 
 
 class Crowd(NodeDaemon):
-    """A node daemon whose workers are simulated."""
+    """A node daemon with simulated workers."""
 
     def __init__(self, bootstrap: dict[str, Any]) -> None:
         super().__init__(bootstrap, "crowd")

@@ -1,4 +1,4 @@
-"""Learning curves of several seeds as one line with a band; needs matplotlib."""
+"""Draws learning curves of several seeds as one line with a band; needs matplotlib."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 Curve = Sequence[Sequence[float]]
-"""Points, each with the steps first."""
+"""Points; the first number of each is the number of steps."""
 
 
 def panels(count: int, title: str, xlabel: str = "environment steps") -> tuple[Any, list[Any]]:
-    """A figure with panels side by side."""
+    """Make a figure with panels side by side."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -28,7 +28,7 @@ def panels(count: int, title: str, xlabel: str = "environment steps") -> tuple[A
 
 
 def band(axis: Any, curves: Sequence[Curve], column: int, label: str, color: Any, style: str = "-") -> None:
-    """The mean over seeds, from the lowest to the highest seed as a band; a run that ended stays at its last value."""
+    """Draw the mean over seeds with a band from lowest to highest; a run that has ended keeps its last value."""
     points = [np.array(curve, float) for curve in curves if curve]
     if not points:
         return
@@ -41,7 +41,7 @@ def band(axis: Any, curves: Sequence[Curve], column: int, label: str, color: Any
 
 
 def save(figure: Any, path: Path) -> Path:
-    """Write a figure with its legend below."""
+    """Write a figure, with its legend below."""
     import matplotlib.pyplot as plt
 
     found = {}

@@ -1,12 +1,12 @@
-"""Steps until `farstep train` has learned a task with its defaults: only `--env` and `--num-envs` are given.
+"""Steps until `farstep train` has learned a task with default options, except `--env` and `--num-envs`.
 
-    python benchmarks/defaults.py --jobs 8 --minutes 9       # again and again, until it says that all runs are there
+    python benchmarks/defaults.py --jobs 8 --minutes 9       # repeat until all runs are complete
     python benchmarks/defaults.py --tasks other --seeds 1
-    python benchmarks/defaults.py --show benchmarks/results/defaults.json      # tables and plots of what is there
+    python benchmarks/defaults.py --show benchmarks/results/defaults.json      # only tables and plots
 
-A task is learned when the mean return of the last 100 training episodes reaches its threshold; there a run ends.
-Evaluations (20 episodes with the most likely actions, in environments of their own) are kept beside it. A run that the
-file of results has is not made again; one that was stopped continues.
+A task is learned when the mean return of the last 100 training episodes reaches its threshold; the run ends there.
+Evaluations (20 episodes with the most likely actions, in separate environments) are stored, too. A run that is in the
+results file is not repeated; a run that was stopped is continued.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from trainings import Metrics, Sitting, Training, curve, evaluations
 IMAGES = BENCHMARKS.parent / "docs" / "images"
 LEARNERS = ("ppo", "async-ppo", "impala")
 POINTS = 40
-"""Of a curve of training returns that is kept."""
+"""Points of the stored curve of training returns."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What is learned, and when it is."""
+    """An environment, and the return at which it counts as learned."""
 
     threshold: float
     total_steps: int = 1_000_000
     eval_every: int = 25_000
     eval_episodes: int = 20
     options: tuple[str, ...] = ()
-    """Of `farstep train` instead of `--env NAME`."""
+    """Options of `farstep train` instead of `--env NAME`."""
     needs: str | None = None
-    """A module that not every machine has."""
+    """An optional module that the task needs."""
 
 
 MAIN = {
@@ -75,7 +75,7 @@ def main() -> int:
     else:
         document = continued(options.out, "defaults.py")
         complete = measure(document, options)
-        print("all of these runs are there" if complete else "runs are missing: the same command continues")
+        print("all runs are complete" if complete else "some runs are missing; run the same command again to continue")
     for env in TASKS:
         if text := summary(document, env):
             print(f"\n{text}")
@@ -88,19 +88,24 @@ def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tasks", nargs="+", choices=[*GROUPS, *TASKS], default=["main"], help="tasks, or groups")
     parser.add_argument("--learners", nargs="+", choices=LEARNERS, default=list(LEARNERS))
-    parser.add_argument("--num-envs", nargs="+", type=int, help="16, 64 and 128; of other tasks than the main ones 16")
+    parser.add_argument(
+        "--num-envs",
+        nargs="+",
+        type=int,
+        help="numbers of environments (default: 16, 64 and 128 for the main tasks, 16 for others)",
+    )
     parser.add_argument("--seeds", type=int, default=3, help="runs of each case, with seeds 1, 2, ...")
     parser.add_argument("--workers", type=int, default=2, help="worker processes of each run")
-    parser.add_argument("--device", default="cpu", help="of the learner")
+    parser.add_argument("--device", default="cpu", help="device of the learner")
     parser.add_argument("--out", type=Path, default=BENCHMARKS / "results" / "defaults.json")
-    parser.add_argument("--images", type=Path, default=IMAGES, help="where plots go")
-    parser.add_argument("--show", type=Path, metavar="FILE", help="only tables and plots, of these results")
+    parser.add_argument("--images", type=Path, default=IMAGES, help="folder for plots")
+    parser.add_argument("--show", type=Path, metavar="FILE", help="only print tables and draw plots of these results")
     Sitting.add_options(parser)
     return parser.parse_args()
 
 
 def measure(document: dict[str, Any], options: argparse.Namespace) -> bool:
-    """Make the runs that are missing; returns whether none is missing any more."""
+    """Run the missing runs; returns whether all are complete."""
     done = {key_of(run) for run in document["runs"]}
     cases = [case for case in cases_of(options) if key_of(case) not in done]
     print(f"{len(cases)} runs, {options.jobs} at a time; {len(done)} are in {options.out.name} already", flush=True)
@@ -117,13 +122,13 @@ def measure(document: dict[str, Any], options: argparse.Namespace) -> bool:
 
 
 def cases_of(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """In the order in which they are made: seed by seed, so that every case soon has one."""
+    """All runs, ordered by seed, so that every case soon has one run."""
     chosen = list(dict.fromkeys(env for name in options.tasks for env in GROUPS.get(name, (name,))))
     cases = []
     for seed, env in itertools.product(range(1, options.seeds + 1), chosen):
         needed = TASKS[env].needs
         if needed is not None and importlib.util.find_spec(needed) is None:
-            print(f"{env} is left out: {needed} is not installed")
+            print(f"{env} is skipped: {needed} is not installed")
             continue
         numbers = options.num_envs or ([16, 64, 128] if env in MAIN else [16])
         for learner, number in itertools.product(options.learners, numbers):
@@ -148,7 +153,7 @@ def training_of(case: dict[str, Any], options: argparse.Namespace) -> Training:
 
 
 def outcome(case: dict[str, Any], metrics: list[Metrics]) -> dict[str, Any]:
-    """What is kept of a run; `reached` says whether it came to its threshold."""
+    """The stored result of a run; `reached` is whether it reached its threshold."""
     points = curve(metrics, {"env/return_mean": 1, "seconds": 1}, POINTS)
     steps, final, seconds = points[-1]
     return {
@@ -188,7 +193,7 @@ def summary(document: dict[str, Any], env: str) -> str:
 
 
 def page(document: dict[str, Any]) -> str:
-    """What benchmarks/README.md says: where it was measured, and a table for every task."""
+    """The section of benchmarks/README.md: machines, and a table for every task."""
     return "\n\n".join(
         [
             f"On {machines(document)}, `results/defaults.json`:",
@@ -198,7 +203,7 @@ def page(document: dict[str, Any]) -> str:
 
 
 def learner_page(document: dict[str, Any], learner: str) -> str:
-    """What a learner's page says: table and curves."""
+    """The section of a learner's page: table and curves."""
     if not any(run["learner"] == learner and run["env"] in MAIN for run in document["runs"]):
         return f"Not measured yet: `python benchmarks/defaults.py --learners {learner}` does it."
     image = f"![evaluation returns over steps of {learner}, by task and number of environments]"
@@ -206,7 +211,7 @@ def learner_page(document: dict[str, Any], learner: str) -> str:
 
 
 def learner_summary(document: dict[str, Any], learner: str) -> str:
-    """One learner on its page: steps to the threshold and the last evaluation of every case."""
+    """The table of one learner: steps to the threshold and the last evaluation of every case."""
     rows = []
     for env, number in itertools.product(MAIN, sorted({run["num_envs"] for run in document["runs"]})):
         of_case = [run for run in document["runs"] if run["env"] == env and run["num_envs"] == number]
@@ -224,7 +229,7 @@ def learner_summary(document: dict[str, Any], learner: str) -> str:
 
 
 def _of_sync(runs: list[dict[str, Any]], sync: list[dict[str, Any]]) -> str:
-    """Mean steps divided by those of PPO, over the seeds that both have."""
+    """Mean steps divided by PPO's, over the seeds that both have."""
     seeds = {run["seed"] for run in runs} & {run["seed"] for run in sync}
     steps = [[run["steps"] for run in found if run["seed"] in seeds] for found in (runs, sync)]
     return f"{mean(steps[0]) / mean(steps[1]):.2f}" if seeds else "-"
@@ -237,7 +242,7 @@ def _steps(runs: list[dict[str, Any]]) -> str:
 
 
 def draw(document: dict[str, Any], folder: Path) -> list[Path]:
-    """A picture for each learner: evaluation returns on the main tasks, a line per number of environments."""
+    """Draw a plot per learner: evaluation returns on the main tasks, with a line per number of environments."""
     written = []
     for learner in LEARNERS:
         runs = [run for run in document["runs"] if run["learner"] == learner and run["env"] in MAIN]

@@ -1,4 +1,4 @@
-"""What the files under ``results/`` have in common: date, command and machine; and the tables of the README."""
+"""Reads and writes the files under ``results/`` (date, command, machine, runs) and the tables of the README."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 
 
 def header(script: str) -> dict[str, object]:
-    """How every document begins; the command does not say where on this machine things are."""
+    """The first entries of every document; the command contains no absolute paths."""
     words = [Path(word).name if word.startswith("/") else word for word in sys.argv[1:]]
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -25,7 +25,7 @@ def header(script: str) -> dict[str, object]:
 
 
 def continued(path: Path, script: str) -> dict[str, Any]:
-    """The document of a benchmark that is measured in several sittings, with one more of them.
+    """Open or create the document of a benchmark that is measured in several sittings, and add a sitting.
 
     Date, command and machine are those of the first sitting; `sittings` has those of all.
     """
@@ -36,23 +36,23 @@ def continued(path: Path, script: str) -> dict[str, Any]:
 
 
 def machines(document: Mapping[str, Any]) -> str:
-    """Where a document was measured, in words."""
+    """A description of the machines on which a document was measured."""
     found = [sitting["machine"] for sitting in document.get("sittings", [document])]
     return " and ".join(dict.fromkeys(f"{machine['cores']} cores ({machine['cpu']})" for machine in found))
 
 
 def check_machine(document: Mapping[str, Any], path: Path) -> None:
-    """End with a sentence if a document whose seconds are compared was begun on another machine."""
+    """Exit with an error if a document whose seconds are compared was started on another machine."""
     first, now = ({key: found[key] for key in ("cpu", "cores")} for found in (document["machine"], machine()))
     if first != now:
         raise SystemExit(
-            f"{path} was begun on {first['cores']} cores ({first['cpu']}); this machine has {now['cores']} "
-            f"({now['cpu']}), and seconds cannot be compared: give another --out"
+            f"{path} was started on {first['cores']} cores ({first['cpu']}); this machine has {now['cores']} "
+            f"({now['cpu']}), and seconds cannot be compared: use another --out"
         )
 
 
 def write_document(path: Path, document: Mapping[str, object]) -> None:
-    """Write all of it or nothing; every run is a line, so that a change of one is seen as that."""
+    """Write a document atomically, with one line per run, so that diffs are small."""
     runs = document.get("runs")
     text = json.dumps({**document, "runs": []} if runs else document, indent=1)
     if isinstance(runs, list) and runs:
@@ -76,7 +76,7 @@ def machine() -> dict[str, object]:
 
 
 def cpu_model() -> str:
-    """What lscpu calls the processor; ARM kernels leave the name out of /proc/cpuinfo."""
+    """The processor's name according to lscpu; on ARM, /proc/cpuinfo does not have it."""
     try:
         lines = subprocess.run(["lscpu"], capture_output=True, text=True, check=True).stdout.splitlines()
     except (OSError, subprocess.CalledProcessError):
@@ -86,13 +86,13 @@ def cpu_model() -> str:
 
 
 def write_markdown(path: Path, text: str, marks: tuple[str, str]) -> None:
-    """Put ``text`` between the marks of an existing file; without them the file becomes the text."""
+    """Write ``text`` between the marks of an existing file; without marks, as the whole file."""
     before = path.read_text() if path.exists() else ""
     path.write_text(put_between(before, text, marks) if all(mark in before for mark in marks) else text + "\n")
 
 
 def put_between(page: str, text: str, marks: tuple[str, str]) -> str:
-    """The page with ``text`` between its marks."""
+    """The page, with ``text`` between its marks."""
     begin, end = marks
     head, rest = page.split(begin, 1)
     return f"{head}{begin}\n\n{text}\n\n{end}{rest.split(end, 1)[1]}"

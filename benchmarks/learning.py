@@ -1,17 +1,17 @@
-"""Seconds and environment steps until a task is learned: farstep's learners beside CleanRL's and RLlib's PPO.
+"""Seconds and environment steps until a task is learned: farstep's learners compared with CleanRL's and RLlib's PPO.
 
     python benchmarks/setup_peers.py cleanrl rllib
     git clone https://github.com/vwxyzjn/cleanrl /tmp/cleanrl && git -C /tmp/cleanrl checkout fe8d8a0
     python benchmarks/learning.py --cleanrl /tmp/cleanrl/cleanrl/ppo.py --markdown benchmarks/README.md
-    python benchmarks/learning.py --minutes 60 --only 'farstep-*'            # the same command continues
-    python benchmarks/learning.py --show benchmarks/results/learning.json    # tables and plots once more
+    python benchmarks/learning.py --minutes 60 --only 'farstep-*'            # repeat to continue
+    python benchmarks/learning.py --show benchmarks/results/learning.json    # only tables and plots
 
-A task is learned when the mean return of the last 100 training episodes reaches its threshold. All contenders take
-turns, seed by seed, each in a process and virtual environment of its own. Seconds are those of training: processes and
-environments exist when they begin; the whole process, from its start to its end, is in a column of its own. farstep
-takes part with CleanRL's hyper-parameters, with a choice of its own, and with the defaults of `ppo`, `async-ppo` and
-`impala` for 16, 64 and 128 environments. Each peer runs with several numbers of environments; tables show its best.
-defaults.py measures the same defaults in steps, many runs at a time; here runs have the machine to themselves.
+A task is learned when the mean return of the last 100 training episodes reaches its threshold. The contenders
+alternate, seed by seed, each in its own process and virtual environment. Seconds are those of training, which starts
+when processes and environments exist; a separate column has the time of the whole process. farstep runs with CleanRL's
+hyper-parameters, with tuned ones, and with the defaults of `ppo`, `async-ppo` and `impala` for 16, 64 and 128
+environments. Each peer runs with several numbers of environments; tables show its best. defaults.py measures the same
+defaults in steps, with many runs in parallel; here only one run at a time uses the machine.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ IMAGES = BENCHMARKS.parent / "docs" / "images"
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What is learned."""
+    """An environment, and the return at which it counts as learned."""
 
     env: str
     threshold: float
     max_steps: int
-    """Where a run ends that does not get there; learning rates that are annealed are zero then."""
+    """Steps after which a run ends without reaching the threshold; annealed learning rates reach zero there."""
 
 
 TASKS = {
@@ -67,7 +67,7 @@ OWN_CHOICE = {
         "--gae-lambda 0.98 --ent-coef 0"
     ),
 }
-"""What farstep learns these tasks with when it may choose, on two cores."""
+"""Hyper-parameters tuned for farstep on two cores."""
 
 
 CLEANRL, RLLIB = "learning_cleanrl.py", "learning_rllib.py"
@@ -89,13 +89,13 @@ LEARNERS = (
         for n in (16, 64, 128)
     ),
 )
-"""A name that ends in a number has that many environments; `rllib` and `cleanrl` have those of their own examples."""
+"""A name that ends in a number has that many environments; `rllib` and `cleanrl` use those of their own examples."""
 SCRIPT = BENCHMARKS / ".venvs" / "cleanrl" / "ppo.py"
 
 
 @dataclass(frozen=True)
 class Case:
-    """A task, and the seed that it is learned with."""
+    """A task and a seed."""
 
     env: str
     seed: int
@@ -106,7 +106,7 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Who learns what, with which seeds."""
+    """Contenders, tasks and seeds."""
 
     tasks: list[Task]
     seeds: range
@@ -114,9 +114,9 @@ class Plan:
     cleanrl: Path
     timeout_s: float
     done: frozenset[tuple[Case, str]] = frozenset()
-    """Runs that are not made again."""
+    """Completed runs, which are not repeated."""
     deadline: float = math.inf
-    """When no further run is started, on the monotonic clock."""
+    """Time on the monotonic clock after which no run is started."""
 
     @property
     def num_runs(self) -> int:
@@ -125,7 +125,7 @@ class Plan:
     def __iter__(self) -> Iterator[tuple[Case, int, Contender]]:
         for case, task, contender in self._missing():
             if time.monotonic() > self.deadline:
-                print("runs are missing: the same command continues")
+                print("some runs are missing; run the same command again to continue")
                 return
             yield case, 1, self._prepared(contender, task)
 
@@ -138,7 +138,7 @@ class Plan:
         return [(case, task, found) for case, task, found in everything if (case, found.name) not in self.done]
 
     def _prepared(self, contender: Contender, task: Task) -> Contender:
-        """With the options that depend on the task."""
+        """The contender, with the options that depend on the task."""
         options = [*contender.options, "--contender", contender.name]
         if contender.venv == "cleanrl":
             options += ["--script", str(self.cleanrl)]
@@ -169,7 +169,7 @@ def main() -> int:
         return 0
     document = continued(options.out, "learning.py")
     check_machine(document, options.out)
-    document["runs"] = [run for run in document["runs"] if run["report"]]  # those that failed are tried again
+    document["runs"] = [run for run in document["runs"] if run["report"]]  # failed runs are retried
     results: Results = runs_in(document, lambda run: Case(run["env"], run["seed"]))
     plan = Plan(
         tasks=[replace(TASKS[env], max_steps=options.max_steps or TASKS[env].max_steps) for env in options.env],
@@ -187,13 +187,15 @@ def main() -> int:
             results[case].setdefault(contender.name, [])
 
     def outcome(case: Case, done: Run) -> str:
-        write_document(options.out, document_of(document, plan, results))  # after every run: all of them take hours
+        write_document(
+            options.out, document_of(document, plan, results)
+        )  # after every run, because all runs together take hours
         return in_words(done)
 
     try:
         execute(plan, results, outcome)
     except KeyboardInterrupt:
-        print("\ninterrupted; what was measured so far:")
+        print("\ninterrupted; results so far:")
     finish(document_of(document, plan, results), options)
     print(f"written: {options.out}")
     return 0
@@ -204,18 +206,27 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--env", nargs="+", choices=list(TASKS), default=list(TASKS))
     parser.add_argument("--seeds", type=int, default=3, help="runs of each contender in each task")
     parser.add_argument(
-        "--first-seed", type=int, default=11, help="the next ones follow; 1 to 10 are for choosing hyper-parameters"
+        "--first-seed",
+        type=int,
+        default=11,
+        help="first of the consecutive seeds; 1 to 10 are reserved for tuning hyper-parameters",
     )
-    parser.add_argument("--max-steps", type=int, help="another cap than each task's, to try something")
-    parser.add_argument("--cleanrl", type=Path, default=SCRIPT, help="its ppo.py, in a checkout of its repository")
-    parser.add_argument("--timeout", type=float, default=1800.0, help="seconds after which a run is ended")
-    parser.add_argument("--minutes", type=float, help="start no run after this time; the same command continues")
+    parser.add_argument("--max-steps", type=int, help="limit of steps, instead of each task's, to test the benchmark")
+    parser.add_argument(
+        "--cleanrl", type=Path, default=SCRIPT, help="CleanRL's ppo.py, in a checkout of its repository"
+    )
+    parser.add_argument("--timeout", type=float, default=1800.0, help="seconds after which a run is killed")
+    parser.add_argument(
+        "--minutes", type=float, help="start no run after this time; run the same command again to continue"
+    )
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="contenders, as shell patterns")
-    parser.add_argument("--skip", nargs="+", default=[], metavar="NAME", help="likewise, to leave out")
+    parser.add_argument("--skip", nargs="+", default=[], metavar="NAME", help="contenders to skip, as shell patterns")
     parser.add_argument("--out", type=Path, default=BENCHMARKS / "results" / "learning.json")
-    parser.add_argument("--images", type=Path, default=IMAGES, help="where plots go")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write tables there, between its marks")
-    parser.add_argument("--show", nargs="+", type=Path, metavar="FILE", help="only tables and plots, of these results")
+    parser.add_argument("--images", type=Path, default=IMAGES, help="folder for plots")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write tables to this file, between its marks")
+    parser.add_argument(
+        "--show", nargs="+", type=Path, metavar="FILE", help="only print tables and draw plots of these results"
+    )
     options = parser.parse_args()
     try:
         options.contenders = choose(LEARNERS, options.only, options.skip)
@@ -223,7 +234,8 @@ def parse_options() -> argparse.Namespace:
         parser.error(str(error))
     if not options.show and any(c.venv == "cleanrl" for c in options.contenders) and not options.cleanrl.exists():
         parser.error(
-            f"CleanRL's script is not at {options.cleanrl}; --cleanrl says where, and the top of this file how"
+            f"CleanRL's script is not at {options.cleanrl}; set --cleanrl to its path. The docstring of this script "
+            "shows how to get it."
         )
     return options
 
@@ -239,7 +251,7 @@ def in_words(done: Run) -> str:
 
 
 def document_of(head: dict[str, Any], plan: Plan, results: Results) -> dict[str, Any]:
-    """The machine, the command and every single run."""
+    """The results document: machine, command and every run."""
     runs = [
         {"env": case.env, "seed": case.seed, **asdict(done)}
         for case, found in results.items()
@@ -251,7 +263,7 @@ def document_of(head: dict[str, Any], plan: Plan, results: Results) -> dict[str,
 
 
 def finish(document: dict[str, Any], options: argparse.Namespace) -> None:
-    """Tables and plots."""
+    """Print tables and draw plots."""
     text = summary(document)
     print(f"\n{text}")
     for path in draw(document, options.images):

@@ -12,7 +12,7 @@ from runner import DISTURBED_CORES
 from tables import table
 
 Row = dict[str, Any]
-"""One run, as in the file of results."""
+"""One run, as in the results file."""
 
 BASELINE = "cleanrl"
 LABELS = {
@@ -24,12 +24,12 @@ LABELS = {
     "farstep-async-ppo": "farstep `async-ppo`",
     "farstep-impala": "farstep `impala`",
 }
-"""Of contenders, less the number of environments that a name may end in."""
+"""Labels of contenders, by name without a trailing number of environments."""
 PEERS = ("cleanrl", "rllib")
 
 
 def summary(document: dict[str, Any]) -> str:
-    """A table per task, a row per contender; then what they ran with."""
+    """A table per task with a row per contender, and their settings."""
     parts = []
     for task in document["tasks"]:
         runs = [run for run in document["runs"] if run["env"] == task["env"]]
@@ -81,7 +81,7 @@ def _table_of(runs: Sequence[Row]) -> str:
 
 
 def _tried(done: Sequence[Row]) -> list[str]:
-    """Which numbers of environments a peer was run with, where there are several."""
+    """The numbers of environments that a peer was run with, if there are several."""
     said = []
     for peer in PEERS:
         names = {run["contender"] for run in done if _family(run["contender"]) == peer}
@@ -93,7 +93,7 @@ def _tried(done: Sequence[Row]) -> list[str]:
 
 
 def _best_of(runs: Sequence[Row], families: Sequence[str]) -> list[str]:
-    """Names of contenders in the order of LABELS; of the families only those whose number of environments is best."""
+    """Names of contenders in the order of LABELS, each with its best number of environments."""
     found: dict[str, list[str]] = {family: [] for family in LABELS}
     for name in dict.fromkeys(run["contender"] for run in runs):
         found[_family(name)].append(name)
@@ -105,7 +105,7 @@ def _best_of(runs: Sequence[Row], families: Sequence[str]) -> list[str]:
 
 
 def _rank(runs: Sequence[Row], name: str) -> tuple[int, float]:
-    """Sorts contenders: most seeds that reached the threshold first, then fewest seconds."""
+    """Sort key of contenders: most seeds that reached the threshold, then fewest seconds."""
     reports = [run["report"] for run in runs if run["contender"] == name and run["report"]]
     seconds = median(report["seconds"] for report in reports) if reports else float("inf")
     return -sum(report["reached"] for report in reports), seconds
@@ -121,13 +121,13 @@ def _num_envs(name: str) -> int | None:
 
 
 def _calm(runs: list[Row]) -> list[Row]:
-    """Those that others left alone; where they left none alone, all."""
+    """Runs that other processes did not disturb; all runs if every one was disturbed."""
     calm = [run for run in runs if run["others_cpu_s"] <= DISTURBED_CORES * run["wall_s"]]
     return calm if len(calm) >= min(3, len(runs)) else runs
 
 
 def _spread(values: Sequence[float], reports: Sequence[Row], form: str) -> str:
-    """Median and extremes; a run that did not get there counts as long as it took, which is a lower bound."""
+    """Median and extremes; a run that did not reach the threshold counts with its length, a lower bound."""
     more = "" if all(report["reached"] for report in reports) else "> "
     return f"{more}{form.format(median(values))} ({form.format(min(values))} - {form.format(max(values))})"
 
@@ -156,7 +156,7 @@ def _label(name: str) -> str:
 
 
 def draw(document: dict[str, Any], folder: Path) -> list[Path]:
-    """One picture per task: return over seconds and steps; of each contender the best number of environments."""
+    """Draw a plot per task: return over seconds and steps, each contender with its best number of environments."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -188,10 +188,10 @@ def draw(document: dict[str, Any], folder: Path) -> list[Path]:
 
 
 def _line(axis: Any, curves: list[np.ndarray], column: int, color: str, label: str) -> None:
-    """The mean and the extremes while all seeds are under way; each seed's own end as a dot."""
+    """Draw mean and extremes while all seeds run, and a dot at the end of each seed."""
     first, last = max(curve[0, column] for curve in curves), max(curve[-1, column] for curve in curves)
     grid = np.geomspace(max(first, 1e-2), max(last, first * 1.01, 2e-2), 200)
-    # A run that has reached the threshold stays where it ended.
+    # A run that has reached the threshold keeps its last value.
     values = np.stack([np.interp(grid, curve[:, column], curve[:, 2]) for curve in curves])
     axis.plot(grid, values.mean(axis=0), color=color, label=label)
     axis.fill_between(grid, values.min(axis=0), values.max(axis=0), color=color, alpha=0.15, linewidth=0)

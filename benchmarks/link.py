@@ -1,14 +1,14 @@
-"""A slow network on one machine: two hosts joined by a link of a given rate and delay.
+"""Emulates a slow network on one machine: two hosts joined by a link of a given rate and delay.
 
     with open_link(bytes_per_second=50e6) as link:
         server = link.start("far", serve, port)              # a function or, with link.command, a program
         client = link.start("near", fetch, link.address(port))
 
-The hosts are network namespaces joined by a veth pair with a token bucket (``tc tbf``) at each end; the delay is
-``tc netem``'s. The rate includes the headers: a TCP stream gets 0.956 of it. Where namespaces are not permitted, or a
-delay is wanted and the kernel has no netem, a relay in Python holds TCP streams back instead: the same interface, and
-the rate without headers. Servers listen on ``link.far_host``, and the near side reaches them at ``link.address(port)``;
-the link ends what was started through it.
+The hosts are network namespaces joined by a veth pair with a token bucket (``tc tbf``) at each end; ``tc netem`` adds
+the delay. The rate includes headers: a TCP stream gets 0.956 of it. If namespaces are not permitted, or a delay is
+needed and the kernel has no netem, a relay in Python throttles TCP streams instead, with the same interface and a rate
+without headers. Servers listen on ``link.far_host``, and the near side reaches them at ``link.address(port)``; the link
+ends the processes that were started through it.
 
     python benchmarks/link.py                                # shows that 50 MB/s is 50 MB/s
 """
@@ -44,39 +44,39 @@ PREFIX = "farstep-link-"
 HOSTS: dict[Side, str] = {"near": "10.77.1.1", "far": "10.77.1.2"}
 LOOPBACK = "127.0.0.1"
 BURST_S = 0.005
-"""The bucket holds what the link carries in this time: kernels look at it a few hundred times a second."""
+"""Size of the token bucket, as seconds of the link's rate; kernels refill it a few hundred times a second."""
 MIN_BURST_BYTES = 128 * 1024
-"""At least one packet as the kernel hands it over before it is cut into frames (64 KiB)."""
+"""Smallest bucket: one packet before segmentation (64 KiB)."""
 QUEUE_MS = 100
-"""What waits longer than this is dropped, as by a router."""
+"""Packets that wait longer than this are dropped, as by a router."""
 PIECE_BYTES = 64 * 1024
 SPAWN = get_context("spawn")
 
 
 class LinkError(Exception):
-    """The link cannot be made; the message says what is missing."""
+    """The link cannot be created; the message names what is missing."""
 
 
 class Link:
-    """Two hosts and what runs on them; made by ``open_link``."""
+    """Two hosts and the processes on them; created by ``open_link``."""
 
     kind: Kind
     far_host: str
-    """Where a server on the far side listens."""
+    """Address on which a server on the far side listens."""
 
     def __init__(self) -> None:
         self._started: list[BaseProcess] = []
 
     def address(self, port: int) -> tuple[str, int]:
-        """Where the near side reaches what listens on ``port`` of the far side."""
+        """Address at which the near side reaches ``port`` of the far side."""
         raise NotImplementedError
 
     def command(self, side: Side, line: list[str]) -> list[str]:
-        """``line`` such that the program runs on ``side``."""
+        """The command ``line``, changed to run on ``side``."""
         raise NotImplementedError
 
     def start(self, side: Side, function: Callable[..., object], *arguments: Any) -> BaseProcess:
-        """Run ``function``, which must be importable, in a process on ``side``; ended with the link at the latest."""
+        """Run ``function``, which must be importable, in a process on ``side``; it ends with the link at the latest."""
         process = SPAWN.Process(target=_enter, args=(self._namespace(side), function, arguments), daemon=True)
         process.start()
         self._started.append(process)
@@ -145,7 +145,7 @@ class NamespaceLink(Link):
 
 
 class RelayLink(Link):
-    """Both hosts are this one; a process in between holds back what the near side sends and gets."""
+    """Both hosts are this one; a relay process delays what the near side sends and receives."""
 
     kind: Kind = "relay"
     far_host = LOOPBACK
@@ -158,7 +158,7 @@ class RelayLink(Link):
         ours, theirs = SPAWN.Pipe()
         self.start("near", relay, theirs, port, *self._limits)
         if not ours.poll(60):
-            raise LinkError("the relay's process did not come up within 60 s")
+            raise LinkError("the relay process did not start within 60 s")
         return LOOPBACK, int(ours.recv())
 
     def command(self, side: Side, line: list[str]) -> list[str]:
@@ -167,10 +167,10 @@ class RelayLink(Link):
 
 @contextmanager
 def open_link(bytes_per_second: float, delay_s: float = 0.0, kind: Kind | None = None) -> Iterator[Link]:
-    """A link for the time of the with-block; ``delay_s`` one way. Without a ``kind``, namespaces where they work."""
+    """A link for the duration of the with-block, with a one-way delay of ``delay_s``; by default with namespaces."""
     if bytes_per_second <= 0 or delay_s < 0:
         raise ValueError(
-            f"got {bytes_per_second} bytes/s and a delay of {delay_s} s, expected more than 0 and at least 0"
+            f"got {bytes_per_second} bytes/s and a delay of {delay_s} s; expected a rate above 0, a delay of at least 0"
         )
     link: Link
     try:
@@ -186,11 +186,11 @@ def open_link(bytes_per_second: float, delay_s: float = 0.0, kind: Kind | None =
 
 
 def remove_stale_namespaces() -> None:
-    """Remove what a process that was killed left behind."""
+    """Remove the namespaces that killed processes left behind."""
     for path in NAMESPACES.glob(f"{PREFIX}*"):
         owner = path.name.removeprefix(PREFIX).partition("-")[0]
         if owner.isdigit() and not Path("/proc", owner).exists():
-            with suppress(LinkError):  # someone else may have been faster
+            with suppress(LinkError):  # another process may have removed it
                 tool("ip", "netns", "delete", path.name)
 
 
@@ -202,7 +202,7 @@ def tool(*line: str) -> None:
 
 
 def _enter(namespace: str | None, function: Callable[..., object], arguments: tuple[Any, ...]) -> None:
-    """Call ``function`` in ``namespace``; os.setns comes only with Python 3.12."""
+    """Call ``function`` in ``namespace``; os.setns exists only from Python 3.12 on."""
     if namespace is not None:
         with Path(namespace).open() as handle:
             libc = ctypes.CDLL(None, use_errno=True)
@@ -212,7 +212,7 @@ def _enter(namespace: str | None, function: Callable[..., object], arguments: tu
 
 
 class Bucket:
-    """One direction of a relay's link, which all its streams share."""
+    """One direction of a relay's link, shared by all its streams."""
 
     def __init__(self, bytes_per_second: float) -> None:
         self._bytes_per_second = bytes_per_second
@@ -220,17 +220,17 @@ class Bucket:
         self._lock = threading.Lock()
 
     def passed_at(self, count: int) -> float:
-        """When ``count`` bytes that come now have gone through."""
+        """Time at which ``count`` bytes that arrive now have passed the link."""
         with self._lock:
             self._free_at = max(self._free_at, time.monotonic()) + count / self._bytes_per_second
             return self._free_at
 
 
 def relay(answer: Any, port: int, bytes_per_second: float, delay_s: float) -> None:
-    """Pass TCP streams on to ``port`` until killed; ``answer`` gets the port to connect to."""
+    """Forward TCP streams to ``port`` until killed; ``answer`` receives the port to connect to."""
     there, back = Bucket(bytes_per_second), Bucket(bytes_per_second)
     with socket.create_server((LOOPBACK, 0)) as listener:
-        # Small, or megabytes would have left the sender before the link has carried any.
+        # Small buffers; otherwise megabytes would leave the sender before the link has carried any.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4 * PIECE_BYTES)
         answer.send(listener.getsockname()[1])
         while True:
@@ -254,7 +254,7 @@ def _receive(source: socket.socket, pieces: queue.Queue[tuple[float, bytes]], bu
             data = b""
         passed_at = bucket.passed_at(len(data))
         pieces.put((passed_at + delay_s, data))
-        # No further ahead of the link than this: what was not taken yet, the sender still has.
+        # Read no further ahead of the link than this, so that the sender keeps the rest (backpressure).
         time.sleep(max(0.0, passed_at - time.monotonic() - BURST_S))
 
 
@@ -271,11 +271,11 @@ def _send(target: socket.socket, pieces: queue.Queue[tuple[float, bytes]]) -> No
             try:
                 target.sendall(data)
             except OSError:
-                alive = False  # the receiver is gone; what still comes is thrown away
+                alive = False  # the receiver has closed; discard the rest
 
 
 def measure_as_server(answer: Any, host: str, seconds: float) -> None:
-    """Echo one byte at a time, then take a stream, then give one; tells the port, then the rate of what came."""
+    """Echo single bytes, then receive a stream, then send one; reports the port, then the rate received."""
     with socket.create_server((host, 0)) as listener:
         answer.send(listener.getsockname()[1])
         stream, _ = listener.accept()
@@ -290,7 +290,7 @@ def measure_as_server(answer: Any, host: str, seconds: float) -> None:
 
 
 def measure_as_client(answer: Any, address: tuple[str, int], seconds: float) -> None:
-    """The other half; tells the median round trip and the rate of what came."""
+    """The client of `measure_as_server`; reports the median round trip and the rate received."""
     with connect(address) as stream:
         stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         round_trips = []
@@ -318,7 +318,7 @@ def pour(stream: socket.socket, seconds: float) -> None:
 
 
 def rate_of(stream: socket.socket) -> float:
-    """Bytes per second until the end of the stream, less the first half second, in which TCP finds its pace."""
+    """Bytes per second until the end of the stream, without the first half second (TCP slow start)."""
     counted_from = time.monotonic() + 0.5
     began = ended = 0.0
     total = 0
@@ -332,7 +332,7 @@ def rate_of(stream: socket.socket) -> float:
 
 
 def measure(link: Link, seconds: float) -> tuple[float, float, float]:
-    """Bytes per second to the far side and from it, and the round trip in seconds."""
+    """Measure bytes per second in both directions, and the round trip in seconds."""
     server, servers_end = SPAWN.Pipe()
     client, clients_end = SPAWN.Pipe()
     link.start("far", measure_as_server, servers_end, link.far_host, seconds)
@@ -350,8 +350,8 @@ def answer_of(connection: Any) -> Any:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rates", type=float, nargs="+", default=[10, 50, 200], help="MB/s (10^6 bytes)")
-    parser.add_argument("--delay-ms", type=float, default=10.0, help="one way, in the runs with a delay")
-    parser.add_argument("--seconds", type=float, default=3.0, help="of a stream in each direction")
+    parser.add_argument("--delay-ms", type=float, default=10.0, help="one-way delay of the runs with a delay")
+    parser.add_argument("--seconds", type=float, default=3.0, help="seconds of a stream in each direction")
     options = parser.parse_args()
     shown = Table("link", "wanted, MB/s", "delay, ms", "there, MB/s", "back, MB/s", "round trip, ms")
     kinds: tuple[Kind, ...] = ("namespaces", "relay")

@@ -1,11 +1,11 @@
-"""Rollouts of Pong from a worker on another host: how fast they come, by farstep and by Ray's object store.
+"""Throughput of Pong rollouts from a worker on another host, with farstep and with Ray's object store.
 
     python benchmarks/network.py [--rounds 3] [--seconds 8] [--ray .venv/bin/python]
 
 Hosts are network namespaces of this machine (needs root; Debian: iproute2, nftables, openssh-server). Environments
-play a recording, so that they cost next to nothing and the way is what is measured. The fast network is the machine's
-own; the slow one has 100 Mbit/s and 25 ms each way. Contenders take turns. Megabytes are those of observations,
-before compression.
+play a recording, so that they cost almost nothing and the transfer is what is measured. The fast network is not
+throttled; the slow one has 100 Mbit/s and 25 ms each way. Runs of the contenders alternate. Megabytes are those of
+observations, before compression.
 """
 
 from __future__ import annotations
@@ -77,11 +77,11 @@ except OSError:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=8.0, help="of each measurement")
+    parser.add_argument("--seconds", type=float, default=8.0, help="seconds of each measurement")
     parser.add_argument("--only", nargs="+", choices=["fast", "slow"], default=["fast", "slow"], help="networks")
-    parser.add_argument("--ray", default=sys.executable, help="an interpreter that Ray is installed for")
+    parser.add_argument("--ray", default=sys.executable, help="Python interpreter that has Ray")
     parser.add_argument("--out", type=Path, default=BENCHMARKS / "results" / "network.json")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write tables there, between their marks")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write tables to this file, between their marks")
     options = parser.parse_args()
     document: dict[str, Any] = {**header("network.py"), "runs": []}
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""What `network.py` runs on the head's host: one way of getting rollouts over, for a while; prints what it came to."""
+"""The head of `network.py`: measures one way of transferring rollouts, and prints the rate as JSON."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def main() -> None:
 
 
 def measured(take: Callable[[], int], seconds: float) -> dict[str, Any]:
-    """Bytes per second after a first one; at least two are taken."""
+    """Bytes per second, after a first batch; at least two batches are measured."""
     take()
     began, nbytes, count = time.monotonic(), 0, 0
     while count < 2 or time.monotonic() - began < seconds:
@@ -33,7 +33,7 @@ def measured(take: Callable[[], int], seconds: float) -> dict[str, Any]:
 
 
 def tcp(asked: dict[str, Any]) -> dict[str, Any]:
-    """The limit: as many bytes as a batch has, over a plain socket, by a program that does nothing else."""
+    """The limit: the bytes of a batch over a plain socket, sent by a program that does nothing else."""
     size = STEPS * ENVS * 4 * 84 * 84
     server = socket.create_server((asked["address"], asked["port"]))
     server.settimeout(60)
@@ -53,7 +53,7 @@ def tcp(asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def ray_store(asked: dict[str, Any]) -> dict[str, Any]:
-    """A Ray actor on the other host makes batches; they come through the object store, two under way at a time."""
+    """A Ray actor on the other host makes batches, which the object store transfers, two at a time."""
     import ray
     from tape import FRAMES
 

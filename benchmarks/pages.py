@@ -1,4 +1,4 @@
-"""The tables and plots of benchmarks/README.md and docs/, out of the results that are committed.
+"""Writes the tables and plots of benchmarks/README.md and docs/ from the committed results.
 
 python benchmarks/pages.py             # writes all tables
 python benchmarks/pages.py --plots     # and draws all plots again
@@ -54,7 +54,7 @@ def buffer_summary(document: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Section:
-    """What stands on a page between two marks."""
+    """A generated section of a page, between two marks."""
 
     page: Path
     mark: str
@@ -62,10 +62,10 @@ class Section:
     """A file under results/."""
     summary: Callable[[dict[str, Any]], str]
     command: str | None = None
-    """What measures it, of a section that says so while there are no results."""
+    """Script that measures it; a section without results names it. None: results are required."""
 
     def written(self, page: str) -> str:
-        """The page, with this section as the results have it."""
+        """The page, with this section generated from the results."""
         path = RESULTS / self.results
         if self.command is not None and not path.exists():
             text = f"Not measured yet: `python benchmarks/{self.command}` does it."
@@ -75,7 +75,7 @@ class Section:
 
 
 def learners_section(learner: str, page: str) -> Section:
-    """The curves of a learner on its page."""
+    """The section with the curves of a learner on its page."""
     summary = partial(defaults.learner_page, learner=learner)
     return Section(DOCS / page, "defaults", "defaults.json", summary, f"defaults.py --learners {learner}")
 
@@ -116,7 +116,7 @@ SECTIONS = (
 
 @dataclass(frozen=True)
 class Plots:
-    """Pictures under docs/images that one file under results/ is drawn as."""
+    """Plots under docs/images that are drawn from one file under results/."""
 
     results: str
     draw: Callable[[dict[str, Any], Path], object]
@@ -124,7 +124,7 @@ class Plots:
 
 
 def stagger_plots(document: dict[str, Any], _: Path) -> None:
-    """Into docs/images, whatever the folder."""
+    """Draw into docs/images, whatever the folder argument is."""
     for draw in (stagger.draw_matrices, stagger.draw_accuracy, stagger.draw_returns):
         draw(document["curves"])
 
@@ -147,8 +147,8 @@ PLOTS = (
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; the status is 1 if a table differs")
-    parser.add_argument("--plots", action="store_true", help="draw all plots, too; needs matplotlib")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with status 1 if a table differs")
+    parser.add_argument("--plots", action="store_true", help="also draw all plots; needs matplotlib")
     options = parser.parse_args()
     for plots in PLOTS if options.plots else ():
         if (path := RESULTS / plots.results).exists():

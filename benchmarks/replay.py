@@ -1,6 +1,6 @@
-"""What every contender of the buffer benchmark shares: the rows, the clock and the report.
+"""Shared by all contenders of the buffer benchmark: rows, clock and report.
 
-A contender wraps one buffer as a ``Store`` and hands over how to make it:
+A contender wraps one buffer as a ``Store`` and passes its constructor:
 
     task = parse_arguments()
     run("numpy", task, PlainArrays, packages=("numpy",))
@@ -30,30 +30,30 @@ Rows: TypeAlias = dict[str, Array]
 
 KEYS = ("obs", "action", "reward", "next_obs", "terminated")
 INSERTS = (1, 16, 512)
-"""Rows handed over at a time: one environment's step, a few environments', a chunk of a rollout."""
+"""Rows per insert: a step of one environment, a step of several, a chunk of a rollout."""
 
 FILL_ROWS = 1000
-"""Rows handed over at a time while the buffer is filled; divides every capacity."""
+"""Rows per insert while the buffer is filled; divides every capacity."""
 
 POOL_ROWS = 4000
-"""Different images: enough to be in no cache, and a fifth of the memory that as many as the capacity would take."""
+"""Number of different images: too many for a cache, and a fifth of the memory of a full buffer."""
 
 ALPHA, BETA = 0.6, 0.4
 """Exponents of the priorities and of the importance weights (Schaul et al., 2016)."""
 
 PRIORITY_BATCHES = 64
-"""Different batches of priorities, made before the clock starts."""
+"""Number of different batches of priorities, made before the clock starts."""
 
 WARM_UP_BATCHES = 200
-"""Batches that get new priorities first, so that the priorities differ."""
+"""Batches whose priorities are updated before the measurement, so that priorities differ."""
 
 MALLOPT = {-3: 32 * 2**20, -1: 2**30}
-"""M_MMAP_THRESHOLD and M_TRIM_THRESHOLD of glibc: arrays of up to 32 MiB come out of memory that was freed before."""
+"""M_MMAP_THRESHOLD and M_TRIM_THRESHOLD of glibc: arrays of up to 32 MiB reuse freed memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Observations:
-    """A kind of observation, and how much of it is kept and sampled."""
+    """A kind of observation, with capacity and batch size."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -69,16 +69,16 @@ OBSERVATIONS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What is to be measured, as read from the command line."""
+    """The measurement to make, from the command line."""
 
     observations: str
     sampler: Literal["uniform", "prioritised"]
     seconds: float
-    """Measured time of each number."""
+    """Seconds of each measurement."""
     shrink: int = 1
-    """The capacity is divided by it; more than 1 only to try the benchmark out."""
+    """Divisor of the capacity; more than 1 only to test the benchmark itself."""
     mode: str | None = None
-    """Which of its set-ups the contender is to use; None where it has one."""
+    """The contender's set-up; None if it has only one."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -102,51 +102,51 @@ class Task:
 
 
 Way: TypeAlias = tuple[Callable[[Rows], Any], Callable[[Any], None]]
-"""How rows are made native, not timed, and how these are inserted."""
+"""Converts rows to the buffer's native form, which is not timed, and inserts them."""
 
 
 class Store:
-    """A buffer, as its contender wraps it. What comes and goes has the form that is native to the buffer."""
+    """A buffer, as its contender wraps it; rows and batches have the buffer's native form."""
 
     next_obs: ClassVar[str] = "stored"
-    """How the buffer keeps the following observation."""
+    """How the buffer stores the next observation."""
     fixed_inserts: ClassVar[bool] = False
-    """True where the rows of one insert are fixed at construction: then each number of rows gets a buffer."""
+    """True if the rows per insert are fixed at construction; then each number of rows gets a buffer."""
     takes_any_rows: ClassVar[bool] = False
-    """True where rows need not have all of KEYS: then rows of nothing but an observation are sampled, too."""
+    """True if rows may lack some of KEYS; then rows with only an observation are measured, too."""
 
     def __init__(self, task: Task, rows_per_insert: int) -> None:
         raise NotImplementedError
 
     def native(self, rows: Rows) -> Any:
-        """``rows`` as a user of this buffer would have them; not timed."""
+        """Convert ``rows`` to the form that a user of this buffer would have; not timed."""
         return rows
 
     def insert(self, rows: Any) -> None:
         raise NotImplementedError
 
     def ways(self) -> list[Way]:
-        """How rows can be inserted; for each number of rows the fastest counts."""
+        """Ways to insert rows; for each number of rows the fastest counts."""
         return [(self.native, self.insert)]
 
     def sample(self, batch_size: int) -> Any:
-        """A batch with all of KEYS; prioritised, also with weights and what ``update`` needs."""
+        """Sample a batch with all of KEYS; if prioritised, also with weights and what ``update`` needs."""
         raise NotImplementedError
 
     def update(self, batch: Any, priorities: Array) -> None:
-        """New priorities for the rows of ``batch``."""
+        """Set new priorities for the rows of ``batch``."""
         raise NotImplementedError
 
     def arrays(self, batch: Any) -> Rows:
-        """The batch as NumPy arrays; not timed."""
+        """Convert the batch to NumPy arrays; not timed."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """End what the buffer started."""
+        """Stop processes and threads of the buffer."""
 
 
 class Source:
-    """The rows that are inserted. A row's reward is its number, by which it is known again in a batch."""
+    """The rows that are inserted; a row's reward is its number, which identifies it in a batch."""
 
     def __init__(self, task: Task) -> None:
         rng = np.random.default_rng(1)
@@ -169,7 +169,7 @@ class Source:
         }
 
     def check(self, batch: Rows, *, next_obs: bool) -> None:
-        """Raise where ``batch`` is not made of the rows that were inserted."""
+        """Raise if ``batch`` does not consist of inserted rows."""
         rows = row_numbers(batch) % self.size
         expected = {"obs": self.frames[rows], "action": self.action[rows], "terminated": self.terminated[rows]}
         if next_obs:
@@ -177,11 +177,11 @@ class Source:
         for key, values in expected.items():
             found = batch[key].reshape(values.shape)
             if not np.array_equal(found, values):
-                raise AssertionError(f"the batch's {key} are not those of the rows that it says it is made of")
+                raise AssertionError(f"the batch's {key} are not those of the rows that its rewards identify")
 
 
 def images(rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
-    """A still background with a patch that moves: like a game's frames, and as compressible."""
+    """A static background with a moving patch: as compressible as the frames of a game."""
     frames = np.zeros(shape, np.uint8)
     frames[:] = rng.integers(0, 255, (*shape[1:2], 1, 1), np.uint8)
     for frame, (top, left) in zip(frames, rng.integers(0, 76, (len(frames), 2)), strict=True):
@@ -194,7 +194,7 @@ def row_numbers(batch: Rows) -> Array:
 
 
 def parse_arguments(*, modes: tuple[str, ...] = ()) -> Task:
-    """The task of the command line; ``modes`` are the set-ups that the contender knows, the default first."""
+    """Parse the command line; ``modes`` are the contender's set-ups, the default first."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--observations", choices=tuple(OBSERVATIONS), default="vector")
     parser.add_argument("--sampler", choices=("uniform", "prioritised"), default="uniform")
@@ -207,12 +207,12 @@ def parse_arguments(*, modes: tuple[str, ...] = ()) -> Task:
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:
-    """Calls of one kind."""
+    """Timed calls of one kind."""
 
     rows_per_second: float
-    """Rows over the time of all calls: what a call puts off for later ones to do counts."""
+    """Rows per second over all calls, so that work that a call defers to later calls counts."""
     median_us: float
-    """Of a call."""
+    """Median time of a call, in microseconds."""
     calls: int
 
     @classmethod
@@ -226,17 +226,17 @@ class Speed:
 
 @dataclass(frozen=True, kw_only=True)
 class AgainstNumpy:
-    """Batches of the buffer, and plain arrays indexed by the same rows, in turn and in one process."""
+    """Batches of the buffer compared with plain arrays indexed by the same rows, alternately in one process."""
 
     keys: tuple[str, ...]
-    """Of the rows."""
+    """Keys of the rows."""
     batch_size: int
     repeats: int
     sample_us: float
     fancy_us: float
     take_us: float
     times_fancy: float
-    """How many times as long a batch takes as ``array[rows]`` of all keys; of medians."""
+    """Median time of a batch divided by that of ``array[rows]`` for all keys."""
     times_take: float
 
 
@@ -249,9 +249,9 @@ class Report:
     sampler: str
     capacity: int
     speeds: dict[str, Speed]
-    """By what was done and with how many rows, such as ``insert 16``."""
+    """By operation and number of rows, such as ``insert 16``."""
     against_numpy: list[AgainstNumpy]
-    """For whole rows, and where the buffer takes these for rows of nothing but an observation."""
+    """For whole rows and, if the buffer supports them, for rows with only an observation."""
     next_obs: str
     notes: str = ""
     versions: dict[str, str] = field(default_factory=dict)
@@ -304,10 +304,10 @@ def run(
 
 
 def keep_freed_memory() -> None:
-    """Have the allocator keep what is freed, where it is glibc's.
+    """Make glibc's allocator keep freed memory; does nothing with other allocators.
 
-    Otherwise what happened to be freed before decides whether the pages of every batch of images are given back
-    and come anew, which takes several times as long as copying the rows, and differs from one contender to the next.
+    Otherwise the history of allocations decides whether the pages of every batch of images are returned to the kernel
+    and zeroed again, which takes several times as long as copying the rows and differs between contenders.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -327,7 +327,7 @@ def spread_priorities(store: Store, batch_size: int) -> None:
 
 
 def measure_sampling(store: Store, task: Task, batch_size: int) -> dict[str, Speed]:
-    """Batches, and after each, where there are priorities, new ones for its rows: as a learner does it."""
+    """Time batches and, if there are priorities, their update after each batch, as in a learner."""
     clock = time.perf_counter
     priorities = new_priorities(batch_size)
     sampling, updating = [], []
@@ -347,7 +347,7 @@ def measure_sampling(store: Store, task: Task, batch_size: int) -> dict[str, Spe
 
 
 def measure_inserting(store: Store, source: Source, task: Task, count: int) -> Speed:
-    """Inserts of ``count`` rows into a buffer that is full, where each takes the place of the oldest."""
+    """Time inserts of ``count`` rows into a full buffer, which replace the oldest rows."""
     return min((measure_way(way, source, task, count) for way in store.ways()), key=lambda speed: speed.median_us)
 
 
@@ -368,7 +368,7 @@ def measure_way(way: Way, source: Source, task: Task, count: int) -> Speed:
 
 
 def compare_observations(make: Callable[[Task, int], Store], source: Source, task: Task) -> AgainstNumpy:
-    """As ``compare_with_numpy``, of rows that are nothing but an observation, whose first entry is the row's number."""
+    """Like ``compare_with_numpy``, for rows with only an observation, whose first entry is the row's number."""
     frames = source.frames[: task.capacity].copy()
     frames[:, 0] = np.arange(task.capacity)
     store = make(task, FILL_ROWS)
@@ -381,9 +381,9 @@ def compare_observations(make: Callable[[Task, int], Store], source: Source, tas
 
 
 def compare_with_numpy(store: Store, rows: Rows, numbers: Callable[[Rows], Array], task: Task) -> AgainstNumpy:
-    """Time batches and plain indexing of the same ``rows``, whose ``numbers`` a batch tells, alternately.
+    """Time batches and plain indexing of the same ``rows`` alternately; ``numbers`` reads the row numbers of a batch.
 
-    The plain arrays are memory of their own and every batch has fresh rows, so neither side finds its rows in a cache.
+    The plain arrays are separate memory and every batch has other rows, so neither side finds its rows in a cache.
     """
     clock = time.perf_counter
     batch_size = max(task.batches)
@@ -398,7 +398,7 @@ def compare_with_numpy(store: Store, rows: Rows, numbers: Callable[[Rows], Array
         batch = store.sample(batch_size)
         sampling.append(clock() - began)
         chosen = numbers(store.arrays(batch))
-        # One of the two per batch: the second would find the rows in the cache.
+        # Only one of the two per batch, because the second would find the rows in the cache.
         if len(sampling) % 2:
             began = clock()
             taken = {key: values[chosen] for key, values in plain.items()}

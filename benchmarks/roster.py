@@ -1,4 +1,4 @@
-"""Who takes part in the benchmarks against peers, and which interpreter runs each."""
+"""The contenders of the benchmarks against peers, and the interpreter of each."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ OWN = "farstep"
 """The virtual environment of this repository; every other name is one of setup_peers.py."""
 
 LIMITS = {"eager": "limit-eager", "fast": "limit-fast"}
-"""The limit that a contender is held against, by its kind of inference."""
+"""The limit that a contender is compared with, by kind of inference."""
 
 FARSTEP = ("farstep-stream", "farstep-collect")
-"""The contenders that the others are held against: the faster of these."""
+"""The contenders that others are compared with: the faster of these."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Contender:
-    """A script, its options, and where its packages are installed."""
+    """A script, its options, and the environment of its packages."""
 
     name: str
     script: str
     venv: str
     options: tuple[str, ...] = ()
     inference: str = "eager"
-    """``fast`` where farstep's own inference path acts, ``eager`` where the policy is called as it is."""
+    """``fast`` if farstep's recorded inference path acts, ``eager`` if the policy is called directly."""
     by_default: bool = True
-    """False for variants: they run when ``--only`` names them."""
+    """False for variants, which run only if ``--only`` names them."""
 
     @property
     def interpreter(self) -> Path | None:
-        """The Python to run it with; None where that is not installed."""
+        """The Python interpreter to run it with; None if it is not installed."""
         home = BENCHMARKS.parent / ".venv" if self.venv == OWN else BENCHMARKS / ".venvs" / self.venv
         marker = home if self.venv == OWN else home / "installed.json"
         python = home / "bin" / "python"
@@ -102,13 +102,13 @@ CONTENDERS = (
 
 @dataclass(frozen=True, kw_only=True)
 class BufferContender(Contender):
-    """A buffer in one set-up, and the ways of sampling that it has."""
+    """A buffer in one set-up, and the samplers that it supports."""
 
     samplers: tuple[str, ...] = ("uniform", "prioritised")
 
 
 BUFFER_LIMITS = ("numpy-fancy", "numpy-take", "numpy-out")
-"""What cannot be beaten: the same rows out of plain arrays; each is the limit of something else."""
+"""Upper limits: the same rows from plain arrays, one for each kind of measurement."""
 
 BUFFERS = (
     BufferContender(name="numpy-fancy", script="buffer_numpy.py", venv=OWN, options=("--mode", "fancy")),
@@ -139,11 +139,11 @@ BUFFERS = (
 
 
 def choose(among: Sequence[AnyContender], only: list[str], skip: list[str]) -> list[AnyContender]:
-    """Those that ``only`` names (patterns as in a shell; none: the usual ones) less those that ``skip`` names."""
+    """Contenders that ``only`` names (shell patterns; empty: the default ones), without those that ``skip`` names."""
     for pattern in (*only, *skip):
         if not any(fnmatchcase(contender.name, pattern) for contender in among):
             known = ", ".join(contender.name for contender in among)
-            raise ValueError(f"no contender is called {pattern!r}; known are {known}")
+            raise ValueError(f"no contender matches {pattern!r}; known: {known}")
     return [
         contender
         for contender in among

@@ -1,4 +1,4 @@
-"""One contender, run as a process of its own, with the CPU time that others took meanwhile."""
+"""Runs one contender in a separate process, and measures the CPU time of other processes meanwhile."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from roster import AnyContender, Contender
 AnyCase = TypeVar("AnyCase")
 Status = Literal["ok", "failed", "timeout", "not installed"]
 DISTURBED_CORES = 0.2
-"""A run counts as disturbed when others kept more cores than this busy."""
+"""A run counts as disturbed if other processes kept more cores than this busy."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What became of one run."""
+    """The outcome of one run."""
 
     contender: str
     status: Status
     report: dict[str, Any] | None = None
-    """What the contender printed; None where it did not come so far."""
+    """The report that the contender printed; None if it failed."""
     reason: str = ""
-    """Why there is no report, in one line."""
+    """The reason why there is no report, in one line."""
     wall_s: float = 0.0
     own_cpu_s: float = 0.0
     others_cpu_s: float = 0.0
@@ -43,17 +43,17 @@ class Run:
 
     @property
     def others_cores(self) -> float:
-        """How many cores others kept busy during the run, on average."""
+        """Mean number of cores that other processes kept busy during the run."""
         return self.others_cpu_s / self.wall_s if self.wall_s else 0.0
 
     @property
     def disturbed(self) -> bool:
-        """Whether others took so much that the number says more about them."""
+        """Whether other processes took too much CPU time for the result to be meaningful."""
         return self.others_cores > DISTURBED_CORES
 
 
 class Plan(Protocol[AnyCase]):
-    """What to run, in its order."""
+    """The runs to make, in order."""
 
     @property
     def timeout_s(self) -> float: ...
@@ -62,7 +62,7 @@ class Plan(Protocol[AnyCase]):
     def num_runs(self) -> int: ...
 
     def __iter__(self) -> Iterator[tuple[AnyCase, int, Contender]]:
-        """Case, number of the round from 1, contender."""
+        """Case, number of the round (from 1), and contender."""
 
     def arguments(self, case: AnyCase) -> list[str]: ...
 
@@ -80,7 +80,7 @@ def runs_in(
 
 
 def turns(contenders: Sequence[AnyContender], rounds: int) -> Iterator[tuple[int, AnyContender]]:
-    """Who runs in which round; every other round backwards, so that nobody always runs after the same one."""
+    """The contenders of each round; every other round is reversed, so that the order varies."""
     for number in range(1, rounds + 1):
         for contender in contenders if number % 2 else contenders[::-1]:
             yield number, contender
@@ -89,7 +89,7 @@ def turns(contenders: Sequence[AnyContender], rounds: int) -> Iterator[tuple[int
 def execute(
     plan: Plan[AnyCase], results: dict[AnyCase, dict[str, list[Run]]], outcome: Callable[[AnyCase, Run], str]
 ) -> None:
-    """Carry out the plan, with a line per run; who failed once in a case is not run again in it."""
+    """Carry out the plan and print a line per run; a contender that failed in a case is not run in it again."""
     started = time.monotonic()
     for index, (case, number, contender) in enumerate(plan, start=1):
         runs = results[case][contender.name]
@@ -103,7 +103,7 @@ def execute(
 
 
 def run(contender: Contender, arguments: list[str], timeout_s: float) -> Run:
-    """Run ``contender`` to its end or to ``timeout_s``; nothing of it is alive afterwards."""
+    """Run ``contender`` until it ends or until ``timeout_s``; none of its processes survive."""
     if contender.interpreter is None:
         return Run(contender=contender.name, status="not installed", reason=f"install: {contender.how_to_install}")
     started = time.monotonic()
@@ -126,7 +126,7 @@ def run(contender: Contender, arguments: list[str], timeout_s: float) -> Run:
 
 
 def run_command(command: list[str], folder: Path, timeout_s: float) -> tuple[Status, str, str]:
-    """Run ``command`` in ``folder``, in a session of its own; its status, output and errors."""
+    """Run ``command`` in ``folder``, in a new session; returns its status, output and errors."""
     # Files, not pipes: a grandchild that outlives the contender would keep a pipe open.
     output, errors = folder / "stdout", folder / "stderr"
     with output.open("wb") as stdout, errors.open("wb") as stderr:
@@ -144,7 +144,7 @@ def run_command(command: list[str], folder: Path, timeout_s: float) -> tuple[Sta
             status = "timeout"
         finally:
             end_group(process)
-            kill_children()  # what the contender left behind
+            kill_children()  # processes that the contender left behind
     return status, output.read_text(errors="replace"), errors.read_text(errors="replace")
 
 
@@ -157,7 +157,7 @@ def end_group(process: subprocess.Popen[bytes]) -> None:
 
 
 def last_report(output: str) -> dict[str, Any] | None:
-    """The last line that a contender printed as a report; libraries print lines of their own."""
+    """The last line of output that is a report; libraries may print other lines."""
     for line in reversed(output.splitlines()):
         try:
             found = json.loads(line)
@@ -169,7 +169,7 @@ def last_report(output: str) -> dict[str, Any] | None:
 
 
 def last_line(errors: str) -> str:
-    """The last line of the errors that says something, cut to a table's width."""
+    """The last informative line of the errors, shortened to the width of a table."""
     lines = [line.strip() for line in errors.splitlines() if line.strip()]
     named = [line for line in lines if "Error" in line and not line.startswith(("raise ", "File "))]
     return (named or lines or ["it printed no report and no error"])[-1][:200]

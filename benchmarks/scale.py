@@ -1,11 +1,11 @@
-"""One head and ever more workers: what it costs the head, and where it ends.
+"""Cost of a growing number of workers for one head, up to its limit.
 
     python benchmarks/scale.py [--workers 10 100 300 1000] [--seconds 10] [--out benchmarks/results/scale.json]
 
-Workers are simulated (see `crowd.py`): they have the connections of real ones and talk as real ones do, sealed and with
-heartbeats, but have no environments, so that the head is what is measured. They live in two processes of this machine.
-Each row: chunks per second, CPU seconds of the head per thousand chunks and per second of being idle, its memory, and
-how long a round takes from the first ticket to the last chunk.
+Workers are simulated (see `crowd.py`): they have the connections of real workers and send the same messages, encrypted
+and with heartbeats, but have no environments, so that the head is what is measured. They run in two processes of this
+machine. Each row has chunks per second, CPU seconds of the head per thousand chunks and per idle second, its memory,
+and the duration of a round from the first ticket to the last chunk.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ MARKS = ("<!-- scale: begin -->", "<!-- scale: end -->")
 NODES = 2
 
 
-class Nobody:
-    """An agent that nobody calls."""
+class UnusedAgent:
+    """An agent that is never called."""
 
     def act(self, obs: Any) -> Any:
         return np.zeros(len(obs), np.int64)
@@ -48,10 +48,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, nargs="+", default=[10, 100, 300, 1000])
     parser.add_argument("--envs", type=int, default=8, help="environments of each worker")
-    parser.add_argument("--steps", type=int, default=128, help="rows of a chunk")
-    parser.add_argument("--seconds", type=float, default=10.0, help="of each measurement")
+    parser.add_argument("--steps", type=int, default=128, help="steps of each environment per chunk")
+    parser.add_argument("--seconds", type=float, default=10.0, help="seconds of each measurement")
     parser.add_argument("--out", type=Path, default=BENCHMARKS / "results" / "scale.json")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table there, between its marks")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table to this file, between its marks")
     options = parser.parse_args()
     logging.basicConfig(level=logging.WARNING)
     document: dict[str, Any] = {**header("scale.py"), "rows": []}
@@ -81,7 +81,7 @@ def measure(shell: str, workers: int, envs: int, steps: int, seconds: float) -> 
         timeouts={"connect_s": 600.0, "construct_s": 600.0, "load_s": 600.0, "idle_s": 600.0},
     )
     began = time.monotonic()
-    agent = Nobody()
+    agent = UnusedAgent()
     source = {"env_name": "CartPole-v1", "envs_per_node": envs * per_node, "seed": 1, "compression": "none"}
     with farstep.ClusterEnv(source, config) as env:
         env.launch()

@@ -1,10 +1,10 @@
-"""How farstep's cost grows: with workers, with environments, with rollout length; and what starting costs.
+"""Growth of farstep's cost with workers, environments and rollout length; and the time to start.
 
     python benchmarks/scaling.py [--seconds 3] [--rounds 3] [--out benchmarks/results/scaling.json]
 
-Steps per second per worker should stay what they are for one worker while there are cores, and the head's CPU time
-per step should fall with longer chunks: it works per chunk, not per step. Runs are interleaved; the best of the rounds
-counts, since other work on the machine can only slow a run down.
+Steps per second per worker should stay constant while there are cores, and the head's CPU time per step should fall
+with longer chunks, because the head works per chunk. Runs are interleaved; the best of the rounds counts, because other
+processes on the machine can only slow a run down.
 """
 
 from __future__ import annotations
@@ -44,24 +44,24 @@ class Args:
 
     env: str = "CartPole-v1"
     seconds: float = 3.0
-    """time of one measurement"""
+    """seconds of one measurement"""
     rounds: int = 3
-    """the best of so many, interleaved"""
+    """interleaved rounds, of which the best counts"""
     envs_per_worker: int = 32
-    """while the number of workers changes"""
+    """environments per worker while the number of workers varies"""
     workers: tuple[int, ...] = WORKERS
-    """how many workers, while that changes"""
+    """numbers of workers, while that varies"""
     sweeps: tuple[Literal["workers", "environments", "rollout length"], ...] = (
         "workers",
         "environments",
         "rollout length",
     )
-    """what to vary"""
+    """quantity to vary"""
     out: Path = Path(__file__).parent / "results" / "scaling.json"
 
 
 def measure(env_id: str, workers: int, num_envs: int, steps: int, seconds: float, mode: str) -> dict[str, Any]:
-    """Collect for a while; what it gave and what it cost the head."""
+    """Collect for `seconds`; returns steps per second and the head's CPU time."""
     if mode in ("alone", "in step"):
         return alone(env_id, workers, num_envs // workers, steps, seconds, mode)
     policy = make_policy(Workload(env=env_id, num_envs=num_envs, steps=steps, seconds=seconds, sampler="eager"))
@@ -72,7 +72,7 @@ def measure(env_id: str, workers: int, num_envs: int, steps: int, seconds: float
         env.collect(policy, steps=steps)
         first = time.monotonic()
         start = env.stats()["start"]
-        streams = {"stream": None, "first come": workers}  # chunks per batch: one of each worker, or whoever is first
+        streams = {"stream": None, "first come": workers}  # chunks per batch; None: one of each worker
         batches = env.stream(policy, steps=steps, num_chunks=streams[mode]) if mode in streams else None
         cpu, clock, count = _cpu_s(), time.monotonic(), 0
         while time.monotonic() - clock < seconds:
@@ -92,9 +92,9 @@ def measure(env_id: str, workers: int, num_envs: int, steps: int, seconds: float
 
 
 def alone(env_id: str, workers: int, num_envs: int, steps: int, seconds: float, mode: str) -> dict[str, Any]:
-    """What the machine itself allows: as many processes with a worker's work each, that know nothing of each other.
+    """The limit of the machine: the same number of independent processes, each with the work of a worker.
 
-    "In step" they wait for the last of them after each rollout, which `collect` has to do and nothing else can undo.
+    "In step", all wait for the slowest after each rollout, as `collect` must.
     """
     context = multiprocessing.get_context("spawn")
     barrier, results = context.Barrier(workers), context.Queue()
@@ -123,7 +123,7 @@ def _alone(env_id: str, num_envs: int, steps: int, seconds: float, barrier: Any,
         env.collect(policy, steps=steps)
         barrier.wait(120)
         clock, count = time.monotonic(), 0
-        with suppress(BrokenBarrierError):  # the first that has had its time ends it for all
+        with suppress(BrokenBarrierError):  # the first process whose time is over ends the measurement for all
             while time.monotonic() - clock < seconds:
                 env.collect(policy, steps=steps)
                 if in_step:
@@ -140,14 +140,14 @@ def _cpu_s() -> float:
 
 
 def threads_per_core() -> int:
-    """How many of the machine's "cores" share one: more processes than real cores slow each other down."""
+    """Hardware threads per core; more processes than real cores slow each other down."""
     siblings = Path("/sys/devices/system/cpu/cpu0/topology/thread_siblings_list")
     text = siblings.read_text().strip() if siblings.exists() else "0"
     return len(text.replace("-", ",").split(","))
 
 
 def best(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """The round that was disturbed least."""
+    """The best round, which was disturbed least."""
     return max(runs, key=lambda run: run["steps_per_second"])
 
 
@@ -193,7 +193,7 @@ def main(args: Args) -> None:
 
 
 def summary(document: dict[str, Any]) -> str:
-    """Thousand steps per second per worker in Markdown, a row per mode and a column per number of workers."""
+    """A Markdown table of thousand steps per second per worker, by mode and number of workers."""
     runs = {(row["mode"], row["workers"]): row for row in document["results"]["workers"]}
     modes, counts = (list(dict.fromkeys(key[i] for key in runs)) for i in (0, 1))
 
@@ -210,7 +210,7 @@ def summary(document: dict[str, Any]) -> str:
 
 
 def table(what: str, rows: list[dict[str, Any]]) -> Table:
-    """One sweep."""
+    """The table of one sweep."""
     first = {row["mode"]: row["steps_per_second_per_worker"] for row in reversed(rows)}
     shown = Table("", "workers", "envs", "T", "steps/s", "per worker", "of the first", "slowest", "head CPU s/1e6")
     shown.title = f"as {what} grow{'s' if what == 'rollout length' else ''}"

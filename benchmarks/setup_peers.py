@@ -1,7 +1,7 @@
-"""Virtual environments of the peers that the benchmarks compare farstep with.
+"""Creates the virtual environments of the peers that the benchmarks compare farstep with.
 
 Each peer gets ``.venvs/<name>`` beside this file, with pinned versions. A second call installs nothing
-unless the pins changed; a peer that cannot be installed is reported in one line and the others go on.
+unless the pins changed; a peer that cannot be installed is reported in one line, and the others are installed.
 
     python benchmarks/setup_peers.py                 # all peers
     python benchmarks/setup_peers.py envpool rllib   # some
@@ -34,33 +34,33 @@ ENVS = (
     "opencv-python-headless==5.0.0.93",
     "pygame-ce==2.5.8",
 )
-"""The environments, in the versions that farstep itself is measured with (see constraints.txt)."""
+"""Packages of the environments, in the versions that farstep is measured with (see constraints.txt)."""
 
 OLD_ENVS = ("gymnasium==0.29.1", "ale-py==0.12.1", "opencv-python-headless==4.11.0.86", "pygame-ce==2.5.8")
-"""The same for a peer that stopped at Gymnasium 0.29 and NumPy 1."""
+"""The same for a peer that supports only Gymnasium 0.29 and NumPy 1."""
 
 BOX2D = ("box2d==2.3.10", "box2d-py==2.3.8")
-"""What LunarLander needs: the first has wheels for x86-64 only, the second compiles anywhere."""
+"""Packages of LunarLander: the first has wheels for x86-64 only, the second compiles anywhere."""
 
 INSTALL_TIMEOUT_S = 1800.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Peer:
-    """A peer: what pip installs into its environment, after torch and before Box2D."""
+    """A peer: the packages that pip installs into its environment, after torch and before Box2D."""
 
     name: str
     requirements: tuple[str, ...]
     sources: tuple[str, ...] = ()
-    """Packages whose unpacked source is put on the path, because building them needs more than PyPI."""
+    """Packages whose unpacked source is put on the path, because they cannot be built from PyPI alone."""
     extensions: tuple[str, ...] = ()
-    """Packages whose C++ extension is compiled again, for this torch, from the source in their wheel."""
+    """Packages whose C++ extension is recompiled for this torch, from the source in their wheel."""
     bare: bool = False
     """True for a peer that needs neither torch nor environments."""
 
     @property
     def pins(self) -> list[str]:
-        """Everything that decides whether an existing environment is still the right one."""
+        """All pins; an existing environment with other pins is rebuilt."""
         recompiled = [f"recompiled {package}" for package in self.extensions]
         return [*self.requirements] if self.bare else [TORCH, *self.requirements, *self.sources, *recompiled, *BOX2D]
 
@@ -77,7 +77,7 @@ PEERS = (
     Peer(name="sample-factory", requirements=("sample-factory==2.1.1", *OLD_ENVS)),
     Peer(name="torchrl", requirements=("torchrl==0.14.1", "tensordict==0.14.3", *ENVS), extensions=("torchrl",)),
     Peer(name="rllib", requirements=("ray[rllib]==2.60.0", "gymnasium==1.2.2", *ENVS[1:])),
-    # Scripts, not a package: what they import, with the Gymnasium that they are written for. The script comes with git.
+    # CleanRL is a set of scripts, not a package: these are its imports, with the Gymnasium that it supports.
     Peer(name="cleanrl", requirements=("gymnasium==0.29.1", "numpy==1.26.4", "tyro==1.0.16", "pygame-ce==2.5.8")),
     # Wheels for x86-64 and Python up to 3.11 only, and no source on PyPI.
     Peer(name="reverb", requirements=("dm-reverb[tensorflow]==0.14.0",), bare=True),
@@ -85,7 +85,7 @@ PEERS = (
 
 
 class InstallError(Exception):
-    """A command of an installation failed; the message is the line that says why."""
+    """A command of an installation failed; the message is the line of output with the reason."""
 
 
 def main() -> int:
@@ -95,7 +95,7 @@ def main() -> int:
     names = parser.parse_args().names or list(known)
     unknown = [name for name in names if name not in known]
     if unknown:
-        parser.error(f"unknown peer {', '.join(unknown)}; known are {', '.join(known)}")
+        parser.error(f"unknown peer {', '.join(unknown)}; known: {', '.join(known)}")
     failures = {}
     for index, name in enumerate(names, start=1):
         say(f"[{index}/{len(names)}] {name}")
@@ -115,7 +115,7 @@ def main() -> int:
 
 
 def install(peer: Peer) -> str:
-    """Make ``peer``'s environment what its pins say, and tell in one word what that took."""
+    """Install ``peer``'s environment as pinned; returns what was done, in a few words."""
     home = VENVS / peer.name
     marker = home / "installed.json"
     if marker.exists() and json.loads(marker.read_text()) == peer.pins:
@@ -126,7 +126,7 @@ def install(peer: Peer) -> str:
         pip(python, "install", *peer.requirements)
         marker.write_text(json.dumps(peer.pins))
         return "installed"
-    # torch goes first and stays: pip would otherwise replace it by the newest one, built for GPUs.
+    # torch is installed first and kept; otherwise pip would replace it with the newest one, built for GPUs.
     keep_torch = VENVS / "constraints.txt"
     keep_torch.write_text(f"{TORCH}\n")
     pip(python, "install", TORCH)
@@ -141,7 +141,7 @@ def install(peer: Peer) -> str:
 
 
 def add_box2d(python: Path) -> None:
-    """Box2D from a wheel where there is one, else from a wheel that is compiled once for all peers."""
+    """Install Box2D from a published wheel, or from a wheel that is compiled once for all peers."""
     prebuilt, compiled = BOX2D
     try:
         pip(python, "install", "--only-binary", ":all:", "--no-deps", prebuilt)
@@ -159,8 +159,8 @@ def add_source(python: Path, requirement: str) -> None:
     package = requirement.partition("==")[0]
     target = python.parent.parent / "src" / package
     with tempfile.TemporaryDirectory() as scratch:
-        # pip unpacks a source distribution before it asks setup.py for metadata, and setup.py fails at once
-        # where NumPy is missing; --no-clean leaves what was unpacked.
+        # pip unpacks a source distribution before it gets metadata from setup.py, and setup.py fails at once
+        # if NumPy is missing; --no-clean keeps the unpacked files.
         source_only = ("--no-binary", ":all:", "--no-deps", "--no-build-isolation", "--no-clean")
         try:
             pip(builder(), "download", *source_only, "--dest", scratch, requirement, scratch=scratch)
@@ -183,10 +183,10 @@ def add_source(python: Path, requirement: str) -> None:
 
 
 def recompile(python: Path, package: str) -> None:
-    """Compile the extension of ``package`` for the torch that is installed.
+    """Compile the extension of ``package`` for the installed torch.
 
-    TorchRL's wheels hold one for a single version of torch, and without it there are no prioritised buffers: 0.13's
-    is for a torch before 2.13.0 and 0.14's for one after. They hold its C++ source as well.
+    TorchRL's wheels contain an extension for a single version of torch (0.13: before 2.13.0; 0.14: after it), without
+    which there are no prioritised buffers. They also contain its C++ source.
     """
     say(f"      compiling the extension of {package}, about two minutes")
     pip(python, "install", "setuptools==80.9.0", "ninja==1.13.2")
@@ -212,7 +212,7 @@ with tempfile.TemporaryDirectory() as scratch:
 
 
 def builder() -> Path:
-    """The interpreter of an environment with the compilers' helpers and without NumPy."""
+    """The interpreter of an environment with build tools and without NumPy."""
     home = VENVS / "builder"
     marker = home / "installed.json"
     if marker.exists():
@@ -231,7 +231,7 @@ def create(home: Path) -> Path:
 
 
 def pip(python: Path, command: str, *arguments: object, scratch: str | None = None) -> None:
-    """Run pip under ``python``, with that environment's programs first on the path."""
+    """Run pip under ``python``, with the programs of that environment first on the path."""
     environment = with_programs_of(python)
     if scratch is not None:
         environment["TMPDIR"] = scratch
@@ -253,7 +253,7 @@ def with_programs_of(python: Path) -> dict[str, str]:
 
 
 def reason_in(lines: Iterable[str]) -> str:
-    """The line of pip's output that says most about a failure."""
+    """The most informative line of pip's output about a failure."""
     texts = [line.strip() for line in lines if line.strip()]
     for sign in ("no matching distribution", "modulenotfounderror", "error: command", "error:"):
         for text in texts:

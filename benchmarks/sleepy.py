@@ -1,4 +1,4 @@
-"""CartPole whose every step takes a time of its own, asleep: a simulator that runs elsewhere."""
+"""CartPole that sleeps for a random time in every step, like a simulator that runs elsewhere."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import gymnasium as gym
 import numpy as np
 
 SIGMA = 1.5
-"""Of the logarithm: the mean is 3.1 times the median, and one step in a hundred takes 33 times the median."""
+"""Standard deviation of the logarithm: the mean is 3.1 times the median, the 99th percentile 33 times."""
 
 
 class Sleepy(gym.Wrapper[Any, Any, Any, Any]):
@@ -32,5 +32,5 @@ class Sleepy(gym.Wrapper[Any, Any, Any, Any]):
 
 
 def cartpole(mean_ms: float, sigma: float = SIGMA) -> gym.Env[Any, Any]:
-    """For a worker; `mean_ms` is the mean time of a step."""
+    """Make an environment on a worker; `mean_ms` is the mean time of a step."""
     return Sleepy(gym.make("CartPole-v1"), mean_ms, sigma)

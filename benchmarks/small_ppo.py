@@ -1,4 +1,4 @@
-"""Clipped PPO in NumPy, for networks so small that a framework would take longer to call them than to compute them."""
+"""Clipped PPO in NumPy, for networks that are so small that the overhead of a framework would dominate."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LOG_2PI = float(np.log(2 * np.pi))
 
 
 class MLP:
-    """Layers with tanh between them; parameters are views of `flat`, gradients of `grad`."""
+    """Linear layers with tanh between them; parameters are views of `flat`, gradients views of `grad`."""
 
     def __init__(self, sizes: Sequence[int], flat: Array, grad: Array, gain: float, rng: np.random.Generator) -> None:
         self._weights, self._grads, at = [], [], 0
@@ -45,7 +45,7 @@ class MLP:
         return x
 
     def backward(self, out: Array) -> None:
-        """Add what the last call's output has for gradient to that of the parameters."""
+        """Backpropagate the gradient of the last call's output; adds to the gradients of the parameters."""
         for k in reversed(range(len(self._weights))):
             inputs, (weight, bias) = self._inputs[k], self._grads[k]
             weight += inputs.T @ out
@@ -61,7 +61,7 @@ def _orthogonal(rows: int, columns: int, rng: np.random.Generator) -> Array:
 
 
 class ActorCritic:
-    """Two layers of 64 each for actor and critic; discrete actions, or one number from a Gaussian."""
+    """Actor and critic with two layers of 64; discrete actions, or one number from a Gaussian."""
 
     def __init__(self, obs_size: int, num_actions: int | None, seed: int) -> None:
         rng = np.random.default_rng([seed, 0])
@@ -84,7 +84,7 @@ class ActorCritic:
         self.flat[:] = state["flat"]
 
     def log_probs(self, out: Array) -> Array:
-        """Of all actions, from the actor's output."""
+        """Log-probabilities of all actions, from the actor's output."""
         out = out - out.max(-1, keepdims=True)
         return out - np.log(np.exp(out).sum(-1, keepdims=True))
 
@@ -108,7 +108,7 @@ class ActorCritic:
 
 @dataclass(kw_only=True)
 class PPO:
-    """Clipped PPO with GAE; the values of spec 2.4."""
+    """Clipped PPO with GAE; hyper-parameters of spec 2.4."""
 
     gamma: float = 0.95
     gae_lambda: float = 0.9

@@ -1,15 +1,15 @@
-"""Staggered resets against environments that all begin together, with short rollouts of long episodes.
+"""Staggered resets compared with environments that all start together, with short rollouts of long episodes.
 
     python benchmarks/stagger.py                                  # the chain and Pendulum: about ten minutes on a core
     python benchmarks/stagger.py --quick                          # a minute: one seed, few updates; nothing is written
     python benchmarks/stagger.py --only 'N_B=*' naive --seeds 5
     python benchmarks/stagger.py --show benchmarks/results/stagger.json    # only the table and the plots
 
-The chain (`chain.py`) is learned by PPO over `ClusterEnv.collect` with rollouts of K=5 steps of episodes of H=200, so
-that without staggering an update sees a fortieth of an episode and the next time 40 updates later. Measured after each
-update: F[u, b], the probability of the right action, as a mean over block b; and the mean squared error of V against
-the exact value of the policy at all positions. Pendulum-v1, with episodes of 1,000 steps and rollouts of 10, is
-evaluated on episodes of 200 steps, never staggered.
+PPO with `ClusterEnv.collect` learns the chain (`chain.py`) from rollouts of K=5 steps of episodes of H=200, so that
+without staggering an update sees a fortieth of an episode, and sees it again only 40 updates later. Measured after each
+update: F[u, b], the mean probability of the right action in block b; and the mean squared error of V against the exact
+value of the policy at all positions. Pendulum-v1, with episodes of 1,000 steps and rollouts of 10, is evaluated on
+episodes of 200 steps, never staggered.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ IMAGES = Path(__file__).parent.parent / "docs" / "images"
 
 @dataclass(kw_only=True)
 class Args:
-    """Train on the chain and on Pendulum with several schedules; compare what is learned, forgotten and how fast."""
+    """Train on the chain and on Pendulum with several schedules; compare accuracy, forgetting and speed."""
 
     seeds: int = 3
     jobs: int = 1
-    """runs at the same time"""
+    """runs in parallel"""
     only: tuple[str, ...] = ("*",)
-    """patterns of the names of cases"""
+    """names of cases, as shell patterns"""
     quick: bool = False
-    """one seed and an eighth of the updates, to see whether it works"""
+    """one seed and an eighth of the updates, to test the benchmark itself"""
     out: Path = RESULTS / "stagger.json"
     show: Path | None = None
     """only print the table and draw the plots of these results"""
@@ -92,7 +92,7 @@ CASES = [
     Case(name="Pendulum, N_B=64", stagger={"horizon": 1000}, **PENDULUM),
 ]
 DRAWN = ("naive", "N_B=40")
-"""Cases whose forgetting matrices are drawn, side by side."""
+"""Cases whose forgetting matrices are drawn side by side."""
 
 
 # ---- the tasks ----
@@ -123,7 +123,7 @@ def train_chain(case: Case, seed: int) -> dict[str, Any]:
 
 
 def exact_values(chance: Any, gamma: float) -> Any:
-    """Of the ungated chain: from each position one walks to the end."""
+    """Exact values of the policy in the ungated chain, which is walked to its end from each position."""
     values, value = np.zeros(len(chance)), 0.0
     for p in reversed(range(len(chance))):
         values[p] = value = chance[p] + gamma * value
@@ -167,7 +167,7 @@ def train_pendulum(case: Case, seed: int) -> dict[str, Any]:
             ppo.update(model, env.collect(model, steps=case.steps))
             if (update + 1) % EVALUATE_EVERY == 0:
                 greedy.flat[:] = model.flat
-                test.reset(seed=100)  # the same 20 starts each time
+                test.reset(seed=100)  # the same 20 initial states each time
                 curve.append(float(test.collect(greedy, steps=_EVALUATED_STEPS).episodes["return"].mean()))
         stats = env.stats()
     reached = np.flatnonzero(np.array(curve) >= -400)
@@ -185,7 +185,7 @@ def train_pendulum(case: Case, seed: int) -> dict[str, Any]:
 
 
 def train(case: Case, seed: int) -> tuple[dict[str, Any], Any]:
-    """What a run came to, and its course."""
+    """The result of a run, and its curves."""
     began = time.process_time()
     result = (train_pendulum if case.task == "pendulum" else train_chain)(case, seed)
     curves = {key: result.pop(key) for key in ("curve", "matrix") if key in result}
@@ -204,7 +204,7 @@ def main(args: Args) -> None:
         chosen = [replace(case, updates=max(EVALUATE_EVERY, case.updates // 8)) for case in chosen]
     seeds = range(1, (1 if args.quick else args.seeds) + 1)
     began, runs, curves = time.monotonic(), [], []
-    os.environ["OMP_NUM_THREADS"] = "1"  # of the processes to come; the matrices are small
+    os.environ["OMP_NUM_THREADS"] = "1"  # threads of the child processes; the matrices are small
     with concurrent.futures.ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn")) as pool:
         waiting = [pool.submit(train, case, seed) for case in chosen for seed in seeds]
         for done in waiting:
@@ -231,7 +231,7 @@ def curves_of(path: Path) -> Path:
 
 
 def mean(document: dict[str, Any], case: str, key: str) -> float | None:
-    """Over seeds; None if it is so for most of them."""
+    """Mean over seeds; None if at least half of them are None."""
     found = [run[key] for run in document["runs"] if run["case"] == case]
     known = [value for value in found if value is not None]
     return float(np.mean(known)) if 2 * len(known) > len(found) else None
@@ -260,7 +260,7 @@ def show(document: dict[str, Any], curves: list[dict[str, Any]], console: Consol
 
 
 def chain_summary(document: dict[str, Any]) -> str:
-    """Means of the seeds in Markdown."""
+    """A Markdown table of means over seeds."""
     titles = {"accuracy": "accuracy", "updates_to_0.7": "updates to 0.7", "forgetting": "forgetting"}
     titles |= {"value_mse": "value error", "stagger_steps": "discarded"}
     names = [case["name"] for case in document["cases"] if case["task"] != "pendulum"]
@@ -269,7 +269,7 @@ def chain_summary(document: dict[str, Any]) -> str:
 
 
 def pendulum_summary(document: dict[str, Any]) -> str:
-    """Means of the seeds, and the return of each, in Markdown."""
+    """A Markdown table of means over seeds, with the return of each seed."""
     rows = []
     for name in (case["name"] for case in document["cases"] if case["task"] == "pendulum"):
         by_seed = ", ".join(f"{run['return']:.0f}" for run in document["runs"] if run["case"] == name)

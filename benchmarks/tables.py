@@ -12,7 +12,7 @@ from runner import DISTURBED_CORES, Run
 
 @dataclass(frozen=True)
 class Case:
-    """What the contenders were asked to collect."""
+    """The workload of a case."""
 
     env: str
     num_envs: int
@@ -40,7 +40,7 @@ Results = dict[Case, dict[str, list[Run]]]
 def rates_of(
     runs: Sequence[Run], rate: Callable[[Run], float | None] = lambda run: run.steps_per_second
 ) -> Rates | None:
-    """Rates of the runs that others left alone; where they left none alone, of all."""
+    """Rates of the runs that other processes did not disturb; of all runs if every one was disturbed."""
     calm = [run for run in runs if not run.disturbed]
     for chosen in (calm, runs):
         found = [number for run in chosen if (number := rate(run)) is not None]
@@ -50,20 +50,20 @@ def rates_of(
 
 
 def ratio_to_limit(name: str, rates: dict[str, Rates]) -> Rates | None:
-    """``name`` against the limit with the same kind of inference."""
+    """Rate of ``name`` divided by that of the limit with the same kind of inference."""
     inference = next(contender.inference for contender in CONTENDERS if contender.name == name)
     limit = rates.get(LIMITS[inference])
     return rates[name].over(limit) if limit and name in rates else None
 
 
 def ratio_of_farstep(name: str, rates: dict[str, Rates]) -> Rates | None:
-    """The faster of farstep's two ways of collecting against ``name``."""
+    """Rate of the faster of farstep's two ways of collecting divided by that of ``name``."""
     own = [rates[candidate] for candidate in FARSTEP if candidate in rates]
     return max(own, key=lambda found: found.median).over(rates[name]) if own and name in rates else None
 
 
 def case_table(case: Case, runs: dict[str, list[Run]]) -> str:
-    """Everything about one case, a row per contender."""
+    """The table of one case, with a row per contender."""
     rates = {name: found for name, done in runs.items() if (found := rates_of(done))}
     rows = [
         [
@@ -84,7 +84,7 @@ def case_table(case: Case, runs: dict[str, list[Run]]) -> str:
 
 
 def summary(results: Results) -> str:
-    """All cases side by side: rates, then ratios to the limit."""
+    """All cases side by side: a table of rates and a table of ratios to the limit."""
     cases = list(results)
     names = list(dict.fromkeys(name for runs in results.values() for name in runs))
     rates = {
@@ -113,7 +113,7 @@ def summary(results: Results) -> str:
 
 
 def load(others_cores: Sequence[float]) -> str:
-    """How busy the machine was besides the runs, in words; nothing where there were no runs."""
+    """A sentence about the load of the machine by other processes; empty without runs."""
     if not others_cores:
         return ""
     return (

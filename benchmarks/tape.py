@@ -1,4 +1,4 @@
-"""Pong as it was recorded once: environments that cost nothing, with the observations of a real one."""
+"""Environments that play a recording of Pong: real observations at almost no cost."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FRAMES = 512
 
 @cache
 def recording(seed: int = 0) -> Any:
-    """Stacks of four frames `[FRAMES, 4, 84, 84]` of a random player."""
+    """Stacks of four frames of a random policy, `[FRAMES, 4, 84, 84]`."""
     import ale_py
 
     gymnasium.register_envs(ale_py)
@@ -33,7 +33,7 @@ def recording(seed: int = 0) -> Any:
 
 
 class PongTape(gymnasium.Env[Any, Any]):
-    """Plays the recording from a place that its seed says."""
+    """Plays the recording from a position that the seed determines."""
 
     observation_space = gymnasium.spaces.Box(0, 255, (4, 84, 84), np.uint8)
     action_space = gymnasium.spaces.Discrete(6)

@@ -26,7 +26,7 @@ README_MARKS = ("<!-- throughput: begin -->", "<!-- throughput: end -->")
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What to run, how often and for how long."""
+    """Contenders, cases, rounds and durations."""
 
     cases: list[Case]
     contenders: list[Contender]
@@ -40,7 +40,7 @@ class Plan:
         return len(self.cases) * len(self.contenders) * self.rounds
 
     def __iter__(self) -> Iterator[tuple[Case, int, Contender]]:
-        """Case by case, so that what is compared ran close together."""
+        """Ordered by case, so that runs that are compared are close in time."""
         for case in self.cases:
             for number, contender in turns(self.contenders, self.rounds):
                 yield case, number, contender
@@ -73,7 +73,7 @@ def main() -> int:
     try:
         execute(plan, results, outcome)
     except KeyboardInterrupt:
-        print("\ninterrupted; what was measured so far:")
+        print("\ninterrupted; results so far:")
     for case, runs in results.items():
         if any(runs.values()):
             print(f"\n{case_table(case, runs)}")
@@ -93,15 +93,15 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=128, help="length T of a rollout")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each contender in each case")
     parser.add_argument("--seconds", type=float, default=4.0, help="measured time of one run")
-    parser.add_argument("--timeout", type=float, default=240.0, help="seconds after which a run is ended")
+    parser.add_argument("--timeout", type=float, default=240.0, help="seconds after which a run is killed")
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="contenders, as shell patterns")
-    parser.add_argument("--skip", nargs="+", default=[], metavar="NAME", help="likewise, to leave out")
+    parser.add_argument("--skip", nargs="+", default=[], metavar="NAME", help="contenders to skip, as shell patterns")
     parser.add_argument("--out", type=Path, default=BENCHMARKS / "results" / "throughput.json")
     parser.add_argument(
         "--markdown",
         type=Path,
         metavar="FILE",
-        help="write the summary there: between its marks in a README, else as the whole file",
+        help="write the summary to this file: between its marks if it has them, otherwise as the whole file",
     )
     options = parser.parse_args()
     try:
@@ -118,7 +118,7 @@ def outcome(case: Case, done: Run) -> str:
 
 
 def write_json(path: Path, plan: Plan, results: Results) -> None:
-    """The machine, the command and every single run."""
+    """The results document: machine, command and every run."""
     document = {
         **header("throughput.py"),
         "rounds": plan.rounds,

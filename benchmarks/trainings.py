@@ -1,7 +1,7 @@
-"""Runs of `farstep train` for a benchmark: several at a time, over several sittings.
+"""Runs `farstep train` for a benchmark: several trainings at a time, over several sittings.
 
 A training that was stopped, by `--minutes` or by a signal, continues from its last checkpoint in the next sitting. A
-training that ended continues when it is asked for more steps. Metrics are read from the folder of the run.
+finished training continues if the next sitting has a larger number of steps. Metrics are read from the run folder.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from roster import BENCHMARKS
 
 RUNS = BENCHMARKS / "runs"
 PROGRESS_S = 60.0
-"""Seconds between lines about trainings that are under way."""
+"""Seconds between progress lines."""
 GRACE_S = 60.0
-"""Seconds that a training has to write its checkpoint when time is up."""
+"""Seconds that a training has for its checkpoint when time is up."""
 STOPPED = (130, 143)
-"""Exit statuses of a training that wrote a checkpoint because it was told to stop."""
+"""Exit statuses of a training that a signal stopped, after it wrote a checkpoint."""
 
 Metrics = dict[str, Any]
 """One line of metrics.jsonl."""
@@ -36,26 +36,26 @@ Metrics = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """One call of `farstep train`, and the folder that its run is kept in."""
+    """One command `farstep train`, and its run folder."""
 
     name: str
-    """Of the folder; two trainings with one name are one run."""
+    """Name of the run folder; trainings with the same name are the same run."""
     learner: str
     options: tuple[str, ...]
-    """All but the total steps and those about folders."""
+    """Options, without the total steps and the folders."""
     total_steps: int
     restarts: bool = False
-    """Whether a run that was stopped starts again instead of continuing, because its seconds are compared."""
+    """Whether a stopped run starts over instead of being continued, because its seconds are compared."""
 
     @property
     def command(self) -> str:
-        """As a user would type it."""
+        """The command, as a user would type it."""
         return " ".join(("farstep train", self.learner, *self.options, "--total-steps", str(self.total_steps)))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sitting:
-    """How trainings are carried out now; built from the options that every such benchmark takes."""
+    """Parallelism, time limit and folder of this sitting, from the options that these benchmarks share."""
 
     jobs: int
     minutes: float | None
@@ -65,9 +65,11 @@ class Sitting:
     def add_options(parser: argparse.ArgumentParser, jobs: int = 1) -> None:
         parser.add_argument("--jobs", type=int, default=jobs, help="trainings at a time")
         parser.add_argument(
-            "--minutes", type=float, help="stop after this time, with checkpoints; the same command continues"
+            "--minutes",
+            type=float,
+            help="stop after this time, with checkpoints; run the same command again to continue",
         )
-        parser.add_argument("--runs", type=Path, default=RUNS, help="where the folders of runs are kept meanwhile")
+        parser.add_argument("--runs", type=Path, default=RUNS, help="folder for run folders")
 
     @classmethod
     def of(cls, options: argparse.Namespace) -> Sitting:
@@ -77,9 +79,9 @@ class Sitting:
         """Carry out trainings; returns whether all of them ended.
 
         Args:
-            trainings: What to train, in this order; those whose run exists already continue.
+            trainings: The trainings, in order; a training whose run folder exists is continued.
             finished: Called in this thread with the index of a training that has ended and the lines of its
-                metrics.jsonl; returns what to print about it.
+                metrics.jsonl; returns the text to print about it.
         """
         progress = _Progress(trainings, self.folder)
         deadline = None if self.minutes is None else time.monotonic() + 60 * self.minutes
@@ -112,18 +114,18 @@ class Sitting:
 
 
 class _Progress:
-    """How much of a sitting is done, and how long the rest takes at the rate so far."""
+    """Completed trainings of the sitting, and the estimated time of the rest."""
 
     def __init__(self, trainings: Sequence[Training], folder: Path) -> None:
         self._trainings, self._folder = trainings, folder
         self._began, self._steps_before = time.monotonic(), sum(map(self._steps, trainings))
         self.ended: set[int] = set()
-        """Indices of trainings that need no further step."""
+        """Indices of trainings that are complete."""
 
     def __str__(self) -> str:
         steps = list(map(self._steps, self._trainings))
         ended = [steps[index] for index in self.ended]
-        # One that has ended may have needed fewer steps than it was allowed.
+        # A training may end before its limit of steps.
         needed = sum(ended) / len(ended) if ended else None
         left = [index for index in range(len(steps)) if index not in self.ended]
         rest = sum(max(0.0, (needed or self._trainings[index].total_steps) - steps[index]) for index in left)
@@ -138,21 +140,23 @@ class _Progress:
 
 
 def _carried_out(training: Training, folder: Path, deadline: float | None, stop: threading.Event) -> str:
-    """Train, and continue a run that exists; returns `ended`, or in words why it has not."""
+    """Train, or continue an existing run; returns `ended`, or the reason why it has not ended."""
     if stop.is_set() or (deadline is not None and time.monotonic() > deadline):
         return "not started"
     run = folder / training.name
     steps = ("--total-steps", str(training.total_steps))
     if not training.restarts and any((run / "checkpoints").glob("[!.]*")):
-        # It may have been begun on another machine, whose key this one does not have; the options are of this script.
+        # The run may come from another machine with another key; its options come from this script, so it is trusted.
         arguments = ["--resume", str(run), "--trust", *steps]
     else:
-        shutil.rmtree(run, ignore_errors=True)  # nothing, or stopped before its first checkpoint
+        shutil.rmtree(run, ignore_errors=True)  # no run, or stopped before its first checkpoint
         arguments = [*training.options, *steps, "--folder", str(folder), "--name", training.name]
     folder.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "farstep", "train", training.learner, *arguments]
     with (folder / f"{training.name}.log").open("w") as log:
-        path = os.pathsep.join(filter(None, (str(BENCHMARKS), os.environ.get("PYTHONPATH"))))  # for factories here
+        path = os.pathsep.join(
+            filter(None, (str(BENCHMARKS), os.environ.get("PYTHONPATH")))
+        )  # so that environment factories in this folder can be imported
         environment = os.environ | {"PYTHONPATH": path}
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
         status = _status(process, deadline)
@@ -177,7 +181,7 @@ def _status(process: subprocess.Popen[bytes], deadline: float | None) -> int:
 
 
 def metrics_of(run: Path) -> list[Metrics]:
-    """The lines of a run so far; one that is being written is left out."""
+    """The complete lines of metrics.jsonl so far."""
     try:
         text = (run / "metrics.jsonl").read_text()
     except FileNotFoundError:
@@ -186,7 +190,7 @@ def metrics_of(run: Path) -> list[Metrics]:
 
 
 def evaluations(metrics: Sequence[Metrics]) -> list[list[float]]:
-    """Steps of every evaluation, mean return and deviation over its episodes."""
+    """Steps, mean return and standard deviation of every evaluation."""
     found = {int(line["eval/step"]): line for line in metrics if "eval/step" in line}
     return [
         [step, round(found[step]["eval/return_mean"], 1), round(found[step]["eval/return_std"], 1)]
@@ -195,7 +199,7 @@ def evaluations(metrics: Sequence[Metrics]) -> list[list[float]]:
 
 
 def curve(metrics: Sequence[Metrics], names: Mapping[str, int], points: int) -> list[list[float]]:
-    """Steps and other metrics of about so many updates, the last one included; digits to round each to."""
+    """Steps and metrics of about `points` updates, including the last; `names` gives digits to round to."""
     lines = [line for line in metrics if all(name in line for name in names)]
     every = max(1, -(-len(lines) // points))
     kept = lines[::every] if not lines or (len(lines) - 1) % every == 0 else [*lines[::every], lines[-1]]
@@ -203,7 +207,7 @@ def curve(metrics: Sequence[Metrics], names: Mapping[str, int], points: int) -> 
 
 
 def summed(metrics: Sequence[Metrics], names: Sequence[str]) -> tuple[list[list[float]], int]:
-    """Counters that restart with every process of a run, as counters that do not; and how often they restarted."""
+    """Make counters that restart with every process of a run cumulative; also returns the number of restarts."""
     totals, last, found, restarts = [0.0] * len(names), [0.0] * len(names), [], 0
     for line in metrics:
         values = [float(line[name]) for name in names]

@@ -1,17 +1,18 @@
-"""What pipelining the transfer of rollouts saves: one iteration of a learner behind a slow link, pipelines off and on.
+"""Time that pipelined transfer of rollouts saves in one iteration of a learner behind a slow link.
 
     python benchmarks/transfer.py                       # 16 actors x 512 steps of 84x84x4 frames over 50 MB/s
     python benchmarks/transfer.py --actors 4 --steps 64 --rounds 1
 
-Workers send their chunks over TCP through a loopback interface of 50 MB/s (a network namespace of the benchmark's own,
-``tc tbf``). An iteration is: roll, transfer, advantages, and one pass of gradients over everything with a convolutional
-network, a worker's frames at a time, one optimiser step at the end. The contenders differ in what overlaps:
+Workers send their chunks over TCP through a loopback interface of 50 MB/s (in a separate network namespace, throttled
+by ``tc tbf``). An iteration is: roll, transfer, compute advantages, and compute the gradient over all rows with a
+convolutional network, one worker's frames at a time, with one optimiser step at the end. The contenders differ in what
+overlaps:
 
     off            collect, then learn
-    minibatches    a worker's gradients as soon as its chunk is there
-    rows           chunks are sent while they are rolled; then as off
-    dual           advantages while observations travel; then as minibatches
-    in-turn        as dual, two workers' observations at a time
+    minibatches    compute a worker's gradients as soon as its chunk has arrived
+    rows           send chunks while they are rolled; then as off
+    dual           compute advantages while observations are transferred; then as minibatches
+    in-turn        as dual, with the observations of two workers at a time
     all            all of these
 
 All of them see the same rows and end with the same gradient. Rounds are interleaved.
@@ -44,7 +45,7 @@ from farstep.workflow.pipeline import minibatches
 
 FRAME = (4, 84, 84)
 PUBLISHED = 0.1176
-"""What ARTOS reports to gain."""
+"""Fraction of time that ARTOS reports to save."""
 CONTENDERS: dict[str, farstep.TransferTrigger | None] = {
     "off": None,
     "minibatches": None,
@@ -72,14 +73,14 @@ class Args:
     megabytes_per_second: float = 50.0
     rounds: int = 3
     step_ms: float = 2.0
-    """what an environment's step takes, asleep: the cores are the learner's"""
+    """time of an environment step, in which it sleeps, so that the learner has the cores"""
     channels: int = 4
-    """of the network's first layer: how long learning takes"""
+    """channels of the network's first layer, which determine how long learning takes"""
     out: Path = Path(__file__).parent / "results" / "transfer.json"
 
 
 class Frames(gymnasium.Env[Any, Any]):
-    """Shows frames that were drawn before, at a steady pace."""
+    """Returns pre-generated frames at a constant rate."""
 
     observation_space = gymnasium.spaces.Box(0, 255, FRAME, np.uint8)
     action_space = gymnasium.spaces.Discrete(4)
@@ -137,7 +138,7 @@ def advantages(batch: farstep.Batch) -> np.ndarray:
 
 
 def iteration(name: str, env: farstep.ClusterEnv, policy: Policy, optimizer: Any, args: Args) -> dict[str, float]:
-    """One iteration; seconds until the first gradient, and in all."""
+    """Run one iteration; returns the seconds until the first gradient and in total."""
     began, first = time.perf_counter(), 0.0
     if name in ("off", "rows"):
         batch = env.collect(policy, steps=args.steps)
@@ -169,7 +170,7 @@ def _columns(batch: farstep.Batch, column: int) -> Any:
 
 
 def slow_loopback(bytes_per_second: float) -> None:
-    """Put this process, and all it starts, behind a loopback of that rate."""
+    """Move this process and its children behind a loopback interface of that rate."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(CLONE_NEWNET) != 0:
         raise LinkError(f"no network namespace: {os.strerror(ctypes.get_errno())}; run as root")
@@ -196,7 +197,7 @@ def main(args: Args) -> None:
         for name, transfer in CONTENDERS.items():
             torch.manual_seed(0)
             policy = Policy(args.channels)
-            optimizer = torch.optim.SGD(policy.parameters(), lr=0.0)  # so that every iteration does the same
+            optimizer = torch.optim.SGD(policy.parameters(), lr=0.0)  # so that all iterations do the same work
             env_config: dict[str, Any] = {
                 "type": "factory", "env_name": Frames, "env_kwargs": {"step_ms": args.step_ms},
                 "envs_per_node": args.actors, "seed": 1, "inference": "eager",
@@ -214,7 +215,7 @@ def main(args: Args) -> None:
 
 
 def summary(document: dict[str, Any]) -> str:
-    """Medians over rounds, in Markdown."""
+    """A Markdown table of medians over rounds."""
     of = {name: [run for run in document["runs"] if run["contender"] == name] for name in CONTENDERS}
     off = median(run["seconds"] for run in of["off"])
     rows = []

@@ -62,7 +62,7 @@ class Args:
 
 
 def fire(dispatcher: Dispatcher, delivery: Any, actors: int, others: int, firings: int) -> list[float]:
-    """Chunks of every actor in turn; microseconds of each that makes the first trigger fire."""
+    """Insert chunks of all actors in turn; returns microseconds of each chunk that fires the first trigger."""
     ledger = Ledger(["obs", "action", "reward"])
     for _ in range(others):
         dispatcher.add(TimeTrigger(10**9, unit="env_steps"), Direct(print))
@@ -253,7 +253,7 @@ def latency(args: Args) -> dict[str, dict[str, float]]:
 
 
 def summary(document: dict[str, Any]) -> str:
-    """In Markdown."""
+    """The table of latencies, in Markdown."""
     found = document["microseconds"]
     rows = [[name, f"{cell['median']:.0f}", f"{cell['p95']:.0f}"] for name, cell in found.items()]
     return table(["", "median, µs", "95th percentile, µs"], rows)

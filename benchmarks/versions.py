@@ -1,4 +1,4 @@
-"""Which versions a contender ran with; for every virtual environment, so only the standard library."""
+"""Versions that a contender ran with; imports only the standard library, to work in every virtual environment."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 
 def versions_of(*packages: str) -> dict[str, str]:
-    """Versions of Python and of those of ``packages`` that are installed."""
+    """Versions of Python and of the installed ones of ``packages``."""
     found = {"python": platform.python_version()}
     for package in packages:
         try:

@@ -1,7 +1,7 @@
-"""What every contender of the throughput benchmark shares: environments, policy, arrays and the clock.
+"""Shared by all contenders of the throughput benchmark: environments, policy, arrays and clock.
 
 A contender collects whole rollouts of ``steps`` times ``num_envs`` transitions (obs, action, logprob, value,
-reward and both kinds of episode end) into arrays of its own:
+reward and both kinds of episode end) into arrays that it owns:
 
     workload = parse_arguments()
     policy = make_policy(workload)
@@ -38,12 +38,12 @@ Array: TypeAlias = npt.NDArray[Any]
 
 PIXEL_ENVS = ("ALE/Pong-v5",)
 NUM_PROCESSES = 2
-"""Processes a contender may keep busy: one per core of the machines that the published numbers are from."""
+"""Processes that a contender may keep busy: one per core of the machines of the published numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What is to be collected, as read from the command line."""
+    """The rollouts to collect, from the command line."""
 
     env: str
     num_envs: int
@@ -51,9 +51,9 @@ class Workload:
     seconds: float
     sampler: Sampler
     mode: str | None = None
-    """Which of the ways of collecting that the contender knows; None where it knows one."""
+    """The contender's way of collecting; None if it has only one."""
     inference: str | None = None
-    """Which of the ways of calling the policy that the contender knows; None where it knows one."""
+    """The contender's way of calling the policy; None if it has only one."""
 
     @property
     def transitions(self) -> int:
@@ -67,13 +67,13 @@ class Workload:
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """Full rollouts collected within the time budget, after one that warmed up."""
+    """Full rollouts collected within the time budget, after one warm-up rollout."""
 
     transitions: int
     rollouts: int
     seconds: float
     startup_s: float = 0.0
-    """From the start of the clock's module to the end of the first rollout."""
+    """Seconds from the import of this module to the end of the first rollout."""
 
     @property
     def steps_per_second(self) -> float:
@@ -81,10 +81,10 @@ class Measurement:
 
 
 def parse_arguments(*, modes: tuple[str, ...] = (), inferences: tuple[str, ...] = ()) -> Workload:
-    """The workload of the command line.
+    """Parse the command line.
 
-    ``modes`` and ``inferences`` are the ways of collecting and of calling the policy that the contender
-    knows, the default first.
+    ``modes`` and ``inferences`` are the contender's ways of collecting and of calling the policy, the
+    default first.
     """
     parser = argparse.ArgumentParser()
     parser.add_argument("--env", default="CartPole-v1")
@@ -103,7 +103,7 @@ def parse_arguments(*, modes: tuple[str, ...] = (), inferences: tuple[str, ...] 
 
 
 def make_env(env_id: str) -> gym.Env[Any, Any]:
-    """One environment, as every Python contender gets it; Pong as four stacked frames of 84x84."""
+    """Make one environment, the same for every Python contender; Pong has four stacked frames of 84x84."""
     if env_id not in PIXEL_ENVS:
         # Gymnasium 0.29 has LunarLander up to v2, which differs from v3 in a wind that is off by default.
         known = env_id in gym.registry or env_id != "LunarLander-v3"
@@ -111,7 +111,7 @@ def make_env(env_id: str) -> gym.Env[Any, Any]:
     import ale_py.registration
 
     if env_id not in gym.registry:
-        # Importing ale_py registers its environments, but gives up half-way under Gymnasium 0.29.
+        # Importing ale_py registers its environments, but stops half-way under Gymnasium 0.29.
         ale_py.registration.register_v5_envs()
     env = gym.make(env_id, frameskip=1, disable_env_checker=True)
     env = gym.wrappers.AtariPreprocessing(env, frame_skip=4)
@@ -121,7 +121,7 @@ def make_env(env_id: str) -> gym.Env[Any, Any]:
 
 
 class PlainFrames(gym.ObservationWrapper):
-    """Gymnasium 0.29's lazily stacked frames as the array that later versions return."""
+    """Converts Gymnasium 0.29's lazily stacked frames to the array that later versions return."""
 
     def observation(self, observation: object) -> Array:
         return np.asarray(observation)
@@ -136,7 +136,7 @@ def spaces_of(env_id: str) -> tuple[gym.spaces.Box, gym.spaces.Discrete]:
 
 
 class Policy(nn.Module):
-    """An actor-critic with the two methods that farstep asks of an agent."""
+    """An actor-critic with the two methods that farstep requires of an agent."""
 
     def __init__(self, observation_shape: tuple[int, ...], num_actions: int, sampler: Sampler) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ class Policy(nn.Module):
         self.sampler = sampler
 
     def act(self, obs: Array | Tensor) -> dict[str, Tensor]:
-        """Sampled actions with their log-probabilities and values, for a batch of observations."""
+        """Sample actions, with log-probabilities and values, for a batch of observations."""
         with torch.no_grad():
             features = self.trunk(torch.as_tensor(obs))
             logits = self.actor(features)
@@ -187,7 +187,7 @@ def mlp(num_inputs: int, num_outputs: int) -> nn.Sequential:
 
 
 class Scale(nn.Module):
-    """Bytes to numbers between 0 and 1."""
+    """Converts bytes to numbers between 0 and 1."""
 
     def forward(self, pixels: Tensor) -> Tensor:
         return pixels.float() / 255.0
@@ -231,7 +231,7 @@ class Rollout:
 
     @classmethod
     def empty(cls, workload: Workload, num_envs: int | None = None, steps: int | None = None) -> Rollout:
-        """Arrays for ``workload``; ``num_envs`` and ``steps`` where one process holds a part of it."""
+        """Allocate arrays for ``workload``; ``num_envs`` and ``steps`` are given if one process has a part of it."""
         space, _ = spaces_of(workload.env)
         shape = (steps or workload.steps, num_envs or workload.num_envs)
         return cls(
@@ -245,7 +245,7 @@ class Rollout:
         )
 
     def write_action(self, t: int, obs: Array, output: Mapping[str, Tensor]) -> Array:
-        """Store what the policy saw and did at ``t``; the actions, as NumPy."""
+        """Store observations and outputs of the policy at ``t``; returns the actions as NumPy arrays."""
         self.obs[t] = obs
         self.action[t] = action = output["action"].numpy()
         self.logprob[t] = output["logprob"].numpy()
@@ -253,7 +253,7 @@ class Rollout:
         return action
 
     def write_outcome(self, t: int, reward: Array, terminated: Array, truncated: Array) -> None:
-        """Store what the environments answered at ``t``."""
+        """Store rewards and ends of episodes at ``t``."""
         self.reward[t] = reward
         self.terminated[t] = terminated
         self.truncated[t] = truncated
@@ -263,9 +263,9 @@ _STARTED = time.perf_counter()
 
 
 def measure(collect: Callable[[], int], seconds: float, warm: Callable[[], object] | None = None) -> Measurement:
-    """Call ``collect`` for ``seconds``, after one call that is not counted.
+    """Call ``collect`` for ``seconds``, after one warm-up call.
 
-    ``collect`` gathers one full rollout and returns how many transitions that were; ``warm`` is called
+    ``collect`` collects one full rollout and returns its number of transitions; ``warm`` is called
     between the warm-up and the start of the clock.
     """
     collect()
@@ -309,7 +309,7 @@ def report(
     sampler: str | None = None,
     packages: tuple[str, ...] = (),
 ) -> None:
-    """Print the result as one line of JSON; ``sampler`` where the contender used one of its own."""
+    """Print the result as one line of JSON; ``sampler`` is given if the contender used its own."""
     line = Report(
         contender=contender,
         env=workload.env,

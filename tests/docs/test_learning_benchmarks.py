@@ -63,7 +63,7 @@ def test_run_that_is_in_the_results_is_not_made_again(tmp_path: Path) -> None:
         [sys.executable, *command, "--runs", str(tmp_path / "runs")], capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
-    assert "0 runs" in done.stdout and "all of these runs are there" in done.stdout
+    assert "0 runs" in done.stdout and "all runs are complete" in done.stdout
     assert not (tmp_path / "runs").exists() and (tmp_path / "defaults-ppo.png").exists()
 
 

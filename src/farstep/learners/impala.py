@@ -112,7 +112,7 @@ class Impala(OnPolicy):
         log_rhos = (rollout.proximal - rollout.logprob).numpy(force=True)
         ends = rollout.terminated, rollout.truncated, rollout.final_value
         rewards, discounts, _ = fold_ends(rollout.reward, *ends, config.gamma)
-        found = vtrace(
+        arrays = vtrace(
             log_rhos,
             rewards,
             rollout.value,
@@ -124,7 +124,7 @@ class Impala(OnPolicy):
             config.vtrace_lambda,
             valid=valid,
         )
-        targets, advantages = (torch.from_numpy(array).to(self.device) for array in found)
+        targets, advantages = (torch.from_numpy(array).to(self.device) for array in arrays)
         return targets, advantages, _ratio_metrics(log_rhos[valid], config.rho_bar)
 
     def _loss(self, minibatch: Minibatch) -> tuple[Tensor, Mapping[str, Tensor]]:

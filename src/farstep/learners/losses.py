@@ -348,13 +348,13 @@ def _rows(valid: Tensor | None, **rows: Tensor) -> tuple[list[Tensor], _Counted]
     """The rows in float32 or float64, 0 where not valid; all but the first are detached."""
     first = next(iter(rows.values()))
     _check_shapes(first, **rows)
-    found = [first, *(array.detach() for array in list(rows.values())[1:])]
-    found = [array if array.dtype in (torch.float32, torch.float64) else array.float() for array in found]
+    arrays = [first, *(array.detach() for array in list(rows.values())[1:])]
+    arrays = [array if array.dtype in (torch.float32, torch.float64) else array.float() for array in arrays]
     if valid is None:
-        return found, _Counted(None, max(first.numel(), 1))
+        return arrays, _Counted(None, max(first.numel(), 1))
     _check_shapes(first, valid=valid)
     valid = valid.bool()
-    return [torch.where(valid, array, 0.0) for array in found], _Counted(valid, valid.sum().clamp(min=1))
+    return [torch.where(valid, array, 0.0) for array in arrays], _Counted(valid, valid.sum().clamp(min=1))
 
 
 def _half_square(errors: Tensor, huber_delta: float | None) -> Tensor:
@@ -386,9 +386,9 @@ def _upper_quantile(rows: Tensor, counted: _Counted, share: float) -> Tensor:
     """
     if not rows.numel():
         return rows.sum()
-    found = rows if counted.valid is None else torch.where(counted.valid, rows, 0.0)
+    valid_rows = rows if counted.valid is None else torch.where(counted.valid, rows, 0.0)
     place = share * (torch.as_tensor(counted.number, device=rows.device) - 1)
-    top = found.flatten().topk(min(rows.numel(), math.ceil(share * rows.numel()) + 1)).values
+    top = valid_rows.flatten().topk(min(rows.numel(), math.ceil(share * rows.numel()) + 1)).values
     ends = top.take(torch.stack([place.floor(), place.ceil()]).long())
     return ends[0].lerp(ends[1], place.frac().to(ends.dtype))
 

@@ -20,7 +20,7 @@ from farstep.learners.optimizing import Loss, Optimizer, Schedule, onednn_for_im
 from farstep.learners.rollout import Rollout, prepare
 
 
-class Rates(Protocol):
+class OptimizerOptions(Protocol):
     """Options that all on-policy learners have."""
 
     @property
@@ -56,7 +56,7 @@ class OnPolicy:
         device: Device of the learner, as torch names it.
     """
 
-    def __init__(self, agent: ActorCritic, config: Rates, seed: int, device: str) -> None:
+    def __init__(self, agent: ActorCritic, config: OptimizerOptions, seed: int, device: str) -> None:
         self.device = torch.device(device)
         self.agent = agent.to(self.device)
         self._optimizer = Optimizer(agent, config.learning_rate, config.max_grad_norm, seed, config.value_lr)

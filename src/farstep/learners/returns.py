@@ -48,9 +48,9 @@ def usable(valid: Array, episode_start: Array, terminated: Array, truncated: Arr
     """
     valid, episode_start, ended = _flags(valid), _flags(episode_start), _flags(terminated) | _flags(truncated)
     _check_shapes(valid.shape, episode_start=episode_start, terminated=ended)
-    found = valid.copy()
-    found[:-1] &= ended[:-1] | (valid[1:] & ~episode_start[1:])
-    return found
+    usable_rows = valid.copy()
+    usable_rows[:-1] &= ended[:-1] | (valid[1:] & ~episode_start[1:])
+    return usable_rows
 
 
 def fold_ends(
