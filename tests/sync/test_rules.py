@@ -100,7 +100,7 @@ class Mute:
     ("broken", "words"),
     [
         (Hasty, "raised IndexError.*held=-1"),
-        (Vague, "answers 'perhaps'"),
+        (Vague, "returned 'perhaps'"),
         (Blind, r"Blind\.rows is 0; it must be an integer of at least 1"),
         (Backward, r"Backward\.probes is -1; it must be an integer of at least 0"),
         (Rooted, "cannot be sent to workers: TypeError"),
