@@ -222,7 +222,7 @@ def test_no_nonce_is_used_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 
     used: list[bytes] = []
     nonce = sealing._nonce
-    monkeypatch.setattr(sealing, "_nonce", lambda *place: used.append(nonce(*place)) or used[-1])
+    monkeypatch.setattr(sealing, "_nonce", lambda *place: used.append(nonce(*place)) or used[-1])  # type: ignore[func-returns-value]
     pair = Pair()
     for _ in range(20):
         pair.send(Side.WORKER, [os.urandom(3 * SEGMENT_BYTES // 2)])
