@@ -18,6 +18,7 @@ from typing import Any
 import aaps
 import async_return
 import async_tables
+import buffer
 import bulk
 import defaults
 import learning_tables
@@ -33,8 +34,6 @@ from children import run_script
 from document import put_between
 from roster import BENCHMARKS
 from runner import runs_in
-
-import buffer
 
 README = BENCHMARKS / "README.md"
 DOCS = BENCHMARKS.parent / "docs"

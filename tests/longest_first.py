@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections import Counter
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -37,7 +37,7 @@ class Recorder:
     """Sums the durations of the tests of each file, including fixtures."""
 
     def __init__(self) -> None:
-        self._seconds: Counter[str] = Counter()
+        self._seconds: defaultdict[str, float] = defaultdict(float)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self._seconds[_file(report.nodeid)] += report.duration

@@ -80,7 +80,7 @@ def test_cost_of_a_ticket_does_not_depend_on_the_number_of_workers(
 @pytest.mark.parametrize("remover", [LIFO(), Uniform(), Prioritized(), MinHeap(), MaxHeap()], ids=repr)
 def test_inserting_many_rows_at_once_costs_under_100_instructions_per_row(remover: Sampler) -> None:
     """Into a full buffer, whose remover chooses a row to remove for each new one."""
-    rows = {"obs": np.zeros((500, 4), np.float32), "reward": np.zeros(500)}
+    rows: dict[str, Any] = {"obs": np.zeros((500, 4), np.float32), "reward": np.zeros(500)}
     with Buffer(1000, Uniform(), remover=remover, seed=0) as buffer:
         for _ in range(3):
             buffer.insert(rows)

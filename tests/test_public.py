@@ -103,9 +103,9 @@ def test_all_configurations_are_found() -> None:
 
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_help_shows_the_text_of_every_option(kind: type) -> None:
-    shown = " ".join(pydoc.render_doc(kind, renderer=pydoc.plaintext).replace("|", " ").split())
+    shown = " ".join(pydoc.plain(pydoc.render_doc(kind)).replace("|", " ").split())
     docs = field_docs(kind)
-    for field in dataclasses.fields(kind):  # type: ignore[arg-type]
+    for field in dataclasses.fields(kind):
         assert docs.get(field.name), f"{kind.__name__}.{field.name} has no docstring"
         assert " ".join(docs[field.name].replace("|", " ").split()) in shown
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import pytest
@@ -45,7 +45,7 @@ def test_a_box_of_any_dtype(dtype: str) -> None:
         (spaces.Discrete(5), ArraySpec((), "<i8")),
         (spaces.Discrete(5, start=-2), ArraySpec((), "<i8")),
         (spaces.MultiDiscrete([3, 4]), ArraySpec((2,), "<i8")),
-        (spaces.MultiDiscrete([[3, 4], [1, 2]]), ArraySpec((2, 2), "<i8")),
+        (spaces.MultiDiscrete(cast(Any, [[3, 4], [1, 2]])), ArraySpec((2, 2), "<i8")),
         (spaces.MultiBinary(6), ArraySpec((6,), "|i1")),
         (spaces.MultiBinary((2, 3)), ArraySpec((2, 3), "|i1")),
     ],

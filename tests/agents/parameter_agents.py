@@ -47,7 +47,10 @@ class NumpyAgent(Base):
     """Written in place."""
 
     def __init__(self) -> None:
-        self.weights = {"w": np.arange(6.0).reshape(2, 3), "layers": [np.zeros(2, np.float32), np.ones((), np.int64)]}
+        self.weights: dict[str, Any] = {
+            "w": np.arange(6.0).reshape(2, 3),
+            "layers": [np.zeros(2, np.float32), np.ones((), np.int64)],
+        }
 
     def get_parameters(self) -> Any:
         return self.weights
@@ -57,7 +60,7 @@ class SetterAgent(Base):
     """Gets what `get_parameters` returns, in the same types."""
 
     def __init__(self) -> None:
-        self.parameters = {"w": torch.arange(3.0), "n": (np.arange(2), 1.5), "count": 3}
+        self.parameters: dict[str, Any] = {"w": torch.arange(3.0), "n": (np.arange(2), 1.5), "count": 3}
 
     def get_parameters(self) -> Any:
         return self.parameters

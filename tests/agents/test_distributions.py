@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -56,7 +56,7 @@ MAKERS: dict[str, Any] = {
     "cauchy": lambda g: td.Cauchy(normal((), g), normal((), g).exp()),
     "half-normal": lambda g: td.HalfNormal(normal((), g).exp()),
     "straight-through": lambda g: td.OneHotCategoricalStraightThrough(logits=normal((4,), g)),
-    "nested": lambda g: td.Independent(td.Independent(td.Beta(*(normal((2, 2), g).exp() for _ in "ab")), 1), 1),
+    "nested": lambda g: td.Independent(td.Independent(td.Beta(normal((2, 2), g).exp(), normal((2, 2), g).exp()), 1), 1),
 }
 
 
@@ -162,7 +162,7 @@ def test_divergences_of_nested_torch_families_add_up() -> None:
 
 
 @pytest.mark.parametrize(
-    "unknown", [td.VonMises(torch.ones(N), torch.ones(N)), td.RelaxedBernoulli(0.5, torch.ones(N))]
+    "unknown", [td.VonMises(torch.ones(N), torch.ones(N)), td.RelaxedBernoulli(cast(Any, 0.5), torch.ones(N))]
 )
 def test_a_family_whose_divergence_torch_does_not_know_is_refused(unknown: Any) -> None:
     with pytest.raises(AgentError, match=rf"torch {type(unknown).__name__}, for which torch has no kl_divergence"):

@@ -294,7 +294,7 @@ def test_a_buffer_is_left_alone_while_a_worker_reads_it_and_used_again_when_that
             read = store.payload()
             before = bytes(read)
             for version in range(1, 9):
-                agent.weights["w"] += 1  # type: ignore[operator]
+                agent.weights["w"] += 1
                 assert store.publish(agent) == version
                 assert bytes(read) == before
             reader.kill()
@@ -335,13 +335,13 @@ def test_a_setter_may_keep_parameters_in_another_order(only: str | None) -> None
 
 class CopyingAgent(NumpyAgent):
     def get_parameters(self) -> Any:
-        return {"w": self.weights["w"].copy()}  # type: ignore[attr-defined]
+        return {"w": self.weights["w"].copy()}
 
 
 class FrozenAgent(NumpyAgent):
     def __init__(self) -> None:
         super().__init__()
-        self.weights["w"].flags.writeable = False  # type: ignore[attr-defined]
+        self.weights["w"].flags.writeable = False
 
 
 @pytest.mark.parametrize("make", [JaxAgent, CopyingAgent, FrozenAgent], ids=lambda make: make.__name__)

@@ -133,7 +133,7 @@ class Forgetful(Module):
     def initial_state(self, n: int) -> Any:
         return {"age": torch.zeros(n)}
 
-    def act(self, obs: Any, state: Any, episode_start: Any) -> Any:
+    def act(self, obs: Any, state: Any, episode_start: Any) -> Any:  # type: ignore[override]
         age = (state["age"] * ~episode_start) + 1
         episode_start[:] = True
         return {"action": age, "state": {"age": age}}
@@ -152,7 +152,7 @@ class Remembers(Module):
     def initial_state(self, n: int) -> Any:
         return torch.zeros(n, 4)
 
-    def act(self, obs: Tensor, state: Tensor, episode_start: Tensor) -> Any:
+    def act(self, obs: Tensor, state: Tensor, episode_start: Tensor) -> Any:  # type: ignore[override]
         state = state * ~episode_start[:, None] + obs * self.weight
         return {"action": state.sum(-1), "state": state}
 
@@ -283,7 +283,7 @@ def test_what_act_must_not_return_is_refused_with_advice(agent: Any, words: str)
 
 
 class Amnesiac(Module):
-    def act(self, obs: Any, state: Any) -> Any:
+    def act(self, obs: Any, state: Any) -> Any:  # type: ignore[override]
         return {**super().act(obs), "state": state}
 
 

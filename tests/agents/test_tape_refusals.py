@@ -64,7 +64,7 @@ class Stateful(nn.Module):
         return obs.mul_(2)
 
     def changes_parameter(self, obs: Tensor) -> Tensor:
-        self.weight += 1
+        self.weight += 1  # type: ignore[misc]
         return obs * self.weight
 
     def changes_register(self, obs: Tensor) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import numpy as np
 import pytest
 
@@ -21,8 +23,8 @@ def test_dper() -> None:
     starts = np.r_[0, np.cumsum(lengths)[:-1]]
     with Buffer(50, DPER(alpha=0.5, beta=1.0), seed=11) as buffer:
         keys = buffer.insert(episodes(lengths))
-        buffer.update_priorities(keys[starts], [1, 4, 9, 16, 25])
-        buffer.update_priorities(keys[[1, 2, 5]], [1e6, 1e6, 1e6])  # no episode begins there
+        buffer.update_priorities(keys[starts], cast(Any, [1, 4, 9, 16, 25]))
+        buffer.update_priorities(keys[[1, 2, 5]], cast(Any, [1e6, 1e6, 1e6]))  # no episode begins there
         counts = np.zeros(16, np.int64)
         for _ in range(200):
             batch, info = buffer.sample(30)

@@ -78,7 +78,7 @@ class Forger(Folder):
     def __init__(self, folder: Path, case: str) -> None:
         with filled(case) as buffer:
             loaded = checkpoint.load(buffer.checkpoint(folder / "saved").parent)
-        self.state = {"arrays": loaded.arrays, "meta": loaded.meta}
+        self.state: dict[str, Any] = {"arrays": loaded.arrays, "meta": loaded.meta}
         super().__init__(folder, loaded.arrays, loaded.meta)
 
     def forge(self, way: Way, new: Any) -> None:

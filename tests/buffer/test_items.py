@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -59,10 +61,10 @@ def test_a_key_names_one_item_for_ever(calls: list[tuple[str, int]]) -> None:
     with Buffer(12, Uniform(), spec={"number": 0}, seed=21) as buffer:
         for call, n in calls:
             if call == "d":
-                assert buffer.delete(there[:n]) == len(there[:n])
+                assert buffer.delete(cast(Any, there[:n])) == len(there[:n])
                 # The cells of these are overwritten when it is their turn.
                 gone, there = there[:n], there[n:]
-                assert buffer.update_priorities(gone, np.ones(len(gone))) == 0
+                assert buffer.update_priorities(cast(Any, gone), np.ones(len(gone))) == 0
                 continue
             number = np.arange(len(named), len(named) + n)
             keys = buffer.insert({"number": number if call == "a" else number.tolist()}).tolist()
@@ -70,7 +72,7 @@ def test_a_key_names_one_item_for_ever(calls: list[tuple[str, int]]) -> None:
             named.update(zip(keys, number.tolist(), strict=True))
             there = [key for key in there + keys if named[key] >= len(named) - 12]
             assert len(buffer) == len(there)
-            assert buffer.update_priorities(list(named), np.ones(len(named))) == len(there)
+            assert buffer.update_priorities(cast(Any, list(named)), np.ones(len(named))) == len(there)
             batch, info = buffer.sample(20)
             assert [named[key] for key in info.keys.tolist()] == batch["number"].tolist()
 

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -126,12 +127,12 @@ def test_a_queue_takes_as_many_rows_as_it_has_places() -> None:
         (lambda: RateLimiter(-1, 1, 0, 5), "samples_per_insert is -1"),
         (lambda: RateLimiter(inf, 1, 0, 5), "samples_per_insert is inf"),
         (lambda: RateLimiter(math.nan, 1, 0, 5), "samples_per_insert is nan"),
-        (lambda: RateLimiter("1", 1, 0, 5), "samples_per_insert is '1'"),
+        (lambda: RateLimiter("1", 1, 0, 5), "samples_per_insert is '1'"),  # type: ignore[arg-type]
         (lambda: RateLimiter(True, 1, 0, 5), "samples_per_insert is True"),
         (lambda: RateLimiter(1, 0, 0, 5), "min_size is 0"),
-        (lambda: RateLimiter(1, 1.5, 0, 5), "min_size is 1.5"),
+        (lambda: RateLimiter(1, 1.5, 0, 5), "min_size is 1.5"),  # type: ignore[arg-type]
         (lambda: RateLimiter(1, 1, math.nan, 5), "min_diff is nan"),
-        (lambda: RateLimiter(1, 1, 0, None), "max_diff is None"),
+        (lambda: RateLimiter(1, 1, 0, None), "max_diff is None"),  # type: ignore[arg-type]
         (lambda: RateLimiter(2, 3, 7, 50), "min_diff=7 is more than"),
         (lambda: RateLimiter(1, 1, inf, inf), "min_diff=inf is more than"),
         (lambda: RateLimiter(1, 2, 2, 2), "would deadlock"),
@@ -142,10 +143,10 @@ def test_a_queue_takes_as_many_rows_as_it_has_places() -> None:
         (lambda: SampleToInsertRatio(1, 10, 0.9), "leaves 1.8 samples between the bounds; .* at least 2 are needed"),
         (lambda: SampleToInsertRatio(8, 10, (70, 85)), "at least 16 are needed"),
         (lambda: SampleToInsertRatio(1, 10, (11, 20)), "min_diff=11 is more than"),
-        (lambda: SampleToInsertRatio(1, 10, (1, 2, 3)), "error_buffer is"),
-        (lambda: SampleToInsertRatio(1, 10, ("a", 3)), "error_buffer is"),
-        (lambda: SampleToInsertRatio(1, 10, None), "error_buffer is None"),
-        (lambda: SampleToInsertRatio(None, 10, 5), "samples_per_insert is None"),
+        (lambda: SampleToInsertRatio(1, 10, (1, 2, 3)), "error_buffer is"),  # type: ignore[arg-type]
+        (lambda: SampleToInsertRatio(1, 10, ("a", 3)), "error_buffer is"),  # type: ignore[arg-type]
+        (lambda: SampleToInsertRatio(1, 10, None), "error_buffer is None"),  # type: ignore[arg-type]
+        (lambda: SampleToInsertRatio(None, 10, 5), "samples_per_insert is None"),  # type: ignore[arg-type]
         (lambda: SampleToInsertRatio(0, 10, 5), "samples_per_insert is 0"),
         (lambda: SampleToInsertRatio(1, 0, 5), "min_size is 0"),
         (lambda: Queue(0), "size is 0"),
@@ -164,7 +165,7 @@ def test_refusals(make: Callable[[], RateLimiter], said: str) -> None:
     [
         lambda: Queue(1),
         lambda: RateLimiter(1.5, 1, 0, 2),  # 1.5, 0.5, 2, 1, 0, 1.5, ...: narrow, and it works
-        lambda: RateLimiter(np.float32(0.5), np.int64(4), np.float64(0), np.int32(2)),
+        lambda: RateLimiter(*cast(Any, (np.float32(0.5), np.int64(4), np.float64(0), np.int32(2)))),
         lambda: RateLimiter(1, 1, -inf, inf),
         lambda: SampleToInsertRatio(256, 1000, 0.1 * 256 * 1000),
     ],

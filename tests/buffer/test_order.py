@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -53,7 +54,7 @@ def test_fifo_lifo_and_full_batch() -> None:
 def test_priorities_do_not_count_for_fifo() -> None:
     with Buffer(10, FIFO(), remover=MinHeap()) as buffer:
         keys = buffer.insert(rows(0, 4))
-        buffer.update_priorities(keys, [1, 2, 3, 9])
+        buffer.update_priorities(keys, cast(Any, [1, 2, 3, 9]))
         assert buffer.sample(4)[0]["number"].tolist() == [0, 1, 2, 3]
 
 
@@ -62,7 +63,8 @@ def test_priorities_do_not_count_for_fifo() -> None:
 def test_order_against_a_plain_list(newest: bool, calls: list[tuple[str, int]]) -> None:
     """Insertions into a cyclic table, removals of what was selected and of random items."""
     table, rng = Table(12, 1), np.random.default_rng(15)
-    selector, plain, written = OrderSelector(table, newest), [], 0
+    selector, written = OrderSelector(table, newest), 0
+    plain: list[Any] = []
     for call, n in calls:
         if call == "i":
             for _ in range(n):
@@ -136,17 +138,17 @@ def test_removing_the_newest_keeps_the_oldest() -> None:
 def test_removing_by_priority() -> None:
     with Buffer(3, FullBatch(), remover=MinHeap(), max_times_sampled=0) as buffer:
         keys = buffer.insert(rows(0, 3))
-        buffer.update_priorities(keys, [3, 2, 0.5])
+        buffer.update_priorities(keys, cast(Any, [3, 2, 0.5]))
         buffer.insert(rows(3, 1))  # with priority 1: row 2 goes
         assert left_in(buffer) == [0, 1, 3]
         buffer.insert(rows(4, 1))  # both 1: the one that was there before
         assert left_in(buffer) == [0, 1, 4]
-        buffer.update_priorities(keys[:2], [0.1, 5])
+        buffer.update_priorities(keys[:2], cast(Any, [0.1, 5]))
         buffer.insert(rows(5, 1))
         assert left_in(buffer) == [1, 4, 5]
     with Buffer(3, FullBatch(), remover=MaxHeap(), max_times_sampled=0) as buffer:
         keys = buffer.insert(rows(0, 3))
-        buffer.update_priorities(keys, [0.3, 0.2, 0.5])
+        buffer.update_priorities(keys, cast(Any, [0.3, 0.2, 0.5]))
         buffer.insert(rows(3, 2))  # new rows have priority 1 and are the highest: they go themselves
         assert left_in(buffer) == [0, 1, 2]
         assert buffer.removed == {"evicted": 2, "sampled": 0, "deleted": 0}
@@ -160,7 +162,7 @@ def test_who_is_removed_by_chance() -> None:
         for name, remover in (("uniform", Uniform()), ("prioritised", Prioritized(alpha=1))):
             with Buffer(3, FullBatch(), remover=remover, seed=seed) as buffer:
                 keys = buffer.insert(rows(0, 3))
-                buffer.update_priorities(keys, [1, 2, 4])
+                buffer.update_priorities(keys, cast(Any, [1, 2, 4]))
                 buffer.insert(rows(3, 1))  # with the highest so far, 4
                 counts[name].update({0, 1, 2, 3} - set(left_in(buffer)))
     assert_frequencies(np.array([counts["uniform"][i] for i in range(4)]), np.ones(4))
@@ -191,21 +193,22 @@ def test_inserting_many_rows_leaves_what_single_rows_leave(
             assert len(set(keys.tolist())) == count
             (one, _), (other, _) = at_once.sample(len(at_once)), singly.sample(len(singly))
             assert one["number"].tolist() == other["number"].tolist()
-            at_once.update_priorities(keys[: len(priorities)], priorities[:count])
-            singly.update_priorities(single_keys[: len(priorities)], priorities[:count])
+            at_once.update_priorities(keys[: len(priorities)], cast(Any, priorities[:count]))
+            singly.update_priorities(single_keys[: len(priorities)], cast(Any, priorities[:count]))
             assert (len(at_once), at_once.removed) == (len(singly), singly.removed)
 
 
 def survivors(weights: dict[int, float], new: list[int], weight: float) -> Counter[frozenset[int]]:
     """The exact probability of each set of rows that is left, when rows come singly and one goes after each."""
     if not new:
-        return Counter({frozenset(weights): 1.0})  # type: ignore[dict-item]
+        return Counter({frozenset(weights): cast(Any, 1.0)})
     pool = {**weights, new[0]: weight}
-    total, found = sum(pool.values()), Counter()
+    total = sum(pool.values())
+    found: Counter[frozenset[int]] = Counter()
     for gone, share in pool.items():
         left = {row: each for row, each in pool.items() if row != gone}
         for rest, chance in survivors(left, new[1:], weight).items():
-            found[rest] += chance * share / total
+            found[rest] += cast(Any, chance * share / total)
     return found
 
 
@@ -219,7 +222,7 @@ def test_random_removal_has_the_same_distribution_for_many_rows_at_once(remover:
         with Buffer(3, FullBatch(), remover=remover, seed=seed) as buffer:
             keys = buffer.insert(rows(0, 3))
             if buffer.remover.uses_priorities:
-                buffer.update_priorities(keys, priorities)
+                buffer.update_priorities(keys, cast(Any, priorities))
             buffer.insert(rows(3, 3))  # each with the highest priority so far, 4
             counts[frozenset(left_in(buffer))] += 1
     assert counts.keys() <= expected.keys()

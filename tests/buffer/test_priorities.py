@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -70,14 +72,14 @@ def test_prioritised_after_updates_evictions_and_deletions() -> None:
 def test_of_a_key_that_is_named_twice_the_last_priority_counts() -> None:
     with Buffer(4, Prioritized(alpha=1), seed=7) as buffer:
         keys = buffer.insert(rows(0, 2))
-        assert buffer.update_priorities([keys[0], keys[1], keys[0]], [7.0, 1.0, 0.0]) == 3
+        assert buffer.update_priorities(*cast(Any, ([keys[0], keys[1], keys[0]], [7.0, 1.0, 0.0]))) == 3
         assert set(buffer.sample(50)[0]["number"]) == {1}
 
 
 def test_enormous_and_tiny_priorities() -> None:
     with Buffer(8, Prioritized(alpha=3), seed=8) as buffer:
         keys = buffer.insert(rows(0, 4))
-        buffer.update_priorities(keys, [1e308, 1e-308, 1e308, 0.0])
+        buffer.update_priorities(keys, cast(Any, [1e308, 1e-308, 1e308, 0.0]))
         info = buffer.sample(100)[1]
         assert set(info.keys) == {keys[0], keys[2]}
         np.testing.assert_allclose(info.probabilities, 0.5)
@@ -90,7 +92,7 @@ def test_importance_weights() -> None:
     """Priorities 1, 2, 3, 4 with alpha 1: P is a tenth of them, (4 P)^-1/2 is 1.581, 1.118, 0.913, 0.791."""
     with Buffer(4, Prioritized(alpha=1, beta=0.5), seed=9) as buffer:
         keys = buffer.insert(rows(0, 4))
-        buffer.update_priorities(keys, [1, 2, 3, 4])
+        buffer.update_priorities(keys, cast(Any, [1, 2, 3, 4]))
         batch, info = buffer.sample(100)
         assert set(batch["number"]) == {0, 1, 2, 3}
         expected = np.array([1.0, 0.70710678, 0.57735027, 0.5])  # 1 / sqrt(priority), the largest scaled to 1
@@ -98,7 +100,7 @@ def test_importance_weights() -> None:
         np.testing.assert_allclose(info.probabilities, (batch["number"] + 1) / 10)
     with Buffer(4, Prioritized(alpha=0.5, beta=1), seed=9) as buffer:
         keys = buffer.insert(rows(0, 2))
-        buffer.update_priorities(keys, [1, 16])  # P is 1/5 and 4/5
+        buffer.update_priorities(keys, cast(Any, [1, 16]))  # P is 1/5 and 4/5
         batch, info = buffer.sample(50)
         np.testing.assert_allclose(info.weights, np.array([1, 0.25])[batch["number"]])
 

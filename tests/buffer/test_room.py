@@ -133,7 +133,7 @@ class Model:
 class RoomMachine(RuleBasedStateMachine):
     """A buffer beside a model of the rows it should hold."""
 
-    buffer: Buffer | None = None
+    buffer: Any = None  # a Buffer once `make` has run
 
     @initialize(
         sampler=st.sampled_from(SINGLE + ORDERED),

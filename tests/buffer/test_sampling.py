@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -67,16 +68,16 @@ def test_uniform_after_deletions(left: int) -> None:
     [
         (lambda: Prioritized(-0.1), "alpha is -0.1"),
         (lambda: Prioritized(beta=float("nan")), "beta is nan"),
-        (lambda: Prioritized("1"), "alpha is '1'"),
+        (lambda: Prioritized("1"), "alpha is '1'"),  # type: ignore[arg-type]
         (lambda: DPER(-1), "alpha is -1"),
         (lambda: DPER(beta=float("inf")), "beta is inf"),
         (lambda: NStep(0), "n is 0"),
         (lambda: NStep(gamma=1.1), "gamma is 1.1; it must be a number from 0 to 1"),
         (lambda: NStep(by=Sequence()), "single rows"),
-        (lambda: NStep(by=Uniform), "single rows"),
+        (lambda: NStep(by=Uniform), "single rows"),  # type: ignore[arg-type]
         (lambda: Sequence(0), "length is 0"),
-        (lambda: Buffer(4, Uniform), r"add \(\)"),
-        (lambda: Buffer(4, "uniform"), "expected a sampler"),
+        (lambda: Buffer(4, Uniform), r"add \(\)"),  # type: ignore[arg-type]
+        (lambda: Buffer(4, "uniform"), "expected a sampler"),  # type: ignore[arg-type]
         (lambda: Buffer(4, Sequence(), remover=Uniform()), "leave remover out"),
         (lambda: Buffer(4, Uniform(), remover=DPER()), "single rows"),
         (lambda: Buffer(0, Uniform()), "capacity is 0"),
@@ -142,7 +143,7 @@ def test_rare_sequences_are_found_in_proportion() -> None:
     start[[11, 501, 2001]] = False
     with Buffer(3000, Sequence(length=2, by=Prioritized(alpha=1)), seed=18) as buffer:
         keys = buffer.insert({"number": np.arange(3000), "episode_start": start})
-        buffer.update_priorities(keys[[10, 500, 2000]], [1, 2, 5])
+        buffer.update_priorities(keys[[10, 500, 2000]], cast(Any, [1, 2, 5]))
         counts = np.zeros(3000, np.int64)
         for _ in range(20):
             counts += np.bincount(buffer.sample(50)[0]["number"][:, 0], minlength=3000)

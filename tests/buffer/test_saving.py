@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -72,8 +72,8 @@ def assert_equal_from_now_on(one: Buffer, other: Buffer) -> None:
             np.testing.assert_array_equal(mine[name], theirs[name], name)
         for name in ("keys", "probabilities", "weights", "times_sampled", "versions"):
             np.testing.assert_array_equal(getattr(said, name), getattr(told, name), name)
-        one.update_priorities(said.keys[:1], [2.5])
-        other.update_priorities(told.keys[:1], [2.5])
+        one.update_priorities(said.keys[:1], cast(Any, [2.5]))
+        other.update_priorities(told.keys[:1], cast(Any, [2.5]))
     assert (one.limiter, one.removed, len(one)) == (other.limiter, other.removed, len(other))
 
 

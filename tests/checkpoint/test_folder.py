@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -17,7 +18,6 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from farstep.checkpoint import files
-from farstep.checkpoint import folder as checkpoint
 from farstep.checkpoint.folder import load, numbered, save
 from farstep.errors import ConfigError
 from tests.checkpoint.checkpoint_folders import content, files_are_closed, names, two_checkpoints, value_of
@@ -227,7 +227,7 @@ def test_an_old_one_that_cannot_be_removed_is_told(
     def rmtree(folder: Path) -> None:
         raise PermissionError(errno.EACCES, "Permission denied", str(folder))
 
-    monkeypatch.setattr(checkpoint.shutil, "rmtree", rmtree)
+    monkeypatch.setattr(shutil, "rmtree", rmtree)
     save(two, *content(3))
     assert "000001 is no longer needed but could not be removed" in caplog.text
     monkeypatch.undo()

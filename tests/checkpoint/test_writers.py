@@ -15,6 +15,7 @@ import sys
 from functools import partial
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -40,14 +41,14 @@ closed = pytest.fixture(autouse=True)(files_are_closed)
 
 def test_a_writer_killed_at_any_line_leaves_the_old_or_the_new_one(two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The writer counts the lines it runs, of farstep and of removing folders, and kills itself at one of them."""
-    monkeypatch.setattr(files.os, "fsync", lambda descriptor: None)  # what is killed is a process, not the machine
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # what is killed is a process, not the machine
     traced = {checkpoint.__file__, files.__file__, shutil.__file__}
     root, seen, chosen = two.parent / "copy", set(), random.Random(0)
 
     def save_until(last: int) -> None:
         lines = itertools.count(1)
 
-        def trace(frame: FrameType, event: str, argument: object) -> object:
+        def trace(frame: FrameType, event: str, argument: object) -> Any:
             if event == "line" and next(lines) == last:
                 os.kill(os.getpid(), signal.SIGKILL)
             return trace if frame.f_code.co_filename in traced else None
@@ -129,7 +130,7 @@ def test_a_disk_that_fails_at_any_sync_leaves_the_old_ones(
             if next(calls) == failing:
                 raise OSError(error, os.strerror(error))
 
-        monkeypatch.setattr(files.os, "fsync", fsync)
+        monkeypatch.setattr(os, "fsync", fsync)
         try:
             save(two, *content(3))
             break
@@ -144,7 +145,7 @@ def test_where_there_was_none_before_none_is_promised(tmp_path: Path, monkeypatc
     def fsync(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(files.os, "fsync", fsync)
+    monkeypatch.setattr(os, "fsync", fsync)
     with pytest.raises(CheckpointError, match=r"No space left on device\. Make sure that there is space"):
         save(tmp_path, *content(1))
 

@@ -50,7 +50,7 @@ class NoSpace(CountingEnv):
 
     def __init__(self) -> None:
         super().__init__()
-        self.observation_space = spaces.Text(8)  # type: ignore[assignment]
+        self.observation_space = spaces.Text(8)
 
 
 def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:

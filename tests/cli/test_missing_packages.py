@@ -137,7 +137,7 @@ class ParallelGame:
 
 @pytest.mark.parametrize("kind", ["factory", "vector"])
 def test_pettingzoo_environment_is_explained(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
-    name = "test_missing_packages:make_game"
+    name = f"{__name__}:make_game"
     error = only_line(capsys, "train", "ppo", "--env", name, "--env-type", kind, *HERE)
     assert "a ParallelGame, an environment of PettingZoo for several agents (2)" in error
     assert "one agent's view" in error

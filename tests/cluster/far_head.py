@@ -30,7 +30,7 @@ class WideEnv(CountingEnv):
         super().__init__(length=None)
         count = self.observation_space
         noise = gymnasium.spaces.Box(0, 255, (size,), np.uint8)
-        self.observation_space = gymnasium.spaces.Dict({"count": count, "noise": noise})  # type: ignore[assignment]
+        self.observation_space = gymnasium.spaces.Dict({"count": count, "noise": noise})
         self._noise = np.random.default_rng(0).integers(0, 255, size, np.uint8)
 
     def reset(self, **options: Any) -> Any:

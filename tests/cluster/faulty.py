@@ -284,7 +284,7 @@ class StageCutOffEnv(CountingEnv):
                 os.kill(os.getpid(), signal.SIGKILL)
             send(link, frames, fds)
 
-        DealerLink.send = deadly  # type: ignore[method-assign]
+        DealerLink.send = deadly  # type: ignore[method-assign, assignment]
 
 
 class HeldBackEnv(CountingEnv):
@@ -304,7 +304,7 @@ class HeldBackEnv(CountingEnv):
                 wait_for_byte(fifo)
             send(link, frames, fds)
 
-        DealerLink.send = hold_back  # type: ignore[method-assign]
+        DealerLink.send = hold_back  # type: ignore[method-assign, assignment]
 
 
 class RogueEnv(CountingEnv):
@@ -324,7 +324,7 @@ class RogueEnv(CountingEnv):
             RogueEnv.link = link
             send(link, frames, fds)
 
-        LocalLink.send = noting  # type: ignore[method-assign]
+        LocalLink.send = noting  # type: ignore[method-assign, assignment]
 
     def step(self, action: Any) -> Any:
         self._steps += 1

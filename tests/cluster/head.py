@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import farstep
 from farstep.testing import TableAgent
@@ -25,7 +25,7 @@ def main(phase: str, end: str, folder: str) -> None:
             "env_kwargs": {"stuck": stuck, "marker": str(here)},
             "seed": 1,
         },
-        farstep.LocalConfig(workers_per_node=1, timeouts={"close_s": 0.5}),
+        farstep.LocalConfig(workers_per_node=1, timeouts=cast(Any, {"close_s": 0.5})),
     )
     agent = TableAgent()
     env.collect(agent, steps=4)  # in phases launch and gil it stays here

@@ -22,7 +22,7 @@ from farstep.errors import FarstepError
 from farstep.testing import CountingEnv, TableAgent
 
 HARD = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-CONFIGS = {
+CONFIGS: dict[str, Any] = {
     "inprocess": farstep.InProcessConfig,
     "local": farstep.LocalConfig,
     "tcp": lambda **options: farstep.LocalConfig(transport="tcp", **options),

@@ -6,12 +6,13 @@ import contextlib
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
 import farstep
+from farstep.config.launch import LaunchConfig
 from farstep.workflow.triggers import DataKeyTrigger, ObjectKeyTrigger
 from tests.cluster.checks import assert_sound, inprocess
 from tests.cluster.flows import full
@@ -19,10 +20,10 @@ from tests.cluster.flows import full
 ENDLESS = {"length": None}
 
 
-def launch(name: str, workers: int = 2) -> farstep.LaunchConfig:
+def launch(name: str, workers: int = 2) -> LaunchConfig:
     if name == "inprocess":
         return inprocess(workers)
-    return farstep.LocalConfig(workers_per_node=workers, transport=name)
+    return farstep.LocalConfig(workers_per_node=workers, transport=cast(Any, name))
 
 
 TRANSPORTS = pytest.mark.parametrize("transport", ["inprocess", "shm", "tcp"])

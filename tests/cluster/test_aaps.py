@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import farstep
+from farstep.config.launch import LaunchConfig
 from farstep.sync import AAPS, Always, MaxLag
 from farstep.testing import CountingEnv, TableAgent
 from tests.cluster.checks import assert_balanced, cluster, eventually, inprocess, within
@@ -46,7 +47,7 @@ def never_ending() -> CountingEnv:
 
 
 @EVERYWHERE
-def test_workers_pull_exactly_when_the_divergence_exceeds_the_threshold(config: farstep.LaunchConfig) -> None:
+def test_workers_pull_exactly_when_the_divergence_exceeds_the_threshold(config: LaunchConfig) -> None:
     delta, held, expected, versions, seen = 0.05, 0.0, [], [], []
     with cluster(envs=4, sync=AAPS(delta, window=1), config=config) as env:
         agent = CoinAgent()
@@ -143,7 +144,7 @@ def test_a_version_that_could_not_be_compared_is_pulled() -> None:
 
 
 @EVERYWHERE
-def test_weights_that_passed_a_probe_are_not_too_old_for_a_stream(config: farstep.LaunchConfig) -> None:
+def test_weights_that_passed_a_probe_are_not_too_old_for_a_stream(config: LaunchConfig) -> None:
     """With hardly any change, `max_staleness=0` is kept by the first weights for ever; `version` says who acted."""
     with cluster(never_ending, envs=4, sync=AAPS(0.05), config=config) as env:
         agent = CoinAgent()
@@ -164,7 +165,7 @@ def test_weights_that_passed_a_probe_are_not_too_old_for_a_stream(config: farste
 @pytest.mark.parametrize("num_chunks", [None, 3])
 @pytest.mark.parametrize("max_staleness", [0, 1, 3])
 def test_a_stream_yields_only_rows_close_to_a_version_within_its_bound(
-    config: farstep.LaunchConfig, max_staleness: int, num_chunks: int | None
+    config: LaunchConfig, max_staleness: int, num_chunks: int | None
 ) -> None:
     """Steps of a learner that sometimes matter and sometimes do not: some probes pass, some do not."""
     delta, generator = 0.05, np.random.default_rng(3)
@@ -223,7 +224,7 @@ class NanAgent(CoinAgent):
 
 @EVERYWHERE
 @pytest.mark.parametrize("own", [False, True], ids=["logits", "divergence"])
-def test_a_policy_that_cannot_be_measured_is_told_once(config: farstep.LaunchConfig, own: bool, caplog: Any) -> None:
+def test_a_policy_that_cannot_be_measured_is_told_once(config: LaunchConfig, own: bool, caplog: Any) -> None:
     with cluster(envs=4, sync=AAPS(0.1), config=config) as env:
         agent = NanAgent(own)
         for k in range(4):
@@ -262,7 +263,7 @@ class TwoHeadedAgent(CoinAgent):
     ids=["only", "half", "both", "attribute", "all"],
 )
 def test_what_is_left_after_a_pull_is_told_once(
-    config: farstep.LaunchConfig, weights: dict[str, Any], learned: dict[str, float], cause: str, caplog: Any
+    config: LaunchConfig, weights: dict[str, Any], learned: dict[str, float], cause: str, caplog: Any
 ) -> None:
     with cluster(envs=4, sync=AAPS(0.001, window=1) | MaxLag(50), weights=weights, config=config) as env:
         agent = TwoHeadedAgent()
@@ -318,7 +319,7 @@ class GrowingAgent(CoinAgent):
 
 
 @EVERYWHERE
-def test_a_version_that_is_described_in_other_arrays_is_not_published(config: farstep.LaunchConfig) -> None:
+def test_a_version_that_is_described_in_other_arrays_is_not_published(config: LaunchConfig) -> None:
     with cluster(envs=4, sync=AAPS(0.01), config=config) as env:
         agent = GrowingAgent()
         env.collect(agent, steps=3)
@@ -391,7 +392,7 @@ def test_an_agent_that_fails_on_workers_ends_the_run_with_their_traceback(transp
 class LogProbAgent(CoinAgent):
     distribution = None  # type: ignore[assignment]
 
-    def act(self, obs: Any, rng: Any) -> Any:
+    def act(self, obs: Any, rng: Any) -> Any:  # type: ignore[override]
         yes = 1 / (1 + np.exp(-self.logit[0]))
         return np.array([generator.random() < yes for generator in rng], np.int64)
 
@@ -403,10 +404,10 @@ class RecurrentAgent(CoinAgent):
     def initial_state(self, n: int) -> Any:
         return {"count": np.zeros((n, 1), np.float32)}
 
-    def act(self, obs: Any, state: Any, episode_start: Any) -> Any:
+    def act(self, obs: Any, state: Any, episode_start: Any) -> Any:  # type: ignore[override]
         return {"action": np.zeros(len(obs), np.int64), "state": {"count": state["count"] + 1}}
 
-    def distribution(self, obs: Any, state: Any, episode_start: Any) -> Any:
+    def distribution(self, obs: Any, state: Any, episode_start: Any) -> Any:  # type: ignore[override]
         assert state["count"].shape == (len(obs), 1) and episode_start.dtype == bool
         return super().distribution(obs)
 
@@ -421,7 +422,7 @@ class DistanceAgent(CoinAgent):
 
 @EVERYWHERE
 @pytest.mark.parametrize("kind", [LogProbAgent, RecurrentAgent, DistanceAgent], ids=lambda kind: kind.__name__)
-def test_every_kind_of_agent_can_be_compared(config: farstep.LaunchConfig, kind: Any) -> None:
+def test_every_kind_of_agent_can_be_compared(config: LaunchConfig, kind: Any) -> None:
     with cluster(never_ending, envs=8, sync=AAPS(0.2, window=1), config=config) as env:
         agent = kind()
         env.collect(agent, steps=16)
@@ -453,7 +454,7 @@ class ActorCriticAgent(CoinAgent):
 
 @pytest.mark.parametrize("only", ["actor.*", ["actor.logit", "a*"], lambda name: name.startswith("actor")])
 @EVERYWHERE
-def test_a_part_of_the_parameters_may_travel(config: farstep.LaunchConfig, only: Any) -> None:
+def test_a_part_of_the_parameters_may_travel(config: LaunchConfig, only: Any) -> None:
     with cluster(envs=4, weights={"only": only}, config=config) as env:
         agent = ActorCriticAgent()
         env.collect(agent, steps=2)
@@ -515,7 +516,7 @@ def test_a_predicate_that_raises_is_named() -> None:
 
 
 @EVERYWHERE
-def test_weights_may_travel_in_half_precision(config: farstep.LaunchConfig) -> None:
+def test_weights_may_travel_in_half_precision(config: LaunchConfig) -> None:
     with cluster(envs=4, weights={"half": True}, config=config) as env:
         agent = ActorCriticAgent()
         agent.critic[:] = 0.1

@@ -310,7 +310,7 @@ def test_batches_with_another_remover(case: tuple[World, Any], rows: int) -> Non
     """Rows have no neighbours there, and still a next observation."""
     world, events = case
     with Buffer(capacity_for(world, rows), Uniform(), remover=MinHeap(), seed=6) as buffer:
-        after = {}
+        after: dict[Any, Any] = {}
         for kind, who, steps in events:
             if kind == "insert":
                 batch, columns, _ = world.batch(who, steps)

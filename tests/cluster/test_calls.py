@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 import farstep
+from farstep.config.launch import LaunchConfig
 from farstep.testing import CountingEnv, FaultyEnv, TableAgent
 from tests.cluster.checks import assert_balanced, assert_sound, cluster, eventually, inprocess, together, within
 from tests.cluster.faulty import SelfNamingEnv
@@ -41,7 +42,7 @@ def interrupted(after_s: float, call: Callable[[], object]) -> None:
 
 
 @BOTH
-def test_an_interrupted_call_leaves_a_cluster_that_goes_on(config: farstep.LaunchConfig) -> None:
+def test_an_interrupted_call_leaves_a_cluster_that_goes_on(config: LaunchConfig) -> None:
     with cluster(FaultyEnv, envs=2, env_kwargs=SLOW, config=config) as env:
         agent = TableAgent()
         last = env.collect(agent, steps=1).last_obs.copy()
@@ -55,7 +56,7 @@ def test_an_interrupted_call_leaves_a_cluster_that_goes_on(config: farstep.Launc
 
 
 @BOTH
-def test_interrupts_at_any_moment_lose_nothing_and_count_nothing_twice(config: farstep.LaunchConfig) -> None:
+def test_interrupts_at_any_moment_lose_nothing_and_count_nothing_twice(config: LaunchConfig) -> None:
     rng = random.Random(1)
     with cluster(envs=4, config=config) as env:
         agent = TableAgent()
@@ -207,7 +208,7 @@ EVERY = [inprocess(2), *(farstep.LocalConfig(workers_per_node=2, transport=name)
 
 
 @pytest.mark.parametrize("config", EVERY, ids=["inprocess", "shm", "tcp"])
-def test_an_agent_that_is_refused_costs_nothing_but_a_clear_error(config: farstep.LaunchConfig) -> None:
+def test_an_agent_that_is_refused_costs_nothing_but_a_clear_error(config: LaunchConfig) -> None:
     with cluster(config=config) as env:
         with pytest.raises(farstep.AgentError, match=r"^act returned .* without 'action'"):
             env.collect(Stubborn(), steps=4)
@@ -236,7 +237,7 @@ class Fickle(TableAgent):
 
 
 @BOTH
-def test_an_agent_that_returns_other_shapes_later_on_is_told(config: farstep.LaunchConfig) -> None:
+def test_an_agent_that_returns_other_shapes_later_on_is_told(config: LaunchConfig) -> None:
     with cluster(config=config, envs=4) as env, pytest.raises(farstep.AgentError, match="in its first call"):
         env.collect(Fickle(), steps=4)
 
@@ -267,7 +268,7 @@ def test_a_worker_drops_a_ticket_that_was_taken_back(transport: str) -> None:
 
 
 @TRANSPORTS
-def test_large_answers_travel(transport: str) -> None:
+def test_large_answers_travel(transport: Any) -> None:
     config = farstep.LocalConfig(workers_per_node=1, transport=transport)
     vec = farstep.make_vec("CartPole-v1", 32, config, env_kwargs={"render_mode": "rgb_array"})
     try:
@@ -299,7 +300,7 @@ def test_an_environment_may_print_as_much_as_it_likes() -> None:
 
 
 @BOTH
-def test_continues_says_where_rows_are_missing(config: farstep.LaunchConfig) -> None:
+def test_continues_says_where_rows_are_missing(config: LaunchConfig) -> None:
     with cluster(config=config, envs=4) as env:
         agent = TableAgent()
         env.reset(seed=1)
@@ -317,7 +318,7 @@ def test_continues_says_where_rows_are_missing(config: farstep.LaunchConfig) -> 
 
 
 @BOTH
-def test_a_rollout_that_does_not_fit_leaves_a_cluster_that_goes_on(config: farstep.LaunchConfig) -> None:
+def test_a_rollout_that_does_not_fit_leaves_a_cluster_that_goes_on(config: LaunchConfig) -> None:
     with cluster(config=config) as env:
         agent = TableAgent()
         assert_sound(env.collect(agent, steps=2))
@@ -328,7 +329,7 @@ def test_a_rollout_that_does_not_fit_leaves_a_cluster_that_goes_on(config: farst
 
 
 @BOTH
-def test_an_environment_that_raises_does_not_end_a_vector(config: farstep.LaunchConfig) -> None:
+def test_an_environment_that_raises_does_not_end_a_vector(config: LaunchConfig) -> None:
     with contextlib.closing(farstep.make_vec(CountingEnv, 4, config)) as vec:
         vec.reset(seed=1)
         with pytest.raises(AssertionError) as caught:
@@ -438,7 +439,7 @@ def test_threads_that_bring_an_agent_at_once_leave_a_working_cluster(offset_s: f
 
 
 @BOTH
-def test_threads_whose_calls_are_the_first_launch_once(config: farstep.LaunchConfig) -> None:
+def test_threads_whose_calls_are_the_first_launch_once(config: LaunchConfig) -> None:
     agent = TableAgent()
     with contextlib.closing(cluster(envs=4, config=config)) as env:
         outcomes = together(
@@ -461,7 +462,7 @@ class FailingRule:
 
 
 @BOTH
-def test_a_sync_rule_that_raises_ends_the_run(config: farstep.LaunchConfig) -> None:
+def test_a_sync_rule_that_raises_ends_the_run(config: LaunchConfig) -> None:
     with cluster(envs=4, sync=farstep.sync.MaxLag(5) | FailingRule(), config=config) as env:
         agent = TableAgent()
         env.collect(agent, steps=2)

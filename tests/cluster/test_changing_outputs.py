@@ -134,7 +134,7 @@ class Steady(gymnasium.Env[Any, Any]):
 def test_nan_of_a_recorded_policy_is_named() -> None:
     torch = pytest.importorskip("torch")
 
-    class Net(torch.nn.Module):
+    class Net(torch.nn.Module):  # type: ignore[misc, name-defined]
         def __init__(self) -> None:
             super().__init__()
             self.layer = torch.nn.Linear(2, 3)
@@ -165,7 +165,8 @@ def test_batch_with_numbers_that_a_buffer_cannot_hold_is_refused(sampler: Sample
         batch = env.collect(NestedAgent(), steps=4)
         narrow = farstep.Buffer(64, sampler)
         narrow.insert(batch)
-        batch.arrays["obs.camera"] = batch.arrays["obs.camera"].astype(np.uint16)
+        arrays: Any = batch.arrays
+        arrays["obs.camera"] = arrays["obs.camera"].astype(np.uint16)
         batch.arrays["obs.camera"][3, 2, 0, 1] = 300
         before = len(narrow)
         with pytest.raises(farstep.ConfigError, match=r"300 in 'obs.camera', row 3 of slot 2; .* uint8\[2, 2\]"):

@@ -42,7 +42,7 @@ def test_a_closed_cluster_keeps_no_descriptor(launch: Callable[[Path], Any], tmp
     """Even while the learner still holds the closed cluster and its batches."""
     before = descriptors()
     env = cluster(config=launch(tmp_path))
-    kept = [env.collect(TableAgent(), steps=4), env.reset(), env.stats()]
+    kept: list[Any] = [env.collect(TableAgent(), steps=4), env.reset(), env.stats()]
     env.close()
     assert descriptors() == before
     assert kept[0]["obs"].shape[:2] == (4, 2)  # still readable
@@ -121,7 +121,7 @@ def test_close_waits_for_a_failed_call_that_is_closing_in_another_thread(tmp_pat
 
 
 MUTE, ODD = ("mute", "MuteError: <its __str__ raised RuntimeError>"), ("odd", "a file named \\udcff")
-ONCE = {"restart_budget": 0}
+ONCE: dict[str, Any] = {"restart_budget": 0}
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 from typing import Any
 
 import gymnasium
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 import farstep
+from farstep.config.launch import LaunchConfig
 from farstep.rollout.seeds import episode_seed
 from farstep.sync import EveryK
 from farstep.testing import CountingEnv, FaultyEnv, TableAgent
@@ -70,7 +72,7 @@ def test_a_batch_is_a_view_until_the_next_call() -> None:
 
 
 @BOTH
-def test_nested_spaces_are_arrays_by_name(config: farstep.LaunchConfig) -> None:
+def test_nested_spaces_are_arrays_by_name(config: LaunchConfig) -> None:
     with cluster(NestedEnv, config=config) as env:
         batch = env.collect(NestedAgent(), steps=7)
         count = np.tile(np.arange(7)[:, None] % 3, 2)
@@ -95,9 +97,9 @@ def test_nested_spaces_are_arrays_by_name(config: farstep.LaunchConfig) -> None:
 
 
 @BOTH
-def test_a_recurrent_agent_starts_each_chunk_from_its_recorded_state(config: farstep.LaunchConfig) -> None:
+def test_a_recurrent_agent_starts_each_chunk_from_its_recorded_state(config: LaunchConfig) -> None:
     with cluster(envs=3, config=config) as env:
-        agent = RememberingAgent()
+        agent: Any = RememberingAgent()
         state = np.zeros((3, 1))
         for steps in (4, 9, 1, 6):
             batch = env.collect(agent, steps=steps)
@@ -186,7 +188,7 @@ class PoleAgent(TableAgent):
 
 @BOTH
 @pytest.mark.parametrize("options", [{}, {"vectorization_mode": "vector_entry_point"}], ids=["default", "named"])
-def test_gymnasiums_native_vectors_take_one_seed_for_all(options: dict[str, Any], config: farstep.LaunchConfig) -> None:
+def test_gymnasiums_native_vectors_take_one_seed_for_all(options: dict[str, Any], config: LaunchConfig) -> None:
     described = {"type": "vector", "env_name": "CartPole-v1", "env_kwargs": options, "envs_per_node": 6, "seed": 1}
 
     def rolled() -> Any:
@@ -289,7 +291,7 @@ def test_factories_and_wrappers() -> None:
             batch = env.collect(TableAgent(), steps=2 * length)
             return batch.episodes["length"].tolist(), batch["reward"][:, 0].tolist()
 
-    for name, outcome in together({name: lambda case=case: lengths(case) for name, case in cases.items()}).items():
+    for name, outcome in together({name: partial(lengths, case) for name, case in cases.items()}).items():
         found, rewards = outcome.get()
         assert found == [length, length], name
         assert rewards == [k * (1 + (name == "wrappers")) for k in (1, 2, 3, 4)] * 2
@@ -351,7 +353,7 @@ class NormalisingAgent(TableAgent):
 
 
 @BOTH
-def test_an_agent_that_normalises_in_place_changes_nothing_that_is_recorded(config: farstep.LaunchConfig) -> None:
+def test_an_agent_that_normalises_in_place_changes_nothing_that_is_recorded(config: LaunchConfig) -> None:
     with cluster(envs=3, config=config) as env:
         env.collect(TableAgent(), steps=2)  # so that it comes in the middle of episodes
         for steps in (7, 1, 5):
@@ -376,7 +378,7 @@ def test_a_sync_rule_decides_which_version_acts() -> None:
 @pytest.mark.parametrize("max_staleness", [0, 1, 3])
 @BOTH
 def test_a_learner_that_publishes_every_batch_never_meets_an_older_row(
-    config: farstep.LaunchConfig, max_staleness: int
+    config: LaunchConfig, max_staleness: int
 ) -> None:
     with cluster(envs=3, config=config) as env:
         agent, version, seen = TableAgent(), 0, []
@@ -399,7 +401,7 @@ def test_a_learner_that_publishes_every_batch_never_meets_an_older_row(
 
 @pytest.mark.parametrize("how", ["collect", "stream"])
 @BOTH
-def test_batch_of_several_rollouts_equals_as_many_single_batches(config: farstep.LaunchConfig, how: str) -> None:
+def test_batch_of_several_rollouts_equals_as_many_single_batches(config: LaunchConfig, how: str) -> None:
     """In every array; the columns of each slot are in order of collection."""
     found = []
     for rollout_epochs in (1, 3):
@@ -430,7 +432,7 @@ def test_batch_of_several_rollouts_equals_as_many_single_batches(config: farstep
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 2])
 @BOTH
-def test_staleness_is_counted_in_batches_of_several_rollouts(config: farstep.LaunchConfig, max_staleness: int) -> None:
+def test_staleness_is_counted_in_batches_of_several_rollouts(config: LaunchConfig, max_staleness: int) -> None:
     with cluster(envs=3, config=config) as env:
         agent, version = TableAgent(), 0
         for k, batch in enumerate(env.stream(agent, 4, max_staleness, rollout_epochs=2)):
@@ -520,7 +522,7 @@ def test_leaving_the_loop_cancels_what_is_under_way(transport: str) -> None:
 
 
 @BOTH
-def test_step_returns_gymnasiums_five_values(config: farstep.LaunchConfig) -> None:
+def test_step_returns_gymnasiums_five_values(config: LaunchConfig) -> None:
     with cluster(envs=3, config=config, env_kwargs={"length": 3, "truncate": True}) as env:
         agent = TableAgent()
         obs, info = env.reset(seed=2)

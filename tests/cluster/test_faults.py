@@ -11,6 +11,7 @@ import inspect
 import os
 import signal
 import socket
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -165,7 +166,7 @@ def assert_says_all(error: WorkerError, fault: str, phase: str) -> None:
 
 @pytest.mark.parametrize("phase", ["construct", "reset", "step", "load", "act"])
 def test_a_fault_that_happens_always_is_raised(phase: str) -> None:
-    outcomes = together({fault: lambda fault=fault: failure(fault, phase) for fault in ALL})
+    outcomes = together({fault: partial(failure, fault, phase) for fault in ALL})
     for fault, outcome in outcomes.items():
         assert_says_all(outcome.get(), fault, phase)
 
@@ -191,7 +192,7 @@ def test_close_comes_back_whatever_environments_do_in_it() -> None:
         env.close()
         env.close()
 
-    for outcome in together({fault: lambda fault=fault: closed(fault) for fault in ALL}).values():
+    for outcome in together({fault: partial(closed, fault) for fault in ALL}).values():
         outcome.get()
 
 
@@ -341,7 +342,7 @@ def test_what_an_environment_ends_its_process_with_is_an_exception_like_any_othe
     with cluster(PoisonEnv, envs=2, env_kwargs=kwargs, restart_budget=1) as env:
         assert_sound(env.collect(TableAgent(), steps=4))
         assert env.stats()["workers"]["restarts"] == 0
-    options = {"env_kwargs": kwargs, "restart_budget": 0}
+    options: dict[str, Any] = {"env_kwargs": kwargs, "restart_budget": 0}
     with pytest.raises(RemoteEnvError, match=said) as caught, cluster(PoisonEnv, envs=2, **options) as env:
         env.collect(TableAgent(), steps=4)
     assert (caught.value.where.phase, caught.value.where.slot) == (phase, 1)
@@ -366,7 +367,7 @@ def test_an_episode_that_kills_or_stalls_its_worker_is_named_and_tried_twice_onl
         assert_sound(batch)
         np.testing.assert_array_equal(batch["obs"][0, 1], CountingEnv().reset(seed=episode_seed(5, 1, 1))[0])
         assert env.stats()["workers"]["restarts"] == 2, "once more, since it might have been bad luck"
-    options = {"env_kwargs": kwargs, "timeouts": limits, "restart_budget": 0}
+    options: dict[str, Any] = {"env_kwargs": kwargs, "timeouts": limits, "restart_budget": 0}
     with pytest.raises(farstep.WorkerError) as caught, cluster(PoisonEnv, envs=2, **options) as env:
         within(lambda: env.collect(TableAgent(), steps=4))
     where = caught.value.where
@@ -377,11 +378,11 @@ def test_a_slow_environment_is_left_alone() -> None:
     def batch(transport: str) -> farstep.Batch:
         kwargs = {"fault": "slow", "phase": "step", "at": 0, "slow_s": 0.4}
         limits = farstep.Timeouts(step_s=0.7, act_s=0.7)  # less than the time between two heartbeats
-        options = {"timeouts": limits, "restart_budget": 0, "transport": transport}
+        options: dict[str, Any] = {"timeouts": limits, "restart_budget": 0, "transport": transport}
         with cluster(FaultyEnv, envs=2, env_kwargs=kwargs, **options) as env:
             return env.collect(TableAgent(), steps=4)
 
-    for outcome in together({name: lambda name=name: batch(name) for name in ("shm", "ipc")}).values():
+    for outcome in together({name: partial(batch, name) for name in ("shm", "ipc")}).values():
         assert_sound(outcome.get())
 
 
@@ -418,7 +419,7 @@ def test_a_worker_that_died_between_two_calls_is_replaced() -> None:
         for agent in (first, second, first):  # the new worker must be told of all that came before
             _, info = env.reset()
             os.kill(info["pid"][0], signal.SIGKILL)
-            assert_sound(within(lambda agent=agent: env.collect(agent, steps=4)))
+            assert_sound(within(partial(env.collect, agent, steps=4)))
         assert env.stats()["workers"]["restarts"] == 3
         assert_balanced(env.stats())
 

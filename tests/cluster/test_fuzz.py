@@ -17,7 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import gymnasium
 import numpy as np
@@ -58,7 +58,7 @@ FROM_WORKER: list[m.FromWorker] = [
     m.Hello(0, 0, "run", "host", 1, versions()),
     m.Ready(pack(gymnasium.spaces.Box(-1, 1, (3,))), pack(gymnasium.spaces.Discrete(4))),
     m.AgentReady(1, SCHEMA, pack({"action": "action"}), SCHEMA, pack("state"), "eager", SCHEMA),
-    m.Chunk(1, 0, b"\0" * 16, 1, True, "tape", 0, 0.5, "why", 1, 100, 0.5, 0.5, ["obs", "reward"], 3, 4, 5),
+    m.Chunk(1, 0, b"\0" * 16, 1, True, "tape", 0, 0.5, "why", 1, 100, 0.5, 0.5, ["obs", "reward"], 3, 4, 5),  # type: ignore[arg-type]
     m.Part(1, 1, -1, 0, ["obs"], 0),
     m.Reply(1),
     m.Failure("message", "traceback", "step", "ValueError", 1, 2, 3, 4, 5, True, 6, 7),
@@ -143,7 +143,7 @@ def test_what_is_written_to_the_bulk_connection_by_others(small_segments: None) 
         if chance.random() < 0.05:
             frames = frames[: chance.randrange(4)]
         if case % 1000 == 999 and packets:  # the worker's own, and some of them twice
-            frames = list(packets.pop(0).frames)
+            frames = list(cast(Any, packets.pop(0).frames))
         try:
             assert head.receive(Packet(True, frames), 0.0) == []
         except WireError:
@@ -221,6 +221,7 @@ def test_messages_of_an_admitted_worker_raise_nothing_but_wire_errors(monkeypatc
     """Every message of a run, and many like it, into a head that goes on; what they say is not judged here."""
     with cluster(CountingEnv, workers=2, transport="tcp") as env:
         env.launch()
+        assert env._collector is not None
         server, chance = env._collector.server, random.Random(6)
         heard: list[list[bytes]] = []
         receive = server.receive
@@ -302,7 +303,7 @@ def test_a_worker_without_shared_memory_keeps_to_its_channels(monkeypatch: pytes
         server, refused = collector.server, []
         monkeypatch.setattr(server.supervisor, "reject", lambda record, error: refused.append(str(error)))
         version = collector.publisher.agent_id
-        cases = [
+        cases: list[tuple[Any, list[bytes], bool, str]] = [
             (m.Progress([0] * 10), [], False, "Progress outside of the heartbeat connection"),
             (m.Progress([0] * 9), [], True, "9 progress words; expected 10"),
             (m.Progress([int(Phase.QUEUED)] + [0] * 9), [], True, "the phase 8"),
@@ -317,7 +318,7 @@ def test_a_worker_without_shared_memory_keeps_to_its_channels(monkeypatch: pytes
             for message, frames, heartbeat, said in cases:
                 server.receive(0, Received([m.encode(message), *frames], heartbeat=heartbeat))
                 assert len(refused) == 1 and said in refused.pop(), (message, said)
-            order = collector._open(Request(4), None, 1) and server.tickets.grant([0], 0)[0]
+            order: Any = collector._open(Request(4), None, 1) and server.tickets.grant([0], 0)[0]
             part = m.Part(order.seq, 9, -1, 0, ["reward"])
             server.receive(0, Received([m.encode(part), b"", bytes(8)]))
             assert "which EnvConfig.transfer does not send ahead" in refused.pop()
@@ -464,7 +465,8 @@ def test_a_run_on_nodes_goes_on_whatever_strangers_and_a_mad_daemon_send(
     config = node_config(tmp_path, nodes=2, workers_per_node=1, head_address="127.0.0.1")
     with wide(config) as env:
         env.launch()
-        launcher = env._collector.server.supervisor.launcher  # type: ignore[union-attr]
+        assert env._collector is not None
+        launcher: Any = env._collector.server.supervisor.launcher
         launcher._groups.request(1)
         mad = issued[-2, 0]  # a node daemon of that group, which is the second
         launcher._on_message(7, n.NodeHello(NODE, launcher._run, "host", 1, 4, versions()))  # of one that nobody knows
@@ -473,7 +475,8 @@ def test_a_run_on_nodes_goes_on_whatever_strangers_and_a_mad_daemon_send(
         strays = n.NodeBeat(NODE, [(worker, 0) for worker in range(2000)])
         messages: list[n.FromNode] = [*FROM_NODE, *misfits, *[strays] * 20]
         for name in names:
-            messages += 20 * [n.Leaving(name, "so I say"), n.NodeBeat(name), n.Printed(name, 0, 0, b"forged")]
+            lies: list[n.FromNode] = [n.Leaving(name, "so I say"), n.NodeBeat(name), n.Printed(name, 0, 0, b"forged")]
+            messages += 20 * lies
             messages += [n.WorkerEnded(name, worker, 0, 0, "") for worker in (0, 1)]
             messages += [n.NodeHello(name, launcher._run, "liar", 1, 4, versions())]
         node = {"node": [mad.public, mad.secret], "node_messages": [n.encode(message) for message in messages]}
@@ -540,7 +543,7 @@ def test_who_somebody_is_is_not_for_him_to_say() -> None:
     hub = Hub("tcp://127.0.0.1:*", reliable=True)
     victim, liar = hub.admit(1, 0), hub.admit(2, 0)
     taken: list[int] = []
-    hub._process = lambda peer, packet: taken.append(peer.worker) or iter(())  # type: ignore[assignment, func-returns-value]
+    hub._process = lambda peer, packet: taken.append(peer.worker) or iter(())  # type: ignore[method-assign, func-returns-value]
     with contextlib.closing(hub), attacker.dial(f"tcp://127.0.0.1:{hub.bulk_port}") as raw:
         claims = [(b"Socket-Type", b"DEALER"), (b"User-Id", victim.public), (b"Identity", victim.public[:16] + b"bulk")]
         raw.sendall(attacker.greeting(b"PLAIN") + attacker.plain_hello(liar.public, Tokens(liar).fresh()))

@@ -29,7 +29,7 @@ def pods() -> Iterator[PodmanPods]:
 
 @pytest.mark.timeout(600)
 def test_daemons_in_pods_keep_the_contract_of_launchers(pods: PodmanPods) -> None:
-    command = [sys.executable, "-m", "tests.engines.pods_head", pods.url, pods.folder]
+    command: list[str | Path] = [sys.executable, "-m", "tests.engines.pods_head", pods.url, pods.folder]
     head = pods.popen("head", command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT)
     said, _ = head.communicate(timeout=580)
     assert head.returncode == 0 and said.splitlines()[-1] == "kept", said

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import farstep
+from farstep.config.launch import LaunchConfig
 from farstep.testing import TableAgent
 from tests.cluster.checks import assert_sound, cluster, eventually, inprocess, within
 
@@ -141,7 +142,7 @@ def test_a_program_that_ends_without_close_says_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("config", [inprocess(2), farstep.LocalConfig(workers_per_node=2)], ids=["inprocess", "local"])
-def test_a_forgotten_cluster_is_freed(config: farstep.LaunchConfig) -> None:
+def test_a_forgotten_cluster_is_freed(config: LaunchConfig) -> None:
     env = cluster(config=config)
     batch = env.collect(TableAgent(), steps=4)
     ref = weakref.ref(env)
@@ -152,7 +153,7 @@ def test_a_forgotten_cluster_is_freed(config: farstep.LaunchConfig) -> None:
 
 
 @pytest.mark.parametrize("config", [inprocess(2), farstep.LocalConfig(workers_per_node=2)], ids=["inprocess", "local"])
-def test_close_can_be_called_at_any_time_and_again(config: farstep.LaunchConfig) -> None:
+def test_close_can_be_called_at_any_time_and_again(config: LaunchConfig) -> None:
     never_launched = cluster(config=config)
     never_launched.close()
     never_launched.close()

@@ -32,7 +32,7 @@ class LyingEnv(CountingEnv):
 
 @pytest.mark.parametrize("lie", [None, 0.5, np.zeros(1), np.zeros((1, 3)), np.zeros(4)], ids=repr)
 def test_observations_that_do_not_fit_the_space_are_named(lie: Any) -> None:
-    options = {"env_kwargs": {"lie": lie}, "config": inprocess(1, restart_budget=0)}
+    options: dict[str, Any] = {"env_kwargs": {"lie": lie}, "config": inprocess(1, restart_budget=0)}
     said = r"^obs: .* returned shape .* observation space says \[3\]"
     with cluster(LyingEnv, **options) as env, pytest.raises(farstep.FarstepError, match=said):
         env.collect(TableAgent(), steps=4)

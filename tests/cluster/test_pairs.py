@@ -15,6 +15,7 @@ import pytest
 import farstep
 from farstep import DataKeyTrigger, TimeTrigger, TransferTrigger
 from farstep.buffer import Sequence, Uniform
+from farstep.config.launch import LaunchConfig
 from farstep.testing import CountingEnv
 from tests.cluster.checks import assert_balanced, cluster, within
 
@@ -124,9 +125,7 @@ def make(chosen: set[str], folder: Path) -> farstep.ClusterEnv:
         options |= {"env_kwargs": {"length": None}, "stagger": {"horizon": HORIZON, "groups": 2, "init": "policy"}}
     if "transfer" in chosen:
         options["transfer"] = TransferTrigger.dual(size=2)
-    config: farstep.LaunchConfig = farstep.LocalConfig(
-        workers_per_node=2, transport="tcp" if "transfer" in chosen else "shm"
-    )
+    config: LaunchConfig = farstep.LocalConfig(workers_per_node=2, transport="tcp" if "transfer" in chosen else "shm")
     if "nodes" in chosen:
         shell = folder / "shell"
         shell.write_text(SHELL)
@@ -191,7 +190,7 @@ def by_workflow(env: farstep.ClusterEnv, agent: WitnessAgent, witness: Witness, 
         if bounded:
             flow.publish()
 
-    replay = {"consume": False, "min_new": STEPS} if "replay" in chosen else {}
+    replay: dict[str, Any] = {"consume": False, "min_new": STEPS} if "replay" in chosen else {}
     flow.on(DataKeyTrigger(n=1, size=STEPS, **replay), update, thread=threaded)
     if not bounded:
         flow.on(TimeTrigger(2 * STEPS, unit="env_steps"), flow.publish)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
 import farstep
+from farstep.config.launch import LaunchConfig
 from farstep.rollout.seeds import episode_generator, episode_seed
 from farstep.testing import CountingEnv, TableAgent
 from tests.cluster.checks import arrays_of, assert_same, assert_sound, cluster, inprocess
@@ -20,7 +21,7 @@ SLOTS = 5  # so that workers differ in size
 class DrawingAgent(TableAgent):
     """Draws its actions from the generator of each slot."""
 
-    def act(self, obs: Any, rng: Any) -> dict[str, Any]:
+    def act(self, obs: Any, rng: Any) -> dict[str, Any]:  # type: ignore[override]
         return {"action": np.array([g.integers(3) for g in rng]), "value": np.array([g.random() for g in rng])}
 
 
@@ -50,7 +51,7 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
-def test_trajectories_do_not_depend_on_workers(config: farstep.LaunchConfig, reference: Any) -> None:
+def test_trajectories_do_not_depend_on_workers(config: LaunchConfig, reference: Any) -> None:
     for mine, theirs in zip(rolled(cluster(CountingEnv, envs=SLOTS, config=config)), reference, strict=True):
         assert_same(mine, theirs)
 
@@ -73,7 +74,7 @@ def test_an_agent_in_the_middle_of_episodes_draws_from_their_generators(workers:
     with cluster(CountingEnv, envs=SLOTS, config=inprocess(workers), env_kwargs={"length": 6}) as env:
         env.reset(seed=3)
         env.collect(TableAgent(), steps=8)  # into the second episodes
-        drawn = env.collect(DrawingAgent(), steps=6)
+        drawn = env.collect(cast(Any, DrawingAgent()), steps=6)
         for slot in range(SLOTS):
             rows = drawn["action"][:, slot].tolist(), drawn["value"][:, slot].tolist()
             for episode, span in ((1, slice(0, 4)), (2, slice(4, 6))):
@@ -107,7 +108,7 @@ def learn(agent: TableAgent, k: int) -> bool:
 
 
 @pytest.mark.parametrize("config", [inprocess(2), farstep.LocalConfig(workers_per_node=2)], ids=["inprocess", "local"])
-def test_a_stream_without_staleness_equals_collect(config: farstep.LaunchConfig) -> None:
+def test_a_stream_without_staleness_equals_collect(config: LaunchConfig) -> None:
     synchronous, streamed = [], []
     with cluster(CountingEnv, envs=SLOTS, config=config) as env:
         agent = TableAgent()
@@ -127,7 +128,7 @@ def test_a_stream_without_staleness_equals_collect(config: farstep.LaunchConfig)
         assert_same(one, other)
 
 
-Episode = list[tuple[float, ...]]
+Episode = list[tuple[Any, ...]]
 
 
 def episodes(batches: list[dict[str, np.ndarray]]) -> list[list[Episode]]:
@@ -150,7 +151,8 @@ def test_later_episodes_are_the_same_after_a_kill(tmp_path: Path) -> None:
         ("killed", MortalEnv, {"marker": str(tmp_path / "killed"), "at": 21}),
     ):
         with cluster(env_class, envs=SLOTS, workers=2, env_kwargs=kwargs) as env:
-            agent, batches = DrawingAgent(), []
+            agent: Any = DrawingAgent()
+            batches = []
             for _ in range(6):
                 batch = env.collect(agent, steps=8)
                 assert_sound(batch)
@@ -181,7 +183,7 @@ def test_an_episode_that_always_raises_is_left_out(phase: str, explicit: bool) -
         with cluster(PoisonEnv, envs=SLOTS, config=config, env_kwargs={"seeds": bad, "phase": phase}) as env:
             if explicit:
                 env.reset(seed=5)
-            agent = DrawingAgent()
+            agent: Any = DrawingAgent()
             runs.append(episodes([arrays_of(env.collect(agent, steps=8)) for _ in range(4)]))
             assert env.stats()["dropped"].get("environment failed", 0) == len(bad)
     for slot, (clean, poisoned) in enumerate(zip(*runs, strict=True)):

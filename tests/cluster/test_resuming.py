@@ -52,7 +52,7 @@ class Telling(CountingEnv):
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         *rest, _ = super().step(action)
-        return *rest, {"pid": os.getpid()}  # type: ignore[return-value]
+        return *rest, {"pid": os.getpid()}
 
 
 class Run:
@@ -317,7 +317,8 @@ class BestSoFar(WholeTorques):
 
 def test_a_recurrent_state_that_begins_with_infinity_is_resumed() -> None:
     make = partial(farstep.ClusterEnv, {"env_name": "Pendulum-v1", "envs_per_node": 4}, farstep.InProcessConfig())
-    agent, journal = BestSoFar(), Journal()
+    agent: Any = BestSoFar()
+    journal = Journal()
     with make() as env:
         journal.add(env.collect(agent, STEPS))
         saved, expected = env.save(), env.collect(agent, STEPS).initial_state

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -157,7 +157,7 @@ def test_nodes_of_a_cancelled_job_are_requested_together_again(cluster: SlurmClu
         assert next(stream)["obs"].shape[1] == 9
         assert job not in live_jobs(cluster) and len(live_jobs(cluster)) == 1
         assert len({node["place"].rpartition(" ")[2] for node in env.stats()["nodes"]}) == 3
-        stream.close()
+        cast(Any, stream).close()
         assert_balanced(env.stats())
 
 

@@ -8,7 +8,7 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -61,7 +61,7 @@ def test_a_host_that_is_not_there_is_named_with_what_ssh_said(server: SshServer)
 def test_training_goes_on_without_a_host_that_is_not_there(server: SshServer, caplog: pytest.LogCaptureFixture) -> None:
     hosts = ["one", "no-such-host"]
     ssh = ("ssh", "-T", *server.options)
-    asked = SSHConfig(ssh=ssh, hosts=hosts, min_nodes=1, workers_per_node=1, timeouts={"close_s": 60.0})
+    asked = SSHConfig(ssh=ssh, hosts=hosts, min_nodes=1, workers_per_node=1, timeouts=cast(Any, {"close_s": 60.0}))
     with start(asked) as env:
         batch = within(lambda: env.collect(TableAgent(), steps=4))
         assert batch["obs"].shape[1] == 3

@@ -30,7 +30,7 @@ BOTH = pytest.mark.parametrize(
 class DrawingAgent(TableAgent):
     """Draws its actions from the generator of each slot."""
 
-    def act(self, obs: Any, rng: Any) -> dict[str, Any]:
+    def act(self, obs: Any, rng: Any) -> dict[str, Any]:  # type: ignore[override]
         return {"action": np.array([g.integers(3) for g in rng]), "value": np.array([g.random() for g in rng])}
 
 
@@ -452,7 +452,11 @@ def counting_vector(num_envs: int, mode: str = "NEXT_STEP", length: Any = None) 
 @pytest.mark.parametrize("mode", ["NEXT_STEP", "SAME_STEP", "DISABLED"])
 def test_vectors_are_staggered_by_the_clock(mode: str) -> None:
     singles = rolled(staggered(init="clock"), 10)
-    options = {"type": "vector", "env_kwargs": {"mode": mode}, "stagger": {"horizon": H, "groups": 4, "init": "clock"}}
+    options: dict[str, Any] = {
+        "type": "vector",
+        "env_kwargs": {"mode": mode},
+        "stagger": {"horizon": H, "groups": 4, "init": "clock"},
+    }
     with cluster(counting_vector, envs=N, config=inprocess(2), **options) as env:
         agent = TableAgent()
         assert_same(collected(env, 10, agent=agent), singles)
@@ -466,7 +470,7 @@ def test_vectors_are_staggered_by_the_clock(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", ["NEXT_STEP", "SAME_STEP", "DISABLED"])
 def test_vectors_whose_episodes_end_early(mode: str) -> None:
-    options = {
+    options: dict[str, Any] = {
         "type": "vector",
         "env_kwargs": {"mode": mode, "length": 0},
         "stagger": {"horizon": 6, "groups": 3, "init": "clock"},
@@ -522,7 +526,7 @@ class TogetherVector(gymnasium.vector.VectorEnv):
 
 
 def test_a_vector_that_cannot_reset_some_is_refused() -> None:
-    options = {"type": "vector", "stagger": {"horizon": 6, "groups": 3, "init": "clock"}}
+    options: dict[str, Any] = {"type": "vector", "stagger": {"horizon": 6, "groups": 3, "init": "clock"}}
     config = inprocess(1, restart_budget=0)
     refused = pytest.raises(farstep.FarstepError, match="stagger resets environments at different times, but")
     with cluster(TogetherVector, envs=6, config=config, **options) as env, refused:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import farstep
+from farstep.config.launch import LaunchConfig
 from farstep.testing import CountingEnv, TableAgent
 from tests.cluster.checks import cluster, inprocess
 from tests.cluster.toys import NestedAgent, NestedEnv, RememberingAgent, counting_vector
@@ -31,7 +32,7 @@ def stepped(env: farstep.ClusterEnv, agent: Any, steps: int) -> tuple[list[Any],
 
 
 @EVERYWHERE
-def test_info_of_step_has_the_rows_that_collect_records(config: farstep.LaunchConfig) -> None:
+def test_info_of_step_has_the_rows_that_collect_records(config: LaunchConfig) -> None:
     agent = TableAgent()
     with cluster(envs=3, config=config) as env:
         batch = env.collect(agent, steps=12).copy()
@@ -50,7 +51,7 @@ def test_info_of_step_has_the_rows_that_collect_records(config: farstep.LaunchCo
 
 
 @EVERYWHERE
-def test_info_nests_actions_as_their_space(config: farstep.LaunchConfig) -> None:
+def test_info_nests_actions_as_their_space(config: LaunchConfig) -> None:
     with cluster(NestedEnv, config=config) as env:
         env.reset()
         obs, *_, info = env.step(NestedAgent())
@@ -77,7 +78,7 @@ class NamesakeEnv(CountingEnv):
 
 
 @EVERYWHERE
-def test_environment_infos_with_the_workers_names_get_a_prefix(config: farstep.LaunchConfig) -> None:
+def test_environment_infos_with_the_workers_names_get_a_prefix(config: LaunchConfig) -> None:
     with cluster(NamesakeEnv, config=config, env_kwargs={"length": None}) as env:
         _, (first, second) = stepped(env, TableAgent(), 2)
         assert list(first["env_action"]) == [f"move {action}" for action in first["action"]]
@@ -90,7 +91,7 @@ def test_environment_infos_with_the_workers_names_get_a_prefix(config: farstep.L
 
 
 def test_rows_in_which_a_vector_environment_only_resets_itself_are_not_valid() -> None:
-    source = {"type": "vector", "env_kwargs": {"mode": "NEXT_STEP"}, "config": inprocess()}
+    source: dict[str, Any] = {"type": "vector", "env_kwargs": {"mode": "NEXT_STEP"}, "config": inprocess()}
     with cluster(counting_vector, envs=3, **source) as env:
         values, infos = stepped(env, TableAgent(), 20)
     ended = np.stack([terminated for _, _, terminated, _, _ in values])
@@ -106,7 +107,7 @@ class OddKeysEnv(CountingEnv):
 
 
 @EVERYWHERE
-def test_keys_of_infos_that_are_no_strings_are_kept(config: farstep.LaunchConfig) -> None:
+def test_keys_of_infos_that_are_no_strings_are_kept(config: LaunchConfig) -> None:
     with cluster(OddKeysEnv, envs=2, config=config, env_kwargs={"length": None}) as env:
-        *_, info = env.step(TableAgent())
+        info: Any = env.step(TableAgent())[-1]
     assert info[("arm", 1)].tolist() == [2, 2] and info[3].tolist() == [4.5, 4.5] and info[b"raw"].tolist() == [6, 6]

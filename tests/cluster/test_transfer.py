@@ -286,7 +286,7 @@ def test_a_worker_killed_while_its_chunk_travels_leaves_nothing_of_it(
     tmp_path: Path, fifo: tuple[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, fd = fifo
-    taken = []
+    taken: list[Any] = []
 
     def take_part(rollouts: Any, record: Any, order: Any, steps: int, part: m.Part, received: Received) -> Any:
         answer = original(rollouts, record, order, steps, part, received)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import farstep
+from farstep.config.launch import LaunchConfig
 from farstep.sync import AAPS, MaxLag
 from farstep.testing import CountingEnv, TableAgent
 from tests.cluster.checks import assert_balanced, cluster, inprocess
@@ -37,7 +38,7 @@ class LogitsAgent:
 class DrawingAgent(LogitsAgent):
     """Draws its actions from a generator per environment."""
 
-    def act(self, obs: Any, rng: Any) -> dict[str, Any]:
+    def act(self, obs: Any, rng: Any) -> dict[str, Any]:  # type: ignore[override]
         assert len(rng) == len(obs)
         noise = np.array([generator.gumbel(size=3) for generator in rng])
         return super().act(obs) | {"action": (self.logits + noise).argmax(axis=1)}
@@ -47,7 +48,7 @@ class RecurrentAgent(LogitsAgent):
     def initial_state(self, n: int) -> Any:
         return {"count": np.zeros((n, 1), np.float32)}
 
-    def act(self, obs: Any, state: Any, episode_start: Any) -> dict[str, Any]:
+    def act(self, obs: Any, state: Any, episode_start: Any) -> dict[str, Any]:  # type: ignore[override]
         return super().act(obs) | {"state": {"count": state["count"] + 1}}
 
 
@@ -82,7 +83,7 @@ SLIGHTLY_THEN_MUCH = [0.0, 1e-3, 1e-3, 1e-3, 3.0, 1e-3, 1e-3]
 
 
 @EVERYWHERE
-def test_workers_pull_at_once_after_a_jump_and_not_before(config: farstep.LaunchConfig) -> None:
+def test_workers_pull_at_once_after_a_jump_and_not_before(config: LaunchConfig) -> None:
     with cluster(envs=4, kl_threshold=0.05, config=config) as env:
         assert versions(env, LogitsAgent(), SLIGHTLY_THEN_MUCH) == [0, 0, 0, 0, 4, 4, 4]
         assert env.stats()["weight_syncs"]["per_worker"] == [2, 2]
@@ -121,7 +122,7 @@ def test_a_module_on_the_fast_path() -> None:
 
 @EVERYWHERE
 def test_an_agent_that_cannot_be_compared_pulls_every_version_and_one_warning_says_what_to_add(
-    config: farstep.LaunchConfig, caplog: pytest.LogCaptureFixture
+    config: LaunchConfig, caplog: pytest.LogCaptureFixture
 ) -> None:
     agent = MuteAgent()
     with caplog.at_level(logging.WARNING, "farstep"), cluster(envs=4, kl_threshold=0.05, config=config) as env:
@@ -153,7 +154,7 @@ def never_ending() -> CountingEnv:
 
 
 @EVERYWHERE
-def test_streams_keep_their_bound(config: farstep.LaunchConfig) -> None:
+def test_streams_keep_their_bound(config: LaunchConfig) -> None:
     """Weights that passed their probe are as good as new; those of an agent that cannot be compared are new."""
     with cluster(never_ending, envs=4, kl_threshold=0.05, config=config) as env:
         for agent, first in ((LogitsAgent(), 0), (MuteAgent(), 4)):
@@ -186,7 +187,7 @@ def test_workflows(kind: Any, acted: list[int]) -> None:
 
 
 def test_staggered_environments() -> None:
-    options = {"stagger": {"horizon": 8}, "env_kwargs": {"length": 8, "truncate": True}}
+    options: dict[str, Any] = {"stagger": {"horizon": 8}, "env_kwargs": {"length": 8, "truncate": True}}
     with cluster(envs=4, kl_threshold=0.05, config=inprocess(2), **options) as env:
         assert versions(env, LogitsAgent(), SLIGHTLY_THEN_MUCH) == [0, 0, 0, 0, 4, 4, 4]
 

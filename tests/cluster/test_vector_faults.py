@@ -7,7 +7,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -56,7 +56,7 @@ CALLS: dict[str, Callable[[Any], Any]] = {
 @contextlib.contextmanager
 def troubled(faults: list[str]) -> Iterator[Any]:
     limit_s = 0.5 if "hang" in faults else 20.0  # on a busy machine a worker may take a while to die
-    config = farstep.LocalConfig(workers_per_node=2, timeouts={"step_s": limit_s, "reset_s": limit_s})
+    config = farstep.LocalConfig(workers_per_node=2, timeouts=cast(Any, {"step_s": limit_s, "reset_s": limit_s}))
     with contextlib.closing(farstep.make_vec(TroubledEnv, 2, config)) as vector:
         vector.set_attr("fault", faults)
         yield vector
@@ -95,7 +95,8 @@ def test_vector_ends_when_its_node_is_lost(tmp_path: Path) -> None:
 
 
 def test_vector_refuses_nodes_that_may_be_missing() -> None:
-    for options in ({"min_nodes": 1}, {"max_nodes": 3}):
+    cases: list[dict[str, Any]] = [{"min_nodes": 1}, {"max_nodes": 3}]
+    for options in cases:
         config = farstep.SSHConfig(hosts=["a", "b", "c"], nodes=2, **options)
         with pytest.raises(farstep.ConfigError, match="needs all nodes at all times"):
             farstep.make_vec(TroubledEnv, 2, config)

@@ -64,7 +64,7 @@ def test_numpy_agents(transport: str) -> None:
 
 
 def torch_agent(torch: Any) -> Any:
-    class Module(torch.nn.Module):
+    class Module(torch.nn.Module):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
             self.value = torch.nn.Parameter(torch.zeros(1))

@@ -136,7 +136,7 @@ def test_nobody_waits_for_a_slow_worker(tmp_path: Path) -> None:
         flow.run(until=lambda: len(heard()) == 4)
         assert_balanced(env.stats())
     assert len(ahead) == 3
-    windows = defaultdict(list)
+    windows: dict[int, list[Any]] = defaultdict(list)
     for message, batch in zip(learner.messages, learner.batches, strict=True):
         assert len(set(message["actor_ids"])) == 2
         for slot, counts in zip(batch.slots.tolist(), batch["obs"][:, :, 1].T.tolist(), strict=True):

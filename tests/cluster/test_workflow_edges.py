@@ -166,10 +166,10 @@ def test_mistakes_are_named() -> None:
             (lambda: running(Says(True)), "Says.ready returned True"),
             (lambda: running(Silent()), r"Silent has no ready\(self, state\)"),
             (lambda: running(transfer), belongs),
-            (lambda: transfer & TimeTrigger(1), belongs),  # type: ignore[operator]
-            (lambda: transfer | TimeTrigger(1), belongs),  # type: ignore[operator]
-            (lambda: TimeTrigger(1) & transfer, belongs),  # type: ignore[operator]
-            (lambda: TimeTrigger(1) | transfer, belongs),  # type: ignore[operator]
+            (lambda: transfer & TimeTrigger(1), belongs),
+            (lambda: transfer | TimeTrigger(1), belongs),
+            (lambda: TimeTrigger(1) & transfer, belongs),
+            (lambda: TimeTrigger(1) | transfer, belongs),
             (lambda: ZmqReceiver({}), "expected a sender's invitation, with address"),
             (lambda: ZmqReceiver(3), "got 3; expected a sender's invitation"),  # type: ignore[arg-type]
         ]

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import traceback
+from functools import partial
 from typing import Any
 
 import pytest
@@ -233,7 +234,7 @@ def test_a_second_run_with_consumers_in_threads() -> None:
         flow.on(DataKeyTrigger(n=2, size=8), learner, thread=True)
         for _ in range(3):
             before = len(learner.batches)
-            within(lambda wanted=before + 3: flow.run(until=learner.has(wanted)))
+            within(partial(flow.run, until=learner.has(before + 3)))
         for batch in learner.batches:
             assert_sound(batch)
 

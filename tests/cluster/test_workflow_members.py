@@ -119,7 +119,7 @@ def test_rejoined_worker_is_not_asked_again_for_a_window_that_is_stored(tmp_path
         os.kill(env.stats()["nodes"][0]["pid"], signal.SIGKILL)
         eventually(lambda: env.stats()["workers"]["alive"] == 0, 60)
         eventually(lambda: env.stats()["workers"]["alive"] == 1, 60)
-        eventually(lambda: flow.ledger.present == {0}, 60)
+        eventually(lambda: flow.ledger.present == frozenset({0}), 60)
         released.set()
         runner.join(120)
         assert not runner.is_alive()

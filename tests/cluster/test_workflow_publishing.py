@@ -263,7 +263,7 @@ def test_publishing_does_not_wait_for_a_consumer_with_updates_false() -> None:
         flow.on(DataKeyTrigger(n=1, size=2), learner)
         flow.on(TimeTrigger(2, unit="env_steps"), lambda m: leave.wait(30), thread=True, updates=False)
         flow.on(TimeTrigger(4, unit="env_steps"), flow.publish)
-        within(lambda: flow.run(until=lambda: learner.has_seen_versions() and (leave.set() or True)))
+        within(lambda: flow.run(until=lambda: learner.has_seen_versions() and (leave.set() or True)))  # type: ignore[func-returns-value]
 
 
 @pytest.mark.parametrize("how", ["stop", "close"])
@@ -383,7 +383,7 @@ def test_requested_version_is_published_before_the_run_returns() -> None:
 def test_an_exception_in_one_consumer_lets_another_one_publish_and_end() -> None:
     with endless() as env:
         flow, learner = torn_flow(env)
-        flow.on(DataKeyTrigger(n=1, size=2), lambda m: (learner(m), flow.publish()), thread=True)
+        flow.on(DataKeyTrigger(n=1, size=2), lambda m: (learner(m), flow.publish()), thread=True)  # type: ignore[func-returns-value]
         flow.on(TimeTrigger(16, unit="env_steps"), deliberate)
         with pytest.raises(ZeroDivisionError):
             within(flow.run)

@@ -155,15 +155,14 @@ def test_ctrl_c_while_a_run_begins_leaves_a_workflow_that_runs(monkeypatch: pyte
 
 
 def test_another_process_reads_the_rows_in_place(tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     sender = ZmqSender()
     with (
         subprocess.Popen(
-            [sys.executable, flows.__file__],
+            [sys.executable, "-m", flows.__name__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=environment,
+            cwd=Path(__file__).parents[2],
         ) as other,
         cluster(envs=4, config=inprocess(2)) as env,
     ):

@@ -65,7 +65,7 @@ class RememberingAgent(TableAgent):
     def initial_state(self, n: int) -> dict[str, Any]:
         return {"age": np.zeros((n, 1), np.float32)}
 
-    def act(self, obs: Any, state: Any, episode_start: Any) -> dict[str, Any]:
+    def act(self, obs: Any, state: Any, episode_start: Any) -> dict[str, Any]:  # type: ignore[override]
         age = np.where(episode_start[:, None], 0, state["age"]) + 1
         return {**super().act(obs), "age": age[:, 0], "state": {"age": age.astype(np.float32)}}
 

@@ -99,7 +99,7 @@ def test_a_mapping_and_a_configuration_are_the_same() -> None:
 def test_configurations_are_frozen_keyword_only_and_documented(kind: Any) -> None:
     with pytest.raises(TypeError):
         kind("CartPole-v1")
-    made = kind(env_name="CartPole-v1") if kind is EnvConfig else kind()
+    made: Any = kind(env_name="CartPole-v1") if kind is EnvConfig else kind()
     with pytest.raises(dataclasses.FrozenInstanceError):
         made.nodes = 3
     source = Path(inspect.getfile(kind)).read_text()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import pytest
 
@@ -15,5 +16,5 @@ def test_inprocess() -> None:
 
 
 @pytest.mark.parametrize("transport", ["shm", "ipc", "tcp"])
-def test_local(transport: str) -> None:
+def test_local(transport: Any) -> None:
     check_launcher(functools.partial(farstep.LocalConfig, transport=transport))

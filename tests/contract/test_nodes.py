@@ -9,7 +9,7 @@ import re
 import signal
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -114,7 +114,7 @@ def test_killed_daemon_is_restarted_by_its_supervisor_during_a_run(tmp_path: Pat
         pid = killed()
         while not replaced(pid):
             assert next(stream)["obs"].shape == (4, 2, 3)
-        stream.close()
+        cast(Any, stream).close()
         flow = farstep.Workflow(env, agent, farstep.Buffer(2 * 16, farstep.FullBatch()))
         flow.on(farstep.DataKeyTrigger(n=1, size=4), lambda message: flow.batch(message))
         flow.run(until=lambda: flow.ledger.env_steps >= 8)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from copy import deepcopy
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import gymnasium
 import numpy as np
@@ -39,7 +39,7 @@ SPACES: dict[str, spaces.Space[Any]] = {
     "discrete": spaces.Discrete(4),
     "discrete-start": spaces.Discrete(4, start=-2),
     "multidiscrete": spaces.MultiDiscrete([3, 4]),
-    "multidiscrete-2d": spaces.MultiDiscrete([[3, 4], [2, 2]]),
+    "multidiscrete-2d": spaces.MultiDiscrete(cast(Any, [[3, 4], [2, 2]])),
     "multibinary": spaces.MultiBinary(3),
     "multibinary-2d": spaces.MultiBinary((2, 3)),
     "tuple": spaces.Tuple([spaces.Discrete(2), spaces.Box(0, 1, (2,))]),
@@ -61,7 +61,7 @@ class InfosEnv(CountingEnv):
         self.observation_space = spaces.Discrete(10**6)
         self.render_mode = "rgb_array"
 
-    metadata: ClassVar[dict[str, Any]] = {"render_modes": ["rgb_array"], "render_fps": 30}
+    metadata: ClassVar[dict[str, Any]] = {"render_modes": ["rgb_array"], "render_fps": 30}  # type: ignore[misc]
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
         super().reset(seed=seed, options=options)
@@ -181,7 +181,7 @@ def test_thunks_as_in_gymnasium(workers: int) -> None:
 def test_spaces_are_the_first_environments_whichever_worker_is_ready_first(tmp_path: Path) -> None:
     thunks = [numbered(i, tmp_path) for i in range(2)]
     with closing(farstep.make_vec(thunks, config=farstep.LocalConfig(workers_per_node=2))) as ours:
-        expected = spaces.Discrete(ours.single_action_space.n, seed=0)
+        expected = spaces.Discrete(cast(Any, ours.single_action_space).n, seed=0)
         for _ in range(20):
             assert ours.single_action_space.sample() == expected.sample()
 
@@ -233,7 +233,8 @@ def test_tuple_keys_and_complex_numbers_in_infos_of_a_cluster(kind: str) -> None
 
     with farstep.ClusterEnv({"type": kind, "env_name": make, "envs_per_node": 2}, IN_PROCESS) as env:
         env.reset(seed=1)
-        assert env.step(TableAgent())[4][("left", 2)].tolist() == [1 + 2j] * 2
+        info: Any = env.step(TableAgent())[4]
+        assert info[("left", 2)].tolist() == [1 + 2j] * 2
 
 
 # ---- samples of spaces ----
@@ -432,7 +433,8 @@ def test_no_step_is_swallowed_after_an_explicit_reset() -> None:
 def test_results_stay_as_they_are() -> None:
     ours, theirs = pair(spaces_env(NESTED, spaces.Discrete(3)), AutoresetMode.SAME_STEP)
     with closing(ours), closing(theirs):
-        mine, kept = [], []
+        mine: list[Any] = []
+        kept: list[Any] = []
         for vector, results in ((ours, mine), (theirs, kept)):
             results.append(vector.reset(seed=3))
             results += [vector.step(np.ones(5, np.int64)) for _ in range(20)]

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,7 +21,7 @@ PAGES = [BENCHMARKS / "README.md", ROOT / "README.md", ROOT / "CONTRIBUTING.md",
 RESULTS = sorted((BENCHMARKS / "results").glob("*.json"))
 
 
-def named(pattern: str) -> Iterator[tuple[str, str]]:
+def named(pattern: str) -> Iterator[tuple[str, Any]]:
     """Pages, and what matches on them."""
     for page in PAGES:
         for found in re.findall(pattern, page.read_text()):

@@ -24,7 +24,7 @@ BRIEFLY = {
 
 def run(name: str, options: str, folder: Path) -> str:
     """Its output; what it leaves behind, as Stable-Baselines3 does, goes to a folder of the test."""
-    command = [sys.executable, EXAMPLES / name, *options.split()]
+    command: list[str | Path] = [sys.executable, EXAMPLES / name, *options.split()]
     environment = os.environ | {"TMPDIR": str(folder)}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=170)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -66,7 +67,7 @@ def test_the_line_that_moves_the_example_to_slurm_takes_its_place():
     text = (ROOT / "README.md").read_text()
     _, line = re.findall(r"^```python\n(.*?)^```$", text, re.S | re.M)
     assert line.count("\n") == 1 and 'seed": 1}, config) as env' in example("README.md")[0]
-    names = {"farstep": farstep}
+    names: dict[str, Any] = {"farstep": farstep}
     exec(line, names)
     env = farstep.ClusterEnv({"env_name": "CartPole-v1", "envs_per_node": 8, "seed": 1}, names["config"])
     assert isinstance(names["config"], farstep.SlurmConfig) and env.num_envs == 4 * 8

@@ -7,7 +7,7 @@ import sys
 import types
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import gymnasium
 import numpy as np
@@ -58,9 +58,11 @@ def test_infos_are_those_of_stable_baselines(example: Any) -> None:
         rng, seen = np.random.default_rng(1), set()
         for _ in range(60):
             actions = rng.integers(0, 2, 3)
+            infos: Any
+            expected: Any
             (*mine, infos), (*other, expected) = ours.step(actions), theirs.step(actions)
             for a, b in zip(mine, other, strict=True):
-                np.testing.assert_allclose(a, b)
+                np.testing.assert_allclose(cast(Any, a), cast(Any, b))
             for a, b in zip(infos, expected, strict=True):
                 assert a.keys() == b.keys()
                 np.testing.assert_array_equal(a.pop("terminal_observation", 0), b.pop("terminal_observation", 0))
@@ -97,6 +99,6 @@ def test_stable_baselines_records_videos(example: Any, tmp_path: Path, monkeypat
         assert recorder.frames_per_sec == envs.metadata["render_fps"]
         for _ in range(6):
             recorder.step(np.zeros(2, np.int64))
-        assert [np.shape(image) for image in recorder.get_images()] == [(400, 600, 3)] * 2
+        assert [np.shape(cast(Any, image)) for image in recorder.get_images()] == [(400, 600, 3)] * 2
     assert [path.suffix for path in tmp_path.iterdir()] == [".mp4"]
     assert next(tmp_path.iterdir()).stat().st_size > 1000

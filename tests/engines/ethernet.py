@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from tests.engines.guarded import EngineError, Guarded, expect_line, system_path
 
@@ -90,7 +90,7 @@ class TapSwitch:
     def __init__(self, networks: Sequence[int], delay_ms: float) -> None:
         # Not isolated (-I): it imports its neighbour.
         command = [sys.executable, "-S", "-m", "tests.engines.tap_switch", str(delay_ms), *map(str, networks)]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         self._process = Guarded(command, pass_fds=networks, text=True, bufsize=1, cwd=_ROOT, **pipes)
         try:
             expect_line(self._process, "up", "the switch")
@@ -114,6 +114,7 @@ class TapSwitch:
         self._process.end()
 
     def _tell(self, *words: object) -> None:
+        assert self._process.stdin is not None
         self._process.stdin.write(" ".join(map(str, words)) + "\n")
         expect_line(self._process, "ok", "the switch")
 
@@ -121,10 +122,11 @@ class TapSwitch:
 def new_namespaces(host: str = "switch") -> list[int]:
     """Descriptors of a new network and a new host name; closing them ends the namespaces."""
     command = ["unshare", "--net", "--uts", "sh", "-ec", f"hostname {host}; echo made; read end"]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(command, text=True, env=system_path(), **pipes) as maker:
         expect_line(maker, "made", "unshare")
         found = [os.open(f"/proc/{maker.pid}/ns/{kind}", os.O_RDONLY) for kind in ("net", "uts")]
+        assert maker.stdin is not None
         maker.stdin.write("\n")
     return found
 

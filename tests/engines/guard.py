@@ -142,7 +142,7 @@ def end_descendants() -> None:
 
 def ended() -> list[tuple[int, int]]:
     """Those that have ended since the last call, with their status."""
-    found = []
+    found: list[tuple[int, int]] = []
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)

@@ -118,7 +118,13 @@ class KubernetesCluster(Network):
         return path
 
     def _kubectl(self, *arguments: str, check: bool = True, text: str = "") -> str:
-        command = ["kubectl", "--kubeconfig", self.kubeconfig(_ADMIN_TOKEN), "--request-timeout=10s", *arguments]
+        command: list[str | Path] = [
+            "kubectl",
+            "--kubeconfig",
+            self.kubeconfig(_ADMIN_TOKEN),
+            "--request-timeout=10s",
+            *arguments,
+        ]
         if not check:
             with contextlib.suppress(EngineError):
                 return self.run("control", command)
@@ -186,7 +192,16 @@ class KubernetesCluster(Network):
         daemon = self._serve(node, f"{node}-containerd", ["containerd", "-c", folder / "containerd.toml"])
         self._wait(socket.exists, f"containerd of {node}", daemon)
         for name in ("pause", "daemon"):
-            images = ["ctr", "-a", socket, "-n", "k8s.io", "images", "import", self.folder / f"{name}.tar"]
+            images: list[str | Path] = [
+                "ctr",
+                "-a",
+                socket,
+                "-n",
+                "k8s.io",
+                "images",
+                "import",
+                self.folder / f"{name}.tar",
+            ]
             self.run(node, images, timeout_s=120)
         options = {
             "config": folder / "kubelet.json",

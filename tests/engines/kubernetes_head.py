@@ -19,7 +19,7 @@ from farstep.testing import CountingEnv, TableAgent, check_launcher
 from tests.engines import host_image
 
 
-def make(kind: str, **options: Any) -> KubernetesConfig:
+def make(kind: Any, **options: Any) -> KubernetesConfig:
     return KubernetesConfig(kind=kind, **{**host_image.options(), **options})
 
 

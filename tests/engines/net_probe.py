@@ -43,7 +43,7 @@ def swallow(stream: socket.socket) -> None:
 
 def rtt(address: str) -> str:
     """The median in milliseconds, or "none"."""
-    found = []
+    found: list[float] = []
     for _ in range(5):
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp:
             udp.settimeout(1)

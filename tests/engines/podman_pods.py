@@ -14,6 +14,7 @@ import farstep.launch
 from farstep.config.kubernetes import KubernetesConfig
 from farstep.launch.daemon.guardian import Guardian
 from farstep.launch.engine import Group, RequestStatus
+from farstep.launch.kubernetes.engine import KubernetesEngine
 from farstep.launch.kubernetes.manifests import manifests
 from tests.engines import host_image
 from tests.engines.guarded import require, system_path, wait_until
@@ -109,7 +110,7 @@ class PodmanEngine:
         self._config, self._asked, self._guardian = config, 0, Guardian()
 
     def listen_on(self) -> Sequence[str]:
-        return farstep.launch.kubernetes.engine.KubernetesEngine(self._config).listen_on()
+        return KubernetesEngine(self._config).listen_on()
 
     def request(self, nodes: int, bootstrap: bytes) -> Played:
         run = str(json.loads(bootstrap)["run"])

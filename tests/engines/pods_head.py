@@ -49,6 +49,7 @@ def drain(make_config: Any, url: str) -> None:
                 stop = ("stop", "--time", "20", f"{env.stats()['nodes'][1]['host']}-node-daemon")
                 stopping = threading.Thread(target=podman, args=(url, *stop))
                 stopping.start()
+        assert stopping is not None
         stopping.join()
         assert not env.stats()["dropped"], env.stats()["dropped"]
 

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from tests.engines.guarded import Engine, EngineMissing, Guarded, free_ports, wait_until
 from tests.engines.namespaces import Network
@@ -75,7 +76,12 @@ class RayCluster(Engine):
         environment = {**os.environ, **self.environment, "PYTHONUNBUFFERED": "1"}
         del environment["RAY_ADDRESS"]
         with log.open("wb") as output:
-            options = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output, "env": environment}
+            options: dict[str, Any] = {
+                "stdin": subprocess.DEVNULL,
+                "stdout": output,
+                "stderr": output,
+                "env": environment,
+            }
             if self._network is None:
                 process = Guarded(command, **options)
             else:

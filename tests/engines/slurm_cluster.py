@@ -8,6 +8,7 @@ import stat
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from tests.engines.guarded import (
     Engine,
@@ -238,7 +239,7 @@ class SlurmCluster(Engine):
             daemon = self._popen(host, [*words, "-f", str(self.folder / "slurm.conf")], stdout=log, stderr=log)
         self._running[name] = self._guarded(daemon)
 
-    def _popen(self, host: str, command: Sequence[str], **options: object) -> Guarded:
+    def _popen(self, host: str, command: Sequence[str], **options: Any) -> Guarded:
         environment = {**system_path(), **self.environment}
         if self._network is not None:
             return self._network.popen(host, command, env=environment, **options)

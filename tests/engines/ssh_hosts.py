@@ -6,6 +6,7 @@ import getpass
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from tests.engines.guarded import Engine, Guarded, free_ports, require, wait_until
 from tests.engines.namespaces import Network
@@ -30,7 +31,8 @@ class SshServer(Engine):
         self._sshd = require("openssh-server", "sshd")[0]  # it wants to be called by its whole path
         require("openssh-client", "ssh", "ssh-keygen")
         for name in ("host_key", "key"):
-            keygen = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "farstep test", "-f", self.folder / name]
+            keygen: list[str | Path] = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "farstep test"]
+            keygen += ["-f", self.folder / name]
             subprocess.run(keygen, check=True, stdout=subprocess.DEVNULL)
         _PRIVATE.mkdir(mode=0o755, exist_ok=True)
         self.port = free_ports(1)[0]
@@ -60,7 +62,8 @@ class SshServer(Engine):
             "UseDNS no\n"
         )
         with log.open("wb") as output:
-            command, options = [self._sshd, "-D", "-e", "-f", settings], {"stdout": output, "stderr": output}
+            command: list[str | Path] = [self._sshd, "-D", "-e", "-f", settings]
+            options: dict[str, Any] = {"stdout": output, "stderr": output}
             if self._network is None:
                 server = Guarded(command, **options)
             else:

@@ -11,6 +11,7 @@ import tempfile
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -82,6 +83,7 @@ def test_a_guarded_program_ends_as_it_would_alone():
         process.end()
     process = Guarded(["no-such-program"], stderr=subprocess.PIPE, text=True)
     assert process.wait(20) == 127
+    assert process.stderr is not None
     assert "no-such-program cannot be run" in process.stderr.read()
     process.end()
 
@@ -327,13 +329,19 @@ def test_ray_restarts_actors_of_a_lost_node(in_network):
         Network(["h0", "h1", "h2"]) as network,
         RayCluster(nodes=2, python=RAY_PYTHON, network=network if in_network else None) as cluster,
     ):
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        pipes: dict[str, Any] = {
+            "stdin": subprocess.PIPE,
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.PIPE,
+            "text": True,
+        }
         command, environment = [RAY_PYTHON, "-c", RAY_DRIVER], {**os.environ, **cluster.environment}
         if in_network:
             driver = network.popen("h0", command, env=environment, **pipes)
         else:
             driver = Guarded(command, env=environment, **pipes)
         try:
+            assert driver.stdout is not None
             number = int(driver.stdout.readline().removeprefix("node"))
             network.cut(f"h{number}") if in_network else cluster.kill_node(number)
             output, errors = driver.communicate("\n", timeout=90)
@@ -359,7 +367,7 @@ with Network(["h1", "h2"], delay_ms=1) as network, SlurmCluster(network=network)
 def test_nothing_is_left_however_the_test_ends(tag, tmp_path, number):
     folder = Path(tempfile.mkdtemp(prefix="u"))  # a short name: the path of a socket in it has at most 107 bytes
     environment = {**os.environ, "PYTHONPATH": str(HERE.parents[1]), "TMPDIR": str(folder)}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen([sys.executable, "-c", USER], env=environment, start_new_session=True, **pipes) as user:
         expect_line(user, "ready", "the user", 60)
         assert len(tagged(tag)) > 5

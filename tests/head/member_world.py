@@ -6,9 +6,9 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from farstep.config.launch import RESTART_WINDOW_S
 from farstep.head.members.membership import (
     DEATH_S,
-    RESTART_WINDOW_S,
     Action,
     Ended,
     Failed,

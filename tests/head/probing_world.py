@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import jax.numpy as jnp
 import numpy as np
@@ -25,7 +25,7 @@ class LinearAgent:
     """Logits linear in the observation."""
 
     def __init__(self, weight: float = 0.0) -> None:
-        self.w = np.full((SIZE, 4), weight) * np.arange(4)
+        self.w: Any = np.full((SIZE, 4), weight) * np.arange(4)
 
     def act(self, obs: Any) -> Any:
         return np.zeros(len(obs), np.int64)
@@ -45,7 +45,7 @@ class GaussianAgent(LinearAgent):
 class MixedAgent(LinearAgent):
     def distribution(self, obs: Any) -> Any:
         return {
-            "arm": GaussianAgent.distribution(self, obs),
+            "arm": GaussianAgent.distribution(cast(Any, self), obs),
             "hand": ({"logits": obs @ self.w}, {"bernoulli": obs @ self.w}),
         }
 

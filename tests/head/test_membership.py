@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from farstep.config.launch import RESTART_WINDOW_S
 from farstep.head.members.membership import (
     DEATH_S,
-    RESTART_WINDOW_S,
     Ended,
     Failed,
     GiveUp,

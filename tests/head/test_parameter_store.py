@@ -157,7 +157,8 @@ def test_get_parameters_that_raises_is_named(get_parameters: Callable[[], Any]) 
 
 @pytest.mark.parametrize("value", [float("inf"), -float("inf")])
 def test_infinities_are_ordinary(value: float) -> None:
-    learner, worker = Module(), Module()
+    learner: Any = Module()
+    worker: Any = Module()
     learner.scale[0] = value  # as in a mask of attention
     with store_of(learner) as store:
         pulled(store, worker)
@@ -241,7 +242,7 @@ def test_numpy_is_noticed_in_place() -> None:
     agent = NumpyAgent()
     with store_of(agent) as store:
         assert not published_if_changed(store, agent)
-        agent.weights["w"][0, 0] = 42.0  # type: ignore[call-overload]
+        agent.weights["w"][0, 0] = 42.0
         assert published_if_changed(store, agent)
         assert not published_if_changed(store, agent)
 

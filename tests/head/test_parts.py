@@ -318,7 +318,8 @@ def test_a_header_with_more_than_it_should_have_is_no_message() -> None:
 
 
 def test_an_environment_configuration_takes_a_mapping() -> None:
-    config = EnvConfig(env_name="CartPole-v1", transfer={"keys": [["reward"], ["obs"]], "size": np.int64(4)})
+    transfer: Any = {"keys": [["reward"], ["obs"]], "size": np.int64(4)}
+    config = EnvConfig(env_name="CartPole-v1", transfer=transfer)
     assert config.transfer == TransferTrigger(keys=(("reward",), ("obs",)), size=4)
     assert EnvConfig(env_name="CartPole-v1").transfer.split(["obs", "reward"]) == [["obs", "reward"]]
 

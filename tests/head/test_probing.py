@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -46,7 +46,10 @@ def test_the_divergence_is_exact_on_rows_that_the_worker_sent(kind: Any) -> None
     assert len(rows) == 64
     if isinstance(learner, torch.nn.Module):
         before = {name: value.clone() for name, value in learner.state_dict().items()}
-        sides = [flat_distribution(agent.eval().distribution(torch.from_numpy(rows))) for agent in (worker, learner)]
+        sides = [
+            flat_distribution(cast(Any, agent).eval().distribution(torch.from_numpy(rows)))
+            for agent in (worker, learner)
+        ]
         assert all(torch.equal(value, before[name]) for name, value in learner.state_dict().items())
     else:
         sides = [flat_distribution(agent.distribution(rows)) for agent in (worker, learner)]
@@ -59,10 +62,10 @@ def test_asking_leaves_modes_and_generators_as_they_were() -> None:
     agent.norm.eval()
     world = World(agent, TorchAgent())
     world.roll()
-    states = torch.get_rng_state(), np.random.get_state()[1]
+    states = torch.get_rng_state(), cast(Any, np.random.get_state())[1]
     world.publish()
     assert agent.training and agent.drop.training and not agent.norm.training
-    assert torch.equal(torch.get_rng_state(), states[0]) and (np.random.get_state()[1] == states[1]).all()
+    assert torch.equal(torch.get_rng_state(), states[0]) and (cast(Any, np.random.get_state())[1] == states[1]).all()
     assert agent.norm.num_batches_tracked == 0
 
 
@@ -170,10 +173,10 @@ class RecurrentAgent(LinearAgent):
     def initial_state(self, n: int) -> Any:
         return np.zeros((n, 2), np.float32)
 
-    def act(self, obs: Any, state: Any, episode_start: Any) -> Any:
+    def act(self, obs: Any, state: Any, episode_start: Any) -> Any:  # type: ignore[override]
         return {"action": np.zeros(len(obs), np.int64), "state": state}
 
-    def distribution(self, obs: Any, state: Any, episode_start: Any) -> Any:
+    def distribution(self, obs: Any, state: Any, episode_start: Any) -> Any:  # type: ignore[override]
         assert state.shape == (len(obs), 2) and episode_start.shape == (len(obs),)
         return {"logits": obs @ self.w + state.sum(axis=1, keepdims=True) * self.w[0]}
 
@@ -290,6 +293,7 @@ class CountingTorchActs(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layer = torch.nn.Linear(SIZE, 4)
+        self.seen: torch.Tensor
         self.register_buffer("seen", torch.zeros(1))
         self.calls = [0]
 

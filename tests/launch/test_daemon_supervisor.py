@@ -10,9 +10,9 @@ KILLED_ONCE = """
 import os
 import signal
 
-from farstep.launch.daemon import supervisor as supervisor
+from farstep.launch.daemon import supervisor
 
-replaces = supervisor._Supervisor._replaces
+replaces = supervisor._Supervisor._should_replace
 
 
 def taken_back(self, ended):
@@ -20,7 +20,7 @@ def taken_back(self, ended):
     return replaces(self, ended)
 
 
-supervisor._Supervisor._replaces = taken_back
+supervisor._Supervisor._should_replace = taken_back
 shared = supervisor.keep_alive(3, 1)
 if not shared[0]:
     shared[0] = 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import pytest
 
@@ -73,7 +74,7 @@ def make(engine: Fake, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[...
     monkeypatch.setattr(module, "_CHECK_S", 0.001)
     made: list[Groups] = []
 
-    def make(nodes: int = 2, here: int = 2, **options: int) -> Groups:
+    def make(nodes: int = 2, here: int = 2, **options: Any) -> Groups:
         config = SSHConfig(hosts=[f"h{i}" for i in range(nodes)], **{"restart_budget": 3, **options})
         made.append(Groups(engine, config, lambda number: str(number).encode()))
         made[-1].request(nodes)

@@ -16,7 +16,7 @@ from farstep.errors import ConfigError
 from farstep.launch.kubernetes.manifests import manifests, merged, redacted
 from tests.launch.fake_kubernetes import VERSIONS
 
-FULL = {
+FULL: dict[str, Any] = {
     "requests": {"cpu": "500m", "memory": "1Gi"},
     "limits": {"memory": "2Gi"},
     "gpus_per_node": 2,

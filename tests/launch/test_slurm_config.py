@@ -72,4 +72,4 @@ def test_debug_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert slurm(["--print", "--gpu-type", "a100"]) == 0
     assert "--gres=gpu:a100:1" in capsys.readouterr().out
     assert doctor(["--launcher", "slurm", "--debug", "--workers-per-node", "1"]) == 0
-    assert "SLURM is not used" in capsys.readouterr().out
+    assert "--debug does not use SLURM" in capsys.readouterr().out

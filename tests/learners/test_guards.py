@@ -15,7 +15,8 @@ HEALTHY = {
 
 
 def warnings(updates: int = 60, pulls_every: int = 3, **changes: float) -> list[str]:
-    guards, found = Guards(), []
+    guards = Guards()
+    found: list[str] = []
     for k in range(updates):
         metrics = {**HEALTHY, "sync/weight_syncs": float(k // pulls_every)}
         metrics |= {name.replace("__", "/"): value for name, value in changes.items()}

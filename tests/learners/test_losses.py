@@ -23,8 +23,8 @@ from farstep.learners.losses import (
 )
 
 seeds = st.integers(0, 10**6)
-CLIP = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2}
-PUBLISHED = {**CLIP, "clip_ratio_c": 3.0, "behave_weight_threshold": 2.0, "denominator": "kept"}
+CLIP: dict[str, Any] = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2}
+PUBLISHED: dict[str, Any] = {**CLIP, "clip_ratio_c": 3.0, "behave_weight_threshold": 2.0, "denominator": "kept"}
 """The rules of the published system."""
 
 BEHAVE = torch.tensor([-1, -1, -2, -0.5, -1.5])
@@ -38,7 +38,7 @@ def numbers(metrics: dict[str, Tensor]) -> dict[str, float]:
     return {name: float(metric) for name, metric in metrics.items()}
 
 
-def random_rows(seed: int, scale: float = 0.5, size: int = 40) -> dict[str, Tensor]:
+def random_rows(seed: int, scale: float = 0.5, size: int = 40) -> dict[str, Any]:
     """Log-probabilities of three policies, advantages and a mask; masked rows hold what must not be looked at."""
     generator = torch.Generator().manual_seed(seed)
     behave = -torch.rand(size, generator=generator) * 3
@@ -55,12 +55,12 @@ def random_rows(seed: int, scale: float = 0.5, size: int = 40) -> dict[str, Tens
     return {**rows, "valid": valid}
 
 
-def valid_rows(seed: int) -> dict[str, Tensor]:
+def valid_rows(seed: int) -> dict[str, Any]:
     rows = random_rows(seed)
     return {name: array[rows["valid"]] for name, array in rows.items()}
 
 
-def plain_rows(rows: dict[str, Tensor]) -> dict[str, Tensor]:
+def plain_rows(rows: dict[str, Tensor]) -> dict[str, Any]:
     """What plain PPO takes."""
     return {
         "logprob": rows["logprob"],
@@ -168,7 +168,8 @@ def test_the_published_vector_of_the_dual_clip() -> None:
     loss.backward()
     assert logprob.grad is not None and logprob.grad.item() == 0
     loss, metrics = clipped_ppo(logprob, zero, advantages, one, **CLIP)
-    assert (loss.item(), numbers(metrics)["dual_clip_fraction"]) == (pytest.approx(2 * 4.481689), 0.0)
+    expected: Any = (pytest.approx(2 * 4.481689), 0.0)
+    assert (loss.item(), numbers(metrics)["dual_clip_fraction"]) == expected
 
 
 def test_a_row_without_advantage_is_not_clipped() -> None:
@@ -209,7 +210,8 @@ def test_decoupled_ppo_is_the_formula_row_by_row(
 def test_fresh_rows_make_it_plain_ppo_bit_for_bit(seed: int, c: float | None, mode: Any, over: Any) -> None:
     rows = random_rows(seed)
     rows["proximal_logprob"] = rows["behave_logprob"].clone()
-    gradients, losses, reported = [], [], []
+    gradients: list[Any] = []
+    losses, reported = [], []
     for make in ("clipped", "decoupled"):
         logprob = rows["logprob"].clone().requires_grad_()
         if make == "clipped":
@@ -253,7 +255,8 @@ def test_the_gradient_of_plain_ppo_is_that_of_the_formula() -> None:
 @given(seeds, st.sampled_from([0.1, 30.0, 1e4]))
 def test_nothing_masked_and_nothing_extreme_makes_nan(seed: int, scale: float) -> None:
     rows = random_rows(seed, scale)
-    for threshold, mode, c in [(None, "mask", None), (2.0, "mask", 3.0), (2.0, "truncate", None)]:
+    options: list[Any] = [(None, "mask", None), (2.0, "mask", 3.0), (2.0, "truncate", None)]
+    for threshold, mode, c in options:
         logprob = rows["logprob"].clone().requires_grad_()
         loss, metrics = decoupled_ppo(
             **{**rows, "logprob": logprob},
@@ -313,14 +316,14 @@ def test_only_the_policy_is_learned() -> None:
     """Proximal log-probabilities and advantages that still hang on a graph are constants."""
     rows = {name: array[VALID] for name, array in {"l": LOGPROB, "b": BEHAVE, "a": ADVANTAGES}.items()}
     arrays = [rows[name].clone().requires_grad_() for name in "lbba"]
-    loss, _ = decoupled_ppo(*arrays, VALID[:4], **PUBLISHED)
+    loss, _ = decoupled_ppo(arrays[0], arrays[1], arrays[2], arrays[3], VALID[:4], **PUBLISHED)
     loss.backward()
     assert arrays[0].grad is not None and all(array.grad is None for array in arrays[1:])
 
 
 def test_half_precision_is_computed_in_single() -> None:
-    halves = [array.bfloat16() for array in (LOGPROB, BEHAVE, ADVANTAGES)]
-    loss, metrics = clipped_ppo(*halves, VALID, **CLIP)
+    logprob, behave, advantages = (array.bfloat16() for array in (LOGPROB, BEHAVE, ADVANTAGES))
+    loss, metrics = clipped_ppo(logprob, behave, advantages, VALID, **CLIP)
     assert loss.dtype == metrics["proximal_ratio"].dtype == torch.float32
 
 
@@ -472,7 +475,7 @@ def test_wrong_value_options_are_refused(options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", ["behave_logprob", "proximal_logprob", "advantages", "valid", "versions"])
 def test_a_wrong_shape_is_refused_and_not_broadcast(name: str) -> None:
-    rows = {**random_rows(1), "versions": torch.zeros(40)}
+    rows: dict[str, Any] = {**random_rows(1), "versions": torch.zeros(40)}
     rows[name] = rows[name][:, None]
     with pytest.raises(ConfigError, match=rf"{name} has shape \[40, 1\]; expected \[40\].*Nothing is broadcast"):
         decoupled_ppo(**rows, **PUBLISHED)

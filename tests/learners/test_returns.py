@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -32,8 +31,7 @@ seeds = st.integers(0, 10**6)
 units = st.floats(0.0, 1.0)
 
 
-@dataclass
-class Rollout:
+class Rollout(NamedTuple):
     """Random rows with ends of both kinds; NaN wherever an entry must not be looked at."""
 
     rewards: Array
@@ -51,9 +49,6 @@ class Rollout:
         rewards, values = (rng.normal(size=(steps, slots)).astype(dtype) for _ in range(2))
         last_values = np.where((terminated | truncated)[-1], np.nan, rng.normal(size=slots))
         return cls(rewards, values, last_values.astype(dtype), terminated, truncated, final_values.astype(dtype))
-
-    def __iter__(self) -> Any:
-        return iter(vars(self).values())
 
     @property
     def ended(self) -> Array:
@@ -103,7 +98,7 @@ def trace_reference(errors: Array, discounts: Array, weights: Array, first: int)
     return found
 
 
-def off_policy(seed: int, steps: int = T, slots: int = N) -> dict[str, Array]:
+def off_policy(seed: int, steps: int = T, slots: int = N) -> dict[str, Any]:
     rng = np.random.default_rng(seed)
     drawn = {name: rng.normal(size=(steps, slots)) for name in ("log_rhos", "rewards", "values")}
     discounts = rng.uniform(0.5, 1.0, (steps, slots)) * (rng.random((steps, slots)) > 0.2)
@@ -184,7 +179,7 @@ def test_a_batch_is_worth_what_its_episodes_are_alone(seed: int, gamma: float, l
             rows = slice(start, stop), slice(i, i + 1)
             episode = Rollout(*(a[i : i + 1] if a.ndim == 1 else a[rows] for a in rollout))
             if start < stop < T:
-                episode.last_values = np.array([np.nan])  # what follows is another episode's
+                episode = episode._replace(last_values=np.array([np.nan]))  # what follows is another episode's
             np.testing.assert_allclose(found[rows], gae(*episode, gamma, lam)[0], atol=1e-12)
             start = stop
 
@@ -257,7 +252,7 @@ def test_off_policy_traces_stop_at_a_cut_too(seed: int, gamma: float, lam: float
     pieces = [(slice(0, 3), before), (slice(8, 12), after)]
     log_rhos[7] = np.nan
 
-    def folded(part: Rollout, logs: Array) -> tuple[Array, ...]:
+    def folded(part: Rollout, logs: Array) -> tuple[Array, Array, Array, Array, Array]:
         rewards, discounts, _ = fold_ends(part.rewards, part.terminated, part.truncated, part.final_values, gamma)
         return logs, rewards, part.values, part.last_values, discounts
 
@@ -285,7 +280,7 @@ def test_vtrace_of_the_impala_vectors() -> None:
     steps = 5
     for slots in (1, 5):
         grid = np.arange(steps * slots, dtype=np.float32).reshape(steps, slots)
-        rows = {
+        rows: dict[str, Any] = {
             "log_rhos": 5 * (grid / (slots * steps) - 0.5),
             "rewards": grid,
             "values": grid / slots,
@@ -308,7 +303,7 @@ PI = [[[0.4, 0.5], [9.2, 8.8], [0.7, 4.4], [7.9, 1.4]], [[1, 0.9], [1, -1], [-4.
 ACTIONS = [[0, 1, 0, 0], [1, 0, 0, 1]]
 
 
-def rlax_rows() -> dict[str, Array]:
+def rlax_rows() -> dict[str, Any]:
     """Spec methods 4.5.2."""
 
     def log_probability(logits: Any) -> Array:
@@ -432,7 +427,7 @@ def test_a_discount_of_zero_splits_episodes(seed: int, lam: float, end: int) -> 
     first = {name: a[: end + 1] if a.ndim == 2 else np.full(N, np.nan) for name, a in rows.items()}
     second = {name: a[end + 1 :] if a.ndim == 2 else a for name, a in rows.items()}
 
-    def everything(rows: dict[str, Array]) -> list[Array]:
+    def everything(rows: dict[str, Any]) -> list[Array]:
         values = rows["values"]
         return [*vtrace(**rows, lam=lam), retrace_delta(**rows, lam=lam), retrace_q(q_values=values, **rows, lam=lam)]
 
@@ -465,10 +460,11 @@ def test_extreme_ratios_stay_finite() -> None:
 
 def test_float32_stays_float32_and_is_added_up_in_float64() -> None:
     rollout = Rollout.random(1, 2000, 3, np.float32)
-    exact = gae(*(a.astype(np.float64) if a.dtype.kind == "f" else a for a in rollout), 0.999, 0.99)[0]
+    doubles = Rollout(*(a.astype(np.float64) if a.dtype.kind == "f" else a for a in rollout))
+    exact = gae(*doubles, 0.999, 0.99)[0]
     found = gae(*rollout, 0.999, 0.99)[0]
     np.testing.assert_array_equal(found, exact.astype(np.float32))
-    rollout.rewards = rollout.rewards.astype(np.float64)
+    rollout = rollout._replace(rewards=rollout.rewards.astype(np.float64))
     outputs = [*gae(*rollout, 0.9, 0.9), n_step(*rollout, 0.9, 3), lambda_returns(*rollout, 0.9, 0.9)]
     assert {a.dtype for a in outputs} == {np.dtype(np.float32)}, "as values are, whatever rewards are"
 
@@ -485,7 +481,7 @@ def test_arguments_are_left_as_they_are() -> None:
 @pytest.mark.parametrize("name", ["rewards", "last_values", "terminated", "truncated", "final_values"])
 def test_a_wrong_shape_is_refused_and_not_broadcast(name: str) -> None:
     rollout = Rollout.random(1)
-    setattr(rollout, name, getattr(rollout, name)[..., None])
+    rollout = rollout._replace(**{name: getattr(rollout, name)[..., None]})
     for compute in (lambda: gae(*rollout, 0.9, 0.9), lambda: n_step(*rollout, 0.9, 3)):
         with pytest.raises(ConfigError, match=rf"{name} has shape .*, 1\]; expected \[.*Nothing is broadcast"):
             compute()
@@ -501,7 +497,10 @@ def test_a_wrong_shape_is_refused_and_not_broadcast(name: str) -> None:
         (lambda: vtrace(**off_policy(1), rho_bar=0.0), "rho_bar is 0.0; .* math.inf for no clip"),
         (lambda: gae(*Rollout.random(1), 0.9, 0.9, valid=np.ones(T, bool)), "valid has shape"),
         (lambda: vtrace(**off_policy(1), valid=np.ones(T, bool)), "valid has shape"),
-        (lambda: usable(*[np.ones((2, 2))] * 3, np.ones(2)[:, None, None]), "terminated|truncated"),
+        (
+            lambda: usable(np.ones((2, 2)), np.ones((2, 2)), np.ones((2, 2)), np.ones(2)[:, None, None]),
+            "terminated|truncated",
+        ),
     ],
     ids=["gamma", "lambda", "n", "lam", "rho_bar", "valid", "off-policy valid", "flags"],
 )

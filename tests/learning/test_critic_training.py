@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import gymnasium
 import numpy as np
@@ -65,7 +65,7 @@ class Snapshots(Rows):
         generator = torch.Generator().manual_seed(0)
         shown = torch.rand(7, *space.shape, generator=generator) * 3
         self._obs = (shown * 80).to(torch.uint8) if space.dtype == np.uint8 else shown
-        memory = agent.initial_state(7) if hasattr(agent, "initial_state") else ()
+        memory = cast(Any, agent).initial_state(7) if hasattr(agent, "initial_state") else ()
         state = tuple(torch.rand(part.shape, generator=generator) for part in memory)
         self._memory = (state, torch.zeros(7, dtype=torch.bool)) if state else ()
         self.agent = agent
@@ -92,7 +92,7 @@ def watched(env: Any, config: Config, updates: int, **options: Any) -> Snapshots
     return seen
 
 
-WARM = {
+WARM: dict[str, Any] = {
     "plain": ("ppo", "CartPole-v1", PLAIN, {}),
     "annealed": ("ppo", "CartPole-v1", PLAIN, {"anneal_lr": True, "value_lr": 1e-3}),
     "recurrent": ("ppo", "CartPole-v1", GRU, {}),

@@ -64,7 +64,8 @@ def test_another_seed_gives_other_parameters() -> None:
     config = PPOConfig(num_steps=16)
     _, first = trained("CartPole-v1", config, 8 * 16 * 2, num_envs=8, launcher="in-process")
     _, second = trained("CartPole-v1", config, 8 * 16 * 2, num_envs=8, launcher="in-process", seed=2)
-    assert not torch.equal(first.critic[1].weight, second.critic[1].weight)
+    critics: list[Any] = [first.critic[1], second.critic[1]]
+    assert not torch.equal(critics[0].weight, critics[1].weight)
 
 
 @pytest.mark.parametrize(("net", "launcher"), VARIANTS)
@@ -85,7 +86,7 @@ def test_async_ppo_without_staleness_is_ppo(net: str, launcher: str) -> None:
     assert_equal(first_run_of_ppo(net, launcher), second)
 
 
-SYNCHRONOUS = {"ppo": PPOConfig, "async": functools.partial(AsyncPPOConfig, staleness_threshold=0)}
+SYNCHRONOUS: dict[str, Any] = {"ppo": PPOConfig, "async": functools.partial(AsyncPPOConfig, staleness_threshold=0)}
 
 
 @pytest.mark.parametrize(
@@ -97,7 +98,7 @@ def test_a_run_that_was_resumed_equals_one_that_was_not(kind: str, net: str, lau
     def run(folder: str, resume: bool = False, stop_at: int | None = None) -> torch.nn.Module:
         with make_env("CartPole-v1", 6, seed=3, launcher=launcher) as env:
             # The learning rate falls over the same number of steps, however many of them are done now.
-            options = {"checkpoints": tmp_path / folder, "sink": Rows(stop_at)}
+            options: dict[str, Any] = {"checkpoints": tmp_path / folder, "sink": Rows(stop_at)}
             training, agent = make_training(env, config, 8 * rows, **options)
             if resume:
                 training.resume()

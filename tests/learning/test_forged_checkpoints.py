@@ -35,6 +35,7 @@ CONFIG = PPOConfig(
     net=NetConfig(hidden=(4,), recurrent="gru", core=4, normalize_obs=True, normalize_reward=True),
 )
 ENVS = 4
+assert CONFIG.num_steps is not None
 ROWS = ENVS * CONFIG.num_steps
 PARTS = ["agent", "learner", "progress", "torch", "version", "env", "journal"]
 
@@ -195,11 +196,10 @@ def test_metadata_that_describes_no_state_is_refused(tmp_path: Path, caplog: pyt
 RESUMING = """
 import sys
 from pathlib import Path
-sys.path.insert(0, sys.argv[1])
 from tests.learning.test_forged_checkpoints import CONFIG, ENVS, ROWS
 from tests.learning.tasks import Config, make_env, make_training
 with make_env("CartPole-v1", ENVS, launcher="in-process") as env:
-    training, agent = make_training(env, CONFIG, 6 * ROWS, checkpoints=Path(sys.argv[2]))
+    training, agent = make_training(env, CONFIG, 6 * ROWS, checkpoints=Path(sys.argv[1]))
     training.resume()
     print(training.run().updates)
 """
@@ -208,8 +208,9 @@ with make_env("CartPole-v1", ENVS, launcher="in-process") as env:
 def test_forged_moments_do_not_crash_the_process(forger: Forger) -> None:
     shutil.copytree(forger.real, forger.folder / "000001")
     forger.forge(("learner", "optimizer", "adam", "exp_avg"), torch.zeros(1))
-    command = [sys.executable, "-c", RESUMING, str(Path(__file__).parents[2]), str(forger.folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=170)
+    command = [sys.executable, "-c", RESUMING, str(forger.folder)]
+    root = Path(__file__).parents[2]  # where `tests` is found
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=170)
     assert (done.returncode, done.stdout) == (0, "6\n"), done.stderr
     assert "000002 is not used: optimizer.adam.exp_avg is float32[1]" in done.stderr
 

@@ -39,7 +39,7 @@ def collected(env: Any, net: NetConfig, steps: int = 25, stale: bool = False) ->
         if stale:
             with torch.no_grad():
                 for parameter in agent.parameters():
-                    parameter += 0.05 * torch.randn_like(parameter)
+                    parameter += 0.05 * torch.randn_like(parameter)  # type: ignore[misc]
             version = cluster.publish(agent)
         else:
             version = cluster.version
@@ -249,7 +249,7 @@ def test_statistics_are_those_of_all_rows_seen() -> None:
             statistics.observe(batch)
             seen.append(batch["obs"].reshape(-1, 3))
             rewards.append(batch)
-    moments = agent.encoders["obs"].moments
+    moments: Any = agent.encoders["obs"].moments
     np.testing.assert_allclose(moments.mean, np.concatenate(seen).mean(0), atol=1e-4)
     np.testing.assert_allclose(moments.std, np.concatenate(seen).std(0), rtol=1e-3)
     running, found = np.zeros(4), []

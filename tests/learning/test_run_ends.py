@@ -50,7 +50,7 @@ def test_every_evaluation_is_logged_and_the_last_agent_has_one(
 ) -> None:
     evaluator, sink = FakeEvaluator(tmp_path), Rows()
     with make_env("CartPole-v1", 4, launcher="in-process") as env:
-        options = {"evaluator": evaluator, "checkpoints": tmp_path, "sink": sink, "eval_every": every}
+        options: dict[str, Any] = {"evaluator": evaluator, "checkpoints": tmp_path, "sink": sink, "eval_every": every}
         make_training(env, CONFIG, 3 * ROWS, **options)[0].run()
     assert evaluator.steps == evaluated
     assert [row["eval/step"] for row in sink.rows if "eval/step" in row] == evaluated

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.timeout(600)
 )
 def test_identity_is_learned(learner: str, kind: str) -> None:
     """A random policy gets 2.5 to 5 of 10. The task is easy: larger minibatches and fewer epochs than by default do."""
-    sizes = {} if learner == "impala" else {"num_steps": 64, "update_epochs": 4}
+    sizes: dict[str, Any] = {} if learner == "impala" else {"num_steps": 64, "update_epochs": 4}
     sizes |= {"ppo": {"minibatch_size": 256}, "async-ppo": {"global_batch_size": 256}}.get(learner, {})
     config = replace(DEFAULTS[learner], learning_rate=3e-3, **sizes)
     mean, _ = trained(partial(Identity, kind), config, 120_000, target=8.0, launcher="in-process")

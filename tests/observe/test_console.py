@@ -16,6 +16,7 @@ import subprocess
 import sys
 import termios
 import time
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -46,19 +47,24 @@ METRICS = {
 EVALUATION = {"eval/return_mean": 433.2, "eval/return_std": 12.0, "eval/version": 20}
 
 
-def terminal(width: int = 100, **options: object) -> Console:
+def terminal(width: int = 100, **options: Any) -> Console:
     return Console(file=io.StringIO(), force_terminal=True, width=width, height=40, **options)
+
+
+def written(console: Console) -> str:
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
 
 
 def plain(console: Console) -> str:
     """What was written, without colours and movements."""
-    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", console.file.getvalue())
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", written(console))
 
 
 def shown(status: RunStatus, width: int = 100) -> str:
     console = Console(file=io.StringIO(), width=width, color_system=None)
     console.print(panel(status, "CartPole-v1", 16.0, 20.0, width))
-    return console.file.getvalue()
+    return written(console)
 
 
 def after(*updates: dict[str, float], total_steps: int = 500_000) -> RunStatus:
@@ -180,7 +186,7 @@ def test_plain_lines_come_at_most_every_ten_seconds_and_at_both_ends() -> None:
         clock.advance(1.0)
     logger.close()
     logger.close()
-    lines = console.file.getvalue().splitlines()
+    lines = written(console).splitlines()
     assert [each.split(" (")[0] for each in lines] == [
         f"steps {n} of 10,000" for n in ("100", "1,100", "2,100", "2,500")
     ]
@@ -212,7 +218,7 @@ def test_closing_leaves_the_terminal_as_it_was() -> None:
     live.close()
     live.close()
     assert (sys.stdout, sys.stderr) == streams
-    text = console.file.getvalue()
+    text = written(console)
     assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")  # the cursor is shown again
     assert "51,200 of 500,000" in plain(console) and plain(console).endswith("╯\n")
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import types
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -40,7 +41,7 @@ class Kept:
 
 def test_lines_are_there_as_soon_as_they_are_logged(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
-    logger = JsonlLogger(file)
+    logger: Any = JsonlLogger(file)
     logger.log(128, {"env/return_mean": 1.5, "update": 1, "train/a": np.float32(0.5), "train/b": np.int64(3)})
     assert file.read_text() == '{"step": 128, "env/return_mean": 1.5, "update": 1, "train/a": 0.5, "train/b": 3.0}\n'
     logger.log(np.int64(256), {"step": 7, "a": float("nan"), "b": float("-inf"), "c": np.float64("inf")})
@@ -181,7 +182,9 @@ class FakeRun:
     id = "abc"
 
     def __init__(self, **options: object) -> None:
-        self.options, self.logged, self.metrics, self.finished = options, [], {}, False
+        self.options, self.finished = options, False
+        self.logged: list[Any] = []
+        self.metrics: dict[str, Any] = {}
 
     def define_metric(self, name, step_metric=None):
         self.metrics[name] = step_metric

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -57,7 +58,7 @@ def test_runs_that_differ_by_seed_are_one_group(tmp_path: Path) -> None:
 
 
 def test_labels_say_what_differs(tmp_path: Path) -> None:
-    def labels(*configs: dict[str, object]) -> list[str]:
+    def labels(*configs: dict[str, Any]) -> list[str]:
         runs = [make_run(tmp_path, "r", updates=1, **config) for config in configs]
         return [group.label for group in read_groups(runs)]
 
@@ -167,7 +168,7 @@ def test_options_that_cannot_work_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"expected a name that ends in \.png"):
         plot([run], tmp_path / "a.jpeg")
     with pytest.raises(ConfigError, match="expected 'range' or 'std'"):
-        plot([run], tmp_path / "a.png", band="min")
+        plot([run], tmp_path / "a.png", band="min")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="at least 1"):
         plot([run], tmp_path / "a.png", smooth=0)
 

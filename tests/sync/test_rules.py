@@ -181,7 +181,7 @@ def test_a_rule_may_be_the_users_own() -> None:
             return state.seconds > 3600
 
     rule = MaxLag(100) | Hourly()
-    assert (Hourly() | MaxLag(100)).rules[1] == rule.rules[0]  # type: ignore[operator]
+    assert (Hourly() | MaxLag(100)).rules[1] == rule.rules[0]
     assert EnvConfig(env_name="CartPole-v1", sync=Hourly()).sync is not None
     assert rule.should_pull(SyncState(0, 1, seconds=4000)) and not rule.should_pull(SyncState(0, 1, seconds=1))
     assert probes_of(rule) == 1 and divergence_of(Hourly(), SyncState(0, 1, divergences=[0.5])) == 0.5
@@ -203,8 +203,8 @@ def test_a_rule_may_be_the_users_own() -> None:
         lambda: AAPS(0.1, decay=0.0),
         lambda: AAPS(0.1, decay=1.1),
         lambda: AAPS(0.1) | "often",  # type: ignore[operator]
-        lambda: AAPS(0.1) | AAPS,  # type: ignore[operator]
-        lambda: AAPS | AAPS(0.1),  # type: ignore[operator]
+        lambda: AAPS(0.1) | AAPS,
+        lambda: AAPS | AAPS(0.1),
         lambda: AAPS(10**400),
         lambda: EverySeconds(10**400),
         lambda: AnyOf(()),
@@ -235,7 +235,8 @@ def test_over_long_histories_lag_and_divergence_stay_within_their_bounds() -> No
     """10^5 random events: publishes with probes, and chunks before which a rule decides."""
     generator = np.random.default_rng(0)
     rule, bound = AAPS(0.5, window=1) | MaxLag(20), 20
-    held, newest, divergences, pulls, chunks = -1, 0, [], 0, 0
+    held, newest, pulls, chunks = -1, 0, 0, 0
+    divergences: list[float] = []
     for _ in range(100_000):
         if generator.random() < 0.5:
             newest += 1

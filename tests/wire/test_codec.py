@@ -6,7 +6,7 @@ import pickle
 import random
 from collections import OrderedDict
 from copy import deepcopy
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -26,7 +26,7 @@ SPACES = [
     spaces.Discrete(4),
     spaces.Discrete(3, start=-1),
     spaces.MultiDiscrete([3, 2]),
-    spaces.MultiDiscrete([[3, 2], [4, 5]], start=[[1, 1], [0, -2]]),
+    spaces.MultiDiscrete(cast(Any, [[3, 2], [4, 5]]), start=cast(Any, [[1, 1], [0, -2]])),
     spaces.MultiBinary(5),
     spaces.MultiBinary((2, 3)),
     spaces.Dict(z=spaces.Discrete(2), a=spaces.Tuple([spaces.Box(0, 1), spaces.Dict(b=spaces.MultiBinary(2))])),

@@ -84,7 +84,7 @@ def test_what_is_not_wanted_or_not_known_to_the_head_is_not_used(mode: str, acce
 
 def test_each_array_is_looked_at_again() -> None:
     compressor, looked = Compressor("auto", ALL, lambda: SLOW), []
-    compressor._best = lambda array: looked.append(int(array[0, 0])) or ""  # type: ignore[assignment, func-returns-value]
+    compressor._best = lambda array: looked.append(int(array[0, 0])) or ""  # type: ignore[method-assign, func-returns-value]
     arrays = [np.full((16, 256), i, np.uint8) for i in range(4)]
     for _ in range(130):
         for i, array in enumerate(arrays):

@@ -406,7 +406,8 @@ def test_peers_connect_with_a_lease_of_days() -> None:
     link = DealerLink(hub.address, hub.keys.public, hub.admit(0, 0), MAIN, lease_s=lease_s)
     try:
         link.send([b"hello"])
-        deadline, found = time.monotonic() + 60, []
+        deadline = time.monotonic() + 60
+        found: list[bytes] = []
         while not found:
             assert time.monotonic() < deadline
             found = [bytes(received.frames[0]) for _, received in hub.drain()]

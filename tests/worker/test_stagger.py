@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -31,7 +31,7 @@ def offsets(stagger: Stagger, num_slots: int, steps: int = 5, parts: int = 1) ->
 
 
 def of(**options: Any) -> Stagger | None:
-    return farstep.EnvConfig(env_name="CartPole-v1", stagger={"horizon": 200, **options}).stagger
+    return farstep.EnvConfig(env_name="CartPole-v1", stagger=cast(Any, {"horizon": 200, **options})).stagger
 
 
 def test_options_have_defaults_and_may_be_a_mapping() -> None:
@@ -75,8 +75,8 @@ def test_what_is_no_mapping_is_refused(value: Any) -> None:
 @pytest.mark.parametrize("kind", ["vector", "envpool"])
 def test_vectors_are_staggered_by_the_clock_only(options: dict[str, Any], kind: Any) -> None:
     with pytest.raises(farstep.ConfigError, match=r"single environment of a vector.*init='clock' and early='partial'"):
-        farstep.EnvConfig(type=kind, env_name="CartPole-v1", stagger={"horizon": 9, **options})
-    farstep.EnvConfig(type=kind, env_name="CartPole-v1", stagger={"horizon": 9, "init": "clock"})
+        farstep.EnvConfig(type=kind, env_name="CartPole-v1", stagger=cast(Any, {"horizon": 9, **options}))
+    farstep.EnvConfig(type=kind, env_name="CartPole-v1", stagger=cast(Any, {"horizon": 9, "init": "clock"}))
 
 
 # ---- groups and offsets ----
@@ -99,7 +99,7 @@ def test_offsets_by_hand() -> None:
 @given(st.data())
 def test_groups_are_even_and_the_same_for_any_number_of_workers(data: st.DataObject) -> None:
     horizon = data.draw(st.integers(1, 300))
-    groups = data.draw(st.integers(1, horizon) | st.just("auto"))
+    groups: Any = data.draw(st.integers(1, horizon) | st.just("auto"))
     num_slots, steps = data.draw(st.integers(1, 70)), data.draw(st.integers(1, 400))
     stagger = Stagger(horizon=horizon, groups=groups)
     found = offsets(stagger, num_slots, steps)

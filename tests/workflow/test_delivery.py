@@ -7,7 +7,7 @@ import json
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ def message(number: int = 0, trigger_id: str = "it") -> Message:
 
 def test_direct_is_done_at_once_whatever_it_returns() -> None:
     taken: list[Message] = []
-    delivery = Direct(lambda message: bool(taken.append(message)))
+    delivery = Direct(lambda message: bool(taken.append(message)))  # type: ignore[func-returns-value]
     assert delivery(message()) is True
     assert taken == [message()]
     with pytest.raises(ConfigError, match="a function of the message"):
@@ -179,7 +179,8 @@ def endpoint(request: pytest.FixtureRequest, tmp_path: Path) -> str | None:
 
 
 def test_another_process_takes_messages_and_says_when_it_is_done(endpoint: str | None) -> None:
-    state, dispatcher, started = Ledger(), Dispatcher(), []
+    state, dispatcher = Ledger(), Dispatcher()
+    started: list[Any] = []
     with contextlib.closing(ZmqSender(endpoint, connect_s=PATIENCE_S)) as sender, receiving(sender) as process:
         name = dispatcher.add(DataKeyTrigger(n=1, size=2), lambda m: deliver(sender, {**m, "number": len(started) + 1}))
         state.wrote(("worker", 3), 6, (4, 5))
@@ -276,6 +277,7 @@ def test_what_was_passed_before_there_is_a_receiver_is_sent_in_order() -> None:
 def test_a_delivery_that_is_closed_says_so() -> None:
     sender = ZmqSender()
     sender.close()
+    act: Callable[[], object]
     for act in (lambda: sender(message()), sender.finished):
         with pytest.raises(ClosedError, match="sender is closed"):
             act()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -346,7 +346,8 @@ def test_so_many_messages_are_outstanding_and_no_more() -> None:
 
 
 def test_one_that_is_always_ready_does_not_starve_others() -> None:
-    state, dispatcher, order = Ledger(), Dispatcher(), []
+    state, dispatcher = Ledger(), Dispatcher()
+    order: list[Any] = []
     dispatcher.add(DataKeyTrigger(n=1, size=1), order.append, trigger_id="busy")
     dispatcher.add(DataKeyTrigger(n=1, size=3), order.append, trigger_id="rare")
     state.wrote("a", 100, 0)
@@ -421,7 +422,7 @@ def test_mistakes_with_a_dispatcher(act: Any, words: str) -> None:
         (lambda: DataKeyTrigger(n=0, size=1), "n is 0; expected a number of actors, an int of at least 1"),
         (lambda: DataKeyTrigger(n=1, size=0), "size is 0"),
         (lambda: DataKeyTrigger(n=True, size=1), "n is True"),
-        (lambda: DataKeyTrigger(n=1, size=2.5), "size is 2.5"),
+        (lambda: DataKeyTrigger(n=1, size=2.5), "size is 2.5"),  # type: ignore[arg-type]
         (lambda: DataKeyTrigger(n=1, size=1, min_new=3), "consume=False with min_new=k"),
         (lambda: DataKeyTrigger(n=1, size=1, consume=False), "consume=False with min_new=k"),
         (lambda: DataKeyTrigger(n=1, size=1, consume=False, min_new=0), "min_new is 0"),
@@ -431,14 +432,14 @@ def test_mistakes_with_a_dispatcher(act: Any, words: str) -> None:
         (lambda: DataKeyTrigger(n=1, size=1, keys=("a", ("b",))), "expected names of arrays"),
         (lambda: DataKeyTrigger(n=1, size=1, keys=("a", "a")), "each only once"),
         (lambda: ObjectKeyTrigger(""), "the name of an object"),
-        (lambda: TimeTrigger(1, unit="steps"), "Known: env_steps, learner_steps, seconds"),
+        (lambda: TimeTrigger(1, unit="steps"), "Known: env_steps, learner_steps, seconds"),  # type: ignore[arg-type]
         (lambda: TimeTrigger(0), "period is 0; expected a number of seconds above 0"),
         (lambda: TimeTrigger(float("nan")), "period is nan"),
         (lambda: TimeTrigger(1.5, unit="env_steps"), "period is 1.5"),
-        (lambda: TimeTrigger(1) | 3, "3 is not a trigger"),
+        (lambda: TimeTrigger(1) | 3, "3 is not a trigger"),  # type: ignore[operator]
         (lambda: TransferTrigger(max_bytes=-1), "max_bytes"),
         (lambda: TransferTrigger(seconds=0), "seconds is 0"),
-        (lambda: TransferTrigger(episode_end="yes"), "episode_end is 'yes'"),
+        (lambda: TransferTrigger(episode_end="yes"), "episode_end is 'yes'"),  # type: ignore[arg-type]
         (lambda: Ledger().wrote("a", 1, 0, ["obs"]), r"Ledger\(keys="),
         (lambda: Ledger(KEYS).wrote("a", 1, 0, ["ob"]), "unknown key 'ob'"),
         (lambda: Ledger().wrote("a", 0, 0), "at least 1"),
@@ -452,7 +453,7 @@ def test_mistakes_are_named(make: Callable[[], object], words: str) -> None:
 
 def test_transfer_stages() -> None:
     names = ["obs", "reward", "done", "action"]
-    assert TransferTrigger().split(names) == TransferTrigger(keys=None).split(names) == [names]
+    assert TransferTrigger().split(names) == TransferTrigger(keys=cast(Any, None)).split(names) == [names]
     staged = TransferTrigger(keys=[["reward", "done"], ["action"]])
     assert staged.split(names) == [["reward", "done"], ["obs", "action"]]
 

@@ -28,7 +28,7 @@ class Flow(Protocol):
     agent: Agent
     buffer: Buffer
     ledger: Ledger
-    holdings: RowRetention
+    retention: RowRetention
     stopped: bool
     """Whether the run is ending, so that no trigger fires."""
 
@@ -84,7 +84,7 @@ class Guard:
             if self.is_stale(message):
                 self._finish(message, "stale")
                 return True
-            message = self._flow.holdings.located(message, self)
+            message = self._flow.retention.located(message, self)
         self._delivered += 1
         message = extended(message, message_id=f"{message['trigger_id']}/{self._delivered}")
         self._open.append(message)
@@ -158,8 +158,8 @@ class Guard:
                 # Keep the gap for later stages of the same rows.
                 if self._gaps.get(actor) == start < min(leaf.next_of(actor) for leaf in self.takers):
                     del self._gaps[actor]
-            self._flow.holdings.done(message)
-            self._flow.holdings.free({actor for actor, _, _ in rows_of(message)}, unhandled or None)
+            self._flow.retention.done(message)
+            self._flow.retention.free({actor for actor, _, _ in rows_of(message)}, unhandled or None)
         if unhandled is None and (self.takers or self.samples):
             self._flow.ledger.learned()
 

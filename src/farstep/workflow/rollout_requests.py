@@ -120,7 +120,7 @@ class RolloutRequests:
     def _drop_window(self, worker: int, feed: Feed) -> None:
         """Drop the incomplete window and the requests of a worker that has left, if triggers do not wait for it."""
         if self._waits_for_all:
-            self._state.holdings.left(worker)
+            self._state.retention.left(worker)
             self._owed[worker] = 0
             feed.withdraw(worker)
 

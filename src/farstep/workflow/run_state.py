@@ -36,7 +36,7 @@ class RunState:
     ) -> None:
         self.agent, self.buffer = agent, buffer
         self.ledger = Ledger(now=time.monotonic())
-        self.holdings = RowRetention(buffer, self.ledger, consuming, freed)
+        self.retention = RowRetention(buffer, self.ledger, consuming, freed)
         self.collector: Collector | None = None
         """Set by the first run."""
         self.feed: Feed | None = None
@@ -61,4 +61,4 @@ class RunState:
     def void_lost(self) -> None:
         """Discard the early parts of chunks that were dropped."""
         if self.feed is not None:
-            self.holdings.ahead.void(self.feed.voided())
+            self.retention.ahead.void(self.feed.voided())

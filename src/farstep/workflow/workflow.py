@@ -183,7 +183,7 @@ class Workflow:
         if guard.takers:
             guard.discard(self.ledger)  # it does not get rows of earlier runs
             self._consuming += guard.takers
-            self._state.holdings.holders.append(guard)
+            self._state.retention.holders.append(guard)
             self._reading.append(found)
         self._most_samples = max(self._most_samples, guard.samples)
         self._updaters += [guard] if updates else []
@@ -214,11 +214,11 @@ class Workflow:
         """
         if not isinstance(message, Mapping):
             raise ConfigError(f"batch got {message!r}; expected the message that a DataKeyTrigger's consumer is given.")
-        return self._state.holdings.batch(message)
+        return self._state.retention.batch(message)
 
     def backlog(self) -> dict[str, int]:
         """Return how many rows each consumer has yet to finish, for the slot with the most, by name of the trigger."""
-        return dict(zip(self._reading, self._state.holdings.backlog(), strict=False))
+        return dict(zip(self._reading, self._state.retention.backlog(), strict=False))
 
     def publish(self, message: Message | None = None) -> int:
         """Publish the agent's parameters; fires `ObjectKeyTrigger("parameters")`. Can be a consumer itself.
@@ -399,7 +399,7 @@ class Workflow:
         ticket = accepted.ticket.seq
         self._state.void_lost()
         self.buffer.insert(batch, timeout_s=0)
-        self._state.holdings.add(worker, ticket, accepted.version, batch)
+        self._state.retention.add(worker, ticket, accepted.version, batch)
         if self._state.feed is not None:
             self._requests.drop_if_absent(worker, self._state.feed)
 
@@ -409,7 +409,7 @@ class Workflow:
         self._state.void_lost()
         if self._state.feed is not None and self._state.feed.is_live(issued.seq):
             batch = replace(batch, continues=batch.continues & self._follows[batch.slots])
-            self._state.holdings.ahead.add(issued.worker, issued.seq, early.key, early.version, batch)
+            self._state.retention.ahead.add(issued.worker, issued.seq, early.key, early.version, batch)
 
     def _fire(self) -> None:
         """Update the ledger, and call the consumers whose triggers fire."""
@@ -449,7 +449,7 @@ class Workflow:
         """Return whether the limiter allows a worker's next chunk, and it overwrites no row that a consumer needs."""
         if not self.buffer.limiter.can_insert(steps * feed.record(worker).num_envs):
             return False
-        return self._state.holdings.has_room(worker, steps)
+        return self._state.retention.has_room(worker, steps)
 
     def _check_progress(self, feed: Feed, steps: int) -> None:
         """Raise `FarstepError` if the workflow is in a deadlock."""
@@ -501,7 +501,7 @@ class Workflow:
                 self._fire()
         finally:
             try:
-                self._state.holdings.discard(set(range(self.env.num_workers)))
+                self._state.retention.discard(set(range(self.env.num_workers)))
             finally:
                 self._state.feed = self._loop = self.buffer.inserting_thread = self.buffer.on_room = None
                 self.buffer.between_updates = contextlib.nullcontext
