@@ -83,7 +83,7 @@ class StaleFlow:
     stopped = False
     agent: Any = None
     buffer: Any = None
-    holdings: Any = None
+    retention: Any = None
     ledger = Ledger(KEYS)
 
     def is_stale(self, message: Message) -> bool:
