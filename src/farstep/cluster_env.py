@@ -255,7 +255,7 @@ class ClusterEnv:
         max_staleness: int = 1,
         num_chunks: int | None = None,
         rollout_epochs: int = 1,
-    ) -> Iterator[Batch]:
+    ) -> Generator[Batch]:
         """Yield batches indefinitely; workers collect the next ones while the learner updates.
 
         Workers get new weights only when `publish` is called. Leaving the loop cancels the rollouts in progress, and so
@@ -295,7 +295,7 @@ class ClusterEnv:
 
     def _stream(
         self, agent: Agent, steps: int, max_staleness: int, num_chunks: int | None, rollouts: int
-    ) -> Iterator[Batch]:
+    ) -> Generator[Batch]:
         collector = self._launched()
         collector.adopt(agent)
         yield from collector.stream(steps, max_staleness, num_chunks, rollouts)

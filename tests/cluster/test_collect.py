@@ -412,7 +412,7 @@ def test_batch_of_several_rollouts_equals_as_many_single_batches(config: LaunchC
                 batch = next(stream) if how == "stream" else env.collect(agent, 7, rollout_epochs)
                 assert_sound(batch)
                 batches.append(batch.copy())
-            stream.close()  # type: ignore[attr-defined]
+            stream.close()
             found.append(batches)
     one, three = found
     for k, batch in enumerate(three):

@@ -421,7 +421,7 @@ class Buffer:
 
     # ---- items ----
 
-    def update_priorities(self, keys: Array, priorities: Array) -> int:
+    def update_priorities(self, keys: ArrayLike, priorities: ArrayLike) -> int:
         """Set the priorities of items.
 
         Args:
@@ -460,7 +460,7 @@ class Buffer:
             self.sampler = with_beta(self.sampler, beta)
             self._chooser = Chooser(self.sampler, self.max_times_sampled)
 
-    def delete(self, keys: Array) -> int:
+    def delete(self, keys: ArrayLike) -> int:
         """Remove items; with `DPER`, an episode with all its rows.
 
         Args:
