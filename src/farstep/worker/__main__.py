@@ -74,7 +74,7 @@ def _run(bootstrap: dict[str, Any]) -> None:
     try:
         connect(bootstrap).serve()
     except EOFError:
-        sys.exit("the head is gone")
+        sys.exit("the head closed the connection")
     finally:
         _end_children()
 

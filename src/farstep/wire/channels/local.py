@@ -96,10 +96,10 @@ class LocalLink:
         except BlockingIOError:
             return None
         except ConnectionError as error:
-            raise EOFError("the peer is gone") from error
+            raise EOFError("the peer closed the connection") from error
         try:
             if not packet:
-                raise EOFError("the peer is gone")
+                raise EOFError("the peer closed the connection")
             if flags & socket.MSG_CTRUNC and len(fds) < _MAX_FDS:
                 raise WireError(
                     "a file descriptor beyond this process's limit of open files: raise the limit (ulimit -n)."
