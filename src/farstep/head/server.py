@@ -162,7 +162,7 @@ class Server:
             return  # a fork of the head does not own the workers
         with self._event_loop.lead():
             if self._closed:
-                if self._closer != threading.get_ident():  # else a signal handler calls it again: would deadlock
+                if self._closer != threading.get_ident():  # a handler in this thread would deadlock
                     self._event_loop.wait_for(self._freed)
                 return
             self._closed, self._closer = True, threading.get_ident()
@@ -291,7 +291,7 @@ class Server:
                 log.exception("internal error in the head")
 
     def _pump(self, timeout_s: float) -> None:
-        """Read messages, waiting up to `timeout_s` for one, and check processes every `_tick_s`; holds the lock."""
+        """Read messages, waiting up to `timeout_s`, and check processes every `_tick_s`; the caller holds the lock."""
         received = self.supervisor.read_shared()
         self._event_loop.poll(0.0 if received else timeout_s)
         if not self._event_loop.running:

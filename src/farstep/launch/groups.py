@@ -79,7 +79,7 @@ class WatchedGroup:
             del self._gone[: max(0, returning)]
 
     def _overcounted(self, status: RequestStatus) -> int:
-        """Number of gone nodes that the engine still counts."""
+        """Number of nodes in `_gone` that the engine still counts."""
         if status.ended is not None:
             return sum(not status.has_ended(place) for place in self._gone)
         return max(0, len(self._gone) - max(0, self._nodes - status.nodes - self._taken_back))

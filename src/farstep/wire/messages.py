@@ -213,7 +213,7 @@ class WeightRequest(msgspec.Struct, tag="weight-request"):
 
     agent: int
     held: int = -1
-    """The version that the worker keeps, so that the head may send a delta to it; -1 if it keeps none."""
+    """The version that the worker keeps, relative to which the head may send a delta; -1 if it keeps none."""
 
 
 class Progress(msgspec.Struct, tag="progress"):
@@ -262,7 +262,7 @@ class SendAgent(msgspec.Struct, tag="send-agent"):
 class Parameters(msgspec.Struct, tag="parameters"):
     """Head to worker, after `AgentReady`: where to pull parameters from.
 
-    With shared memory a file descriptor comes with the message, and the worker maps it. Without, the worker sends a
+    With shared memory the message carries a file descriptor, which the worker maps. Without, the worker sends a
     `WeightRequest` whenever it pulls.
     """
 
@@ -278,7 +278,7 @@ class Parameters(msgspec.Struct, tag="parameters"):
 class SetLayout(msgspec.Struct, tag="set-layout"):
     """Head to worker, before the first ticket and when the arrays change: the layout of rollouts (`rollout/blocks.py`).
 
-    With shared memory a file descriptor comes with the message, and the worker writes its columns there. Without, the
+    With shared memory the message carries a file descriptor, and the worker writes its columns there. Without, the
     worker allocates memory for one chunk.
     """
 
@@ -389,7 +389,7 @@ class Call(msgspec.Struct, tag="call"):
 
 
 class Stop(msgspec.Struct, tag="stop"):
-    """Head to worker, at the end of a run or when its node is released: it closes its environments and exits."""
+    """Head to worker, at the end of a run or before its node leaves: it closes its environments and exits."""
 
 
 FromWorker = Hello | Ready | AgentReady | Part | Chunk | Reply | Failure | RequestSend | WeightRequest | Progress

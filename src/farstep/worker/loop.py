@@ -293,7 +293,7 @@ class Worker:
                 self._inbox.wait_for_turn(ticket, self._index)
             except TicketCancelled:
                 return
-        self._words[ROLLED] = ticket.seq  # tells the head that the chunk is being sent
+        self._words[ROLLED] = ticket.seq  # signals to the head that the chunk is being sent
         self._send(chunk, *rollout.frames)
 
     def _chunk(self, ticket: m.Ticket, rollout: Rollout, waited_s: float) -> m.Chunk:

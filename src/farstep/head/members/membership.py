@@ -17,7 +17,7 @@ from enum import Enum
 from farstep.config.launch import RESTART_WINDOW_S
 
 STACKS_S = 2.0
-"""Seconds by which the request for a worker's stack traces precedes its kill, so that a remote one can send them."""
+"""Maximum seconds between the request for a stuck worker's stack traces and its kill; a remote one sends them then."""
 DEATH_S = 60.0
 """Seconds that a killed process may take to end. If the kernel cannot end it (hung file system), the run fails."""
 _BACKOFF_S = (0.0, 0.1, 0.5, 1.0, 2.0, 5.0)
@@ -123,7 +123,7 @@ class GiveUp:
 
 @dataclass(frozen=True)
 class RequestStacks:
-    """Its stack traces must be requested: it will be declared stuck in `STACKS_S` seconds."""
+    """Its stack traces must be requested: without progress, it is declared stuck within `STACKS_S` seconds."""
 
     worker: int
 

@@ -39,7 +39,7 @@ _RETRY_MS = 100
 
 
 class _Connection:
-    """A DEALER socket that knows whether it is connected to the authenticated head.
+    """A DEALER socket that tracks whether it is connected to the authenticated head.
 
     It reads ZeroMQ's monitor events. ZeroMQ's own threads write them, so a busy interpreter delays none.
     """
