@@ -188,7 +188,7 @@ def test_a_lost_cluster_is_an_error_and_not_the_end_of_the_learner(monkeypatch: 
                 while True:
                     assert_sound(env.collect(agent, steps=4))
 
-            with pytest.raises(farstep.LaunchError, match=r"Ray's first node, .*, has not answered for 10 s"):
+            with pytest.raises(farstep.LaunchError, match=r"Ray's head node, .*, has not answered for 10 s"):
                 within(collect, 90)
 
 
@@ -204,10 +204,10 @@ def test_batches_continue_without_rays_first_node_until_ray_ends_the_others(
             agent = TableAgent()
             env.collect(agent, steps=4)
             started.kill_node(0)
-            while "Ray's first node" not in caplog.text:  # said while batches go on
+            while "Ray's head node" not in caplog.text:  # said while batches go on
                 assert_sound(within(lambda: env.collect(agent, steps=4)))
             assert env.stats()["workers"]["restarts"] == 0
-            with pytest.raises(farstep.LaunchError, match=r"Ray's first node, .*, has not answered for 15 s"):
+            with pytest.raises(farstep.LaunchError, match=r"Ray's head node, .*, has not answered for 15 s"):
                 within(lambda: [env.collect(agent, steps=4) for _ in iter(int, 1)], 120)
 
 

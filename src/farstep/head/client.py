@@ -1,4 +1,4 @@
-"""What a server expects of its user."""
+"""The callbacks that a `Server` requires of its client."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from farstep.wire import messages as m
 
 
 class Client(Protocol):
-    """The user of a server: builds ticket messages and handles what workers answer."""
+    """The owner of a server: builds ticket messages and handles messages from workers."""
 
     def make_ticket(self, issued: IssuedTicket) -> tuple[m.Ticket, Sequence[Any]]:
         """The message for an issued ticket, and further frames."""
@@ -24,11 +24,11 @@ class Client(Protocol):
         ...
 
     def on_error(self, record: WorkerRecord, failure: m.Failure, error: WorkerError) -> None:
-        """Handle an exception in something that the client requested (an agent, a call, a step); the worker lives."""
+        """Handle an exception that a request of the client (agent, call, step) raised on a worker that still runs."""
         ...
 
     def on_lost(self, record: WorkerRecord) -> None:
-        """Handle the loss of a worker, which will not answer what it was sent."""
+        """Handle the loss of a worker; messages that it was sent remain unanswered."""
         ...
 
     def version(self) -> int:

@@ -113,7 +113,7 @@ class Collector:
         return self.publisher.publish(agent)
 
     def adopt(self, agent: Agent) -> None:
-        """Make workers act with this agent and its present parameters."""
+        """Make workers act with this agent and its current parameters."""
         self.publisher.adopt(agent)
 
     # ---- requests ----
@@ -216,7 +216,7 @@ class Collector:
             self.one_batch(0, reset=ResetRequest([root] * len(failed), None if failed.all() else failed, None))
 
     def followed(self) -> Array:
-        """Per slot, the key of the chunk that was delivered last; -1: the next one continues nothing."""
+        """Per slot, the key of the chunk that was delivered last; -1 if the next chunk does not continue it."""
         return self._continuity.last.copy()
 
     # ---- sessions of tickets ----
@@ -242,7 +242,7 @@ class Collector:
         return self.publisher.row_schema(), self._rollouts.structures
 
     def _set_layout(self, steps: int, lanes: int) -> None:
-        """Allocate blocks for a session if the present ones are too small, and announce them to workers."""
+        """Allocate blocks for a session if the current ones are too small, and announce them to workers."""
         rollouts = self._rollouts
         assert rollouts is not None
         if message := rollouts.fit(lanes, steps, self.publisher.row_schema(), self.publisher.agent_schemas[1]):
@@ -250,7 +250,7 @@ class Collector:
             self.server.announce(message, fds=[rollouts.memory.fd])
 
     def _note_reset(self, reset: ResetRequest) -> None:
-        """Record the seeds that a restarted worker must use; the next rows of slots that are reset continue nothing."""
+        """Record the seeds that a restarted worker must use, and that slots that are reset continue no earlier rows."""
         chosen = np.ones(len(self._continuity.last), bool) if reset.mask is None else reset.mask
         self._continuity.interrupt(chosen)
         for record in self.server.records:
@@ -260,7 +260,7 @@ class Collector:
                     record.roots[i], record.resume[i] = root, 0
 
     def _end(self, request: Request | None = None) -> None:
-        """Cancel the current request; if one is given, only if it is the current one."""
+        """Cancel the current request; if `request` is given, only if that is the current one."""
         with self.server.locked():
             if self.server.tickets.is_open and (request is None or request is self._intake.request):
                 self.server.cancel()
@@ -318,7 +318,7 @@ class Collector:
         request, record = self._intake.request, self.server.records[issued.worker]
         reset = None if request.reset is None else request.reset.part(record)
         if reset is not None and record.incarnation != request.incarnations[record.worker]:
-            reset.seeds = None  # a restarted worker has used them, and may have skipped an episode that kills it
+            reset.seeds = None  # a restarted worker began with them, and may have skipped an episode that crashes it
         return m.Ticket(issued.seq, issued.lane, request.steps, issued.min_version, reset, request.infos), []
 
     def on_message(self, record: WorkerRecord, message: m.FromWorker, received: Received) -> None:

@@ -1,9 +1,10 @@
-"""An event loop that the waiting thread runs itself, and a background thread while no other one waits.
+"""An event loop that the waiting thread runs itself; a background thread runs it while no thread waits.
 
-A call that waits for an answer leads: it reads the descriptors in its own thread, so that an answer costs one wake-up.
-All descriptors are in an inner epoll set, which is itself a member of an outer one; the background thread sleeps on the
-outer one. Taking the lead is therefore one system call (hide the inner set from the outer one), and so is giving it up.
-All state changes under one lock, with Ctrl-C deferred. While a thread sleeps, the lock is free and Ctrl-C is delivered.
+This is the leader/followers pattern: a call that waits for an answer becomes the leader and reads the descriptors in
+its own thread, so that an answer costs one wake-up. All descriptors are in an inner epoll set, which is itself a member
+of an outer one; the background thread sleeps on the outer one. A thread therefore becomes the leader with one system
+call (mask the inner set in the outer one), and stops leading with another. State changes only under one lock, with
+Ctrl-C deferred. While a thread sleeps, the lock is free and Ctrl-C is delivered.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class EventLoop:
 
     @contextlib.contextmanager
     def lead(self) -> Iterator[None]:
-        """As `locked`, and let the caller read instead of the background thread."""
+        """As `locked`, and make the caller the leader: it reads instead of the background thread."""
         with self.locked():
             if not self.running:
                 yield

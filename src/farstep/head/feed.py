@@ -35,8 +35,8 @@ class Feed:
     Args:
         collector: Issues the tickets and receives the chunks.
         steps: Rows per chunk.
-        plan: What the workflow consumes together.
-        early: Whether to deliver parts, too, before their chunks are complete.
+        plan: How many chunks of how many workers the workflow consumes at a time, and its staleness bound.
+        early: Whether to also deliver parts of chunks that are not complete yet.
     """
 
     def __init__(self, collector: Collector, steps: int, plan: FeedPlan, early: bool = False) -> None:
@@ -46,7 +46,7 @@ class Feed:
         """`Presence.changes` at the last call of `members`."""
         self._early: deque[EarlyPart] = deque()
         self._waking = threading.Lock()
-        """Held to write to the descriptor, so that it is not closed, and its number reused, meanwhile."""
+        """Held while writing to the descriptor, so that no other thread closes it and its number is not reused."""
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         try:
             self._server.watch(self._wake_fd, self._on_wake)
@@ -63,7 +63,7 @@ class Feed:
 
     def _on_part(self, early: EarlyPart) -> None:
         if not early.part.complete:
-            # Copied now: if its worker dies, the lane is overwritten.
+            # Copy now: if its worker dies, another chunk overwrites the lane.
             self._early.append(replace(early, part=replace(early.part, so_far=early.part.so_far.copy())))
             self._woken = True
 
@@ -86,7 +86,7 @@ class Feed:
             check: Called while there is no chunk; raises if none can arrive.
             store: Stores a chunk.
             store_early: Stores a part.
-            room: Entered to take and store a chunk, so that no other thread uses the free space meanwhile.
+            room: Entered while a chunk is taken and stored, so that no other thread uses the free space.
         """
         began = time.monotonic()
         waited = 0.0
@@ -127,7 +127,7 @@ class Feed:
 
     @property
     def under_way(self) -> bool:
-        """Whether chunks are being rolled or not taken yet, or workers are about to join or to leave."""
+        """Whether any chunk is being rolled or waits to be taken, or any worker is about to join or leave."""
         with self._server.locked():
             tickets = self._server.tickets
             return bool(tickets.in_flight or tickets.buffered) or self._server.unsettled()

@@ -1,8 +1,8 @@
 """Defers signals while the head's state changes.
 
-Python raises KeyboardInterrupt, and what handlers of other signals raise, between any two instructions. While a message
-is handled, that would leave a chunk half accepted. Signals are therefore deferred while state changes, and delivered
-while the thread sleeps, which is nearly always.
+Python can raise KeyboardInterrupt, or an exception of another signal's handler, between any two instructions. In the
+middle of handling a message, that would leave a chunk half accepted. The head therefore defers signals while it changes
+state, and delivers them while its thread sleeps, which is most of the time.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
-# `signal` converts what `_signal` returns to enums, which takes longer than everything else in `deferred`.
+# `signal` wraps `_signal` and converts its results to enums, which costs more time than the rest of `deferred`.
 _get_handler: Callable[[int], Any] = _signal.getsignal
 _set_handler: Callable[[int, Any], Any] = _signal.signal
 _DEFERRED = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)

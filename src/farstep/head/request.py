@@ -10,7 +10,8 @@ from farstep.head.members.worker_records import ResetRequest
 from farstep.head.tickets.records import FeedPlan
 
 OnPart = Callable[[EarlyPart], None]
-"""Called for each complete stage of each worker's chunk, in the thread that reads; must neither block nor raise."""
+"""Called for each complete stage of each worker's chunk, in the thread that runs the event loop; must neither block nor
+raise."""
 
 
 @dataclass(frozen=True)

@@ -87,7 +87,7 @@ class Server:
         self._announcements: list[tuple[m.FromHead, Sequence[Any], Sequence[int]]] = []
         """Messages, frames and descriptors that a worker gets before its first ticket: agent, parameters, layout."""
         self.start_s = {"connect": 0.0, "construct": 0.0}
-        """Seconds that the slowest first start took: until its `Hello`, and from there until its `Ready`."""
+        """Seconds of the slowest first start: from launch to `Hello`, and from `Hello` to `Ready`."""
         self._started_at = 0.0
         self._failure: FarstepError | None = None
         self._closed = False
@@ -128,7 +128,7 @@ class Server:
                 self._event_loop.start_thread(self._pump_alone, self._tick_s)
 
     def _all_ready(self) -> bool:
-        """Whether all present workers are ready, and there is a quorum of them."""
+        """Whether a quorum of workers is present and all present workers are ready."""
         present = self.present()
         return len(present) >= self.tickets.presence.quorum and all(record.ready for record in present)
 
@@ -162,7 +162,7 @@ class Server:
             return  # a fork of the head does not own the workers
         with self._event_loop.lead():
             if self._closed:
-                if self._closer != threading.get_ident():  # a signal handler of that thread may close again
+                if self._closer != threading.get_ident():  # a handler in this thread would deadlock
                     self._event_loop.wait_for(self._freed)
                 return
             self._closed, self._closer = True, threading.get_ident()
@@ -200,8 +200,8 @@ class Server:
     def wait(self, poll: Callable[[], T | None], *, starting: bool = False) -> T:
         """Run the event loop until `poll` returns something, and return it.
 
-        This ends in any case: a worker without progress is killed after the limit of its phase, and the restart budget
-        is finite.
+        This always terminates: a worker without progress is killed after the time limit of its phase, and the restart
+        budget is finite.
 
         Args:
             poll: Called after each event.
@@ -258,12 +258,12 @@ class Server:
         return "failed" if self._failure is not None else "closed" if self._closed else "running"
 
     def fail(self, error: FarstepError) -> None:
-        """End the run; the next call on it, or one that waits, raises the error."""
+        """End the run with an error, which a waiting call or else the next call raises."""
         if self._failure is None:
             self._failure = error
         self.supervisor.stop()
         if self.tickets.is_open:
-            self.cancel()  # or workers would retry their tickets for ever
+            self.cancel()  # otherwise workers would retry their tickets forever
 
     def locked(self) -> contextlib.AbstractContextManager[None]:
         """Hold the lock under which all state changes."""
@@ -282,7 +282,7 @@ class Server:
         """Run the event loop once, in the background thread."""
         try:
             self._pump(0.0)
-        except LaunchError as error:  # a node that joined has other versions
+        except LaunchError as error:  # a node joined with different versions
             if not self._closed:
                 self.fail(error)
         except Exception as error:  # an internal error must reach the caller
@@ -291,7 +291,7 @@ class Server:
                 log.exception("internal error in the head")
 
     def _pump(self, timeout_s: float) -> None:
-        """Read messages, waiting up to `timeout_s` for one, and check processes when it is time. The lock is held."""
+        """Read messages, waiting up to `timeout_s`, and check processes every `_tick_s`; the caller holds the lock."""
         received = self.supervisor.read_shared()
         self._event_loop.poll(0.0 if received else timeout_s)
         if not self._event_loop.running:
@@ -370,8 +370,10 @@ class Server:
         return sum(memoryview(frame).nbytes for frame in encoded)
 
     def announce(self, message: m.FromHead, frames: Sequence[Any] = (), fds: Sequence[int] = ()) -> None:
-        """Send a message to all ready workers now, and to others when they are ready; replaces an earlier one of its
-        type."""
+        """Send a message to all ready workers now, and to others when they become ready.
+
+        It replaces an earlier announcement of the same type.
+        """
         self.retract(type(message))
         self._announcements.append((message, frames, fds))
         for record in self.records:
@@ -416,7 +418,7 @@ class Server:
             )
             return
         if self.spaces is None or (record.worker == 0 and not record.incarnation):
-            self.spaces = spaces  # prefer those of slot 0, which have its random generators
+            self.spaces = spaces  # prefer those of slot 0, with its random generators
         record.ready = True
         self.tickets.join(record.worker)
         if not record.incarnation:
@@ -448,7 +450,7 @@ class Server:
             self.supervisor.act_on(membership.Failed(record.worker))
             if self._failure is None:
                 log.warning("%s; continuing with the next episodes", str(error).splitlines()[0])
-                record.error = None  # it must not explain a later death
+                record.error = None  # it must not be reported as the cause of a later death
 
     # ---- tickets ----
 

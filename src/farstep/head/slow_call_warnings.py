@@ -1,4 +1,4 @@
-"""Logs what a blocking call waits for, from another thread than the blocked one."""
+"""Logs, from a background thread, what a blocking call is waiting for."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 log = logging.getLogger("farstep")
 FIRST_NOTE_S, NOTE_S = 5.0, 10.0
-"""Seconds until a start logs what it waits for, and between further log lines."""
+"""Seconds before the first log line about a slow start, and between further ones."""
 
 
 @contextlib.contextmanager

@@ -56,7 +56,7 @@ class Counters:
         """Count a batch that is delivered to the learner."""
         rows, slots = batch.shape
         self.steps += rows * slots
-        self.chunks += len(accepted) if rows else 0  # a reset rolls nothing
+        self.chunks += len(accepted) if rows else 0  # a reset has no rows
         now = time.monotonic()
         self._recent.append((now, rows * slots))
         while now - self._recent[0][0] > _RATE_WINDOW_S and len(self._recent) > 2:
@@ -138,7 +138,7 @@ def scalars(stats: Mapping[str, Any], prefix: str = "farstep") -> dict[str, floa
 def _numbers(value: Any, path: str) -> Iterator[tuple[str, float]]:
     if isinstance(value, Mapping):
         for key, part in value.items():
-            if key != "lag_histogram":  # no scalar to plot over time
+            if key != "lag_histogram":  # not a scalar
                 yield from _numbers(part, f"{path}/{key}")
     elif isinstance(value, list):
         for i, part in enumerate(value):

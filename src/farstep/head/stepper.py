@@ -20,14 +20,14 @@ from farstep.wire import messages as m
 from farstep.wire.codec import unpack
 
 Info = tuple[int, Mapping[str, Any] | None, Mapping[str, Any]]
-"""Slot, the final info of its episode if that ended, and the info of the step or reset."""
+"""Slot, final info of its episode (None unless that ended), and info of the step or reset."""
 
 
 class Stepper:
     """Sends actions to all workers and receives one row; the client of a `Server`.
 
-    A worker that dies is not restarted: the next call raises. After an exception of an environment, the workers still
-    run, and `reset` continues.
+    A worker that dies is not restarted: the next call raises. After an exception in an environment, the workers keep
+    running, and the caller can continue with `reset`.
     """
 
     def __init__(self, config: LaunchConfig, program: Program, envs_per_node: int) -> None:
@@ -151,7 +151,7 @@ class Stepper:
         self.server.tickets.accept(record.worker, chunk.ticket, 0, infos)
 
     def on_lost(self, record: WorkerRecord) -> None:
-        """Fail even if the worker ended with its node: a replacement would begin episodes that the caller did not."""
+        """Fail the run even if the node caused the loss: a replacement would start episodes without the caller."""
         ended = record.handle.poll() if record.handle is not None else None
         if ended is not None and ended.blameless and self._rollouts is not None:
             self.server.fail(record.died(ended))

@@ -24,7 +24,7 @@ class UserWarnings:
         """The last call for which starvation was logged."""
 
     def forget(self) -> None:
-        """Forget what was logged about the agent: another one is adopted."""
+        """Re-enable warnings about the agent, because another agent is adopted."""
         self._unmeasured, self._warned_remaining = "", False
 
     def note_inference(self, note: str) -> None:

@@ -1,7 +1,7 @@
 """Starts workers on the nodes of a cluster, through the node daemons that an engine started there.
 
 A block is a range of workers that run on the same node. A node gets the first free block when it connects; a worker
-whose block has no node is queued. The block of a lost node goes to the next node that connects.
+whose block has no node is queued. The block of a lost node is reassigned to the next node that connects.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _FILES_PER_WORKER, _OTHER_FILES = 8, 1024
 _MAX_REFUSED = 64
 """Maximum number of refused hosts that are stored and logged; a peer could invent any number of them."""
 _SILENT_S = 3 * n.BEAT_S
-"""Seconds of silence after which a node is declared lost if its engine says that it has ended."""
+"""Seconds of silence after which a node is declared lost if its engine reports that it has ended."""
 
 
 class ClusterLauncher(Launcher):
@@ -61,7 +61,7 @@ class ClusterLauncher(Launcher):
         self._invalid: Counter[int] = Counter()
         """Number of invalid messages per group."""
         self._refusal: LaunchError | None = None
-        """Ends the run because of a refused node, unless there are enough others."""
+        """The error that ends the run after a node was refused, unless enough other nodes are connected."""
         try:
             self._hub = self._listen(engine.listen_on())
         except BaseException:
@@ -127,7 +127,7 @@ class ClusterLauncher(Launcher):
         now = time.monotonic()
         paused_s, self._ticked_at = max(0.0, now - self._ticked_at - 1.0), now
         for node in list(self._nodes.values()):
-            node.heard_at += paused_s  # while the head does not read, a node cannot be blamed for silence
+            node.heard_at += paused_s  # silence does not count while the head did not read
             silent_s, status = now - node.heard_at, self._groups[node.group].status
             if silent_s > self._config.lease_s:
                 self._lose(node, f"was silent for {self._config.lease_s:g} s")
@@ -171,7 +171,7 @@ class ClusterLauncher(Launcher):
             self._start_queued()
 
     def waiting(self) -> str:
-        """What the engine says about nodes that are not connected yet; empty if all are."""
+        """The engine's report on nodes that are not connected yet; empty if all are connected."""
         if not (missing := sum(node is None for node in self._blocks[: self._wanted])):
             return ""
         status = self._groups.status()
@@ -212,7 +212,7 @@ class ClusterLauncher(Launcher):
     # ---- nodes ----
 
     def _daemon_bootstrap(self, group: int) -> bytes:
-        """Node daemons of a group share a key and the peer number -1 - group; peers from 0 on are workers."""
+        """The bootstrap of a group's node daemons; they share a key and peer number -1 - group (workers: 0 and up)."""
         bootstrap = admit(self._hub, -1 - group, 0) | {
             "run": self._run,
             "addresses": self._hub.addresses,
@@ -247,7 +247,7 @@ class ClusterLauncher(Launcher):
                     copy_words(message.words, worker.words)
                     worker.end(Ended(message.status, message.note, blameless=node.leaving))
             case n.Leaving():
-                log.warning("%s is taken back by its engine (%s): draining its workers", node, message.reason)
+                log.warning("%s is being reclaimed by its engine (%s): draining its workers", node, message.reason)
                 self._drain_node(node)
 
     def _on_invalid(self, group: int, error: WireError) -> None:
@@ -307,7 +307,7 @@ class ClusterLauncher(Launcher):
         self._start_queued()
 
     def _start_queued(self) -> None:
-        """Start queued workers whose block has got a node."""
+        """Start queued workers whose block now has a node."""
         for worker, handle in list(self._queued.items()):
             node = self._blocks[worker // self._per_node]
             if node is not None and not node.leaving:
@@ -330,7 +330,7 @@ class ClusterLauncher(Launcher):
             worker.end(Ended(1, f"its {node} {why}", blameless=True))
 
     def _forget_worker(self, worker: RemoteWorker) -> None:
-        """The head closed the handle of a worker that has ended."""
+        """Remove an ended worker, whose handle the head has closed."""
         self._queued.pop(worker.worker, None)
         node = worker.node
         if node is not None and node.workers.get(worker.worker) is worker:
@@ -338,7 +338,7 @@ class ClusterLauncher(Launcher):
             self._release(node)
 
     def _release(self, node: Node) -> None:
-        """Let a draining node go once its workers have ended."""
+        """Release a draining node once its workers have ended."""
         if node.leaving and not node.workers and node.name in self._nodes:
             node.send(n.Leave("its workers are done"))
             del self._nodes[node.name]

@@ -9,12 +9,12 @@ from typing import Protocol
 from farstep.errors import LaunchError
 
 TAKEN_BACK = 75
-"""Exit status of a node daemon whose engine took the node back (`EX_TEMPFAIL`: it may be started again)."""
+"""Exit status of a node daemon whose engine reclaimed the node (`EX_TEMPFAIL`: it may be restarted)."""
 
 SETUP_FAILED = "FARSTEP_SETUP_FAILED"
 """Environment variable: the command of the setup that failed last."""
 RESTARTS = "FARSTEP_RESTARTS"
-"""Environment variable: how many times in ten minutes a killed node daemon is restarted."""
+"""Environment variable: maximum number of restarts of a killed node daemon within ten minutes."""
 
 
 def setup_lines(setup: Sequence[str]) -> list[str]:
@@ -76,7 +76,7 @@ class Group(Protocol):
         ...
 
     def cancel(self) -> None:
-        """End all node daemons of the group, or make sure that they end soon; does nothing if they have ended."""
+        """End all node daemons of the group, or initiate their end; does nothing if they have ended."""
         ...
 
 
@@ -84,7 +84,7 @@ class Engine(Protocol):
     """Starts node daemons on nodes."""
 
     grace_s: float
-    """Seconds that a node has to hand over its chunks when the engine takes it back."""
+    """Seconds that a node has to send its chunks when the engine reclaims it."""
 
     def listen_on(self) -> Sequence[str]:
         """The addresses of this machine that nodes may reach, best first."""
@@ -103,5 +103,5 @@ class Engine(Protocol):
         ...
 
     def close(self) -> None:
-        """Free what outlives the groups."""
+        """Release resources that outlive the groups."""
         ...

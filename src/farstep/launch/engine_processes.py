@@ -1,4 +1,4 @@
-"""Node daemons that run as long as a local process does: an ssh client or an `srun`."""
+"""Node daemons whose lifetime is bound to that of a local process: an ssh client or an `srun`."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def after_setup(setup: Sequence[str], daemon: str) -> str:
 
 
 def end_processes(sessions: Iterable[EngineProcess], patience_s: float = _LEAVE_S) -> None:
-    """Wait `patience_s` seconds for processes whose daemons were asked to leave, then terminate, then kill them."""
+    """Wait `patience_s` seconds for processes whose daemons were sent `Leave`, then terminate, then kill them."""
     left = [session for session in sessions if not session.ended]
     for wait_s, number in ((patience_s, signal.SIGTERM), (_LEAVE_S, signal.SIGKILL)):
         deadline = time.monotonic() + wait_s

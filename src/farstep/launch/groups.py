@@ -28,14 +28,14 @@ class WatchedGroup:
         self._nodes, self._request = nodes, request
         self._group: Group | None = None
         self._checked = (0.0, RequestStatus("requested", nodes))
-        """When the engine was last asked for the group's status, and its answer."""
+        """Time of the last status request to the engine, and its answer."""
         self._gone: list[str] = []
         """Places of nodes that were connected once and are not expected to return."""
         self._gone_at = 0.0
         self._rejected: set[str] = set()
         """Names of node daemons that connected and were not needed."""
         self._taken_back = 0
-        """Number of nodes that the engine took back: it starts them again, or reports that they have ended."""
+        """Number of nodes that the engine reclaimed: it restarts them, or reports that they have ended."""
         self._places: list[str] = []
         """Places of the connected nodes."""
         self._logs: str | None = None
@@ -46,7 +46,7 @@ class WatchedGroup:
         self._thread = threading.Thread(target=self._watch, daemon=True, name="farstep-engine")
 
     def request(self) -> None:
-        """Request the nodes in the calling thread, so that errors reach the caller; `watch` does it otherwise."""
+        """Request the nodes in the calling thread, so that errors reach the caller; otherwise, `watch` does so."""
         self._group = self._request()
 
     def watch(self) -> None:
@@ -71,7 +71,7 @@ class WatchedGroup:
         return max(self.connected, status.nodes - self._overcounted(status))
 
     def _forget_returning(self, status: RequestStatus) -> None:
-        """Remove nodes from `_gone` that the engine starts again: SLURM requeues a job that lost its nodes."""
+        """Remove nodes from `_gone` that the engine restarts: SLURM requeues a job that lost its nodes."""
         if status.ended is not None:
             self._gone = [place for place in self._gone if place.partition(",")[0] not in status.restarting]
         else:
@@ -79,13 +79,13 @@ class WatchedGroup:
             del self._gone[: max(0, returning)]
 
     def _overcounted(self, status: RequestStatus) -> int:
-        """Number of gone nodes that the engine still counts."""
+        """Number of nodes in `_gone` that the engine still counts."""
         if status.ended is not None:
             return sum(not status.has_ended(place) for place in self._gone)
         return max(0, len(self._gone) - max(0, self._nodes - status.nodes - self._taken_back))
 
     def joined(self, place: str) -> None:
-        """A node connected, perhaps again."""
+        """Record that a node connected or reconnected."""
         self._places.append(place)
         if place in self._gone:
             self._gone.remove(place)
@@ -94,13 +94,13 @@ class WatchedGroup:
         del self._gone[absent:]
 
     def rejected(self, daemon: str, place: str) -> None:
-        """A node daemon connected and was sent away; called again if it repeats its hello."""
+        """Record that a node daemon was rejected; a repeated call, after a repeated hello, has no effect."""
         if daemon not in self._rejected and len(self._rejected) < self._nodes:
             self._rejected.add(daemon)
             self._lose(place)
 
     def left(self, place: str, for_good: bool) -> None:
-        """A node disconnected; `for_good` is False if its engine took it back and may start it again."""
+        """Record that a node disconnected; `for_good` is False if its engine reclaimed it and may restart it."""
         self._places.remove(place)
         if for_good:
             self._lose(place)
@@ -125,7 +125,7 @@ class WatchedGroup:
             if now.nodes < before.nodes:
                 logs = _logs_of(self._group)
                 self.last_line = next(reversed(logs.splitlines()), "")
-                self._logs = None if now.nodes else logs  # before other threads see the status, and then read the logs
+                self._logs = None if now.nodes else logs  # set first: other threads read it once they see the status
             self._checked = (began, now)
         self._group.cancel()
 
@@ -168,13 +168,13 @@ class Groups:
     """All groups of a run, numbered in the order of their requests."""
 
     def __init__(self, engine: Engine, config: EngineConfig, bootstrap: Callable[[int], bytes]) -> None:
-        """`bootstrap(group)` returns what the node daemons of that group are started with."""
+        """`bootstrap(group)` returns the bootstrap of the node daemons of that group."""
         self._engine, self._config, self._bootstrap = engine, config, bootstrap
         self._groups: list[WatchedGroup] = []
         self._request_lock = threading.Lock()
         """Engines receive one request at a time."""
         self._complete = False
-        """Whether enough nodes have been connected at some time."""
+        """Whether the minimum number of nodes has ever been connected."""
         self.reset_retries()
 
     def reset_retries(self) -> None:

@@ -17,8 +17,8 @@ _UNREAD_BYTES = 1 << 20
 _STRAYS = 64
 """Maximum number of kill messages per heartbeat for unknown workers; a broken node daemon could list any number."""
 _UNREPORTED_S = 3.0
-"""Seconds after its start message during which a worker may be missing from heartbeats; then it is started again, or
-has ended."""
+"""Seconds after its start message during which a worker may be missing from heartbeats; after that, the message is
+resent, or the worker counts as ended."""
 
 
 def send_to_node(hub: Hub, name: str, message: n.ToNode) -> None:
@@ -42,9 +42,9 @@ class Node:
     block: int
     workers: dict[int, RemoteWorker] = field(default_factory=dict)
     leaving: bool = False
-    """Whether it is draining: it goes once its workers have handed over their chunks."""
+    """Whether it is draining: it is released once its workers have sent their chunks and ended."""
     released: bool = False
-    """Whether the head released it; a node that its engine took back may return."""
+    """Whether the head released it; a node that its engine reclaimed may return."""
 
     def send(self, message: n.ToNode) -> None:
         send_to_node(self.hub, self.name, message)
@@ -56,7 +56,7 @@ class Node:
         self.send(worker.start_message)
 
     def reconcile(self, running: set[tuple[int, int]], now: float) -> None:
-        """Correct the workers of this node by the list in a heartbeat; other messages may be lost.
+        """Reconcile the workers of this node with the list in a heartbeat, since other messages may be lost.
 
         Args:
             running: Number and incarnation of every worker process on the node.

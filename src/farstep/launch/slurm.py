@@ -36,7 +36,7 @@ _WAITING = {"PENDING", "REQUEUED", "REQUEUE_HOLD", "CONFIGURING"}
 NEVER_STARTS = "it requests more than it may get, so it would wait forever"
 _NEVER = {
     *("PartitionNodeLimit", "PartitionTimeLimit", "PartitionConfig", "BadConstraints", "InvalidAccount", "InvalidQOS"),
-    *(f"{who}Max{what}PerJobLimit" for who in ("Assoc", "QOS") for what in ("Cpu", "Node", "WallDuration")),
+    *(f"{scope}Max{limit}PerJobLimit" for scope in ("Assoc", "QOS") for limit in ("Cpu", "Node", "WallDuration")),
 }
 """Reasons for which SLURM never starts a pending job."""
 _HELD = "requeued held"
@@ -273,7 +273,7 @@ class Jobs(Group):
                 self._seen.discard(number)
             elif state == "RUNNING" and held < size and number in self._seen - self._connected:
                 # The first node failed, and with it `srun` and all daemons of the job, but SLURM keeps the other nodes
-                # for it. (If no node has failed, the daemons may only be disconnected for a while.)
+                # for it. (If no node has failed, the daemons may only be disconnected temporarily.)
                 self._cancel(number, "has lost all of its node daemons")
         return RequestStatus("; ".join(parts), nodes, ended=ended, restarting=restarting)
 
@@ -312,7 +312,7 @@ class Jobs(Group):
         try:
             if self._sizes:
                 _run(["scancel", *self._sizes], missing="")
-        except LaunchError as error:  # their daemons end without it, and the guardian keeps retrying
+        except LaunchError as error:  # the daemons end anyway, and the guardian keeps retrying
             log.warning("%s; jobs %s will be cancelled when SLURM answers again", error, ", ".join(self._sizes))
             return
         for number in self._sizes:

@@ -1,5 +1,7 @@
-"""Prevents launches inside a worker: a module that launches on import would otherwise start workers that import it and
-launch again, endlessly."""
+"""Prevents launches inside a worker.
+
+Otherwise, a module that launches on import would start workers that import it and launch again, without end.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ def mark_worker_process() -> None:
 
 
 def refuse_nested_launch() -> None:
-    """Check that neither a worker nor a process that a worker started is launching.
+    """Refuse to launch inside a worker, or inside a process that a worker started.
 
     Raises:
         LaunchError: A worker is launching; the message names the module whose import does so, if any, and the remedy.
@@ -44,8 +46,10 @@ def refuse_nested_launch() -> None:
 
 
 def _frames() -> Iterator[FrameType]:
-    """The caller's stack, innermost first; it reveals a worker inside the head's process. A variable instead could be
-    left in the wrong state by Ctrl-C."""
+    """The caller's stack, innermost first; it reveals a worker inside the head's process.
+
+    Ctrl-C could leave a global flag in the wrong state.
+    """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         yield frame

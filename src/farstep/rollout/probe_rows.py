@@ -17,9 +17,9 @@ from farstep.core import Array
 from farstep.rollout.rows import Rows
 
 _CHUNKS = 4
-"""A probe's rows come from this many of the latest chunks, if these are long enough."""
-# The steps of the R2 sequence: any section of it covers the unit square evenly, so successive chunks complement each
-# other.
+"""Number of latest chunks from which a probe takes its rows, if these are long enough."""
+# The steps of the R2 sequence: any consecutive part of it covers the unit square evenly, so successive chunks
+# complement each other.
 _R2 = (0.7548776662466927, 0.5698402909980532)
 
 
@@ -34,7 +34,7 @@ def row_positions(index: int, steps: int, num_envs: int, rows: int) -> tuple[Arr
 
 @dataclass(frozen=True)
 class ProbeRows:
-    """The rows of one chunk that a probe may be about, as head or worker keeps them."""
+    """The rows of one chunk that a probe may use, as the head or a worker keeps them."""
 
     index: int
     version: int
@@ -79,6 +79,6 @@ def joined(probed: Sequence[ProbeRows]) -> dict[str, Array]:
 
 
 def probe_rows_of(comparison: Comparison, index: int, version: int, rows: Rows, steps: int, count: int) -> ProbeRows:
-    """The rows of a chunk that a probe of `count` rows may be about; the same on head and worker."""
+    """The rows of a chunk that a probe of `count` rows may use; the same on head and worker."""
     time, column = row_positions(index, 1 if comparison.first_row_only else steps, rows.num_envs, count)
     return ProbeRows(index, version, rows.at(comparison.names, time, column))

@@ -1,7 +1,7 @@
 """A worker's progress in a few 64-bit words, which cost almost nothing to write.
 
-The head reads them to tell a busy worker from a stuck one. A local worker writes them into shared memory; another one
-sends them once a second (`messages.Progress`).
+The head reads them to distinguish a busy worker from a stuck one. A local worker writes them into shared memory; a
+remote worker sends them once a second (`messages.Progress`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Phase(IntEnum):
     LOAD = 6
     CLOSE = 7
     QUEUED = 8
-    """It waits for a node; the launcher limits how long."""
+    """Waiting for a node; the launcher limits the time."""
 
     @property
     def label(self) -> str:
@@ -58,7 +58,7 @@ class ProgressBoard:
         return worker * self._width, (worker + 1) * self._width
 
     def bootstrap(self, worker: int) -> dict[str, object]:
-        """The entries of a bootstrap with which a worker's process, which must inherit `memory.fd`, finds its words."""
+        """The bootstrap entries that locate a worker's words; its process must inherit `memory.fd`."""
         return {"board_fd": self.memory.fd, "board_bytes": self.memory.nbytes, "words": self.range(worker)}
 
     def words(self, worker: int) -> memoryview:
@@ -89,6 +89,6 @@ def check_words(words: Sequence[int], count: int | None = None) -> None:
 
 
 def copy_words(source: Sequence[int], target: memoryview) -> None:
-    """Copy words into `target`, as far as both go."""
+    """Copy words into `target`, up to the shorter of both lengths."""
     for i, word in enumerate(source[: len(target)]):
         target[i] = word

@@ -37,7 +37,7 @@ class Rows:
         return {**{name: block[:steps] for name, block in self.row.items()}, **after, **whole}
 
     def clear_flags(self, steps: int) -> None:
-        """Clear the flags of all rows; they are rarely set, so the hosts only write the exceptions."""
+        """Set the flags of all rows to their usual values, so that hosts write only the exceptions."""
         for name in ("terminated", "truncated", "episode_start"):
             self.row[name][:steps] = False
         self.row["valid"][:steps] = True
@@ -50,7 +50,7 @@ class Slots:
     first: int
     roots: list[int]
     episodes: list[int]
-    """The index of each slot's episode: the one in progress, or the first one to start."""
+    """The index of each slot's episode: the one in progress, or else the next one to start."""
 
     def __post_init__(self) -> None:
         count = len(self.roots)
@@ -143,8 +143,10 @@ class Slots:
         self._ends.clear()
 
     def rewind(self, failed: Iterable[int] = ()) -> None:
-        """Discard the current chunk. Every slot continues with the episode in `resume`; a failed one with the episode
-        after the failed one, which would fail again."""
+        """Discard the current chunk; every slot continues with the episode in `resume`.
+
+        A `failed` slot continues after its current episode, which would fail again.
+        """
         for i in failed:
             self.resume[i] = self.episodes[i] + 1
         self.episodes[:] = self.resume.tolist()
@@ -153,6 +155,6 @@ class Slots:
 
 
 def with_nan(row: Iterable[Array]) -> list[int]:
-    """The environments of one row of observations, arrays of `[n, ...]`, that have a NaN; used to explain errors."""
+    """The environments whose observations in one row, arrays of `[n, ...]`, contain NaN; used to explain errors."""
     found = [np.isnan(array.reshape(len(array), -1)).any(axis=1) for array in row if array.dtype.kind in "fc"]
     return np.flatnonzero(np.any(found, axis=0)).tolist() if found else []

@@ -71,7 +71,7 @@ class Source:
             if self.type == "envpool":
                 import envpool
 
-                # The threads of this worker, not of the machine, which it shares with other workers.
+                # Use this worker's number of threads, not the machine's: other workers share the machine.
                 threads = int(os.environ.get("OMP_NUM_THREADS", "1"))
                 options = {"num_envs": num_envs, "seed": seed, "num_threads": threads, **self.env_kwargs}
                 return envpool.make(str(self.env_name), env_type="gymnasium", **options)

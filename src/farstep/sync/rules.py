@@ -1,4 +1,4 @@
-"""Sync rules: pure functions of a `SyncState`, what a worker knows before a chunk."""
+"""Sync rules: pure functions of a `SyncState`, which holds what a worker knows before a chunk."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class EveryK(Rule):
         k: Number of versions, at least 1.
 
     Raises:
-        ConfigError: `k` is no such number.
+        ConfigError: `k` is not an int of at least 1.
     """
 
     k: int
@@ -75,7 +75,7 @@ class EverySeconds(Rule):
         seconds: Minimum time between two pulls, at least 0.
 
     Raises:
-        ConfigError: `seconds` is no such number.
+        ConfigError: `seconds` is not a number of at least 0.
     """
 
     seconds: float
@@ -98,7 +98,7 @@ class MaxLag(Rule):
         versions: The largest lag at which a chunk may start, at least 0.
 
     Raises:
-        ConfigError: `versions` is no such number.
+        ConfigError: `versions` is not an int of at least 0.
     """
 
     versions: int
@@ -121,8 +121,8 @@ class AAPS(Rule):
         sum_i decay**i * D_i / sum_i decay**i,    i = 0 ... window - 1
 
     Args:
-        delta: Threshold in nats, at least 0. 0 is the same as `Always`; with infinity a worker pulls once. Neither
-            measures anything.
+        delta: Threshold in nats, at least 0. 0 is the same as `Always`; with infinity a worker pulls once. In both
+            cases no divergence is measured.
         window: Number of latest probes to average, from 1 to 1000; 1 uses the newest alone. Default 4.
         decay: Weight of a probe relative to the next newer one, in (0, 1]. Default 0.5.
         rows: Observations of the worker's latest chunks on which a probe measures, from 1 to 65536. Default 64.
@@ -170,7 +170,7 @@ class AnyOf(Rule):
         rules: The rules, at least one.
 
     Raises:
-        ConfigError: There is no rule, or one of them is no sync rule.
+        ConfigError: There is no rule, or one of them is not a sync rule.
     """
 
     rules: tuple[SyncRule, ...]
@@ -199,7 +199,7 @@ class AnyOf(Rule):
 
 
 def probes_of(rule: SyncRule) -> int:
-    """How many of the latest divergences a rule uses, be it one of farstep's or a user's."""
+    """How many of the latest divergences a rule uses; for rules of farstep and of users."""
     return int(getattr(rule, "probes", 0))
 
 

@@ -10,7 +10,7 @@ import numpy as np
 _SMALL_BYTES = 1 << 18
 """Smaller buffers are not pooled: malloc recycles them itself."""
 _KEPT_BYTES = 1 << 28
-"""The most bytes that a pool keeps."""
+"""Maximum number of bytes that a pool keeps."""
 RawBuffer = np.ndarray[Any, np.dtype[np.uint8]]
 
 

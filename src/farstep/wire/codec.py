@@ -22,17 +22,18 @@ _ARRAY, _SCALAR, _TUPLE, _SPACE, _BIGINT, _SEEDED_SPACE, _COMPLEX, _PAIRS = 1, 2
 _KEY_PARTS = (str, int, bool, float, complex, bytes, NoneType)
 _MAX_DEPTH = 32
 _MAX_BOX_BYTES = 2**28
-"""For all boxes of a value: equal bounds travel as two numbers, so a few bytes could request any amount of memory."""
+"""Limit for all boxes of a value: equal bounds are sent as two numbers, so a few bytes could request any amount of
+memory."""
 
 
 def pack(value: object, *, opaque: bool = False) -> bytes:
     """Encode `value`.
 
     Args:
-        opaque: Whether to replace values that have no data form by their `repr`.
+        opaque: Whether to replace values that cannot be encoded by their `repr`.
 
     Raises:
-        WireError: A value has no data form, and `opaque` is False; or it is nested too deeply.
+        WireError: A value cannot be encoded, and `opaque` is False; or it is nested too deeply.
     """
     return msgspec.msgpack.encode(_data(value, opaque, 0))
 
@@ -197,7 +198,7 @@ def _space_data(space: spaces.Space[Any], opaque: bool, depth: int) -> list[obje
 
 
 def _generator_state(space: spaces.Space[Any]) -> list[int] | None:
-    """The state of a space's generator, as integers; None if it was not seeded or is no PCG64, Gymnasium's kind."""
+    """The state of a space's generator, as integers; None if it was not seeded or is not a PCG64, as in Gymnasium."""
     generator = space._np_random  # `np_random` would seed it
     if generator is None or not isinstance(generator.bit_generator, np.random.PCG64):
         return None
@@ -224,7 +225,7 @@ def _generator(state: Sequence[Any]) -> np.random.Generator:
 
 
 def _shrunk(bound: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """A bound that is equal everywhere as one number; those of an image would take 2 x 28 KB."""
+    """Reduce a bound whose entries are equal to one number; the bounds of an image would take 2 x 28 KB."""
     first = bound.reshape(-1)[:1]
     return first.reshape(()) if bound.size and bool(np.all(bound == first)) else bound
 

@@ -29,8 +29,8 @@ _SMALL_BYTES = 1024
 _REMEASURE_EVERY = 64
 """The choice of a codec is measured again after this many uses."""
 _WORTH = 0.5
-"""A codec must be cheaper than this fraction of sending plain bytes: sending runs in the background, compression
-does not."""
+"""A codec must cost less than this fraction of the time to send plain bytes: sending runs in the background,
+compression does not."""
 
 
 @dataclass(frozen=True)

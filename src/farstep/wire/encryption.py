@@ -1,5 +1,7 @@
-"""Authenticated encryption of bulk data: AES-GCM, which CPUs have instructions for, with a key that both sides derive
-from the worker's key pair."""
+"""Authenticated encryption of bulk data with AES-GCM, for which CPUs have instructions.
+
+Both sides derive the key from the worker's key pair.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from farstep.errors import WireError
 
 TAG_BYTES = 16
 SEGMENTS = 1 << 20
-"""The most segments of a message."""
+"""Maximum number of segments per message."""
 
 
 class Side(IntEnum):
@@ -28,7 +30,7 @@ class Cipher:
     """Encrypts (`seal`) what one side sends, and decrypts and verifies (`open`) what the other side sent.
 
     A nonce consists of the sender, the sequence number of the message and the index of the segment. It is never used
-    for two different plaintexts: a key belongs to one incarnation of one worker, and a resent message is the same text.
+    for two different plaintexts: a key belongs to one incarnation of one worker, and a resent message is unchanged.
     """
 
     def __init__(self, key: bytes, side: Side) -> None:

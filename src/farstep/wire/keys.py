@@ -1,4 +1,4 @@
-"""The keys of a run: a CURVE pair for the head, one for every worker that it admits, and what is derived from them."""
+"""The keys of a run: a CURVE pair for the head, one for each admitted worker, and keys and tokens derived from them."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class KeyPair:
 
     @property
     def route(self) -> bytes:
-        """The beginning of the routing ids of a worker's connections.
+        """The prefix of the routing ids of a worker's connections.
 
-        It is secret, since ZeroMQ delivers messages to whichever connection has the routing id.
+        It is secret, since ZeroMQ delivers messages to any connection that claims the routing id.
         """
         return self.derived(b"route").hex()[:32].encode()
 

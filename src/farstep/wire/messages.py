@@ -9,7 +9,7 @@ the usual order:
     Ready ───────────────────────►                            environments are built
                     ◄────────────── SendAgent                 the policy
     AgentReady ──────────────────►                            its outputs
-                    ◄────────────── Parameters, SetLayout     where weights come from, where rollouts go
+                    ◄────────────── Parameters, SetLayout     where to pull weights, where to write rollouts
                     ◄────────────── Ticket, Ticket, ...       at any time: Cancel
     Chunk, Chunk, ... ───────────►                            or Failure
                     ◄────────────── Probe                     after a publish, if the sync rule measures divergence
@@ -43,7 +43,7 @@ from farstep.schema import Schema
 from farstep.wire.codec import Limits
 
 PROTOCOL = 7
-"""Raise this number with every incompatible change of a message: head and worker must have the same."""
+"""Increment this with every incompatible change of a message: head and worker must use the same number."""
 Word = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 Line = Annotated[str, msgspec.Meta(max_length=1024, pattern=r"\A[^\x00-\x1f\x7f-\x9f\u2028\u2029]*\Z")]
 """Text that is safe in one line of a log: without line breaks and terminal control characters."""
@@ -78,7 +78,7 @@ class Ready(msgspec.Struct, tag="ready"):
 class AgentReady(msgspec.Struct, tag="agent-ready"):
     """Worker to head, after `SendAgent`: the agent was loaded and called once on the worker's own observations.
 
-    The head checks that all workers report the same, and makes the `SetLayout` from it. A worker that cannot use the
+    The head checks that all workers report the same, and derives `SetLayout` from it. A worker that cannot use the
     agent sends `Failure` with `agent` instead.
     """
 
@@ -97,7 +97,7 @@ class AgentReady(msgspec.Struct, tag="agent-ready"):
 
 
 class Chunk(msgspec.Struct, tag="chunk"):
-    """Worker to head: the chunk of a ticket is complete. The worker fills this in in `Worker._chunk` only.
+    """Worker to head: the chunk of a ticket is complete. Only `Worker._chunk` creates this message.
 
     The first frame has a record of `batch.ENDS` for each episode that ended (empty if a `Part` had them). With shared
     memory the rows are in the worker's columns already; otherwise each further frame has one array of `keys`. The head
@@ -213,7 +213,7 @@ class WeightRequest(msgspec.Struct, tag="weight-request"):
 
     agent: int
     held: int = -1
-    """The version that the worker has, to which the head may send a difference; -1 if it keeps none."""
+    """The version that the worker keeps, relative to which the head may send a delta; -1 if it keeps none."""
 
 
 class Progress(msgspec.Struct, tag="progress"):
@@ -251,7 +251,7 @@ class Refuse(msgspec.Struct, tag="refuse"):
 
 
 class SendAgent(msgspec.Struct, tag="send-agent"):
-    """Head to worker, when a call gets an agent that workers do not have; the next frame has it, pickled.
+    """Head to worker, when the user passes an agent that workers do not have; the next frame has it, pickled.
 
     The worker loads it, calls it once, and answers `AgentReady`, or `Failure` with `agent`.
     """
@@ -262,7 +262,7 @@ class SendAgent(msgspec.Struct, tag="send-agent"):
 class Parameters(msgspec.Struct, tag="parameters"):
     """Head to worker, after `AgentReady`: where to pull parameters from.
 
-    With shared memory a file descriptor comes with the message, and the worker maps it. Without, the worker sends a
+    With shared memory the message carries a file descriptor, which the worker maps. Without, the worker sends a
     `WeightRequest` whenever it pulls.
     """
 
@@ -278,7 +278,7 @@ class Parameters(msgspec.Struct, tag="parameters"):
 class SetLayout(msgspec.Struct, tag="set-layout"):
     """Head to worker, before the first ticket and when the arrays change: the layout of rollouts (`rollout/blocks.py`).
 
-    With shared memory a file descriptor comes with the message, and the worker writes its columns there. Without, the
+    With shared memory the message carries a file descriptor, and the worker writes its columns there. Without, the
     worker allocates memory for one chunk.
     """
 
@@ -305,7 +305,7 @@ class Reset(msgspec.Struct):
 class Ticket(msgspec.Struct, tag="ticket"):
     """Head to worker: permission to roll one chunk. Further frames have actions, if the head acts (`make_vec`).
 
-    The worker does tickets in the order in which they arrive, and answers each with `Chunk` or `Failure`, unless it is
+    The worker processes tickets in order of arrival, and answers each with `Chunk` or `Failure`, unless it is
     cancelled.
     """
 
@@ -323,7 +323,7 @@ class Ticket(msgspec.Struct, tag="ticket"):
 
 
 class Cancel(msgspec.Struct, tag="cancel"):
-    """Head to worker, when a call ends or is interrupted: drop tickets that are not done, the running one included.
+    """Head to worker, when a call ends or is interrupted: drop unfinished tickets, including the running one.
 
     With shared memory the head also writes the id into the worker's progress words, so that a running ticket sees it.
     """
@@ -347,7 +347,7 @@ class Weights(msgspec.Struct, tag="weights"):
     agent: int
     version: int
     base: int = -1
-    """The version to which the frames are a difference (`delta.py`); -1 if they have the whole parameters."""
+    """The base version of the delta in the frames (`delta.py`); -1 if they have the full parameters."""
 
 
 class GrantSend(msgspec.Struct, tag="grant-send"):
@@ -366,7 +366,7 @@ class Probe(msgspec.Struct, tag="probe"):
     """Head to worker, after a publish, if the sync rule measures divergence.
 
     Each further frame has one array: the new policy's distribution parameters on observations that the worker has sent.
-    The worker evaluates its own policy on the same observations and hands the divergence to its sync rule.
+    The worker evaluates its own policy on the same observations and passes the divergence to its sync rule.
     """
 
     agent: int
@@ -389,7 +389,7 @@ class Call(msgspec.Struct, tag="call"):
 
 
 class Stop(msgspec.Struct, tag="stop"):
-    """Head to worker, at the end of a run or when the worker is scaled away: it closes its environments and exits."""
+    """Head to worker, at the end of a run or before its node leaves: it closes its environments and exits."""
 
 
 FromWorker = Hello | Ready | AgentReady | Part | Chunk | Reply | Failure | RequestSend | WeightRequest | Progress

@@ -27,16 +27,16 @@ from farstep.wire.messages import Count, Line, Lines, Word, decoded
 BEAT_S = 1.0
 """Seconds between two heartbeats."""
 OUTPUT_BYTES = 64 * 1024
-"""The most output of a worker that one message has."""
+"""Maximum number of bytes of a worker's output per message."""
 MOST_WORKERS = 1 << 14
-"""The most workers of one node."""
+"""Maximum number of workers per node."""
 NAME_BYTES = 16
 Name = Annotated[str, msgspec.Meta(pattern=rf"\A[0-9a-f]{{{NAME_BYTES}}}\Z")]
-"""The name of a node: random, chosen by its daemon and known only to that and the head."""
+"""The name of a node: random, chosen by its daemon, and known only to that daemon and the head."""
 
 
 class NodeHello(msgspec.Struct, tag="node-hello"):
-    """Node daemon to head, until the first answer: the daemon can start workers.
+    """Node daemon to head, repeated until the first answer: the daemon can start workers.
 
     The head answers `NodeBeat` and starts workers there, or answers `Leave` if it needs no node or versions differ.
     """
@@ -54,14 +54,14 @@ class NodeHello(msgspec.Struct, tag="node-hello"):
     setup_failed: Line = ""
     """The error of the `setup` commands on the node; empty if they succeeded."""
     replaces: Name | None = None
-    """The name of the daemon of this node that was killed and that this one replaces."""
+    """The name of the killed daemon that this one replaces on the same node."""
 
 
 class NodeBeat(msgspec.Struct, tag="node-beat"):
     """Heartbeat in both directions. From a daemon it lists its running workers (id, incarnation).
 
     Other messages may get lost, so the head compares the list with its own: it kills workers that it does not know,
-    sends a lost `StartWorker` again, and counts workers that vanished as ended.
+    resends a lost `StartWorker`, and treats workers missing from the list as ended.
     """
 
     node: Name
@@ -124,7 +124,7 @@ class Leave(msgspec.Struct, tag="leave"):
 
     reason: str
     come_again: bool = False
-    """Join again under a new name: the head declared this node lost and has given its workers to others."""
+    """Whether to rejoin under a new name: the head declared this node lost and freed its block of workers."""
 
 
 FromNode = NodeHello | NodeBeat | Leaving | Printed | WorkerEnded

@@ -1,7 +1,7 @@
 """`python -m farstep.worker`: the worker process, started by every launcher.
 
 It reads its bootstrap (address of the head, keys, ...) from a descriptor or a file of mode 0600, never from arguments
-or environment variables. It limits threads before it imports any library that starts some.
+or environment variables. It limits the number of threads before it imports any library that starts threads.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def main() -> None:
     arguments = parser.parse_args()
     mark_worker_process()
     if os.getpgrp() != os.getpid():
-        os.setpgid(0, 0)  # the whole process group is killed at the end, so it must be this worker's alone
+        os.setpgid(0, 0)  # the process group is killed at the end, so it must hold this worker and its children only
     bootstrap = read_bootstrap(arguments.bootstrap_fd, arguments.bootstrap)
     if "death_fd" in bootstrap:
         _die_with_the_head(bootstrap["death_fd"])
@@ -74,13 +74,13 @@ def _run(bootstrap: dict[str, Any]) -> None:
     try:
         connect(bootstrap).serve()
     except EOFError:
-        sys.exit("the head is gone")
+        sys.exit("the head closed the connection")
     finally:
         _end_children()
 
 
 def _end_children() -> None:
-    """Kill the processes that environments started and left behind: once the worker has exited, only the head could."""
+    """Kill the processes that environments left behind: after the worker's exit, only the head could kill them."""
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
             with contextlib.suppress(OSError):

@@ -192,7 +192,7 @@ class Actor:
 
     @contextlib.contextmanager
     def restoring_state(self) -> Iterator[None]:
-        """Restore recurrent state and generators at the end of the block, whatever acted inside it."""
+        """Restore recurrent state and generators at the end of the block, so that actions in it have no effect."""
         # The fast path keeps state in buffers that it overwrites, so these are copied.
         state = map_leaves(np.array, self._state) if self._is_recurrent_torch else copy.deepcopy(self._state)
         rng = copy.deepcopy(self._rng)
@@ -242,7 +242,7 @@ class Actor:
             generator.bit_generator.state = state
 
     def loaded(self, version: int) -> None:
-        """The agent has new weights: check that the fast path still returns what `act` does."""
+        """Record the version of newly loaded weights, and check that the fast path still returns what `act` does."""
         self.version = version
         if self._is_recurrent_torch:  # the check overwrites the buffers in which the fast path keeps state
             self._state = map_leaves(np.array, self._state)
@@ -250,7 +250,7 @@ class Actor:
             self.policy.check_after_load()
 
     def take_note(self) -> str:
-        """How the worker calls the policy, if that changed since `probe` or the last call of this; else ""."""
+        """How the worker calls the policy, if that changed since `probe` or the previous `take_note`; else ""."""
         if self.policy.note == self._reported_note:
             return ""
         self._reported_note = self.policy.note

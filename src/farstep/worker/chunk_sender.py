@@ -46,7 +46,7 @@ class ChunkSender:
         """Start a chunk; returns the row before which to call `send_rows`, -1 for never."""
         self._ticket, self._index, self._rows = ticket, index, rows
         self._first, self._in_flight, self._since = 0, False, time.monotonic()
-        self._trigger = self._transfer if ticket.steps > 1 else ALL_AT_ONCE  # stages of a single row gain nothing
+        self._trigger = self._transfer if ticket.steps > 1 else ALL_AT_ONCE  # stages of a single row save no time
         self._row_bytes = sum(block[:1].nbytes for name, block in rows.row.items() if not is_final(name))
         return self._next(0) if self._trigger.sends_early else -1
 
@@ -57,7 +57,7 @@ class ChunkSender:
         return t + (1 if other or trigger.size is None else trigger.size)
 
     def acknowledged(self, taken: m.Taken) -> None:
-        """The head has received the part in flight."""
+        """Record that the head has received the part in flight."""
         if taken.index == self._index:
             self._in_flight = False
 

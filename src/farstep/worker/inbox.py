@@ -18,7 +18,7 @@ class TicketCancelled(Exception):
 
 
 class Inbox:
-    """Reads from the link, and defers what has to wait for the end of the running ticket.
+    """Reads from the link, and defers messages that must wait until the running ticket ends.
 
     While a ticket runs, the worker reacts to `Cancel`, `Stop`, `Taken` and the reply it is waiting for. It handles all
     other messages after the ticket, in the order in which they arrived.

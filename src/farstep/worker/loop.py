@@ -1,7 +1,7 @@
 """The worker process: take a ticket, pull weights if needed, roll the chunk, send it.
 
-`Worker.handle` handles one message from the head and `Worker.work` does one ticket; `Worker.serve` is the loop around
-both. A worker inside the head's own process has no loop: its launcher calls `handle` and `work` directly.
+`Worker.handle` handles one message from the head and `Worker.work` processes one ticket; `Worker.serve` is the loop
+around both. A worker inside the head's process does not run the loop: its launcher calls `handle` and `work` directly.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Worker:
         self._send(m.Hello(worker, incarnation, run, socket.gethostname(), os.getpid(), versions()))
 
     def serve(self) -> None:
-        """Handle messages and tickets until `Stop`; raises `EOFError` if the head is gone."""
+        """Handle messages and tickets until `Stop`; raises `EOFError` if the head closed the connection."""
         self._owns_process = True
         self.hello()
         while self._running:
@@ -95,7 +95,7 @@ class Worker:
                 self.work()
 
     def work(self) -> bool:
-        """Do the next ticket; False if there is none."""
+        """Process the next ticket; returns False if there is none."""
         if not self._tickets:
             return False
         self._do(*self._tickets.popleft())
@@ -103,8 +103,10 @@ class Worker:
 
     @property
     def _user_errors(self) -> tuple[type[BaseException], ...]:
-        """What counts as a failure of the environment or agent: `sys.exit()` too, and `KeyboardInterrupt` in a process
-        that ignores Ctrl-C."""
+        """The exceptions that count as failures of the environment or agent.
+
+        They include `sys.exit()`, and in a process that ignores Ctrl-C also `KeyboardInterrupt`.
+        """
         return (Exception, SystemExit, KeyboardInterrupt) if self._owns_process else (Exception, SystemExit)
 
     @property
@@ -112,7 +114,7 @@ class Worker:
         return self._running
 
     def close(self) -> None:
-        """Release what the exit of a process would release, for a worker inside the head's process."""
+        """Release the resources that a process exit would release, for a worker inside the head's process."""
         self._sync.close()
         with contextlib.suppress(Exception):
             self._close_environments()
@@ -128,8 +130,8 @@ class Worker:
     def handle(self, received: Received) -> None:
         """Handle one message from the head.
 
-        Errors are reported to the head. After an error in a `Call` or of a new agent the worker continues; any other
-        one raises `SystemExit`.
+        The worker reports errors to the head. It continues after an error in a `Call` or in a new agent; after any
+        other error it raises `SystemExit`.
         """
         message = m.decode_from_head(received.frames)
         try:
@@ -152,7 +154,7 @@ class Worker:
                 if isinstance(self._sync.weights, RemoteWeights):
                     self._sync.weights.announced = message.version
             case m.Probe():
-                if message.agent == self._agent_id and self._actor is not None:  # else it is of a replaced agent
+                if message.agent == self._agent_id and self._actor is not None:  # else it is for a replaced agent
                     self._sync.compare(message, received.frames[1:], self._actor)
             case m.Weights():
                 log.debug("ignoring weights of version %d: their ticket was cancelled", message.version)
@@ -291,7 +293,7 @@ class Worker:
                 self._inbox.wait_for_turn(ticket, self._index)
             except TicketCancelled:
                 return
-        self._words[ROLLED] = ticket.seq  # tells the head that the chunk is being sent
+        self._words[ROLLED] = ticket.seq  # signals to the head that the chunk is being sent
         self._send(chunk, *rollout.frames)
 
     def _chunk(self, ticket: m.Ticket, rollout: Rollout, waited_s: float) -> m.Chunk:

@@ -16,7 +16,7 @@ from farstep.rollout.rows import Rows
 from farstep.wire.messages import Probe
 
 _MEMORY = 4
-"""A worker keeps this many times the rows that the head keeps, since it is chunks ahead of it."""
+"""Ratio of the rows that a worker keeps to those that the head keeps; the worker is some chunks ahead of the head."""
 
 
 class Probing:
@@ -27,7 +27,7 @@ class Probing:
         self._recent = RecentProbeRows(_MEMORY * rows)
         self._divergences: deque[float] = deque(maxlen=window)
         self._cached: tuple[tuple[int, tuple[int, ...]], dict[str, Array]] | None = None
-        """Version, chunk indices and result of the last evaluation: successive probes are often about the same rows."""
+        """Version, chunk indices and result of the last evaluation: successive probes often use the same rows."""
         self._latest: tuple[int, Sequence[ProbeRows], dict[str, Array]] | None = None
         """Version, rows and learner's arrays of the latest probe that could be compared."""
         self._newest_probe = -1
@@ -41,15 +41,15 @@ class Probing:
         return tuple(self._divergences)
 
     def remember(self, index: int, version: int, rows: Rows, steps: int) -> None:
-        """Keep copies of those rows of a complete chunk that a probe may be about."""
+        """Keep copies of the rows of a complete chunk that a later probe may use."""
         self._recent.add(probe_rows_of(self._comparison, index, version, rows, steps, self._rows))
 
     def pulled(self, version: int) -> float:
         """Forget the divergences of the old weights, after a pull.
 
         Returns:
-            The divergence that is left after the pull, by the probe of the same version; 0 without such a probe. It is
-            positive if weights are rounded for transfer, or if the policy uses more than its parameters.
+            The divergence that remains after the pull, measured with the probe of the same version; 0 without such a
+            probe. It is positive if weights are rounded for transfer, or if the policy uses more than its parameters.
         """
         self._divergences.clear()
         if self._latest is None or self._latest[0] != version:

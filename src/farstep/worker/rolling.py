@@ -27,7 +27,7 @@ from farstep.worker.inbox import TicketCancelled
 
 AnyHost = HostedEnvs | HostedVector | StrictEnvs
 _POLL_S = 0.2
-"""Seconds between two polls of the link while rolling, in a worker without shared memory; they find a `Cancel`."""
+"""Seconds between two polls of the link for a `Cancel` while rolling, in a worker without shared memory."""
 
 
 class Rollout(NamedTuple):
@@ -63,7 +63,7 @@ class Roller:
         self._next_poll = 0.0
 
     def set_layout(self, message: m.SetLayout, fds: Sequence[int]) -> None:
-        """Write later chunks into blocks of this layout; `fds` has the shared memory, if there is any."""
+        """Write later chunks into blocks of this layout; `fds` holds the descriptor of the shared memory, if any."""
         layout = Layout.of(message)
         first, count = self._host.slots.first, self._host.num_envs
         if fds:
@@ -82,7 +82,7 @@ class Roller:
 
         Args:
             frames: Actions, one array per leaf of the action space; empty if the worker acts itself.
-            actor: The agent's copy; None where the head acts.
+            actor: The agent's copy; None if the head acts.
             index: The chunk's index (see `messages.Chunk.index`).
             passed: The newest version whose probe the weights in use passed; -1 if none.
 

@@ -1,4 +1,4 @@
-"""Saves and restores a worker's state, so that another process can continue exactly where it was.
+"""Saves and restores a worker's state, so that another process can continue from exactly the same point.
 
 An environment cannot be saved, but it can be replayed: reset with the seed of its episode, then stepped with the same
 actions, which the head has stored. The rest is small: recurrent state and random generators.
@@ -39,7 +39,7 @@ class Saving:
         return saved | {"agent": {} if self._actor is None else self._actor.save()}
 
     def resume(self, part: Mapping[str, Any] | None, root: int) -> tuple[list[int], list[tuple[int, str]]] | None:
-        """Restore what `save` returned.
+        """Restore the state that `save` returned.
 
         Args:
             part: The saved state, with the actions of episodes in progress added; None to start fresh, in which case
@@ -70,7 +70,7 @@ class Saving:
 
 
 def seed_generators(root: int, slot: int, incarnation: int) -> None:
-    """Seed the global generators of Python, NumPy and torch: differently on every worker, equally in every run."""
+    """Seed the global generators of Python, NumPy and torch; each worker has its own seed, the same in every run."""
     seed = int(np.random.SeedSequence(root, spawn_key=(slot, incarnation, 2)).generate_state(1)[0])
     random.seed(seed)
     np.random.seed(seed)

@@ -59,7 +59,7 @@ class WeightSync:
         self._words[PHASE] = Phase.IDLE
 
     def before(self, ticket: m.Ticket, actor: Actor | None) -> None:
-        """Pull weights if the sync rule wants to, or if those in use are too old for the ticket.
+        """Pull weights if the sync rule decides so, or if those in use are too old for the ticket.
 
         Raises:
             ConfigError: The sync rule raised.
@@ -75,7 +75,7 @@ class WeightSync:
             self._pull(actor, self.weights)
 
     def take_totals(self) -> PullTotals:
-        """The pulls that no chunk has reported yet; they count as reported from now on."""
+        """Return and reset the totals of the pulls since the last chunk."""
         totals, self._totals = self._totals, PullTotals()
         return totals
 
@@ -92,7 +92,7 @@ class WeightSync:
             ) from error
 
     def _counts_as(self, state: SyncState) -> int:
-        """The newest version that the weights in use may stand for if they are not replaced."""
+        """The newest version that the weights in use count as (see `passed`) if the worker does not pull."""
         if self.probing is not None:
             return max(state.held, self.probing.compared)
         return state.newest if state.held >= 0 and threshold_of(self.rule) == math.inf else state.held

@@ -1,4 +1,4 @@
-"""Where a worker pulls parameters from: memory that it shares with the head, or messages."""
+"""The sources from which a worker pulls parameters: memory that it shares with the head, or messages."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class SharedWeights:
     A worker locks a buffer (`fcntl.lockf`) while it reads, and the head does not write into locked buffers. The kernel
     releases the lock if the worker dies, so a worker killed while reading blocks no other process.
 
-    Locks of one process do not conflict with each other, and closing any descriptor of the file releases them. That is
-    no problem for a worker inside the head's process: it runs in the head's thread, so the head neither writes nor
-    closes anything while it loads.
+    Locks of one process do not conflict with each other, and closing any descriptor of the file releases them. A worker
+    inside the head's process is safe nevertheless: it runs in the head's thread, so the head neither writes nor closes
+    anything while the worker loads.
     """
 
     def __init__(self, fd: int, nbytes: int, buffers: int) -> None:
@@ -71,9 +71,9 @@ class RemoteWeights:
     """Parameters that the head sends on request.
 
     Args:
-        request: Gets the version that this worker holds (-1: none) and returns the newest version, the version to which
-            the frames are a difference (-1: they have the whole parameters), and the frames.
-        delta: Whether to keep the last parameters, so that the head may send differences.
+        request: Takes the version that this worker holds (-1: none) and returns the newest version, the base version of
+            the delta (-1: the frames are the full parameters), and the frames.
+        delta: Whether to keep the last parameters, so that the head may send deltas.
     """
 
     def __init__(self, request: Callable[[int], tuple[int, int, Sequence[BytesLike]]], delta: bool = False) -> None:

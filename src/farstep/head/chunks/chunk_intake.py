@@ -27,7 +27,7 @@ class ChunkIntake:
         server: The workers and their tickets.
         publisher: Knows the current version, and keeps rows for probes.
         counters: Counts bytes and what workers report.
-        warnings: Tells the user what workers report.
+        warnings: Warns the user about what workers report.
         continuity: Which slots of a part continue the rows delivered last.
         in_turn: How many workers may send their last stage at a time; None: all.
     """
@@ -46,19 +46,19 @@ class ChunkIntake:
         self._in_turn, self._send_queue = in_turn, SendQueue(in_turn)
         self._rollouts: Rollouts | None = None
         self.request = Request()
-        """What workers roll for now."""
+        """The request that workers currently roll for."""
 
     def start(self, rollouts: Rollouts) -> None:
         """Set where chunks are stored; called once, when the environments' spaces are known."""
         self._rollouts = rollouts
 
     def end(self) -> None:
-        """The current request is over: its tickets were cancelled."""
+        """End the current request, whose tickets were cancelled."""
         self._send_queue.clear()
         self.request = Request()
 
     def take_chunk(self, record: WorkerRecord, chunk: m.Chunk, received: Received) -> None:
-        """Check a complete chunk and accept it, unless its ticket was withdrawn meanwhile."""
+        """Check a complete chunk and accept it, unless its ticket was cancelled meanwhile."""
         tickets, request = self._server.tickets, self.request
         if self._send_queue.done(record.worker):
             self._grant_sends()
@@ -121,7 +121,7 @@ class ChunkIntake:
         if self._in_turn is None:
             raise WireError("a request for a turn, although all workers send at once (TransferTrigger.in_turn).")
         issued = self._server.tickets.outstanding(message.ticket)
-        if issued is not None and issued.worker == record.worker:  # else the ticket was withdrawn meanwhile
+        if issued is not None and issued.worker == record.worker:  # else the ticket was cancelled meanwhile
             self._send_queue.request(record.worker, record.incarnation, message.index)
             self._grant_sends()
 

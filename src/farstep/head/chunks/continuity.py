@@ -12,7 +12,7 @@ from farstep.head.tickets.records import AcceptedChunk
 
 
 class Continuity:
-    """Per slot, the chunk that the learner received last (`ChunkInfo.key`), or -1 if the next one continues nothing."""
+    """Per slot, the chunk that the learner received last (`ChunkInfo.key`); -1 if the next one does not continue it."""
 
     def __init__(self, records: Sequence[WorkerRecord]) -> None:
         self._records = records
@@ -28,10 +28,10 @@ class Continuity:
         columns = self._records[accepted.ticket.worker].columns
         key = accepted.info.key
         continues: Array = self.last[columns] == key - 1
-        if steps:  # a reset has no rows to follow
+        if steps:  # a reset has no rows to continue
             self.last[columns] = key
         return continues
 
     def interrupt(self, slots: Array | slice = slice(None)) -> None:
-        """Let the next chunk of these slots continue nothing."""
+        """Mark these slots, so that their next chunk continues no earlier rows."""
         self.last[slots] = -1

@@ -19,7 +19,7 @@ from farstep.wire.compression import unpack
 
 @dataclass(frozen=True)
 class EarlyPart:
-    """Stages of a chunk that are complete."""
+    """The complete stages of a chunk, while others may be missing."""
 
     ticket: IssuedTicket
     key: int
@@ -100,7 +100,7 @@ def decode_ends(ends: BytesLike, record: WorkerRecord, steps: int) -> Array:
     """Decode a chunk's episode ends; raises `WireError` if they lie outside its rows or columns."""
     if len(ends) % ENDS.itemsize or len(ends) // ENDS.itemsize > steps * record.num_envs:
         raise WireError("a chunk with more episode ends than steps.")
-    records = np.frombuffer(ends, ENDS).copy()  # a view would keep the whole message
+    records = np.frombuffer(ends, ENDS).copy()  # a view would keep the whole message alive
     if len(records):
         rows_fit = records["row"].min() >= 0 and records["row"].max() < steps
         if not rows_fit or records["slot"].min() < record.first or records["slot"].max() >= record.stop:

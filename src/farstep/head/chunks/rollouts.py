@@ -44,7 +44,7 @@ def base_rows(obs: Schema, reward_dtype: str = "<f4") -> Schema:
 
 @dataclass(frozen=True)
 class ChunkInfo:
-    """What belongs to a chunk besides its arrays in the blocks."""
+    """Metadata of a chunk, whose arrays are in the blocks."""
 
     ends: Array
     """Episodes that ended in it, as `ENDS` records."""
@@ -58,14 +58,14 @@ class ChunkInfo:
     version: int
     """The version that acted."""
     stage: int = 0
-    """The first stage that was not sent ahead of it."""
+    """The first stage that arrived with the chunk itself; earlier stages arrived as parts."""
 
 
 class Rollouts:
     """Blocks of one layout at a time; a new layout gets new memory, so batches of the old one stay readable.
 
     A chunk of a `remote` worker, which shares no memory, is complete when all of its parts have arrived. A worker rolls
-    one ticket after the other, so at most one chunk of each is incomplete; a part of another one discards it.
+    one ticket after the other, so at most one chunk per worker is incomplete; data of another chunk discards it.
 
     Args:
         records: All workers.
@@ -96,7 +96,7 @@ class Rollouts:
         self.state: Structure | None = None
 
     def fit(self, lanes: int, steps: int, rows: Schema, chunks: Schema) -> m.SetLayout | None:
-        """Allocate blocks if the present ones do not fit; returns the message to announce if the layout changed.
+        """Allocate blocks if the current ones do not fit; returns the message to announce if the layout changed.
 
         Args:
             lanes: Chunks per worker that are stored at a time.
@@ -110,7 +110,7 @@ class Rollouts:
         if self.layout is not None and (self.layout.rows, self.layout.chunks) == (rows, chunks):
             lanes, steps = max(lanes, self.layout.lanes), max(steps, self.layout.steps)
         layout = Layout(lanes, steps, self._slots, rows, chunks)
-        # The blocks of final observations are sized for an episode end in every row, and are mostly never touched.
+        # The blocks of final observations have room for an episode end in every row; most of it is never touched.
         touched = {name: spec for name, spec in rows.items() if not is_final(name)}
         needed = Layout(lanes, steps, self._slots, touched, chunks).nbytes
         check_memory(needed, f"rollouts of {steps} steps of {self._slots} environments, {lanes} at a time,")
@@ -190,7 +190,7 @@ class Rollouts:
     def _incoming_chunk(
         self, record: WorkerRecord, issued: IssuedTicket, steps: int, message: m.Part | m.Chunk
     ) -> IncomingChunk:
-        """The chunk that the message belongs to; a retry of its ticket starts from empty."""
+        """The chunk that the message belongs to; a retry of its ticket starts with an empty one."""
         incoming = self._incoming.get(record.worker)
         if incoming is None or incoming.id != (issued.seq, message.index):
             incoming = IncomingChunk(self.rows(record, issued.lane), steps, issued.seq, message.index)
@@ -310,7 +310,7 @@ class Rollouts:
         if self.memory is not None:
             self.memory.close()
             self.memory = None
-            self.blocks = {}  # batches keep the memory of their own views
+            self.blocks = {}  # the views in batches keep the memory alive
             self._incoming.clear()
 
 

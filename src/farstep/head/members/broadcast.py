@@ -58,11 +58,11 @@ class Broadcast:
         self._answers[record.worker] = unpack(received.frames[1])
 
     def failed(self, record: WorkerRecord, failure: m.Failure, error: WorkerError) -> None:
-        """Make the call raise the error, if it is of the current call."""
+        """Make the current call raise the error, if the failure belongs to it."""
         if failure.request == self._request:
             self._answers[record.worker] = error
 
     def lost(self, record: WorkerRecord) -> None:
-        """Do not wait for a lost worker, if the call may do without it."""
+        """Stop waiting for a lost worker, if calls tolerate its loss."""
         if self._without_lost:
             self._answers.setdefault(record.worker, None)

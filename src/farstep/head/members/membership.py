@@ -17,9 +17,9 @@ from enum import Enum
 from farstep.config.launch import RESTART_WINDOW_S
 
 STACKS_S = 2.0
-"""Seconds before a worker counts as stuck at which its stacks are requested, so that a remote one can send them."""
+"""Maximum seconds between the request for a stuck worker's stack traces and its kill; a remote one sends them then."""
 DEATH_S = 60.0
-"""Seconds that a killed process may take to end. If the kernel cannot end it (a dead file system), the run fails."""
+"""Seconds that a killed process may take to end. If the kernel cannot end it (hung file system), the run fails."""
 _BACKOFF_S = (0.0, 0.1, 0.5, 1.0, 2.0, 5.0)
 """Seconds before a restart, by number of consecutive failures."""
 
@@ -107,14 +107,14 @@ class Kill:
 
 @dataclass(frozen=True)
 class Lost:
-    """Its tickets must be taken back."""
+    """Its tickets must be reclaimed."""
 
     worker: int
 
 
 @dataclass(frozen=True)
 class GiveUp:
-    """The run must fail: the restart budget is used up, or the worker can be neither ended nor started."""
+    """The run must fail: the restart budget is used up, or a process cannot be killed or cannot be started."""
 
     worker: int
     failures: int = 0
@@ -123,7 +123,7 @@ class GiveUp:
 
 @dataclass(frozen=True)
 class RequestStacks:
-    """It will soon count as stuck: ask for its stacks."""
+    """Its stack traces must be requested: without progress, it is declared stuck within `STACKS_S` seconds."""
 
     worker: int
 
@@ -143,7 +143,7 @@ class Member:
     """Phase and counters of the last `Observed`."""
     restart_at: float = 0.0
     failures: int = 0
-    """Consecutive failures, for the back-off; a ready worker has none."""
+    """Consecutive failures, for the back-off; reset to 0 when the worker becomes ready."""
     stacks_requested: bool = False
     """Whether its stacks were requested since it last made progress."""
     blameless: bool = False
@@ -151,7 +151,7 @@ class Member:
     attempts: int = 0
     """Consecutive starts that failed for lack of resources."""
     short_since: float = 0.0
-    """Time of the first of these."""
+    """Time of the first of these starts."""
 
 
 class Membership:
@@ -210,7 +210,7 @@ class Membership:
         return []
 
     def tick(self, now: float) -> Sequence[Action]:
-        """Return what is due by time alone: restarts after a back-off, and kills after a limit."""
+        """Return the actions that are due: restarts after a back-off, and kills after a time limit."""
         actions: list[Action] = []
         for worker, member in enumerate(self.members):
             if member.state is State.WAITING and now >= member.restart_at and not self.stopping:
@@ -281,7 +281,7 @@ class Membership:
         return self._spend(event.worker, now)
 
     def _spend(self, worker: int, now: float) -> Sequence[Action]:
-        """Use one restart of the budget, which counts failures within a time window, so that rare ones never add up."""
+        """Charge a failure to the restart budget, which counts only a time window, so that rare ones never add up."""
         if self.stopping:
             return []
         while self._recent and now - self._recent[0] > RESTART_WINDOW_S:

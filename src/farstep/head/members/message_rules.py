@@ -25,7 +25,7 @@ class Rule:
     heartbeat: bool = False
     """Whether it is sent on the heartbeat connection, which carries nothing else."""
     frames: tuple[int, int | None] = (0, 0)
-    """Fewest and most frames after the header; None: no limit here, its header lists them."""
+    """Minimum and maximum number of frames after the header; None: no maximum here, because the header lists them."""
     shared_frames: tuple[int, int] | None = None
     """The same for workers with shared memory, if different."""
 
@@ -50,7 +50,7 @@ def check_message(message: m.FromWorker, received: Received, state: State, share
     Args:
         message: The decoded header frame.
         received: The message as it arrived.
-        state: The worker's state; `is_late` decides about messages of one that no longer runs.
+        state: The worker's state; `is_late` handles messages of a worker that no longer runs.
         shares_memory: Whether the worker shares memory with the head.
     """
     rule, kind = RULES[type(message)], type(message).__name__
@@ -67,5 +67,5 @@ def check_message(message: m.FromWorker, received: Received, state: State, share
 
 
 def is_late(message: m.FromWorker, state: State) -> bool:
-    """Whether to ignore a message: its worker was declared lost, and it does not report why."""
+    """Whether to ignore a message because its worker was declared lost; a `Failure` is kept, as it may say why."""
     return state not in RUNNING and not isinstance(message, m.Failure)

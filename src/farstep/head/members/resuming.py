@@ -17,14 +17,14 @@ log = logging.getLogger("farstep")
 
 
 class ReplayResult(IntEnum):
-    """Where a slot is after the replay."""
+    """The result of replaying a slot's current episode."""
 
     NONE = 0
     """Not replayed: it must be reset."""
     OTHER = 1
-    """In another place than when it was saved; it continues from there."""
+    """Replayed to a state that differs from the saved one; it continues from there."""
     SAME = 2
-    """Where it was when it was saved."""
+    """Replayed to the saved state."""
 
 
 def replay_episodes(
@@ -45,7 +45,7 @@ def replay_episodes(
     """
     parts = _parts(records, workers, actions)
     for record, part in zip(records, parts, strict=True):
-        if part is not None:  # for a restarted worker, and for the seeds in error messages
+        if part is not None:  # used if the worker is restarted, and for seeds in error messages
             record.roots[:] = part["roots"]
             record.resume[:] = [episode + bool(n) for episode, n in zip(part["episodes"], part["steps"], strict=True)]
     results = np.full(records[-1].stop, ReplayResult.NONE, np.int8)

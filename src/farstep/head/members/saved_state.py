@@ -1,7 +1,7 @@
 """Checks a state that `ClusterEnv.save` returned before workers resume from it.
 
-Workers trust the head. A generator whose position lies outside its table, or an action outside its space, would reach
-native code there.
+Workers trust the head, so an invalid value, such as a generator position outside its table or an action outside its
+space, would reach native code on a worker.
 """
 
 from __future__ import annotations

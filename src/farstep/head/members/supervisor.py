@@ -39,7 +39,7 @@ class Listener(Protocol):
         ...
 
     def lost(self, record: WorkerRecord) -> None:
-        """Take back what the worker was doing: its process died or is about to be killed."""
+        """Reclaim the worker's tickets: its process died or is about to be killed."""
         ...
 
     def absent(self, record: WorkerRecord) -> None:
@@ -47,7 +47,7 @@ class Listener(Protocol):
         ...
 
     def draining(self, record: WorkerRecord) -> None:
-        """Give the worker nothing new: its node is about to leave."""
+        """Issue no new tickets to the worker: its node is about to leave."""
         ...
 
     def fail(self, error: FarstepError) -> None:
@@ -196,14 +196,14 @@ class Supervisor:
     # ---- supervising ----
 
     def tick(self) -> None:
-        """Check the progress of all workers, and do what is due by time alone."""
+        """Check the progress of all workers, and perform actions that are due."""
         for record in self.records:
             if record.handle is None or self.launcher.driven:
-                continue  # a worker in this thread cannot be stuck unless the head is
+                continue  # a worker that runs in this thread is stuck only if the head is
             if time.monotonic() - record.silent_since > _EXIT_GRACE_S:
                 record.silent_since = math.inf
                 self.act_on(membership.Gone(record.worker))
-            if self.launcher.shares_memory and self.membership.is_running(record.worker):  # it writes them
+            if self.launcher.shares_memory and self.membership.is_running(record.worker):  # the worker writes its words
                 try:
                     check_words(record.words)
                 except WireError as error:
@@ -226,7 +226,7 @@ class Supervisor:
         self._perform(self.membership.tick(time.monotonic()))
 
     def _stop_drained(self, record: WorkerRecord) -> None:
-        """Stop a worker whose node is leaving and that owes nothing any more."""
+        """Stop a worker whose node is leaving and that has finished its work."""
         if record.ready and record.link is not None:
             record.ready = False  # it gets no ticket
             record.link.send([encode(Stop())])
@@ -250,7 +250,7 @@ class Supervisor:
                     if record.handle is not None:
                         record.handle.kill()
                 case membership.RequestStacks():
-                    if record.handle is not None and self.launcher.nodes():  # local ones: when killed
+                    if record.handle is not None and self.launcher.nodes():  # local: see `WorkerRecord.stuck`
                         record.handle.dump_stacks()
                 case membership.Lost():
                     record.ready = False

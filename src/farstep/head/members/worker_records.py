@@ -51,7 +51,7 @@ class WorkerRecord:
     num_messages: int = 0
     """Messages received from it, without heartbeats."""
     silent_since: float = math.inf
-    """When its connection closed, if its process still ran then."""
+    """Time at which its connection closed while its process was still running; otherwise infinity."""
     _suspect: tuple[int, int] | None = None
     """Environment and episode in which it last died or was stuck."""
 
@@ -97,7 +97,7 @@ class WorkerRecord:
         return i, None if phase == "construct" or episode < 0 else episode
 
     def blame(self, phase: str) -> None:
-        """Record in which episode it died or was stuck; after the second time, that episode is skipped."""
+        """Record the episode in which it died or got stuck; the second time in the same episode, skip that episode."""
         i, episode = self._current_episode(phase)
         if i is not None and episode is not None:
             if self._suspect == (i, episode):
@@ -110,10 +110,10 @@ class WorkerRecord:
         return WorkerDied(f"a worker {ended}", self._where_in_env(self.phase), output=output)
 
     def stuck(self, phase: str, limit_s: float) -> WorkerError:
-        """The error for a process that makes no progress; requests its stacks first."""
+        """The error for a process that makes no progress; requests its stack traces first."""
         output = ""
         if self.handle is not None:
-            if self.handle.pid:  # on this machine; remote ones get `membership.RequestStacks` before
+            if self.handle.pid:  # a local one; remote ones got `membership.RequestStacks` earlier
                 self.handle.read_output()
                 self.handle.dump_stacks()
                 _wait_for_output(self.handle)
@@ -143,7 +143,7 @@ class ResetRequest:
     """How environments are to be reset."""
 
     seeds: Sequence[int | None] | None
-    """Per slot; None: continue with the slot's present seed."""
+    """Per slot; None: continue with the slot's current seed."""
     mask: Array | None
     """Per slot, whether to reset it; None: all."""
     options: bytes | None
@@ -168,14 +168,14 @@ def expected(record: WorkerRecord, ticket: int | None) -> str:
 
 
 def _wait_for_output(handle: WorkerHandle, timeout_s: float = 0.5) -> None:
-    """Wait up to about a second for a process to write its stacks; a stopped one never does."""
+    """Wait up to about a second for a process to write its stack traces; a suspended one never does."""
     if handle.output_fd < 0:
         return
     poll = select.poll()
     poll.register(handle.output_fd, select.POLLIN)
     deadline = time.monotonic() + 2 * timeout_s
     while poll.poll(timeout_s * 1000) and handle.read_output() and time.monotonic() < deadline:
-        timeout_s = 0.05  # it writes in several pieces: done after a pause
+        timeout_s = 0.05  # it writes in several pieces, and is done after a pause of 50 ms
 
 
 def split(nodes: int, envs_per_node: int, workers: int, root: int) -> Sequence[WorkerRecord]:

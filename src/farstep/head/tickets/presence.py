@@ -1,4 +1,4 @@
-"""Which workers have a place on a node, so that batches are collected with them."""
+"""Which workers have a node and therefore take part in batches."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Presence:
             self.changes += 1
 
     def join(self, worker: int) -> bool:
-        """Returns whether the worker was absent."""
+        """Mark a worker as present; returns whether it was absent."""
         was_absent = worker in self.absent
         self.changes += was_absent or worker in self._draining
         self._draining.discard(worker)

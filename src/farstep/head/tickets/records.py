@@ -1,4 +1,4 @@
-"""What tickets are about: a ticket that was issued, a chunk that was accepted, and what a workflow consumes."""
+"""Records of tickets: an issued ticket, an accepted chunk, and the plan by which a workflow consumes chunks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class IssuedTicket:
 
 @dataclass(frozen=True)
 class AcceptedChunk:
-    """A chunk that arrived whole from the worker that held its ticket."""
+    """A complete chunk that arrived from the worker that held its ticket."""
 
     ticket: IssuedTicket
     version: int
@@ -34,12 +34,12 @@ class AcceptedChunk:
 
 @dataclass(frozen=True)
 class FeedPlan:
-    """What a workflow consumes together, and how far workers may run ahead of it."""
+    """How many chunks a workflow consumes at a time, and how far workers may run ahead of it."""
 
     max_staleness: int | None = None
     """Versions that a row may be behind when it is consumed; None: unlimited."""
     actors: int | None = 1
-    """Workers whose windows make a batch; None: all that are present."""
+    """Number of workers whose windows form a batch; None: all present workers."""
     chunks: int = 1
     """Chunks per window."""
     invited: Mapping[int, int] | None = None

@@ -12,7 +12,7 @@ from farstep.head.tickets.records import FeedPlan
 
 @dataclass
 class CollectionSession:
-    """What the current call collects, and how far it is.
+    """What the current call collects, and its progress.
 
     A session has rounds if `num_chunks` is None: every worker rolls one chunk per round. Otherwise it takes chunks in
     order of arrival.
@@ -92,13 +92,13 @@ class CollectionSession:
         self.redo[worker].extend((number, number % self.rounds_ahead) for number in sorted(gaps))
 
     def consume(self, worker: int, chunks: int) -> None:
-        """The learner is done with some chunks of a worker; chunks that an earlier session delivered do not count."""
+        """Record that the learner is done with chunks of a worker; those of an earlier session do not count."""
         left = max(0, self.held[worker] - chunks)
         self.held_total -= self.held[worker] - left
         self.held[worker] = left
 
     def release(self) -> None:
-        """The learner is done with everything that was delivered."""
+        """Record that the learner is done with everything that was delivered."""
         if self.num_chunks is None and self.released < self.taken:
             self.due.update(self.issued)
         self.released = self.taken

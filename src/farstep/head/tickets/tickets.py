@@ -254,7 +254,7 @@ class Tickets:
     # ---- workers that fail, leave and join ----
 
     def give_back(self, worker: int, seq: int, cause: str) -> bool:
-        """Take back a ticket that the worker could not complete, and issue it again later."""
+        """Reclaim a ticket that the worker could not complete, and reissue it later."""
         issued = self._outstanding.get(seq)
         if issued is None or issued.worker != worker:
             return False
@@ -272,7 +272,7 @@ class Tickets:
         return True
 
     def lost(self, worker: int) -> None:
-        """Take back the open tickets of a lost worker; its accepted chunks stay."""
+        """Reclaim the open tickets of a lost worker; its accepted chunks stay."""
         for issued in [self._outstanding[seq] for seq in self._open[worker]]:
             self._close(issued)
             self._drop(issued, "worker lost")

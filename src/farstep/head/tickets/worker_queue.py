@@ -1,9 +1,9 @@
 """Which worker gets the next ticket of a session without rounds.
 
-The worker with the fewest open tickets comes first; among equals, the one that was given the fewest so far. A feed with
-a staleness bound counts windows of `FeedPlan.chunks` chunks: a worker may always complete a window that it has begun,
-but begins another one only within the bound. Otherwise the bound could be used up by incomplete windows, which nothing
-consumes.
+The worker with the fewest open tickets is first; ties go to the worker that has received the fewest tickets so far. A
+feed with a staleness bound counts windows of `FeedPlan.chunks` chunks: a worker may always complete a window that it
+has begun, but begins another one only within the bound. Otherwise incomplete windows, which cannot be consumed, could
+use up the bound.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from collections.abc import Container, Sequence
 from farstep.head.tickets.session import CollectionSession
 
 TICKETS_PER_WORKER = 2
-"""Most open tickets of a worker: one that it rolls, and one to continue with without waiting."""
+"""Maximum number of open tickets per worker: the one that it rolls, and the next one, so that it need not wait."""
 
 QueueKey = tuple[int, int, int]
-"""Open tickets of a worker, tickets that it was given so far, and its index."""
+"""A worker's open tickets, the tickets that it has received so far, and its index."""
 
 
 class WorkerQueue:

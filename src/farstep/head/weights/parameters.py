@@ -49,7 +49,7 @@ class ParameterStore:
         leaves = travelling(leaves_of(parameters_of(agent)), config)
         self.schema = ParameterSchema.of(leaves, config.half)
         self._agent_id = agent_id
-        # Every worker may read one buffer, and one is current: one more is always free.
+        # Each worker may be reading one buffer, and one is current, so one more is always free.
         self._buffers = workers + 2
         self._stride = stride(self.schema.nbytes)
         self.memory = SharedMemory.create(PAGE + self._buffers * self._stride, "farstep-parameters")
@@ -58,9 +58,9 @@ class ParameterStore:
         self._changes = ChangeDetector()
         self._index = -1
         self._handed: dict[int, tuple[int, bytes]] = {}
-        """Per worker without shared memory, the version that it was sent last and its bytes, to compute differences."""
+        """Per worker without shared memory, the version that it was sent last and its bytes, to compute deltas."""
         self._differences: dict[int, list[bytes]] = {}
-        """Per earlier version, the encoded difference to the current one."""
+        """Per earlier version, the encoded delta to the current one."""
         self.version = first_version - 1
         self._write(leaves)
 
@@ -113,7 +113,7 @@ class ParameterStore:
 
     @property
     def _consequence(self) -> str:
-        """What follows if a version is rejected, for error messages."""
+        """The consequence of rejecting a version, for error messages."""
         return "it was not published" if self.version < 0 else f"version {self.version} stays in force"
 
     def _leaves(self, agent: Agent) -> list[tuple[str, Any]]:
@@ -132,7 +132,7 @@ class ParameterStore:
             held: The version that it has; -1 if none.
 
         Returns:
-            The version to which the frames are a difference, -1 if they are the whole parameters; and the frames.
+            The base version of the delta (-1: the frames are the full parameters), and the frames.
         """
         if not self._config.delta or not self.schema.nbytes:
             return -1, [self.payload()]

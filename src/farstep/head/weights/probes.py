@@ -15,12 +15,12 @@ from farstep.rollout.rows import Rows
 from farstep.wire.messages import Chunk
 
 _MAX_UNANSWERED = 64
-"""Most probes sent to a worker since its last chunk: it uses only the latest few, and each takes memory on the way."""
+"""Limit on the probes sent to a worker since its last chunk: it uses only the latest few, and each takes memory."""
 
 
 @dataclass(frozen=True)
 class ProbeRequest:
-    """The rows that one worker's probe is about."""
+    """The rows on which the policy is evaluated for one worker's probe."""
 
     worker: int
     incarnation: int

@@ -33,7 +33,7 @@ class Publisher:
         env_config: Which weights travel, and how chunks are divided into stages.
         rule: The workers' sync rule.
         counters: Counts the bytes of probes.
-        warnings: Tells the user how workers call and compare the agent.
+        warnings: Warns the user about how workers call and compare the agent.
         cancel_session: Called before another agent is adopted.
     """
 
@@ -53,7 +53,7 @@ class Publisher:
         self._adopting = threading.Lock()
         """Serialises threads that adopt or publish an agent."""
         self.gate = UpdateGate()
-        """Entered to read the agent's parameters between updates, before any lock is taken."""
+        """Entered to read the agent's parameters between two updates; must be entered before any lock is acquired."""
         self.agent_id = 0
         self.version = 0
         """The newest published version."""
@@ -76,7 +76,7 @@ class Publisher:
         self._actions: Schema = {}
 
     def start(self, rollouts: Rollouts, base_rows: Schema, actions: Schema) -> None:
-        """Set what an agent must fit; called once, when the environments' spaces are known.
+        """Set the schemas that an agent must match; called once, when the environments' spaces are known.
 
         Args:
             rollouts: Stores the arrays that the agent returns.
@@ -94,7 +94,7 @@ class Publisher:
         self.version = 0
 
     def row_schema(self) -> Schema:
-        """Arrays of a row with the present agent."""
+        """Arrays of a row with the current agent."""
         return {**self._base_rows, **self.agent_schemas[0]}
 
     # ---- publishing ----
@@ -146,14 +146,14 @@ class Publisher:
             ) from error
 
     def _announce(self) -> None:
-        """Tell workers without shared memory that there is a new version."""
+        """Announce the current version to workers without shared memory."""
         if not self._server.shares_memory:
             self._server.announce(m.Newest(self.version))
 
     # ---- adopting an agent ----
 
     def adopt(self, agent: Agent) -> None:
-        """Make workers act with this agent and its present parameters."""
+        """Make workers act with this agent and its current parameters."""
         with self._adopting:
             if self._is_current(agent):
                 return  # nothing to publish, so no update to wait for
@@ -183,7 +183,7 @@ class Publisher:
         began = time.monotonic()
         payload = ship(agent)
         first_version = self.first_version
-        if self._store is not None:  # continue counting; a rejected agent used no version
+        if self._store is not None:  # continue the numbering; a rejected agent used no version
             first_version = self._store.version + (self._agent is not None)
         store = ParameterStore(agent, self.agent_id + 1, len(self._server.records), first_version, self._weights)
         self._cancel_session()
@@ -213,7 +213,7 @@ class Publisher:
                 self._store.close()
 
     def _all_answered(self) -> bool:
-        """Whether every present worker answered, and at least one did: all nodes may be absent for some time."""
+        """Whether every present worker has answered, and at least one has (all nodes may be absent for a while)."""
         return bool(self._answers) and all(record.worker in self._answers for record in self._server.present())
 
     def _agree(self, agent: Agent) -> None:

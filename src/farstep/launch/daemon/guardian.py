@@ -27,7 +27,7 @@ _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Guardian:
-    """Starts the helper process and talks to it; used in the head."""
+    """Starts the helper process and sends it commands; used in the head."""
 
     def __init__(self, deadline_s: float = _DEADLINE_S, environment: Mapping[str, str] | None = None) -> None:
         self._deadline_s, self._environment = deadline_s, environment
@@ -48,13 +48,13 @@ class Guardian:
         self._send({"register": key, "command": list(command)})
 
     def unregister(self, key: str) -> None:
-        """Do not run the command."""
+        """Cancel a registered command."""
         if key in self._registered:
             self._registered.discard(key)
             self._send({"unregister": key})
 
     def close(self) -> None:
-        """Close the pipe; the helper runs the commands that are still registered, without being waited for."""
+        """Close the pipe; does not wait for the helper if it still has commands to run."""
         if self._process is None:
             return
         self.close_pipe()

@@ -63,7 +63,7 @@ class _Child:
         del self.printed[: -n.OUTPUT_BYTES]  # if a worker prints more at a time, only the end is sent
 
     def fds(self) -> list[int]:
-        """Descriptors to wait on; without an output that was closed, which would always be readable."""
+        """Descriptors to wait on, except a closed output, which would always be readable."""
         return [self.process.exit_fd] if self.closed_output else [self.process.exit_fd, self.process.output_fd]
 
 
@@ -82,7 +82,7 @@ class NodeDaemon:
         self._starter = ProcessStarter(1)
         self._leave_at: float | None = None
         self._taken_back_by = ""
-        """The signal by which the engine took the node back; empty: it did not."""
+        """The signal with which the engine reclaimed the node; empty if it has not."""
         self._status = 0
         self._reset()
 
@@ -133,7 +133,7 @@ class NodeDaemon:
                     break
                 # The channel may notice a broken connection half a lease late; the other half is the limit here.
                 if link.silent_s() > self._lease_s / 2:
-                    raise Unreachable(f"the head at {self._address} is gone")
+                    raise Unreachable(f"the head at {self._address} no longer answers")
         finally:
             self._end_children(link)
             link.close()
@@ -151,7 +151,7 @@ class NodeDaemon:
         return float(self._bootstrap["grace_s"])
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
-        """Signal handler: the engine takes the node back, so drain the workers and leave."""
+        """Signal handler: the engine reclaims the node, so drain the workers and leave."""
         self._taken_back_by = self._taken_back_by or signal.Signals(number).name
 
     @property
@@ -161,7 +161,7 @@ class NodeDaemon:
     # ---- the head ----
 
     def _connect(self) -> tuple[DealerLink, str]:
-        """Connect to the first of the head's addresses that answers; without the head's key, no peer can."""
+        """Connect to the first of the head's addresses that answers; a peer without the head's key cannot answer."""
         bootstrap = self._bootstrap
         pair = KeyPair(bootstrap["public"].encode(), bootstrap["secret"].encode())
         with contextlib.ExitStack() as others:
@@ -245,7 +245,7 @@ class NodeDaemon:
         self._children[key] = _Child(process, board)
 
     def _report_workers(self, link: DealerLink) -> None:
-        """Send the head what workers printed, and which have ended."""
+        """Report the output of workers, and workers that have ended, to the head."""
         for (worker, incarnation), child in list(self._children.items()):
             child.read()
             ended = child.process.poll()

@@ -79,7 +79,7 @@ os.register_at_fork(after_in_child=_close_all)
 
 
 class WorkerProcess:
-    """One worker process, with the end of its output (see `core.WorkerHandle`)."""
+    """One worker process, and the tail of its output (see `core.WorkerHandle`)."""
 
     leaving = False
 
@@ -149,7 +149,7 @@ class WorkerProcess:
 
 
 def _with_gpu(rank: object) -> dict[str, str]:
-    """The environment variable that shows a worker only one GPU; CUDA reads it when it is initialised."""
+    """The environment variable that makes one GPU visible to a worker; CUDA reads it when it is initialised."""
     if not isinstance(rank, int):
         return {}
     names = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]

@@ -83,7 +83,7 @@ class _Supervisor:
         return True
 
     def _terminate(self, number: int, frame: FrameType | None) -> None:
-        """Forward SIGTERM: the engine takes the node back. The child may get it twice, also from the engine itself."""
+        """Forward SIGTERM: the engine reclaims the node. It may signal the child directly, too."""
         self._terminated = True
         os.kill(self._child, number)
 

@@ -1,4 +1,4 @@
-"""The requests that farstep makes of a Kubernetes API server, through the official client (the extra `kubernetes`)."""
+"""The requests that farstep sends to a Kubernetes API server, through the official client (extra `kubernetes`)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LOG_LINES = 40
 
 
 class Api:
-    """The few requests that farstep makes; answers are plain mappings, failures raise `LaunchError` with a sentence."""
+    """The few requests that farstep sends; answers are plain mappings, failures raise an explanatory `LaunchError`."""
 
     def __init__(self, namespace: str | None, context: str | None) -> None:
         try:

@@ -31,7 +31,7 @@ _CLEAN_UP = (
 
 
 class KubernetesEngine:
-    """Creates Jobs or Deployments with one node daemon per pod; they are deleted however the head ends."""
+    """Creates Jobs or Deployments with one node daemon per pod; they are deleted even if the head is killed."""
 
     grace_s = 20.0
 

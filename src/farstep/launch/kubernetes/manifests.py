@@ -15,9 +15,9 @@ Manifest = dict[str, Any]
 CONTAINER = "node-daemon"
 _FOLDER, _FILE = "/run/farstep", "bootstrap"
 _IN_BASH = 'if command -v bash > /dev/null; then exec bash -c "$0"; else exec sh -c "$0"; fi'
-"""Runs the setup in bash, which knows `source`; in sh if the image has no bash."""
+"""Runs the setup in bash, which supports `source`; in sh if the image has no bash."""
 _USER = 1000
-"""User id of the container: whatever the image says, pods do not run as root unless `pod_template` says so."""
+"""User id of the container: pods do not run as root, whatever the image specifies, unless `pod_template` does."""
 _KEPT_S = 60
 """Seconds for which Kubernetes keeps a Job that has ended and was not deleted."""
 _MERGE_KEYS = ("mountPath", "name")
@@ -35,7 +35,7 @@ def manifests(
         group: Number of the group within the run.
         nodes: Number of pods.
         bootstrap: Content of the Secret: the head's addresses and keys, as JSON.
-        grace_s: Seconds that a pod has to hand over its chunks before it is killed.
+        grace_s: Seconds that a pod has to send its chunks before it is killed.
     """
     name, labels = group_name(run, group), group_labels(run, group)
     template = pod_template(config, name, labels, grace_s)

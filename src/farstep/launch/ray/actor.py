@@ -29,8 +29,8 @@ class DaemonActor:
     def run(self, bootstrap: str) -> str:
         """Run the daemon until it ends; returns the reason.
 
-        The keys are arguments of this call, which goes directly from process to process; Ray would store arguments of
-        the constructor.
+        The keys are arguments of this call, which Ray sends directly to the actor's process; Ray would store arguments
+        of the constructor.
         """
         import ray
 

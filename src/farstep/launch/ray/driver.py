@@ -1,8 +1,8 @@
-"""The process that is a client of Ray for the head: it reads requests from stdin and writes answers to stdout, as JSON.
+"""The head's Ray client, a separate process: it reads requests from stdin and writes answers to stdout, as JSON.
 
-It is not the head's process, because Ray kills a client that has lost the cluster's first node, and changes the signal
-handlers and the process group of a client that starts a cluster; neither must happen to a learner. It ends with the
-head, and Ray then ends its actors.
+It is separate because Ray kills a client that has lost Ray's head node, and changes the signal handlers and the process
+group of a client that starts a cluster; neither must happen to a learner. The process ends with farstep's head, and Ray
+then ends its actors.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _STORE_BYTES = 80 * 2**20
 _LEAVE_S = 2.0
 """Seconds that node daemons have to leave before their actors are killed."""
 _END_S = 8.0
-"""Seconds after the end of the head when this process kills itself and all it started; within the lease."""
+"""Seconds after the end of the head until this process kills itself and its children; shorter than the lease."""
 _MAX_ERROR_CHARACTERS = 600
 _BUILT_IN = ("CPU", "GPU", "memory")
 """Resources that Ray does not treat as custom ones."""
@@ -88,7 +88,7 @@ class Group:
 
 
 class RayDriver:
-    """Has one method per request of the head."""
+    """Implements one method per request of the head."""
 
     def __init__(self) -> None:
         self._groups: dict[int, Group] = {}
@@ -100,7 +100,7 @@ class RayDriver:
         Args:
             address: As for `ray.init`.
             capacity: Minimum resources of a cluster that is started.
-            folder: Where the files of a cluster that is started are.
+            folder: Folder for the files of a cluster that is started.
             options: Further options of `ray.init`.
         """
         self._folder = folder
@@ -187,7 +187,7 @@ def _amounts(of: Mapping[str, float]) -> str:
 
 
 def _in_short(error: BaseException) -> str:
-    """The last exception that a long error of Ray quotes, as one line; it contains tracebacks of other processes."""
+    """Shorten an error of Ray, which quotes tracebacks of other processes, to one line: the last exception."""
     text = re.sub(r"\x1b\[[\d;]*m", "", f"{error}\n{error.__cause__ or ''}")
     raised = re.findall(r"^\s*[\w.]+(?:Error|Exception): .*", text, re.M)
     short = " ".join((raised[-1] if raised else text).split())[:_MAX_ERROR_CHARACTERS] or type(error).__name__
@@ -195,10 +195,10 @@ def _in_short(error: BaseException) -> str:
 
 
 def _listen(requests: queue.SimpleQueue[dict[str, Any] | None], head: int) -> None:
-    """Pass on requests until the head has ended, then end this process.
+    """Queue requests until the head has ended, then end this process.
 
-    Checks the parent's process id, since a fork of the head may hold the pipe open, and kills this process after a
-    while, since a call of Ray may never return.
+    Checks the parent's process id, since a fork of the head may hold the pipe open, and kills this process after
+    `_END_S` seconds, since a call of Ray may never return.
     """
     lines: queue.SimpleQueue[str] = queue.SimpleQueue()
 
@@ -234,7 +234,7 @@ def main() -> None:
             try:
                 match request.pop("method"):
                     case "request":
-                        driver.request(number, **request)  # the number of the request also names the group
+                        driver.request(number, **request)  # the number of the request also identifies the group
                     case other:
                         answer["result"] = getattr(driver, other)(**request)
             except Exception as error:

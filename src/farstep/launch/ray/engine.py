@@ -31,7 +31,7 @@ from farstep.launch.engine_processes import file_tail
 
 _DIAL_S, _CONNECT_S, _ANSWER_S, _ENDING_S, _CLOSE_S = 5.0, 120.0, 10.0, 5.0, 10.0
 _GONE_S = 30.0
-"""Seconds of silence after which Ray's first node, and with it the cluster, is declared lost."""
+"""Seconds of silence after which Ray's head node, and with it the cluster, is declared lost."""
 
 
 class RayEngine:
@@ -46,7 +46,7 @@ class RayEngine:
             self._needs["GPU"] = float(config.gpus_per_node)
         self._driver: Driver | None = None
         self._silent_since: float | None = None
-        """When Ray's first node first failed to answer; reset when it answers."""
+        """Time at which Ray's head node first failed to answer; None once it answers again."""
 
     def listen_on(self) -> Sequence[str]:
         if self._config.head_address:
@@ -72,22 +72,22 @@ class RayEngine:
         return self._driver
 
     def check(self, driver: Driver) -> None:
-        """Raise `LaunchError` if Ray's first node does not answer; `EngineLost` after `_GONE_S` seconds of silence."""
+        """Raise `LaunchError` if Ray's head node does not answer; `EngineLost` after `_GONE_S` seconds of silence."""
         if driver.local or _answers(driver.gcs):  # a cluster that farstep started is restarted with its driver
             self._silent_since = None
             return
         now = time.monotonic()
         self._silent_since = self._silent_since or now
         if now - self._silent_since > _GONE_S:
-            raise EngineLost(f"Ray's first node, {driver.gcs}, has not answered for {_GONE_S:g} s: its cluster is lost")
+            raise EngineLost(f"Ray's head node, {driver.gcs}, has not answered for {_GONE_S:g} s: its cluster is lost")
         raise LaunchError(
-            f"Ray's first node, {driver.gcs}, does not answer. The other nodes keep working until Ray ends them, by "
+            f"Ray's head node, {driver.gcs}, does not answer. The other nodes keep working until Ray ends them, by "
             "default after a minute."
         )
 
     @property
     def is_silent(self) -> bool:
-        """Whether Ray's first node failed to answer the last check."""
+        """Whether Ray's head node failed to answer the last check."""
         return self._silent_since is not None
 
     def close(self) -> None:

@@ -39,7 +39,7 @@ _RETRY_MS = 100
 
 
 class _Connection:
-    """A DEALER socket that knows whether it is connected to the authenticated head.
+    """A DEALER socket that tracks whether it is connected to the authenticated head.
 
     It reads ZeroMQ's monitor events. ZeroMQ's own threads write them, so a busy interpreter delays none.
     """
@@ -88,10 +88,10 @@ class DealerLink:
         role: `MAIN`, `BEAT` or `NODE` (see `zmq.py`).
         send_s: Seconds for which `send` waits if the queue is full, before it raises `zmq.Again`; None to wait forever.
         route: The routing id, if not the one derived from `pair` and `role`.
-        lease_s: The lease, from which the heartbeat interval follows.
-        bulk: The hub's port for bulk data, if it is reliable: then what a broken connection loses is resent.
+        lease_s: The lease in seconds, which determines the heartbeat interval.
+        bulk: The port for bulk data of a reliable hub, which resends data that a broken connection lost; else None.
         encrypted: Whether bulk data is encrypted.
-        context: A ZeroMQ context to share; by default the link makes its own and ends it on `close`.
+        context: A ZeroMQ context to share; None: the link creates one and terminates it on `close`.
     """
 
     def __init__(
@@ -210,7 +210,7 @@ class DealerLink:
         for connection in (self._main, self._bulk):
             for message in pending_messages(connection.socket):
                 frames = [frame.buffer for frame in message]
-                with contextlib.suppress(WireError):  # anyone can write to the bulk connection
+                with contextlib.suppress(WireError):  # unauthenticated peers can write to the bulk connection
                     for answer in channel.receive(Packet(connection is self._bulk, frames), now):
                         self._put(answer)
                 self._messages.extend(map(Received, channel.messages()))

@@ -1,8 +1,8 @@
 """Links between processes of one host: a Unix socket pair, with shared memory for large messages.
 
-A worker inherits its end, so having it is the authentication. When a process dies, the kernel closes its end and the
-peer reads end-of-file at once. The socket keeps message boundaries (SOCK_SEQPACKET). A large message travels as a
-sealed memfd, which the receiver maps, so it reads only the header of a message that it rejects.
+A worker inherits its end, so possession of the descriptor authenticates it. When a process dies, the kernel closes its
+end and the peer reads end-of-file at once. The socket keeps message boundaries (SOCK_SEQPACKET). A large message
+travels as a sealed memfd, which the receiver maps, so it reads only the header of a message that it rejects.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class LocalLink:
             except (BlockingIOError, InterruptedError):
                 return False
             except (BrokenPipeError, ConnectionError):
-                pass  # the peer is gone; `receive` raises `EOFError`
+                pass  # the peer closed its end; `receive` raises `EOFError`
             except OSError as error:
                 if error.errno not in (errno.ETOOMANYREFS, errno.ENOBUFS, errno.ENOMEM):
                     raise
@@ -96,10 +96,10 @@ class LocalLink:
         except BlockingIOError:
             return None
         except ConnectionError as error:
-            raise EOFError("the peer is gone") from error
+            raise EOFError("the peer closed the connection") from error
         try:
             if not packet:
-                raise EOFError("the peer is gone")
+                raise EOFError("the peer closed the connection")
             if flags & socket.MSG_CTRUNC and len(fds) < _MAX_FDS:
                 raise WireError(
                     "a file descriptor beyond this process's limit of open files: raise the limit (ulimit -n)."
@@ -120,7 +120,7 @@ class LocalLink:
                     os.set_inheritable(fd, False)
                 return packet, fds, flags
             except ConnectionResetError as error:
-                # The peer died with unread messages: the kernel raises this once, before it delivers the peer's own.
+                # The peer died with unread messages. The kernel reports this once, then delivers what the peer sent.
                 reset = error
         raise reset
 

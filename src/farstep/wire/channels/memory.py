@@ -85,7 +85,7 @@ def map_immutable(fd: int, nbytes: int) -> memoryview:
     """Map a peer's memfd: nothing is copied, so unread bytes take no memory of this process.
 
     Raises:
-        WireError: The descriptor is no memfd; its contents could still change, so that reading could raise SIGBUS; its
+        WireError: The descriptor is not a memfd; its sender could still change it, and reading could raise SIGBUS; its
             size is not `nbytes`; or it has holes, for which the kernel would allocate memory when they are read.
     """
     try:

@@ -5,10 +5,10 @@ messages in order and drops duplicates. A small message travels in one packet ov
 is cut into encrypted segments for the bulk connection. Every packet of the control connection acknowledges what its
 sender has received.
 
-After a reconnect, the worker, which connects, tells the head (`RECONNECTED`, or `BULK_OPENED` on the bulk connection).
-Both sides then resend what the broken connection carried and the peer does not have. In addition a sender requests an
-acknowledgement once a second (`REQUEST_ACK`), and resends if nothing arrived for 15 seconds. It does not resend
-earlier, so that a slow connection does not carry everything twice.
+After a reconnect, the worker, as the connecting side, notifies the head (`RECONNECTED`, or `BULK_OPENED` on the bulk
+connection). Both sides then resend what the broken connection carried and the peer does not have. In addition a sender
+requests an acknowledgement once a second (`REQUEST_ACK`), and resends if the peer acknowledged nothing new for 15
+seconds. It does not resend earlier, so that a slow connection does not carry everything twice.
 """
 
 from __future__ import annotations
@@ -34,16 +34,17 @@ ACK_DELAY_S = 0.2
 REQUEST_ACK_S, STALL_S = 1.0, 15.0
 """Seconds between requests for an acknowledgement, and seconds without progress after which to resend."""
 _MOST_SPARE = 64
-"""The most segment buffers to keep for reuse."""
+"""Maximum number of segment buffers to keep for reuse."""
 _RATES = 8
 """How many of the latest transfer rates to keep."""
 MAX_AHEAD = 4096
-"""The most messages that may arrive ahead of a missing one."""
+"""Maximum number of messages that may arrive ahead of a missing one."""
 MAX_FRAMES = 4096
 _FRAME_COST = 256
 """Approximate memory of a frame besides its bytes, so that many empty frames count too."""
 _ENVELOPE = struct.Struct("<BQQI")
-"""The first frame of a packet: kind, sequence number, and what its sender has (messages, segments of the next one)."""
+"""The first frame of a packet: kind, sequence number, and how many messages and segments of the next one its sender
+has received."""
 _POSITION = struct.Struct("<II")
 """In the header of a segment: its index, and the number of segments. The frame lengths follow."""
 _LENGTH = struct.Struct("<Q")
@@ -59,7 +60,7 @@ class Kind(IntEnum):
     SEGMENT = 2
     """A segment of a large message."""
     ACK = 3
-    """Only the acknowledgement."""
+    """An acknowledgement without a message."""
     REQUEST_ACK = 4
     """Requests an `ACK`."""
     RECONNECTED = 5
@@ -117,8 +118,8 @@ class ReliableChannel:
 
     Args:
         cipher: Encrypts segments; None to send them as plain bytes.
-        most_bytes: The most memory, in bytes, that undelivered messages of the peer may take.
-        pool: Buffers for large messages; by default its own.
+        most_bytes: Maximum memory, in bytes, that undelivered messages of the peer may take.
+        pool: Buffers for large messages; None: the channel creates a pool.
     """
 
     def __init__(self, cipher: Cipher | None = None, most_bytes: int = 1 << 33, pool: BufferPool | None = None) -> None:
@@ -223,7 +224,7 @@ class ReliableChannel:
     def rate(self) -> float:
         """Bytes per second of large messages, from sending to acknowledgement; infinite before the first one.
 
-        The best of the last few, since an acknowledgement may wait to be read.
+        The maximum of the last `_RATES` measurements, since this side may read an acknowledgement late.
         """
         return max(self._rates, default=math.inf)
 
@@ -237,7 +238,7 @@ class ReliableChannel:
     def receive(self, packet: Packet, now: float) -> list[Packet]:
         """Process a packet; returns the packets to send in response.
 
-        Anyone may be able to write to the bulk connection, so nothing but encrypted segments is believed there.
+        Unauthenticated peers may be able to write to the bulk connection, so only encrypted segments are trusted there.
 
         Raises:
             WireError: The packet is malformed, or exceeds a limit.

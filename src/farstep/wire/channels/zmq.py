@@ -1,11 +1,11 @@
 """The head's end of ZeroMQ links: a ROUTER socket for all workers; each worker has a DEALER (`dealer.py`).
 
 All control connections use CURVE. The head issues a key pair per worker incarnation and admits no other key. It
-attributes a message to the key that authenticated its connection, never to what the message claims.
+identifies the sender of a message by the key that authenticated its connection, never by the message's contents.
 
 A `reliable` hub survives broken connections (see `reliable_channel.py`) and has a second ROUTER for bulk data. That one
 uses plain TCP, since CURVE is slow; every segment is encrypted under a key that both sides derive from the pair (see
-`encryption.py`). The token that opens a bulk connection can be eavesdropped, so each is valid once.
+`encryption.py`). An eavesdropper can read the token that opens a bulk connection, so each token is valid once.
 """
 
 from __future__ import annotations
@@ -73,10 +73,10 @@ class Hub:
 
     Args:
         address: The address or addresses to listen on; port `*` lets the system choose one.
-        lease_s: The lease in seconds, from which the heartbeat interval follows.
+        lease_s: The lease in seconds, which determines the heartbeat interval.
         reliable: Whether to resend what broken connections lose, and to listen for bulk data on a second port.
         encrypted: Whether bulk data is encrypted.
-        most_bytes: The largest frame that a hub accepts which is not reliable.
+        most_bytes: The largest frame, in bytes, that a hub accepts if it is not reliable.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Hub:
         self.has_more = False
         """Whether the last `drain` stopped before everything was read."""
         self.refused = 0
-        """How many invalid packets arrived on bulk connections, where anyone may have sent them."""
+        """Number of invalid packets on bulk connections, which an unauthenticated peer may have sent."""
         self._peers: dict[bytes, Peer] = {}
         self._keys: dict[int, bytes] = {}
         self._pool = BufferPool()
@@ -212,7 +212,7 @@ class Hub:
         try:
             answers = peer.channel.receive(packet, time.monotonic())
         except WireError:
-            if packet.bulk:  # anyone may have sent it, so the worker is not blamed
+            if packet.bulk:  # an unauthenticated peer may have sent it, so the worker is not replaced
                 self.refused += 1
             else:
                 yield peer, Received(())
@@ -241,7 +241,7 @@ class Hub:
     def send(self, worker: int, frames: Sequence[BytesLike]) -> bool:
         """Send a message to a worker; returns False if that is impossible.
 
-        True does not mean that the worker is alive: its launcher or its lease tells when it is gone.
+        True does not mean that the worker is alive: its launcher or an expired lease reports its loss.
         """
         peer = self._peers.get(self._keys.get(worker, b""))
         if peer is None:

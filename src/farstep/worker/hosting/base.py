@@ -42,7 +42,7 @@ class SavedSlot:
 
 
 class Host:
-    """Base of all hosts of a worker that acts: the slots, and the last observations, with which a chunk continues."""
+    """Base of the hosts of workers that act: the slots, and their last observations, with which a chunk starts."""
 
     def __init__(self, spaces: tuple[Space, Space], slots: Slots, progress: memoryview) -> None:
         self.slots, self._progress = slots, progress
@@ -59,7 +59,7 @@ class Host:
         raise NotImplementedError
 
     def reset(self, mask: Array | None, roots: list[int] | None, options: Info | None) -> None:
-        """Start new episodes in the masked slots (all without a mask); with roots, from episode 0."""
+        """Start new episodes in the masked slots (all if `mask` is None); new `roots` restart at episode 0."""
         self._pending_error = None  # its episode is replaced
         chosen = self.slots.choose(mask, roots)
         if roots is not None:
@@ -85,7 +85,7 @@ class Host:
                 self.current[name][~self.slots.started] = leaf
 
     def want_infos(self, wanted: bool) -> None:
-        """Whether to record the environments' infos during the next chunk; rollouts do not need them."""
+        """Set whether to record the environments' infos during the next chunk; rollouts do not need them."""
         self.infos = [{} for _ in range(self.num_envs)] if wanted else None
 
     def begin(self, rows: Rows, steps: int) -> None:
@@ -152,7 +152,7 @@ class HostedEnvs(Host):
             self._begin_episode(i, self.current, 0, options)
 
     def replay(self, saved: Sequence[SavedSlot], failures: tuple[type[BaseException], ...]) -> dict[int, str]:
-        """Bring every slot to where its episode was, by resetting it and repeating its actions.
+        """Restore every slot's episode by resetting its environment and replaying its actions.
 
         Returns:
             For each slot where that failed, the reason.

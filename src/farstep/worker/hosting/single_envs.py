@@ -64,8 +64,10 @@ class SingleEnvs:
                 )
 
     def check_first_obs(self, obs: Any) -> None:
-        """Like `check_obs`, but checks dtypes too. A wrong dtype shows from the start, and a check in every step would
-        cost too much."""
+        """As `check_obs`, but also check dtypes.
+
+        A check in every step would be slow, and a wrong dtype is already visible in the first observation.
+        """
         self.check_obs(obs)
         check_dtypes(leaves(self._obs, obs), self._obs_schema, self.envs[0])
 
@@ -106,7 +108,7 @@ def check_dtypes(arrays: Iterable[tuple[str, Any]], schema: Schema, env: Any) ->
 
 
 def as_info(info: Any) -> Any:
-    """The info, {} for None; raises `TypeError` if it is no mapping."""
+    """The info, {} for None; raises `TypeError` if it is not a mapping."""
     if info is None:
         return {}
     if not isinstance(info, Mapping):

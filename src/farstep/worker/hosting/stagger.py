@@ -1,4 +1,4 @@
-"""The schedule of staggered resets: at which step of its episode each slot should be, at any time. No environments.
+"""The schedule of staggered resets: computes at which step of its episode each slot should be in each row.
 
 Slots are divided into `G` groups, independently of the number of workers; group `g` is `g * (H // G)` steps ahead of
 group 0, where `H` is the horizon (Staggered Environment Resets, arXiv 2511.21011). Every episode lasts `H` steps, so a

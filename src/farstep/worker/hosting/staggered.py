@@ -1,8 +1,8 @@
 """Hosting of environments whose episodes are spread over the horizon (see `stagger.py`); used only with `stagger`.
 
 A slot whose episode starts for any other reason than the end of the previous one (first start, reset, replaced worker,
-failed environment) is out of phase. Before the next rollout the host advances it to the step of its episode where the
-schedule has it.
+failed environment) is out of phase. Before the next rollout the host advances it to the episode step that the schedule
+prescribes.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class StaggeredEnvs(HostedEnvs, Staggered):
         rows["episode_start"][0] = False
 
     def _advance_one(self, i: int, action: Any) -> bool:
-        """Do one step that is in no chunk; returns whether it ended an episode."""
+        """Do one step that no chunk records; returns whether it ended an episode."""
         progress, slots = self._progress, self.slots
         progress[PHASE], progress[SLOT] = STEP, i
         progress[COUNT] += 1
@@ -228,8 +228,11 @@ def _paused_step(obs: Any, action: Any) -> tuple[Any, float, bool, bool, Info]:
 
 
 class StaggeredVector(HostedVector, Staggered):
-    """One staggered vector environment. It steps all slots together, so they get into phase by truncating their first
-    episodes instead of by extra steps."""
+    """One staggered vector environment.
+
+    It steps all slots together, so the host brings them into phase by truncating their first episodes, not by extra
+    steps.
+    """
 
     def __init__(self, source: Source, slots: Slots, progress: memoryview, schedule: StaggerSchedule) -> None:
         super().__init__(source, slots, progress)

@@ -39,7 +39,8 @@ class StrictEnvs:
         self._check = self._envs.check_first_obs
         self._seeds: list[int | None] = [None] * self.num_envs
         self.infos: list[tuple[int, Info | None, Info]] = []
-        """Slot, final observation and info of an ended episode (SAME_STEP only), info; only slots that have any."""
+        """Per slot that has any: the slot, the final observation and info of an ended episode (SAME_STEP only, else
+        None), and the info."""
 
     def _check_spaces(self) -> None:
         for i, env in enumerate(self.envs):

@@ -87,7 +87,7 @@ class HostedVector(Host):
                 self._one_seed = False
                 return result  # type: ignore[no-any-return]
         if not chosen.all() and self.mode != AutoresetMode.DISABLED:
-            # It would ignore the mask and reset all. In mode DISABLED the caller resets, so masks must work there.
+            # The environment would ignore the mask and reset all slots. In mode DISABLED it must support masks.
             raise ConfigError(
                 f"reset_mask chooses {int(chosen.sum())} of the {self.num_envs} environments that "
                 f"{type(self.env.unwrapped).__name__} resets together; reset all, or use type='gymnasium' or a "
@@ -177,7 +177,7 @@ def _build(source: Source, slots: Slots, progress: memoryview) -> Any:
 def split_infos(batched: Info, count: int) -> list[Info]:
     """Split the infos of a vector environment by environment; leaves out `final_obs`, which is recorded separately.
 
-    In Gymnasium the mask `_key` tells which environments have `key`. Without a mask (EnvPool), each array of length
+    In Gymnasium the mask `_key` marks the environments that have `key`. Without a mask (EnvPool), each array of length
     `count` has an entry for every environment.
     """
     parts: list[Info] = [{} for _ in range(count)]
@@ -188,7 +188,7 @@ def split_infos(batched: Info, count: int) -> list[Info]:
         if isinstance(value, dict) and mask is not None:
             entries: Any = split_infos(value, count)
         elif isinstance(value, np.ndarray) and value.shape[:1] == (count,):
-            # Python bools: Gymnasium would put NumPy's into an array of objects.
+            # Convert to Python bools: Gymnasium would put NumPy bools into an object array.
             entries = value.tolist() if value.dtype == bool and value.ndim == 1 else value
         else:
             continue
