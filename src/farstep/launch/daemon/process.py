@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import weakref
-from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -85,8 +84,7 @@ class WorkerProcess:
 
     def __init__(self, process: subprocess.Popen[bytes], output_fd: int) -> None:
         self._process = process
-        self._tail: deque[bytes] = deque()
-        self._tail_bytes = 0
+        self._tail = b""
         self._oom_kills = _oom_kills()
         os.set_blocking(output_fd, False)
         self.output_fd = output_fd
@@ -132,15 +130,12 @@ class WorkerProcess:
             if not part and not new:
                 return None
             new += part
-        self._tail.append(new)
-        self._tail_bytes += len(new)
-        while self._tail_bytes - len(self._tail[0]) > _TAIL_BYTES:
-            self._tail_bytes -= len(self._tail.popleft())
+        self._tail = (self._tail + new)[-_TAIL_BYTES:]
         return new
 
     def output(self) -> str:
         self.read_output()
-        return b"".join(self._tail)[-_TAIL_BYTES:].decode(errors="replace")
+        return self._tail.decode(errors="replace")
 
     def close(self) -> None:
         """Free the descriptors of the process, which has ended."""
