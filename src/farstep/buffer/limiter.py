@@ -149,7 +149,7 @@ class RateLimiter:
         if math.isfinite(uses_per_row) and self.max_diff > capacity * fewest_uses:
             raise ConfigError(
                 f"max_diff={self.max_diff:g} of the limiter is more than the samples that the {capacity} rows of this "
-                f"buffer can be counted on to give ({fewest_uses} each, since a row is removed after max_times_sampled "
+                f"buffer are sure to provide ({fewest_uses} each, since a row is removed after max_times_sampled "
                 "samples and may have only one left), so rows would be evicted before they are sampled. Raise capacity "
                 f"to at least {math.ceil(self.max_diff / fewest_uses)}, or lower the limiter's max_diff."
             )

@@ -272,7 +272,7 @@ def train(learner: Learner, name: str, options: Options[Any, Any], env: ClusterE
         name: A key of `ALGORITHMS`.
         options: Options of the command line.
         env: The environments to train in.
-        folder: Where checkpoints, metrics and videos are written; it is locked meanwhile.
+        folder: Where checkpoints, metrics and videos are written; it is locked until training ends.
 
     Returns:
         Steps, seconds and last returns of the run.
