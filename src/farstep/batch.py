@@ -25,7 +25,7 @@ def is_final(name: str) -> bool:
 
 
 def is_obs(name: str) -> bool:
-    """Return whether an array holds observations, of which a chunk has one more than rows."""
+    """Return whether an array holds observations; a chunk stores one more observation than it has rows."""
     return name.split(".")[0] == "obs"
 
 
@@ -61,14 +61,14 @@ class Batch(Mapping[str, Array]):
     Attributes:
         arrays: All arrays by name; nested ones by path, e.g. `obs.camera`.
         structures: How the arrays nest, for each key that the agent or the environment returns.
-        last_obs: The observations after the last row, `[N, ...]`, which the next action is for.
+        last_obs: The observations after the last row, `[N, ...]`; the next actions are chosen from them.
         final_obs: The final observations of the episodes that ended.
         episodes: `return`, `length` (steps), `time` (seconds) and `slot` of each episode that ended, ordered by slot.
         slots: The environment slot of each column, `[N]`.
         continues: For each column, whether its first row directly follows the last row that was yielded for this slot.
             False at the start, and after rows were dropped, cancelled, lost with a worker or cut off by `reset`.
         initial_state: The state of a recurrent agent before the first row, `[N, ...]`; None for other agents.
-        infos: First slot and infos of each worker that sent some; `step` and `reset` merge them.
+        infos: Pairs `(first slot, infos)`, one per worker that sent infos; `step` and `reset` merge them.
     """
 
     arrays: Mapping[str, Array]
@@ -82,7 +82,7 @@ class Batch(Mapping[str, Array]):
     infos: Sequence[tuple[int, Any]] = ()
 
     def __getitem__(self, key: str) -> Array:
-        """Return an array by name; nested arrays if `key` is a Dict or Tuple space, which are typed as one array."""
+        """Return an array by name, or nested arrays (annotated as one array) if `key` names a Dict or Tuple space."""
         if key in self.arrays:
             return self.arrays[key]
         if key not in self.structures:

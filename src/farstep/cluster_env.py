@@ -325,7 +325,11 @@ class ClusterEnv:
         """Return the state of the workers for `resume` in another process; call it between batches.
 
         Returns:
-            Plain data and arrays: the version, and per worker episode counters, random states and recurrent states.
+            Plain data and arrays: the version, and for each worker its episode counters, random states and recurrent
+            states.
+
+        Raises:
+            FarstepError: A worker failed and could not be replaced.
         """
         return {"version": self.version, "workers": [] if self.cannot_replay else self._launched().save()}
 
@@ -399,7 +403,14 @@ class ClusterEnv:
         return self._collector.inference if self._collector is not None else ""
 
     def stats(self) -> dict[str, Any]:
-        """Return counters and rates of the run as plain data; docs/guide.md lists them. Launches if necessary."""
+        """Return counters and rates of the run. Launches the workers if necessary.
+
+        Returns:
+            Plain data by name; docs/guide.md lists the names.
+
+        Raises:
+            FarstepError: The workers could not be started, or the `ClusterEnv` is closed.
+        """
         return self._launched().snapshot()
 
 
@@ -454,7 +465,7 @@ def _merged(batch: Batch) -> dict[str, Any]:
 
 
 def _with_acting(infos: dict[str, Any], batch: Batch) -> dict[str, Any]:
-    """Add to the infos of a step what the workers recorded: actions, further outputs of `act`, versions."""
+    """Add the arrays that the workers recorded in a step to its infos: actions, further outputs of `act`, versions."""
     row = {name: array[0] for name, array in batch.arrays.items()}
     acting = {key: nest(structure, row) for key, structure in batch.structures.items() if key != "obs"}
     acting |= {key: row[key] for key in ("version", "valid", "episode_start")}

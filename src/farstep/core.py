@@ -102,7 +102,7 @@ class Launcher(Protocol):
     """Whether workers run in the head's thread, and only while their link is read."""
 
     def prepare(self) -> None:
-        """Request the nodes for the workers, once, before the first `start`; raises `LaunchError` if it is refused."""
+        """Request the nodes for the workers, once, before the first `start`; raise `LaunchError` if refused."""
         return
 
     def start(self, worker: int, incarnation: int, run: str) -> Started:
@@ -115,11 +115,11 @@ class Launcher(Protocol):
         """Call `receive(worker, message)` for messages of shared connections; return True if there were any."""
 
     def tick(self) -> None:
-        """Check deadlines. Called often; raises `LaunchError` if the run cannot continue."""
+        """Check deadlines; raise `LaunchError` if the run cannot continue. The head calls it periodically."""
         return
 
     def stop(self) -> None:
-        """Stop requesting nodes, since the run ends; workers that wait for one are never started."""
+        """Stop requesting nodes because the run is ending; workers that are queued for a node are never started."""
         return
 
     def waiting(self) -> str:
@@ -145,7 +145,7 @@ class WorkerHandle(Protocol):
     """A started worker. `exit_fd` is readable once it has ended, `output_fd` when it has printed; -1: not available."""
 
     leaving: bool
-    """Whether its node is being taken away, so that it must end after its current chunk."""
+    """Whether its node is being released or preempted, so that the worker must end after its current chunk."""
     exit_fd: int
     output_fd: int
 

@@ -13,7 +13,7 @@ FarstepError
 ├── BufferTimeout        a buffer's limiter blocked an insert or a sample for too long (also a TimeoutError)
 ├── PublishTimeout       a consumer's update blocked publishing for too long (also a TimeoutError)
 ├── WireError            a message that is malformed, too large, or from an unauthenticated peer
-├── DeliveryError        a message of a trigger that its consumer did not accept or did not finish
+├── DeliveryError        a trigger's message that its consumer did not accept or did not finish processing
 ├── CheckpointError      a checkpoint cannot be written, or no intact one can be read (also an OSError)
 ├── ResourceError        file descriptors, processes, memory or disk are exhausted (also an OSError)
 ├── RewardError          a reward that is not a finite number (also a ValueError)
@@ -121,7 +121,11 @@ class WorkerError(FarstepError):
         super().__init__(text)
 
     def preface(self, text: str) -> None:
-        """Put `text` in front of the message."""
+        """Put a text in front of the message.
+
+        Args:
+            text: One or more sentences; a space is added after them.
+        """
         WorkerError.__init__(self, f"{text} {self.message}", self.where, self.remote_traceback, self.output)
 
     def __str__(self) -> str:
@@ -134,7 +138,7 @@ class WorkerError(FarstepError):
 class RemoteEnvError(WorkerError):
     """The environment or the agent raised on a worker.
 
-    If it raised a common built-in exception, `except` of that class catches this error, too.
+    If the remote exception is of a common built-in class, `except` with that class also catches this error.
 
     Attributes:
         kind: Name of that class; empty if this error cannot be caught as such.
@@ -167,7 +171,7 @@ class WireError(FarstepError):
 
 
 class DeliveryError(FarstepError):
-    """A consumer did not accept a trigger's message, or failed or ended before it had finished it."""
+    """A consumer did not accept a trigger's message, or failed or ended before it had processed the message."""
 
 
 class CheckpointError(FarstepError, OSError):
@@ -277,7 +281,7 @@ def remote_error(kind: str, message: str, where: Where, remote_traceback: str) -
 
 
 def is_own(kind: str) -> bool:
-    """Return whether an exception class that was raised on a worker is farstep's, with a complete message."""
+    """Return whether `kind` names a farstep error, whose message is complete without the name of the remote class."""
     return any(double.__name__ == kind and issubclass(double, FarstepError) for double in _DOUBLES)
 
 

@@ -76,7 +76,7 @@ def make_vec(
         )
     num_envs = check_count("num_envs", (len(thunks) or 1) if num_envs is None else num_envs)
     if num_envs % launch.nodes:
-        raise ConfigError(f"num_envs={num_envs} does not divide over nodes={launch.nodes}.")
+        raise ConfigError(f"num_envs={num_envs} is not a multiple of nodes={launch.nodes}.")
     if not launch.fewest_nodes == launch.nodes == launch.most_nodes:
         raise ConfigError(
             f"make_vec steps all of its {num_envs} environments together, so it needs all nodes at all times; "
@@ -174,7 +174,7 @@ class ClusterVectorEnv(VectorEnv[Any, Any, Any]):
         elif seed is not None:
             seeds = [None if entry is None else int(entry) for entry in seed]
             if len(seeds) != self.num_envs:
-                raise ValueError(f"seed has {len(seeds)} entries; with num_envs={self.num_envs} it needs as many.")
+                raise ValueError(f"seed has {len(seeds)} entries; expected num_envs={self.num_envs}, one for each.")
         rest = None if options is None else dict(options)  # do not change the caller's dict
         mask = _checked_mask(rest.pop("reset_mask"), self.num_envs) if rest and "reset_mask" in rest else None
         payload = cloudpickle.dumps(rest) if rest is not None else None

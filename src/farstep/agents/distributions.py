@@ -127,7 +127,7 @@ def kl_estimate(local_logprob: Array, learner_logprob: Array) -> Array:
 
 
 def as_floats(value: Any, key: str) -> Array:
-    """An output of the policy as a float32 array; raises `AgentError` if it is not numeric or has no rows."""
+    """Return an output of the policy as a float32 array; raise `AgentError` if it is not numeric or has no rows."""
     array = as_array(value)
     if array.dtype.kind not in "fiu" or array.ndim < 1:
         expected = (
@@ -141,14 +141,14 @@ def as_floats(value: Any, key: str) -> Array:
 
 
 def _is_array(part: Any) -> bool:
-    """Whether the value is a number or an array, not a distribution."""
+    """Return whether the value is a number or an array, not a distribution."""
     while isinstance(part, (list, tuple)) and part:
         part = part[0]
     return isinstance(part, (int, float)) or (hasattr(part, "dtype") and hasattr(part, "shape"))
 
 
 def _unknown_keys(distribution: Mapping[str, Any], name: str) -> str:
-    """The text of an error about the keys of a mapping, with the conversions or the nearest known keys."""
+    """Return the text of an error about the keys of a mapping, with the conversions or the nearest known keys."""
     known = {key for kind in _KINDS for key in kind}
     lines = [f"distribution() returned arrays under the keys {list(distribution)}{f' at {name!r}' if name else ''}."]
     for key in distribution:
@@ -160,13 +160,13 @@ def _unknown_keys(distribution: Mapping[str, Any], name: str) -> str:
 
 
 def _part(arrays: Mapping[str, Array], prefix: str) -> dict[str, Array]:
-    """The arrays with this prefix, without it, as float64."""
+    """Return the arrays with this prefix, without it, as float64."""
     names = {name.rpartition(".")[2]: name for name in arrays if name.rpartition(".")[0] == prefix}
     return {key: np.asarray(arrays[name], np.float64) for key, name in names.items()}
 
 
 def _of_torch(distribution: Any, name: str) -> dict[str, Array]:
-    """The arrays of a torch.distributions object, which is recognised by its class to avoid importing torch."""
+    """Return the arrays of a torch.distributions object, which is recognised by its class to avoid importing torch."""
     kind = type(distribution).__name__
     if not type(distribution).__module__.startswith("torch.distributions"):
         raise AgentError(f"distribution() returned a {kind}. {_ADVICE}")
@@ -190,7 +190,7 @@ def _of_torch(distribution: Any, name: str) -> dict[str, Array]:
 
 
 def _of_transformed(distribution: Any, name: str) -> dict[str, Array]:
-    """The arrays of a distribution with transforms that squash or scale its actions."""
+    """Return the arrays of a distribution with transforms that squash or scale its actions."""
     found = _of_torch(distribution.base_dist, name)
     mean, log_std = path(name, "mean"), path(name, "log_std")
     squashed = False
@@ -222,7 +222,7 @@ def _spread(array: Array, like: Array) -> Array:
 
 
 def _by_torch(family: str, p: Mapping[str, Array], q: Mapping[str, Array]) -> Array:
-    """The divergence of two torch distributions of the same class, rebuilt from their parameters."""
+    """Return the divergence of two torch distributions of the same class, rebuilt from their parameters."""
     import torch
 
     def built(part: Mapping[str, Array]) -> Any:

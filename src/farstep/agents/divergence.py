@@ -30,7 +30,7 @@ _ROUNDING = 1e-4
 
 
 def comparing_method(agent: Any, outputs: Schema) -> str:
-    """The agent's method by which policies are compared; "" if there is none. `outputs`: what `act` returns."""
+    """Return the agent's method that compares policies, or "" if it has none; `outputs` are the arrays of `act`."""
     for method in ("distribution", "log_prob"):
         if callable(getattr(agent, method, None)):
             return method
@@ -38,7 +38,7 @@ def comparing_method(agent: Any, outputs: Schema) -> str:
 
 
 def why_incomparable(agent: Any, outputs: Schema) -> str:
-    """Why versions of an agent without a `comparing_method` cannot be compared, and what to add."""
+    """Return why versions of an agent without a `comparing_method` cannot be compared, and what to add."""
     action, logits = outputs.get("action"), outputs.get("logits")
     if logits is None:
         returned = "act returns neither 'logits' nor 'distribution'"
@@ -58,7 +58,7 @@ def _has_distribution(outputs: Schema) -> bool:
 
 
 def _has_logits(outputs: Schema) -> bool:
-    """Whether `logits` has the shape of actions plus a last axis with one number per choice."""
+    """Return whether `logits` has the shape of actions plus a last axis with one number per choice."""
     action, logits = outputs.get("action"), outputs.get("logits")
     if action is None or logits is None or not logits.shape:
         return False
@@ -89,9 +89,9 @@ class Comparison:
         if self._method != "act":
             self._check_signature()
         self.names = [name for structure in inputs for name in leaf_names(structure)]
-        """The arrays of a row that it needs."""
+        """The arrays of a row that a comparison reads."""
         self.first_row_only = policy.recurrent
-        """Whether only the first row of a chunk can be used, since a recurrent state is known only there."""
+        """Whether only the first row of a chunk can be used, since the recurrent state is stored only for that row."""
         self.note = ""
         """Why the last comparison gave NaN; "" if it did not."""
         self.expected: Schema = {}
@@ -165,7 +165,10 @@ class Comparison:
         return flat_distribution(answer)
 
     def check(self, rows: Mapping[str, Array]) -> Schema:
-        """Compare the policy with itself, and return the arrays that describe one observation from now on.
+        """Compare the policy with itself, and fix the arrays that describe one observation.
+
+        Returns:
+            Their schema, which later descriptions must match.
 
         Raises:
             AgentError: The agent's methods do not work, or cannot tell versions apart.
@@ -184,7 +187,7 @@ class Comparison:
         return self.expected
 
     def compare(self, local: Mapping[str, Array], learner: Mapping[str, Array]) -> float:
-        """The mean divergence of the local policy from the learner's; infinite if it is NaN (see `note`)."""
+        """Return the mean divergence of the local policy from the learner's; infinite if it is NaN (see `note`)."""
         if self._own is not None:
             found = self._checked(self._own(dict(local), dict(learner)), len(next(iter(local.values()))))
         else:
@@ -214,7 +217,7 @@ class Comparison:
         )
 
     def _why_nan(self, local: Mapping[str, Array], learner: Mapping[str, Array]) -> str:
-        """Which output of the agent has a NaN."""
+        """Return which output of the agent has a NaN."""
         names = [name for name in local if np.isnan(local[name]).any() or np.isnan(learner[name]).any()]
         if names:
             return f"{self._method}() returns NaN ({', '.join(names)})"

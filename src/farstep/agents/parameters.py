@@ -25,7 +25,7 @@ _COMPARED_BYTES = 2**20  # up to this size, contents are compared even if versio
 
 
 def parameters_of(agent: Agent) -> Nested:
-    """What `get_parameters()` returns; raises `AgentError` if it is empty although the module has parameters."""
+    """Return what `get_parameters()` returns; raise `AgentError` if it is empty although the module has parameters."""
     parameters = given_parameters(agent)
     if is_torch_module(agent) and not leaves_of(parameters) and _has_tensors(agent):
         raise AgentError(
@@ -36,7 +36,7 @@ def parameters_of(agent: Agent) -> Nested:
 
 
 def given_parameters(agent: Agent) -> Nested:
-    """What `get_parameters()` returns, with an iterator converted to a list."""
+    """Return what `get_parameters()` returns, with an iterator converted to a list."""
     try:
         parameters = agent.get_parameters()
         return list(parameters) if hasattr(parameters, "__next__") else parameters
@@ -53,12 +53,12 @@ def _has_tensors(agent: Any) -> bool:
 
 
 def leaves_of(parameters: Nested, name: str = "") -> list[tuple[str, Any]]:
-    """The named leaves of nested parameters, in order."""
+    """Return the named leaves of nested parameters, in order."""
     return list(_walk(parameters, name))
 
 
 def travelling(leaves: list[tuple[str, Any]], config: WeightsConfig) -> list[tuple[str, Any]]:
-    """The leaves that are sent to workers; raises `AgentError` if `weights.only` selects none."""
+    """Return the leaves that are sent to workers; raise `AgentError` if `weights.only` selects none."""
     found = [(name, leaf) for name, leaf in leaves if config.travels(name)]
     names = [name for name, _ in leaves]
     if names and (idle := config.idle_patterns(names)):
@@ -102,12 +102,12 @@ def _walk(value: Any, name: str) -> Iterator[tuple[str, Any]]:
 
 
 def path(name: str, key: object) -> str:
-    """The name of an entry in nested parameters."""
+    """Return the name of an entry in nested parameters."""
     return f"{name}.{key}" if name else str(key)
 
 
 def as_array(leaf: Any, name: str = "a value of the agent") -> Array:
-    """A leaf as a NumPy array on the host, without a copy if it is in host memory."""
+    """Return a leaf as a NumPy array on the host, without a copy if it is in host memory."""
     try:
         return leaf.numpy(force=True) if is_tensor(leaf) else np.asarray(leaf)
     except Exception as error:  # sparse, on the meta device, not initialised, or of a dtype that NumPy lacks
@@ -118,7 +118,7 @@ def as_array(leaf: Any, name: str = "a value of the agent") -> Array:
 
 
 def as_stored(name: str, leaf: Any) -> Array:
-    """A parameter as it is sent: values of a dtype that NumPy lacks (bfloat16) as integers with the same bits."""
+    """Return a parameter as it is sent: a dtype that NumPy lacks (bfloat16) becomes integers with the same bits."""
     if is_tensor(leaf):
         return as_array(_bits(leaf), f"parameter {name!r}")
     array = as_array(leaf, f"parameter {name!r}")
@@ -131,18 +131,18 @@ def as_stored(name: str, leaf: Any) -> Array:
 
 
 def is_tensor(leaf: Any) -> bool:
-    """Whether `leaf` is a torch tensor, without importing torch."""
+    """Return whether `leaf` is a torch tensor, without importing torch."""
     return hasattr(leaf, "data_ptr") and hasattr(leaf, "detach")
 
 
 def is_torch_module(agent: Any) -> bool:
-    """Whether the agent is a torch module, without importing torch."""
+    """Return whether the agent is a torch module, without importing torch."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(agent, torch.nn.Module)
 
 
 def _bits(tensor: Any) -> Any:
-    """The tensor itself or, if NumPy lacks its dtype, an integer view of the same memory."""
+    """Return the tensor itself or, if NumPy lacks its dtype, an integer view of the same memory."""
     import torch
 
     has_type = tensor.dtype in (torch.float16, torch.float32, torch.float64) or not tensor.dtype.is_floating_point
@@ -152,7 +152,7 @@ def _bits(tensor: Any) -> Any:
 
 
 def has_nan(leaf: Any, stored: Array) -> bool:
-    """Whether a parameter has a NaN; `stored` is what `as_stored` returned for it."""
+    """Return whether a parameter has a NaN; `stored` is what `as_stored` returned for it."""
     if is_tensor(leaf) and leaf.dtype.is_floating_point and stored.dtype.kind != "f":
         stored = as_array(leaf.float())
     elif getattr(leaf.dtype, "kind", "") == "V":
@@ -173,7 +173,7 @@ class ParameterSchema:
 
     @classmethod
     def of(cls, leaves: list[tuple[str, Any]], half: bool = False) -> ParameterSchema:
-        """The schema of these leaves; `half`: floats are stored as float16."""
+        """Return the schema of these leaves; with `half`, floats are stored as float16."""
         arrays = [as_stored(name, leaf) for name, leaf in leaves]
         sources = tuple(a.dtype.str for a in arrays)
         stored = tuple("<f2" if half and source in ("<f4", "<f8") else source for source in sources)
@@ -191,7 +191,7 @@ class ParameterSchema:
         return sum(-(-size // _ALIGN) * _ALIGN for size in self._sizes)
 
     def views(self, buffer: Any, offset: int = 0) -> list[Array]:
-        """The leaves as arrays that view `buffer`."""
+        """Return the leaves as arrays that view `buffer`."""
         arrays = []
         for shape, dtype, size in zip(self.shapes, self.dtypes, self._sizes, strict=True):
             arrays.append(np.ndarray(shape, np.dtype(dtype), buffer, offset))
@@ -199,7 +199,7 @@ class ParameterSchema:
         return arrays
 
     def ordered(self, leaves: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
-        """The leaves in the order of the schema, if their names are the same; otherwise as they are."""
+        """Return the leaves in the order of the schema if their names are the same; otherwise return them unchanged."""
         got = tuple(name for name, _ in leaves)
         if got == self.names or sorted(got) != sorted(self.names) or len(set(got)) < len(got):
             return leaves
@@ -231,7 +231,7 @@ class ChangeDetector:
         self._print: list[object] = []
 
     def same_counters(self, counters: list[object]) -> bool:
-        """Whether every leaf has a counter or is immutable, and all counters equal the noted ones."""
+        """Return whether every leaf has a counter or is immutable, and all counters equal the stored ones."""
         return bool(self._print) and counters == self._print
 
     def note(self, counters: list[object]) -> None:
@@ -243,7 +243,7 @@ class ChangeDetector:
 
     @staticmethod
     def trusted(nbytes: int) -> bool:
-        """Whether equal counters suffice, without comparing contents.
+        """Return whether equal counters suffice, without comparing contents.
 
         Writes through torch's `.data` do not change the counters, so small parameters are always compared.
         """
@@ -251,11 +251,11 @@ class ChangeDetector:
 
     @staticmethod
     def counters(leaves: list[tuple[str, Any]]) -> list[object]:
-        """The current counters of leaves."""
+        """Return the current counters of leaves."""
         prints: list[object] = []
         for _, leaf in leaves:
             if is_tensor(leaf):
-                # A counter of 0 means nothing: the tensor is a new copy, or a `.data` alias with its own counter.
+                # A counter of 0 proves nothing: the tensor is a new copy, or a `.data` alias with its own counter.
                 counts = not leaf.is_inference() and leaf._version > 0
                 prints.append((leaf.data_ptr(), leaf._version) if counts else object())
             elif isinstance(leaf, np.ndarray):
@@ -296,7 +296,7 @@ class ParameterLoader:
         self._targets = [] if self._set else self._find_targets(leaves)
 
     def _find_targets(self, leaves: list[tuple[str, Any]]) -> list[Any]:
-        """The agent's own tensors or arrays that can be written in place."""
+        """Return the agent's own tensors or arrays that can be written in place."""
         if is_torch_module(self._agent):
             module = sys.modules["torch"].nn.Module
             # Include all names of tied tensors, like a state_dict.
@@ -320,13 +320,13 @@ class ParameterLoader:
         return [_writable(leaf, leaf) for _, leaf in leaves]
 
     def _current(self) -> list[tuple[str, Any]]:
-        """The agent's current leaves that are sent to workers."""
+        """Return the agent's current leaves that are sent to workers."""
         leaves = self.schema.ordered(travelling(leaves_of(given_parameters(self._agent)), self._config))
         self.schema.check(leaves)
         return leaves
 
     def load(self, arrays: list[Array]) -> None:
-        """Load new values of all leaves; if `set_parameters` raises, the agent is as that method left it."""
+        """Load new values of all leaves. If `set_parameters` raises, the agent keeps whatever it had already set."""
         if self._config.half:
             arrays = [array.astype(dtype) for array, dtype in zip(arrays, self.schema.sources, strict=True)]
         if self._set is not None:
@@ -352,7 +352,7 @@ class ParameterLoader:
                 )
 
     def _by_name(self, template: Nested, arrays: list[Array]) -> Iterator[Array]:
-        """The arrays in the order of the template, which may differ from that of the schema."""
+        """Return the arrays in the order of the template, which may differ from that of the schema."""
         leaves = travelling(leaves_of(template), self._config)
         indices = {name: i for i, name in enumerate(self.schema.names)}
         if self.schema.ordered(leaves) is leaves:
@@ -360,7 +360,7 @@ class ParameterLoader:
         return iter([arrays[indices[name]] for name, _ in leaves])
 
     def _rebuild(self, template: Any, name: str, arrays: Iterator[Array]) -> Any:
-        """A value nested and typed like the template, with copies of the arrays (the buffer is reused)."""
+        """Return a value nested and typed like the template, with copies of the arrays (the buffer is reused)."""
         if isinstance(template, Mapping):
             parts = {key: self._rebuild(sub, path(name, key), arrays) for key, sub in template.items()}
             return type(template)(parts)  # type: ignore[call-arg]
@@ -378,7 +378,7 @@ class ParameterLoader:
 
 
 def _writable(own: Any, leaf: Any) -> Any:
-    """Where to write new values of `leaf`: an array over the agent's memory, or the tensor if it must convert them."""
+    """Return the destination of new values of `leaf`: a view of the agent's memory, or a tensor that converts them."""
     if not is_tensor(own):
         return own
     same = is_tensor(leaf) and own.dtype == leaf.dtype

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class Policy:
-    """Calls `act` with the arguments in its signature, through a recorded program if that agrees with `act`."""
+    """Calls `act` with the arguments in its signature, or a recorded program that returns the same results."""
 
     def __init__(self, agent: Any, inference: str = "eager", has_gpu: bool = False) -> None:
         if not callable(getattr(agent, "act", None)):
@@ -64,14 +64,14 @@ class Policy:
         return "cuda"
 
     def initial_state(self, num_envs: int) -> Nested:
-        """The recurrent state before the first step; None if the agent is not recurrent."""
+        """Return the recurrent state before the first step; None if the agent is not recurrent."""
         if not self.recurrent:
             return None
         state = self.agent.initial_state(num_envs)
         return map_leaves(as_array, state) if self.is_torch else state
 
     def __call__(self, obs: Nested, state: Nested, episode_start: Any, rng: Sequence[Any] | None) -> dict[str, Any]:
-        """Act on a batch of observations; returns `action`, further outputs, and `state` if recurrent."""
+        """Act on a batch of observations; return `action`, further outputs, and `state` if recurrent."""
         if self._fast is not None:
             return _mapping(self._fast(*self._arguments(obs, state, episode_start)))
         return self._eager(obs, state, episode_start, rng)
@@ -102,7 +102,7 @@ class Policy:
         return _mapping(self._call(self._copied(), "act", arguments, **generators))
 
     def _copied(self) -> Any:
-        """A copy of the agent that shares the module's parameters and non-leaf tensors."""
+        """Return a copy of the agent that shares the module's parameters and non-leaf tensors."""
         shared: list[Any] = []
         if self.is_torch:
             kept = [value for module in self._torch.nn.Module.modules(self.agent) for value in vars(module).values()]
@@ -193,7 +193,7 @@ class Policy:
         log.info("inference is eager, since %s", reason)
 
     def _record(self) -> str | None:
-        """Record `act` as a program; returns why that is not possible, or None."""
+        """Record `act` as a program; return the reason if that is not possible, otherwise None."""
         from farstep.agents.tape import Untraceable, compile_act
 
         rng = self._torch.get_rng_state()
@@ -209,7 +209,7 @@ class Policy:
         return "an attribute of the agent cannot be pickled, so its changes could not be detected"
 
     def _disagreement(self) -> str | None:
-        """How the program differs from `act` on the same rows with the same random numbers; None if it does not."""
+        """Return how the program differs from `act` on the same rows and random numbers; None if it does not."""
         from farstep.agents.tape import equal_results
 
         torch = self._torch
@@ -219,7 +219,7 @@ class Policy:
                 eager = map_leaves(as_array, self.agent.act(*self._tensors(self._example)))
             torch.set_rng_state(rng)
             difference = equal_results(_mapping(eager), _mapping(self._fast(*self._example)))
-        except Exception as error:  # eager is always right
+        except Exception as error:  # fall back to eager, which is correct by definition
             return f"the recorded program failed: {described(error)}"
         finally:
             torch.set_rng_state(rng)
@@ -284,7 +284,7 @@ class _ConstantsPickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 def _constants_of(agent: Any) -> bytes:
-    """All attributes of the agent except tensors, pickled: a recording treats them as constants. Empty if unknown."""
+    """Pickle all attributes of the agent except tensors, which a recording treats as constants; empty if it fails."""
     import io
 
     buffer = io.BytesIO()
@@ -296,7 +296,7 @@ def _constants_of(agent: Any) -> bytes:
 
 
 def _parameters_of(function: Any) -> dict[str, bool]:
-    """The names of a function's parameters, and whether each is required."""
+    """Return the names of a function's parameters, and whether each is required."""
     try:
         found = inspect.signature(function).parameters
     except (TypeError, ValueError):

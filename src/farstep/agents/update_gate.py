@@ -4,9 +4,9 @@
     consumer B   ─────begin▒▒▒▒▒▒▒▒▒▒▒▒end─begin▒▒▒▒▒...
     publisher    ───────────waits─────────█──────────           █ reads the agent
 
-Updates of several threads may overlap. A publisher waits until no update is in progress, and new updates wait for it
-meanwhile, so that it is not starved. A consumer that publishes in the middle of its own update chose that point: while
-it publishes or waits for its turn, it does not count as updating, so two consumers that publish cannot deadlock.
+Updates of several threads may overlap. A publisher waits until no update is in progress, and blocks new updates
+meanwhile, so that it is not starved. A consumer may publish in the middle of its own update: while it publishes or
+waits for its turn, its update does not block publishers, so two consumers that publish cannot deadlock.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class UpdateGate:
 
     def __init__(self) -> None:
         self.limit_s = 300.0
-        """Seconds that a publisher waits for updates to end."""
+        """Longest time in seconds that a publisher waits for updates to end."""
         self._changed = threading.Condition()
         self._updates: dict[Hashable, _Update] = {}
         self._failed: dict[Hashable, str] = {}
@@ -85,7 +85,7 @@ class UpdateGate:
             key: Identifies the update, for `end`.
             consumer: Name of the consumer, for messages.
             agent: The agent that it may change.
-            patient: Whether to wait also for publishers that wait for their turn.
+            patient: Whether to wait also for queued publishers, not only for the one that is publishing.
         """
         me = threading.get_ident()
 
@@ -110,7 +110,7 @@ class UpdateGate:
 
     @contextlib.contextmanager
     def updating(self, key: Hashable, consumer: str, agent: object) -> Iterator[None]:
-        """An update in the thread of the loop; starts even if publishers are waiting, but not while one publishes."""
+        """Context manager: an update in the loop's thread; waits for an active publisher, but not for queued ones."""
         raised = True
         try:
             self.begin(key, consumer, agent, patient=False)
@@ -140,7 +140,7 @@ class UpdateGate:
                     self._paused[me] -= 1
 
     def ending_run(self) -> None:
-        """Announce the end of the run: publishers that are blocked by updates that raised get a `ClosedError`."""
+        """Announce the end of the run: publishers blocked by updates that raised fail with `ClosedError`."""
         with self._changed:
             self._run_ends = True
             self._changed.notify_all()
@@ -234,7 +234,7 @@ class UpdateGate:
             self._changed.notify_all()
 
     def _blockers(self, agent: object) -> list[str]:
-        """The consumers that may be changing the agent now, or raised while doing so."""
+        """Return the consumers that may be changing the agent now, or raised while doing so."""
         paused = {turn.thread for turn in self._turns if turn.in_place}
         paused |= {thread for thread, count in self._paused.items() if count}
         updating = [

@@ -60,7 +60,7 @@ class Gate:
             what: "insert" or "sample".
             ready: Whether the call may proceed.
             timeout_s: Seconds to wait; None: `WAIT_S`.
-            explain: Returns the text of a `BufferTimeout`: what is missing and what to do. Its argument is True if
+            explain: Returns the message of a `BufferTimeout`: what is missing and what to do. Its argument is True if
                 waiting would deadlock.
             inserting_thread: Id of the only thread that inserts, if known.
 
@@ -98,7 +98,7 @@ class Gate:
 
     @contextlib.contextmanager
     def halted(self) -> Iterator[None]:
-        """Inside this context, every call that would have to wait raises `ClosedError` instead."""
+        """Context manager: inside, every call that would have to wait raises `ClosedError` instead."""
         with self.lock:
             self.is_halted = True
             self.notify()

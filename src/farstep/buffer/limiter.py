@@ -120,12 +120,12 @@ class RateLimiter:
             capacity: Rows that the buffer can hold.
             uses_per_row: How often a row can be sampled before it is removed (`max_times_sampled`); infinite without
                 such a limit.
-            fewest_uses: Samples that a row in the buffer can still give at least: the fewest rows of an item, since the
-                row may have only one use left.
+            fewest_uses: Lower bound on the samples that a stored row can still provide: the fewest rows per item, since
+                the item may have only one use left.
 
         Raises:
             ConfigError: The buffer never holds `min_size` rows, one item needs more samples than the limiter ever
-                allows at once, or the rows never give the samples that the limiter makes the writer wait for.
+                allows at once, or the limiter makes the writer wait for more samples than the rows can provide.
         """
         if self.min_size > capacity:
             raise ConfigError(
@@ -149,7 +149,7 @@ class RateLimiter:
         if math.isfinite(uses_per_row) and self.max_diff > capacity * fewest_uses:
             raise ConfigError(
                 f"max_diff={self.max_diff:g} of the limiter is more than the samples that the {capacity} rows of this "
-                f"buffer can be counted on to give ({fewest_uses} each, since a row is removed after max_times_sampled "
+                f"buffer are sure to provide ({fewest_uses} each, since a row is removed after max_times_sampled "
                 "samples and may have only one left), so rows would be evicted before they are sampled. Raise capacity "
                 f"to at least {math.ceil(self.max_diff / fewest_uses)}, or lower the limiter's max_diff."
             )
@@ -183,7 +183,7 @@ class RateLimiter:
             raise
 
     def _deadlock_at(self) -> float | None:
-        """The `diff` at which single inserts and samples deadlock, if they inevitably do."""
+        """Return the `diff` at which single inserts and samples deadlock; None if they do not."""
         spi, low, high = self.samples_per_insert, self.min_diff, self.max_diff
         if high - low >= spi + 1:
             return None
@@ -212,7 +212,7 @@ class RateLimiter:
         return self.inserts - self.deletes
 
     def can_insert(self, n: int = 1) -> bool:
-        """Whether `n` rows may be inserted at once: `has_room(n)`, or a reader is starved.
+        """Return whether `n` rows may be inserted at once: `has_room(n)`, or a reader is starved.
 
         Args:
             n: Number of rows.
@@ -226,7 +226,7 @@ class RateLimiter:
         return self.has_starved_reader or self.has_room(n)
 
     def has_room(self, n: int = 1) -> bool:
-        """Whether inserting `n` rows at once keeps `diff` within `max_diff`, or the size within `min_size`.
+        """Return whether inserting `n` rows at once keeps `diff` within `max_diff`, or the size within `min_size`.
 
         Args:
             n: Number of rows.
@@ -244,7 +244,7 @@ class RateLimiter:
         return (self.inserts + n) * self.samples_per_insert - self.samples <= self.max_diff
 
     def can_sample(self, n: int = 1) -> bool:
-        """Whether `n` rows may be sampled at once.
+        """Return whether `n` rows may be sampled at once.
 
         Args:
             n: Number of rows.
@@ -260,7 +260,14 @@ class RateLimiter:
         return self.size >= self.min_size and self.diff - n >= self.min_diff
 
     def room(self, n: int) -> int:
-        """Largest number of rows, at most `n`, that may be inserted now; at least 1 if a reader is starved."""
+        """Return how many rows may be inserted now.
+
+        Args:
+            n: Number of rows to insert, at least 1.
+
+        Returns:
+            The largest number up to `n`; at least 1 if a reader is starved.
+        """
         if self.has_room(n):
             return n
         low, high = 0, n  # has_room(low) or low is 0, not has_room(high)
@@ -270,12 +277,19 @@ class RateLimiter:
         return low or int(self.has_starved_reader)
 
     def most_samples(self) -> float:
-        """Largest number of rows that can ever be sampled at once."""
+        """Return the largest number of rows that can ever be sampled at once."""
         reach = max(self.max_diff, self.samples_per_insert * self.min_size)
         return reach - self.min_diff
 
     def never_inserts(self, n: int) -> bool:
-        """Whether `n` rows can never be inserted at once, however many samples are taken before."""
+        """Return whether a batch is too large ever to be inserted at once.
+
+        Args:
+            n: Number of rows.
+
+        Returns:
+            True if `n` rows exceed the bounds, however many samples are taken before.
+        """
         return n > self.min_size and n * self.samples_per_insert + self.min_diff > self.max_diff
 
     # ---- counters ----
@@ -325,7 +339,7 @@ def SampleToInsertRatio(  # noqa: N802
     Args:
         samples_per_insert: The ratio, in rows sampled per row inserted; above 0.
         min_size: Rows that must be in the buffer before any can be sampled, at least 1.
-        error_buffer: A number allows `diff` to deviate by as many samples, in both directions, from
+        error_buffer: A number is the largest deviation of `diff`, in samples and in both directions, from
             `samples_per_insert * min_size`; a pair is `(min_diff, max_diff)`. The bounds must be at least
             `2 * max(1, samples_per_insert)` apart.
 
@@ -370,7 +384,7 @@ def Queue(size: int) -> RateLimiter:  # noqa: N802
 
 
 def Stack(size: int) -> RateLimiter:  # noqa: N802
-    """The same limiter as `Queue`, for `LIFO`.
+    """Sample every row exactly once; inserting waits while `size` rows are unsampled. The same as `Queue`, for `LIFO`.
 
     Args:
         size: Largest number of unsampled rows, at least 1.

@@ -1,4 +1,4 @@
-"""The replay buffer: stored rows, the sampler that draws batches of them, and the limiter that admits both sides."""
+"""The replay buffer: stored rows, the sampler that draws batches, and the limiter that paces inserts and samples."""
 
 from __future__ import annotations
 
@@ -283,7 +283,7 @@ class Buffer:
         return np.concatenate(found) if found else np.zeros(0, np.int64)
 
     def _checked(self, rows: Mapping[str, ArrayLike]) -> dict[str, Array]:
-        """Rows as arrays that match the schema; the first rows define it."""
+        """Return rows as arrays that match the schema; the first rows define it."""
         values = as_arrays(rows)
         with self._lock:
             if self._contents is None and not self._gate.is_closed:
@@ -379,7 +379,7 @@ class Buffer:
         return nested(batch, self._structures), info
 
     def _choose(self, count: int) -> tuple[Array, Array] | None:
-        """Draw items: their cells and probabilities, or None if the batch cannot be sampled yet."""
+        """Draw items; return their cells and probabilities, or None if the batch cannot be sampled yet."""
         contents = self._contents
         rows = self._chooser.least_rows(count)
         if rows > self.limiter.most_samples() or count > self._chooser.most(self.capacity, contents):
@@ -391,9 +391,9 @@ class Buffer:
         return None if contents is None else self._chooser.choose(contents, count, self.limiter.can_sample)
 
     def _missing(self, count: int, is_deadlock: bool) -> str:
-        """The text of an error: why the batch cannot be sampled, and what to do.
+        """Return an error message: why the batch cannot be sampled, and what to do.
 
-        `is_deadlock`: the calling thread is the only one that inserts, so it cannot wait.
+        With `is_deadlock`, the calling thread is the only one that inserts, so it must not wait.
         """
         contents, limiter, rows = self._contents, self.limiter, self._chooser.least_rows(count)
         wanted = f"the batch needs {count} items of {self.sampler!r}"
@@ -507,11 +507,11 @@ class Buffer:
         self._gate.wait(what, ready, timeout_s, explain, self.inserting_thread)
 
     def halted(self) -> contextlib.AbstractContextManager[None]:
-        """Inside this context, every call that would have to wait raises `ClosedError` instead."""
+        """Context manager: inside, every call that would have to wait raises `ClosedError` instead."""
         return self._gate.halted()
 
     def locked(self) -> contextlib.AbstractContextManager[object]:
-        """Inside this context, no other thread inserts or samples."""
+        """Context manager: inside, no other thread inserts or samples."""
         return self._lock
 
     def _notify(self) -> None:
@@ -596,7 +596,7 @@ class Buffer:
 
 
 def _restored(saved: SavedBuffer) -> Buffer:
-    """The buffer of a checkpoint.
+    """Return the buffer of a checkpoint.
 
     Raises:
         Refused: The checkpoint is inconsistent; no memory stays allocated.

@@ -1,4 +1,4 @@
-"""Samplers: which items a batch has, and which arrays are made of them.
+"""Samplers: they choose the items of a batch, and build its arrays.
 
 A sampler is a frozen, comparable set of options that checkpoints save; its `selector` does the drawing. Samplers of
 single rows (`FIFO`, `LIFO`, `Uniform`, `Prioritized`, `MinHeap`, `MaxHeap`) also serve as removers.
@@ -42,8 +42,8 @@ class Sampler:
     reach: int = 1
     """Number of rows that `usable` reads for each cell."""
     item_rows: tuple[int, int] = (1, 1)
-    """Fewest and most rows per item, as far as they are known before drawing. The limiter admits a batch by its fewest
-    rows and then counts the rows that it has."""
+    """Fewest and most rows per item, as far as they are known before drawing. The limiter admits a batch by the fewest
+    rows that it can have, and then counts its actual rows."""
 
     def selector(self, table: Table) -> Selector:
         """Make the selector that draws items of one buffer.
@@ -77,7 +77,7 @@ class Sampler:
         """
 
     def usable(self, store: Store, cells: Array) -> Array | None:
-        """Find out which rows an item can start at.
+        """Determine at which rows an item can start.
 
         Args:
             store: The rows.
@@ -89,7 +89,7 @@ class Sampler:
         return None
 
     def all_usable(self, store: Store) -> Array | None:
-        """`usable` for all cells of the store; override it if there is a faster way.
+        """Return `usable` for all cells of the store; override it if there is a faster way.
 
         Args:
             store: The rows.
@@ -100,7 +100,7 @@ class Sampler:
         return self.usable(store, np.arange(store.table.cells))
 
     def span(self, store: Store) -> int:
-        """Number of consecutive rows that an item may need, its own row first.
+        """Return the number of consecutive rows that an item may need, its own row first.
 
         Args:
             store: The rows. If next observations are not stored with each row, an item also needs the row after its
@@ -112,7 +112,7 @@ class Sampler:
         return self.reach + (store.tails is not None)
 
     def count_rows(self, batch: Mapping[str, Array]) -> int:
-        """Number of rows in a batch, for the limiter; padding of sequences does not count.
+        """Return the number of rows in a batch, for the limiter; padding of sequences does not count.
 
         Args:
             batch: What `rows` returned.
@@ -150,7 +150,7 @@ def check_sampler(what: str, value: object) -> Sampler:
 
 
 def with_beta(sampler: Sampler, beta: float) -> Sampler:
-    """A copy of the sampler with another exponent of importance weights."""
+    """Return a copy of the sampler with another exponent of importance weights."""
     if isinstance(sampler, _Composed):
         return replace(sampler, by=with_beta(sampler.by, beta))
     if not isinstance(sampler, (Prioritized, DPER)):
@@ -296,9 +296,9 @@ class NStep(_Composed):
     `discount` and `next_obs`, the observation after the last step. `terminated`, `truncated` and `done` are those of
     the last step.
 
-    If rows come as a `Batch` or have an array `next_obs`, every row starts a transition; near the newest row it has
-    fewer steps. Otherwise `next_obs` is the observation of the next row, and rows so close to the newest row, or to a
-    truncation, that it is unknown are not sampled.
+    If rows are inserted as a `Batch` or have an array `next_obs`, a transition can start at every row; near the newest
+    row it has fewer steps. Otherwise `next_obs` is the observation of the next row, and rows too close to the newest
+    row or to a truncation, for which it is unknown, are not sampled.
 
     Args:
         n: Largest number of steps, at least 1. Default: 3.
@@ -329,7 +329,7 @@ class NStep(_Composed):
         return self.n + (not _stored_next(store))
 
     def _last(self, store: Store, cells: Array) -> tuple[Array, Array]:
-        """The cell of the last row of each transition, and its number of steps."""
+        """Return the cell of the last row of each transition, and its number of steps."""
         steps = np.ones(len(cells), np.int64)
         for _ in range(self.n - 1):
             has_next = ~store.flat_cut.take(cells)
@@ -517,7 +517,7 @@ def trajectory_priority(
 
 
 def path(store: Store, cells: Array, length: int) -> tuple[Array, Array]:
-    """Cells `[n, length]` of the rows from each cell on, and whether each row belongs to the episode of the first.
+    """Return the cells `[n, length]` of the rows from each cell on, and whether each row is in the first row's episode.
 
     After the end of the episode, its last cell is repeated.
     """
@@ -531,7 +531,7 @@ def path(store: Store, cells: Array, length: int) -> tuple[Array, Array]:
 
 
 def _sequences(store: Store, cells: Array, is_valid: Array) -> dict[str, Array]:
-    """A batch of sequences from the cells and flags of `path`."""
+    """Return a batch of sequences from the cells and flags of `path`."""
     flat = cells.reshape(-1)
     batch = {name: store.take(name, flat) for name in store.schema}
     if store.tails is not None:
@@ -547,7 +547,7 @@ def _terminal(store: Store) -> str | None:
 
 
 def _stored_next(store: Store) -> list[str]:
-    """Names of the arrays of next observations that are stored with each row."""
+    """Return the names of the arrays of next observations that are stored with each row."""
     return [name for name in store.schema if name.split(".")[0] == "next_obs"]
 
 

@@ -30,8 +30,8 @@ class SampleInfo:
     keys: Array
     """Keys of the items, for `update_priorities` and `delete`."""
     probabilities: Array
-    """Probability of the item in one draw among all items of the buffer. For `NStep` and `Sequence` that of `by`,
-    usable or not; 1 for samplers that take items in a fixed order."""
+    """Probability of the item in one draw among all items of the buffer. For `NStep` and `Sequence`, the probability
+    under `by`, which includes rows at which no item can start; 1 for samplers that take items in a fixed order."""
     times_sampled: Array
     """How often the item has been sampled, including this time."""
     size: int
@@ -63,11 +63,11 @@ class Chooser:
         self._sampler, self._max_times_sampled = sampler, max_times_sampled
 
     def least_rows(self, count: int) -> int:
-        """Fewest rows that a batch of `count` items can have."""
+        """Return the fewest rows that a batch of `count` items can have."""
         return count * self._sampler.item_rows[0]
 
     def most(self, capacity: int, contents: Contents | None) -> float:
-        """Largest number of items that one batch can have."""
+        """Return the largest number of items that one batch can have."""
         if contents is not None and contents.selector.distinct:
             return capacity
         return capacity * self._max_times_sampled or math.inf
@@ -121,7 +121,7 @@ class Chooser:
         return False
 
     def _first_usable(self, contents: Contents, count: int) -> tuple[Array, Array] | None:
-        """The first `count` usable items of a selector with a fixed order."""
+        """Return the first `count` usable items of a selector with a fixed order."""
         looked = count
         while True:
             cells, probabilities = contents.selector.select(looked, contents.rng)
@@ -135,7 +135,7 @@ class Chooser:
             looked *= 2
 
     def _rejected(self, contents: Contents, cells: Array) -> Array | None:
-        """Places in a draw whose item is unusable or would be sampled too often; None if there is nothing to check."""
+        """Return the entries of a draw whose item is unusable or would be sampled too often; None: nothing to check."""
         usable = self._sampler.usable(contents.store, cells)
         if self._max_times_sampled:
             allowed = occurrences(cells) < self._max_times_sampled - contents.store.table.times.take(cells)
@@ -154,19 +154,19 @@ class Chooser:
         return cells, probabilities
 
     def usable_items(self, contents: Contents) -> Array:
-        """The cells of all usable items."""
+        """Return the cells of all usable items."""
         items = contents.items
         usable = self._sampler.all_usable(contents.store)
         return items if usable is None else items[usable[items]]
 
     def _uses_left(self, contents: Contents, items: Array) -> float:
-        """How often these items can still be sampled, in total."""
+        """Return how often these items can still be sampled, in total."""
         if not self._max_times_sampled:
             return math.inf
         return self._max_times_sampled * len(items) - int(contents.store.table.times[items].sum())
 
     def taken(self, contents: Contents, cells: Array, probabilities: Array) -> SampleInfo:
-        """Count one more sample of each of these items and describe them."""
+        """Count one more sample of each of these items, and return their keys, probabilities and counts."""
         store, table = contents.store, contents.store.table
         keys = table.keys.take(cells)
         times = table.count(cells)

@@ -82,7 +82,7 @@ class _Meta(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def save_buffer(saved: SavedBuffer, path: str | os.PathLike[str]) -> Path:
-    """Write a new checkpoint under `path` and return its folder; nothing may change the buffer meanwhile."""
+    """Write a new checkpoint under `path` and return its folder; call it with the lock of the buffer held."""
     meta = {
         "format": _FORMAT,
         "capacity": saved.capacity,
@@ -105,7 +105,13 @@ def load_buffer(path: str | os.PathLike[str], sampler: Sampler | None, build: Ca
     Args:
         path: The folder that was saved to.
         sampler: Replaces the saved sampler; None: use the saved one.
-        build: Makes the buffer. If it raises `Refused`, it is called with the checkpoint before.
+        build: Makes the buffer. If it raises `Refused`, it is called again with the next older checkpoint.
+
+    Returns:
+        The buffer.
+
+    Raises:
+        CheckpointError: No checkpoint can be used.
     """
     if sampler is not None:
         check_sampler("sampler", sampler)
@@ -134,7 +140,7 @@ def _saved_buffer(loaded: Loaded, sampler: Sampler | None) -> SavedBuffer:
 
 @contextlib.contextmanager
 def refusing_invalid_options() -> Iterator[None]:
-    """Inside, a `ConfigError` about the saved options becomes a refusal of the checkpoint."""
+    """Context manager: convert a `ConfigError` about the saved options to `Refused`."""
     try:
         yield
     except ConfigError as error:
@@ -185,7 +191,7 @@ def _structure(name: str, plain: object, schema: Schema) -> Structure:
 
 
 def _described(sampler: Sampler) -> dict[str, Any]:
-    """The sampler as plain data: its class name and its options."""
+    """Return the sampler as plain data: its class name and its options."""
     if not dataclasses.is_dataclass(sampler):
         return {"kind": type(sampler).__name__}
     fields = {field.name: getattr(sampler, field.name) for field in dataclasses.fields(sampler)}
@@ -194,7 +200,7 @@ def _described(sampler: Sampler) -> dict[str, Any]:
 
 
 def _sampler(where: str, plain: object) -> Sampler:
-    """The sampler that `_described` described; `where` names it in a refusal."""
+    """Return the sampler that `_described` described; `where` names it in a refusal."""
     known: dict[str, type[Sampler]] = {
         name: kind
         for name, kind in vars(samplers).items()

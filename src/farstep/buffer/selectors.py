@@ -32,15 +32,15 @@ class Selector(Protocol):
     """Whether `inserted` must be called for new items."""
 
     def inserted(self, cells: Cells, keys: Array) -> None:
-        """New items are in these cells."""
+        """Handle the insertion of items into these cells."""
         ...
 
     def removed(self, cells: Array) -> None:
-        """The items of these cells were removed."""
+        """Handle the removal of the items of these cells."""
         ...
 
     def updated(self, cells: Array, priorities: Array) -> None:
-        """The items of these cells have new priorities."""
+        """Handle new priorities of the items of these cells."""
         ...
 
     def select(self, n: int, rng: np.random.Generator) -> tuple[Array, Array]:
@@ -67,13 +67,13 @@ class Selector(Protocol):
             rng: Source of randomness.
 
         Returns:
-            The cells of the evicted items, in order: at least one. If there are fewer than `n`, the caller inserts as
-            many items and calls again for the rest.
+            The cells of the evicted items, in order: at least one. If there are fewer than `n`, the caller inserts
+            that many items and calls again for the rest.
         """
         ...
 
     def state(self) -> Mapping[str, Array]:
-        """The selector's own state, for a checkpoint; the table is saved separately."""
+        """Return the selector's own state, for a checkpoint; the table is saved separately."""
         ...
 
     def restore(self, state: Mapping[str, Array]) -> None:
@@ -90,7 +90,7 @@ class Selector(Protocol):
 
 
 class Idle:
-    """Base class of selectors without state: ignores all notifications."""
+    """Base class of selectors: ignores all notifications and has no state, unless a subclass overrides this."""
 
     distinct = False
     listens = True
@@ -205,7 +205,7 @@ class PrioritySelector(Idle):
         self._set_highest(1.0)
 
     def _set_highest(self, highest: float) -> None:
-        """Set the highest priority so far, which new items get so that each is likely to be sampled soon."""
+        """Set the highest priority so far, which new items get, so that each is likely to be sampled at least once."""
         self._highest, self._new_weight = highest, self._weights(np.float64(highest))
 
     def inserted(self, cells: Cells, keys: Array) -> None:
@@ -336,7 +336,7 @@ class HeapSelector(Idle):
         return np.resize(cells, n) if found[-1][1] == self._count - 1 else cells
 
     def _popped(self, n: int, last: int = -1) -> list[tuple[float, int, int]]:
-        """The next `n` entries of the heap, or those up to the one with the stamp `last`."""
+        """Return the next `n` entries of the heap, or those up to the one with the stamp `last`."""
         found: list[tuple[float, int, int]] = []
         heap, stamp = self._heap, self._stamp
         while heap and len(found) < n:

@@ -113,7 +113,7 @@ class SumTree:
 
 
 def _aligned(sizes: list[int]) -> list[Array]:
-    """Zero arrays aligned to cache lines, in one allocation so that the kernel may use huge pages."""
+    """Return zero arrays aligned to cache lines, in one allocation so that the kernel may use huge pages."""
     step = _LINE // 8
     held = np.zeros(sum(sizes) + step * (len(sizes) + 1))
     first = -held.ctypes.data % _LINE // 8

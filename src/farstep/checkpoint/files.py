@@ -36,7 +36,7 @@ class FileEntry(msgspec.Struct, frozen=True):
 
 
 class ArrayEntry(FileEntry, frozen=True):
-    """The same for the file of an array, and the array's dtype and shape."""
+    """Size and checksum of an array's file, and the array's dtype and shape."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -47,12 +47,12 @@ class Refused(Exception):
 
 
 def file_name(name: str) -> str:
-    """The file of the array `name`; slashes are quoted, so that it is always in the folder."""
+    """Return the file name for the array `name`; slashes are quoted, so that the file is always in the folder."""
     return quote(name, safe="") + ".npy"
 
 
 def check_array(name: str, array: Array) -> bytes:
-    """The header of the array's .npy file; raises `ConfigError` if NumPy would not read the same array back."""
+    """Return the header of the array's .npy file; raise `ConfigError` if NumPy would not read the same array back."""
     same = False
     if isinstance(name, str) and not array.dtype.hasobject:
         stream = io.BytesIO()
@@ -86,7 +86,7 @@ def write_array(folder: Path, name: str, array: Array) -> ArrayEntry:
 
 
 def _slices(header: bytes, array: Array) -> Iterator[BytesLike]:
-    """The bytes of a .npy file; an array that is not contiguous is copied slice by slice."""
+    """Yield the bytes of a .npy file; an array that is not contiguous is copied slice by slice."""
     yield header
     if array.nbytes:
         items = max(_SLICE_BYTES // array.itemsize, 1)
@@ -116,7 +116,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def no_follow(path: str, flags: int) -> int:
-    """For `open(opener=...)`: raise an error if the file is a symbolic link, instead of following it."""
+    """Open a file, but raise an error if it is a symbolic link; for `open(opener=...)`."""
     return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
 
 

@@ -135,8 +135,8 @@ def load_with(path: str | os.PathLike[str], use: Callable[[Loaded], T], *, mmap:
 
     Args:
         path: The folder that was saved to.
-        use: If the content cannot be restored, it raises `files.Refused` before it changes anything, and is then called
-            with the checkpoint before.
+        use: Restores the content. If it cannot, it raises `files.Refused` before changing anything, and is called
+            again with the next older checkpoint.
         mmap: As in `load`.
 
     Returns:
@@ -174,14 +174,14 @@ def load_with(path: str | os.PathLike[str], use: Callable[[Loaded], T], *, mmap:
 
 
 def numbered(path: str | os.PathLike[str]) -> list[Path]:
-    """The folders of all checkpoints in `path`, newest first, intact or not; empty if there is no such folder."""
+    """Return the folders of all checkpoints in `path`, newest first, intact or not; empty if `path` does not exist."""
     entries = Path(path).iterdir() if Path(path).is_dir() else ()
     folders = [entry for entry in entries if re.fullmatch(r"[0-9]{6,}", entry.name)]
     return sorted(folders, key=lambda folder: int(folder.name), reverse=True)
 
 
 def _plain(value: object, where: str) -> object:
-    """Convert `value` to what JSON returns for it; raise `ConfigError` if it cannot represent it."""
+    """Convert `value` to the form in which JSON reads it back; raise `ConfigError` if JSON cannot represent it."""
     if isinstance(value, np.generic):
         value = value.item()
     if value is None or isinstance(value, str | int | float):
@@ -266,7 +266,7 @@ def _remove(entry: Path) -> None:
 
 
 def _inspect(folder: Path) -> _Manifest:
-    """The manifest of a checkpoint; refuses one whose files are missing or have another size."""
+    """Return the manifest of a checkpoint; raise `Refused` if a file is missing or has the wrong size."""
     with files.opened(folder / _DONE, len(_seal(b""))) as stream:
         seal = stream.read()
     with files.opened(folder / _MANIFEST) as stream:

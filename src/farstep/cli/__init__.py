@@ -37,10 +37,13 @@ _LAUNCHING = ("train", "doctor")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit status.
+    """Run a command.
 
     Args:
         argv: The arguments without the program's name; None: those of this process.
+
+    Returns:
+        The exit status: 0 on success, 1 after an error, 130 after Ctrl-C, or the status of the command.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if argv is None and _imports_from_here(arguments):
@@ -69,13 +72,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _imports_from_here(arguments: Sequence[str]) -> bool:
-    """Whether the command imports environments or wrappers, which may be modules in the current folder."""
+    """Return whether the command imports environments or wrappers, which may be modules in the current folder."""
     has_env_option = any(argument.partition("=")[0] == "--env" for argument in arguments)
     return arguments[:1] in (["train"], ["watch"]) or (arguments[:1] == ["doctor"] and has_env_option)
 
 
 def _command(name: str) -> Callable[[Sequence[str]], int]:
-    """The `main` function of a command, imported lazily: torch alone takes two seconds."""
+    """Return the `main` function of a command, imported lazily: torch alone takes two seconds."""
     if name not in _COMMANDS:
         raise FarstepError(unknown_name("command", name, _COMMANDS))
     if name in ("train", "watch"):

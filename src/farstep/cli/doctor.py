@@ -39,9 +39,9 @@ class Options(Generic[C]):
     launcher: LauncherName = "local"
     """Where workers would run. 'farstep doctor --launcher NAME --help' lists its options."""
     env: str | None = None
-    """Environment to build and reset on each node, as for 'farstep train'. None: none is tried."""
+    """Environment to build and reset on each node, as for 'farstep train'. None: no environment is built."""
     env_type: Literal["gymnasium", "envpool", "factory", "vector"] = "gymnasium"
-    """Where the environment comes from, as for 'farstep train'."""
+    """Library or function that makes the environment, as for 'farstep train'."""
     env_kwargs: str = "{}"
     """Arguments of the environment, as JSON."""
     wait_s: float = 120.0
@@ -53,7 +53,7 @@ class Options(Generic[C]):
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run all checks and print their findings; returns 1 if there is a problem, else 0."""
+    """Run all checks and print their findings; return 1 if there is a problem, else 0."""
     options = parsed(arguments)
     log = logging.getLogger("farstep")
     before = log.level
@@ -110,7 +110,7 @@ def _environment(options: Options[Any]) -> dict[str, object] | None:
 
 
 def _section(title: str, findings: Iterator[Finding]) -> list[Finding]:
-    """Print each finding as soon as it is known."""
+    """Print each finding as soon as it is known, and return all of them."""
     found: list[Finding] = []
     for finding in findings:
         if not found:

@@ -27,7 +27,7 @@ class Options:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Parse the options and print the manifests; returns the exit status."""
+    """Parse the options and print the manifests; return the exit status."""
     options = parse(Options, arguments, "farstep kubernetes")
     if not options.print:
         raise ConfigError("'farstep kubernetes' only prints manifests; add --print.")

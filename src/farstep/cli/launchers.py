@@ -30,7 +30,7 @@ LAUNCHERS: dict[str, type[LaunchConfig]] = {"local": LocalConfig, "in-process": 
 
 
 def chosen_launcher(arguments: Sequence[str], default: str = "local") -> str:
-    """The launcher that `--launcher` names, found before parsing: it decides which other options exist."""
+    """Return the launcher that `--launcher` names, found before parsing: it decides which other options exist."""
     name = default
     for i, argument in enumerate(arguments):
         flag, _, value = argument.partition("=")

@@ -42,6 +42,9 @@ def parse(
         command: The command as typed, for messages.
         default: Values of options that are not given; None: those of the dataclass.
 
+    Returns:
+        An instance of `kind`.
+
     Raises:
         ConfigError: An option is unknown, missing or malformed.
         SystemExit: With status 0, after printing the help text of `--help`.
@@ -73,7 +76,7 @@ def check_belonging(kind: Any, arguments: Sequence[str], command: str, others: M
 
 
 def typed(name: str, value: object) -> str:
-    """An option and its value as a user would type them."""
+    """Return an option and its value as a user would type them."""
     option = name.replace("_", "-")
     if isinstance(value, bool):
         return f"--{option}" if value else f"--no-{option}"
@@ -81,7 +84,7 @@ def typed(name: str, value: object) -> str:
 
 
 def option_names(kind: Any) -> list[str]:
-    """All options of a dataclass and of the dataclasses nested in it, named as tyro does without prefixes."""
+    """Return all options of a dataclass and of the dataclasses nested in it, named as tyro does without prefixes."""
     found: list[str] = []
     base = get_origin(kind) or kind
     chosen = dict(zip(getattr(base, "__parameters__", ()), get_args(kind), strict=True))
@@ -100,7 +103,7 @@ def _name(argument: str) -> str:
 
 
 def _sentence(text: str) -> str:
-    """The error message in tyro's box as one line; without box characters, tyro underlines the title instead."""
+    """Return the error message in tyro's box as one line; without box characters, tyro underlines the title instead."""
     words: list[str] = []
     has_title = "╭" not in text
     for line in (line.strip("│ ") for line in text.splitlines() if not line.startswith(("╭", "╰", "usage"))):

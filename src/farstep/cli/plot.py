@@ -29,7 +29,7 @@ class Options:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Parse the options and draw; returns the exit status."""
+    """Parse the options and draw; return the exit status."""
     options = parse(Options, arguments, "farstep plot")
     if not options.runs:
         raise ConfigError("'farstep plot' needs at least one run, e.g. farstep plot runs/NAME.")

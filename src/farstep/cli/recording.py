@@ -23,7 +23,7 @@ Env = gymnasium.Env[Any, Any]
 
 
 def agent_of(run: RunConfig, config: Any) -> ActorCritic:
-    """A newly initialised agent with the network of a run, for the environment of that run."""
+    """Return a newly initialised agent with the network of a run, for the environment of that run."""
     env = _environment(run)
     try:
         net: NetConfig = config.net
@@ -51,10 +51,14 @@ def record(
         seed: Seed of the first episode; each later one adds 1.
         episodes: Number of episodes.
         max_steps: Steps after which an episode is cut off.
-        fps: Frames per second; None: as the environment says, or 30.
+        fps: Frames per second; None: the environment's `render_fps`, or 30.
 
     Returns:
         The return of each episode.
+
+    Raises:
+        ConfigError: The environment cannot be rendered, or imageio-ffmpeg is not installed.
+        RunError: The video cannot be written.
     """
     env = _environment(run)
     try:

@@ -32,7 +32,7 @@ class Options:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Parse the options and print the script; returns the exit status."""
+    """Parse the options and print the script; return the exit status."""
     options = parse(Options, arguments, "farstep slurm")
     if not options.print:
         raise ConfigError("'farstep slurm' only prints the job that a run would submit; add --print.")

@@ -86,7 +86,7 @@ ALGORITHMS = {
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Parse the options, train, and print a summary; returns the exit status."""
+    """Parse the options, train, and print a summary; return the exit status."""
     if not arguments:
         sys.stderr.write(f"farstep: 'farstep train' needs a learner: {', '.join(ALGORITHMS)}.\n")
         return 2
@@ -159,7 +159,7 @@ def _check_same(saved: Options[Any, Any], now: Options[Any, Any]) -> None:
 
 
 def _resumed(arguments: Sequence[str]) -> Path | None:
-    """The folder that `--resume` names, found before parsing: the run's options are the defaults of all others."""
+    """Return the folder that `--resume` names, found before parsing: its options are the defaults of all others."""
     for i, argument in enumerate(arguments):
         flag, _, value = argument.partition("=")
         if flag == "--resume":
@@ -170,7 +170,7 @@ def _resumed(arguments: Sequence[str]) -> Path | None:
 
 
 def _saved_options(name: str, path: Path) -> tuple[Options[Any, Any], str]:
-    """The options stored in a run folder, and why its author may be another user ("" if the tag is valid)."""
+    """Return the options stored in a run folder, and why its author may be another user ("" if the tag is valid)."""
     saved, why_not = RunFolder.open(path).read_signed_config()
     if saved.get("algorithm") != name:
         raise ConfigError(
@@ -239,7 +239,7 @@ def _folder(name: str, options: Options[Any, Any]) -> RunFolder:
 
 
 def _config(name: str, options: Options[Any, Any]) -> dict[str, Any]:
-    """The contents of config.json."""
+    """Return the contents of config.json."""
     config = {"algorithm": name, "run": options.run, "learner": options.learner}
     return config | ({"nodes": options.nodes} if isinstance(options.nodes, EngineConfig) else {})
 
@@ -251,7 +251,10 @@ def make_learner(name: str, run: RunConfig, config: Config, env: ClusterEnv) -> 
         name: A key of `ALGORITHMS`.
         run: Seed, device and threads.
         config: The learner's configuration.
-        env: Launched here, if it is not yet.
+        env: The environments; launched if they are not running.
+
+    Returns:
+        The learner.
     """
     torch.manual_seed(run.seed)
     agent = make_agent(*env.launch(), config.net, config.gamma)
@@ -269,7 +272,7 @@ def train(learner: Learner, name: str, options: Options[Any, Any], env: ClusterE
         name: A key of `ALGORITHMS`.
         options: Options of the command line.
         env: The environments to train in.
-        folder: Where checkpoints, metrics and videos are written; it is locked meanwhile.
+        folder: Where checkpoints, metrics and videos are written; it is locked until training ends.
 
     Returns:
         Steps, seconds and last returns of the run.
@@ -349,7 +352,7 @@ def _loggers(name: str, options: Options[Any, Any], folder: RunFolder, resume_st
 
 
 def _normalized(net: NetConfig) -> str:
-    """A line that says what the learner normalises and how to turn it off."""
+    """Return a line that says what the learner normalises and how to turn it off."""
     found = [what for what, on in (("observations", net.normalize_obs), ("rewards", net.normalize_reward)) if on]
     if not found:
         return "normalized: nothing"

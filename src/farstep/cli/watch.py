@@ -43,14 +43,14 @@ class Options:
     max_steps: int = 2000
     """Steps after which an episode is cut off."""
     fps: float | None = None
-    """Frames per second. None: as the environment says, or 30."""
+    """Frames per second. None: the environment's render_fps, or 30."""
     trust: bool = False
     """Execute the code that the run's config.json names, even if its tag does not show that you wrote the
     file."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Load the newest checkpoint and render episodes; returns the exit status."""
+    """Load the newest checkpoint and render episodes; return the exit status."""
     if not arguments:
         raise ConfigError("'farstep watch' needs the folder of a run, e.g. farstep watch runs/NAME.")
     options = parse(Options, arguments, "farstep watch")
@@ -80,7 +80,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _restore(agent: ActorCritic, loaded: checkpoint.Loaded) -> int:
-    """Load the agent's parameters; returns the number of steps that it was trained for."""
+    """Load the agent's parameters; return the number of steps that it was trained for."""
     state = join_state(loaded)
     check_agent(agent, state.get("agent"))
     steps = Progress.of(state.get("progress")).steps

@@ -58,7 +58,13 @@ class WeightsConfig(_Config):
             )
 
     def travels(self, name: str) -> bool:
-        """Return whether the parameter of that name is sent to workers.
+        """Return whether a parameter is sent to workers.
+
+        Args:
+            name: Name of the parameter.
+
+        Returns:
+            True if `only` selects it.
 
         Raises:
             AgentError: The predicate `only` raised.
@@ -76,7 +82,14 @@ class WeightsConfig(_Config):
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.only)
 
     def idle_patterns(self, names: Sequence[str]) -> list[str]:
-        """Return the patterns in `only` that match none of these parameters."""
+        """Return the patterns in `only` that match no parameter.
+
+        Args:
+            names: Names of all parameters of the agent.
+
+        Returns:
+            The patterns; empty if `only` is None or a function.
+        """
         patterns = () if self.only is None or callable(self.only) else self.only
         return [p for p in patterns if not any(fnmatch.fnmatchcase(name, p) for name in names)]
 
@@ -255,7 +268,18 @@ class EnvConfig(_Config):
                 )
 
     def check_reset(self, seed: int | None, masked: bool) -> int | None:
-        """Check the arguments of a reset; return the seed as an int."""
+        """Check the arguments of a reset.
+
+        Args:
+            seed: The root seed, or None.
+            masked: Whether only some environments are reset.
+
+        Returns:
+            The seed as an int, or None.
+
+        Raises:
+            ConfigError: The seed is out of range, or cannot be combined with a mask.
+        """
         if seed is not None and masked and self.type == "envpool":
             raise ConfigError(
                 "reset got a seed and a reset_mask, but EnvPool seeds all of its environments together; "

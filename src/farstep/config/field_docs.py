@@ -1,7 +1,7 @@
 """Shows the docstring of every field of a configuration in `help()`.
 
 Python ignores a string below a dataclass field. `show_fields` reads these strings from the source and adds them to the
-docstring of the class, where `help()` and the command line's `--help` find them. Each text has one home: its field.
+docstring of the class, where `help()` and the command line's `--help` find them. Each text is written only once.
 """
 
 from __future__ import annotations

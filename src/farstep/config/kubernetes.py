@@ -100,7 +100,7 @@ class KubernetesConfig(EngineConfig):
         value = getattr(self, name)
         if not isinstance(value, Mapping) or not all(isinstance(v, (str, int, float)) for v in value.values()):
             raise ConfigError(
-                f"KubernetesConfig.{name} is {value!r}; expected a mapping of texts, e.g. {{'cpu': '4'}}."
+                f"KubernetesConfig.{name} is {value!r}; expected a mapping of strings, e.g. {{'cpu': '4'}}."
             )
         return {str(key): str(each) for key, each in value.items()}
 

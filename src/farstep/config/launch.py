@@ -193,7 +193,7 @@ class EngineConfig(LaunchConfig):
             value = getattr(self, name)
             lines = () if value is None else (value,) if isinstance(value, str) else tuple(value)
             if not all(isinstance(line, str) and line for line in lines):
-                raise ConfigError(f"{type(self).__name__}.{name} is {value!r}; expected text, or a list of texts.")
+                raise ConfigError(f"{type(self).__name__}.{name} is {value!r}; expected a string or a list of strings.")
             object.__setattr__(self, name, lines)
 
     @property
@@ -283,7 +283,7 @@ class SlurmConfig(EngineConfig):
         for name in ("job_name", "partition", "slurm_partition", "slurm_account", "slurm_qos", "slurm_constraint"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value or "\n" in value):
-                raise ConfigError(f"SlurmConfig.{name} is {value!r}; expected a word.")
+                raise ConfigError(f"SlurmConfig.{name} is {value!r}; expected a string without line breaks.")
         if self.partition and self.slurm_partition and self.partition != self.slurm_partition:
             raise ConfigError("SlurmConfig has both partition and slurm_partition; they mean the same, give one.")
         if not isinstance(self.debug, bool):

@@ -105,11 +105,14 @@ class TransferTrigger(_Config):
 
     @classmethod
     def dual(cls, size: int | None = None, in_turn: int | None = None) -> Self:
-        """Return a trigger with two stages: first what advantages need, then observations and actions (ARTOS).
+        """Return a trigger with two stages: first all that advantages depend on, then observations and actions (ARTOS).
 
         Args:
             size: As in `TransferTrigger`.
             in_turn: As in `TransferTrigger`.
+
+        Returns:
+            The trigger.
         """
         return cls(keys=((_REST,), ("obs", "action")), size=size, in_turn=in_turn)
 
@@ -131,6 +134,9 @@ class TransferTrigger(_Config):
             nbytes: Number of bytes waiting.
             seconds: Seconds since the oldest of these rows was rolled.
             ended: Whether an episode has ended in them.
+
+        Returns:
+            True if the conditions hold.
         """
         due = (
             (self.size is not None and rows >= self.size)
@@ -141,7 +147,14 @@ class TransferTrigger(_Config):
         return rows > 0 and due and all(each.due(rows, nbytes, seconds, ended) for each in self.also)
 
     def split(self, names: Sequence[str]) -> list[list[str]]:
-        """Return the names of these arrays by stage; there is at least one stage, and a stage may be empty."""
+        """Split arrays into stages.
+
+        Args:
+            names: Names of all arrays of a chunk.
+
+        Returns:
+            The names of each stage; there is at least one stage, and a stage may be empty.
+        """
         found: list[list[str]] = [[] for _ in self.keys or ((),)]
         homes = {name: i for i, stage in enumerate(self.keys) for name in stage}
         rest = homes.get(_REST, len(found) - 1)
@@ -153,7 +166,14 @@ class TransferTrigger(_Config):
         return found
 
     def check(self, names: Sequence[str]) -> None:
-        """Raise `ConfigError` if `keys` has a name that no array has."""
+        """Check that `keys` names only arrays that exist.
+
+        Args:
+            names: Names of all arrays of a chunk.
+
+        Raises:
+            ConfigError: `keys` has a name that no array has.
+        """
         for entry in (name for stage in self.keys for name in stage):
             if entry != _REST and not any(name == entry or name.startswith(entry + ".") for name in names):
                 raise ConfigError(unknown_name("array in TransferTrigger.keys", entry, names))

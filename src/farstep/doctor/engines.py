@@ -34,11 +34,14 @@ _SSH_FIXES = {
 
 
 def engine(config: LaunchConfig, report: Report) -> Iterator[Finding]:
-    """Check what can be checked without a node.
+    """Run the checks that need no node.
 
     Args:
         config: The launcher to check.
         report: Called with progress messages.
+
+    Yields:
+        One finding per check.
     """
     if isinstance(config, SlurmConfig):
         yield from _slurm(config)

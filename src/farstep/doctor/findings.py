@@ -1,4 +1,4 @@
-"""Findings: what the doctor prints."""
+"""Findings: the results of the doctor's checks, as they are printed."""
 
 from __future__ import annotations
 

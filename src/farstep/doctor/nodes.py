@@ -73,9 +73,12 @@ def nodes(config: LaunchConfig, env: Mapping[str, object] | None, wait_s: float,
 
     Args:
         config: The launcher, as for a run.
-        env: Fields of an `EnvConfig` to build and reset on each node; None: none.
+        env: Fields of an `EnvConfig` to build and reset on each node; None: no environment is built.
         wait_s: Seconds to wait for nodes.
         report: Called with progress messages.
+
+    Yields:
+        One finding per check.
     """
     needed = config.workers_on_node * config.cpus_per_worker
     try:
@@ -103,12 +106,12 @@ def nodes(config: LaunchConfig, env: Mapping[str, object] | None, wait_s: float,
 
 
 def _fix_of(error: str) -> str:
-    """What to do about an engine's error message."""
+    """Return what to do about an engine's error message."""
     return next((fix for words, fix in _FIXES.items() if words in error), _OTHERWISE)
 
 
 def _small(config: LaunchConfig, cpus: int, wait_s: float) -> LaunchConfig:
-    """The configuration with one worker per node and the same cores; a missing node must not end the run."""
+    """Return the configuration with one worker per node and the same cores; a missing node must not end the run."""
     timeouts = dataclasses.replace(config.timeouts, step_s=_MAKE_S + _CALL_S)
     shared: dict[str, Any] = {
         "workers_per_node": 1,
@@ -213,7 +216,7 @@ class ProbeRun:
         return launcher if isinstance(launcher, ClusterLauncher) else None
 
     def wait_for_nodes(self, wait_s: float, report: Report) -> Iterator[Finding]:
-        """Wait until all nodes are ready or no more can be expected; yields why the others are missing."""
+        """Wait until all nodes are ready or no more can be expected; yield findings about the missing ones."""
         deadline = time.monotonic() + wait_s
         while time.monotonic() < deadline:
             if self._server.wait_until(self._complete, min(deadline, time.monotonic() + _REPORT_S)):
@@ -240,7 +243,7 @@ class ProbeRun:
             yield problem(text, self._fix(waiting, logs))
 
     def _fix(self, waiting: str, logs: str) -> str:
-        """What to do about nodes that did not connect."""
+        """Return what to do about nodes that did not connect."""
         if NEVER_STARTS in waiting:
             return "request fewer nodes, cores or minutes, or choose another --partition."
         if isinstance(self._config, SSHConfig) and ENDED in waiting and UNANSWERED not in logs:
@@ -292,7 +295,7 @@ class ProbeRun:
         return answer[0]
 
     def clock_of(self, record: WorkerRecord) -> tuple[float, float]:
-        """By how many seconds the node's clock is ahead of the head's, and the uncertainty in seconds."""
+        """Measure by how many seconds the node's clock is ahead of the head's, and the uncertainty in seconds."""
         best = (0.0, float("inf"))
         for _ in range(5):
             before = time.time()
@@ -305,7 +308,7 @@ class ProbeRun:
         return statistics.median(self._seconds(record, "ping") for _ in range(_PINGS))
 
     def rates(self, record: WorkerRecord) -> tuple[float, float]:
-        """Megabytes per second to and from the node, over the connection that rollouts use."""
+        """Measure the throughput to and from the node in MB/s, over the connection that rollouts use."""
         overhead = self.round_trip_s(record)
         return self._rate(record, "take", overhead), self._rate(record, "give", overhead)
 

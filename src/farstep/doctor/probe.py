@@ -33,7 +33,7 @@ class Probe(gymnasium.Env[Any, Any]):
         return np.int64(0), 0.0, False, False, {}
 
     def about(self) -> dict[str, Any]:
-        """Host, Python and resources of the node."""
+        """Return host, Python and resources of the node."""
         return {
             "host": socket.gethostname(),
             "pid": os.getpid(),
@@ -64,7 +64,7 @@ class Probe(gymnasium.Env[Any, Any]):
             timeout_s: Seconds after which the process is killed.
 
         Returns:
-            What went wrong; empty if nothing did.
+            The last lines of its output, with the reason; empty if it succeeded.
         """
         command = [sys.executable, "-P", "-m", "farstep.doctor.make_env", env]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(import_path())}
@@ -80,7 +80,7 @@ class Probe(gymnasium.Env[Any, Any]):
 
 
 def _gpus() -> int:
-    """Number of GPUs of the node: those visible to the node daemon (a worker sees one), or all NVIDIA devices."""
+    """Return the node's number of GPUs: those visible to the node daemon (a worker sees one), or all NVIDIA devices."""
     given = None
     with contextlib.suppress(OSError):
         words = Path(f"/proc/{os.getppid()}/environ").read_bytes().split(b"\0")

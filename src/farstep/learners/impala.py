@@ -106,7 +106,7 @@ class Impala(OnPolicy):
         self.config = config
 
     def _targets(self, rollout: Rollout) -> tuple[Tensor, Tensor, dict[str, float]]:
-        """V-trace targets, advantages, and metrics of the importance ratios."""
+        """Return V-trace targets, advantages, and metrics of the importance ratios."""
         config = self.config
         valid = rollout.valid.numpy(force=True)
         log_rhos = (rollout.proximal - rollout.logprob).numpy(force=True)
@@ -181,7 +181,7 @@ class Impala(OnPolicy):
 
 
 def _ratio_metrics(log_rhos: Array, rho_bar: float) -> dict[str, float]:
-    """Mean of the importance ratios, fraction above `rho_bar`, and effective sample size as a fraction of the rows."""
+    """Return mean of the importance ratios, fraction above `rho_bar`, and effective sample size per row."""
     if not len(log_rhos):
         return {}
     rhos = np.exp(np.clip(log_rhos.astype(np.float64), -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))

@@ -109,7 +109,7 @@ def decoupled_ppo(
         behave_weight_lower: Lower bound of w; None: no bound.
         denominator: `"valid"` divides by the number of valid rows; `"kept"` divides by the number of rows that were not
             excluded, so that the remaining rows gain weight as more are excluded.
-        versions: Version that acted each row; only reported, as `average_version`.
+        versions: Version of the policy that acted in each row; only reported, as `average_version`.
         current_version: Version that the update produces; only reported.
 
     Returns:
@@ -169,7 +169,7 @@ def interpolate_proximal(logprob: Tensor, behave_logprob: Tensor, versions: Tens
     Args:
         logprob: Log-probabilities of the actions under the policy that is optimised.
         behave_logprob: Log-probabilities under the behaviour policy.
-        versions: Version that acted each row; below 0 if unknown.
+        versions: Version of the policy that acted in each row; below 0 if unknown.
         current_version: The learner's version plus one.
 
     Returns:
@@ -296,7 +296,7 @@ def _surrogate(
     clip_ratio_high: float,
     clip_ratio_c: float | None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The clipped loss of each row (0 where the advantage is 0), and rows whose means are metrics."""
+    """Return the clipped loss of each row (0 where the advantage is 0), and rows whose means are metrics."""
     if not (0 <= clip_ratio_low <= 1 and clip_ratio_high >= 0):
         raise ConfigError(
             f"clip_ratio_low and clip_ratio_high are {clip_ratio_low} and {clip_ratio_high}; the ratio is clipped to "
@@ -338,14 +338,14 @@ class _Counted:
 
     @torch.no_grad()
     def means(self, rows: dict[str, Tensor]) -> Metrics:
-        """Means of several rows of finite numbers, in one operation: one by one they cost more than the loss."""
+        """Return the means of several rows of finite numbers; separate operations would take longer than the loss."""
         stacked = torch.stack([array.flatten() for array in rows.values()])
         totals = stacked.sum(dim=1) if self.valid is None else stacked @ self.valid.flatten().to(stacked.dtype)
         return dict(zip(rows, (totals / self.number).unbind(), strict=True))
 
 
 def _rows(valid: Tensor | None, **rows: Tensor) -> tuple[list[Tensor], _Counted]:
-    """The rows in float32 or float64, 0 where not valid; all but the first are detached."""
+    """Return the rows in float32 or float64, 0 where not valid; all but the first are detached."""
     first = next(iter(rows.values()))
     _check_shapes(first, **rows)
     arrays = [first, *(array.detach() for array in list(rows.values())[1:])]
@@ -370,19 +370,19 @@ def _bounded(log_ratio: Tensor) -> Tensor:
 
 
 def _k3(log_ratio: Tensor) -> Tensor:
-    """Schulman's estimate of KL(old || new), never negative (see `farstep.agents.distributions.kl_estimate`)."""
+    """Return Schulman's estimate of KL(old || new), never negative (`farstep.agents.distributions.kl_estimate`)."""
     return log_ratio.expm1() - log_ratio
 
 
 def _ratio(above: Tensor, below: Tensor) -> Tensor:
-    """The quotient, or 0 where the divisor is not positive."""
+    """Return the quotient, or 0 where the divisor is not positive."""
     return torch.where(below > 0, above / below, 0.0)
 
 
 def _upper_quantile(rows: Tensor, counted: _Counted, share: float) -> Tensor:
-    """The quantile that a fraction `share` of the valid rows exceeds, interpolated as in NumPy; 0 without valid rows.
+    """Return the quantile that a fraction `share` of the valid rows exceeds, as NumPy does; 0 without valid rows.
 
-    `topk` takes as many rows as needed if all were valid: reading the number of valid rows would wait for the device.
+    `topk` takes the rows needed if all were valid: reading the number of valid rows would wait for the device.
     """
     if not rows.numel():
         return rows.sum()

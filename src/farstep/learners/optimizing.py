@@ -217,7 +217,7 @@ class Optimizer:
         return saved
 
     def load(self, saved: SavedOptimizer) -> None:
-        """Restore a checked state; learning rates stay as configured, and parameters are not part of it."""
+        """Restore a checked state; it contains neither learning rates nor parameters."""
         for name, vector in self._moments.items():
             vector.copy_(saved.adam[name])
         for group, name in ((self._policy, "step"), (self._critic, "critic_step")):
@@ -240,7 +240,7 @@ def _flatten_parameters(parameters: list[nn.Parameter]) -> tuple[Tensor, Tensor]
 
 
 def _parameter_slices(agent: ActorCritic) -> tuple[list[slice], slice]:
-    """Slices of the flat vector: the policy's parameters, shared layers included, and the critic's own."""
+    """Return slices of the flat vector: the policy's parameters, shared layers included, and the critic's own."""
     own = {id(parameter) for parameter in agent.critic.parameters()}
     policy, critic, start = [], slice(0), 0
     for is_own, run in groupby(agent.parameters(), lambda parameter: id(parameter) in own):

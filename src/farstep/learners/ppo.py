@@ -72,10 +72,10 @@ class PPOConfig:
     clip_coef: float = 0.2
     """Clip range of the probability ratio: [1 - clip_coef, 1 + clip_coef]."""
     decoupled: bool = True
-    """Decoupled loss for rows that were acted with older weights (AAPS): clip around the learner's policy at the start
-    of the update, and weight each row by the ratio of that policy to the policy that acted. Rows of the current version
-    are not affected. False: clip around the policy that acted; the learner then stalls once it has moved away from it
-    by the clip range."""
+    """Decoupled loss for rows that were collected with older weights (AAPS): clip around the learner's policy at the
+    start of the update, and weight each row by the ratio of that policy to the policy that acted. Rows of the current
+    version are not affected. False: clip around the policy that acted; the learner then stalls once its policy differs
+    from that one by the clip range."""
     behave_weight_threshold: float | None = 2.0
     """Upper bound of a row's weight with --decoupled; None: no bound."""
     value_clip: float | None = None

@@ -362,7 +362,7 @@ def _steps(
     gamma: float,
     valid: Array | None,
 ) -> tuple[Array, Array, Array | None]:
-    """Rewards, discounts and `valid` of on-policy rows; rewards and discounts are 0 on invalid rows."""
+    """Return rewards, discounts and `valid` of on-policy rows; rewards and discounts are 0 on invalid rows."""
     _check_shapes(np.shape(values), rewards=rewards)
     if valid is not None:
         valid = _flags(valid)
@@ -376,7 +376,7 @@ def _steps(
 def _off_policy(
     log_rhos: Array, rewards: Array, values: Array, discounts: Array, valid: Array | None
 ) -> tuple[Array, Array, Array, Array | None]:
-    """Ratios, rewards, discounts and `valid`; on invalid rows ratios are 1, rewards and discounts 0."""
+    """Return ratios, rewards, discounts and `valid`; on invalid rows ratios are 1, rewards and discounts 0."""
     shape = np.shape(values)
     _check_shapes(shape, log_rhos=log_rhos, rewards=rewards, discounts=discounts)
     if valid is not None:
@@ -390,7 +390,7 @@ def _off_policy(
 def _td_errors(
     rewards: Array, own: Array, values: Array, last_values: Array, discounts: Array, valid: Array | None
 ) -> Array:
-    """TD errors: reward + discount * value of the next row - `own` value; 0 on invalid rows."""
+    """Compute TD errors: reward + discount * value of the next row - `own` value; 0 on invalid rows."""
     _check_shapes(np.shape(rewards), values=values, q_values=own)
     _check_shapes(np.shape(rewards)[1:], last_values=last_values)
     following = np.concatenate([values[1:], np.asarray(last_values)[None]], dtype=np.float64)
@@ -399,7 +399,7 @@ def _td_errors(
 
 
 def _run_back(errors: Array, factors: Array) -> None:
-    """errors[t] += factors[t] * errors[t + 1], from the end, in place; a factor of 0 also stops NaN."""
+    """Accumulate from the end, in place: errors[t] += factors[t] * errors[t + 1]; a factor of 0 also stops NaN."""
     for t in range(len(errors) - 2, -1, -1):
         errors[t] += np.where(factors[t] == 0, 0, factors[t] * errors[t + 1])
 

@@ -177,12 +177,12 @@ class Minibatch:
         )
 
     def normalized(self) -> Minibatch:
-        """Normalise its advantages to mean 0 and standard deviation 1."""
+        """Return a copy whose advantages are normalised to mean 0 and standard deviation 1."""
         advantages = normalize(self._columns["advantages"], self._columns.get("valid"))
         return replace(self, _columns={**self._columns, "advantages": advantages})
 
     def __getitem__(self, name: str) -> Tensor:
-        """A column, flat."""
+        """Return a column, flattened."""
         return self._columns[name].flatten()
 
     @property

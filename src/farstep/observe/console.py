@@ -111,7 +111,7 @@ class LiveDisplay:
         atexit.unregister(self.close)
         self._redirection.close()
         self._closing.set()
-        if self._thread.ident is not None:  # None if Ctrl-C came before the thread was started
+        if self._thread.ident is not None:  # None if Ctrl-C arrived before the thread was started
             self._thread.join(_CLOSE_S)  # a blocked terminal might never return
         with contextlib.suppress(OSError):
             while self._lines and not self._thread.is_alive():
@@ -131,7 +131,7 @@ class LiveDisplay:
 
     def _refresh(self, live: Live) -> None:
         now = time.monotonic()
-        # Only what is queued now: a program that prints without pause must not prevent drawing.
+        # Process only the entries queued now: a program that prints without pause must not prevent drawing.
         for _ in range(len(self._updates)):
             self._status.update(*self._updates.popleft())
         if lines := [self._lines.popleft() for _ in range(len(self._lines))]:

@@ -37,7 +37,7 @@ class Run:
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Run:
-        """Read the run in a folder; raises `RunError` if it has no metrics."""
+        """Read the run in a folder; raise `RunError` if it has no metrics."""
         folder = RunFolder.open(path)
         config = _flat(folder.read_config())
         try:
@@ -51,15 +51,15 @@ class Run:
         return cls(folder.path.resolve().name, config, rows)
 
     def curve(self, y: str, x: str = "step") -> Curve:
-        """One metric as a function of another, at updates that have both."""
+        """Return one metric as a function of another, at updates that have both."""
         points = [(row[x], row[y]) for row in self.rows if row.get(x) is not None and row.get(y) is not None]
         xs, ys = np.array(points, np.float64).reshape(-1, 2).T
-        if x == "seconds":  # a resumed run may start at zero again
+        if x == "seconds":  # the seconds of a resumed run may restart at zero
             xs = xs + np.cumsum(np.maximum(-np.diff(xs, prepend=xs[:1]), 0))
         return xs, ys
 
     def option(self, names: Sequence[str]) -> str:
-        """The value of the first of these options that the run has, at any depth; "" if it has none."""
+        """Return the value of the first of these options that the run has, at any depth; "" if it has none."""
         for name in names:
             for key, value in self.config.items():
                 if key.rpartition(".")[2] == name and isinstance(value, (str, int)):
@@ -75,7 +75,7 @@ class Group:
     runs: list[Run]
 
     def curves(self, y: str, x: str = "step") -> list[Curve]:
-        """The curves of the runs that have at least one point."""
+        """Return the curves of the runs that have at least one point."""
         found = [run.curve(y, x) for run in self.runs]
         return [curve for curve in found if len(curve[0])]
 
@@ -93,7 +93,7 @@ def read_groups(paths: Sequence[str | os.PathLike[str]]) -> list[Group]:
 
 
 def smoothed(curve: Curve, updates: int) -> Curve:
-    """Moving average over `updates` points, over fewer at both ends."""
+    """Return the moving average over `updates` points, over fewer at both ends."""
     xs, ys = curve
     half = min(updates, len(ys)) // 2
     if not half:
@@ -105,12 +105,12 @@ def smoothed(curve: Curve, updates: int) -> Curve:
 
 
 def common_range(curves: Sequence[Curve]) -> tuple[float, float]:
-    """The range of x in which all curves have values; empty if its start is greater than its end."""
+    """Return the range of x in which all curves have values; empty if its start is greater than its end."""
     return max(float(xs[0]) for xs, _ in curves), min(float(xs[-1]) for xs, _ in curves)
 
 
 def stacked(curves: Sequence[Curve]) -> tuple[Numbers, Numbers]:
-    """Interpolate the curves at common x in their common range; returns x and the values [n, points]."""
+    """Interpolate the curves at common x in their common range; return x and the values [n, points]."""
     start, end = common_range(curves)
     grid = max((xs for xs, _ in curves), key=len)
     grid = (
@@ -131,7 +131,7 @@ def _compared(run: Run) -> dict[str, object]:
 
 
 def _labels(groups: Sequence[Sequence[Run]]) -> list[str]:
-    """A label per group: the options that differ, if they are few, else the name of its first run."""
+    """Return a label per group: the options that differ, if they are few, else the name of its first run."""
     names = [runs[0].name for runs in groups]
     if len(groups) == 1 and len(groups[0]) > 1:
         return [f"mean of {_number(groups[0])}"]

@@ -17,6 +17,9 @@ def require(module: str, package: str, purpose: str, needed: str) -> Any:
         purpose: What needs it, for the error message.
         needed: A name that the module must define.
 
+    Returns:
+        The module.
+
     Raises:
         ConfigError: The module is not installed or lacks `needed`; the message contains the pip command.
     """

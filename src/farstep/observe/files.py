@@ -55,7 +55,7 @@ def _is_metric(value: object) -> bool:
 
 
 def read_lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
-    """The valid lines of a run's metrics, as bytes and decoded; a warning names the lines that are skipped."""
+    """Return the valid lines of a run's metrics, as bytes and decoded; a warning names the lines that are skipped."""
     with path.open("rb") as stream:
         lines = [(line, read_row(line)) for line in stream]
     invalid = [number for number, (_, row) in enumerate(lines, 1) if row is None]
@@ -67,7 +67,7 @@ def read_lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The metrics of a run; incomplete or damaged lines are skipped."""
+    """Return the metrics of a run; incomplete or damaged lines are skipped."""
     return [row for _, row in read_lines(path)]
 
 

@@ -33,10 +33,15 @@ class Logger(Protocol):
     """Receives the metrics of each update."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record the metrics of the update that ended at this environment step."""
+        """Record the metrics of an update.
+
+        Args:
+            step: Environment steps at the end of the update.
+            metrics: Values by name.
+        """
 
     def close(self) -> None:
-        """Write what is buffered and free resources; `log` must not be called afterwards."""
+        """Flush buffered metrics and free resources; `log` must not be called afterwards."""
 
 
 class JsonlLogger:
@@ -133,7 +138,8 @@ class TensorBoardLogger:
 
     Args:
         folder: Where event files are written.
-        resume_step: TensorBoard hides later steps that earlier files of the folder contain. None: a new run.
+        resume_step: The step to resume from; TensorBoard then hides later steps in earlier files of the folder. None: a
+            new run.
 
     Raises:
         ConfigError: TensorBoard is not installed.

@@ -40,6 +40,9 @@ def panel(status: RunStatus, title: str, elapsed_s: float, now_s: float, width: 
         elapsed_s: Seconds since the start of the run.
         now_s: Current time of the clock that `status` was updated with.
         width: Columns of the terminal.
+
+    Returns:
+        The panel, at most 100 columns wide.
     """
     width = min(width, _MAX_WIDTH)
     latest = status.latest
@@ -95,7 +98,7 @@ def _progress(status: RunStatus, now_s: float) -> Table:
 
 
 def _sparkline(values: Sequence[float], width: int = _SPARKLINE_WIDTH) -> str:
-    """The values as a row of bars, scaled from the lowest to the highest value."""
+    """Return the values as a row of bars, scaled from the lowest to the highest value."""
     if not values:
         return ""
     if len(values) > width:

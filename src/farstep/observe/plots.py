@@ -55,7 +55,7 @@ def plot(
         out: File to write, ending in .png, .svg or .pdf.
         band: From the lowest to the highest seed (`range`), or one standard deviation to both sides (`std`).
         smooth: Updates per moving average; 1: none; None: a hundredth of the run.
-        title: Heading; None: what the runs have in common.
+        title: Heading; None: the environment and the learner that the runs have in common.
 
     Returns:
         The path of the file.
@@ -88,7 +88,7 @@ def plot(
 
 
 def _title(groups: Sequence[Group]) -> str:
-    """The environment and the learner, if all runs have the same."""
+    """Return the environment and the learner, if all runs have the same."""
     runs = [run for group in groups for run in group.runs]
     if len(runs) == 1:
         return runs[0].name
@@ -227,7 +227,7 @@ class _Drawing:
 
 
 def _thousands(value: float, position: int | None = None) -> str:
-    """12,000 as 12k, 1,500,000 as 1.5M."""
+    """Format 12,000 as 12k, and 1,500,000 as 1.5M."""
     for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= size:
             return f"{value / size:g}{unit}"

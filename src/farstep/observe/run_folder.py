@@ -42,13 +42,16 @@ _TAG = "tag"
 
 
 def run_name(env_id: str, algorithm: str, seed: int | None = None, now: datetime.datetime | None = None) -> str:
-    """The default name of a run: environment, algorithm, seed and time.
+    """Return the default name of a run: environment, algorithm, seed and time.
 
     Args:
         env_id: Name of the environment.
         algorithm: Name of the learner.
         seed: Seed of the run; None: not part of the name.
         now: Time of the start; None: now.
+
+    Returns:
+        The name; characters that are not portable in file names are replaced.
     """
     now = datetime.datetime.now() if now is None else now
     parts = [env_id, algorithm, *([] if seed is None else [f"seed{seed}"]), f"{now:%Y%m%d-%H%M%S}"]
@@ -70,6 +73,9 @@ class RunFolder:
             name: Name of the run; -2, -3, ... is appended if it is taken.
             config: Options of the run; dataclasses, enums and paths are converted.
 
+        Returns:
+            The new folder.
+
         Raises:
             ConfigError: The name is invalid, or the options cannot be written as JSON.
             RunError: The folder cannot be written.
@@ -89,7 +95,17 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> RunFolder:
-        """The folder of an existing run; raises `RunError`, with similar names, if it is none."""
+        """Return the folder of an existing run.
+
+        Args:
+            path: Path of the folder.
+
+        Returns:
+            The folder.
+
+        Raises:
+            RunError: There is no run; the message lists runs with similar names.
+        """
         run = cls(Path(path))
         if not run.config_file.is_file():
             raise RunError(_not_a_run(Path(path)))
@@ -126,7 +142,7 @@ class RunFolder:
         return self.path / "tensorboard"
 
     def read_config(self) -> dict[str, Any]:
-        """The options of the run, as plain data; their tag is not checked."""
+        """Return the options of the run, as plain data; their tag is not checked."""
         return self.read_signed_config()[0]
 
     def read_signed_config(self) -> tuple[dict[str, Any], str]:
@@ -149,7 +165,15 @@ class RunFolder:
         return config, signing.why_not_ours(config, tag)
 
     def write_config(self, config: Mapping[str, object]) -> None:
-        """Replace the options, e.g. when a run is resumed for more steps, and tag them."""
+        """Replace the options, e.g. when a run is resumed for more steps, and tag them.
+
+        Args:
+            config: Options of the run, as in `create`.
+
+        Raises:
+            ConfigError: The options cannot be written as JSON.
+            RunError: The file cannot be written.
+        """
         content = self._signed(_as_json(config))
         with as_run_error(self.config_file):
             replace_file(self.config_file, content)
@@ -208,7 +232,7 @@ def _make_new(root: Path, name: str) -> Path:
 
 
 def _as_json(config: Mapping[str, object]) -> bytes:
-    """Options as indented JSON; dataclasses, enums and paths become plain data."""
+    """Encode options as indented JSON; dataclasses, enums and paths become plain data."""
     try:
         plain = msgspec.to_builtins(dict(config), enc_hook=_as_text)
     except TypeError as error:
@@ -236,7 +260,7 @@ def _in_use(path: Path, owner: bytes) -> str:
 
 
 def _not_a_run(path: Path) -> str:
-    """Why a path is not a run, with the runs near it."""
+    """Return why a path is not a run, with the runs near it."""
     if not path.exists():
         found = f"{path} does not exist"
     elif not path.is_dir():
@@ -254,7 +278,7 @@ def _not_a_run(path: Path) -> str:
 
 
 def _runs_in(folder: Path) -> list[str]:
-    """Names of the runs in a folder, newest first."""
+    """Return the names of the runs in a folder, newest first."""
     try:
         found = [(entry.stat().st_mtime, entry.parent.name) for entry in folder.glob("*/config.json")]
     except OSError:

@@ -37,7 +37,7 @@ class RunStatus:
         Args:
             step: Environment steps so far.
             metrics: Values by name, e.g. `env/return_mean`.
-            now_s: Time in seconds, of any clock that does not go back.
+            now_s: Time in seconds, of any monotonic clock.
         """
         known = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
         self.step, self.updates = step, self.updates + 1
@@ -63,7 +63,7 @@ class RunStatus:
         return min(self.step / self.total_steps, 1.0) if self.total_steps > 0 else 1.0
 
     def seconds_left(self, now_s: float) -> float | None:
-        """Seconds until the last step at the speed of the latest updates; None if the speed is unknown."""
+        """Return the seconds until the last step at the speed of the latest updates; None if the speed is unknown."""
         if len(self._steps) < 2:
             return None
         (then_s, then), (last_s, last) = self._steps[0], self._steps[-1]
@@ -73,7 +73,7 @@ class RunStatus:
         return max(left - (now_s - last_s), 0.0)
 
     def shares(self) -> dict[str, float]:
-        """The fraction of the latest updates' time that each phase took, in the order of phases; they add up to one."""
+        """Return the fraction of the latest updates' time that each phase took, in order; the sum is one."""
         sums: dict[str, float] = {}
         for times in self._times:
             for name, seconds in times.items():
@@ -86,13 +86,13 @@ class RunStatus:
         return {name: seconds / total for name, seconds in parts.items() if seconds > 0} if total else {}
 
     def dropped(self) -> dict[str, int]:
-        """Number of dropped chunks by cause, without zeros."""
+        """Return the number of dropped chunks by cause, without zeros."""
         prefix = "dropped/"
         return {name.removeprefix(prefix): int(n) for name, n in self.latest.items() if name.startswith(prefix) and n}
 
 
 def line(status: RunStatus) -> str:
-    """The status in one line, for logs and terminals without cursor control."""
+    """Return the status in one line, for logs and terminals without cursor control."""
     latest = status.latest
     parts = [f"steps {status.step:,} of {status.total_steps:,} ({percent(status.fraction)})"]
     if RETURN in latest:
@@ -113,7 +113,7 @@ def line(status: RunStatus) -> str:
 
 
 def number(value: float) -> str:
-    """A return with two to four significant digits."""
+    """Format an episode return with two to four significant digits."""
     size = abs(value)
     if size >= 1e6 or 0 < size < 1e-3:
         return f"{value:.3g}"
@@ -121,12 +121,12 @@ def number(value: float) -> str:
 
 
 def percent(fraction: float) -> str:
-    """A fraction in percent; 100 % only if it is exactly one."""
+    """Format a fraction in percent; 100 % only if it is exactly one."""
     return f"{min(round(100 * fraction), 99 if fraction < 1 else 100)} %"
 
 
 def duration(seconds: float) -> str:
-    """Seconds as days, hours, minutes and seconds, e.g. `1:01:01`."""
+    """Format seconds as days, hours, minutes and seconds, e.g. `1:01:01`."""
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)
@@ -135,7 +135,7 @@ def duration(seconds: float) -> str:
 
 
 def data_size(nbytes: float) -> str:
-    """A number of bytes with its decimal unit, e.g. `1.5 kB`."""
+    """Format a number of bytes with its decimal unit, e.g. `1.5 kB`."""
     for unit in ("B", "kB", "MB", "GB"):
         if nbytes < 1000:
             return f"{nbytes:.0f} {unit}" if unit == "B" or nbytes >= 100 else f"{nbytes:.1f} {unit}"

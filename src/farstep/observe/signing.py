@@ -22,11 +22,11 @@ _PURPOSE = b"farstep run configuration 1\0"
 
 
 class NoKey(Exception):
-    """Why there is no key to use, as a clause."""
+    """No key can be used; the message is a clause with the reason."""
 
 
 def key_file() -> Path:
-    """The path of the key: `$XDG_STATE_HOME/farstep/run.key`; XDG_STATE_HOME defaults to ~/.local/state."""
+    """Return the path of the key: `$XDG_STATE_HOME/farstep/run.key`; XDG_STATE_HOME defaults to ~/.local/state."""
     base = Path(os.environ.get("XDG_STATE_HOME", ""))
     if not base.is_absolute():  # the XDG specification ignores relative paths
         try:
@@ -37,12 +37,12 @@ def key_file() -> Path:
 
 
 def tag(config: Mapping[str, object]) -> str:
-    """The tag of options as plain data; creates the key at first use, and raises `NoKey` if it cannot be stored."""
+    """Return the tag of options (plain data); create the key at first use, raise `NoKey` if it cannot be stored."""
     return _tag(_read_key() or _make_key(), config)
 
 
 def why_not_ours(config: Mapping[str, object], found: object) -> str:
-    """Why the tag does not show that this user wrote the options, as a clause; "" if it does."""
+    """Return why the tag does not show that this user wrote the options, as a clause; "" if it does."""
     if found is None:
         return "it has no tag"
     try:
@@ -61,7 +61,7 @@ def _tag(key: bytes, config: Mapping[str, object]) -> str:
 
 
 def _read_key() -> bytes | None:
-    """The key, or None if there is none yet."""
+    """Return the key, or None if there is none yet."""
     path = key_file()
     try:
         with open(path, "rb", opener=no_follow) as stream:

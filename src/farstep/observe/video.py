@@ -63,12 +63,12 @@ def check_fps(fps: float) -> None:
 
 
 def require_encoder() -> Any:
-    """Import and return the package with ffmpeg; raises `ConfigError` if it is not installed."""
+    """Import and return the package with ffmpeg; raise `ConfigError` if it is not installed."""
     return require("imageio_ffmpeg", "imageio-ffmpeg", "writing a video", "get_ffmpeg_exe")
 
 
 def _checked(frames: Iterable[Array]) -> Iterator[Array]:
-    """Yield the frames; raises `ConfigError` if one is not an image, or differs in size from the first."""
+    """Yield the frames; raise `ConfigError` if one is not an image, or differs in size from the first."""
     shape: tuple[int, ...] | None = None
     for number, frame in enumerate(frames):
         frame = np.asarray(frame)

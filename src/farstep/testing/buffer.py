@@ -131,7 +131,7 @@ class _Filled:
 
 
 def _rows_and_keys(make: MakeBuffer) -> None:
-    """Sampled rows are complete and have their own keys, for any size of inserts and after places were reused."""
+    """Check that sampled rows are complete and have their own keys, for any size of inserts and in reused cells."""
     with make(capacity=_CAPACITY, seed=1) as buffer:
         filled = _Filled(buffer)
         for count in (0, 8, 1, 3, 7, 5, 24, 0, 16, 40, 100, 2, 2):
@@ -145,7 +145,7 @@ def _rows_and_keys(make: MakeBuffer) -> None:
 
 
 def _gone(make: MakeBuffer) -> None:
-    """Items that were evicted or deleted are never sampled, and their keys are ignored."""
+    """Check that evicted and deleted items are never sampled, and that their keys are ignored."""
     with make(capacity=_CAPACITY, seed=2) as buffer:
         filled = _Filled(buffer)
         keys = filled.insert(3 * _CAPACITY)
@@ -174,7 +174,7 @@ def _gone(make: MakeBuffer) -> None:
 
 
 def _times(make: MakeBuffer) -> None:
-    """No item is sampled more often than `max_times_sampled`, even within one batch; then it is removed."""
+    """Check that an item is sampled at most `max_times_sampled` times, even within one batch, and is then removed."""
     for most in (1, 3):
         with make(capacity=_CAPACITY, seed=3, max_times_sampled=most) as buffer:
             filled = _Filled(buffer)
@@ -193,7 +193,7 @@ def _times(make: MakeBuffer) -> None:
 
 
 def _limiter(make: MakeBuffer) -> None:
-    """The limiter's difference stays within its bounds, except for items whose length is known only once drawn."""
+    """Check that the limiter's `diff` stays within its bounds, except for items whose length is unknown until drawn."""
     with make(capacity=_CAPACITY, seed=4, limiter=RateLimiter(1.0, 4, -6.0, 16.0)) as buffer:
         filled, limiter = _Filled(buffer), buffer.limiter
         rng, unforeseen = np.random.default_rng(4), 0
@@ -213,7 +213,7 @@ def _limiter(make: MakeBuffer) -> None:
 
 
 def _timeouts(make: MakeBuffer) -> None:
-    """A call that times out raises `BufferTimeout` and changes nothing."""
+    """Check that a call that times out raises `BufferTimeout` and changes nothing."""
     with make(capacity=_CAPACITY, limiter=MinSize(8)) as buffer:
         _expect(BufferTimeout, "nothing was inserted", buffer.sample, 1, timeout_s=0)
         filled = _Filled(buffer)
@@ -233,7 +233,7 @@ def _timeouts(make: MakeBuffer) -> None:
 
 
 def _close(make: MakeBuffer) -> None:
-    """Waiting threads continue as soon as the limiter allows it; `close` wakes the others."""
+    """Check that waiting threads continue as soon as the limiter allows it, and that `close` wakes the others."""
     buffer = make(capacity=_CAPACITY, limiter=MinSize(8))
     filled = _Filled(buffer)
     results, join = _in_thread(lambda: buffer.sample(1, timeout_s=_DEADLINE_S))
@@ -258,7 +258,7 @@ def _close_idle(make: MakeBuffer) -> None:
 
 
 def _refusals(make: MakeBuffer) -> None:
-    """Bad input is rejected and changes nothing."""
+    """Check that bad input is rejected and changes nothing."""
     with make(capacity=_CAPACITY, seed=5) as buffer:
         filled = _Filled(buffer)
         filled.insert(_CAPACITY)

@@ -163,7 +163,14 @@ class TableAgent:
         self.table = np.arange(size) * 7 % num_actions
 
     def act(self, obs: Any) -> dict[str, Any]:
-        """Return `action`, and twice the first entry of each observation as `value`."""
+        """Look up the actions for a batch of observations.
+
+        Args:
+            obs: Observations `[n, ...]` with at least two entries each.
+
+        Returns:
+            `action`, and twice the first entry of each observation as `value`.
+        """
         index = (obs[:, 0].astype(np.int64) * 31 + obs[:, 1].astype(np.int64)) % len(self.table)
         return {"action": self.table[index].astype(np.int64), "value": obs[:, 0] * 2}
 

@@ -39,7 +39,7 @@ _LAST_WORDS = "these are my last words"
 class ProbeEnv(CountingEnv):
     """Environment that reports its process and host, and fails in the fifth step of the episode with `fatal_seed`.
 
-    Episodes do not end. The fault `chat` prints in a thread all the time instead.
+    Episodes do not end. With the fault `chat` it does not fail, but prints continuously in a thread.
     """
 
     def __init__(self, fatal_seed: int = -1, fault: str = "exit") -> None:
@@ -129,7 +129,7 @@ def _check_unknown_option(make_config: MakeConfig) -> None:
 
 
 def _check_missing_engine(make_config: MakeConfig, missing: Callable[[], AbstractContextManager[object]]) -> None:
-    """The error is one sentence that names what to install or start."""
+    """Check that the error is one sentence that names what to install or start."""
     with missing(), contextlib.closing(_cluster(make_config(workers_per_node=1))) as env:
         try:
             env.launch()
@@ -140,7 +140,7 @@ def _check_missing_engine(make_config: MakeConfig, missing: Callable[[], Abstrac
 
 
 def _check_partial_start(scarce: MakeConfig) -> None:
-    """A run starts with `min_nodes` nodes, without waiting for the others."""
+    """Check that a run starts with `min_nodes` nodes, without waiting for the others."""
     with _cluster(scarce(min_nodes=1, workers_per_node=1)) as env:
         env.launch()
         _assert_whole(env.collect(TableAgent(), steps=4))
@@ -149,7 +149,7 @@ def _check_partial_start(scarce: MakeConfig) -> None:
 
 
 def _check_start(make_config: MakeConfig, processes: bool) -> None:
-    """All workers start, each with its slots, and end with `close`, which may be called twice."""
+    """Check that all workers start, each with its slots, and end with `close`, which may be called twice."""
     env = _cluster(make_config(workers_per_node=2, cpus_per_worker=2))
     try:
         env.launch()
@@ -176,7 +176,7 @@ def _check_start(make_config: MakeConfig, processes: bool) -> None:
 
 
 def _check_exception(make_config: MakeConfig) -> None:
-    """An exception of an environment arrives with worker, slot, host and traceback."""
+    """Check that an environment's exception is raised on the head with worker, slot, host and traceback."""
     with _cluster(make_config(workers_per_node=2, restart_budget=0), "raise") as env:
         try:
             env.collect(TableAgent(), steps=8)
@@ -189,7 +189,7 @@ def _check_exception(make_config: MakeConfig) -> None:
 
 
 def _check_crash(make_config: MakeConfig) -> None:
-    """A worker that dies is replaced; the others continue."""
+    """Check that a worker that dies is replaced, and that the others continue."""
     with _cluster(make_config(workers_per_node=2), "exit") as env:
         _, before = env.reset()
         agent = TableAgent()
@@ -204,7 +204,7 @@ def _check_crash(make_config: MakeConfig) -> None:
 
 
 def _check_output(make_config: MakeConfig) -> None:
-    """The error for a worker that died has its last output and its exit status."""
+    """Check that the error for a worker that died has its last output and its exit status."""
     with _cluster(make_config(workers_per_node=2, restart_budget=0), "exit") as env:
         _, info = env.reset()
         try:
@@ -219,7 +219,7 @@ def _check_output(make_config: MakeConfig) -> None:
 
 
 def _check_cancel(make_config: MakeConfig) -> None:
-    """`close` ends a worker that does not respond."""
+    """Check that `close` ends a worker that does not respond."""
     env = _cluster(make_config(workers_per_node=2, timeouts={"close_s": 0.5}), "hang")
     _, info = env.reset()
     stream = env.stream(TableAgent(), steps=2, max_staleness=3)
@@ -232,7 +232,7 @@ def _check_cancel(make_config: MakeConfig) -> None:
 
 
 def _check_killed_head(make_config: MakeConfig) -> None:
-    """Workers end when their head is killed."""
+    """Check that workers end when their head is killed."""
     code = "import sys, cloudpickle; cloudpickle.load(sys.stdin.buffer)()"
     head = subprocess.Popen(
         [sys.executable, "-c", code],
@@ -252,7 +252,7 @@ def _check_killed_head(make_config: MakeConfig) -> None:
 
 
 def _check_lost_node(make_config: MakeConfig, kill_node: Callable[[dict[str, Any]], None]) -> None:
-    """Collection continues without a lost node, as long as `min_nodes` remain, and with it once it is back."""
+    """Check that collection continues while `min_nodes` remain, and includes a lost node once it has rejoined."""
     with _cluster(make_config(nodes=2, min_nodes=1, workers_per_node=1, restart_budget=5)) as env:
         agent = TableAgent()
         _collect_until(env, agent, 6)
@@ -263,7 +263,7 @@ def _check_lost_node(make_config: MakeConfig, kill_node: Callable[[dict[str, Any
 
 
 def _check_scale(make_config: MakeConfig, kill_node: Callable[[dict[str, Any]], None]) -> None:
-    """Nodes join and leave while batches are collected; if the last one is lost, collection waits for another."""
+    """Check that nodes join and leave during collection, and that it waits for another if the last node is lost."""
     with _cluster(make_config(nodes=1, max_nodes=2, workers_per_node=1)) as env:
         agent = TableAgent()
         _collect_until(env, agent, 3)

@@ -1,7 +1,7 @@
 """A pytest plugin that fails tests which leak resources: `pytest -p farstep.testing.leaks`.
 
 It compares processes, threads, file descriptors, shared memory and temporary files before and after each test, and
-waits up to 10 seconds for what is being released.
+waits up to 10 seconds for resources that are being released.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _descriptors() -> set[str]:
 
 
 def _of_others(thing: str) -> bool:
-    """Return whether it is shared memory that a process which does not descend from this one uses."""
+    """Return whether `thing` is shared memory of a process that is neither this one nor a descendant."""
     if not thing.startswith("shared memory "):
         return False
     try:

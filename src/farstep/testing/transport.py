@@ -58,7 +58,7 @@ def check_transport(factory: Callable[[], AbstractContextManager[Ends]]) -> None
 
 
 def take(receiver: LinkEnd, sender: LinkEnd | None = None) -> Received:
-    """Return the next message; meanwhile, send what is queued at `sender`."""
+    """Return the next message; flush the queue of `sender` while waiting."""
     deadline = time.monotonic() + _DEADLINE_S
     flush = getattr(sender, "flush", lambda: True)
     while time.monotonic() < deadline:
@@ -82,7 +82,7 @@ def _both_ways(ends: Ends) -> list[tuple[LinkEnd, LinkEnd]]:
 
 
 def _frames(ends: Ends) -> None:
-    """The boundaries of frames and of messages are preserved."""
+    """Check that the boundaries of frames and of messages are preserved."""
     messages: list[list[BytesLike]] = [
         [b"one"],
         [b""],
@@ -98,7 +98,7 @@ def _frames(ends: Ends) -> None:
 
 
 def _sizes(ends: Ends) -> None:
-    """Sizes around the thresholds at which links change how they send, and far above."""
+    """Check message sizes around the thresholds at which links change how they send, and far above."""
     for size in (1, 32 * 1024 - 1, 32 * 1024, 32 * 1024 + 1, 2**18, 10 * 2**20):
         content = os.urandom(size)
         for sender, receiver in _both_ways(ends):
@@ -107,7 +107,7 @@ def _sizes(ends: Ends) -> None:
 
 
 def _many(ends: Ends) -> None:
-    """A thousand messages are sent before the other side reads the first."""
+    """Check that a thousand messages can be sent before the other side reads the first."""
     for i in range(1000):
         ends.head.send([b"%d" % i, b"x" * (i % 300)])
     for i in range(1000):
@@ -141,7 +141,7 @@ def _nothing_waits(ends: Ends) -> None:
 
 
 def _descriptors(ends: Ends) -> None:
-    """A received descriptor refers to the same memory; the sender may close its descriptor at once."""
+    """Check that a received descriptor refers to the same memory, after the sender has closed its own."""
     if not ends.carries_descriptors:
         return
     for frame in (b"small", b"large" * 20_000):
@@ -158,7 +158,7 @@ def _descriptors(ends: Ends) -> None:
 
 
 def _end(ends: Ends) -> None:
-    """Messages sent before the end still arrive, even if others were not read; then the end is reported."""
+    """Check that messages sent before the end still arrive, even if others were not read; then the end is reported."""
     if not ends.reports_end:
         return
     ends.head.send([b"never read"])

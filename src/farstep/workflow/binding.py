@@ -1,4 +1,4 @@
-"""Binding a workflow's buffer to its environments, and checks of options that would end in a deadlock."""
+"""Binds a workflow's buffer to its environments, and rejects options that would deadlock."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def bind_buffer(
     consuming: Sequence[DataKeyTrigger],
     steps: int,
 ) -> None:
-    """Let the buffer take its arrays from the environments, unless it has arrays already.
+    """Allocate the buffer's arrays for the rows of the environments, unless it has arrays already.
 
     Args:
         buffer: The buffer of the workflow.

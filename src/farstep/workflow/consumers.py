@@ -1,4 +1,4 @@
-"""What stands between triggers and consumers: retention of rows, staleness, updates in progress, consumer threads."""
+"""Deliveries between triggers and consumers: retained rows, stale messages, updates in progress, consumer threads."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Flow(Protocol):
     """Whether the run is ending, so that no trigger fires."""
 
     def is_stale(self, message: Message) -> bool:
-        """Whether the message names rows that are older than `max_staleness` allows."""
+        """Return whether the message names rows that are older than `max_staleness` allows."""
         ...
 
     def wake(self) -> None:
@@ -101,7 +101,7 @@ class Guard:
         return done
 
     def is_stale(self, message: Message) -> bool:
-        """Whether the message names rows that are too old; always False if the consumer takes no rows."""
+        """Return whether the message names rows that are too old; always False if the consumer takes no rows."""
         return bool(self.takers) and self._flow.is_stale(message)
 
     # ---- updates in progress (`delivery.MessageObserver`) ----
@@ -118,11 +118,11 @@ class Guard:
         return self._gate.updating(self._key(message), self._name(message), self._flow.agent)
 
     def begin(self, message: Message) -> None:
-        """The calling thread starts to handle a message."""
+        """Record that the calling thread starts to handle a message."""
         self._gate.begin(self._key(message), self._name(message), self._flow.agent)
 
     def end(self, message: Message, raised: bool) -> None:
-        """The message was handled, or handling it raised."""
+        """Record that a message was handled, or that handling it raised."""
         self._gate.end(self._key(message), raised)
 
     def _key(self, message: Message) -> tuple[int, str]:
@@ -132,7 +132,7 @@ class Guard:
         return f"{self._consumer} of trigger {message['trigger_id']!r}"
 
     def finished(self) -> list[str]:
-        """Trigger ids of the messages that were done since the last call; frees their rows."""
+        """Return the trigger ids of the messages that were done since the last call, and free their rows."""
         found: list[str] = getattr(self._delivery, "finished", list)()
         failed: set[str] = getattr(self._delivery, "failed", set())
         done = [message for name in found for message in self._open if message["message_id"] == name]
@@ -145,7 +145,7 @@ class Guard:
     def _finish(self, message: Message, unhandled: str | None) -> None:
         """Free the rows of a done message.
 
-        `unhandled` is why it was not handled: "stale", "cancelled" or "" (the consumer raised); None: it was handled.
+        `unhandled` is the reason if it was not handled: "stale", "cancelled" or "" (the consumer raised); else None.
         """
         if any(each is message for each in self._open):
             self._open = [each for each in self._open if each is not message]
@@ -171,7 +171,7 @@ class Guard:
     # ---- rows (`row_retention.Holder`) ----
 
     def holds(self, window: Mapping[str, Any], trigger_id: str | None) -> bool:
-        """Whether a message that is not done names these rows; `trigger_id`: only messages of this trigger."""
+        """Return whether a message that is not done names these rows; `trigger_id`: only messages of this trigger."""
         return any(
             (each["actor_ids"], each["start"]) == (window["actor_ids"], window["start"])
             for message in tuple(self._open)
@@ -180,12 +180,12 @@ class Guard:
         )
 
     def gaps_before(self, window: Mapping[str, Any]) -> list[int]:
-        """The actors whose rows directly before this window were dropped."""
+        """Return the actors whose rows directly before this window were dropped."""
         pairs = zip(window["actor_ids"], window["start"], strict=True)
         return [actor for actor, start in pairs if self._gaps.get(actor) == start]
 
     def unread_from(self, actor: int) -> int:
-        """The first row of an actor that is in use or that a later message may name."""
+        """Return the first row of an actor that is in use or that a later message may name."""
         found: list[int] = [*(leaf.next_of(actor) for leaf in self.takers), *self._held.get(actor, ())]
         return min(found)
 
@@ -235,7 +235,7 @@ class ConsumerThread:
                 self._flow.wake()
 
     def _handle(self, message: Message) -> BaseException | None:
-        """Call the consumer unless the message became stale in the queue; returns what the consumer raised."""
+        """Call the consumer unless the message became stale in the queue; return the exception that it raised."""
         if self.guard is not None and self.guard.is_stale(message):
             self.unhandled[id(message)] = "stale"
             self.guard.skip(message)
@@ -248,19 +248,19 @@ class ConsumerThread:
         return None
 
     def close(self, drop: bool) -> None:
-        """Take no more messages; with `drop`, cancel those in the queue, else let the thread handle them."""
+        """Accept no more messages; with `drop`, cancel those in the queue, else let the thread handle them."""
         for message in self.queue.close(drop):
             self.unhandled[id(message)] = "cancelled"
 
     def join(self, deadline: float) -> bool:
-        """Wait until the thread has ended, at most until `deadline` (`time.monotonic`); returns whether it has."""
+        """Wait until the thread has ended, at most until `deadline` (`time.monotonic`); return whether it has."""
         if self._thread is None:
             return True
         self._thread.join(min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX))
         return not self._thread.is_alive()
 
     def error(self, waited_s: float) -> FarstepError:
-        """The error of a thread that has not ended in time."""
+        """Return the error to raise if the thread has not ended `waited_s` seconds after the run."""
         return FarstepError(
             f"{self} has not returned {waited_s:g} s after the end of the run. Its thread continues, and this workflow "
             "can run again once it has returned; if it needs longer, raise Workflow(end_s=...)."
@@ -306,7 +306,7 @@ class Publisher:
         return done
 
     def finished(self) -> list[str]:
-        """Ids of the messages that are done; publishes if it is this publisher's turn."""
+        """Publish if it is this publisher's turn, and return the ids of the messages that are done."""
         if self._waiting and (self._published() or self._ends):
             self._done += self._waiting
             self._waiting.clear()
@@ -314,7 +314,7 @@ class Publisher:
         return done
 
     def _published(self) -> bool:
-        """Publish if it is this publisher's turn; otherwise stay in the queue."""
+        """Publish if it is this publisher's turn, otherwise stay in the queue; return whether it published."""
         if self._drops:
             self.failed.update(self._waiting)
             return False
@@ -336,7 +336,7 @@ class Publisher:
 
     @property
     def next_check(self) -> float | None:
-        """When the loop must call `finished` again even if nothing else happens; None: no need."""
+        """When the loop must call `finished` even if no other event occurs (`time.monotonic`); None: never."""
         return None if self._turn is None else self._turn.next_check
 
     def close(self, drop: bool) -> None:
@@ -351,5 +351,5 @@ class Publisher:
 
 
 def name_of(consumer: object) -> str:
-    """The consumer's name in errors."""
+    """Return the consumer's name in errors."""
     return f"the consumer {getattr(consumer, '__qualname__', consumer)!r}"

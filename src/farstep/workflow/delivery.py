@@ -55,14 +55,14 @@ class Direct:
 
 
 class MessageObserver(Protocol):
-    """Is notified when a thread starts and stops handling a message (see `consumers.Guard`)."""
+    """Receives a call when a thread starts to handle a message and when it has finished (see `consumers.Guard`)."""
 
     def begin(self, message: Message) -> None:
-        """The calling thread starts to handle a message."""
+        """Handle the start of a message in the calling thread."""
         ...
 
     def end(self, message: Message, raised: bool) -> None:
-        """The message was handled, or handling it raised."""
+        """Handle the end of a message, which raised or not."""
         ...
 
 
@@ -165,7 +165,7 @@ class LocalQueue:
             self._changed.notify_all()
 
     def finished(self, timeout_s: float = 0.0) -> list[str]:
-        """Collect which messages are done.
+        """Return the messages that were done since the last call.
 
         Args:
             timeout_s: Seconds to wait for a message to be done if there are outstanding ones; default: 0.
@@ -174,7 +174,7 @@ class LocalQueue:
             Their ids: `message_id`, or `trigger_id` if they have none.
 
         Raises:
-            BaseException: What a consumer raised, one error per call.
+            BaseException: The exception of a consumer, one per call.
         """
 
         def settled() -> bool:
@@ -188,7 +188,7 @@ class LocalQueue:
             return done
 
     def close(self, drop: bool = False) -> list[Message]:
-        """Take no more messages; `take` raises `ClosedError` once the queue is empty.
+        """Accept no more messages; `take` raises `ClosedError` once the queue is empty.
 
         Args:
             drop: Whether to remove the messages in the queue, which then count as done.
@@ -206,7 +206,7 @@ class LocalQueue:
             return dropped
 
     def reopen(self) -> None:
-        """Take messages again after `close`."""
+        """Accept messages again after `close`."""
         with self._changed:
             self._closed = False
 
@@ -318,7 +318,7 @@ class ZmqSender:
             raise ClosedError("this sender is closed; create a new one, and a receiver with its invitation.")
 
     def finished(self, timeout_s: float = 0.0) -> list[str]:
-        """Collect which messages are done.
+        """Return the messages that were done since the last call.
 
         Args:
             timeout_s: Seconds to wait for a message to be done if there are outstanding ones; default: 0.
@@ -352,7 +352,7 @@ class ZmqSender:
         self._check_unsent()
 
     def _drain(self) -> bool:
-        """Process all reports that have arrived; returns whether there were any."""
+        """Process all reports that have arrived; return whether there were any."""
         found = False
         for _, received in self._hub.drain():
             found = True
@@ -381,7 +381,7 @@ class ZmqSender:
                 )
 
     def _check_alive(self) -> None:
-        """Raise `DeliveryError` if the receiver has ended before its messages were done; pings it now and then."""
+        """Ping the receiver every `_PING_S` seconds; raise `DeliveryError` if it ended with messages outstanding."""
         now = time.monotonic()
         if not self._session:
             self._fail_sent("has ended")
@@ -426,7 +426,7 @@ class ZmqReceiver:
     The consumer calls `take`, handles the message and calls `done`.
 
     Args:
-        invitation: `ZmqSender.invitation`, as it is.
+        invitation: `ZmqSender.invitation`, unchanged.
 
     Raises:
         ConfigError: The invitation lacks an entry.
@@ -512,12 +512,12 @@ class ZmqReceiver:
 
 
 def _id_of(message: Message) -> str:
-    """The id that reports of a message use: its own, or its trigger's if it has none."""
+    """Return the id that reports of a message use: its own, or its trigger's if it has none."""
     return str(message.get("message_id") or message.get("trigger_id", ""))
 
 
 def _trigger_of(name: str) -> str:
-    """The trigger of the message with this id."""
+    """Return the trigger of the message with this id."""
     return name.rpartition("/")[0] or name
 
 

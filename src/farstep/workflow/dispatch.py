@@ -3,7 +3,7 @@
     Ledger changes ─ Dispatcher.check: trigger.ready? ─ trigger.consume ─ delivery(message) ─ ... ─ done
 
 A trigger tests (`ready`) and commits (`consume`) in separate calls, so that `a & b` consumes from both or from neither.
-No code here waits or reads a clock.
+Nothing here blocks or reads a clock.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class LazyMessage(Mapping[str, Any]):
 
 
 def extended(message: Message, **more: object) -> Message:
-    """A copy of the message with further entries."""
+    """Return a copy of the message with further entries."""
     return message.extended(**more) if isinstance(message, LazyMessage) else {**message, **more}
 
 
@@ -110,7 +110,7 @@ class Trigger:
         object.__setattr__(self, "_fired_at", state.changes)  # works for frozen dataclasses, too
 
     def deadline(self, state: Ledger) -> float | None:
-        """When the trigger may become ready without any other change of the ledger.
+        """Return when the trigger may become ready without any other change of the ledger.
 
         Args:
             state: The ledger.
@@ -121,7 +121,7 @@ class Trigger:
         return None
 
     def resume(self, state: Ledger, paused_s: float) -> None:
-        """Called when a run starts.
+        """Handle the start of a run.
 
         Args:
             state: The ledger.
@@ -274,7 +274,12 @@ class Dispatcher:
         return trigger_id
 
     def resume(self, state: Ledger, now: float) -> None:
-        """Start a run at time `now`; the time since the last run does not count."""
+        """Start a run; the time since the last run does not count.
+
+        Args:
+            state: The ledger.
+            now: The time now, in seconds on the clock of `state.now`.
+        """
         paused_s = now - state.now
         state.tick(now)
         for entry in self._entries.values():
@@ -331,7 +336,7 @@ class Dispatcher:
             self.done(trigger_id)
 
     def settle(self) -> list[BaseException]:
-        """Record which messages are done, without firing; returns the errors of their consumers."""
+        """Record which messages are done, without firing; return the errors of their consumers."""
         errors: list[BaseException] = []
         for entry in self._entries.values():
             for _ in range(entry.outstanding + 1):  # `finished` raises one error at a time
@@ -359,17 +364,31 @@ class Dispatcher:
         entry.outstanding -= 1
 
     def outstanding(self, trigger_id: str | None = None) -> int:
-        """Number of messages, of one trigger or of all, that were delivered and are not done."""
+        """Return the number of messages that were delivered and are not done.
+
+        Args:
+            trigger_id: Count only messages of this trigger; default: of all triggers.
+
+        Returns:
+            The number of messages.
+        """
         return sum(entry.outstanding for name, entry in self._entries.items() if trigger_id in (None, name))
 
     def deadline(self, state: Ledger) -> float | None:
-        """When to `tick` and `check` again if nothing else changes, on the clock of `state.now`; None: never."""
+        """Return when to call `Ledger.tick` and `check` again if nothing else changes.
+
+        Args:
+            state: The ledger.
+
+        Returns:
+            A time in seconds on the clock of `state.now`; None: never.
+        """
         deadlines = [entry.trigger.deadline(state) for entry in self._entries.values() if entry.has_room]
         return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
 
 def _noted(error: BaseException, entry: _Entry) -> BaseException:
-    """The error with a note that names the trigger."""
+    """Add a note that names the trigger to an error, and return the error."""
     note = f"In trigger {entry.trigger_id!r}, {entry.trigger!r}."
     if note not in getattr(error, "__notes__", ()):  # a consumer may raise the same error object again
         error.add_note(note)
@@ -377,7 +396,7 @@ def _noted(error: BaseException, entry: _Entry) -> BaseException:
 
 
 def _look(trigger: Trigger, state: Ledger) -> Message | None:
-    """The message of a trigger that is ready and has not fired since the last change."""
+    """Return the message of a trigger if it is ready and has not fired since the last change; otherwise None."""
     if trigger._fired_at == state.changes:
         return None
     message = trigger.ready(state)
@@ -397,7 +416,7 @@ def _settle(trigger: Trigger, changes: int, state: Ledger) -> None:
 
 
 def leaves_of(trigger: Trigger) -> Iterator[Trigger]:
-    """The triggers that `&` and `|` combine, or the trigger itself."""
+    """Yield the triggers that `&` and `|` combine, or the trigger itself."""
     if isinstance(trigger, _Joined):
         for part in trigger.parts:
             yield from leaves_of(part)

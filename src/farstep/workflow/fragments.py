@@ -63,7 +63,7 @@ class Fragments:
                     heapq.heappush(self._queue, fragment.number)
 
     def first_ready(self) -> Fragment | None:
-        """The oldest fragment whose stage is ready to fire."""
+        """Return the oldest fragment whose stage is ready to fire."""
         while self._queue:
             fragment = self._open.get(self._queue[0])
             if fragment is not None and not fragment.missing:
@@ -74,7 +74,7 @@ class Fragments:
         return None
 
     def set_stage(self, fragment: Fragment, stage: int) -> Iterable[Actor]:
-        """Set the stage to fire next; beyond the last stage, remove the fragment. Returns the actors to update."""
+        """Set the stage to fire next, or remove the fragment after its last stage; return the actors to update."""
         fragment.stage, fragment.missing = stage, set(fragment.starts)
         if stage < len(self._stages):
             return list(fragment.starts)

@@ -44,12 +44,12 @@ class _Track:
 
     def cut(self, end: int) -> None:
         """Remove writes beyond step `end`."""
-        kept = slice(bisect_right(self._ends, end), None)
+        beyond = slice(bisect_right(self._ends, end), None)
         for each in (self._ends, self._arrivals, self._oldest, self._newest):
-            del each[kept]
+            del each[beyond]
 
     def arrival_of(self, steps: int) -> int:
-        """The change (`Ledger.changes`) by which the first `steps` steps were written."""
+        """Return the change (`Ledger.changes`) by which the first `steps` steps were written."""
         return self._arrivals[bisect_left(self._ends, steps)]
 
     def span(self, start: int, stop: int) -> Span:
@@ -119,7 +119,11 @@ class Ledger:
         self.env_steps += (self.written(actor) - before) * envs
 
     def withdrew(self, actor: Actor) -> None:
-        """Remove the steps of an actor that were written on some keys but not on all, because they were lost."""
+        """Remove the steps of an actor that were written on some keys but not on all, because they were lost.
+
+        Args:
+            actor: The actor.
+        """
         end = self.written(actor)
         for track in self._tracks.get(actor, {}).values():
             track.cut(end)
@@ -131,25 +135,43 @@ class Ledger:
         self._touched[actor] = self.changes
 
     def members(self, present: Iterable[Actor], quorum: int = 1) -> None:
-        """Record which actors are present, and that `n="all"` needs at least `quorum` of them."""
+        """Record which actors are present.
+
+        Args:
+            present: The actors.
+            quorum: Number of actors that must be present for `DataKeyTrigger(n="all")` to fire; default: 1.
+        """
         found = frozenset(present)
         if (found, quorum) != (self.present, self.quorum):
             self.present, self.quorum = found, quorum
             self.changes += 1
 
     def published(self, name: str, version: int) -> None:
-        """Record the version of a published object; ignored unless it is newer."""
+        """Record the version of a published object; ignored unless it is newer.
+
+        Args:
+            name: Name of the object.
+            version: Its version.
+        """
         if version > self.versions.get(name, version - 1):
             self.versions[name] = version
             self.changes += 1
 
     def learned(self, steps: int = 1) -> None:
-        """Record `steps` updates of the learner."""
+        """Record updates of the learner.
+
+        Args:
+            steps: Number of updates; default: 1.
+        """
         self.learner_steps += steps
         self.changes += 1
 
     def tick(self, now: float) -> None:
-        """Advance the clock to `now`; an earlier time is ignored."""
+        """Advance the clock.
+
+        Args:
+            now: The time now, in seconds; a time before `self.now` is ignored.
+        """
         if now > self.now:
             self.now = now
             self.changes += 1
@@ -162,25 +184,65 @@ class Ledger:
         return self._tracks.keys()
 
     def touched_since(self, change: int) -> Iterator[Actor]:
-        """Actors whose steps changed after `change`, the latest first."""
+        """Yield the actors whose steps changed recently.
+
+        Args:
+            change: A value of `changes`.
+
+        Yields:
+            The actors whose steps changed after `change`, the latest first.
+        """
         for actor in reversed(self._touched):
             if self._touched[actor] <= change:
                 return
             yield actor
 
     def written(self, actor: Actor, keys: Sequence[str] | None = None) -> int:
-        """Number of steps that an actor has written on all of these keys (None: all keys)."""
+        """Return the number of steps that an actor has written.
+
+        Args:
+            actor: The actor.
+            keys: Count only steps that were written on all of these keys; default: all keys.
+
+        Returns:
+            The number of steps; 0 for an unknown actor.
+
+        Raises:
+            ConfigError: A key is unknown.
+        """
         return min(track.end for track in self._select(actor, keys)) if actor in self._tracks else 0
 
     def reached(self, actor: Actor, steps: int, keys: Sequence[str] | None = None) -> int | None:
-        """The change by which an actor had written `steps` steps on all of these keys; None if it has not yet."""
+        """Return when an actor had written a number of steps.
+
+        Args:
+            actor: The actor.
+            steps: Number of steps, counted from 0.
+            keys: Count only steps that were written on all of these keys; default: all keys.
+
+        Returns:
+            The value of `changes` after the write that reached this number; None if it was not reached yet.
+
+        Raises:
+            ConfigError: A key is unknown.
+        """
         tracks = self._select(actor, keys) if actor in self._tracks else []
         if not tracks or any(track.end < steps for track in tracks):
             return None
         return max(track.arrival_of(steps) for track in tracks)
 
     def span(self, actor: Actor, start: int, stop: int, keys: Sequence[str] | None = None) -> Span:
-        """The oldest and the newest version of steps `[start, stop)`, which must be written."""
+        """Return the oldest and the newest version of an actor's steps.
+
+        Args:
+            actor: The actor.
+            start: The first step.
+            stop: The step after the last; all steps before it must be written.
+            keys: Keys on which they are written; default: all keys.
+
+        Returns:
+            The oldest and the newest version.
+        """
         return self._select(actor, keys)[0].span(start, stop)
 
     def _select(self, actor: Actor, keys: Sequence[str] | None) -> list[_Track]:
@@ -188,7 +250,7 @@ class Ledger:
         return [tracks[""]] if "" in tracks else [tracks[name] for name in known]
 
     def _known(self, keys: Sequence[str] | None) -> Sequence[str]:
-        """These keys, or all; raises `ConfigError` for an unknown one."""
+        """Return these keys, or all for None; raise `ConfigError` for an unknown one."""
         if keys is None or not self.keys:
             return self.keys
         for key in keys:

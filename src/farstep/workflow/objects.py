@@ -4,8 +4,8 @@ An object is an array, or mappings with strings as keys, tuples and lists of arr
 `state_dict`, are read back as NumPy arrays, and lists as tuples.
 
 The memory starts with a description of the arrays, followed by two copies of them. A new version overwrites the older
-copy, then stamps it, then becomes the current one. A reader copies the current version and checks the stamp again. So
-a reader in any process gets one version and never parts of two, even if the writer dies while writing.
+copy, then stamps it, then becomes the current one. A reader copies the current version and checks the stamp again. A
+reader in any process thus gets one version and never parts of two, even if the writer dies while writing.
 """
 
 from __future__ import annotations
@@ -219,7 +219,7 @@ class ModelBlock:
         return self._find(name).read()
 
     def path(self, name: str) -> str:
-        """Path of an object for `SharedObject.attach(path)` in another process.
+        """Return the path of an object, for `SharedObject.attach(path)` in another process.
 
         Args:
             name: Its name.
@@ -247,12 +247,12 @@ class ModelBlock:
 
 
 def _header_bytes(description_bytes: int) -> int:
-    """Bytes before the arrays: words and description, rounded up to whole pages."""
+    """Return the number of bytes before the arrays: words and description, rounded up to whole pages."""
     return -(-(_START + description_bytes) // _PAGE) * _PAGE
 
 
 def _flattened(value: Nested) -> tuple[Schema, Structure, dict[str, Array]]:
-    """The schema and nesting of a value, and its arrays by path."""
+    """Return the schema and nesting of a value, and its arrays by path."""
     arrays: dict[str, Array] = {}
     structure = _visit(value, "object", arrays)
     return {path: ArraySpec(array.shape, array.dtype.str) for path, array in arrays.items()}, structure, arrays

@@ -41,7 +41,7 @@ class PartialChunks:
     def add(self, actor: int, ticket: int, key: int, version: int, batch: Batch) -> None:
         """Add arrays of an actor's chunk; `batch` has all arrays of the chunk so far and must not change."""
         chunks = self._chunks.setdefault(actor, [])
-        if any(each.ticket == ticket and each.key != key for each in chunks):  # the worker rolls the ticket again
+        if any(each.ticket == ticket and each.key != key for each in chunks):  # the worker repeats the ticket's chunk
             self._withdraw(actor, [each for each in chunks if each.ticket != ticket])
             chunks = self._chunks[actor]
         before = [each for each in chunks if each.ticket != ticket]
@@ -89,7 +89,7 @@ class PartialChunks:
             self._record(actor, chunk)
 
     def stored(self, actor: int, ticket: int) -> list[str] | None:
-        """Forget a chunk that is now in the buffer; returns its keys that are not recorded yet (None: all)."""
+        """Forget a chunk that is now in the buffer; return its keys that are not recorded yet (None: all)."""
         chunks = self._chunks.get(actor)
         if not chunks:
             return None
@@ -98,5 +98,5 @@ class PartialChunks:
         return [name for name in self._ledger.keys if name not in chunk.recorded]
 
     def batch(self, actor: int, start: int) -> Batch:
-        """The arrived arrays of the chunk that starts at an actor's row `start`."""
+        """Return the arrived arrays of the chunk that starts at an actor's row `start`."""
         return next(each.batch for each in self._chunks[actor] if each.start == start)

@@ -1,4 +1,4 @@
-"""Which actors have the steps that a `DataKeyTrigger` waits for, updated in constant time per change."""
+"""Tracks which actors have the steps that a `DataKeyTrigger` waits for, in constant time per change."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Columns = Mapping[str, tuple[Any, ...]]
 
 
 class ReadyActors:
-    """Which actors have the steps that a trigger waits for.
+    """Tracks which actors have the steps that a trigger waits for.
 
     An update costs time in proportion to the number of actors that changed since the last one, not to all actors.
     """
@@ -34,14 +34,14 @@ class ReadyActors:
         self._present: frozenset[Actor] | None = None
 
     def to_check(self) -> list[Actor]:
-        """Actors that may have become ready, or stopped being ready, since the last call."""
+        """Return the actors that may have become ready, or stopped being ready, since the last call."""
         found = {**dict.fromkeys(self.state.touched_since(self._checked_to)), **self._recheck}
         self._checked_to = self.state.changes
         self._recheck = {}
         return list(found)
 
     def recheck(self, actor: Actor) -> None:
-        """Have `to_check` return an actor again, e.g. because the trigger has consumed some of its steps."""
+        """Make `to_check` return an actor again, e.g. because the trigger has consumed some of its steps."""
         self._recheck[actor] = None
 
     def put(self, actor: Actor, arrival: int | None) -> None:
@@ -56,7 +56,7 @@ class ReadyActors:
             heapq.heappush(self._order, (arrival, self._pushed, actor))
 
     def has(self, n: int | None) -> bool:
-        """Whether `n` actors are ready; None: all that are present."""
+        """Return whether `n` actors are ready; None: all that are present."""
         state = self.state
         if n is not None:
             return len(self._arrivals) >= n
@@ -71,7 +71,7 @@ class ReadyActors:
         return bool(self._arrivals) and not self._missing and len(state.present) >= state.quorum
 
     def first(self, n: int | None) -> list[Actor]:
-        """The `n` actors that were ready first, or all that are ready, in that order."""
+        """Return the `n` actors that were ready first, or all that are ready, in that order."""
         if n is None:
             self._order = sorted((at, i, actor) for at, i, actor in self._order if self._arrivals.get(actor) == at)
             return list(dict.fromkeys(actor for _, _, actor in self._order))
@@ -126,7 +126,7 @@ class NewestSteps(ReadyActors):
             self._newest[actor] = newest
 
     def snapshot(self) -> Callable[[], Columns]:
-        """A function that returns the newest steps as of now; it may be called later and from any thread."""
+        """Return a function that returns the newest steps as of now; it may be called later and from any thread."""
         before, changes, count, actors = self._before, self._changes, len(self._changes), self.state.actors
         return cache(lambda: _listed(before, changes[:count], actors))
 

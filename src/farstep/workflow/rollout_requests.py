@@ -1,4 +1,4 @@
-"""Which workers of a workflow are present, and which of them were asked to roll.
+"""Tracks which workers of a workflow are present, and which of them were requested to roll.
 
 By default workers roll whenever the buffer has room. If `Workflow.next_rollout` is a consumer, they roll on demand: a
 request lets every present worker roll one window, and triggers with `n="all"` wait for exactly these workers.
@@ -53,7 +53,7 @@ class RolloutRequests:
         self._quorum = self._chunk_steps = 1
 
     def plan(self, chunk_steps: int, max_staleness: int | None) -> FeedPlan:
-        """Start a run with chunks of this many steps; return what its feed needs to know."""
+        """Start a run with chunks of `chunk_steps` steps, and return the plan for its feed."""
         self._chunk_steps = chunk_steps
         counts = [leaf.n for leaf in self._consuming if leaf.n is not None]
         self._waits_for_all = len(counts) < len(self._consuming)
@@ -82,7 +82,7 @@ class RolloutRequests:
             feed.invite(workers, chunks)
 
     def _unread(self, worker: int, feed: Feed) -> int:
-        """Return how many chunks of a worker that left and came back are stored or pending, and not yet consumed."""
+        """Return how many chunks of a worker that left and rejoined are stored or pending, and not yet consumed."""
         ledger = self._state.ledger
         rows = min((ledger.written(worker) - leaf.start_of(worker) for leaf in self._consuming), default=0)
         return rows // self._chunk_steps + feed.pending(worker)
@@ -99,7 +99,7 @@ class RolloutRequests:
     # ---- membership ----
 
     def update(self, feed: Feed) -> None:
-        """Take note of workers that have joined or left."""
+        """Process the workers that have joined or left since the last call."""
         if (members := feed.members()) is None:
             return
         self._present, self._quorum = members.present, members.quorum
@@ -136,12 +136,12 @@ class RolloutRequests:
                 self._request_window([worker], feed, self._unread(worker, feed))
 
     def _update_ledger(self) -> None:
-        """Write into the ledger which workers triggers wait for: on demand, only those that were asked to roll."""
+        """Record in the ledger which workers triggers wait for: on demand, only those that were requested to roll."""
         awaited = self._present if self._requested is None else self._requested & self._present
         self._state.ledger.members(awaited, self._quorum)
 
     def warn_if_absent(self, now: float) -> None:
-        """If it is due, warn about triggers that cannot fire until workers join."""
+        """Warn, if `warn_at` has passed, about triggers that cannot fire until workers join."""
         if now < self.warn_at:
             return
         self.warn_at = math.inf

@@ -1,4 +1,4 @@
-"""Which rows of a workflow a consumer still has to read, and where they are.
+"""Tracks which rows of a workflow its consumers still have to read, and where they are stored.
 
 Rows of complete chunks are in the buffer; parts of chunks that are still arriving are in `partial_chunks.py`.
 """
@@ -22,18 +22,18 @@ from farstep.workflow.windows import Windows
 
 
 class Holder(Protocol):
-    """Has messages that name rows, which must stay until the messages are done (see `consumers.Guard`)."""
+    """Holds messages that name rows; the rows are retained until the messages are done (see `consumers.Guard`)."""
 
     def holds(self, window: Mapping[str, Any], trigger_id: str | None) -> bool:
-        """Whether a message that is not done names these rows; `trigger_id`: only messages of this trigger."""
+        """Return whether a message that is not done names these rows; `trigger_id`: only messages of this trigger."""
         ...
 
     def gaps_before(self, window: Mapping[str, Any]) -> list[int]:
-        """The actors whose rows directly before this window were dropped."""
+        """Return the actors whose rows directly before this window were dropped."""
         ...
 
     def unread_from(self, actor: int) -> int:
-        """The first row of an actor that is in use or that a later message may name."""
+        """Return the first row of an actor that is in use or that a later message may name."""
         ...
 
     def discard(self, state: Ledger) -> None:
@@ -41,7 +41,7 @@ class Holder(Protocol):
         ...
 
     def left(self, state: Ledger, actor: int) -> None:
-        """An actor has left."""
+        """Handle the departure of an actor."""
         ...
 
 
@@ -64,7 +64,7 @@ class RowRetention:
         self.ahead = PartialChunks(ledger, triggers)
         self.holders: list[Holder] = []
         self._early: dict[int, Batch] = {}
-        """By the `ahead` of messages that were delivered before their rows were in the buffer: these rows."""
+        """The rows of messages that were delivered before their rows were in the buffer, by `message["ahead"]`."""
         self._delivered = 0
 
     def add(self, actor: int, ticket: int, version: int, batch: Batch) -> None:
@@ -81,7 +81,7 @@ class RowRetention:
             self.free({actor})  # consumers may have read all parts before the chunk was complete
 
     def has_room(self, actor: int, steps: int) -> bool:
-        """Whether an actor's next `steps` rows overwrite only rows that no holder needs."""
+        """Return whether an actor's next `steps` rows overwrite only rows that no holder needs."""
         if not self.holders:
             return True
         return self._ledger.written(actor) + steps - self._unread_from(actor) <= self._buffer.store.rows
@@ -90,7 +90,7 @@ class RowRetention:
         return min(holder.unread_from(actor) for holder in self.holders)
 
     def free(self, actors: set[int], dropped: str | None = None) -> None:
-        """Free the rows of these actors that no holder needs; `dropped`: why they were dropped, if they were."""
+        """Free the rows of these actors that no holder needs; `dropped` is the reason if they were dropped unread."""
         self._mark(actors)
         for actor in actors if self.holders else ():
             if chunks := self._windows.forget(actor, self._unread_from(actor)):
@@ -102,7 +102,7 @@ class RowRetention:
             self._windows.read(consumer, {actor: holder.unread_from(actor) for actor in actors})
 
     def backlog(self) -> list[int]:
-        """Per holder, its number of unread rows in the environment slot that has most."""
+        """Return per holder the number of unread rows in the environment slot that has the most."""
         if not self._buffer.is_bound:
             return [0] * len(self.holders)
         blocks = self._buffer.store.blocks
@@ -122,7 +122,7 @@ class RowRetention:
         self.free({actor}, "worker left")
 
     def batch(self, message: Message) -> Batch:
-        """The rows that a message names.
+        """Return the rows that a message names.
 
         Raises:
             ConfigError: The message does not name exactly one window.
@@ -170,7 +170,7 @@ class RowRetention:
         return {**message, **found, "keys": message["keys"] or tuple(self._buffer.schema), "path": self._buffer.path}
 
     def _partial_batch(self, window: Mapping[str, Any], gaps: list[int]) -> Batch:
-        """A batch of complete chunks and the arrived parts of incomplete ones."""
+        """Return a batch of complete chunks and the arrived parts of incomplete ones."""
         found = []
         for actor, start, stop in rows_of(window):
             if self._ledger.written(actor) >= stop:
@@ -187,7 +187,7 @@ class RowRetention:
 
 
 def windows_of(message: Message) -> Iterator[Mapping[str, Any]]:
-    """The parts of a message that name rows."""
+    """Yield the parts of a message that name rows."""
     if "all" in message:
         for part in message["all"]:
             yield from windows_of(part)
@@ -196,7 +196,7 @@ def windows_of(message: Message) -> Iterator[Mapping[str, Any]]:
 
 
 def rows_of(message: Message) -> Iterator[tuple[int, int, int]]:
-    """The actors that a message names, each with the first row of its window and the row after the last."""
+    """Yield the actors that a message names, each with the first row of its window and the row after the last."""
     for window in windows_of(message):
         for actor, start in zip(window["actor_ids"], window["start"], strict=True):
             yield actor, start, start + window["size"]

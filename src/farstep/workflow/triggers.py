@@ -142,14 +142,28 @@ class DataKeyTrigger(Trigger):
         return self._newest
 
     def start_of(self, actor: Actor) -> int:
-        """The first step of an actor's next window."""
+        """Return the first step of an actor's next window.
+
+        Args:
+            actor: The actor.
+
+        Returns:
+            The number of the step, counted from 0.
+        """
         start = self._consumed_to.get(actor, 0)
         for cut in self._cuts.get(actor, ()):
             start = cut if start < cut < start + self.size else start
         return start
 
     def next_of(self, actor: Actor) -> int:
-        """The first step of an actor that a later message may name."""
+        """Return the first step of an actor that a later message may name.
+
+        Args:
+            actor: The actor.
+
+        Returns:
+            The number of the step, counted from 0; before `start_of` if later stages of a window have not fired.
+        """
         return min([self.start_of(actor), *(each.starts[actor] for each in self._open.of(actor))])
 
     def _recheck(self, actors: Iterable[Actor]) -> None:
@@ -176,6 +190,10 @@ class DataKeyTrigger(Trigger):
         """Handle the departure of an actor: keep its complete windows, drop the steps of an incomplete one.
 
         A trigger with a fixed `n` drops nothing: it waits until `n` actors are ready again.
+
+        Args:
+            state: The ledger.
+            actor: The actor.
         """
         if self.n is not None or self.min_new is not None:
             return
@@ -190,7 +208,11 @@ class DataKeyTrigger(Trigger):
         self._recheck([actor])
 
     def discard(self, state: Ledger) -> None:
-        """Skip all steps that were written and not consumed; does nothing for replay."""
+        """Skip all steps that were written and not consumed; do nothing for replay.
+
+        Args:
+            state: The ledger.
+        """
         if self.min_new is None:
             self._open.clear()
             self._consumed_to = {actor: state.written(actor, self.stages[0]) for actor in state.actors}

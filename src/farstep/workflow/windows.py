@@ -33,8 +33,8 @@ class _Chunk:
     episodes: dict[str, Array]
     continues: Array
     last: dict[str, Array]
-    """The observation for the next action. If an episode ended with the last row, the buffer has its final observation
-    instead."""
+    """The observations after the last row, from which the next actions are chosen. If an episode ended with the last
+    row, the buffer stores its final observation instead."""
     state: Nested
 
 
@@ -48,7 +48,7 @@ class _Window:
     chunks: list[_Chunk]
 
     def ended(self, size: int) -> tuple[Array, dict[str, Array]]:
-        """Rows of the window, counted from its first, at which episodes ended; and these episodes."""
+        """Return the rows at which episodes ended, counted from the window's first row, and these episodes."""
         rows = np.concatenate([chunk.ended for chunk in self.chunks]) - self.start
         here = (rows >= 0) & (rows < size)
         return rows[here], {k: np.concatenate([c.episodes[k] for c in self.chunks])[here] for k in EPISODE_KEYS}
@@ -67,7 +67,7 @@ class Windows:
         self._columns: dict[int, slice] = {}
         self._chunks: dict[int, deque[_Chunk]] = {}
         self._offsets: dict[int, int] = {}
-        """Per actor, what to add to the number of its row to get the row of the blocks."""
+        """Per actor, the offset from the numbers of its rows to the rows of the blocks."""
 
     def add(self, actor: int, start: int, batch: Batch) -> None:
         """Add an actor's chunk, just inserted into the buffer, whose first row is `start`."""
@@ -83,7 +83,7 @@ class Windows:
             self._chunks.setdefault(actor, deque()).append(chunk)
 
     def forget(self, actor: int, upto: int) -> int:
-        """Forget an actor's chunks that end before row `upto`; returns how many."""
+        """Forget an actor's chunks whose rows are all before row `upto`; return the number of these chunks."""
         with self._buffer.locked():
             chunks, before = self._chunks.get(actor, ()), len(self._chunks.get(actor, ()))
             while chunks and chunks[0].stop <= upto:
@@ -100,7 +100,7 @@ class Windows:
                 cursors[consumer, self._columns[actor]] = upto[actor] + self._offsets[actor]
 
     def where(self, actor: int, start: int, size: int) -> tuple[tuple[int, int], int]:
-        """The environment slots of an actor as (first, last + 1), and the first row of a window in the blocks."""
+        """Return an actor's environment slots as (first, last + 1), and the first row of a window in the blocks."""
         with self._buffer.locked():
             window = self._window(actor, start, size)
             return (window.columns.start, window.columns.stop), window.place
@@ -171,7 +171,7 @@ class Windows:
 
 
 def _rows(block: Array, windows: Sequence[_Window], size: int) -> Array:
-    """The rows of all windows, as a view of the block if possible."""
+    """Return the rows of all windows, as a view of the block if possible."""
     first, last = windows[0], windows[-1]
     width = sum(w.columns.stop - w.columns.start for w in windows)
     place = first.place % len(block)
@@ -183,7 +183,7 @@ def _rows(block: Array, windows: Sequence[_Window], size: int) -> Array:
 
 
 def _last(block: Array, name: str, window: _Window, size: int) -> Array:
-    """The observation after the window's last row, or after the reset that followed it."""
+    """Return the observation after the window's last row, or after the reset that followed it."""
     newest = window.chunks[-1]
     if newest.stop == window.start + size:
         return newest.last[name]
@@ -192,7 +192,7 @@ def _last(block: Array, name: str, window: _Window, size: int) -> Array:
 
 
 def _states(windows: Sequence[_Window]) -> Nested:
-    """The recurrent state at the first row, or None if a window does not start at a chunk's first row."""
+    """Return the recurrent state at the first row, or None if a window does not start at a chunk's first row."""
     found = [w.chunks[0].state for w in windows]
     if any(state is None or w.chunks[0].start != w.start for state, w in zip(found, windows, strict=True)):
         return None

@@ -104,7 +104,7 @@ class Workflow:
         self._dispatcher = Dispatcher()
         self._by_data: list[DataKeyTrigger] = []
         self._consuming: list[DataKeyTrigger] = []
-        """Those whose messages name rows that must not be overwritten before the consumer is done."""
+        """The triggers whose messages name rows that must not be overwritten before the consumer is done."""
         self._reading: list[str] = []
         """Names of the triggers of consumers that read rows, in the order of `RowRetention.holders`."""
         self._state = RunState(agent, buffer, self._max_staleness, self._consuming, self._freed)
@@ -121,7 +121,7 @@ class Workflow:
         self._loop: int | None = None
         """Identifier of the thread in `run`."""
         self._calls: deque[Callable[[], None]] = deque()
-        """Calls from other threads that change the ledger, for the loop to make."""
+        """Calls that change the ledger, queued by other threads; the loop makes them."""
 
     @property
     def stopped(self) -> bool:
@@ -217,14 +217,19 @@ class Workflow:
         return self._state.retention.batch(message)
 
     def backlog(self) -> dict[str, int]:
-        """Return how many rows each consumer has yet to finish, for the slot with the most, by name of the trigger."""
+        """Return how many rows each consumer still has to process.
+
+        Returns:
+            By name of the trigger, the number of unprocessed rows of the environment slot that has the most.
+        """
         return dict(zip(self._reading, self._state.retention.backlog(), strict=False))
 
     def publish(self, message: Message | None = None) -> int:
         """Publish the agent's parameters; fires `ObjectKeyTrigger("parameters")`. Can be a consumer itself.
 
-        Publishes a whole snapshot: waits until the other consumers have returned from their messages (see `updates` of
-        `on`). A consumer that calls it in the middle of its own update publishes the parameters as they are.
+        The published parameters are consistent: the call waits until the other consumers have returned from their
+        messages (see `updates` of `on`). A consumer that calls it in the middle of its own update publishes the
+        parameters as they are.
 
         Args:
             message: Ignored, so that this method can be registered as a consumer.
@@ -294,12 +299,15 @@ class Workflow:
 
         Args:
             steps: Number of updates; default 1.
+
+        Raises:
+            ConfigError: `steps` is not a positive integer.
         """
         steps = check_count("steps", steps)
         self._in_loop(lambda: self.ledger.learned(steps))
 
     def stop(self) -> None:
-        """End the current `run`: no trigger fires any more. From any thread."""
+        """End the current `run`: no trigger fires any more. May be called from any thread."""
         self._state.stopped = True
         self._state.wake()
 
@@ -318,7 +326,7 @@ class Workflow:
         Raises:
             ConfigError: An option does not fit the environments or the buffer.
             ClosedError: This workflow is already running.
-            Exception: Whatever a consumer raised.
+            Exception: Any exception that a consumer raised.
         """
         if total_steps is not None:
             check_count("total_steps", total_steps)
@@ -436,7 +444,7 @@ class Workflow:
         return bool(keyed) and taken and not self._keyed_elsewhere
 
     def _bind(self, collector: Collector, steps: int) -> None:
-        """Let the buffer take its arrays from the environments; reject options that would end in a deadlock."""
+        """Allocate the buffer's arrays for the rows of the environments; reject options that would deadlock."""
         schema, structures = collector.row_schema()
         schema = {name: spec for name, spec in schema.items() if not is_final(name)}
         self.ledger.keys = tuple(schema)
@@ -466,7 +474,7 @@ class Workflow:
             )
 
     def _freed(self, worker: int, chunks: int, dropped: str | None) -> None:
-        """Chunks are no longer needed: they were consumed, or `dropped` for a cause."""
+        """Handle chunks that are no longer needed; `dropped` is the reason if they were not consumed."""
         if dropped is not None:
             self._requests.dropped(worker, chunks)
         if self._state.feed is not None:

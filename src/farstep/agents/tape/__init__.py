@@ -7,11 +7,11 @@ operation, otherwise the recorded operation itself.
 
     act ── recording: Tape of Ops ── passes ── source: lines by a Writer and lowering ── Program
 
-The recorded tensors are kept and serve as buffers of the replay. So a view needs no line, since it still views the
-same memory; aliasing and in-place writes are the same as in the eager call; and parameters are read in place, so that
-new weights loaded in place take effect without another recording.
+The recorded tensors are kept and serve as buffers of the replay. A view therefore needs no line, since it still views
+the same memory; aliasing and in-place writes are the same as in the eager call; and parameters are read in place, so
+that new weights loaded in place take effect without another recording.
 
-Eager is always right, so anything that could make a replay differ raises `Untraceable`: values that are read into
+The eager call is the reference, so anything that could make a replay differ raises `Untraceable`: values read into
 Python, changed inputs or parameters, Python state or Python random numbers, two calls that do not run the same
 operations, and finally a replay whose result differs from the eager calls. Later changes of Python attributes (a
 temperature, train or eval mode) are not detected here: their values are part of the recording.

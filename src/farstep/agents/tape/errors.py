@@ -23,7 +23,7 @@ class Unsupported(Exception):
 
 @contextmanager
 def untraceable_if_failing(what: str) -> Iterator[None]:
-    """Convert errors inside the context, which eager calls did not have, to `Untraceable`."""
+    """Convert errors inside the context, which the eager call did not raise, to `Untraceable`."""
     try:
         yield
     except Untraceable:

@@ -14,22 +14,22 @@ from farstep.schema import flat, map_leaves
 
 
 def tensors_of(value: Any) -> Iterator[Tensor]:
-    """The leaves that are tensors."""
+    """Return the leaves that are tensors."""
     return (leaf for leaf in flat(value) if isinstance(leaf, Tensor))
 
 
 def aliases_of(value: Any) -> Any:
-    """A copy of a nested value whose tensors are aliases that share the memory."""
+    """Return a copy of a nested value whose tensors are aliases that share the memory."""
     return map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, value)
 
 
 def outline_of(value: Any) -> str:
-    """The structure as text: containers, keys and the types of the leaves."""
+    """Return the structure as text: containers, keys and the types of the leaves."""
     return repr(map_leaves(lambda leaf: type(leaf).__name__, value))
 
 
 def leaves_of(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a nested value, each with the subscripts that reach it."""
+    """Yield the tensors of a nested value, each with the subscripts that reach it."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             yield from leaves_of(item, f"{path}[{key!r}]")
@@ -41,7 +41,7 @@ def leaves_of(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def static_inputs(examples: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Contiguous copies of the examples, from which a recording reads its inputs."""
+    """Return contiguous copies of the examples, from which a recording reads its inputs."""
 
     def own(leaf: Any) -> Any:
         return leaf if leaf is None else torch.as_tensor(leaf).clone(memory_format=torch.contiguous_format)
@@ -50,7 +50,7 @@ def static_inputs(examples: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def arrays_of(value: Any) -> Any:
-    """A nested value with its tensors copied to NumPy arrays."""
+    """Return a nested value with its tensors copied to NumPy arrays."""
 
     def convert(leaf: Any) -> Any:
         try:

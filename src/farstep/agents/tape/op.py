@@ -39,12 +39,12 @@ class Op:
 
 
 def storage_of(tensor: Tensor) -> int:
-    """Identifies the storage of a tensor: equal for two tensors if and only if they may share memory."""
+    """Return an id of the storage of a tensor: equal for two tensors if and only if they may share memory."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def producer(ops: Iterable[Op], tensor: Tensor) -> Op | None:
-    """The operation whose only output is this tensor, if no other operation writes to its memory."""
+    """Return the operation whose only output is this tensor, if no other operation writes to its memory."""
     writers = [op for op in ops if storage_of(tensor) in op.writes]
     if len(writers) != 1 or writers[0].mutates or len(writers[0].outputs) != 1:
         return None
@@ -52,6 +52,6 @@ def producer(ops: Iterable[Op], tensor: Tensor) -> Op | None:
 
 
 def same_bytes(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors hold the same bits: NaN equals NaN here, and -0.0 is not 0.0."""
+    """Return whether two tensors hold the same bits: NaN equals NaN here, and -0.0 is not 0.0."""
     a, b = a.detach().contiguous(), b.detach().contiguous()
     return a.shape == b.shape and torch.equal(a.view(-1).view(torch.uint8), b.view(-1).view(torch.uint8))

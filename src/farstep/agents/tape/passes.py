@@ -43,7 +43,7 @@ def _settled(ops: list[Op], tensor: Tensor) -> bool:
 
 
 def live(ops: list[Op], results: list[Tensor]) -> list[Op]:
-    """The operations that a result depends on, that draw random numbers, or that have no outputs (checks)."""
+    """Return the operations that a result depends on, that draw random numbers, or that have no outputs (checks)."""
     wanted = {storage_of(tensor) for tensor in results}
     live = []
     for op in reversed(ops):

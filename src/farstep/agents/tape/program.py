@@ -42,7 +42,7 @@ class Program:
         return self._context.run(self._function, *args)
 
     def is_current(self) -> bool:
-        """Whether all parameters are still at the recorded addresses; False after `p.data = ...`."""
+        """Return whether all parameters are still at the recorded addresses; False after `p.data = ...`."""
         return all(tensor.data_ptr() == address for tensor, address in self._outside)
 
 
@@ -64,7 +64,7 @@ def compile_act(function: Callable[..., Any], *examples: Any) -> Program:
     start = torch.get_rng_state()
     with torch.inference_mode(False), torch.no_grad():
         try:
-            function(*static_inputs(examples))  # initialise what is created on first use
+            function(*static_inputs(examples))  # warm-up: creates lazily initialised modules and caches
             seeds = [torch.get_rng_state()]
             expected = [arrays_of(function(*static_inputs(examples)))]
             tapes, before = [], python_state(function)

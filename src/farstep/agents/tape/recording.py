@@ -140,7 +140,7 @@ class Tape:
             self._varies.add(storage)
 
     def varies(self, tensor: Any) -> bool:
-        """Whether a tensor depends on an input, a parameter or a random number."""
+        """Return whether a tensor depends on an input, a parameter or a random number."""
         storage = storage_of(tensor)
         return storage in self._varies or storage not in self._numbers
 
@@ -241,7 +241,7 @@ class _Escapes(TorchFunctionMode):
 
 
 def _user_frame() -> Any:
-    """The innermost frame outside farstep's recording and torch's dispatch."""
+    """Return the innermost frame outside farstep's recording and torch's dispatch."""
     frame, package = sys._getframe(1), Path(torch.__file__).parent
     ours = (f"{Path(__file__).parent}/", str(package / "_tensor.py"), str(package / "_ops.py"))
     while frame.f_back is not None and frame.f_code.co_filename.startswith(ours):
@@ -255,7 +255,7 @@ def _caller() -> str:
 
 
 def _is_validation() -> bool:
-    """Whether the value is read only by torch's own validation of arguments."""
+    """Return whether the value is read only by torch's own validation of arguments."""
     frame = _user_frame()
     path, function = Path(frame.f_code.co_filename), frame.f_code.co_name
     if path.parent == Path(torch.distributions.__file__).parent and path.name in _VALIDATES:
@@ -272,7 +272,7 @@ def _is_validation() -> bool:
 
 
 def _changed(op: Op) -> Iterator[Tensor]:
-    """The arguments of an operation that it writes to, according to its schema."""
+    """Yield the arguments of an operation that it writes to, according to its schema."""
     for position, argument in enumerate(op.func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             given = op.args[position] if position < len(op.args) else op.kwargs.get(argument.name)

@@ -20,7 +20,7 @@ from farstep.agents.tape.writer import Writer, identifier
 
 
 def write_source(tape: Tape, function: Callable[..., Any]) -> tuple[str, dict[str, Any]]:
-    """The source of a function `act`, and the objects that its names refer to."""
+    """Return the source of a function `act`, and the objects that its names refer to."""
     ops = live(simplify(tape.ops), [leaf for _, leaf in leaves_of(tape.result)])
     arguments = _argument_names(function, len(tape.inputs))
     w = Writer(ops, _labels(tape, function), names=FUNCTIONS, reserved=arguments)
@@ -91,7 +91,7 @@ def _write_op(w: Writer, op: Op) -> None:
 
 
 def _out_overload(op: Op) -> tuple[Any, list[str]] | None:
-    """The overload of an operation that writes all outputs into given tensors, and the names of these arguments."""
+    """Return the overload of an operation that writes into given tensors, and the names of these arguments."""
     packet, schema = op.func.overloadpacket, op.func._schema
     plain = [(a.name, str(a.type)) for a in schema.arguments]
     if len(op.outputs) != len(schema.returns) or not all(str(r.type) == "Tensor" for r in schema.returns):
@@ -107,7 +107,7 @@ def _out_overload(op: Op) -> tuple[Any, list[str]] | None:
 
 
 def _labels(tape: Tape, function: Callable[..., Any]) -> dict[int, str]:
-    """Names for the parameters, by storage: those that they have in their module, if any."""
+    """Return names for the parameters, by storage: those that they have in their module, if any."""
     owner = function if isinstance(function, torch.nn.Module) else getattr(function, "__self__", None)
     named: list[tuple[str, Tensor]] = []
     if isinstance(owner, torch.nn.Module):
@@ -147,7 +147,7 @@ def _literal(w: Writer, leaf: Any) -> str:
 
 
 def _written(value: Any, leaf: Callable[[Any], str], w: Writer) -> str:
-    """A nested value as a Python expression."""
+    """Return a nested value as a Python expression."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key!r}: {_written(item, leaf, w)}" for key, item in value.items()) + "}"
     if isinstance(value, list):

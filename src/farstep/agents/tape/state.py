@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 def python_state(function: Callable[..., Any]) -> dict[str, Any]:
-    """The state that a function can reach, by path: the attributes of its owner and the values it closes over."""
+    """Return the state that a function can reach, by path: attributes of its owner and the values it closes over."""
     state: dict[str, Any] = {}
     seen: set[int] = set()
 
@@ -63,7 +63,7 @@ def _is_full(cell: Any) -> bool:
 
 
 def difference(before: dict[str, Any], after: dict[str, Any]) -> str | None:
-    """A path whose value was changed, added or removed; None if there is none."""
+    """Return a path whose value was changed, added or removed; None if there is none."""
     for path in before.keys() | after.keys():
         if before.get(path) != after.get(path):
             return path

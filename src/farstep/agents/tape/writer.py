@@ -45,11 +45,11 @@ class Writer:
         return unique
 
     def tensor(self, tensor: Tensor) -> str:
-        """The name of a tensor, as an argument of torch operations."""
+        """Return the name of a tensor, as an argument of torch operations."""
         return self._named(tensor, "torch", lambda alias: alias)
 
     def array(self, tensor: Tensor) -> str:
-        """The name of a NumPy array that shares the tensor's memory."""
+        """Return the name of a NumPy array that shares the tensor's memory."""
         return self._named(tensor, "numpy", as_array)
 
     def _named(self, tensor: Tensor, kind: str, view: Callable[[Tensor], Any]) -> str:
@@ -64,11 +64,11 @@ class Writer:
         return self._known[key]
 
     def scratch(self, shape: Sequence[int], dtype: torch.dtype) -> str:
-        """The name of a new array for intermediate results."""
+        """Return the name of a new array for intermediate results."""
         return self.bind("scratch", as_array(torch.empty(tuple(shape), dtype=dtype)))
 
     def number(self, value: Any, dtype: torch.dtype) -> str:
-        """The name of a Python number as a 0-d array, which is faster in ufuncs than the number itself."""
+        """Return the name of a Python number as a 0-d array, which is faster in ufuncs than the number itself."""
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise Unsupported
         if isinstance(value, float) and dtype not in FLOATS:
@@ -84,7 +84,7 @@ class Writer:
         return self._known[key]
 
     def operand(self, value: Any, dtype: torch.dtype) -> str:
-        """The name of a tensor or number as an operand of exactly this dtype, so that NumPy promotes nothing."""
+        """Return the name of a tensor or number as an operand of exactly this dtype, so that NumPy promotes nothing."""
         if not isinstance(value, Tensor):
             return self.number(value, dtype)
         if value.dtype != dtype:
@@ -100,6 +100,6 @@ def as_array(tensor: Tensor) -> np.ndarray[Any, Any]:
 
 
 def identifier(text: str) -> str:
-    """A valid Python identifier for the text."""
+    """Return a valid Python identifier for the text."""
     name = "".join(c if c.isalnum() else "_" for c in text)
     return f"p_{name}" if name[:1].isdigit() or keyword.iskeyword(name) else name

@@ -53,8 +53,8 @@ class Contents:
         tails = [name for name in schema if name.split(".")[0] == "obs"] if follow else []
         self.store = Store(schema, rows, columns, tails)
         self.is_pinned = False
-        """Whether rows must stay a ring, since they are read in place: the cell of a removed row is reused only when it
-        is the oldest."""
+        """Whether rows must stay in ring order because readers access the cells directly: the cell of a removed row is
+        reused only when it is the oldest."""
         self._span = sampler.span(self.store)
         self.selector: Selector = sampler.selector(self.store.table)
         """Chooses the items of batches."""
@@ -97,7 +97,7 @@ class Contents:
             raise ConfigError("this buffer stores the next observations of batches: insert batches, not rows.")
 
     def rows_of(self, batch: Batch) -> dict[str, Array]:
-        """The arrays `[T, N, ...]` of a batch that are stored; raises `ConfigError` if they do not match or fit."""
+        """Return the arrays `[T, N, ...]` of a batch to store; raise `ConfigError` if they do not match or fit."""
         store = self.store
         values = arrays_of(batch, with_next=any(name.startswith("next_obs") for name in store.schema))
         check_rows(values, store.schema, leading=2, slots=batch.slots.tolist())
@@ -118,7 +118,7 @@ class Contents:
             )
 
     def put_rows(self, values: Mapping[str, Array], count: int) -> tuple[Array, int]:
-        """Put rows `[count, ...]` into plain contents; returns their keys and the number of evicted items."""
+        """Put rows `[count, ...]` into plain contents; return their keys and the number of evicted items."""
         if not self.is_cyclic:
             keys, _, evicted = self.put_anywhere(values, count)
             return keys, evicted
@@ -187,7 +187,7 @@ class Contents:
         return keys, len(steps), evicted
 
     def _put_steps(self, values: Mapping[str, Array], count: int) -> tuple[Array, int]:
-        """Put rows `[count, ...]` without filler; returns their keys and the number of evicted items."""
+        """Put rows `[count, ...]` without filler; return their keys and the number of evicted items."""
         table, keys, evicted = self.store.table, np.empty(count, np.int64), 0
         missing = count - (self.capacity - table.size)
         if missing > 0 and count <= self.capacity and self._removes_oldest:  # evict at once: no new row is among them
@@ -213,7 +213,7 @@ class Contents:
             selector.inserted(cells, keys)
 
     def _displace(self, values: Mapping[str, Array], rows: Array, keys: Array) -> int:
-        """Put rows into a full store, one after the other; returns the number of evicted items."""
+        """Put rows into a full store, one after the other; return the number of evicted items."""
         assert self._remover is not None
         table, evicted = self.store.table, 0
         while evicted < len(rows):
@@ -238,7 +238,7 @@ class Contents:
         return evicted
 
     def put_batch(self, batch: Batch, values: Mapping[str, Array]) -> tuple[Array, int, int]:
-        """`put` the rows `[T, N, ...]` of a batch, each slot into its own column."""
+        """Put the rows `[T, N, ...]` of a batch, each slot into its own column."""
         store = self.store
         keys = np.empty(batch.shape, np.int64)
         inserted = evicted = 0
@@ -273,7 +273,7 @@ class Contents:
     # ---- updating and removing ----
 
     def update(self, keys: Array, priorities: Array) -> int:
-        """Set the priorities of items; returns how many of them still exist."""
+        """Set the priorities of items; return how many of them still exist."""
         table = self.store.table
         cells = keys % table.cells
         exists = (keys >= 0) & (table.keys.take(cells) == keys)
@@ -313,7 +313,7 @@ class Contents:
             self._free.push(cells)
 
     def _with_episodes(self, cells: Array, selector: EpisodeSelector) -> Array:
-        """The given cells, and those of all further rows of the episodes that start there."""
+        """Return the given cells, and those of all further rows of the episodes that start there."""
         table, found = self.store.table, [cells]
         at = cells[selector.weights[cells] > 0]
         while len(at := self.store.following(at[~self.store.flat_cut[at]])):
@@ -345,12 +345,12 @@ class Contents:
         self.store.release(cells, self._free.is_free)
 
     def _make_room(self, count: int) -> int:
-        """Evict the oldest items until `count` cells are free; returns the number of evicted items."""
+        """Evict the oldest items until `count` cells are free; return the number of evicted items."""
         if (missing := count - len(self._free)) <= 0:
             return 0
         assert self._remover is not None and self.store.links is not None
         oldest, _ = self._remover.select(missing, self.rng)
-        # Evicting an item also frees the rows kept for it, since all older items are gone by then.
+        # Evicting an item also frees the rows kept for it, since all older items are evicted before it.
         freed = np.cumsum(1 + self.store.links.rows_kept_for(oldest))
         evicted = oldest[: int(np.searchsorted(freed, missing)) + 1]
         self._take_out(evicted)
@@ -359,7 +359,7 @@ class Contents:
     # ---- checkpoints ----
 
     def state(self) -> tuple[dict[str, Array], dict[str, Any]]:
-        """The whole contents for a checkpoint, as arrays and plain data."""
+        """Return the whole contents for a checkpoint, as arrays and plain data."""
         used = int(self.store.table.used.max())
         parts: dict[str, Mapping[str, Array]] = {
             "rows": {name: block[:used] for name, block in self.store.blocks.arrays.items()},
@@ -479,17 +479,17 @@ class FreeCells:
 
 
 def cells_of(capacity: int, columns: int, is_cyclic: bool) -> int:
-    """Number of cells of a store with this capacity."""
+    """Return the number of cells of a store with this capacity."""
     return (capacity // columns + _spare_rows(is_cyclic)) * columns
 
 
 def _spare_rows(is_cyclic: bool) -> int:
-    """Rows beyond the capacity: one if a remover chooses, since a new item is stored before an item is evicted."""
+    """Return the rows beyond the capacity: 1 if a remover chooses, since it evicts after the new item is stored."""
     return 0 if is_cyclic else 1
 
 
 def fitting_capacity(schema: Schema, capacity: int, columns: int, is_cyclic: bool, max_bytes: int | None) -> int:
-    """The largest capacity, at most `capacity`, that `max_bytes` allows, as a multiple of `columns`."""
+    """Return the largest capacity, at most `capacity`, that `max_bytes` allows, as a multiple of `columns`."""
     row_bytes = max(1, sum(spec.nbytes for spec in schema.values()))
     if max_bytes is not None:
         capacity = min(capacity, max_bytes // row_bytes - _spare_rows(is_cyclic))
@@ -508,12 +508,12 @@ def fitting_capacity(schema: Schema, capacity: int, columns: int, is_cyclic: boo
 
 
 def _last_occurrences(values: Array) -> Array:
-    """The index of the last occurrence of each distinct value, in ascending order."""
+    """Return the index of the last occurrence of each distinct value, in ascending order."""
     _, from_end = np.unique(values[::-1], return_index=True)
     return np.sort(len(values) - 1 - from_end)
 
 
 def _neighbours(slots: Array) -> list[tuple[int, int]]:
-    """Ranges of entries whose slots are consecutive."""
+    """Return the ranges of entries whose slots are consecutive."""
     cuts = [0, *(np.flatnonzero(np.diff(slots) != 1) + 1).tolist(), len(slots)]
     return [(a, b) for a, b in pairwise(cuts) if b > a]

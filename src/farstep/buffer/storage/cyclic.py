@@ -1,9 +1,9 @@
 """Cyclic blocks: per key one array `[rows, columns, ...]` in shared memory, and a header of cursors.
 
 Every column (an environment slot) has one writer and its own cursors, which count rows from 0 and never decrease: row
-`p` of a column is stored at `p % rows`. A writer first *claims* rows, which invalidates what they held before, then
-writes them and *commits* them, all keys at once or key by key. So a reader never uses a half-written row, even if the
-writer was killed while writing it. A column that changes its writer gets a new generation, and the new writer
+`p` of a column is stored at `p % rows`. A writer first *claims* rows, which invalidates their previous contents, then
+writes them and *commits* them, all keys at once or key by key. A reader thus never uses a half-written row, even if
+the writer was killed while writing it. A column that changes its writer gets a new generation, and the new writer
 continues after the last committed row.
 
 A reader in another process maps the memory and copies rows. `read` checks the claim again after copying and discards a
@@ -80,7 +80,7 @@ class CyclicBlocks:
 
     @staticmethod
     def nbytes_of(schema: Schema, rows: int, columns: int = 1, consumers: int = 0) -> int:
-        """Bytes of shared memory that `create` allocates."""
+        """Return the bytes of shared memory that `create` allocates."""
         description = _Description(rows, columns, consumers, dict(schema))
         return _PAGE + _pages(8 * _header_words(description)) + _layout(description).nbytes
 
@@ -138,7 +138,7 @@ class CyclicBlocks:
         if (self.generation[columns] % 2).any():
             raise ConfigError(f"columns {first} to {first + count} have a writer; it must leave first.")
         self.generation[columns] += 1
-        # A dead writer may have committed only some keys of its last rows: these rows do not count.
+        # A dead writer may have committed only some keys of its last rows: discard these rows.
         self.written[:, columns] = self.committed(columns)
         return Writer(self, first, count)
 
@@ -148,14 +148,14 @@ class CyclicBlocks:
         self.generation[columns] += self.generation[columns] % 2
 
     def committed(self, columns: slice = slice(None)) -> Array:
-        """Per column, the number of rows that are committed with all their keys."""
+        """Return per column the number of rows that are committed with all their keys."""
         committed: Array = self.written[:, columns].min(axis=0)
         return committed
 
     # ---- reading ----
 
     def oldest(self, column: int) -> int:
-        """The first row of a column that is neither overwritten nor being overwritten."""
+        """Return the first row of a column that is neither overwritten nor being overwritten."""
         return max(0, int(self.claimed[column]) - self.rows)
 
     def read(self, column: int, start: int, count: int, keys: Sequence[str] | None = None) -> dict[str, Array] | None:
@@ -182,7 +182,7 @@ class CyclicBlocks:
         return copies if start >= self.oldest(column) and self.generation[column] == generation else None
 
     def backlog(self, consumer: int) -> Array:
-        """Per column, the number of committed rows that a consumer has not read."""
+        """Return per column the number of committed rows that a consumer has not read."""
         backlog: Array = self.committed() - self.cursors[consumer]
         return backlog
 
@@ -279,7 +279,11 @@ class Writer:
 
 
 def spans(place: int, count: int, rows: int) -> Iterator[tuple[slice, slice]]:
-    """Where `count` rows from `place` on go in a cyclic block: pairs (rows of the block, rows of the values)."""
+    """Split `count` rows, written from `place` on, where a cyclic block wraps around.
+
+    Yields:
+        Pairs (rows of the block, rows of the values), one or two.
+    """
     until = min(count, rows - place)
     yield slice(place, place + until), slice(0, until)
     if until < count:
@@ -287,7 +291,7 @@ def spans(place: int, count: int, rows: int) -> Iterator[tuple[slice, slice]]:
 
 
 def fence() -> None:
-    """A full memory barrier: earlier reads and writes of this thread complete before later ones.
+    """Issue a full memory barrier: earlier reads and writes of this thread complete before later ones.
 
     It releases and acquires a lock, which is a full barrier on all processors that Python runs on. NumPy has no
     barrier, and ARM may reorder plain stores.

@@ -36,7 +36,7 @@ class Links:
         self._cut[cells] = True
 
     def rows_after(self) -> Array:
-        """For each cell, the number of rows after it up to and including the next cut row."""
+        """Return for each cell the number of rows after it up to and including the next cut row."""
         at, count = self.after, (~self._cut).astype(np.int32)
         while not self._cut[at].all():
             count = count + count[at]
@@ -44,14 +44,14 @@ class Links:
         return count
 
     def ahead(self, steps: Array) -> Array:
-        """For each cell, the cell `steps` rows later."""
+        """Return for each cell the cell `steps` rows later."""
         cells = np.arange(self._table.cells)
         for step in range(int(steps.max(initial=0))):
             cells = np.where(step < steps, self.after[cells], cells)
         return cells
 
     def rows_kept_for(self, items: Array) -> Array:
-        """For each of these items, the number of rows directly after it that have no item themselves."""
+        """Return for each of these items the number of rows directly after it that have no item themselves."""
         counts, places, at = np.zeros(len(items), np.int64), np.arange(len(items)), items
         while len(places):
             at, places = self._next_without_item(at, places)
@@ -83,7 +83,7 @@ class Links:
         return np.unique(np.concatenate(found)) if len(found) > 1 else found[0]
 
     def unneeded(self, span: int) -> Array:
-        """All cells that have no item and whose row no other item needs, in ascending order."""
+        """Return all cells that have no item and whose row no other item needs, in ascending order."""
         is_free = self._table.keys < 0
         at = np.flatnonzero(~is_free)
         for _ in range(1, span):
@@ -94,13 +94,13 @@ class Links:
         return np.flatnonzero(is_free)
 
     def _next_without_item(self, cells: Array, values: Array) -> tuple[Array, Array]:
-        """The next rows of `cells` that exist and have no item, and the entries of `values` that belong to them."""
+        """Return the next rows of `cells`, where they exist and have no item, and the matching entries of `values`."""
         after = self.after[cells]
         more = (after != cells) & (self._table.keys[after] < 0)
         return after[more], values[more]
 
     def _distance_to_item(self, cells: Array, span: int) -> Array:
-        """For each cell, the number of rows back to the nearest item, at most `span`."""
+        """Return for each cell the number of rows back to the nearest item, at most `span`."""
         since, places, at = np.full(len(cells), span), np.arange(len(cells)), cells
         for distance in range(1, span):
             before = self._before[at]

@@ -15,7 +15,7 @@ from farstep.schema import ArraySpec, Schema, Structure, first_misfit, leaf_name
 
 
 def as_spec(name: object, value: object) -> ArraySpec:
-    """Shape and dtype of an array's rows, from `(shape, dtype)`, an `ArraySpec` or an example row."""
+    """Return shape and dtype of an array's rows, given `(shape, dtype)`, an `ArraySpec` or an example row."""
     if isinstance(value, ArraySpec):
         return value
     try:
@@ -29,7 +29,7 @@ def as_spec(name: object, value: object) -> ArraySpec:
 
 
 def as_schema(spec: object) -> Schema:
-    """The schema that the `spec` of a buffer describes."""
+    """Return the schema that the `spec` of a buffer describes."""
     if not isinstance(spec, Mapping):
         raise ConfigError(
             f"spec is {spec!r}; expected a mapping of names to (shape, dtype) or example rows, e.g. "
@@ -59,7 +59,7 @@ def as_arrays(rows: object) -> dict[str, Array]:
 
 
 def count_plain(rows: object, kinds: Sequence[tuple[str, np.dtype[Any], tuple[int, ...]]]) -> int:
-    """Number of rows if all are arrays of exactly these dtypes and shapes; -1 if they need conversion or a check."""
+    """Return the number of rows if all arrays have exactly these dtypes and shapes; -1 if they need conversion."""
     if type(rows) is not dict or len(rows) != len(kinds):
         return -1
     count = -1
@@ -75,7 +75,7 @@ def count_plain(rows: object, kinds: Sequence[tuple[str, np.dtype[Any], tuple[in
 
 
 def schema_of(values: Mapping[str, Array], leading: int = 1) -> Schema:
-    """The schema of arrays, without their leading axes."""
+    """Return the schema of arrays, without their leading axes."""
     schema = {}
     for name, value in values.items():
         try:
@@ -112,7 +112,7 @@ def check_rows(values: Mapping[str, Array], schema: Schema, leading: int = 1, sl
 
 
 def _converts(given: np.dtype[Any], held: np.dtype[Any]) -> bool:
-    """Whether values are converted if they fit: within the same kind, and between signed and unsigned integers."""
+    """Return whether fitting values are converted: within the same kind, and between signed and unsigned integers."""
     return np.can_cast(given, held, "same_kind") or (given.kind in "iu" and held.kind in "iu")
 
 
@@ -123,13 +123,13 @@ def check_names(values: Mapping[str, Array], schema: Schema) -> None:
 
 
 def arrays_of(batch: Batch, with_next: bool) -> dict[str, Array]:
-    """The arrays `[T, N, ...]` of a batch, optionally with the next observation of every row."""
+    """Return the arrays `[T, N, ...]` of a batch, optionally with the next observation of every row."""
     values = {name: array for name, array in batch.arrays.items() if not is_final(name)}
     return values | _observed_after(batch) if with_next else values
 
 
 def _observed_after(batch: Batch) -> dict[str, Array]:
-    """The next observation of every row of a batch, as arrays `next_obs` `[T, N, ...]`."""
+    """Return the next observation of every row of a batch, as arrays `next_obs` `[T, N, ...]`."""
     structure, final = batch.structures["obs"], batch.final_obs
     last, ends = dict(leaves(structure, batch.last_obs)), dict(leaves(structure, final.obs))
     after = {}

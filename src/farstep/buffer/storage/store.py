@@ -1,8 +1,8 @@
-"""The rows of a buffer in cyclic blocks, and which row follows which.
+"""The rows of a buffer in cyclic blocks, and their order.
 
 A row has a next row unless it is *cut*: its episode ended, rows after it were lost, or it is the newest of its column.
 The next row is in the next cell of the column or, once the store is linked (see `links.py`), in any cell. The
-observation after a cut row is stored separately as its *tail*. So every row of a rollout has a next observation, and
+observation after a cut row is stored separately as its *tail*. Every row of a rollout thus has a next observation, and
 no observation is stored twice.
 """
 
@@ -67,7 +67,7 @@ class Tails:
             values[have] = self._pool[name][places[have]]
 
     def equal(self, cells: Array, values: Mapping[str, Array]) -> Array:
-        """For each cell, whether its tail equals the observation in `values`; False for -1, which is no cell."""
+        """Return per cell whether its tail equals the observation in `values`; False for -1, which means no cell."""
         places = np.where(cells >= 0, self._of[cells], -1)
         same = places >= 0
         for name, pool in self._pool.items():
@@ -77,7 +77,7 @@ class Tails:
         return same
 
     def state(self) -> dict[str, Array]:
-        """The cells that have tails, and their tails, for a checkpoint."""
+        """Return the cells that have tails, and their tails, for a checkpoint."""
         cells = np.flatnonzero(self._of >= 0)
         return {"tails": cells, **{f"tails.{name}": pool[self._of[cells]] for name, pool in self._pool.items()}}
 
@@ -98,7 +98,7 @@ class Store:
         self.cut: Array = np.ones((rows, columns), bool)
         self.flat_cut: Array = self.cut.reshape(-1)
         self._open: Array = np.zeros(columns, bool)
-        """Per column, whether the episode of its newest row is still running."""
+        """Return per column whether the episode of its newest row is still running."""
         self._newest: Array = np.full(columns, -1, np.int64)
         """Per column, the cell of its newest row."""
         self.links: Links | None = None
@@ -143,7 +143,7 @@ class Store:
         return keys, evicted
 
     def append_rows(self, values: Mapping[str, Array], count: int) -> tuple[Array, int]:
-        """A faster `append` of rows `[n, ...]` to the only column, for inserting few rows at a time."""
+        """Return a faster `append` of rows `[n, ...]` to the only column, for inserting few rows at a time."""
         writer = self._writer(0, 1)
         ((_, start),) = writer.claim(count)
         place, cut = start % self.rows, self.flat_cut
@@ -195,7 +195,7 @@ class Store:
         return self.links
 
     def rows_by_age(self) -> Array:
-        """Cells of all rows in a ring, ordered by the number of newer rows in their column, largest first."""
+        """Return the cells of all rows in a ring; those with the most newer rows in their column come first."""
         written = self.blocks.committed()
         cells = np.arange(self.table.cells)
         row, column = np.divmod(cells, self.columns)
@@ -206,7 +206,7 @@ class Store:
     def put_linked(
         self, values: Mapping[str, Array], cells: Array, first: int = 0, continues: Array | None = None
     ) -> Array:
-        """`append` rows to a linked store, into the given free cells `[T, n]`; returns the keys."""
+        """Append rows to a linked store, in the given free cells `[T, n]`; return the keys."""
         assert self.links is not None
         columns, flat = slice(first, first + cells.shape[1]), cells.reshape(-1)
         self.write(flat, {name: values[name].reshape(-1, *held.shape[1:]) for name, held in self.flat.items()})
@@ -274,7 +274,7 @@ class Store:
         self._newest[columns] = newest * self.columns + np.arange(columns.start, columns.stop)
 
     def ended(self, cells: Array) -> Array | None:
-        """Whether each row is the last of its episode; None if rows have no array that marks it."""
+        """Return whether each row is the last of its episode; None if rows have no array that marks it."""
         ended = None
         for name in self._endings:
             flags = self.flat[name].take(cells).astype(bool, copy=False)
@@ -282,7 +282,7 @@ class Store:
         return ended
 
     def continues_with(self, columns: slice, first: Mapping[str, Array]) -> Array | bool:
-        """Per column, whether `first` is the observation after its newest row; True if tails are not stored."""
+        """Return per column whether `first` is the observation after its newest row; True if tails are not stored."""
         return True if self.tails is None else self.tails.equal(self._newest[columns], first)
 
     def keep_tails(self, cells: Array, values: Mapping[str, Array]) -> None:
@@ -305,19 +305,19 @@ class Store:
     # ---- reading ----
 
     def cells(self, rows: slice, columns: slice) -> Array:
-        """The numbers of a rectangle of cells, row by row."""
+        """Return the numbers of a rectangle of cells, row by row."""
         grid = np.arange(rows.start, rows.stop)[:, None] * self.columns + np.arange(columns.start, columns.stop)
         return grid.reshape(-1)
 
     def following(self, cells: Array) -> Array:
-        """The cells of the next rows in the same environment; arbitrary for cut rows."""
+        """Return the cells of the next rows in the same environment; arbitrary for cut rows."""
         if self.links is not None:
             return self.links.after.take(cells)
         after = cells + self.columns
         return np.where(after < self.table.cells, after, after - self.table.cells)
 
     def rows_after(self) -> Array:
-        """For each cell, the number of rows after it up to and including the next cut row."""
+        """Return for each cell the number of rows after it up to and including the next cut row."""
         if self.links is not None:
             return self.links.rows_after()
         at = np.arange(self.rows, dtype=np.int32)[:, None]
@@ -327,7 +327,7 @@ class Store:
         return after.reshape(-1)
 
     def ahead(self, steps: Array) -> Array:
-        """For each cell, the cell `steps` rows later; `steps` is at most `rows_after()`."""
+        """Return for each cell the cell `steps` rows later; `steps` is at most `rows_after()`."""
         if self.links is not None:
             return self.links.ahead(steps)
         ahead: Array = (np.arange(len(steps)) + steps * self.columns) % len(steps)
@@ -339,14 +339,14 @@ class Store:
         return taken
 
     def observed_after(self, name: str, cells: Array) -> Array:
-        """The next observation of each row, for one observation array."""
+        """Return the next observation of each row, for one observation array."""
         values = self.take(name, self.following(cells))
         if self.tails is not None:
             self.tails.fill(name, cells, values)
         return values
 
     def state(self) -> dict[str, Array]:
-        """Everything except rows and item table, for a checkpoint."""
+        """Return everything except rows and item table, for a checkpoint."""
         tails = {} if self.tails is None else self.tails.state()
         own = {"cut": self.cut, "open": self._open, "newest": self._newest, "written": self.blocks.written}
         links = {} if self.links is None else {"after": self.links.after}
@@ -365,7 +365,7 @@ class Store:
             self.tails.restore(state)
 
     def _check(self, state: Mapping[str, Array]) -> None:
-        """Refuse a state that does not belong to these rows or that no insertion leads to."""
+        """Refuse a state that does not belong to these rows, or that no sequence of insertions produces."""
         check_like(state, self.state())
         cut, written = state["cut"], state["written"][0]
         require((state["written"] == written).all(), "written differs between arrays of the same rows")
@@ -397,7 +397,7 @@ class Store:
             require(is_used.reshape(-1)[state["tails"]].all(), "tails names a row that cannot have one")
 
     def _ends_and_starts(self) -> tuple[Array, Array]:
-        """For each cell, whether its row is the last of an episode, and whether it is the first."""
+        """Return for each cell whether its row is the last of an episode, and whether it is the first."""
         ended, starts = np.zeros_like(self.cut), np.zeros_like(self.cut)
         ended[...] = self._ended(slice(None), slice(None))
         if "episode_start" in self.schema:

@@ -1,8 +1,8 @@
 """The item table: which cells of a store hold an item, its key, and how often it was sampled.
 
 A cell is the place of one row, numbered `row * columns + column`. A key identifies an item for the lifetime of the
-buffer: `key = cell + lap * cells`, where `lap` grows each time that the cell is reused. So a key leads to its cell
-without a dictionary, and the key of a removed item is recognised.
+buffer: `key = cell + lap * cells`, where `lap` grows each time that the cell is reused. The cell of a key is thus
+computed without a dictionary, and the key of a removed item is recognised.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Table:
         self.times, self._mark = np.zeros((2, self.cells), np.int32)  # one allocation gets huge pages earlier
         self.size = 0
         self.used: Array = np.zeros(columns, np.int64)
-        """Per column, the number of rows that have ever held an item."""
+        """Return per column the number of rows that have ever held an item."""
         self._full = False
         self._keys, self._times = self.keys.reshape(rows, columns), self.times.reshape(rows, columns)
         self._lap, self._next = 0, -1
@@ -56,7 +56,7 @@ class Table:
         return keys, replaced
 
     def put_rows(self, rows: slice) -> tuple[Array, int]:
-        """`put` for a table of one column."""
+        """Put new items into rows of a table of one column, as `put` does."""
         if rows.start != self._next:
             self._lap += 1
         self._next = rows.stop
@@ -72,7 +72,7 @@ class Table:
         return keys, replaced
 
     def put_cells(self, cells: Array, is_distinct: bool = True) -> Array:
-        """Put new items into cells, in order; returns their keys.
+        """Put new items into cells, in order; return their keys.
 
         With `is_distinct=False` a cell may occur more than once; the last item put into it stays.
         """
@@ -97,7 +97,7 @@ class Table:
         self.size -= len(cells)
 
     def count(self, cells: Array) -> Array:
-        """Count one sample per entry of `cells`, which may repeat; returns the new count of each entry's item."""
+        """Count one sample per entry of `cells`, which may repeat; return the new count of each entry's item."""
         times: Array = self.times.take(cells)
         times += 1
         self.times[cells] = times
@@ -111,7 +111,7 @@ class Table:
         return times
 
     def state(self) -> dict[str, Array]:
-        """The whole table, for a checkpoint."""
+        """Return the whole table, for a checkpoint."""
         laps = np.array([self._lap, self._next])
         return {"keys": self.keys, "times": self.times, "used": self.used, "laps": laps}
 
@@ -122,7 +122,7 @@ class Table:
         self._lap, self._next = map(int, state["laps"])
 
     def _check(self, state: Mapping[str, Array]) -> None:
-        """Refuse a state that insertions and removals cannot lead to."""
+        """Refuse a state that no sequence of insertions and removals produces."""
         check_like(state, self.state())
         keys, used, (lap, first_left) = state["keys"], state["used"], state["laps"].tolist()
         cells = np.arange(self.cells)
@@ -139,13 +139,13 @@ class Table:
         require((state["times"] >= 0).all(), "times has a negative number")
 
     def was_issued(self, keys: Array) -> Array:
-        """Which of these keys belong to an item that is, or was, in the table."""
+        """Return which of these keys belong to an item that is, or was, in the table."""
         latest = np.maximum(self.keys, ~self.keys)
         issued: Array = (keys >= self.cells) & (latest[keys % self.cells] >= keys)
         return issued
 
     def find(self, keys: Array) -> Array:
-        """The cells of the keys whose items are in the table; other keys are ignored."""
+        """Return the cells of the keys whose items are in the table; other keys are ignored."""
         keys = keys[keys >= 0]
         cells = keys % self.cells
         found: Array = cells[self.keys[cells] == keys]
@@ -179,7 +179,7 @@ class Table:
 
 
 def occurrences(values: Array) -> Array:
-    """For each entry, the number of equal entries before it."""
+    """Return for each entry the number of equal entries before it."""
     order = np.argsort(values, kind="stable")
     ordered = values[order]
     ranks = np.empty(len(values), np.int64)

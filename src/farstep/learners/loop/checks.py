@@ -33,14 +33,14 @@ def check_numbers(config: object, **bounds: tuple[float, float]) -> None:
 
 
 def check_counts(config: object, *names: str, minimum: int = 1) -> None:
-    """Check that options are whole numbers of at least `minimum`, or None; raises `ConfigError`."""
+    """Check that options are whole numbers of at least `minimum`, or None; raise `ConfigError`."""
     for name in names:
         if getattr(config, name) is not None:
             check_count(name, getattr(config, name), minimum)
 
 
 def check_choice(config: object, name: str, known: Sequence[str]) -> None:
-    """Check that an option is one of the known words; raises `ConfigError`."""
+    """Check that an option is one of the known words; raise `ConfigError`."""
     value = getattr(config, name)
     if value not in known:
         raise ConfigError(unknown_name(name, str(value), list(known)))

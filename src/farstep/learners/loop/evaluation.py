@@ -53,8 +53,8 @@ class Evaluator:
     """Evaluates one version of an agent at a time, in a background thread and on a separate worker process.
 
     The worker starts with the first evaluation. With `InProcessConfig`, `start` evaluates in the caller's thread and
-    returns when the evaluation has finished, so that a debugger works. The first episodes of every slot count, whatever
-    their length, so that short episodes are not over-represented.
+    returns when the evaluation has finished, so that a debugger works. Every slot contributes its first episodes,
+    whatever their length, so that short episodes are not over-represented.
 
     Args:
         env_config: The environments; `envs_per_node` of them run in parallel.
@@ -133,7 +133,7 @@ class Evaluator:
             self._error = error
 
     def _run_episodes(self, agent: ActorCritic) -> tuple[np.ndarray, np.ndarray]:
-        """Returns and lengths of the episodes, the same number of episodes from every slot as far as possible."""
+        """Run the episodes, distributed evenly over the slots; return their returns and lengths."""
         self._env.reset(seed=self._seed)
         quotas = [self._episodes // self._slots + (i < self._episodes % self._slots) for i in range(self._slots)]
         returns: list[list[float]] = [[] for _ in quotas]

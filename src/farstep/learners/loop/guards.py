@@ -12,7 +12,7 @@ Metrics = Mapping[str, float]
 Guard = Callable[[Sequence[Metrics]], str | None]
 
 _WINDOW = 20
-"""Updates that a guard looks at; no guard warns earlier."""
+"""Number of updates whose metrics a guard gets; no guard warns earlier."""
 _MAX_SKIPPED, _MAX_CLIPPED, _MIN_ESS, _MAX_DIVERGENCE = 0.5, 0.5, 0.3, 0.5
 
 
@@ -104,7 +104,7 @@ class Guards:
         self._window: deque[Metrics] = deque(maxlen=_WINDOW)
 
     def observe(self, metrics: Metrics) -> Iterator[str]:
-        """Add the metrics of an update; yields each warning whose condition holds for the first time."""
+        """Add the metrics of an update, and yield each warning whose condition holds for the first time."""
         self._window.append(metrics)
         if len(self._window) < _WINDOW:
             return
@@ -116,6 +116,6 @@ class Guards:
 
 
 def _mean(window: Sequence[Metrics], name: str) -> float | None:
-    """Mean over the updates that have the metric; None if none has it."""
+    """Return the mean over the updates that have the metric; None if none has it."""
     values = [metrics[name] for metrics in window if name in metrics]
     return sum(values) / len(values) if values else None

@@ -60,7 +60,7 @@ class Journal:
 
     @classmethod
     def of(cls, state: object) -> Journal:
-        """Restore a journal from what `state` returned; raises `Refused` if that is malformed."""
+        """Restore a journal from what `state` returned; raise `Refused` if that is malformed."""
         saved = converted("journal", state, _Saved)
         if sum(saved.lengths) and not saved.actions:
             raise Refused(f"journal.actions is empty; expected {sum(saved.lengths)} rows")

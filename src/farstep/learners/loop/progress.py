@@ -1,4 +1,4 @@
-"""How far a training run is: its counters and the latest episodes."""
+"""The progress of a training run: its counters and the latest episodes."""
 
 from __future__ import annotations
 

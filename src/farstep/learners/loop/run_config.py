@@ -1,4 +1,4 @@
-"""Options of every training run, whatever its learner; a field's docstring is its `--help`."""
+"""Options of training runs that do not depend on the learner; a field's docstring is its `--help`."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ class RunConfig:
         return EnvConfig.of({name: value for name, value in (options | changes).items() if value is not None})
 
     def envs_per_node(self, nodes: int) -> int:
-        """Return the number of environments per node; raises `ConfigError` if they cannot be divided evenly."""
+        """Return the number of environments per node; raise `ConfigError` if they cannot be divided evenly."""
         if self.num_envs % nodes:
             near = max(self.num_envs // nodes, 1) * nodes
             raise ConfigError(

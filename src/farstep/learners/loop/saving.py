@@ -87,7 +87,7 @@ def _join(arrays: Mapping[str, Array], plain: Any) -> Any:
 
 
 def check_tensor(where: str, value: object, like: torch.Tensor) -> Array:
-    """Check that a tensor has the shape and dtype of `like` and is finite; raises `Refused`, naming it `where`."""
+    """Check that a tensor has the shape and dtype of `like` and is finite; raise `Refused`, naming it `where`."""
     numbers = value.numpy(force=True) if isinstance(value, torch.Tensor) else value
     array = check_array(where, numbers, tuple(like.shape), like.detach().cpu().numpy().dtype)
     check_finite(where, array)

@@ -1,8 +1,8 @@
 """Default sizes of learners: the length of a rollout, and the rows per optimizer step.
 
 In measurements on LunarLander-v3 and CartPole-v1 with 16 to 128 environments, learning depended on the rows per update
-and per optimizer step, not on the number of steps or minibatches. So these rows are fixed, and the number of steps and
-minibatches follows from the number of environments.
+and per optimizer step, not on the number of steps or minibatches. The defaults therefore fix these rows; the numbers of
+steps and minibatches follow from the number of environments.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _SEQUENCE_MINIBATCHES = 8
 
 
 def rollout_steps(given: int | None, num_envs: int, recurrent: bool) -> int:
-    """Steps of each environment per rollout.
+    """Return the number of steps of each environment per rollout.
 
     Args:
         given: The user's choice; None: 4,096 divided by `num_envs`, at least 16, and at most 128 for a recurrent agent,
@@ -33,7 +33,7 @@ def rollout_steps(given: int | None, num_envs: int, recurrent: bool) -> int:
 
 
 def chunk_steps(given: int | None, num_envs: int) -> int:
-    """Steps of each environment per chunk, for a learner that uses every row once.
+    """Return the number of steps of each environment per chunk, for a learner that uses every row once.
 
     Args:
         given: The user's choice; None: 512 divided by `num_envs`, at least 8.
@@ -46,7 +46,7 @@ def chunk_steps(given: int | None, num_envs: int) -> int:
 
 
 def minibatch_rows(given: int | None, rows: int, recurrent: bool) -> int:
-    """Rows per optimizer step.
+    """Return the number of rows per optimizer step.
 
     Args:
         given: The user's choice; None: 128, or an eighth of `rows` for a recurrent agent.

@@ -52,7 +52,7 @@ class Statistics:
 
     @staticmethod
     def check(state: object) -> SavedStatistics:
-        """Check a saved state, which may have any number of slots; raises `Refused` if it is malformed."""
+        """Check a saved state, which may have any number of slots; raise `Refused` if it is malformed."""
         saved = converted("statistics", state, SavedStatistics)
         check_array("statistics.returns", saved.returns, (saved.returns.size,), np.float32)
         check_finite("statistics.returns", saved.returns)
@@ -64,6 +64,6 @@ class Statistics:
 
 
 def _columns_by_turn(slots: Array) -> list[Array]:
-    """Groups of columns in which no slot occurs twice: the first column of every slot, then the second, ..."""
+    """Return groups of columns in which no slot occurs twice: the first column of every slot, then the second, ..."""
     earlier = np.array([np.count_nonzero(slots[:column] == slot) for column, slot in enumerate(slots)])
     return [np.flatnonzero(earlier == turn) for turn in range(earlier.max(initial=-1) + 1)]

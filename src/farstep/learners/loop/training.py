@@ -33,7 +33,7 @@ log = logging.getLogger("farstep")
 
 
 class Learner(Protocol):
-    """What `Training` needs of a learner.
+    """The interface that `Training` requires of a learner.
 
     The loop, without logging and checkpoints:
 
@@ -51,7 +51,14 @@ class Learner(Protocol):
         ...
 
     def batches(self, env: ClusterEnv) -> Iterator[Batch]:
-        """Return an endless iterator of batches."""
+        """Return an endless iterator of batches.
+
+        Args:
+            env: The environments to collect from.
+
+        Returns:
+            The iterator.
+        """
         ...
 
     def update(self, batch: Batch, version: int, progress: float, timer: Timer) -> dict[str, float]:
@@ -73,7 +80,11 @@ class Learner(Protocol):
         ...
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state` returned; raise before changing anything if it does not fit."""
+        """Restore a saved state; raise any exception, before changing anything, if it does not fit.
+
+        Args:
+            state: What `state` returned.
+        """
         ...
 
 
@@ -81,7 +92,12 @@ class Sink(Protocol):
     """Receives the metrics of a run."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log metrics by name; `step` is the number of environment steps so far."""
+        """Log the metrics of an update or an evaluation.
+
+        Args:
+            step: Number of environment steps so far.
+            metrics: Values by name.
+        """
         ...
 
 
@@ -222,7 +238,7 @@ class Training:
             self._env.publish(self._learner.agent)
         if self._journal is not None:
             self._journal.add(batch)
-        progress.steps += int(batch["valid"].sum()) + self._new_stagger_steps()
+        progress.steps += int(batch["valid"].sum()) + self._new_stagger_steps()  # both count as training
         progress.updates += 1
         progress.seconds = time.monotonic() - start
         progress.episodes += len(batch.episodes["return"])
@@ -231,7 +247,7 @@ class Training:
         self._report(metrics, lag)
 
     def _new_stagger_steps(self) -> int:
-        """Steps since the last update that moved staggered environments to their offsets; they count as training."""
+        """Return the steps since the last update that moved staggered environments to their offsets."""
         before, self._stagger_steps = self._stagger_steps, int(self._env.stats()["stagger_steps"])
         return self._stagger_steps - before
 
@@ -275,7 +291,7 @@ class Training:
     # ---- evaluation ----
 
     def _evaluation(self) -> dict[str, float]:
-        """Metrics of an evaluation that has finished; starts the next one if it is due."""
+        """Return the metrics of an evaluation that has finished, and start the next one if it is due."""
         evaluator, every = self._evaluator, self._limits.eval_every
         if evaluator is None or every is None:
             return {}
@@ -286,7 +302,7 @@ class Training:
         return result.metrics() if result is not None else {}
 
     def _finish_evaluation(self) -> None:
-        """Wait for the evaluation in progress, and evaluate the final agent unless that was it."""
+        """Wait for the evaluation in progress; evaluate the final agent unless that evaluation already did."""
         if self._evaluator is None:
             return
         last = self._wait_for_evaluation()
@@ -313,6 +329,9 @@ class Training:
 
         Returns:
             The checkpoint's folder; None if the run has no folder for checkpoints.
+
+        Raises:
+            CheckpointError: It could not be written; earlier checkpoints are intact.
         """
         if self._checkpoints is None:
             return None
@@ -344,8 +363,7 @@ class Training:
         torch.set_rng_state(saved.torch)
 
     def _restore(self, loaded: checkpoint.Loaded) -> _Saved:
-        """Restore everything except the environments; raises `Refused` before changing anything if the state does not
-        fit."""
+        """Restore everything except the environments; raise `Refused` without changes if the state does not fit."""
         agent = self._learner.agent
         saved = converted("the state", join_state(loaded), _Saved)
         check_agent(agent, saved.agent)
@@ -365,7 +383,7 @@ class Training:
         return saved
 
     def _check_env(self, saved: _Saved) -> Journal | None:
-        """Check the saved environments; returns the actions of episodes in progress if they can be replayed."""
+        """Check the saved environments; return the actions of episodes in progress if they can be replayed."""
         if (saved.env is None) != (saved.journal is None):
             raise Refused("the state has only one of env and journal; expected both or neither")
         if self._journal is None or saved.env is None:
@@ -380,5 +398,5 @@ class Training:
         return journal
 
     def _drop_journal(self) -> None:
-        """After a rollout was abandoned the environments are ahead of the journal, so episodes restart on resume."""
+        """Discard the journal: after an abandoned rollout it lacks actions, so episodes restart on resume."""
         self._journal = None

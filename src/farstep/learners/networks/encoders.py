@@ -76,7 +76,7 @@ class ImageEncoder(nn.Module):
         return features
 
     def update(self, obs: Tensor) -> None:
-        """Does nothing: images have no running moments."""
+        """Do nothing: images have no running moments."""
 
 
 class OneHotEncoder(nn.Module):
@@ -109,14 +109,14 @@ class OneHotEncoder(nn.Module):
         return torch.cat(parts, -1).float()
 
     def update(self, obs: Tensor) -> None:
-        """Does nothing: one-hot features have no running moments."""
+        """Do nothing: one-hot features have no running moments."""
 
 
 Encoder = VectorEncoder | ImageEncoder | OneHotEncoder
 
 
 def is_image(space: Space) -> bool:
-    """Whether observations of this space are encoded by convolutions."""
+    """Return whether observations of this space are encoded by convolutions."""
     return isinstance(space, spaces.Box) and len(space.shape) == 3 and sorted(space.shape)[1] >= _IMAGE_SIDE
 
 

@@ -28,7 +28,7 @@ class Head(nn.Module):
     """Distribution over one array of the action space; samples are `[n, *shape]`, features `[n, width]`."""
 
     def sample(self, features: Tensor) -> tuple[Tensor, Tensor]:
-        """Draw samples; returns them and their log-probabilities `[n]`."""
+        """Draw samples; return them and their log-probabilities `[n]`."""
         raise NotImplementedError
 
     def evaluate(self, features: Tensor, sample: Tensor) -> tuple[Tensor, Tensor]:

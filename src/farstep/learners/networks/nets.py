@@ -114,10 +114,10 @@ class ActorCritic(nn.Module):
         action_spaces = leaf_spaces(action_space, "action")
         self.heads = nn.ModuleDict({_key(n): head_for(s, actor_width) for n, s in action_spaces.items()})
         self.keeps_samples = any(isinstance(head, GaussianHead) for head in self.heads.values())
-        """Actions may differ from samples (clipping), so samples are recorded, too."""
+        """Whether samples are recorded, too, because actions may differ from them (clipping)."""
         self.normalizes_obs = config.normalize_obs
         self.greedy = False
-        """Take the most likely action instead of sampling, as in an evaluation."""
+        """Whether to take the most likely action instead of sampling, as in an evaluation."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Copies of arrays: an optimizer makes parameters views of one vector, and each view would pickle all of it.
@@ -167,7 +167,15 @@ class ActorCritic(nn.Module):
         return self.evaluate_features(self._encode(obs), sample)
 
     def evaluate_features(self, features: Tensor, sample: Nested) -> Evaluation:
-        """Like `evaluate`, for features `[n, width]` that encoders and recurrent core have computed."""
+        """Evaluate recorded samples, given the features of their observations.
+
+        Args:
+            features: Output of encoders and recurrent core, `[n, width]`.
+            sample: Samples `[n, ...]` that were taken there.
+
+        Returns:
+            Log-probabilities, entropies and values.
+        """
         hidden = self.actor(features)
         scores = [self.heads[_key(n)].evaluate(hidden, part) for n, part in leaves(self._action, sample)]  # type: ignore[operator]
         logprob, entropy = scores[0]
@@ -176,12 +184,23 @@ class ActorCritic(nn.Module):
         return Evaluation(logprob, entropy, self._value(features))
 
     def value(self, obs: Nested) -> Tensor:
-        """Compute the values `[n]` of observations `[n, ...]`."""
+        """Compute the values of observations.
+
+        Args:
+            obs: Observations `[n, ...]`.
+
+        Returns:
+            Values `[n]`.
+        """
         return self._value(self._encode(obs))
 
     @torch.no_grad()
     def update_moments(self, obs: Nested) -> None:
-        """Update the running statistics with raw observations `[n, ...]`."""
+        """Update the running statistics of observations.
+
+        Args:
+            obs: Observations `[n, ...]`, not normalised.
+        """
         for name, array in leaves(self._obs, obs):
             self.encoders[_key(name)].update(array)  # type: ignore[operator]
 
@@ -228,7 +247,14 @@ class RecurrentActorCritic(ActorCritic):
     core: nn.GRUCell | nn.LSTMCell
 
     def initial_state(self, num_envs: int) -> State:
-        """Return zeros: the state at the start of an episode, one tensor for a GRU and two for an LSTM."""
+        """Return the state at the start of an episode.
+
+        Args:
+            num_envs: Number of environments.
+
+        Returns:
+            Zeros `[num_envs, core]`: one tensor for a GRU, two for an LSTM.
+        """
         tensors = 2 if isinstance(self.core, nn.LSTMCell) else 1
         return tuple(torch.zeros(num_envs, self.core.hidden_size) for _ in range(tensors))
 
@@ -247,11 +273,29 @@ class RecurrentActorCritic(ActorCritic):
         return {**self._act(features), "state": state}
 
     def distribution(self, obs: Nested, state: State, episode_start: Tensor) -> Mapping[str, Any]:  # type: ignore[override]
-        """Like `ActorCritic.distribution`, with the recurrent state before the observations."""
+        """Return the parameters of the action distributions, as `ActorCritic.distribution` does.
+
+        Args:
+            obs: Observations `[n, ...]`.
+            state: Recurrent state before them.
+            episode_start: True where an episode starts, `[n]`; the state is reset there.
+
+        Returns:
+            Parameters by name.
+        """
         return self._describe(self.step_core(self._encode(obs), state, episode_start)[0])
 
     def step_core(self, features: Tensor, state: State, episode_start: Tensor) -> tuple[Tensor, State]:
-        """Make one step of the core; the state is reset where an episode starts."""
+        """Make one step of the recurrent core.
+
+        Args:
+            features: Output of the encoders, `[n, width]`.
+            state: Recurrent state before them.
+            episode_start: True where an episode starts, `[n]`; the state is reset there.
+
+        Returns:
+            The output of the core `[n, core]`, and the new state.
+        """
         keep = (~episode_start).to(features.dtype)[:, None]
         kept = tuple(part * keep for part in state)
         new = self.core(features, kept if isinstance(self.core, nn.LSTMCell) else kept[0])
@@ -259,7 +303,16 @@ class RecurrentActorCritic(ActorCritic):
         return new[0], new
 
     def unroll(self, obs: Nested, state: State, episode_start: Tensor) -> tuple[Tensor, list[State]]:
-        """Compute features of sequences `[T, n, ...]`, flat `[T * n, width]`, and the state after each row."""
+        """Apply encoders and recurrent core to sequences.
+
+        Args:
+            obs: Observations `[T, n, ...]`.
+            state: Recurrent state before the first row.
+            episode_start: True where an episode starts, `[T, n]`; the state is reset there.
+
+        Returns:
+            Features `[T * n, core]`, and the state after each row.
+        """
         rows, columns = episode_start.shape
         encoded = self._encode(_flat(obs)).reshape(rows, columns, -1)
         outputs, states = [], []
@@ -270,12 +323,30 @@ class RecurrentActorCritic(ActorCritic):
         return torch.cat(outputs), states
 
     def evaluate_sequences(self, obs: Nested, sample: Nested, state: State, episode_start: Tensor) -> Evaluation:
-        """Evaluate samples of sequences `[T, n, ...]`; the result is flat, `[T * n]`."""
+        """Evaluate recorded samples of sequences under the current policy.
+
+        Args:
+            obs: Observations `[T, n, ...]`.
+            sample: Samples `[T, n, ...]` that were taken there.
+            state: Recurrent state before the first row.
+            episode_start: True where an episode starts, `[T, n]`.
+
+        Returns:
+            Log-probabilities, entropies and values, each `[T * n]`.
+        """
         features, _ = self.unroll(obs, state, episode_start)
         return self.evaluate_features(features, _flat(sample))
 
     def value_after(self, obs: Nested, state: State) -> Tensor:
-        """Compute the values `[n]` of observations `[n, ...]`, given the recurrent state before them."""
+        """Compute the values of observations that follow a known recurrent state.
+
+        Args:
+            obs: Observations `[n, ...]`.
+            state: Recurrent state before them.
+
+        Returns:
+            Values `[n]`.
+        """
         starts = torch.zeros(len(state[0]), dtype=torch.bool, device=state[0].device)
         return self._value(self.step_core(self._encode(obs), state, starts)[0])
 
@@ -336,7 +407,7 @@ def _layers(width: int, hidden: tuple[int, ...], activation: str) -> tuple[nn.Se
 
 
 def _key(name: str) -> str:
-    """The name of an array without dots, which torch does not allow in module names."""
+    """Return the name of an array without dots, which torch does not allow in module names."""
     return name.replace(".", "/")
 
 

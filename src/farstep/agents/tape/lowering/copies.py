@@ -44,7 +44,7 @@ def join(w: Writer, op: Op) -> None:
 
 @lowers("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided")
 def nothing(w: Writer, op: Op) -> None:
-    """Uninitialised memory: the recorded buffer serves without any line."""
+    """Write no line: the recorded buffer serves as uninitialised memory."""
 
 
 @lowers("gather")

@@ -41,7 +41,7 @@ def addmm(w: Writer, op: Op) -> None:
 
 
 def axes_of(op: Op, dims: Any) -> tuple[tuple[int, ...], Tensor, int]:
-    """The axes of a reduction, its output with these axes kept, and the number of elements reduced to one."""
+    """Return the axes of a reduction, its output with these axes kept, and the number of elements reduced to one."""
     x: Tensor = op.args[0]
     dims = list(range(x.dim())) if dims is None or dims == [] else [dims] if isinstance(dims, int) else dims
     axes = tuple(sorted(d % max(x.dim(), 1) for d in dims)) if x.dim() else ()

@@ -11,7 +11,7 @@ from farstep.agents.tape.writer import FLOATS, Writer, as_array
 
 
 def _is_softmax(w: Writer, probabilities: Tensor) -> bool:
-    """Whether each row is the result of a softmax."""
+    """Return whether each row is the result of a softmax."""
     source = producer(w.ops, probabilities)
     if source is not None and source.name == "exp":
         source = producer(w.ops, source.args[0])
@@ -37,7 +37,7 @@ def multinomial(w: Writer, op: Op) -> None:
     rule = w.bind("aten_multinomial", op.func)
     w.line(f"if {bad}:  # torch raises the error")
     w.line(f"    {w.tensor(op.out)}.copy_({rule}({w.tensor(probabilities)}, 1, True))")
-    w.line("else:  # torch's algorithm for one sample: the first of exponential clocks to ring")
+    w.line("else:  # torch's algorithm for one sample: the argmax of p / Exponential(1)")
     w.line(f"    {w.bind('draw', drawn.exponential_)}()")
     q, last = w.bind("clocks", as_array(drawn)), probabilities.dim() - 1
     w.line(f"    divide({p}, {q}, {q})")

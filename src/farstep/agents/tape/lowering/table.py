@@ -10,7 +10,7 @@ from farstep.agents.tape.op import Op
 from farstep.agents.tape.writer import Writer
 
 LARGE = 1 << 16
-"""Number of elements from which NumPy's sums are less exact, and torch's loops are faster."""
+"""Number of elements from which NumPy's sums are less exact than torch's, and its loops slower."""
 
 Lowering = Callable[[Writer, Op], None]
 LOWERINGS: dict[str, Lowering] = {}
@@ -34,5 +34,5 @@ def need(condition: bool) -> None:
 
 
 def argument(op: Op, position: int, name: str, default: Any = None) -> Any:
-    """An argument of an operation, given by position or by name, or its default."""
+    """Return an argument of an operation, given by position or by name, or its default."""
     return op.args[position] if len(op.args) > position else op.kwargs.get(name, default)
