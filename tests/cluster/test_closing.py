@@ -170,7 +170,7 @@ def test_a_consumers_exception_is_raised_whatever_its_text(thread: bool) -> None
         flow.on(DataKeyTrigger(n=1, size=8), consumer, thread=thread, name="other")
         with pytest.raises(MuteError) as caught:
             within(flow.run)
-        besides = [note for note in caught.value.__notes__ if note.startswith("Besides")]
+        besides = [note for note in caught.value.__notes__ if note.startswith("A consumer also failed")]
         assert len(besides) == thread and all(
             "MuteError: <its __str__ raised RuntimeError>" in note for note in besides
         )
