@@ -303,6 +303,7 @@ def test_half_precision_inside() -> None:
     check(lambda obs: (obs.bfloat16() * 2).float(), lambda: torch.randn(3, 4))
 
 
+@pytest.mark.slow
 def test_recording_does_not_import_the_compiler() -> None:
     code = (
         "import sys, torch; from farstep.agents.tape import compile_act\n"

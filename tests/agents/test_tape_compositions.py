@@ -76,6 +76,7 @@ SHAPES = [(3, 4), (4,), (1, 4), (3, 1), (), (2, 3, 4), (4, 4)]
 DTYPES = [torch.float32, torch.float32, torch.float64, torch.int64, torch.bool, torch.uint8]
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     steps=STEPS,

@@ -340,6 +340,7 @@ def read_some(blocks: CyclicBlocks, rng: np.random.Generator) -> int:
     return count
 
 
+@pytest.mark.slow
 def test_writers_that_are_killed_leave_whole_rows() -> None:
     rng = np.random.default_rng(1)
     blocks = CyclicBlocks.create(BIG, rows=32, columns=5)

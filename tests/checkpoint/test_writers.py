@@ -39,6 +39,7 @@ two = pytest.fixture(two_checkpoints)
 closed = pytest.fixture(autouse=True)(files_are_closed)
 
 
+@pytest.mark.slow
 def test_a_writer_killed_at_any_line_leaves_the_old_or_the_new_one(two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The writer counts the lines it runs, of farstep and of removing folders, and kills itself at one of them."""
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # what is killed is a process, not the machine

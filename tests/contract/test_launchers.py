@@ -15,6 +15,7 @@ def test_inprocess() -> None:
     check_launcher(farstep.InProcessConfig, processes=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["shm", "ipc", "tcp"])
 def test_local(transport: Any) -> None:
     check_launcher(functools.partial(farstep.LocalConfig, transport=transport))

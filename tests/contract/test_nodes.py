@@ -20,6 +20,8 @@ from farstep.launch.ssh import SSHEngine
 from farstep.testing import CountingEnv, TableAgent, check_launcher
 from farstep.version import VERSION
 
+pytestmark = pytest.mark.slow
+
 SHELL = """#!/bin/sh
 [ "$1" != nowhere ] || exit 255
 shift

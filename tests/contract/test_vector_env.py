@@ -121,6 +121,7 @@ def test_infos_of_every_kind(mode: AutoresetMode) -> None:
         Parity(ours, theirs, seed=3).run(100)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_worker_processes(transport: str) -> None:
     config = farstep.LocalConfig(workers_per_node=2, transport=transport)  # type: ignore[arg-type]

@@ -254,6 +254,7 @@ signal.pause()
 """
 
 
+@pytest.mark.slow
 def test_a_killed_head_leaves_no_objects(cluster: FakeKubernetes) -> None:
     command = [sys.executable, "-c", HEAD, BOOTSTRAP.decode()]
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=dict(os.environ)) as head:

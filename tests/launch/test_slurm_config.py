@@ -66,6 +66,7 @@ def test_debug_with_make_vec() -> None:
         assert env.reset()[0].shape == (2, 3)
 
 
+@pytest.mark.slow
 def test_debug_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ConfigError, match="no job"):
         slurm(["--print", "--debug"])

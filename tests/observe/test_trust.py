@@ -23,6 +23,8 @@ from farstep.observe.loggers import JsonlLogger
 from farstep.observe.run_folder import RunFolder
 from farstep.version import VERSION
 
+pytestmark = pytest.mark.slow
+
 TRAIN = ["train", "ppo", "--env", "CartPole-v1", "--launcher", "in-process", "--num-envs", "4", "--num-steps", "16"]
 PLANTED = """
 import pathlib
