@@ -40,11 +40,14 @@ def test_what_is_read_is_a_copy(model: ModelBlock):
 
 def test_another_shape_or_an_unknown_name_is_refused_and_nothing_changes(model: ModelBlock):
     model.publish("net", np.zeros(3))
-    with pytest.raises(ConfigError, match="other arrays"):
+    with pytest.raises(ConfigError, match=r"other arrays: .* here and .* there\. Publish"):
         model.publish("net", np.zeros(4))
     with pytest.raises(ConfigError, match="other arrays"):
         model.publish("net", {"a": np.zeros(3)})
     assert model.read("net")[0] == 0
+    model.publish("nested", {"a": {"b": np.zeros(3)}})
+    with pytest.raises(ConfigError, match="other arrays"):
+        model.publish("nested", {"a.b": np.zeros(3)})
     with pytest.raises(ConfigError, match=r"no object 'nett'.*net"):
         model.read("nett")
 

@@ -439,6 +439,7 @@ def test_mistakes_with_a_dispatcher(act: Any, words: str) -> None:
         (lambda: TimeTrigger(1) | 3, "3 is not a trigger"),  # type: ignore[operator]
         (lambda: TransferTrigger(max_bytes=-1), "max_bytes"),
         (lambda: TransferTrigger(seconds=0), "seconds is 0"),
+        (lambda: TransferTrigger(seconds=True), "seconds is True"),
         (lambda: TransferTrigger(episode_end="yes"), "episode_end is 'yes'"),  # type: ignore[arg-type]
         (lambda: Ledger().wrote("a", 1, 0, ["obs"]), r"Ledger\(keys="),
         (lambda: Ledger(KEYS).wrote("a", 1, 0, ["ob"]), "unknown key 'ob'"),

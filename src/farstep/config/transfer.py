@@ -45,7 +45,9 @@ class TransferTrigger(_Config):
         for name in ("size", "max_bytes", "in_turn"):
             if getattr(self, name) is not None:
                 self._at_least(name, 1)
-        if self.seconds is not None and not (isinstance(self.seconds, (int, float)) and 0 < self.seconds < math.inf):
+        seconds = self.seconds
+        is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
+        if seconds is not None and not (is_number and 0 < seconds < math.inf):
             raise ConfigError(f"TransferTrigger.seconds is {self.seconds!r}; expected a number of seconds above 0.")
         if not isinstance(self.episode_end, bool):
             raise ConfigError(f"TransferTrigger.episode_end is {self.episode_end!r}; expected True or False.")

@@ -23,7 +23,7 @@ from farstep.cluster_env import ClusterEnv
 from farstep.config.field_docs import show_fields
 from farstep.errors import ConfigError
 from farstep.learners import losses
-from farstep.learners.loop.checks import LARGE, TINY, check_choice, check_counts, check_critic, check_numbers
+from farstep.learners.loop.checks import LARGE, check_above, check_choice, check_counts, check_critic, check_numbers
 from farstep.learners.loop.sizes import minibatch_rows, rollout_steps
 from farstep.learners.loop.timing import Timer
 from farstep.learners.networks.nets import DEFAULT_NET, ActorCritic, NetConfig
@@ -124,10 +124,11 @@ class AsyncPPOConfig:
         check_choice(self, "behave_weight_mode", ("mask", "truncate"))
         check_choice(self, "denominator", ("valid", "kept"))
         check_numbers(self, gamma=(0, 1), gae_lambda=(0, 1), clip_ratio_low=(0, 1), clip_ratio_high=(0, inf))
-        check_numbers(
-            self, learning_rate=(0, LARGE), entropy_bonus=(0, LARGE), value_coef=(0, LARGE), clip_ratio_c=(1, inf)
-        )
-        check_numbers(self, max_grad_norm=(TINY, inf), target_kl=(TINY, inf), value_clip=(TINY, inf))
+        check_numbers(self, learning_rate=(0, LARGE), entropy_bonus=(0, LARGE), value_coef=(0, LARGE))
+        check_above(self, max_grad_norm=0, target_kl=0, value_clip=0, huber_delta=0, clip_ratio_c=1)
+        check_above(self, behave_weight_threshold=0)
+        upper = inf if self.behave_weight_threshold is None else self.behave_weight_threshold
+        check_numbers(self, behave_weight_lower=(0, upper))
         check_critic(self, "value_coef")
         for name in ("global_batch_size", "micro_batch_size"):
             size = getattr(self, name)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from math import inf
 
 import numpy as np
 import torch
@@ -22,7 +21,7 @@ from farstep.cluster_env import ClusterEnv
 from farstep.config.field_docs import show_fields
 from farstep.core import Array
 from farstep.learners import losses
-from farstep.learners.loop.checks import LARGE, TINY, check_counts, check_critic, check_numbers
+from farstep.learners.loop.checks import LARGE, check_above, check_counts, check_critic, check_numbers
 from farstep.learners.loop.sizes import chunk_steps
 from farstep.learners.loop.timing import Timer
 from farstep.learners.networks.nets import DEFAULT_NET, ActorCritic, NetConfig
@@ -83,9 +82,9 @@ class ImpalaConfig:
     def __post_init__(self) -> None:
         check_counts(self, "num_steps", "num_chunks")
         check_counts(self, "max_staleness", minimum=0)
-        check_numbers(self, gamma=(0, 1), vtrace_lambda=(0, 1), learning_rate=(0, LARGE), max_grad_norm=(TINY, inf))
-        check_numbers(self, rho_bar=(0, inf), c_bar=(0, inf), pg_rho_bar=(0, inf), value_coef=(0, LARGE))
-        check_numbers(self, entropy_bonus=(0, LARGE))
+        check_numbers(self, gamma=(0, 1), vtrace_lambda=(0, 1), learning_rate=(0, LARGE))
+        check_numbers(self, value_coef=(0, LARGE), entropy_bonus=(0, LARGE))
+        check_above(self, max_grad_norm=0, rho_bar=0, c_bar=0, pg_rho_bar=0)
         check_critic(self, "value_coef")
 
 

@@ -20,7 +20,7 @@ from farstep.batch import Batch
 from farstep.cluster_env import ClusterEnv
 from farstep.config.field_docs import show_fields
 from farstep.learners import losses
-from farstep.learners.loop.checks import LARGE, TINY, check_choice, check_counts, check_critic, check_numbers
+from farstep.learners.loop.checks import LARGE, check_above, check_choice, check_counts, check_critic, check_numbers
 from farstep.learners.loop.sizes import minibatch_rows, rollout_steps
 from farstep.learners.loop.timing import Timer
 from farstep.learners.networks.nets import DEFAULT_NET, ActorCritic, NetConfig
@@ -97,7 +97,7 @@ class PPOConfig:
         check_choice(self, "normalize_advantages", ("minibatch", "batch", "no"))
         check_numbers(self, gamma=(0, 1), gae_lambda=(0, 1), clip_coef=(0, 1))
         check_numbers(self, learning_rate=(0, LARGE), ent_coef=(0, LARGE), vf_coef=(0, LARGE))
-        check_numbers(self, max_grad_norm=(TINY, inf), target_kl=(TINY, inf), value_clip=(TINY, inf))
+        check_above(self, max_grad_norm=0, target_kl=0, value_clip=0)
         check_numbers(self, behave_weight_threshold=(1, inf))
         check_critic(self, "vf_coef")
 

@@ -133,8 +133,10 @@ class SharedObject:
                 "under another name."
             )
         schema, structure, arrays = _flattened(value)
-        if found := differences(self._schema, schema) or structure != self._structure:
-            raise ConfigError(f"this object holds other arrays: {found}. Publish the value under another name.")
+        found = differences(self._schema, schema)
+        if found or structure != self._structure:
+            reason = "; ".join(found) or "the same arrays, nested differently"
+            raise ConfigError(f"this object holds other arrays: {reason}. Publish the value under another name.")
         with self._publishing:
             version = self.version + 1
             self._words[_WORDS + version % 2] = -1

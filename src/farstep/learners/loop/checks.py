@@ -9,8 +9,6 @@ from typing import Protocol
 from farstep.config.env import check_count, is_number
 from farstep.errors import ConfigError, unknown_name
 
-TINY = 1e-12
-"""Stands for "above 0" where bounds include their ends."""
 LARGE = 1e6
 """Upper bound of learning rates and loss weights: beyond it, float32 parameters overflow within a few updates."""
 
@@ -30,6 +28,14 @@ def check_numbers(config: object, **bounds: tuple[float, float]) -> None:
         if value is not None and not (is_number(value) and low <= value <= high):
             expected = f"at least {low:g}" if math.isinf(high) else f"from {low:g} to {high:g}"
             raise ConfigError(f"{name} is {value!r}; expected a number {expected}.")
+
+
+def check_above(config: object, **bounds: float) -> None:
+    """Check that options are numbers above their lower bound, which is excluded, or None; raise `ConfigError`."""
+    for name, low in bounds.items():
+        value = getattr(config, name)
+        if value is not None and not (is_number(value) and value > low):
+            raise ConfigError(f"{name} is {value!r}; expected a number above {low:g}.")
 
 
 def check_counts(config: object, *names: str, minimum: int = 1) -> None:
