@@ -251,7 +251,7 @@ def test_a_kernel_without_the_seal_does_without(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     "make", [*AGENTS, lambda: Module().bfloat16()], ids=[*(m.__name__ for m in AGENTS), "bfloat16"]
 )
-def test_loading_from_memory_for_reading_warns_nobody(make: Callable[[], Any]) -> None:
+def test_loading_from_read_only_memory_does_not_warn(make: Callable[[], Any]) -> None:
     filters = list(warnings.filters)
     torch.set_warn_always(True)
     try:

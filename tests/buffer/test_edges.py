@@ -259,7 +259,7 @@ def test_samplers_of_others_are_named_without_internals(tmp_path: Path) -> None:
     Buffer.restore(tmp_path, sampler=Mine()).close()
 
 
-def test_priorities_that_nobody_looks_at_are_told_once() -> None:
+def test_unused_priorities_warn_once() -> None:
     with filled(Uniform()) as buffer:
         with pytest.warns(UserWarning, match=r"neither Uniform\(\) nor remover=FIFO\(\) uses priorities"):
             assert buffer.update_priorities(np.array([4]), np.ones(1)) == 1

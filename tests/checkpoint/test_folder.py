@@ -196,7 +196,7 @@ def test_numbers_grow_past_six_digits(two: Path) -> None:
     assert [folder.name for folder in numbered(two)] == ["1000000", "999999"]
 
 
-def test_a_damaged_checkpoint_takes_nobodys_place(two: Path) -> None:
+def test_a_damaged_checkpoint_replaces_no_other(two: Path) -> None:
     os.truncate(two / "000002" / "obs.npy", 100)
     save(two, *content(3))
     assert names(two) == [".lock", "000001", "000002", "000003"]

@@ -74,7 +74,7 @@ def cluster(env: Any = CountingEnv, *, envs: int = 2, workers: int = 1, **option
     return farstep.ClusterEnv({"type": "factory", "env_name": env, "envs_per_node": envs, "seed": 5, **chosen}, config)
 
 
-def inprocess(workers: int = 1, **options: Any) -> farstep.InProcessConfig:
+def in_process(workers: int = 1, **options: Any) -> farstep.InProcessConfig:
     return farstep.InProcessConfig(workers_per_node=workers, **options)
 
 

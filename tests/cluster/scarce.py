@@ -1,4 +1,4 @@
-"""A head that may open only a few more files: `python scarce.py launch|replace local|inprocess|tcp COUNT...`.
+"""A head that may open only a few more files: `python scarce.py launch|replace local|in_process|tcp COUNT...`.
 
 Prints a JSON object: for each number of descriptors that were left, what came of it.
 """
@@ -23,7 +23,7 @@ from farstep.testing import CountingEnv, TableAgent
 
 HARD = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 CONFIGS: dict[str, Any] = {
-    "inprocess": farstep.InProcessConfig,
+    "in_process": farstep.InProcessConfig,
     "local": farstep.LocalConfig,
     "tcp": lambda **options: farstep.LocalConfig(transport="tcp", **options),
 }

@@ -14,19 +14,19 @@ import pytest
 import farstep
 from farstep.config.launch import LaunchConfig
 from farstep.workflow.triggers import DataKeyTrigger, ObjectKeyTrigger
-from tests.cluster.checks import assert_sound, inprocess
+from tests.cluster.checks import assert_sound, in_process
 from tests.cluster.flows import full
 
 ENDLESS = {"length": None}
 
 
 def launch(name: str, workers: int = 2) -> LaunchConfig:
-    if name == "inprocess":
-        return inprocess(workers)
+    if name == "in_process":
+        return in_process(workers)
     return farstep.LocalConfig(workers_per_node=workers, transport=cast(Any, name))
 
 
-TRANSPORTS = pytest.mark.parametrize("transport", ["inprocess", "shm", "tcp"])
+TRANSPORTS = pytest.mark.parametrize("transport", ["in_process", "shm", "tcp"])
 
 
 class Recorder:

@@ -14,12 +14,12 @@ import farstep
 from farstep.config.launch import LaunchConfig
 from farstep.sync import AAPS, Always, MaxLag
 from farstep.testing import CountingEnv, TableAgent
-from tests.cluster.checks import assert_balanced, cluster, eventually, inprocess, within
+from tests.cluster.checks import assert_balanced, cluster, eventually, in_process, within
 
 EVERYWHERE = pytest.mark.parametrize(
     "config",
-    [inprocess(2), *(farstep.LocalConfig(workers_per_node=2, transport=t) for t in ("shm", "tcp"))],
-    ids=["inprocess", "shm", "tcp"],
+    [in_process(2), *(farstep.LocalConfig(workers_per_node=2, transport=t) for t in ("shm", "tcp"))],
+    ids=["in_process", "shm", "tcp"],
 )
 
 
@@ -76,7 +76,7 @@ def test_workers_pull_exactly_when_the_divergence_exceeds_the_threshold(config: 
 
 @pytest.mark.parametrize("rule", [AAPS(0.0), Always()], ids=["delta=0", "always"])
 def test_a_threshold_of_zero_is_always(rule: Any) -> None:
-    with cluster(envs=4, sync=rule, config=inprocess(2)) as env:
+    with cluster(envs=4, sync=rule, config=in_process(2)) as env:
         agent, versions = CoinAgent(), []
         for k in range(5):
             agent.logit[:] = k if k != 3 else 1e-12 + 2  # hardly different, and yet another version
@@ -88,7 +88,7 @@ def test_a_threshold_of_zero_is_always(rule: Any) -> None:
 
 
 def test_an_infinite_threshold_pulls_once_and_measures_nothing() -> None:
-    with cluster(envs=4, sync=AAPS(math.inf), config=inprocess(2)) as env:
+    with cluster(envs=4, sync=AAPS(math.inf), config=in_process(2)) as env:
         agent = TableAgent()  # which has no distribution()
         for k in range(5):
             agent.table[0] = k
@@ -106,7 +106,7 @@ def test_an_infinite_threshold_pulls_once_and_measures_nothing() -> None:
 
 def test_the_threshold_of_the_configuration_is_the_papers_rule() -> None:
     config = {"type": "factory", "env_name": CountingEnv, "envs_per_node": 2, "kl_threshold": 0.05}
-    with farstep.ClusterEnv(config, inprocess(1)) as env:
+    with farstep.ClusterEnv(config, in_process(1)) as env:
         agent = CoinAgent()
         env.collect(agent, steps=4)
         agent.logit += 1e-3
@@ -116,7 +116,7 @@ def test_the_threshold_of_the_configuration_is_the_papers_rule() -> None:
 
 
 def test_single_steps_are_probed_too() -> None:
-    with cluster(envs=4, sync=AAPS(0.05, window=1), config=inprocess(2)) as env:
+    with cluster(envs=4, sync=AAPS(0.05, window=1), config=in_process(2)) as env:
         agent = CoinAgent()
         for _ in range(10):
             agent.logit += 0.2
@@ -125,7 +125,7 @@ def test_single_steps_are_probed_too() -> None:
 
 
 def test_nothing_is_probed_while_nothing_is_published() -> None:
-    with cluster(envs=4, sync=AAPS(0.05), config=inprocess(2)) as env:
+    with cluster(envs=4, sync=AAPS(0.05), config=in_process(2)) as env:
         agent = CoinAgent()
         for _ in range(5):
             env.collect(agent, steps=3)
@@ -135,7 +135,7 @@ def test_nothing_is_probed_while_nothing_is_published() -> None:
 
 
 def test_a_version_that_could_not_be_compared_is_pulled() -> None:
-    with cluster(envs=4, sync=AAPS(100.0), config=inprocess(2)) as env:
+    with cluster(envs=4, sync=AAPS(100.0), config=in_process(2)) as env:
         agent = CoinAgent()
         env.publish(agent)
         agent.logit += 1
@@ -186,7 +186,7 @@ def test_a_stream_yields_only_rows_close_to_a_version_within_its_bound(
 
 
 def test_a_hard_bound_on_lag_can_be_added() -> None:
-    with cluster(envs=4, sync=AAPS(math.inf) | MaxLag(2), config=inprocess(2)) as env:
+    with cluster(envs=4, sync=AAPS(math.inf) | MaxLag(2), config=in_process(2)) as env:
         agent, lags = CoinAgent(), []
         for k in range(9):
             agent.logit += 1e-6
@@ -291,7 +291,7 @@ class MoodyAgent(CoinAgent):
 
 
 def test_a_version_that_cannot_be_described_is_not_published() -> None:
-    with cluster(envs=4, sync=AAPS(0.1), config=inprocess(2)) as env:
+    with cluster(envs=4, sync=AAPS(0.1), config=in_process(2)) as env:
         agent = MoodyAgent()
         env.collect(agent, steps=3)
         agent.logit[:] = 6
@@ -345,7 +345,7 @@ class BusyAgent(CoinAgent):
 
 
 def test_a_publish_that_meets_a_close_of_another_thread_says_so() -> None:
-    with cluster(envs=4, sync=AAPS(0.1), config=inprocess(2)) as env:
+    with cluster(envs=4, sync=AAPS(0.1), config=in_process(2)) as env:
         agent = BusyAgent()
         env.collect(agent, steps=3)
         agent.meanwhile = lambda: within(env.close)
@@ -359,7 +359,7 @@ class MuteAgent(CoinAgent):
 
 
 def test_an_agent_that_never_could_describe_itself_is_refused() -> None:
-    with cluster(envs=4, sync=AAPS(0.1), config=inprocess(2)) as env:
+    with cluster(envs=4, sync=AAPS(0.1), config=in_process(2)) as env:
         with pytest.raises(farstep.WorkerError, match="deliberate"):
             env.collect(MuteAgent(), steps=3)
         env.collect(CoinAgent(), steps=3)  # and nothing is broken
@@ -476,7 +476,7 @@ class SetterAgent(ActorCriticAgent):
 
 @pytest.mark.parametrize("weights", [{"only": "actor.*"}, {"half": True}, {"only": "critic.0", "half": True}], ids=repr)
 def test_a_setter_gets_everything_with_new_values_where_they_travel(weights: dict[str, Any]) -> None:
-    with cluster(envs=4, weights=weights, config=inprocess(2)) as env:
+    with cluster(envs=4, weights=weights, config=in_process(2)) as env:
         agent = SetterAgent()
         env.collect(agent, steps=2)
         agent.logit[:], agent.critic[:] = 3, 5
@@ -488,7 +488,7 @@ def test_a_setter_gets_everything_with_new_values_where_they_travel(weights: dic
 
 def test_a_choice_of_parameters_that_chooses_none_is_refused_by_name() -> None:
     with (
-        cluster(envs=4, weights={"only": lambda name: False}, config=inprocess(1)) as env,
+        cluster(envs=4, weights={"only": lambda name: False}, config=in_process(1)) as env,
         pytest.raises(farstep.AgentError, match=r"none of the agent's.*The agent has actor\.logit, critic\.0"),
     ):
         env.collect(ActorCriticAgent(), steps=2)
@@ -498,7 +498,7 @@ def test_a_choice_of_parameters_that_chooses_none_is_refused_by_name() -> None:
 def test_a_pattern_that_chooses_no_parameter_is_refused_with_the_nearest_names(only: Any) -> None:
     said = r"the pattern 'actr\.\*', which matches none.*The nearest are actor\.logit"
     with (
-        cluster(envs=4, weights={"only": only}, config=inprocess(1)) as env,
+        cluster(envs=4, weights={"only": only}, config=in_process(1)) as env,
         pytest.raises(farstep.AgentError, match=said),
     ):
         env.collect(ActorCriticAgent(), steps=2)
@@ -509,7 +509,7 @@ def test_a_predicate_that_raises_is_named() -> None:
         raise ZeroDivisionError("deliberate")
 
     said = r"the predicate weights\.only raised ZeroDivisionError: deliberate, for the parameter 'actor\.logit'"
-    with cluster(envs=4, weights={"only": choose}, config=inprocess(1)) as env:
+    with cluster(envs=4, weights={"only": choose}, config=in_process(1)) as env:
         with pytest.raises(farstep.AgentError, match=said) as caught:
             env.collect(ActorCriticAgent(), steps=2)
         assert isinstance(caught.value.__cause__, ZeroDivisionError)
@@ -563,7 +563,7 @@ def test_counters_become_scalars_for_tensorboard(tmp_path: Any) -> None:
     tensorboard = pytest.importorskip("torch.utils.tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    with cluster(envs=4, sync=AAPS(0.5), config=inprocess(2)) as env, tensorboard.SummaryWriter(tmp_path) as writer:
+    with cluster(envs=4, sync=AAPS(0.5), config=in_process(2)) as env, tensorboard.SummaryWriter(tmp_path) as writer:
         agent = CoinAgent()
         for k in range(4):
             agent.logit += 0.3

@@ -16,7 +16,7 @@ from farstep.batch import FinalObs
 from farstep.buffer import DPER, FIFO, MinHeap, NStep, Prioritized, Queue, Sequence, Uniform
 from farstep.errors import BufferTimeout
 from farstep.testing import CountingEnv, TableAgent
-from tests.cluster.checks import cluster, inprocess
+from tests.cluster.checks import cluster, in_process
 from tests.cluster.rollout_world import Held, Row, World
 from tests.cluster.toys import NestedAgent, NestedEnv, counting_vector
 
@@ -419,7 +419,7 @@ def assert_counting(batch: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("truncate", [False, True])
 def test_rows_of_a_cluster(truncate: bool) -> None:
-    env = cluster(CountingEnv, envs=3, config=inprocess(2), env_kwargs={"truncate": truncate})
+    env = cluster(CountingEnv, envs=3, config=in_process(2), env_kwargs={"truncate": truncate})
     with env, Buffer(90, Uniform(), seed=1) as buffer, Buffer(90, NStep(3, 1.0), seed=1) as steps:
         agent = TableAgent()
         for length in (7, 1, 20, 13, 6, 5, 30):
@@ -440,7 +440,7 @@ def test_rows_of_a_cluster(truncate: bool) -> None:
 
 @pytest.mark.parametrize("mode", ["NEXT_STEP", "SAME_STEP", "DISABLED"])
 def test_rows_of_a_vector_environment(mode: str) -> None:
-    env = cluster(counting_vector, envs=3, config=inprocess(), type="vector", env_kwargs={"mode": mode})
+    env = cluster(counting_vector, envs=3, config=in_process(), type="vector", env_kwargs={"mode": mode})
     with env, Buffer(60, Uniform(), seed=2) as buffer, Buffer(60, DPER(), seed=2) as episodes:
         for _ in range(6):
             batch = env.collect(TableAgent(), steps=9)
@@ -456,7 +456,7 @@ def test_rows_of_a_vector_environment(mode: str) -> None:
 
 def test_rows_of_a_stream_of_chunks() -> None:
     """The first chunks to arrive, whoever sent them; slots that were not there at first share columns."""
-    with cluster(CountingEnv, envs=4, config=inprocess(2)) as env, Buffer(80, Uniform(), seed=3) as buffer:
+    with cluster(CountingEnv, envs=4, config=in_process(2)) as env, Buffer(80, Uniform(), seed=3) as buffer:
         for k, batch in enumerate(env.stream(TableAgent(), steps=6, num_chunks=1)):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)
@@ -467,7 +467,7 @@ def test_rows_of_a_stream_of_chunks() -> None:
 
 
 def test_nested_observations_of_a_cluster() -> None:
-    with cluster(NestedEnv, envs=2, config=inprocess()) as env, Buffer(20, Sequence(2), seed=4) as buffer:
+    with cluster(NestedEnv, envs=2, config=in_process()) as env, Buffer(20, Sequence(2), seed=4) as buffer:
         for _ in range(4):
             buffer.insert(env.collect(NestedAgent(), steps=7))
         batch, _ = buffer.sample(50)

@@ -19,12 +19,12 @@ import pytest
 import farstep
 from farstep.config.launch import LaunchConfig
 from farstep.testing import CountingEnv, FaultyEnv, TableAgent
-from tests.cluster.checks import assert_balanced, assert_sound, cluster, eventually, inprocess, together, within
+from tests.cluster.checks import assert_balanced, assert_sound, cluster, eventually, in_process, together, within
 from tests.cluster.faulty import SelfNamingEnv
 
 TRANSPORTS = pytest.mark.parametrize("transport", ["shm", "tcp"])
 BOTH = pytest.mark.parametrize(
-    "config", [inprocess(2), farstep.LocalConfig(workers_per_node=2)], ids=["inprocess", "local"]
+    "config", [in_process(2), farstep.LocalConfig(workers_per_node=2)], ids=["in_process", "local"]
 )
 SLOW = {"fault": "slow", "phase": "step", "at": 0, "slow_s": 0.02}
 
@@ -70,7 +70,7 @@ def test_interrupts_at_any_moment_lose_nothing_and_count_nothing_twice(config: L
             interrupted(rng.uniform(0.0002, 0.02), go_on)
             assert_balanced(env.stats())
             assert_sound(env.collect(agent, steps=2))
-    with cluster(envs=1, config=inprocess(1)) as another:  # this process does not take itself for a worker
+    with cluster(envs=1, config=in_process(1)) as another:  # this process does not take itself for a worker
         assert_sound(another.collect(agent, steps=2))
 
 
@@ -204,10 +204,10 @@ class Broken(TableAgent):
         raise ZeroDivisionError("nothing to divide by")
 
 
-EVERY = [inprocess(2), *(farstep.LocalConfig(workers_per_node=2, transport=name) for name in ("shm", "tcp"))]
+EVERY = [in_process(2), *(farstep.LocalConfig(workers_per_node=2, transport=name) for name in ("shm", "tcp"))]
 
 
-@pytest.mark.parametrize("config", EVERY, ids=["inprocess", "shm", "tcp"])
+@pytest.mark.parametrize("config", EVERY, ids=["in_process", "shm", "tcp"])
 def test_an_agent_that_is_refused_costs_nothing_but_a_clear_error(config: LaunchConfig) -> None:
     with cluster(config=config) as env:
         with pytest.raises(farstep.AgentError, match=r"^act returned .* without 'action'"):
@@ -481,18 +481,18 @@ class RootedRule(FailingRule):
 def test_what_cannot_be_sent_is_named() -> None:
     lock = threading.Lock()
     with pytest.raises(farstep.ConfigError, match=r"^the sync rule RootedRule cannot be sent to workers: TypeError"):
-        cluster(sync=RootedRule(), config=inprocess(1)).launch()
+        cluster(sync=RootedRule(), config=in_process(1)).launch()
     with pytest.raises(farstep.ConfigError, match=r"^the predicate weights\.only cannot be sent"):
-        cluster(weights={"only": lambda name: lock.locked()}, config=inprocess(1)).launch()
+        cluster(weights={"only": lambda name: lock.locked()}, config=in_process(1)).launch()
     with pytest.raises(farstep.ConfigError, match=r"^the environment's factory"):
-        cluster(lambda: lock, config=inprocess(1)).launch()
+        cluster(lambda: lock, config=in_process(1)).launch()
 
 
 def test_no_agent_is_refused() -> None:
-    with cluster(config=inprocess(1)) as env, pytest.raises(farstep.AgentError, match=r"NoneType has no act\(\)"):
+    with cluster(config=in_process(1)) as env, pytest.raises(farstep.AgentError, match=r"NoneType has no act\(\)"):
         env.collect(None, steps=2)  # type: ignore[arg-type]
 
 
 def test_a_staleness_beyond_all_measure_is_refused() -> None:
-    with cluster(config=inprocess(1)) as env, pytest.raises(farstep.ConfigError, match="at most 1000"):
+    with cluster(config=in_process(1)) as env, pytest.raises(farstep.ConfigError, match="at most 1000"):
         env.stream(TableAgent(), steps=2, max_staleness=10**6)

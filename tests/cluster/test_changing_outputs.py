@@ -12,7 +12,7 @@ from gymnasium import spaces
 import farstep
 from farstep.buffer import LIFO, Sampler, Uniform
 from farstep.testing import TableAgent
-from tests.cluster.checks import cluster, inprocess
+from tests.cluster.checks import cluster, in_process
 from tests.cluster.toys import NestedAgent, NestedEnv
 
 
@@ -56,7 +56,7 @@ CHANGES: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_change_of_outputs_is_named(change: str) -> None:
     alter, said = CHANGES[change]
-    with cluster(config=inprocess(), envs=4) as env, pytest.raises(farstep.AgentError, match=said):
+    with cluster(config=in_process(), envs=4) as env, pytest.raises(farstep.AgentError, match=said):
         env.collect(Later(alter), steps=8)
 
 
@@ -75,7 +75,7 @@ def test_missing_key_is_named() -> None:
             out = super().act(obs)
             return {"action": out["action"]} if self.calls > 2 else out
 
-    with cluster(config=inprocess()) as env, pytest.raises(farstep.AgentError, match=r"has no .*value.* now"):
+    with cluster(config=in_process()) as env, pytest.raises(farstep.AgentError, match=r"has no .*value.* now"):
         env.collect(Forgetful(lambda out: {}), steps=8)
 
 
@@ -83,7 +83,7 @@ def test_another_dtype_with_the_same_numbers_is_accepted() -> None:
     def change(out: Any) -> Any:
         return {"action": out["action"].astype(np.float64), "value": [0.5] * len(out["value"])}
 
-    with cluster(config=inprocess(), envs=4) as env:
+    with cluster(config=in_process(), envs=4) as env:
         batch = env.collect(Later(change), steps=8)
         assert batch["action"].dtype == TableAgent().act(np.zeros((1, 3), np.float32))["action"].dtype
         assert batch["value"].dtype == np.float32 and (batch["value"][2:] == 0.5).all()
@@ -116,7 +116,7 @@ class NestedNan(NestedAgent):
     [(NestedLater(), r"the output\['extra'\] has triple now"), (NestedNan(), r"action.0 nan for environment slot 1")],
 )
 def test_change_of_nested_outputs_is_named(agent: Any, said: str) -> None:
-    with cluster(NestedEnv, config=inprocess(), envs=2) as env, pytest.raises(farstep.AgentError, match=said):
+    with cluster(NestedEnv, config=in_process(), envs=2) as env, pytest.raises(farstep.AgentError, match=said):
         env.collect(agent, steps=4)
 
 
@@ -147,7 +147,7 @@ def test_nan_of_a_recorded_policy_is_named() -> None:
             return self.state_dict()
 
     agent = Net()
-    with cluster(Steady, config=inprocess(), envs=2) as env:
+    with cluster(Steady, config=in_process(), envs=2) as env:
         assert np.isfinite(env.collect(agent, steps=2)["action"]).all()
         with torch.no_grad():
             agent.scale[1] = 0
@@ -161,7 +161,7 @@ def test_nan_of_a_recorded_policy_is_named() -> None:
 @pytest.mark.parametrize("sampler", [Uniform(), LIFO()], ids=repr)
 def test_batch_with_numbers_that_a_buffer_cannot_hold_is_refused(sampler: Sampler) -> None:
     """Of nested observations; nothing is inserted."""
-    with cluster(NestedEnv, config=inprocess(2), envs=4) as env:
+    with cluster(NestedEnv, config=in_process(2), envs=4) as env:
         batch = env.collect(NestedAgent(), steps=4)
         narrow = farstep.Buffer(64, sampler)
         narrow.insert(batch)

@@ -14,7 +14,7 @@ import farstep
 from farstep.errors import AgentError, RemoteEnvError
 from farstep.testing import CountingEnv, TableAgent
 from farstep.workflow.triggers import DataKeyTrigger
-from tests.cluster.checks import cluster, eventually, inprocess, within
+from tests.cluster.checks import cluster, eventually, in_process, within
 from tests.cluster.faulty import MuteAgent, MuteEnv, MuteError, SlowToCloseEnv
 from tests.cluster.flows import full
 from tests.cluster.test_fuzz import node_config
@@ -31,7 +31,7 @@ def descriptors() -> dict[str, str]:
 
 LAUNCHES: dict[str, Callable[[Path], Any]] = {
     "local": lambda _: farstep.LocalConfig(),
-    "in-process": lambda _: inprocess(),
+    "in-process": lambda _: in_process(),
     "tcp": lambda _: farstep.LocalConfig(transport="tcp"),
     "nodes": lambda folder: node_config(folder, nodes=1, workers_per_node=1, head_address="127.0.0.1"),
 }
@@ -127,7 +127,7 @@ ONCE: dict[str, Any] = {"restart_budget": 0}
 @pytest.mark.parametrize(
     ("phase", "error", "config"),
     [
-        *((phase, error, inprocess(**ONCE)) for phase in ("construct", "reset", "step") for error in (MUTE, ODD)),
+        *((phase, error, in_process(**ONCE)) for phase in ("construct", "reset", "step") for error in (MUTE, ODD)),
         ("step", MUTE, farstep.LocalConfig(**ONCE)),
     ],
 )
@@ -143,7 +143,7 @@ def test_an_environments_exception_is_reported_whatever_its_text(
 
 
 def test_an_agents_exception_is_reported_whatever_its_text() -> None:
-    with cluster(config=inprocess()) as env, pytest.raises(RemoteEnvError, match="MuteError: <its __str__ raised"):
+    with cluster(config=in_process()) as env, pytest.raises(RemoteEnvError, match="MuteError: <its __str__ raised"):
         env.collect(MuteAgent(), steps=4)
 
 
@@ -151,7 +151,7 @@ def test_a_factorys_exception_is_reported_whatever_its_text() -> None:
     def factory() -> Any:
         raise MuteError
 
-    with pytest.raises(RemoteEnvError, match="MuteError: <its __str__ raised"), cluster(factory, config=inprocess()):
+    with pytest.raises(RemoteEnvError, match="MuteError: <its __str__ raised"), cluster(factory, config=in_process()):
         pass
 
 
@@ -164,7 +164,7 @@ def test_a_consumers_exception_is_raised_whatever_its_text(thread: bool) -> None
 
     both = threading.Barrier(2, timeout=30)
 
-    with cluster(config=inprocess()) as env:
+    with cluster(config=in_process()) as env:
         flow = farstep.Workflow(env, TableAgent(), full(64), steps=8)
         flow.on(DataKeyTrigger(n=1, size=8), consumer, thread=thread, name="one")
         flow.on(DataKeyTrigger(n=1, size=8), consumer, thread=thread, name="other")

@@ -15,11 +15,11 @@ from farstep.config.launch import LaunchConfig
 from farstep.rollout.seeds import episode_seed
 from farstep.sync import EveryK
 from farstep.testing import CountingEnv, FaultyEnv, TableAgent
-from tests.cluster.checks import assert_balanced, assert_sound, cluster, inprocess, together, within
+from tests.cluster.checks import assert_balanced, assert_sound, cluster, in_process, together, within
 from tests.cluster.toys import DoubledReward, NestedAgent, NestedEnv, RememberingAgent, counting_vector, telling_vector
 
 BOTH = pytest.mark.parametrize(
-    "config", [inprocess(2), farstep.LocalConfig(workers_per_node=2)], ids=["inprocess", "local"]
+    "config", [in_process(2), farstep.LocalConfig(workers_per_node=2)], ids=["in_process", "local"]
 )
 
 
@@ -126,7 +126,7 @@ def oracle(slot: int, rows: int, seed: int = 5) -> list[tuple[float, ...]]:
 
 @pytest.mark.parametrize("mode", ["NEXT_STEP", "SAME_STEP", "DISABLED"])
 def test_a_vector_source_gives_the_episodes_of_its_environments(mode: str) -> None:
-    options: Any = {"type": "vector", "env_kwargs": {"mode": mode}, "config": inprocess(2)}
+    options: Any = {"type": "vector", "env_kwargs": {"mode": mode}, "config": in_process(2)}
     with cluster(counting_vector, envs=3, **options) as env:
         batches = [env.collect(TableAgent(), steps=steps).copy() for steps in (13, 1, 16)]
     joined = {name: np.concatenate([batch[name] for batch in batches]) for name in batches[0]}
@@ -158,7 +158,7 @@ def part(info: dict[str, Any], i: int) -> dict[str, Any]:
 @pytest.mark.parametrize("mode", ["NEXT_STEP", "SAME_STEP", "DISABLED"])
 def test_infos_of_a_vector_source_are_those_of_its_environments(mode: str) -> None:
     agent, theirs = TableAgent(), telling_vector(3, mode)
-    options: Any = {"type": "vector", "env_kwargs": {"mode": mode}, "config": inprocess(2)}
+    options: Any = {"type": "vector", "env_kwargs": {"mode": mode}, "config": in_process(2)}
     with cluster(telling_vector, envs=3, **options) as env:
         _, info = env.reset(seed=5)
         obs, own = theirs.reset(seed=[episode_seed(5, slot, 0) for slot in range(3)])
@@ -299,25 +299,25 @@ def test_factories_and_wrappers() -> None:
 
 def test_gymnasium_environments_by_id() -> None:
     config = {"env_name": "CartPole-v1", "env_kwargs": {"sutton_barto_reward": True}, "envs_per_node": 2}
-    with farstep.ClusterEnv(config, inprocess()) as env:
+    with farstep.ClusterEnv(config, in_process()) as env:
         batch = env.collect(PoleAgent(), steps=60)
         np.testing.assert_array_equal(batch["reward"], -batch["terminated"].astype(np.float32))
 
 
 @pytest.mark.parametrize("kind", ["gymnasium", "vector"])
 def test_an_environment_that_only_the_script_registered_comes_with_advice(kind: str) -> None:
-    env = farstep.ClusterEnv({"type": kind, "env_name": "Mine-v0"}, inprocess())
+    env = farstep.ClusterEnv({"type": kind, "env_name": "Mine-v0"}, in_process())
     with pytest.raises(farstep.ConfigError, match=r"NameNotFound.*'your_module:Mine-v0'.*type='factory'"):
         env.launch()
 
 
 def test_options_of_a_reset_are_a_mapping() -> None:
-    with cluster(config=inprocess()) as env, pytest.raises(farstep.ConfigError, match="options=3; expected a mapping"):
+    with cluster(config=in_process()) as env, pytest.raises(farstep.ConfigError, match="options=3; expected a mapping"):
         env.reset(options=3)  # type: ignore[arg-type]
 
 
 def test_an_unknown_array_lists_the_known_ones() -> None:
-    with cluster(config=inprocess()) as env:
+    with cluster(config=in_process()) as env:
         batch = env.collect(TableAgent(), steps=1)
         with pytest.raises(KeyError, match=r"'rewrad'. Did you mean 'reward'.*Known: action, episode_start, obs"):
             batch["rewrad"]
@@ -333,7 +333,7 @@ def test_an_agent_that_cannot_be_used_leaves_the_other_one_in_force() -> None:
         def get_parameters(self) -> Any:
             return {"table": np.array([np.nan])}
 
-    with cluster(config=inprocess(2)) as env:
+    with cluster(config=in_process(2)) as env:
         agent = TableAgent()
         env.collect(agent, steps=4)
         with pytest.raises(farstep.FarstepError, match="NaN"):
@@ -363,7 +363,7 @@ def test_an_agent_that_normalises_in_place_changes_nothing_that_is_recorded(conf
 
 
 def test_a_sync_rule_decides_which_version_acts() -> None:
-    with cluster(sync=EveryK(3), config=inprocess(2)) as env:
+    with cluster(sync=EveryK(3), config=in_process(2)) as env:
         agent, versions = TableAgent(), []
         for k in range(8):
             agent.table[:] = k % 3
@@ -450,7 +450,7 @@ def test_staleness_is_counted_in_batches_of_several_rollouts(config: LaunchConfi
 
 @pytest.mark.parametrize("wrong", [0, 1.5, 10**6])
 def test_rollout_epochs_out_of_range_is_refused(wrong: Any) -> None:
-    with cluster(envs=1, config=inprocess(1)) as env:
+    with cluster(envs=1, config=in_process(1)) as env:
         for call in (env.collect, env.stream):
             with pytest.raises(farstep.ConfigError, match="rollout_epochs"):
                 call(TableAgent(), 4, rollout_epochs=wrong)
@@ -548,15 +548,15 @@ def test_step_returns_gymnasiums_five_values(config: LaunchConfig) -> None:
 
 
 def test_a_cluster_says_in_a_line_what_it_is() -> None:
-    env = cluster(envs=4, config=inprocess(2))
+    env = cluster(envs=4, config=in_process(2))
     assert repr(env) == "<ClusterEnv CountingEnv: num_envs=4 on 2 workers, not launched>"
     with env:
         assert repr(env) == "<ClusterEnv CountingEnv: num_envs=4 on 2 workers, running>"
     assert repr(env) == "<ClusterEnv CountingEnv: num_envs=4 on 2 workers, closed>"
-    named = farstep.ClusterEnv({"env_name": "CartPole-v1"}, inprocess(1))
+    named = farstep.ClusterEnv({"env_name": "CartPole-v1"}, in_process(1))
     assert repr(named) == "<ClusterEnv CartPole-v1: num_envs=1 on 1 worker, not launched>"
     kwargs = {"fault": "raise", "phase": "step"}
-    failed = cluster(FaultyEnv, envs=1, env_kwargs=kwargs, config=inprocess(restart_budget=0))
+    failed = cluster(FaultyEnv, envs=1, env_kwargs=kwargs, config=in_process(restart_budget=0))
     with failed, pytest.raises(farstep.RemoteEnvError):
         failed.collect(TableAgent(), steps=8)
     assert repr(failed) == "<ClusterEnv FaultyEnv: num_envs=1 on 1 worker, failed>"

@@ -24,7 +24,7 @@ from farstep.errors import ClosedError, RemoteEnvError, WorkerDied, WorkerError,
 from farstep.rollout.seeds import episode_seed
 from farstep.testing import CountingEnv, FaultyEnv, TableAgent
 from farstep.testing.envs import do_fault
-from tests.cluster.checks import assert_balanced, assert_sound, cluster, eventually, inprocess, together, within
+from tests.cluster.checks import assert_balanced, assert_sound, cluster, eventually, in_process, together, within
 from tests.cluster.faulty import (
     BareResetEnv,
     EachOnceEnv,
@@ -204,7 +204,9 @@ def test_the_restart_budget_is_spent_before_the_run_fails() -> None:
 
 
 def test_an_exception_after_the_restart_budget_is_raised_in_this_process_too() -> None:
-    env = cluster(FaultyEnv, envs=1, env_kwargs={"fault": "raise", "phase": "step"}, config=inprocess(restart_budget=2))
+    env = cluster(
+        FaultyEnv, envs=1, env_kwargs={"fault": "raise", "phase": "step"}, config=in_process(restart_budget=2)
+    )
     said = r"^restart_budget=2 is used up.* The last: the environment raised .*environment slot 0"
     with env, pytest.raises(RemoteEnvError, match=said):
         within(lambda: env.collect(TableAgent(), steps=8))
@@ -214,7 +216,7 @@ def test_an_exception_after_the_restart_budget_is_raised_in_this_process_too() -
 def test_an_exception_says_how_far_its_episode_was(steps: int) -> None:
     kwargs = {"fault": "raise", "phase": "step", "at": 6}
     with (
-        cluster(FaultyEnv, envs=2, env_kwargs=kwargs, config=inprocess(restart_budget=0)) as env,
+        cluster(FaultyEnv, envs=2, env_kwargs=kwargs, config=in_process(restart_budget=0)) as env,
         pytest.raises(RemoteEnvError, match=r"environment slot 0, seed \d+, episode step 5,") as caught,
     ):
         agent = TableAgent()
@@ -227,7 +229,7 @@ def test_an_exception_says_how_far_its_episode_was(steps: int) -> None:
 def test_a_reward_that_is_no_number_is_raised(reward: Any) -> None:
     seed = episode_seed(5, 1, 0)
     kwargs = {"reward": reward, "seed": seed}
-    env = cluster(OddRewardEnv, envs=3, env_kwargs=kwargs, config=inprocess(restart_budget=0))
+    env = cluster(OddRewardEnv, envs=3, env_kwargs=kwargs, config=in_process(restart_budget=0))
     with env, pytest.raises(RemoteEnvError, match="a number is expected") as caught:
         env.collect(TableAgent(), steps=4)
     where = caught.value.where
@@ -237,7 +239,7 @@ def test_a_reward_that_is_no_number_is_raised(reward: Any) -> None:
 @pytest.mark.parametrize("reward", [float("nan"), 2, True, np.float32(2), np.array(2.0)], ids=repr)
 def test_a_reward_that_is_some_number_is_kept(reward: Any) -> None:
     kwargs = {"reward": reward, "seed": episode_seed(5, 1, 0)}
-    with cluster(OddRewardEnv, envs=3, env_kwargs=kwargs, config=inprocess()) as env:
+    with cluster(OddRewardEnv, envs=3, env_kwargs=kwargs, config=in_process()) as env:
         np.testing.assert_array_equal(env.collect(TableAgent(), steps=4)["reward"][2], [3, float(reward), 3])
 
 
@@ -248,7 +250,7 @@ def test_a_reward_that_is_some_number_is_kept(reward: Any) -> None:
 def test_an_action_outside_its_space_is_the_agents_mistake(kind: str, action: float, words: str) -> None:
     options: Any = {"type": "vector", "env_kwargs": {"mode": "SAME_STEP"}} if kind == "vector" else {}
     source = counting_vector if kind == "vector" else CountingEnv
-    with cluster(source, envs=2, config=inprocess(), **options) as env:
+    with cluster(source, envs=2, config=in_process(), **options) as env:
         with pytest.raises(farstep.AgentError, match=f"the agent's {words}") as caught:
             env.collect(SevenAgent(action), steps=2)
         assert "in environment slot 0; the step raised AssertionError" in str(caught.value)
@@ -257,14 +259,14 @@ def test_an_action_outside_its_space_is_the_agents_mistake(kind: str, action: fl
 
 def test_a_number_outside_a_box_is_noted_only() -> None:
     with (
-        cluster(FussyBoxEnv, envs=1, config=inprocess(restart_budget=0)) as env,
+        cluster(FussyBoxEnv, envs=1, config=in_process(restart_budget=0)) as env,
         pytest.raises(RemoteEnvError, match=r"of its own(?s:.*)The agent's action \[0. 3.\] is outside Box"),
     ):
         env.collect(SevenAgent([0.0, 3.0]), steps=2)
 
 
 def test_make_vec_notes_an_action_outside_its_space() -> None:
-    with contextlib.closing(farstep.make_vec(CountingEnv, 2, inprocess())) as vector:
+    with contextlib.closing(farstep.make_vec(CountingEnv, 2, in_process())) as vector:
         vector.reset(seed=7)
         with pytest.raises(AssertionError, match=r"The action 7 is outside Discrete\(3\)"):
             vector.step(np.array([0, 7]))
@@ -277,35 +279,35 @@ def limited(env: Any) -> Any:
 @pytest.mark.parametrize("wrappers", [[], [limited]], ids=["bare", "wrapped"])
 def test_environments_of_the_old_gym_are_told_so(wrappers: list[Any]) -> None:
     with (
-        cluster(OldGymEnv, wrappers=wrappers, config=inprocess(restart_budget=0)) as env,
+        cluster(OldGymEnv, wrappers=wrappers, config=in_process(restart_budget=0)) as env,
         pytest.raises(ValueError, match="a step returned 4 values, as in the old Gym API"),
     ):
         env.collect(TableAgent(), steps=2)
     with (
-        cluster(BareResetEnv, config=inprocess(restart_budget=0)) as env,
+        cluster(BareResetEnv, config=in_process(restart_budget=0)) as env,
         pytest.raises(TypeError, match=r"reset returned a ndarray; expected the pair \(obs, info\)"),
     ):
         env.collect(TableAgent(), steps=2)
 
 
 def test_an_info_that_is_none_is_an_empty_one() -> None:
-    with cluster(NoInfoEnv, config=inprocess()) as env:
+    with cluster(NoInfoEnv, config=in_process()) as env:
         assert env.reset()[1] == {}
         assert env.step(TableAgent())[4].keys() == {"action", "value", "version", "valid", "episode_start"}
         assert env.step(TableAgent())[4]["episode"]["l"].tolist() == [2, 2]
-    with contextlib.closing(farstep.make_vec(NoInfoEnv, 2, inprocess(), autoreset_mode="SameStep")) as vector:
+    with contextlib.closing(farstep.make_vec(NoInfoEnv, 2, in_process(), autoreset_mode="SameStep")) as vector:
         assert vector.reset()[1] == {}
         assert vector.step(np.zeros(2, np.int64))[4] == {}
         assert vector.step(np.zeros(2, np.int64))[4]["final_info"] == {}
     with (
-        cluster(NoInfoEnv, env_kwargs={"info": [3]}, config=inprocess(restart_budget=0)) as env,
+        cluster(NoInfoEnv, env_kwargs={"info": [3]}, config=in_process(restart_budget=0)) as env,
         pytest.raises(TypeError, match=r"the info \[3\]; a dictionary is expected"),
     ):
         env.reset()
 
 
 def test_make_vec_says_how_far_an_episode_was() -> None:
-    vector = farstep.make_vec(lambda: FaultyEnv("raise", "step", at=6), 2, inprocess(2))
+    vector = farstep.make_vec(lambda: FaultyEnv("raise", "step", at=6), 2, in_process(2))
     with contextlib.closing(vector), pytest.raises(RemoteEnvError, match="slot 0, seed 7, episode step 2"):
         vector.reset(seed=7)
         for t in range(6):
@@ -315,8 +317,10 @@ def test_make_vec_says_how_far_an_episode_was() -> None:
 
 
 @pytest.mark.parametrize("phase", ["construct", "reset", "step"])
-def test_an_exception_in_a_vector_is_nobodys_in_particular(phase: str) -> None:
-    env = cluster(faulty_vector, envs=2, type="vector", env_kwargs={"phase": phase}, config=inprocess(restart_budget=0))
+def test_an_exception_in_a_vector_names_no_slot(phase: str) -> None:
+    env = cluster(
+        faulty_vector, envs=2, type="vector", env_kwargs={"phase": phase}, config=in_process(restart_budget=0)
+    )
     with pytest.raises(RemoteEnvError) as caught, env:
         env.collect(TableAgent(), steps=8)
     where = caught.value.where
@@ -325,7 +329,7 @@ def test_an_exception_in_a_vector_is_nobodys_in_particular(phase: str) -> None:
 
 def test_a_vector_goes_on_after_an_episode_that_always_raises() -> None:
     poison = [episode_seed(5, 1, 0)]
-    options: Any = {"type": "vector", "env_kwargs": {"seeds": poison}, "config": inprocess(restart_budget=1)}
+    options: Any = {"type": "vector", "env_kwargs": {"seeds": poison}, "config": in_process(restart_budget=1)}
     with cluster(poisoned_vector, envs=2, **options) as env:
         assert env.collect(TableAgent(), steps=8).shape == (8, 2)
         assert env.stats()["dropped"] == {"environment failed": 1}
@@ -424,7 +428,7 @@ def test_a_worker_that_died_between_two_calls_is_replaced() -> None:
         assert_balanced(env.stats())
 
 
-@pytest.mark.parametrize("config", [inprocess, farstep.LocalConfig], ids=["inprocess", "local"])
+@pytest.mark.parametrize("config", [in_process, farstep.LocalConfig], ids=["in_process", "local"])
 def test_an_environment_that_cannot_be_built_again_is_raised(config: Any, tmp_path: Path) -> None:
     kwargs = {"marker": str(tmp_path / "built")}
     env = cluster(OnceOnlyEnv, envs=1, env_kwargs=kwargs, config=config(restart_budget=2))

@@ -459,7 +459,7 @@ def test_a_run_goes_on_whatever_strangers_and_eavesdroppers_send() -> None:
 
 
 @pytest.mark.timeout(300)
-def test_a_run_on_nodes_goes_on_whatever_strangers_and_a_mad_daemon_send(
+def test_a_run_on_nodes_survives_strangers_and_a_malicious_daemon(
     tmp_path: Path, caplog: Any, issued: dict[tuple[int, int], KeyPair]
 ) -> None:
     config = node_config(tmp_path, nodes=2, workers_per_node=1, head_address="127.0.0.1")
@@ -490,7 +490,7 @@ def test_a_run_on_nodes_goes_on_whatever_strangers_and_a_mad_daemon_send(
 
 
 @pytest.mark.timeout(300)
-def test_a_worker_that_goes_mad_is_replaced_and_the_others_go_on(issued: dict[tuple[int, int], KeyPair]) -> None:
+def test_a_malicious_worker_is_replaced_and_the_others_continue(issued: dict[tuple[int, int], KeyPair]) -> None:
     """Its key lets it say what it likes, for itself only, and only once."""
     chance = random.Random(7)
     with wide(farstep.LocalConfig(workers_per_node=2, transport="tcp")) as env:
@@ -538,7 +538,7 @@ def test_a_delivery_goes_on_whatever_strangers_send() -> None:
         assert resident_bytes() - before < 32 << 20
 
 
-def test_who_somebody_is_is_not_for_him_to_say() -> None:
+def test_peer_cannot_claim_another_workers_identity() -> None:
     """On the bulk connection, metadata is a client's own."""
     hub = Hub("tcp://127.0.0.1:*", reliable=True)
     victim, liar = hub.admit(1, 0), hub.admit(2, 0)

@@ -16,7 +16,7 @@ import pytest
 import farstep
 from farstep.config.launch import LaunchConfig
 from farstep.testing import TableAgent
-from tests.cluster.checks import assert_sound, cluster, eventually, inprocess, within
+from tests.cluster.checks import assert_sound, cluster, eventually, in_process, within
 
 ROOT = Path(__file__).parents[2]
 TAG = "FARSTEP_TEST_TAG"
@@ -141,7 +141,9 @@ def test_a_program_that_ends_without_close_says_nothing(tmp_path: Path) -> None:
         head.assert_nothing_left()
 
 
-@pytest.mark.parametrize("config", [inprocess(2), farstep.LocalConfig(workers_per_node=2)], ids=["inprocess", "local"])
+@pytest.mark.parametrize(
+    "config", [in_process(2), farstep.LocalConfig(workers_per_node=2)], ids=["in_process", "local"]
+)
 def test_a_forgotten_cluster_is_freed(config: LaunchConfig) -> None:
     env = cluster(config=config)
     batch = env.collect(TableAgent(), steps=4)
@@ -152,7 +154,9 @@ def test_a_forgotten_cluster_is_freed(config: LaunchConfig) -> None:
     assert_sound(batch)  # what was handed out stays readable; the leak check looks for the rest
 
 
-@pytest.mark.parametrize("config", [inprocess(2), farstep.LocalConfig(workers_per_node=2)], ids=["inprocess", "local"])
+@pytest.mark.parametrize(
+    "config", [in_process(2), farstep.LocalConfig(workers_per_node=2)], ids=["in_process", "local"]
+)
 def test_close_can_be_called_at_any_time_and_again(config: LaunchConfig) -> None:
     never_launched = cluster(config=config)
     never_launched.close()

@@ -14,7 +14,7 @@ import pytest
 
 import farstep
 from farstep.testing import CountingEnv
-from tests.cluster.checks import cluster, inprocess
+from tests.cluster.checks import cluster, in_process
 
 MODULE = """
 import os
@@ -63,7 +63,7 @@ LAUNCHES = {
     "cluster": (IMPORTED, f"farstep.ClusterEnv(env_config(Env), {LOCAL}).launch()"),
     "script": (BY_PATH, f"farstep.ClusterEnv(env_config('breeding:Env'), {LOCAL}).launch()"),
     "vector-tcp": (IMPORTED, "farstep.make_vec(Env, 2, farstep.LocalConfig(workers_per_node=1, transport='tcp'))"),
-    "workflow-inprocess": (
+    "workflow-in_process": (
         BY_PATH,
         "env = farstep.ClusterEnv(env_config('breeding:Env'), farstep.InProcessConfig(workers_per_node=1))\n"
         "flow = farstep.Workflow(env, TableAgent(), farstep.Buffer(16, farstep.FullBatch()), max_staleness=0)\n"
@@ -116,12 +116,14 @@ class LaunchingEnv(CountingEnv):
         farstep.make_vec(LaunchingEnv, 1, farstep.InProcessConfig())
 
 
-@pytest.mark.parametrize("config", [inprocess(1), farstep.LocalConfig(workers_per_node=1)], ids=["inprocess", "local"])
+@pytest.mark.parametrize(
+    "config", [in_process(1), farstep.LocalConfig(workers_per_node=1)], ids=["in_process", "local"]
+)
 def test_environment_that_launches_is_refused(config: Any) -> None:
     with pytest.raises(farstep.LaunchError, match=r"inside a worker.*launch in the learner's program") as caught:
         cluster(LaunchingEnv, envs=1, config=config).launch()
     assert isinstance(caught.value, farstep.RemoteEnvError) and caught.value.where.phase == "construct"
-    with cluster(envs=1, config=inprocess(1)) as env:
+    with cluster(envs=1, config=in_process(1)) as env:
         assert env.launch()
 
 

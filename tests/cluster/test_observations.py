@@ -14,7 +14,7 @@ import farstep
 from farstep.errors import SpaceError
 from farstep.rollout.seeds import episode_seed
 from farstep.testing import CountingEnv, TableAgent
-from tests.cluster.checks import cluster, inprocess
+from tests.cluster.checks import cluster, in_process
 from tests.cluster.faulty import FussyBoxEnv, SevenAgent
 
 
@@ -32,11 +32,11 @@ class LyingEnv(CountingEnv):
 
 @pytest.mark.parametrize("lie", [None, 0.5, np.zeros(1), np.zeros((1, 3)), np.zeros(4)], ids=repr)
 def test_observations_that_do_not_fit_the_space_are_named(lie: Any) -> None:
-    options: dict[str, Any] = {"env_kwargs": {"lie": lie}, "config": inprocess(1, restart_budget=0)}
+    options: dict[str, Any] = {"env_kwargs": {"lie": lie}, "config": in_process(1, restart_budget=0)}
     said = r"^obs: .* returned shape .* observation space says \[3\]"
     with cluster(LyingEnv, **options) as env, pytest.raises(farstep.FarstepError, match=said):
         env.collect(TableAgent(), steps=4)
-    envs = farstep.make_vec(LyingEnv, num_envs=2, env_kwargs={"lie": lie}, config=inprocess(1))
+    envs = farstep.make_vec(LyingEnv, num_envs=2, env_kwargs={"lie": lie}, config=in_process(1))
     envs.reset(seed=1)
     with pytest.raises(farstep.FarstepError, match=said):
         for _ in range(3):
@@ -76,7 +76,7 @@ class TypedVector(SyncVectorEnv):
 
 def rows_of(kind: str, value: Any, late: bool, space: str) -> Any:
     """The observations of three steps by way of `kind`."""
-    kwargs: Any = {"env_kwargs": {"value": value, "late": late, "space": space}, "config": inprocess(1)}
+    kwargs: Any = {"env_kwargs": {"value": value, "late": late, "space": space}, "config": in_process(1)}
     if kind == "make_vec":
         with contextlib.closing(farstep.make_vec(TypedEnv, num_envs=2, **kwargs)) as envs:
             envs.reset(seed=1)
@@ -154,7 +154,7 @@ class BoxAgent(TableAgent):
 @pytest.mark.parametrize("at", [0, 1], ids=["trial", "later"])
 def test_nan_in_observations_is_not_blamed_on_the_agent(at: int) -> None:
     kwargs = {"seed": episode_seed(5, 1, 0), "at": at}
-    config = inprocess(restart_budget=0)
+    config = in_process(restart_budget=0)
     said = r"^the observations of environment slot 1 have NaN, and act raised ValueError: invalid values"
     with (
         cluster(NanEnv, envs=3, env_kwargs=kwargs, config=config) as env,

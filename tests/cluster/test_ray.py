@@ -282,9 +282,7 @@ def test_without_an_address_the_cluster_that_runs_is_joined(
 
 
 @pytest.mark.timeout(240)
-def test_without_a_cluster_one_is_started_and_nobody_else_is_let_in(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_without_a_cluster_a_private_one_is_started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))  # where Ray notes which cluster runs
     with cluster(config=farstep.RayConfig(workers_per_node=1)) as env:
@@ -347,7 +345,7 @@ def test_keys_are_in_no_command_environment_or_log(ray_cluster: RayCluster) -> N
 
 
 @pytest.mark.timeout(150)
-def test_an_address_where_nobody_is_is_an_error() -> None:
+def test_an_address_without_a_ray_cluster_is_an_error() -> None:
     env = cluster(config=farstep.RayConfig(address="127.0.0.1:9", workers_per_node=1))
     with pytest.raises(farstep.LaunchError, match=r"Ray at '127.0.0.1:9' cannot be joined.*ray start --head"):
         within(env.launch, 140)

@@ -12,7 +12,7 @@ import farstep
 from farstep.config.launch import LaunchConfig
 from farstep.rollout.seeds import episode_generator, episode_seed
 from farstep.testing import CountingEnv, TableAgent
-from tests.cluster.checks import arrays_of, assert_same, assert_sound, cluster, inprocess
+from tests.cluster.checks import arrays_of, assert_same, assert_sound, cluster, in_process
 from tests.cluster.faulty import MortalEnv, PoisonEnv
 
 SLOTS = 5  # so that workers differ in size
@@ -40,11 +40,11 @@ def rolled(env: farstep.ClusterEnv) -> list[dict[str, np.ndarray]]:
 
 @pytest.fixture(scope="module")
 def reference() -> list[dict[str, np.ndarray]]:
-    return rolled(cluster(CountingEnv, envs=SLOTS, config=inprocess(1)))
+    return rolled(cluster(CountingEnv, envs=SLOTS, config=in_process(1)))
 
 
 CONFIGS = {
-    **{f"inprocess {n}": inprocess(n) for n in (2, 4)},
+    **{f"in_process {n}": in_process(n) for n in (2, 4)},
     **{f"local {n}": farstep.LocalConfig(workers_per_node=n) for n in (1, 2, 4)},
     "tcp 2": farstep.LocalConfig(workers_per_node=2, transport="tcp"),
 }
@@ -57,10 +57,10 @@ def test_trajectories_do_not_depend_on_workers(config: LaunchConfig, reference: 
 
 
 def test_environments_that_are_seeded_once_go_on_with_their_own_generators() -> None:
-    found = [rolled(cluster(envs=SLOTS, seed_episodes=False, config=inprocess(n))) for n in (1, 3)]
+    found = [rolled(cluster(envs=SLOTS, seed_episodes=False, config=in_process(n))) for n in (1, 3)]
     for mine, theirs in zip(*found, strict=True):
         assert_same(mine, theirs)
-    with cluster(envs=SLOTS, seed_episodes=False, config=inprocess(2)) as env:
+    with cluster(envs=SLOTS, seed_episodes=False, config=in_process(2)) as env:
         batch = env.collect(TableAgent(), steps=40)
     for slot in range(SLOTS):
         single, starts = CountingEnv(), np.flatnonzero(batch["episode_start"][:, slot])
@@ -71,7 +71,7 @@ def test_environments_that_are_seeded_once_go_on_with_their_own_generators() -> 
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_an_agent_in_the_middle_of_episodes_draws_from_their_generators(workers: int) -> None:
-    with cluster(CountingEnv, envs=SLOTS, config=inprocess(workers), env_kwargs={"length": 6}) as env:
+    with cluster(CountingEnv, envs=SLOTS, config=in_process(workers), env_kwargs={"length": 6}) as env:
         env.reset(seed=3)
         env.collect(TableAgent(), steps=8)  # into the second episodes
         drawn = env.collect(cast(Any, DrawingAgent()), steps=6)
@@ -85,7 +85,7 @@ def test_an_agent_in_the_middle_of_episodes_draws_from_their_generators(workers:
 
 def test_the_environments_are_seeded_by_slot_and_episode(reference: Any) -> None:
     """Different streams everywhere: no two slots, no two episodes of a slot, no two seeds see the same."""
-    env = cluster(CountingEnv, envs=SLOTS, config=inprocess(1))
+    env = cluster(CountingEnv, envs=SLOTS, config=in_process(1))
     with env:
         env.reset(seed=4)
         other = arrays_of(env.collect(TableAgent(), steps=7))
@@ -107,7 +107,9 @@ def learn(agent: TableAgent, k: int) -> bool:
     return k > 0
 
 
-@pytest.mark.parametrize("config", [inprocess(2), farstep.LocalConfig(workers_per_node=2)], ids=["inprocess", "local"])
+@pytest.mark.parametrize(
+    "config", [in_process(2), farstep.LocalConfig(workers_per_node=2)], ids=["in_process", "local"]
+)
 def test_a_stream_without_staleness_equals_collect(config: LaunchConfig) -> None:
     synchronous, streamed = [], []
     with cluster(CountingEnv, envs=SLOTS, config=config) as env:
@@ -179,7 +181,7 @@ def test_an_episode_that_always_raises_is_left_out(phase: str, explicit: bool) -
     seeds = [episode_seed(5, slot, 0) for slot in poison]
     runs = []
     for bad in ([], seeds):
-        config = inprocess(2, restart_budget=len(bad))
+        config = in_process(2, restart_budget=len(bad))
         with cluster(PoisonEnv, envs=SLOTS, config=config, env_kwargs={"seeds": bad, "phase": phase}) as env:
             if explicit:
                 env.reset(seed=5)
@@ -195,7 +197,7 @@ def test_an_episode_that_always_raises_is_left_out(phase: str, explicit: bool) -
 
 def test_only_masked_slots_are_reset() -> None:
     mask = np.array([True, False, False, True, False])
-    for config in (inprocess(2), farstep.LocalConfig(workers_per_node=2)):
+    for config in (in_process(2), farstep.LocalConfig(workers_per_node=2)):
         with cluster(CountingEnv, envs=SLOTS, config=config, env_kwargs={"length": None}) as env:
             agent = TableAgent()
             before = env.collect(agent, steps=3).last_obs.copy()

@@ -42,7 +42,7 @@ def outcomes(*arguments: str) -> dict[int, str]:
 
 @pytest.mark.timeout(160)
 @pytest.mark.parametrize(
-    ("config", "counts"), [("inprocess", range(8)), ("local", range(15)), ("tcp", range(4, 20))], ids=str
+    ("config", "counts"), [("in_process", range(8)), ("local", range(15)), ("tcp", range(4, 20))], ids=str
 )
 def test_a_launch_without_descriptors_works_or_says_what_to_do(config: str, counts: range) -> None:
     """Every descriptor that the head opens for a launch and a rollout is refused once."""

@@ -134,7 +134,7 @@ def test_a_job_that_is_queued_again_comes_back(cluster: SlurmCluster, tmp_path: 
         assert_balanced(env.stats())
 
 
-def test_a_job_that_somebody_cancels_is_asked_for_again(cluster: SlurmCluster, tmp_path: Path) -> None:
+def test_a_cancelled_job_is_requested_again(cluster: SlurmCluster, tmp_path: Path) -> None:
     with start(tmp_path, nodes=1, lease_s=3) as env:
         agent = TableAgent()
         assert columns(env, agent) == 3

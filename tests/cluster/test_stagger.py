@@ -16,14 +16,14 @@ from farstep.cluster_env import collector_for
 from farstep.head.request import Request
 from farstep.rollout.seeds import episode_seed
 from farstep.testing import CountingEnv, TableAgent
-from tests.cluster.checks import arrays_of, assert_balanced, assert_same, assert_sound, cluster, eventually, inprocess
+from tests.cluster.checks import arrays_of, assert_balanced, assert_same, assert_sound, cluster, eventually, in_process
 from tests.cluster.faulty import MortalEnv, PoisonEnv
 from tests.cluster.toys import NestedAgent, NestedEnv
 
 H, K, N = 20, 5, 8
 ENDLESS = {"length": None}
 BOTH = pytest.mark.parametrize(
-    "config", [inprocess(2), farstep.LocalConfig(workers_per_node=2)], ids=["inprocess", "local"]
+    "config", [in_process(2), farstep.LocalConfig(workers_per_node=2)], ids=["in_process", "local"]
 )
 
 
@@ -52,7 +52,7 @@ class CyclingAgent:
 
 def staggered(*, envs: int = N, config: Any = None, env: Any = CountingEnv, length: Any = None, **stagger: Any) -> Any:
     options = {"horizon": H, "groups": 4, **stagger}
-    return cluster(env, envs=envs, config=config or inprocess(2), env_kwargs={"length": length}, stagger=options)
+    return cluster(env, envs=envs, config=config or in_process(2), env_kwargs={"length": length}, stagger=options)
 
 
 def rolled(env: farstep.ClusterEnv, batches: int, steps: int = K, agent: Any = None) -> dict[str, np.ndarray]:
@@ -105,7 +105,7 @@ def test_a_batch_has_rows_of_every_part_of_an_episode(config: Any, init: str) ->
     assert set(found["episodes return"]) == {H * (H + 1) / 2}  # with the steps that nobody was given
 
 
-def test_steps_that_nobody_is_given_are_counted() -> None:
+def test_undelivered_steps_are_counted() -> None:
     """Invariant (e): all environments have done as many steps, those before the first rollout included."""
     with staggered() as env:
         collected(env, 4)
@@ -121,7 +121,7 @@ def test_steps_that_nobody_is_given_are_counted() -> None:
             assert env.stats()["stagger_steps"] == 0
 
 
-@pytest.mark.parametrize("config", [inprocess(1), inprocess(4), farstep.LocalConfig(workers_per_node=2)])
+@pytest.mark.parametrize("config", [in_process(1), in_process(4), farstep.LocalConfig(workers_per_node=2)])
 @pytest.mark.parametrize("agent", [TableAgent(), DrawingAgent(), CyclingAgent()])
 def test_off_is_as_if_it_were_not_there(config: Any, agent: Any) -> None:
     runs = []
@@ -140,7 +140,7 @@ def test_one_group_is_the_naive_schedule_with_a_time_limit() -> None:
     """Invariant (d), where episodes are cut: as Gymnasium's TimeLimit does it."""
     limit = (gymnasium.wrappers.TimeLimit, {"max_episode_steps": 7})
     kwargs = {"length": None}
-    with cluster(envs=5, config=inprocess(2), env_kwargs=kwargs, wrappers=[limit]) as env:
+    with cluster(envs=5, config=in_process(2), env_kwargs=kwargs, wrappers=[limit]) as env:
         naive = collected(env, 5, agent=DrawingAgent())
     for init in ("advance", "clock", "policy"):
         for early in ("partial", "gate"):
@@ -163,7 +163,7 @@ VARIANTS = {
 @pytest.mark.parametrize("agent", [DrawingAgent(), CyclingAgent()], ids=["drawing", "recurrent"])
 def test_trajectories_do_not_depend_on_workers(options: dict[str, Any], agent: Any) -> None:
     """Episodes of 1 to 9 steps in a horizon of 6, so that they end early, at the horizon and while being advanced."""
-    configs = [inprocess(n) for n in (1, 2, 4)] + [farstep.LocalConfig(workers_per_node=2, transport="tcp")]
+    configs = [in_process(n) for n in (1, 2, 4)] + [farstep.LocalConfig(workers_per_node=2, transport="tcp")]
     envs = [staggered(envs=7, length=0, config=config, **{**options, "horizon": 6}) for config in configs]
     first, *others = [rolled(env, 6, agent=agent) for env in envs]
     for other in others:
@@ -180,7 +180,7 @@ def test_trajectories_do_not_depend_on_workers(options: dict[str, Any], agent: A
 
 def test_random_actions_are_drawn_by_seed_and_slot() -> None:
     first, again, other = (
-        cluster(envs=N, config=inprocess(2), env_kwargs=ENDLESS, seed=seed, stagger={"horizon": H, "groups": 4})
+        cluster(envs=N, config=in_process(2), env_kwargs=ENDLESS, seed=seed, stagger={"horizon": H, "groups": 4})
         for seed in (1, 1, 2)
     )
     last = [rolled(env, 1)["obs"][0, 2:, 2] for env in (first, again, other)]  # what was done just before
@@ -334,7 +334,7 @@ def test_a_replay_buffer_samples_no_filler_rows() -> None:
 @pytest.mark.parametrize("init", ["advance", "policy"])
 def test_nested_spaces_wait_too(init: str) -> None:
     stagger = {"horizon": 8, "groups": 2, "early": "gate", "init": init}
-    with cluster(NestedEnv, envs=4, config=inprocess(2), stagger=stagger) as env:
+    with cluster(NestedEnv, envs=4, config=in_process(2), stagger=stagger) as env:
         env.collect(agent := NestedAgent(), steps=4)  # until the first gate
         batch = env.collect(agent, steps=8)
     counts = batch["obs.pair.0"]
@@ -396,7 +396,7 @@ def test_an_environment_that_raises_goes_back_to_its_place() -> None:
     bad = [episode_seed(5, slot, 0) for slot in (3, 6)]
     for phase in ("reset", "step"):
         kwargs = {"seeds": bad, "phase": phase, "length": None}
-        config = inprocess(2, restart_budget=2)
+        config = in_process(2, restart_budget=2)
         stagger = {"horizon": H, "groups": 4}
         with cluster(PoisonEnv, envs=N, config=config, env_kwargs=kwargs, stagger=stagger) as env:
             found = collected(env, 8)
@@ -457,7 +457,7 @@ def test_vectors_are_staggered_by_the_clock(mode: str) -> None:
         "env_kwargs": {"mode": mode},
         "stagger": {"horizon": H, "groups": 4, "init": "clock"},
     }
-    with cluster(counting_vector, envs=N, config=inprocess(2), **options) as env:
+    with cluster(counting_vector, envs=N, config=in_process(2), **options) as env:
         agent = TableAgent()
         assert_same(collected(env, 10, agent=agent), singles)
         env.reset(seed=5)
@@ -475,7 +475,7 @@ def test_vectors_whose_episodes_end_early(mode: str) -> None:
         "env_kwargs": {"mode": mode, "length": 0},
         "stagger": {"horizon": 6, "groups": 3, "init": "clock"},
     }
-    with cluster(counting_vector, envs=6, config=inprocess(2), **options) as env:
+    with cluster(counting_vector, envs=6, config=in_process(2), **options) as env:
         found = collected(env, 20)
     steps = found["obs"][found["valid"]][:, 1]
     assert steps.max() == 5
@@ -527,7 +527,7 @@ class TogetherVector(gymnasium.vector.VectorEnv):
 
 def test_a_vector_that_cannot_reset_some_is_refused() -> None:
     options: dict[str, Any] = {"type": "vector", "stagger": {"horizon": 6, "groups": 3, "init": "clock"}}
-    config = inprocess(1, restart_budget=0)
+    config = in_process(1, restart_budget=0)
     refused = pytest.raises(farstep.FarstepError, match="stagger resets environments at different times, but")
     with cluster(TogetherVector, envs=6, config=config, **options) as env, refused:
         env.collect(TableAgent(), steps=20)

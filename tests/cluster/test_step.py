@@ -10,17 +10,17 @@ import pytest
 import farstep
 from farstep.config.launch import LaunchConfig
 from farstep.testing import CountingEnv, TableAgent
-from tests.cluster.checks import cluster, inprocess
+from tests.cluster.checks import cluster, in_process
 from tests.cluster.toys import NestedAgent, NestedEnv, RememberingAgent, counting_vector
 
 EVERYWHERE = pytest.mark.parametrize(
     "config",
     [
-        inprocess(2),
+        in_process(2),
         farstep.LocalConfig(workers_per_node=2),
         farstep.LocalConfig(workers_per_node=2, transport="tcp"),
     ],
-    ids=["inprocess", "local", "tcp"],
+    ids=["in_process", "local", "tcp"],
 )
 OF_A_ROW = ("version", "valid", "episode_start")
 
@@ -62,7 +62,7 @@ def test_info_nests_actions_as_their_space(config: LaunchConfig) -> None:
 
 
 def test_info_has_no_recurrent_state() -> None:
-    with cluster(config=inprocess(), env_kwargs={"length": 2}) as env:
+    with cluster(config=in_process(), env_kwargs={"length": 2}) as env:
         _, infos = stepped(env, RememberingAgent(), 3)
         assert [info["age"].tolist() for info in infos] == [[1, 1], [2, 2], [1, 1]]
         assert [info["episode_start"].tolist() for info in infos] == [[True] * 2, [False] * 2, [True] * 2]
@@ -91,7 +91,7 @@ def test_environment_infos_with_the_workers_names_get_a_prefix(config: LaunchCon
 
 
 def test_rows_in_which_a_vector_environment_only_resets_itself_are_not_valid() -> None:
-    source: dict[str, Any] = {"type": "vector", "env_kwargs": {"mode": "NEXT_STEP"}, "config": inprocess()}
+    source: dict[str, Any] = {"type": "vector", "env_kwargs": {"mode": "NEXT_STEP"}, "config": in_process()}
     with cluster(counting_vector, envs=3, **source) as env:
         values, infos = stepped(env, TableAgent(), 20)
     ended = np.stack([terminated for _, _, terminated, _, _ in values])

@@ -21,7 +21,7 @@ from farstep.schema import flat
 from farstep.testing import FaultyEnv, TableAgent
 from farstep.wire import messages as m
 from farstep.workflow.pipeline import minibatches
-from tests.cluster.checks import assert_balanced, assert_sound, cluster, inprocess, within
+from tests.cluster.checks import assert_balanced, assert_sound, cluster, in_process, within
 from tests.cluster.faulty import CutOffEnv, StageCutOffEnv
 from tests.cluster.toys import NestedAgent, NestedEnv, RememberingAgent, counting_vector
 
@@ -77,7 +77,7 @@ def rolled(case: str, **options: Any) -> Iterator[farstep.Batch]:
 
 
 def check_equal(case: str, **options: Any) -> None:
-    plain = [everything(batch) for batch in rolled(case, config=inprocess(2))]
+    plain = [everything(batch) for batch in rolled(case, config=in_process(2))]
     assert any(len(batch["final row"]) for batch in plain)
     for batch, expected in zip(rolled(case, workers=2, **options), plain, strict=True):
         assert_equal(batch, expected)
@@ -104,7 +104,7 @@ def test_streams_are_the_same_byte_for_byte() -> None:
                 if k == 4:
                     break
 
-    plain = [everything(batch) for batch in streamed(config=inprocess(2))]
+    plain = [everything(batch) for batch in streamed(config=in_process(2))]
     for batch, expected in zip(
         streamed(workers=2, transport="tcp", transfer=TRANSFERS["dual-rows"]), plain, strict=True
     ):
@@ -137,7 +137,7 @@ def test_bytes_are_counted_as_without_it() -> None:
 def test_parts_are_what_the_batch_is_put_together_of(case: str) -> None:
     described, agent_type = CASES[case]
     agent = agent_type()
-    plain = next(rolled(case, config=inprocess(2)))
+    plain = next(rolled(case, config=in_process(2)))
     with cluster(envs=3, workers=2, transport="tcp", transfer=TRANSFERS["dual-rows"], **described) as env:
         parts = env.parts(agent, steps=7)
         found: list[Part] = list(parts)
@@ -171,7 +171,7 @@ TOGETHER: dict[str, dict[str, Any]] = {
     "shm": {"transport": "shm"},
     "shm-dual": {"transport": "shm", "transfer": TransferTrigger.dual(size=2)},
     "ipc": {"transport": "ipc"},
-    "inprocess-dual": {"config": inprocess(2), "transfer": TransferTrigger.dual()},
+    "in_process-dual": {"config": in_process(2), "transfer": TransferTrigger.dual()},
 }
 
 

@@ -12,12 +12,12 @@ import farstep
 from farstep.config.launch import LaunchConfig
 from farstep.sync import AAPS, MaxLag
 from farstep.testing import CountingEnv, TableAgent
-from tests.cluster.checks import assert_balanced, cluster, inprocess
+from tests.cluster.checks import assert_balanced, cluster, in_process
 
 EVERYWHERE = pytest.mark.parametrize(
     "config",
-    [inprocess(2), *(farstep.LocalConfig(workers_per_node=2, transport=t) for t in ("shm", "tcp"))],
-    ids=["inprocess", "shm", "tcp"],
+    [in_process(2), *(farstep.LocalConfig(workers_per_node=2, transport=t) for t in ("shm", "tcp"))],
+    ids=["in_process", "shm", "tcp"],
 )
 STEPS = 4
 
@@ -92,7 +92,7 @@ def test_workers_pull_at_once_after_a_jump_and_not_before(config: LaunchConfig) 
 
 @pytest.mark.parametrize("kind", [DrawingAgent, RecurrentAgent, GaussianAgent])
 def test_agents_of_other_kinds(kind: Any) -> None:
-    with cluster(envs=4, kl_threshold=0.05, config=inprocess(2)) as env:
+    with cluster(envs=4, kl_threshold=0.05, config=in_process(2)) as env:
         assert versions(env, kind(), SLIGHTLY_THEN_MUCH) == [0, 0, 0, 0, 4, 4, 4]
 
 
@@ -115,7 +115,7 @@ def test_a_module_on_the_fast_path() -> None:
         def get_parameters(self) -> Any:
             return self.state_dict()
 
-    with cluster(envs=4, kl_threshold=0.05, config=inprocess(2)) as env:
+    with cluster(envs=4, kl_threshold=0.05, config=in_process(2)) as env:
         assert versions(env, Module(), SLIGHTLY_THEN_MUCH) == [0, 0, 0, 0, 4, 4, 4]
         assert env.inference == "fast"
 
@@ -144,7 +144,7 @@ def test_logits_that_do_not_fit_the_action_are_named(caplog: pytest.LogCaptureFi
         def act(self, obs: Any) -> dict[str, Any]:
             return super().act(obs) | {"logits": np.zeros(len(obs))}
 
-    with caplog.at_level(logging.WARNING, "farstep"), cluster(kl_threshold=0.05, config=inprocess()) as env:
+    with caplog.at_level(logging.WARNING, "farstep"), cluster(kl_threshold=0.05, config=in_process()) as env:
         assert versions(env, Flat(), [0.0, 1e-3]) == [0, 1]
     assert "'logits' that act returns, of shape [], do not match actions of shape []" in caplog.text
 
@@ -171,7 +171,7 @@ def test_streams_keep_their_bound(config: LaunchConfig) -> None:
 @pytest.mark.parametrize(("kind", "acted"), [(LogitsAgent, [0] * 4), (MuteAgent, [0, 1, 2, 3])])
 def test_workflows(kind: Any, acted: list[int]) -> None:
     agent, found = kind(), []
-    with cluster(never_ending, envs=4, kl_threshold=0.05, config=inprocess(2)) as env:
+    with cluster(never_ending, envs=4, kl_threshold=0.05, config=in_process(2)) as env:
         buffer = farstep.Buffer(capacity=4 * STEPS, sampler=farstep.FullBatch())
         flow = farstep.Workflow(env, agent, buffer)
 
@@ -188,17 +188,17 @@ def test_workflows(kind: Any, acted: list[int]) -> None:
 
 def test_staggered_environments() -> None:
     options: dict[str, Any] = {"stagger": {"horizon": 8}, "env_kwargs": {"length": 8, "truncate": True}}
-    with cluster(envs=4, kl_threshold=0.05, config=inprocess(2), **options) as env:
+    with cluster(envs=4, kl_threshold=0.05, config=in_process(2), **options) as env:
         assert versions(env, LogitsAgent(), SLIGHTLY_THEN_MUCH) == [0, 0, 0, 0, 4, 4, 4]
 
 
 def test_a_hard_bound_beside_the_threshold() -> None:
-    with cluster(envs=4, sync=AAPS(0.05) | MaxLag(1), config=inprocess(2)) as env:
+    with cluster(envs=4, sync=AAPS(0.05) | MaxLag(1), config=in_process(2)) as env:
         assert versions(env, LogitsAgent(), [0.0, 1e-3, 1e-3, 1e-3, 1e-3]) == [0, 0, 2, 2, 4]
 
 
 def test_single_steps() -> None:
-    with cluster(envs=4, kl_threshold=0.05, config=inprocess(2)) as env:
+    with cluster(envs=4, kl_threshold=0.05, config=in_process(2)) as env:
         agent, found = LogitsAgent(), []
         for change in SLIGHTLY_THEN_MUCH:
             agent.logits[0] += change
@@ -216,7 +216,7 @@ def test_a_single_logit_is_not_taken_for_a_distribution(entry: str, caplog: pyte
             logits = np.full((len(obs), 1), self.table[0], np.float32)
             return {**super().act(obs), entry: logits if entry == "logits" else {"logits": logits}}
 
-    with cluster(envs=2, kl_threshold=0.05, config=inprocess(1)) as env:
+    with cluster(envs=2, kl_threshold=0.05, config=in_process(1)) as env:
         agent = Sigmoid()
         if entry == "distribution":
             with pytest.raises(farstep.AgentError, match="logits of a single choice"):

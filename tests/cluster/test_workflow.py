@@ -20,7 +20,7 @@ from farstep.buffer.storage.cyclic import CyclicBlocks
 from farstep.head.collector import Collector
 from farstep.testing import CountingEnv, TableAgent
 from farstep.workflow.triggers import DataKeyTrigger, ObjectKeyTrigger, TimeTrigger, Trigger
-from tests.cluster.checks import assert_balanced, assert_same, assert_sound, cluster, eventually, inprocess, within
+from tests.cluster.checks import assert_balanced, assert_same, assert_sound, cluster, eventually, in_process, within
 from tests.cluster.faulty import MortalEnv
 from tests.cluster.flows import GatedEnv, everything, full
 from tests.cluster.tables import (
@@ -49,7 +49,7 @@ KINDS = {
 def test_a_batch_is_what_collect_returns(kind: str, transport: str) -> None:
     factory, make_agent = KINDS[kind]
     agent, rounds = make_agent(), 4
-    with cluster(factory, envs=5, config=launch("inprocess")) as env:
+    with cluster(factory, envs=5, config=launch("in_process")) as env:
         expected = []
         for _ in range(rounds):
             expected.append(everything(env.collect(agent, steps=10)))
@@ -67,9 +67,9 @@ def test_a_batch_is_what_collect_returns(kind: str, transport: str) -> None:
 def test_windows_need_not_be_chunks(kind: str, steps: int, size: int, rows: int) -> None:
     factory, make_agent = KINDS[kind]
     agent, rounds = make_agent(), 8
-    with cluster(factory, envs=4, config=inprocess(2)) as env:
+    with cluster(factory, envs=4, config=in_process(2)) as env:
         expected = [everything(env.collect(agent, steps=size)) for _ in range(rounds)]
-    with cluster(factory, envs=4, config=inprocess(2)) as env:
+    with cluster(factory, envs=4, config=in_process(2)) as env:
         flow, learner = fifo(env, agent, 4 * rows, n=2, size=size, steps=steps)
         flow.run(until=learner.has(rounds))
     for message, batch, wanted in zip(learner.messages, learner.batches, expected, strict=False):
@@ -83,7 +83,7 @@ def test_windows_need_not_be_chunks(kind: str, steps: int, size: int, rows: int)
 @pytest.mark.parametrize("depth", [None, 0, 1])
 @pytest.mark.parametrize("steps, size, n", [(8, 16, 2), (8, 15, 1), (8, 15, 3), (16, 8, 3)])
 def test_no_division_of_windows_into_chunks_stands_still(steps: int, size: int, n: int, depth: int | None) -> None:
-    with cluster(envs=4, config=inprocess(4), env_kwargs=ENDLESS) as env:
+    with cluster(envs=4, config=in_process(4), env_kwargs=ENDLESS) as env:
         flow, learner = fifo(env, TableAgent(), 4 * 64, n=n, size=size, steps=steps, max_staleness=depth)
         flow.run(until=learner.has(20))
         assert all(len(set(message["actor_ids"])) == n for message in learner.messages)
@@ -93,7 +93,7 @@ def test_no_division_of_windows_into_chunks_stands_still(steps: int, size: int, 
 
 def test_a_buffer_that_others_have_filled_before_and_another_workflow_after() -> None:
     agent = TableAgent()
-    with cluster(envs=4, config=inprocess(2)) as env, full(4 * 20) as buffer:
+    with cluster(envs=4, config=in_process(2)) as env, full(4 * 20) as buffer:
         buffer.insert(env.collect(agent, steps=7))
         for _ in range(2):
             flow, learner = fifo(env, agent, n=2, size=8)
@@ -118,7 +118,7 @@ def test_fifo_takes_every_step_of_every_worker_once_and_in_order(transport: str)
     assert_in_order(learner, 8)
 
 
-def test_nobody_waits_for_a_slow_worker(tmp_path: Path) -> None:
+def test_fast_workers_do_not_wait_for_a_slow_one(tmp_path: Path) -> None:
     with cluster(GatedEnv, envs=4, workers=4, env_kwargs={"folder": str(tmp_path)}) as env:
         flow, learner = fifo(env, TableAgent(), n=2, size=4)
 
@@ -165,7 +165,7 @@ def test_a_worker_that_is_killed_is_replaced_and_nothing_comes_twice(
 
 @pytest.mark.parametrize("thread", [False, True])
 def test_what_is_too_old_when_it_is_its_turn_is_dropped_and_counted(thread: bool) -> None:
-    with cluster(envs=2, config=inprocess(1), env_kwargs=ENDLESS) as env:
+    with cluster(envs=2, config=in_process(1), env_kwargs=ENDLESS) as env:
         flow = farstep.Workflow(env, TableAgent(), full(2 * 64), steps=16, max_staleness=1)
         seen: list[Any] = []
 
@@ -209,7 +209,7 @@ def test_a_learner_that_publishes_once_per_batch_never_meets_an_old_row(transpor
 
 
 def test_dropped_rows_are_rolled_again_when_workers_wait_to_be_asked() -> None:
-    with cluster(envs=2, config=inprocess(2), env_kwargs=ENDLESS) as env:
+    with cluster(envs=2, config=in_process(2), env_kwargs=ENDLESS) as env:
         flow, learner = ppo(env, TableAgent(), full(2 * 64), 8, steps=16, max_staleness=0)
         flow.run(until=learner.has(4))
         assert env.stats()["dropped"]["stale"] == 8
@@ -219,7 +219,7 @@ def test_dropped_rows_are_rolled_again_when_workers_wait_to_be_asked() -> None:
 # ---- limiters ----
 
 
-@pytest.mark.parametrize("transport", ["inprocess", "shm"])
+@pytest.mark.parametrize("transport", ["in_process", "shm"])
 def test_a_limiter_holds_workers_back_and_loses_nothing(transport: str) -> None:
     limiter = SampleToInsertRatio(1.0, 32, 32.0)
     buffer = farstep.Buffer(256, Uniform(), limiter=limiter)
@@ -253,9 +253,9 @@ def test_a_limiter_holds_workers_back_and_loses_nothing(transport: str) -> None:
         assert limiter.inserts == stats["steps"]
 
 
-def test_nobody_takes_a_chunks_room_and_has_the_head_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_worker_can_block_the_room_of_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     agent = TableAgent()
-    with cluster(envs=2, config=inprocess(1)) as env, farstep.Buffer(64, Uniform(), limiter=Queue(20)) as buffer:
+    with cluster(envs=2, config=in_process(1)) as env, farstep.Buffer(64, Uniform(), limiter=Queue(20)) as buffer:
         mine = env.collect(agent, steps=4).copy()
         flow = farstep.Workflow(env, agent, buffer, steps=8)
         others: list[threading.Thread] = []
@@ -278,7 +278,7 @@ def test_nobody_takes_a_chunks_room_and_has_the_head_wait_for_it(monkeypatch: py
 
 def test_a_consumer_that_samples_is_not_called_before_it_can() -> None:
     buffer = farstep.Buffer(256, Uniform(), limiter=SampleToInsertRatio(0.5, 64, 32.0))
-    with cluster(envs=2, config=inprocess(1)) as env, buffer:
+    with cluster(envs=2, config=in_process(1)) as env, buffer:
         flow = farstep.Workflow(env, TableAgent(), buffer, steps=8)
         sizes: list[int] = []
 
@@ -294,7 +294,7 @@ def test_a_consumer_that_samples_is_not_called_before_it_can() -> None:
 
 def test_a_buffer_whose_remover_is_not_the_oldest_first() -> None:
     buffer = farstep.Buffer(32, Uniform(), remover=MaxHeap(), seed=1)
-    with cluster(envs=2, config=inprocess(2), env_kwargs=ENDLESS) as env, buffer:
+    with cluster(envs=2, config=in_process(2), env_kwargs=ENDLESS) as env, buffer:
         flow = farstep.Workflow(env, TableAgent(), buffer, steps=4)
         seen: list[int] = []
 
@@ -313,7 +313,7 @@ def test_a_buffer_whose_remover_is_not_the_oldest_first() -> None:
 
 
 def test_triggers_are_joined() -> None:
-    with cluster(envs=2, config=inprocess(1), env_kwargs=ENDLESS) as env:
+    with cluster(envs=2, config=in_process(1), env_kwargs=ENDLESS) as env:
         flow, rows, either = farstep.Workflow(env, TableAgent(), full(2 * 128), steps=8), [], []
 
         def both(message: Any) -> None:
@@ -329,7 +329,7 @@ def test_triggers_are_joined() -> None:
 
 
 def test_stages_of_a_window_are_passed_on_one_after_the_other() -> None:
-    with cluster(envs=2, config=inprocess(1)) as env:
+    with cluster(envs=2, config=in_process(1)) as env:
         flow, stages = farstep.Workflow(env, TableAgent(), full(2 * 8)), []
 
         def learn(message: Any) -> None:
@@ -349,7 +349,7 @@ class EveryOther(Trigger):
 
 
 def test_a_trigger_of_ones_own() -> None:
-    with cluster(envs=2, config=inprocess(1)) as env:
+    with cluster(envs=2, config=in_process(1)) as env:
         flow, steps = farstep.Workflow(env, TableAgent(), full(64), steps=8), list[int]()
         flow.on(EveryOther(), lambda message: steps.append(message["steps"]))
         flow.run(total_steps=128)
@@ -357,7 +357,7 @@ def test_a_trigger_of_ones_own() -> None:
 
 
 def test_named_objects_fire_and_are_read() -> None:
-    with cluster(envs=2, config=inprocess(1)) as env:
+    with cluster(envs=2, config=in_process(1)) as env:
         flow, seen = farstep.Workflow(env, TableAgent(), full(64), steps=8), []
         flow.on(TimeTrigger(16, unit="env_steps"), lambda message: flow.put("noise", {"scale": message["at"]}))
         flow.on(ObjectKeyTrigger("noise"), lambda m: seen.append((m["version"], flow.objects.read("noise"))))
@@ -366,7 +366,7 @@ def test_named_objects_fire_and_are_read() -> None:
 
 
 def test_learner_steps_are_counted() -> None:
-    with cluster(envs=2, config=inprocess(1)) as env:
+    with cluster(envs=2, config=in_process(1)) as env:
         flow, learner = fifo(env, TableAgent(), size=8)
         learner.then = lambda: flow.learned(2)
         at: list[int] = []
@@ -378,7 +378,7 @@ def test_learner_steps_are_counted() -> None:
 def test_read_cursors_say_how_far_each_consumer_is() -> None:
     """Here and to whoever maps the blocks: rows that a consumer is not done with, and none before it was there."""
     seen: list[tuple[dict[str, int], list[int]]] = []
-    with cluster(CountingEnv, envs=4, config=inprocess()) as env:
+    with cluster(CountingEnv, envs=4, config=in_process()) as env:
         flow = farstep.Workflow(env, TableAgent(), full(4 * 64), steps=8)
 
         def look(message: Any) -> None:

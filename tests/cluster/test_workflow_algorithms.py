@@ -15,7 +15,7 @@ import farstep
 from farstep.buffer import NStep, Prioritized, SampleToInsertRatio, Uniform
 from farstep.testing import TableAgent
 from farstep.workflow.triggers import DataKeyTrigger, ObjectKeyTrigger, TimeTrigger
-from tests.cluster.checks import assert_balanced, cluster, inprocess
+from tests.cluster.checks import assert_balanced, cluster, in_process
 from tests.cluster.flows import full
 
 WORKERS, ENVS = 2, 4  # of all workers
@@ -129,7 +129,7 @@ EXPECTED = {
 @pytest.mark.parametrize("name", EXPECTED)
 def test_a_table_fires_as_it_must(name: str) -> None:
     case = EXPECTED[name]
-    with cluster(envs=ENVS, config=inprocess(WORKERS)) as env:
+    with cluster(envs=ENVS, config=in_process(WORKERS)) as env:
         learner = case.table(env)
         learner.flow.run(total_steps=case.total_steps)
         stats = env.stats()

@@ -11,7 +11,7 @@ import farstep
 from farstep.testing import TableAgent
 from farstep.workflow.delivery import LocalQueue, ZmqReceiver, ZmqSender
 from farstep.workflow.triggers import DataKeyTrigger, ObjectKeyTrigger, TimeTrigger, Trigger
-from tests.cluster.checks import cluster, inprocess, together, within
+from tests.cluster.checks import cluster, in_process, together, within
 from tests.cluster.flows import full
 
 ENDLESS = {"length": None}
@@ -25,9 +25,9 @@ def idle(env: farstep.ClusterEnv, agent: Any) -> farstep.Workflow:
     return flow
 
 
-@pytest.mark.parametrize("transport", ["inprocess", "shm"])
+@pytest.mark.parametrize("transport", ["in_process", "shm"])
 def test_a_version_that_another_thread_publishes_past_the_workflow_wakes_it(transport: str) -> None:
-    config = inprocess(2) if transport == "inprocess" else farstep.LocalConfig(workers_per_node=2)
+    config = in_process(2) if transport == "in_process" else farstep.LocalConfig(workers_per_node=2)
     with cluster(envs=2, config=config) as env:
         agent = TableAgent()
         env.collect(agent, steps=1)
@@ -55,7 +55,7 @@ def test_a_version_that_another_thread_publishes_past_the_workflow_wakes_it(tran
 
 
 def test_a_consuming_trigger_that_comes_between_two_runs_begins_where_they_are() -> None:
-    with cluster(envs=4, config=inprocess(1), env_kwargs=ENDLESS) as env:
+    with cluster(envs=4, config=in_process(1), env_kwargs=ENDLESS) as env:
         flow, batches = farstep.Workflow(env, TableAgent(), full(4 * 16)), list[farstep.Batch]()
         flow.on(DataKeyTrigger(n=1, size=8), lambda message: None)
         flow.run(total_steps=64)
@@ -72,7 +72,7 @@ def test_a_consuming_trigger_that_comes_between_two_runs_begins_where_they_are()
 
 
 def test_time_counts_while_it_runs() -> None:
-    with cluster(envs=2, config=inprocess(1), env_kwargs=ENDLESS) as env:
+    with cluster(envs=2, config=in_process(1), env_kwargs=ENDLESS) as env:
         flow = farstep.Workflow(env, TableAgent(), full(64))
         elapsed: list[float] = []
         flow.on(DataKeyTrigger(n=1, size=8), lambda message: None)
@@ -89,8 +89,8 @@ def test_time_counts_while_it_runs() -> None:
     assert late == [192, 256]
 
 
-def test_a_receiver_that_is_not_there_keeps_nobody_from_anything() -> None:
-    with cluster(envs=2, config=inprocess(1), env_kwargs=ENDLESS) as env:
+def test_a_missing_receiver_blocks_no_other() -> None:
+    with cluster(envs=2, config=in_process(1), env_kwargs=ENDLESS) as env:
         flow, sender = farstep.Workflow(env, TableAgent(), full(64)), ZmqSender(connect_s=3600.0)
         flow.on(DataKeyTrigger(n=1, size=8), sender)
         ticks: list[int] = []
@@ -107,7 +107,7 @@ def test_a_receiver_that_is_not_there_keeps_nobody_from_anything() -> None:
 
 
 def test_messages_that_were_not_handled_are_no_learner_steps() -> None:
-    with cluster(envs=2, config=inprocess(1), env_kwargs=ENDLESS) as env:
+    with cluster(envs=2, config=in_process(1), env_kwargs=ENDLESS) as env:
         flow, queue = farstep.Workflow(env, TableAgent(), full(64)), LocalQueue()
         flow.on(DataKeyTrigger(n=1, size=8), queue)
 
@@ -139,7 +139,7 @@ class Silent(Trigger):
 
 def test_mistakes_are_named() -> None:
     agent = TableAgent()
-    with cluster(envs=2, config=inprocess(1), env_kwargs=ENDLESS) as env:
+    with cluster(envs=2, config=in_process(1), env_kwargs=ENDLESS) as env:
 
         def flow() -> farstep.Workflow:
             made = farstep.Workflow(env, agent, full(64))
@@ -184,7 +184,7 @@ def test_an_error_that_is_raised_again_has_its_note_once() -> None:
     def fail(message: Any) -> None:
         raise error
 
-    with cluster(envs=2, config=inprocess(1), env_kwargs=ENDLESS) as env:
+    with cluster(envs=2, config=in_process(1), env_kwargs=ENDLESS) as env:
         flow = farstep.Workflow(env, TableAgent(), full(64))
         flow.on(DataKeyTrigger(n=1, size=8), fail, name="learn")
         for _ in range(2):

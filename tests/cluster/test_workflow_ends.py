@@ -17,7 +17,7 @@ from farstep.errors import BufferTimeout, ClosedError, ConfigError, FarstepError
 from farstep.testing import TableAgent
 from farstep.workflow.delivery import LocalQueue
 from farstep.workflow.triggers import DataKeyTrigger, ObjectKeyTrigger, TimeTrigger, Trigger
-from tests.cluster.checks import assert_balanced, assert_sound, cluster, eventually, inprocess, within
+from tests.cluster.checks import assert_balanced, assert_sound, cluster, eventually, in_process, within
 from tests.cluster.flows import full
 from tests.cluster.tables import (
     ENDLESS,
@@ -55,7 +55,7 @@ def test_what_a_consumer_raises_ends_the_run_and_is_raised(transport: str, threa
 
 
 def test_what_a_thread_raises_last_of_all_is_raised() -> None:
-    with cluster(envs=2, config=inprocess(1)) as env:
+    with cluster(envs=2, config=in_process(1)) as env:
         flow = farstep.Workflow(env, TableAgent(), full(64), steps=8)
         left = threading.Event()
 
@@ -74,7 +74,7 @@ def test_what_a_thread_raises_last_of_all_is_raised() -> None:
 
 
 def test_what_failed_in_threads_is_this_runs_and_does_not_count_as_learned() -> None:
-    with cluster(envs=2, config=inprocess(1)) as env:
+    with cluster(envs=2, config=in_process(1)) as env:
         flow = farstep.Workflow(env, TableAgent(), full(64), steps=8)
         both, fails = threading.Barrier(2, timeout=30), [True]
 
@@ -94,7 +94,7 @@ def test_what_failed_in_threads_is_this_runs_and_does_not_count_as_learned() -> 
 
 
 def test_what_failed_in_a_thread_of_ones_own_does_not_count_as_learned() -> None:
-    with cluster(envs=2, config=inprocess(1), env_kwargs=ENDLESS) as env:
+    with cluster(envs=2, config=in_process(1), env_kwargs=ENDLESS) as env:
         flow, queue = farstep.Workflow(env, TableAgent(), full(64)), LocalQueue(2)
         flow.on(DataKeyTrigger(n=1, size=8), queue, max_outstanding=2)
 
@@ -112,7 +112,7 @@ def test_what_failed_in_a_thread_of_ones_own_does_not_count_as_learned() -> None
 
 
 def test_a_consumer_that_does_not_return_is_named_and_waited_for_a_bounded_time() -> None:
-    with cluster(envs=2, config=inprocess(1)) as env:
+    with cluster(envs=2, config=in_process(1)) as env:
         flow = farstep.Workflow(env, TableAgent(), full(64), steps=8, end_s=0.2)
         began, go = threading.Event(), threading.Event()
 
@@ -199,7 +199,7 @@ def test_another_thread_stops_it_and_one_that_waits_for_rows_ends_with_it() -> N
 
 
 def test_stop_in_a_consumer_is_the_last_firing() -> None:
-    with cluster(envs=2, config=inprocess(1)) as env:
+    with cluster(envs=2, config=in_process(1)) as env:
         flow, learner = fifo(env, TableAgent(), size=1, steps=16)
         learner.then = lambda: len(learner.batches) == 3 and flow.stop()
         flow.run()
@@ -228,7 +228,7 @@ def test_a_second_run_goes_on_counting(transport: str) -> None:
 
 
 def test_a_second_run_with_consumers_in_threads() -> None:
-    with cluster(envs=2, config=inprocess(2)) as env:
+    with cluster(envs=2, config=in_process(2)) as env:
         flow = farstep.Workflow(env, TableAgent(), full(2 * 32), steps=8)
         learner = Recorder(flow)
         flow.on(DataKeyTrigger(n=2, size=8), learner, thread=True)
@@ -240,7 +240,7 @@ def test_a_second_run_with_consumers_in_threads() -> None:
 
 
 def test_another_call_ends_it_and_so_does_close() -> None:
-    with cluster(envs=2, config=inprocess(1)) as env:
+    with cluster(envs=2, config=in_process(1)) as env:
         flow, learner = fifo(env, TableAgent(), size=8)
         learner.then = lambda: env.collect(flow.agent, steps=1)
         with pytest.raises(ClosedError, match="another call"):
@@ -317,7 +317,7 @@ STANDSTILLS: dict[str, Any] = {
 @pytest.mark.parametrize("case", STANDSTILLS)
 def test_what_could_only_stand_still_is_refused(case: str) -> None:
     make, error, says = STANDSTILLS[case]
-    with cluster(envs=2, config=inprocess(2)) as env:
+    with cluster(envs=2, config=in_process(2)) as env:
         flow = make(env)
         with pytest.raises(error, match=says):
             within(flow.run)
@@ -327,7 +327,7 @@ def test_what_could_only_stand_still_is_refused(case: str) -> None:
 
 
 def test_mistakes_in_the_table_are_refused() -> None:
-    with cluster(envs=2, config=inprocess(1)) as env:
+    with cluster(envs=2, config=in_process(1)) as env:
         flow = farstep.Workflow(env, TableAgent(), full(64))
         with pytest.raises(ConfigError, match="expected a function"):
             flow.on(TimeTrigger(1), None)  # type: ignore[arg-type]

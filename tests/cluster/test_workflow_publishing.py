@@ -21,7 +21,7 @@ from farstep.errors import PublishTimeout
 from farstep.sync import AAPS
 from farstep.workflow.delivery import LocalQueue
 from farstep.workflow.triggers import DataKeyTrigger, ObjectKeyTrigger, TimeTrigger
-from tests.cluster.checks import cluster, eventually, inprocess, together, within
+from tests.cluster.checks import cluster, eventually, in_process, together, within
 from tests.cluster.flows import full
 from tests.cluster.tables import ENDLESS, deliberate
 from tests.cluster.torn import ComparedAgent, TornAgent
@@ -63,7 +63,7 @@ def torn_flow(env: farstep.ClusterEnv, agent: Any = None, **options: Any) -> tup
 
 
 def endless(**options: Any) -> farstep.ClusterEnv:
-    return cluster(envs=2, config=inprocess(1), env_kwargs=ENDLESS, **options)
+    return cluster(envs=2, config=in_process(1), env_kwargs=ENDLESS, **options)
 
 
 @pytest.mark.parametrize("publisher", ["time trigger", "third thread", "other consumer", "wrapped", "queue"])

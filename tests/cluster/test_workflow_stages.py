@@ -20,7 +20,7 @@ from tests.cluster.checks import (
     assert_sound,
     cluster,
     eventually,
-    inprocess,
+    in_process,
     together,
     within,
 )
@@ -113,7 +113,7 @@ TRANSFERS: dict[str, Any] = {
 @pytest.mark.parametrize("agent", [TableAgent, RememberingAgent])
 @pytest.mark.parametrize("transfer", TRANSFERS.values(), ids=TRANSFERS)
 def test_stages_are_of_the_batches_that_collect_returns(transfer: TransferTrigger, agent: Any) -> None:
-    with cluster(envs=5, config=inprocess(2)) as env:
+    with cluster(envs=5, config=in_process(2)) as env:
         acting = agent()
         expected = [everything(env.collect(acting, steps=10)) for _ in range(3)]
     with cluster(envs=5, workers=2, transport="tcp", transfer=transfer) as env:

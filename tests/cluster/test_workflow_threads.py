@@ -20,7 +20,7 @@ from farstep.testing import TableAgent
 from farstep.workflow.delivery import LocalQueue, ZmqSender
 from farstep.workflow.triggers import DataKeyTrigger, ObjectKeyTrigger, TimeTrigger
 from tests.cluster import flows
-from tests.cluster.checks import assert_same, assert_sound, cluster, eventually, inprocess, within
+from tests.cluster.checks import assert_same, assert_sound, cluster, eventually, in_process, within
 from tests.cluster.flows import everything, full
 from tests.cluster.tables import (
     ENDLESS,
@@ -35,7 +35,7 @@ from tests.cluster.tables import (
 # ---- time ----
 
 
-@pytest.mark.parametrize("transport", ["inprocess", "shm"])
+@pytest.mark.parametrize("transport", ["in_process", "shm"])
 def test_time_passes_while_nothing_happens_and_costs_nothing(transport: str) -> None:
     with cluster(envs=2, config=launch(transport)) as env:
         flow = farstep.Workflow(env, TableAgent(), full(64))
@@ -52,7 +52,7 @@ def test_time_passes_while_nothing_happens_and_costs_nothing(transport: str) -> 
 # ---- threads and processes ----
 
 
-@pytest.mark.parametrize("transport", ["inprocess", "shm"])
+@pytest.mark.parametrize("transport", ["in_process", "shm"])
 def test_a_batch_in_a_thread_stays_as_it_is_while_rows_come_in(transport: str) -> None:
     with cluster(envs=4, config=launch(transport)) as env:
         flow = farstep.Workflow(env, TableAgent(), full(4 * 20), steps=4)
@@ -79,7 +79,7 @@ def test_a_batch_in_a_thread_stays_as_it_is_while_rows_come_in(transport: str) -
 
 
 def test_publishing_in_a_thread() -> None:
-    with cluster(envs=4, config=inprocess(2)) as env:
+    with cluster(envs=4, config=in_process(2)) as env:
         flow = farstep.Workflow(env, TableAgent(), full(4 * 16))
         learner = Recorder(flow, flow.publish)
         flow.on(DataKeyTrigger(n=2, size=8), learner, thread=True)
@@ -90,7 +90,7 @@ def test_publishing_in_a_thread() -> None:
 
 
 def test_a_queue_to_threads_of_ones_own() -> None:
-    with cluster(envs=2, config=inprocess(1), env_kwargs=ENDLESS) as env:
+    with cluster(envs=2, config=in_process(1), env_kwargs=ENDLESS) as env:
         flow, queue = farstep.Workflow(env, TableAgent(), full(64)), LocalQueue(2)
         flow.on(DataKeyTrigger(n=1, size=8), queue, max_outstanding=2)
         learner = Recorder(flow)
@@ -108,7 +108,7 @@ def test_a_queue_to_threads_of_ones_own() -> None:
 
 
 def test_messages_that_are_done_out_of_order_keep_their_own_rows() -> None:
-    with cluster(envs=2, config=inprocess(1), env_kwargs=ENDLESS) as env:
+    with cluster(envs=2, config=in_process(1), env_kwargs=ENDLESS) as env:
         flow, queue = farstep.Workflow(env, TableAgent(), full(2 * 24)), LocalQueue(2)
         flow.on(DataKeyTrigger(n=1, size=8), queue, max_outstanding=2)
         outcome: list[bool] = []
@@ -136,7 +136,7 @@ def test_messages_that_are_done_out_of_order_keep_their_own_rows() -> None:
 
 
 def test_ctrl_c_while_a_run_begins_leaves_a_workflow_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    with cluster(envs=2, config=inprocess(1)) as env:
+    with cluster(envs=2, config=in_process(1)) as env:
         flow = farstep.Workflow(env, TableAgent(), full(64))
         learner = Recorder(flow)
         flow.on(DataKeyTrigger(n=1, size=8), learner)
@@ -164,7 +164,7 @@ def test_another_process_reads_the_rows_in_place(tmp_path: Path) -> None:
             text=True,
             cwd=Path(__file__).parents[2],
         ) as other,
-        cluster(envs=4, config=inprocess(2)) as env,
+        cluster(envs=4, config=in_process(2)) as env,
     ):
         assert other.stdin is not None and other.stdout is not None
         try:

@@ -25,7 +25,7 @@ def test_an_example_prints_what_it_says(page, tmp_path):
     code, printed = example(page)
     script = tmp_path / "example.py"
     script.write_text(code)
-    run = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    run = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=280, cwd=tmp_path)
     assert run.returncode == 0, run.stderr
     assert run.stdout == printed
 
@@ -53,7 +53,7 @@ def test_the_code_of_a_page_is_one_script_and_prints_what_it_says(page, tmp_path
     code, printed = script(page)
     for name, content in {"script.py": code, **files(page)}.items():
         (tmp_path / name).write_text(content)
-    run = subprocess.run([sys.executable, "-u", "script.py"], capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    run = subprocess.run([sys.executable, "-u", "script.py"], capture_output=True, text=True, timeout=280, cwd=tmp_path)
     assert run.returncode == 0, run.stderr
     assert run.stdout == printed
 

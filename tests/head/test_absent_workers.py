@@ -75,7 +75,7 @@ def test_too_few_are_waited_for_and_all_who_come_count(fewest: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_whoever_comes_and_goes_batches_go_on(seed: int) -> None:
+def test_batches_continue_while_workers_join_and_leave(seed: int) -> None:
     """Random arrivals, losses and chunks: while enough are there, a batch is complete after everybody did its work."""
     chance = random.Random(seed)
     tickets = Tickets(4, quorum=2)
@@ -174,7 +174,7 @@ def test_workers_that_rejoin_take_part_in_whole_batches_of_several_rounds() -> N
 
 
 @pytest.mark.parametrize("seed", range(150))
-def test_batches_have_their_own_rounds_whoever_leaves_rejoins_or_becomes_stale(seed: int) -> None:
+def test_batches_have_their_own_rounds_while_workers_leave_rejoin_or_become_stale(seed: int) -> None:
     """A chunk of an earlier round would be read from the wrong lane; a lane in use must not get another ticket."""
     rng = random.Random(seed)
     workers, rollouts = rng.randint(1, 4), rng.randint(1, 3)

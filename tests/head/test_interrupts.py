@@ -40,7 +40,7 @@ def test_a_signal_waits_for_the_end(number: signal.Signals) -> None:
         pass  # it came once
 
 
-def test_a_signal_is_let_in_while_somebody_sleeps(number: signal.Signals) -> None:
+def test_a_signal_is_handled_while_a_call_waits(number: signal.Signals) -> None:
     interrupts = Interrupts()
     with interrupts.deferred():
         with pytest.raises(Told), interrupts.allowed():

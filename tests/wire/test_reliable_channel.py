@@ -205,7 +205,7 @@ def test_a_segment_of_another_worker_or_of_the_other_side_is_refused() -> None:
             head.receive(packets_of(liar, SMALL_BYTES + 1)[0], 0.0)
 
 
-def test_a_segment_that_is_sent_again_by_somebody_else_changes_nothing() -> None:
+def test_a_replayed_segment_changes_nothing() -> None:
     key = os.urandom(32)
     head, worker = ReliableChannel(Cipher(key, Side.HEAD)), ReliableChannel(Cipher(key, Side.WORKER))
     packets = packets_of(worker, 2 * SEGMENT_BYTES)

@@ -256,13 +256,13 @@ def test_an_issued_key_is_admitted(hub: Hub) -> None:
     assert settle(hub, hub.admit(5, 0)) == ("admitted", [(5, b"let me in")])
 
 
-def test_an_unknown_key_gets_nowhere(hub: Hub) -> None:
+def test_an_unknown_key_is_rejected(hub: Hub) -> None:
     hub.admit(0, 0)
     for _ in range(3):
         assert settle(hub, KeyPair.fresh()) == ("refused", [])
 
 
-def test_a_plain_text_client_gets_nowhere(hub: Hub) -> None:
+def test_a_plain_text_client_is_rejected(hub: Hub) -> None:
     hub.admit(0, 0)
     for _ in range(3):
         assert settle(hub, None) == ("refused", [])

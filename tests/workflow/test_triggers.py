@@ -99,7 +99,7 @@ def test_the_message_of_data() -> None:
     }
 
 
-def test_those_ready_first_are_taken_even_when_nobody_looked() -> None:
+def test_actors_that_were_ready_first_are_taken_between_checks() -> None:
     state, dispatcher, trigger = Ledger(), Dispatcher(), DataKeyTrigger(n=1, size=2)
     for actor in "abab":
         state.wrote(actor, 2, 0)
