@@ -31,6 +31,8 @@ from trainings import Metrics, Sitting, Training, evaluations, summed
 
 RESULTS = BENCHMARKS / "results"
 IMAGES = BENCHMARKS.parent / "docs" / "images"
+LOWEST_RETURN = -400.0
+"""Plots end here, so that the first bad policies do not hide the later differences."""
 POINTS = 100
 """Points of the curves of pulls and bytes that are stored."""
 LAST = 0.1
@@ -252,7 +254,7 @@ def page(document: dict[str, Any]) -> str:
         "the deviation over seeds (`results/aaps-ppo.json`)."
     )
     if continued_times := max(run["continued"] for run in document["runs"]):
-        setting += f" Runs were continued up to {continued_times} times, which costs a pull of every worker each time."
+        setting += f" Runs were continued {continued_times} times at most; each time, every worker pulled once."
     images = [
         "![evaluation returns over steps, for each threshold and loss](images/aaps-ppo-returns.png)",
         "![pulls over steps, bytes by threshold](images/aaps-ppo-pulls.png)",
@@ -320,7 +322,7 @@ def draw(name: str, document: dict[str, Any], folder: Path) -> list[Path]:
         lines(axis, loss, 1, lambda run: run["evaluations"] if evaluated else run["curve"])
     limits = [limit for axis in axes for limit in axis.get_ylim()]
     for axis in axes:
-        axis.set_ylim(min(limits), max(limits))
+        axis.set_ylim(max(min(limits), LOWEST_RETURN), max(limits))
     written = [save(figure, folder / f"{name}-returns.png")]
 
     figure, axes = panels(len(losses) + 1, "Pulls per worker, and bytes that were sent")

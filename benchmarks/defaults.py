@@ -213,13 +213,14 @@ def learner_page(document: dict[str, Any], learner: str) -> str:
 def learner_summary(document: dict[str, Any], learner: str) -> str:
     """The table of one learner: steps to the threshold and the last evaluation of every case."""
     rows = []
-    for env, number in itertools.product(MAIN, sorted({run["num_envs"] for run in document["runs"]})):
+    for env, number in itertools.product(TASKS, sorted({run["num_envs"] for run in document["runs"]})):
         of_case = [run for run in document["runs"] if run["env"] == env and run["num_envs"] == number]
         runs = [run for run in of_case if run["learner"] == learner]
         if not runs:
             continue
         last = [run["evaluations"][-1][1] for run in runs if run["evaluations"]]
-        row = [f"{env} ({MAIN[env].threshold:g})", str(number), f"{sum(run['reached'] for run in runs)} of {len(runs)}"]
+        reached = sum(run["reached"] for run in runs)
+        row = [f"{env} ({TASKS[env].threshold:g})", str(number), f"{reached} of {len(runs)}"]
         row += [_steps(runs), f"{mean(last):.0f} ({min(last):.0f} to {max(last):.0f})" if last else "-"]
         if learner != "ppo":
             row.append(_of_sync(runs, [run for run in of_case if run["learner"] == "ppo"]))
