@@ -26,6 +26,7 @@ from farstep.config.launch import EngineConfig
 from farstep.errors import ConfigError, RunError, unknown_name
 from farstep.learners.async_ppo import AsyncPPO, AsyncPPOConfig
 from farstep.learners.impala import Impala, ImpalaConfig
+from farstep.learners.loop.checkpoint_schedule import DEFAULT_EVERY
 from farstep.learners.loop.evaluation import EVALUATION_SLOTS, Evaluator
 from farstep.learners.loop.run_config import RunConfig
 from farstep.learners.loop.training import Learner, Limits, Progress, Stopped, Training
@@ -298,8 +299,9 @@ def train(learner: Learner, name: str, options: Options[Any, Any], env: ClusterE
         if resume:
             if not checkpoint.numbered(folder.checkpoints):
                 raise RunError(
-                    f"{folder.path} ended before its first checkpoint, which is written after {run.checkpoint_every} "
-                    "updates (--checkpoint-every), so there is nothing to resume; start a new run without --resume."
+                    f"{folder.path} ended before its first checkpoint, which is written after "
+                    f"{run.checkpoint_every or DEFAULT_EVERY} updates (--checkpoint-every), so there is nothing to "
+                    "resume; start a new run without --resume."
                 )
             training.resume()
             folder.write_config(_config(name, options))

@@ -61,8 +61,9 @@ class RunConfig:
     """Folder in which run folders are created."""
     name: str | None = None
     """Name of the run folder; None: environment, learner, seed and time."""
-    checkpoint_every: int = 10
-    """Updates between checkpoints; one is also written at the end, on Ctrl-C and on SIGTERM."""
+    checkpoint_every: int | None = None
+    """Updates between checkpoints; None: 10, or more if writing would take over 2 % of the time. A checkpoint is also
+    written at the end, on Ctrl-C and on SIGTERM."""
     eval_every: int | None = None
     """Environment steps between evaluations, which run in separate environments while training continues; None: no
     evaluations."""
@@ -76,9 +77,9 @@ class RunConfig:
     """Also log to this project of Weights & Biases."""
 
     def __post_init__(self) -> None:
-        for name in ("num_envs", "total_steps", "checkpoint_every", "eval_episodes"):
+        for name in ("num_envs", "total_steps", "eval_episodes"):
             check_count(name, getattr(self, name))
-        for name in ("workers", "threads", "eval_every"):
+        for name in ("workers", "threads", "checkpoint_every", "eval_every"):
             if getattr(self, name) is not None:
                 check_count(name, getattr(self, name))
         check_seed(self.seed)

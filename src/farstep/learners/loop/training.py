@@ -18,6 +18,7 @@ from farstep.checkpoint import folder as checkpoint
 from farstep.checkpoint.checks import Count, check_torch_generator, converted
 from farstep.checkpoint.files import Refused
 from farstep.cluster_env import ClusterEnv, check_saved
+from farstep.learners.loop.checkpoint_schedule import CheckpointSchedule
 from farstep.learners.loop.evaluation import EvaluationResult, Evaluator
 from farstep.learners.loop.guards import Guards
 from farstep.learners.loop.journal import Journal
@@ -122,8 +123,8 @@ class Limits:
     """Environment steps to train for."""
     target_return: float | None = None
     """Stop when the mean return of the last 100 episodes reaches this; None: no target."""
-    checkpoint_every: int = 10
-    """Updates between checkpoints."""
+    checkpoint_every: int | None = None
+    """Updates between checkpoints; None: 10, or more if writing would take over 2 % of the time."""
     eval_every: int | None = None
     """Environment steps between evaluations; None: no evaluations."""
 
@@ -162,6 +163,7 @@ class Training:
         self._signals = StopSignals(self._journal is not None, self._drop_journal)
         self._guards = Guards()
         self._timer = Timer()
+        self._schedule = CheckpointSchedule(limits.checkpoint_every)
         self._stagger_steps = 0
         self._in_warmup = False
         self._reported_s = 0.0
@@ -194,7 +196,7 @@ class Training:
                     self._signals.check()
                     if self._done():
                         break
-                    if self.progress.updates % self._limits.checkpoint_every == 0:
+                    if self._schedule.due(self.progress.updates, time.monotonic()):
                         self.save()
             except Stopped:
                 self.save()
@@ -335,6 +337,7 @@ class Training:
         """
         if self._checkpoints is None:
             return None
+        began = time.monotonic()
         with self._timer("checkpoint"):
             state: dict[str, object] = {
                 "agent": self._learner.agent.state_dict(),
@@ -346,7 +349,9 @@ class Training:
             if self._journal is not None:
                 state["env"], state["journal"] = self._env.save(), self._journal.state()
             arrays, plain = split_state(state)
-            return checkpoint.save(self._checkpoints, arrays, {"state": plain})
+            written = checkpoint.save(self._checkpoints, arrays, {"state": plain})
+        self._schedule.wrote(began, time.monotonic())
+        return written
 
     def resume(self) -> None:
         """Continue from the newest checkpoint that fits this learner and these environments.

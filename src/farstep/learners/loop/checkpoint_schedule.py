@@ -1,0 +1,32 @@
+"""Decides after which updates a run writes a checkpoint."""
+
+from __future__ import annotations
+
+import math
+
+DEFAULT_EVERY = 10
+"""Updates between checkpoints, if writing them is cheap."""
+_MAX_SHARE = 0.02
+"""Largest share of the time for writing checkpoints."""
+
+
+class CheckpointSchedule:
+    """Checkpoints at fixed intervals, or as often as their cost allows.
+
+    Args:
+        every: Updates between checkpoints; None: 10, or more if writing would take over 2 % of the time.
+    """
+
+    def __init__(self, every: int | None) -> None:
+        self._every = every
+        self._earliest = -math.inf
+
+    def due(self, updates: int, now: float) -> bool:
+        """Whether to write a checkpoint after this number of updates, at this time in seconds."""
+        if self._every is not None:
+            return updates % self._every == 0
+        return updates % DEFAULT_EVERY == 0 and now >= self._earliest
+
+    def wrote(self, began: float, ended: float) -> None:
+        """Record when writing a checkpoint began and ended, in seconds."""
+        self._earliest = ended + (ended - began) * (1 / _MAX_SHARE - 1)
