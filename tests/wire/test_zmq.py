@@ -415,3 +415,16 @@ def test_peers_connect_with_a_lease_of_days() -> None:
     finally:
         link.close()
         hub.close()
+
+
+def test_failed_reconnects_do_not_restart_the_time_without_a_connection() -> None:
+    """A node daemon must leave if another program has taken the port of its head and closes every connection."""
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        stranger.settimeout(30.0)
+        address = f"tcp://127.0.0.1:{stranger.getsockname()[1]}"
+        with contextlib.closing(DealerLink(address, KeyPair.fresh().public, KeyPair.fresh(), MAIN)) as link:
+            seen = []
+            for _ in range(5):
+                stranger.accept()[0].close()
+                seen.append(link.silent_s())
+            assert seen == sorted(seen), "every attempt fails after the one before, and none succeeds"

@@ -41,7 +41,8 @@ _RETRY_MS = 100
 class _Connection:
     """A DEALER socket that tracks whether it is connected to the authenticated head.
 
-    It reads ZeroMQ's monitor events. ZeroMQ's own threads write them, so a busy interpreter delays none.
+    It reads ZeroMQ's monitor events, which ZeroMQ's own threads record, so that none is lost while the interpreter is
+    busy.
     """
 
     def __init__(
@@ -58,17 +59,19 @@ class _Connection:
         self.socket.rcvhwm = 0
         enable_heartbeats(self.socket, lease_s)
         self._monitor = self.socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | _BROKEN)
-        self.connected, self.changed_at = False, time.monotonic()
+        self.connected, self.disconnected_at = False, time.monotonic()
+        """When the connection broke, or when the socket was made; infinite while a connection is established."""
         self.broken_at = math.inf
-        """When the connection broke or was rejected; infinite while it is established."""
+        """As `disconnected_at`, but infinite until the first connection breaks or is rejected."""
 
     def poll_events(self) -> bool:
         """Read new events; returns whether a connection was established since the last call."""
         established = False
         while self._monitor.poll(0):
             event = parse_monitor_message(self._monitor.recv_multipart())["event"]
-            self.connected, self.changed_at = event == zmq.EVENT_HANDSHAKE_SUCCEEDED, time.monotonic()
-            self.broken_at = math.inf if self.connected else min(self.broken_at, self.changed_at)
+            self.connected, now = event == zmq.EVENT_HANDSHAKE_SUCCEEDED, time.monotonic()
+            self.disconnected_at = math.inf if self.connected else min(self.disconnected_at, now)
+            self.broken_at = math.inf if self.connected else min(self.broken_at, now)
             established = established or self.connected
         return established
 
@@ -240,8 +243,8 @@ class DealerLink:
         return self._main.connected
 
     def silent_s(self) -> float:
-        """Seconds since the connection to the head broke; 0 while it is established."""
-        return 0.0 if self.is_connected() else time.monotonic() - self._main.changed_at
+        """Seconds without a connection to the head, however often it was tried again; 0 while it is established."""
+        return 0.0 if self.is_connected() else time.monotonic() - self._main.disconnected_at
 
     def close(self) -> None:
         self._main.close()
