@@ -17,7 +17,7 @@ import importlib
 
 from farstep.errors import install_extra
 
-TYPE_CHECKING = False
+TYPE_CHECKING = False  # type checkers treat this name as True; importing it from typing would cost start-up time
 if TYPE_CHECKING:
     from farstep.learners import losses as losses
     from farstep.learners import returns as returns
@@ -70,7 +70,7 @@ def __getattr__(name: str) -> object:
         module = importlib.import_module(f"farstep.learners.{_HOMES.get(name, name)}")
     except ModuleNotFoundError as error:
         if command := install_extra(error.name or ""):
-            error.add_note(f"farstep.learners.{name} needs it: {command}")
+            error.add_note(f"farstep.learners.{name} needs {error.name}; install it with: {command}")
         raise
     return module if name in _MODULES else getattr(module, name)
 

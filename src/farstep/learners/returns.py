@@ -5,13 +5,14 @@ The value that follows row t depends on how the row ends:
     row t ──► V of row t+1            the episode continues
           ──► 0                       terminated (also if truncated at the same time)
           ──► V of its final_obs      truncated: `final_values[t]`, ignored on all other rows
-          ──► unknown                 the next rows were lost with a worker, or are filler rows of a reset
+          ──► unknown                 the worker died and the next rows are lost, or the next row is a filler row, in
+                                      which a vector environment only reset itself
 
 `gae`, `lambda_returns` and `n_step` take the flags of a batch. `vtrace`, `retrace_delta` and `retrace_q` take
-discounts, as published; `fold_ends` converts flags to rewards and discounts. Rows without a known successor, and rows
-that are not transitions, have `valid` False (see `usable`). No sum crosses an invalid row: the row before it bootstraps
-from the value of the invalid row, and the invalid row's own advantage is 0. Its other entries are ignored, NaN
-included.
+discounts, as in their papers; `fold_ends` converts flags to rewards and discounts. The argument `valid` of all of them
+is the result of `usable`: False on rows that are not transitions, and on rows whose successor is unknown. Sums stop at
+an invalid row: the row before it bootstraps from its value, its own advantage is 0, and its reward, flags and ratio
+are ignored, even if they are NaN.
 
 Sums are computed in float64; results have the dtype of `values`.
 """
@@ -24,15 +25,17 @@ from farstep.core import Array
 from farstep.errors import ConfigError
 
 LOG_RATIO_LIMIT = 20.0
-"""Bound of log-ratios. exp(20) is 5e8: larger than any clip range, and float32 can still sum the squares of a batch."""
+"""Log-ratios are clipped to plus or minus this. exp(20) = 5e8 is above any useful clip range, and the sum of its
+squares over a batch does not overflow float32."""
 
 
 def usable(valid: Array, episode_start: Array, terminated: Array, truncated: Array) -> Array:
     """Find the rows that are transitions with a known successor; pass them as `valid` to returns and losses.
 
-    Excluded are filler rows, and rows that neither terminate nor truncate but are followed by the start of an episode
-    (the worker died) or by a filler row: using the next row as their successor would join two episodes. The successor
-    of the last row is the observation whose values are `last_values`.
+    Two kinds of rows are excluded: filler rows, and rows whose episode neither terminated nor was truncated although
+    the next row starts an episode (the worker died) or is a filler row. Using the next row as their successor would
+    join two episodes. The successor of the last row is the observation after the rollout (`last_values` of `gae`), so
+    the last row is excluded only if it is a filler row.
 
     Args:
         valid: `batch["valid"]`, `[T, N]`; False on filler rows.
@@ -229,9 +232,9 @@ def vtrace(
         delta_t = r_t + gamma_t V_{t+1} - V_t
         rho_t = min(rho_bar, ratio_t), c_t = min(c_bar, ratio_t), ratio_t = pi(a_t|s_t) / mu(a_t|s_t)
 
-    Here pi is the learner's policy and mu the one that acted. With lam < 1 the advantage bootstraps as in rlax. The
-    critic converges to the value of the policy that is proportional to min(rho_bar mu, pi); with
-    `rho_bar=math.inf` that is pi.
+    Here pi is the learner's policy and mu the one that acted. With lam < 1 the advantage bootstraps from
+    lam v + (1 - lam) V, as in DeepMind's library rlax; the paper uses v. The critic converges to the value of the
+    policy that is proportional to min(rho_bar mu, pi); with `rho_bar=math.inf` that is pi.
 
     Args:
         log_rhos: log pi - log mu of the actions taken, `[T, N]`.
@@ -272,13 +275,13 @@ def retrace_delta(
     *,
     valid: Array | None = None,
 ) -> Array:
-    """Compute advantages by Retrace on state values, as in A-RIDE.
+    """Compute advantages by Retrace on state values, as in A-RIDE (DistRL, Wang et al. 2024).
 
         Delta_t = delta_t + gamma_t c_{t+1} Delta_{t+1}        c_t = lam min(1, ratio_t)
         delta_t = r_t + gamma_t V_{t+1} - V_t                  ratio_t = pi(a_t|s_t) / mu(a_t|s_t)
 
-    The first action is not corrected for, so V + Delta estimates Q(s, a). A critic that is trained on V + Delta is
-    biased towards the policy that acted; V-trace's correction is min(1, ratio) Delta.
+    The action of row t is not weighted by its ratio, so V_t + Delta_t estimates Q(s_t, a_t). A critic trained on it
+    would be biased towards the policy that acted. Train the critic on V + min(1, ratio) Delta, the target of V-trace.
 
     Args:
         log_rhos: log pi - log mu of the actions taken, `[T, N]`.
@@ -432,5 +435,5 @@ def _check_positive(**numbers: float) -> None:
     for name, number in numbers.items():
         if not number > 0.0:
             raise ConfigError(
-                f"{name} is {number}; a clipped ratio must stay above 0. Give 1.0, or math.inf for no clip."
+                f"{name} is {number}; the bound of a ratio must be above 0. Pass 1.0, or math.inf for no clip."
             )

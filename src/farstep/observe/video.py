@@ -29,7 +29,7 @@ def write_video(
         path: File to write, ending in .mp4.
         frames: uint8 arrays [height, width, 3] of equal size; encoded as the iterable yields them.
         fps: Frames per second.
-        timeout_s: Seconds that ffmpeg has to accept a frame, and to finish at the end.
+        timeout_s: Seconds that ffmpeg may take to accept each frame, and to finish after the last one.
 
     Returns:
         The path of the file.
@@ -74,8 +74,8 @@ def _checked(frames: Iterable[Array]) -> Iterator[Array]:
         frame = np.asarray(frame)
         if frame.dtype != np.uint8 or frame.ndim != 3 or frame.shape[2] != 3 or not frame.size:
             raise ConfigError(
-                f"frame {number} is {frame.dtype}{list(frame.shape)}; expected uint8 [height, width, 3], which "
-                "environments made with render_mode='rgb_array' render."
+                f"frame {number} is {frame.dtype}{list(frame.shape)}; expected uint8 [height, width, 3]. Create "
+                "the environment with render_mode='rgb_array'."
             )
         if shape is not None and frame.shape != shape:
             raise ConfigError(f"frame {number} is {list(frame.shape)}, but the first one was {list(shape)}.")
@@ -97,7 +97,7 @@ def _command(ffmpeg: str, first: Array, fps: float, path: Path) -> list[str]:
 def _running(command: list[str], timeout_s: float) -> Iterator[_Encoder]:
     """Run ffmpeg, and kill it at the end of the block."""
     with tempfile.TemporaryFile() as errors:
-        process = subprocess.Popen(  # in a new session: Ctrl-C must reach only this process, which then ends ffmpeg
+        process = subprocess.Popen(  # in a new session, so that Ctrl-C reaches only Python, which then kills ffmpeg
             command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True
         )
         try:
@@ -130,7 +130,7 @@ class _Encoder:
             except BlockingIOError:
                 continue
             except BrokenPipeError:
-                with contextlib.suppress(subprocess.TimeoutExpired):  # its error message is complete when it has ended
+                with contextlib.suppress(subprocess.TimeoutExpired):  # when it has ended, its error message is complete
                     self._process.wait(self._timeout_s)
                 raise self._failed("ended early") from None
 

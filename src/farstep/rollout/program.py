@@ -1,4 +1,4 @@
-"""The program of a worker: what it runs. The head sends it, pickled, with `Welcome`; a worker never sends one."""
+"""What a worker runs. The head sends the program, pickled, with the message `Welcome`; workers never send pickles."""
 
 from __future__ import annotations
 
@@ -28,16 +28,17 @@ class Program:
     codecs: tuple[str, ...] = ()
     """The codecs that the head can decompress."""
     autoreset_mode: str = ""
-    """A Gymnasium autoreset mode for `make_vec`, where the head acts; empty if workers act."""
+    """Gymnasium's autoreset mode for `make_vec`, to which the user passes actions; empty if workers choose actions."""
     seed: int = 0
     stagger: Stagger | None = None
     num_slots: int = 0
-    """The number of environments of all workers together; set only with `stagger`."""
+    """Maximum number of environments of the run; used only with `stagger`."""
 
     def pickled(self) -> bytes:
         """The program as bytes; raises `ConfigError` if a part of it cannot be pickled."""
         if (script := sys.modules.get("__mp_main__")) is not None:
-            # In a process that multiprocessing started, pickle the script's classes by value, as those of `__main__`.
+            # A process started by multiprocessing names the user's script `__mp_main__`. Pickle its classes by value,
+            # as cloudpickle does for `__main__`.
             cloudpickle.register_pickle_by_value(script)
         try:
             return bytes(cloudpickle.dumps(self))
@@ -50,7 +51,7 @@ class Program:
             ) from error
 
     def _check_parts(self) -> None:
-        """Raise `ConfigError` if the sync rule or the predicate of the weights is what cannot be pickled."""
+        """Raise a more specific `ConfigError` if the sync rule or `weights.only` cannot be pickled."""
         for what, part in ((f"sync rule {name_of(self.sync)}", self.sync), ("predicate weights.only", self.weights)):
             try:
                 cloudpickle.dumps(part)

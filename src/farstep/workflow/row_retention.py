@@ -22,14 +22,17 @@ from farstep.workflow.windows import Windows
 
 
 class Holder(Protocol):
-    """Holds messages that name rows; the rows are retained until the messages are done (see `consumers.Guard`)."""
+    """A consumer's messages that it has not finished handling; the rows that they name are retained.
+
+    Implemented by `consumers.Guard`.
+    """
 
     def holds(self, window: Mapping[str, Any], trigger_id: str | None) -> bool:
-        """Return whether a message that is not done names these rows; `trigger_id`: only messages of this trigger."""
+        """Return whether an unfinished message (of the given trigger; None: of any) names exactly this window."""
         ...
 
     def gaps_before(self, window: Mapping[str, Any]) -> list[int]:
-        """Return the actors whose rows directly before this window were dropped."""
+        """Return the actors whose rows just before this window were dropped, so that the window continues nothing."""
         ...
 
     def unread_from(self, actor: int) -> int:
@@ -46,10 +49,10 @@ class Holder(Protocol):
 
 
 class RowRetention:
-    """Keeps the rows of all actors from the first one that a holder still has to read.
+    """Keeps, for each actor, all rows from the oldest one that any holder still has to read.
 
-    `freed(actor, chunks, cause)` is called when chunks are no longer needed; `cause` is why they were dropped, or None
-    if they were read.
+    `freed(actor, chunks, cause)` is called when a number of chunks is no longer needed; `cause` is why they were
+    dropped, or None if they were read.
     """
 
     def __init__(
@@ -64,8 +67,8 @@ class RowRetention:
         self.ahead = PartialChunks(ledger, triggers)
         self.holders: list[Holder] = []
         self._early: dict[int, Batch] = {}
-        """The rows of messages that were delivered before their rows were in the buffer, by `message["ahead"]`."""
-        self._delivered = 0
+        """The rows of messages that were delivered before all their rows were in the buffer, by `message["ahead"]`."""
+        self._num_early = 0
 
     def add(self, actor: int, ticket: int, version: int, batch: Batch) -> None:
         """Record that an actor's next chunk was inserted into the buffer."""
@@ -97,19 +100,19 @@ class RowRetention:
                 self._freed(actor, chunks, dropped)
 
     def _mark(self, actors: set[int]) -> None:
-        """Write to the header of the blocks how far each holder has read."""
+        """Write each holder's read position into the header of the buffer's blocks."""
         for consumer, holder in enumerate(self.holders):
             self._windows.read(consumer, {actor: holder.unread_from(actor) for actor in actors})
 
     def backlog(self) -> list[int]:
-        """Return per holder the number of unread rows in the environment slot that has the most."""
+        """Return, for each holder, the largest number of unread rows in any slot."""
         if not self._buffer.is_bound:
             return [0] * len(self.holders)
         blocks = self._buffer.store.blocks
         return [int(blocks.backlog(consumer).max()) for consumer in range(min(len(self.holders), len(blocks.cursors)))]
 
     def discard(self, actors: set[int]) -> None:
-        """Drop all rows of these actors that were not delivered."""
+        """Drop the rows that were not delivered, and free those of these actors."""
         self.ahead.void_all()
         for holder in self.holders:
             holder.discard(self._ledger)
@@ -131,39 +134,40 @@ class RowRetention:
         windows = list(windows_of(message))
         if len(windows) != 1:
             raise ConfigError(
-                f"the message names {len(windows)} windows of rows; expected one: pass the message of a "
-                "DataKeyTrigger, or its entry in message['all']."
+                f"the message names {len(windows)} windows of rows; expected one. Pass the message of a "
+                "DataKeyTrigger; if the trigger combines several, pass one entry of message['all']."
             )
         window = windows[0]
         holder = next((each for each in self.holders if each.holds(window, message.get("trigger_id"))), None)
         if holder is None:
             raise FarstepError(
-                "the rows of this message are no longer retained: its consumer has returned, or its trigger consumes "
-                "none (consume=False). Call batch() in the consumer, and buffer.sample() for replay."
+                "the rows of this message are no longer retained. Either its consumer has returned: call batch() "
+                "before that. Or its trigger has consume=False: use buffer.sample()."
             )
         if "ahead" in window:
             return self._early[window["ahead"]]
         return self._windows.batch(window["actor_ids"], window["start"], window["size"], holder.gaps_before(window))
 
     def located(self, message: Message, holder: Holder) -> Message:
-        """Add the location of its rows to a message.
+        """Return a copy of a message, with the location of its rows.
 
         Args:
             message: A message with any number of windows.
             holder: Its holder.
 
         Returns:
-            The message; each window has `slots`, `rows` and `path`, with which another process finds the rows in shared
-            memory; or `ahead`, a number under which `batch` finds them, if some of the rows are not in the buffer yet.
+            The copy. If all rows of a window are in the buffer, the window has `slots`, `rows`, `keys` and `path`, with
+            which another process finds them in shared memory; otherwise it has `ahead`, a number by which `batch` finds
+            them.
         """
         if "all" in message:
             return {**message, "all": [self.located(part, holder) for part in message["all"]]}
         if "actor_ids" not in message:
             return message
         if any(self._ledger.written(actor) < stop for actor, _, stop in rows_of(message)):
-            self._delivered += 1
-            self._early[self._delivered] = self._partial_batch(message, holder.gaps_before(message))
-            return {**message, "ahead": self._delivered}
+            self._num_early += 1
+            self._early[self._num_early] = self._partial_batch(message, holder.gaps_before(message))
+            return {**message, "ahead": self._num_early}
         pairs = zip(message["actor_ids"], message["start"], strict=True)
         places = [self._windows.where(actor, start, message["size"]) for actor, start in pairs]
         found = {"slots": tuple(slots for slots, _ in places), "rows": tuple(row for _, row in places)}

@@ -9,12 +9,13 @@ from farstep.core import Array
 
 
 class Episodes:
-    """The first rows of running episodes."""
+    """Remembers where the running episode of each column began, and finds the episodes that an insertion completes."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self.begun: Array = np.full(store.columns, -1, np.int64)
-        """Per column, the key of the first row of the running episode; -1 if there is none or it is unknown."""
+        """Per column, the key of the first row of the running episode; -1 if no episode is running, or
+        if its first row is unknown."""
 
     def completed(self, keys: Array, columns: slice, continues: Array | None) -> Array:
         """Update the running episodes after an insertion, and find the episodes that it completed.
@@ -22,10 +23,11 @@ class Episodes:
         Args:
             keys: Keys `[T, n]` of the inserted rows.
             columns: Their columns.
-            continues: Per column, whether the first inserted row follows the row that was newest before.
+            continues: Per column, whether the first inserted row is the step after the column's previous newest row;
+                None: in all columns.
 
         Returns:
-            The cells of the first rows of episodes that are in the store from start to end.
+            For each completed episode whose rows are all stored, the cell (index in the store) of its first row.
         """
         store = self._store
         cells, begun = keys % store.table.cells, self.begun[columns]
@@ -38,11 +40,11 @@ class Episodes:
             assert ends is not None
             begins = np.vstack([begun < 0, ends[:-1]])
         whole = []
-        if ends is None:  # an episode ends before each start
+        if ends is None:  # the row before a start is an end; a start in the first row completes the running episode
             ends = np.vstack([begins[1:], np.zeros_like(begins[:1])])
             whole.append(begun[begins[0]])
-        # Prepend a row for the episode that was running before. An end completes the latest start before it, unless
-        # another end lies between them.
+        # Prepend a row for the episode that was running before. An end completes the episode that began at
+        # the latest start before it, or in the same row; if another end lies between them, its start is unknown.
         begins, all_keys = np.vstack([begun >= 0, begins]), np.vstack([begun, keys])
         ends = np.vstack([np.zeros_like(begins[:1]), ends])
         at = np.arange(len(begins))[:, None]

@@ -1,7 +1,7 @@
 """Running statistics of observations and rewards, as torch buffers of the agent: sent and saved with its weights.
 
 Observation statistics change only after an update, so that the learner normalises a batch as the workers did. Reward
-statistics change before an update: workers do not use them, and so the first batch is already normalised.
+statistics, which workers do not use, change before an update, so that even the first batch is scaled.
 """
 
 from __future__ import annotations
@@ -54,10 +54,12 @@ class RunningMoments(nn.Module):
 
 
 class RewardScale(nn.Module):
-    """Divides rewards by the running standard deviation of discounted returns; the sign of a reward does not change.
+    """Divides rewards by the running standard deviation of discounted sums of past rewards.
+
+    Gymnasium's `NormalizeReward` does the same. The sign of a reward does not change.
 
     Args:
-        gamma: Discount factor of the returns.
+        gamma: Discount factor of these sums.
     """
 
     def __init__(self, gamma: float) -> None:
@@ -66,19 +68,20 @@ class RewardScale(nn.Module):
         self.moments = RunningMoments(())
 
     def forward(self, reward: Array) -> Array:
-        """Scale rewards, and clip them to [-10, 10]; unchanged before the first update."""
+        """Scale rewards, and clip them to [-10, 10]; before the first call of `update`, return them unchanged."""
         if not float(self.moments.count):
             return reward
         return np.clip(reward / np.float32(self.moments.std.item()), -_CLIP, _CLIP)
 
     def update(self, reward: Array, ended: Array, valid: Array, running: Array) -> None:
-        """Update the statistics with the discounted returns of valid rows.
+        """Update the statistics with the discounted sums of rewards at the valid rows.
 
         Args:
             reward: Rewards `[T, N]`.
             ended: True where an episode ends, `[T, N]`.
             valid: Rows to use, `[T, N]`.
-            running: Discounted sums of rewards before the first row, `[N]`; replaced by those after the last row.
+            running: Discounted sum of each environment's rewards so far, `[N]`; modified in place, to the sums after
+                the last row.
         """
         returns = np.empty_like(reward)
         for t in range(len(reward)):

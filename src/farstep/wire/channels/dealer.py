@@ -92,7 +92,7 @@ class DealerLink:
         send_s: Seconds for which `send` waits if the queue is full, before it raises `zmq.Again`; None to wait forever.
         route: The routing id, if not the one derived from `pair` and `role`.
         lease_s: The lease in seconds, which determines the heartbeat interval.
-        bulk: The port for bulk data of a reliable hub, which resends data that a broken connection lost; else None.
+        bulk: The hub's port for bulk data, if the hub is reliable (resends what a broken connection lost); else None.
         encrypted: Whether bulk data is encrypted.
         context: A ZeroMQ context to share; None: the link creates one and terminates it on `close`.
     """
@@ -143,8 +143,8 @@ class DealerLink:
     def _check_connections(self, bulk: _Connection, channel: ReliableChannel) -> None:
         """Handle reconnects, and replace a broken bulk connection.
 
-        A token is valid for one bulk connection, so ZeroMQ's own reconnects are rejected and a new socket with a new
-        token is needed. The channel resends what was lost.
+        A token is valid for one bulk connection: the head rejects ZeroMQ's own reconnects, so the worker opens a new
+        socket with a new token. The channel resends what was lost.
         """
         if self._main.poll_events():
             self._put(channel.reconnected())
@@ -213,7 +213,7 @@ class DealerLink:
         for connection in (self._main, self._bulk):
             for message in pending_messages(connection.socket):
                 frames = [frame.buffer for frame in message]
-                with contextlib.suppress(WireError):  # unauthenticated peers can write to the bulk connection
+                with contextlib.suppress(WireError):  # invalid: others can write to the bulk connection
                     for answer in channel.receive(Packet(connection is self._bulk, frames), now):
                         self._put(answer)
                 self._messages.extend(map(Received, channel.messages()))

@@ -6,9 +6,9 @@ is cut into encrypted segments for the bulk connection. Every packet of the cont
 sender has received.
 
 After a reconnect, the worker, as the connecting side, notifies the head (`RECONNECTED`, or `BULK_OPENED` on the bulk
-connection). Both sides then resend what the broken connection carried and the peer does not have. In addition a sender
-requests an acknowledgement once a second (`REQUEST_ACK`), and resends if the peer acknowledged nothing new for 15
-seconds. It does not resend earlier, so that a slow connection does not carry everything twice.
+connection). Each side then resends those packets of the broken connection that the other side has not received. In
+addition a sender requests an acknowledgement once a second (`REQUEST_ACK`), and resends if the peer acknowledged
+nothing new for 15 seconds. It does not resend earlier, so that a slow connection does not carry everything twice.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SEGMENT_BYTES = 1 << 20
 SMALL_BYTES = 1 << 13
 """Messages up to this size travel in one packet, over the control connection."""
 ACK_DELAY_S = 0.2
-"""Seconds to wait for a message that can carry the acknowledgement, before an `ACK` packet is sent."""
+"""Minimum seconds between two `ACK` packets of a worker; in between, its other packets carry the acknowledgement."""
 REQUEST_ACK_S, STALL_S = 1.0, 15.0
 """Seconds between requests for an acknowledgement, and seconds without progress after which to resend."""
 _MOST_SPARE = 64
@@ -41,10 +41,10 @@ MAX_AHEAD = 4096
 """Maximum number of messages that may arrive ahead of a missing one."""
 MAX_FRAMES = 4096
 _FRAME_COST = 256
-"""Approximate memory of a frame besides its bytes, so that many empty frames count too."""
+"""Approximate memory of a frame in addition to its bytes; with it, a message of many empty frames has a size."""
 _ENVELOPE = struct.Struct("<BQQI")
-"""The first frame of a packet: kind, sequence number, and how many messages and segments of the next one its sender
-has received."""
+"""The first frame of a packet: its kind, its sequence number, and two acknowledgements: the number of messages that
+the sender has received in order, and the number of segments that it has of the message after those."""
 _POSITION = struct.Struct("<II")
 """In the header of a segment: its index, and the number of segments. The frame lengths follow."""
 _LENGTH = struct.Struct("<Q")
@@ -92,7 +92,8 @@ class _Sent:
     bulk: bool
     began: float
     resent: bool = False
-    """Whether it was sent more than once: then a copy may be in flight even after it was acknowledged."""
+    """Whether it was sent more than once. If so, ZeroMQ may still be sending a copy after the acknowledgement, so its
+    buffers are not reused."""
 
 
 @dataclass
@@ -136,8 +137,9 @@ class ReliableChannel:
         self._requested_at = self._last_sent = 0.0
         self._peer_has, self._progressed_at = (0, 0), 0.0
         """What the peer has, as (messages, segments of the next one), and when that last changed."""
-        self._broken: set[bool] = set()
-        """The connections restored since the last acknowledgement: True for bulk, False for control."""
+        self._restored: set[bool] = set()
+        """Restored connections whose lost packets were not resent yet (True: bulk, False: control); the next `ACK`
+        packet triggers that."""
         self._spare: list[bytearray] = []
         self._rates: deque[float] = deque(maxlen=_RATES)
         self._acknowledged_at = 0.0
@@ -205,8 +207,8 @@ class ReliableChannel:
         return Packet(False, [self._envelope(Kind.ACK)])
 
     def reconnected(self, bulk: bool = False) -> Packet:
-        """The packet to send after a connection broke and was restored: packets in flight may be lost."""
-        self._broken.add(bulk)
+        """The packet to send after a connection was restored; packets in flight when it broke may have been lost."""
+        self._restored.add(bulk)
         return Packet(False, [self._envelope(Kind.REQUEST_ACK if bulk else Kind.RECONNECTED)])
 
     def bulk_opened(self) -> Packet:
@@ -214,7 +216,7 @@ class ReliableChannel:
         return Packet(True, [self._envelope(Kind.BULK_OPENED)])
 
     def due(self, now: float) -> Iterable[Packet]:
-        """Packets that are due at this time: a `REQUEST_ACK` if messages were not acknowledged for a second."""
+        """A `REQUEST_ACK` if messages are unacknowledged and nothing was sent or requested during the last second."""
         if self._unacknowledged and now - max(self._requested_at, self._last_sent) > REQUEST_ACK_S:
             self._requested_at = now
             return [Packet(False, [self._envelope(Kind.REQUEST_ACK)])]
@@ -222,9 +224,10 @@ class ReliableChannel:
 
     @property
     def rate(self) -> float:
-        """Bytes per second of large messages, from sending to acknowledgement; infinite before the first one.
+        """Bytes per second of large messages, from sending to acknowledgement; infinite before the first measurement.
 
-        The maximum of the last `_RATES` measurements, since this side may read an acknowledgement late.
+        A measurement is too low if this side reads the acknowledgement late, so this is the maximum of the last
+        `_RATES` measurements.
         """
         return max(self._rates, default=math.inf)
 
@@ -238,7 +241,8 @@ class ReliableChannel:
     def receive(self, packet: Packet, now: float) -> list[Packet]:
         """Process a packet; returns the packets to send in response.
 
-        Unauthenticated peers may be able to write to the bulk connection, so only encrypted segments are trusted there.
+        Others than the peer may be able to write to the bulk connection. Acknowledgements from there are therefore
+        ignored, and with a cipher every segment is authenticated.
 
         Raises:
             WireError: The packet is malformed, or exceeds a limit.
@@ -260,9 +264,9 @@ class ReliableChannel:
             responses += self._resend(have, segments, {False, True}, now)
         elif kind == Kind.RECONNECTED:
             responses += self._resend(have, segments, {False}, now)
-        elif kind == Kind.ACK and self._broken:
-            responses += self._resend(have, segments, self._broken, now)
-            self._broken = set()
+        elif kind == Kind.ACK and self._restored:
+            responses += self._resend(have, segments, self._restored, now)
+            self._restored = set()
         match kind:
             case Kind.WHOLE:
                 if self._is_new(seq):
@@ -288,14 +292,20 @@ class ReliableChannel:
         """Account for the memory of a new message; raises `WireError` if the peer's messages take too much."""
         if len(lengths) > MAX_FRAMES:
             raise WireError(f"a message of {len(lengths)} frames; at most {MAX_FRAMES} are accepted.")
-        size = sum(lengths) + _FRAME_COST * len(lengths)
-        if sum(lengths) > self._most_bytes or (self._held and sum(self._held.values()) + size > self._most_bytes):
-            raise WireError(f"a message of {sum(lengths)} bytes; at most {self._most_bytes} are accepted.")
+        size, held = sum(lengths) + _FRAME_COST * len(lengths), sum(self._held.values())
+        if sum(lengths) > self._most_bytes or (held and held + size > self._most_bytes):
+            raise WireError(
+                f"a message of {sum(lengths)} bytes arrived while undelivered messages take {held} bytes; at most "
+                f"{self._most_bytes} bytes are accepted in total."
+            )
         self._held[seq] = size
 
     def _is_new(self, seq: int) -> bool:
         if seq > self._delivered + MAX_AHEAD:
-            raise WireError(f"message {seq}, but {self._delivered + 1} is the next; at most {MAX_AHEAD} may be ahead.")
+            raise WireError(
+                f"message {seq} arrived while message {self._delivered + 1} is missing; at most {MAX_AHEAD} messages "
+                "may arrive ahead of a missing one."
+            )
         self.owes_ack = True
         return seq > self._delivered and seq not in self._ready
 
@@ -354,7 +364,7 @@ class ReliableChannel:
             self._unacknowledged.popleft()
             self._recycle(sent)
         if large := [sent for sent in done if sent.bulk]:
-            began = max(large[0].began, self._acknowledged_at)  # until then it waited for earlier messages
+            began = max(large[0].began, self._acknowledged_at)  # before that it was queued behind earlier messages
             self._acknowledged_at = now
             if now > began:
                 nbytes = sum(len(body[-1]) for sent in large for body in sent.bodies)
@@ -363,7 +373,7 @@ class ReliableChannel:
             self._peer_has, self._progressed_at = (have, segments), now
 
     def _resend(self, have: int, segments: int, lost: set[bool], now: float) -> Iterator[Packet]:
-        """The packets that the peer does not have, of the connections in `lost` (True for bulk)."""
+        """The unacknowledged packets of the connections in `lost` (True: bulk, False: control)."""
         self._progressed_at = now
         for sent in [sent for sent in self._unacknowledged if sent.bulk in lost]:
             sent.resent = True
