@@ -17,7 +17,7 @@ import zmq
 from farstep.errors import WireError
 from farstep.launch.daemon.node_daemon import NodeDaemon, _Child
 from farstep.launch.daemon.process import ProcessStarter
-from farstep.launch.engine import TAKEN_BACK
+from farstep.launch.engine import RECLAIMED
 from farstep.rollout.progress import ProgressBoard
 from farstep.wire import node_messages as n
 from farstep.wire.keys import KeyPair
@@ -89,7 +89,7 @@ def test_a_daemon_that_is_taken_back_while_it_looks_for_its_head_says_so_by_its_
         finally:
             daemon.kill()
         said = daemon.stderr.read()
-    assert status == TAKEN_BACK, said
+    assert status == RECLAIMED, said
     assert "farstep: the head answers at none of" in said
 
 

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from farstep.errors import LaunchError
 
-TAKEN_BACK = 75
+RECLAIMED = 75
 """Exit status of a node daemon whose engine reclaimed the node (`EX_TEMPFAIL`: it may be restarted)."""
 
 SETUP_FAILED = "FARSTEP_SETUP_FAILED"

@@ -21,7 +21,7 @@ from farstep.config.launch import SlurmConfig
 from farstep.errors import LaunchError, counted
 from farstep.launch.addresses import own_addresses
 from farstep.launch.daemon.guardian import Guardian
-from farstep.launch.engine import RESTARTS, TAKEN_BACK, Group, RequestStatus, setup_lines
+from farstep.launch.engine import RECLAIMED, RESTARTS, Group, RequestStatus, setup_lines
 from farstep.launch.engine_processes import EngineProcess, EngineProcesses, after_setup, end_processes
 
 log = logging.getLogger("farstep")
@@ -173,7 +173,7 @@ def batch_script(
     cores = f"--cpus-per-task={options['cpus-per-task']}"
     daemon = " ".join(["srun", cores, *_STEP, *_daemon_command(config)])
     # A preempted job that exits by itself counts as completed and is not requeued, so wait for SLURM to kill it.
-    stay = f"[ $status -ne {TAKEN_BACK} ] || sleep {_STAY_S}"
+    stay = f"[ $status -ne {RECLAIMED} ] || sleep {_STAY_S}"
     start = [f"{daemon} <<'{_END_OF_INPUT}'", bootstrap, _END_OF_INPUT, "status=$?", stay, "exit $status", ""]
     return "\n".join(["#!/bin/bash", *lines, "", *setup_lines(config.setup), *start])
 

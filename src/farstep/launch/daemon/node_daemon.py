@@ -28,7 +28,7 @@ import zmq
 from farstep.errors import FarstepError
 from farstep.launch.daemon.process import ProcessStarter, WorkerProcess
 from farstep.launch.daemon.supervisor import keep_alive
-from farstep.launch.engine import RESTARTS, SETUP_FAILED, TAKEN_BACK
+from farstep.launch.engine import RECLAIMED, RESTARTS, SETUP_FAILED
 from farstep.resources import usable_cpus
 from farstep.rollout.progress import PHASE, Phase, ProgressBoard
 from farstep.wire import node_messages as n
@@ -81,7 +81,7 @@ class NodeDaemon:
         self._bootstrap, self._place, self._shared_name = bootstrap, place, shared_name
         self._starter = ProcessStarter(1)
         self._leave_at: float | None = None
-        self._taken_back_by = ""
+        self._reclaimed_by = ""
         """The signal with which the engine reclaimed the node; empty if it has not."""
         self._status = 0
         self._reset()
@@ -105,7 +105,7 @@ class NodeDaemon:
         """
         try:
             self._serve()
-            while self._reconnects and not self._taken_back_by:
+            while self._reconnects and not self._reclaimed_by:
                 self._reset()
                 self._serve()
         finally:
@@ -122,9 +122,9 @@ class NodeDaemon:
                 while (received := link.receive(0.0)) is not None:
                     self._handle(link, n.decode_to_node(received.frames))
                 self._report_workers(link)
-                if self._taken_back_by and self._leave_at is None:
-                    _send(link, n.Leaving(self._node, self._taken_back_by))
-                    self._leave_at, self._status = time.monotonic() + self._grace_s, TAKEN_BACK
+                if self._reclaimed_by and self._leave_at is None:
+                    _send(link, n.Leaving(self._node, self._reclaimed_by))
+                    self._leave_at, self._status = time.monotonic() + self._grace_s, RECLAIMED
                 if time.monotonic() >= next_beat:
                     next_beat = time.monotonic() + n.BEAT_S
                     _send(link, n.NodeBeat(self._node, self.running()) if self._is_known else hello)
@@ -152,11 +152,11 @@ class NodeDaemon:
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
         """Signal handler: the engine reclaims the node, so drain the workers and leave."""
-        self._taken_back_by = self._taken_back_by or signal.Signals(number).name
+        self._reclaimed_by = self._reclaimed_by or signal.Signals(number).name
 
     @property
-    def is_taken_back(self) -> bool:
-        return bool(self._taken_back_by)
+    def is_reclaimed(self) -> bool:
+        return bool(self._reclaimed_by)
 
     # ---- the head ----
 
@@ -192,7 +192,7 @@ class NodeDaemon:
 
     def _answering(self, links: Mapping[str, DealerLink]) -> Iterator[tuple[str, DealerLink]]:
         deadline = time.monotonic() + float(self._bootstrap["connect_s"])
-        while time.monotonic() < deadline and not self._taken_back_by:
+        while time.monotonic() < deadline and not self._reclaimed_by:
             for address, link in links.items():
                 if link.is_connected():
                     yield address, link
@@ -296,7 +296,7 @@ def main() -> None:
         sys.exit(daemon.run())
     except Unreachable as error:
         sys.stderr.write(f"farstep: {error}\n")
-        sys.exit(TAKEN_BACK if daemon.is_taken_back else 1)
+        sys.exit(RECLAIMED if daemon.is_reclaimed else 1)
 
 
 if __name__ == "__main__":
