@@ -51,15 +51,15 @@ CONTENDERS: dict[str, farstep.TransferTrigger | None] = {
     "minibatches": None,
     "rows": farstep.TransferTrigger(size=32),
     "dual": farstep.TransferTrigger.dual(),
-    "in-turn": farstep.TransferTrigger.dual(in_turn=2),
-    "all": farstep.TransferTrigger.dual(size=32, in_turn=2),
+    "in-turn": farstep.TransferTrigger.dual(max_senders=2),
+    "all": farstep.TransferTrigger.dual(size=32, max_senders=2),
 }
 TITLES = {
     "off": "off: collect, then learn",
     "minibatches": "minibatches as chunks arrive",
     "rows": "rows sent while rolling",
     "dual": "dual stage",
-    "in-turn": "dual stage, two workers' bulk at a time (`in_turn=2`)",
+    "in-turn": "dual stage, two workers' bulk at a time (`max_senders=2`)",
     "all": "all of these",
 }
 

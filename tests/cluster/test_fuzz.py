@@ -309,7 +309,7 @@ def test_a_worker_without_shared_memory_keeps_to_its_channels(monkeypatch: pytes
             (m.Progress([int(Phase.QUEUED)] + [0] * 9), [], True, "the phase 8"),
             (m.Reply(0), [b""], True, "Reply on the heartbeat connection"),
             (m.Reply(99), [b""], False, "a reply to call 99"),
-            (m.RequestSend(1, 1), [], False, "in_turn"),
+            (m.RequestSend(1, 1), [], False, "max_senders"),
             (m.WeightRequest(version, 0), [], False, "a second request for version 0"),
             (m.AgentReady(99, {}, b""), [], False, "agent 99 is ready"),
             (m.Ready(b"", b""), [], False, "Ready from a worker that is alive"),

@@ -32,7 +32,7 @@ TRANSFERS = {
     "dual-rows": TransferTrigger.dual(size=2),
     "episode-end": TransferTrigger(keys=(("*",), ("obs",)), episode_end=True),
     "bytes-or-seconds": TransferTrigger(max_bytes=200, seconds=1e-3),
-    "in-turn": TransferTrigger.dual(size=2, in_turn=1),
+    "in-turn": TransferTrigger.dual(size=2, max_senders=1),
     "three": TransferTrigger(keys=(SMALL, ("obs",), ("action",)), size=1),
 }
 CASES: dict[str, tuple[dict[str, Any], Any]] = {

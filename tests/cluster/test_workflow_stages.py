@@ -103,7 +103,7 @@ def test_the_first_stage_is_consumed_before_the_rest_is_sent(transport: Any, thr
 
 TRANSFERS: dict[str, Any] = {
     "dual": TransferTrigger.dual(),
-    "dual-rows": TransferTrigger.dual(size=2, in_turn=1),
+    "dual-rows": TransferTrigger.dual(size=2, max_senders=1),
     "three": TransferTrigger(keys=(("reward", "terminated"), ("*",), ("obs",))),
     "rest-without-rows": TransferTrigger(keys=(("*",), ("final_obs",))),
     "other-way-round": TransferTrigger(keys=(("obs", "action"), ("*",))),

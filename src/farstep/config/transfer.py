@@ -35,14 +35,14 @@ class TransferTrigger(_Config):
     """Send when this many bytes are waiting. None: no such condition."""
     seconds: float | None = None
     """Send when the oldest row has waited this many seconds. None: no such condition."""
-    in_turn: int | None = None
+    max_senders: int | None = None
     """Largest number of workers that send their last stage at the same time, so that on a slow connection the first
     chunks are complete early. None: no limit."""
     also: Sequence[TransferTrigger] = ()
     """Further triggers that must hold before rows are sent; set by `first & second`."""
 
     def __post_init__(self) -> None:
-        for name in ("size", "max_bytes", "in_turn"):
+        for name in ("size", "max_bytes", "max_senders"):
             if getattr(self, name) is not None:
                 self._at_least(name, 1)
         seconds = self.seconds
@@ -90,13 +90,13 @@ class TransferTrigger(_Config):
     __rand__ = __ror__ = __and__
 
     def _joined(self, other: object) -> tuple[TransferTrigger, dict[str, Any]]:
-        """Return the other trigger, and the `keys` and `in_turn` of the joined one, which only one of them may set."""
+        """Return the other trigger, and the joined `keys` and `max_senders`; only one of the triggers may set each."""
         if not isinstance(other, TransferTrigger):
             raise ConfigError(self.NO_TRIGGER)
         if self.also or other.also:
             raise ConfigError("transfer triggers that were joined by & cannot be joined further; join by | first.")
         shared: dict[str, Any] = {}
-        for name in ("keys", "in_turn"):
+        for name in ("keys", "max_senders"):
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine and theirs and mine != theirs:
                 raise ConfigError(
@@ -106,17 +106,17 @@ class TransferTrigger(_Config):
         return other, shared
 
     @classmethod
-    def dual(cls, size: int | None = None, in_turn: int | None = None) -> Self:
+    def dual(cls, size: int | None = None, max_senders: int | None = None) -> Self:
         """Return a trigger with two stages: first all that advantages depend on, then observations and actions (ARTOS).
 
         Args:
             size: As in `TransferTrigger`.
-            in_turn: As in `TransferTrigger`.
+            max_senders: As in `TransferTrigger`.
 
         Returns:
             The trigger.
         """
-        return cls(keys=((_REST,), ("obs", "action")), size=size, in_turn=in_turn)
+        return cls(keys=((_REST,), ("obs", "action")), size=size, max_senders=max_senders)
 
     @property
     def sends_early(self) -> bool:

@@ -66,7 +66,7 @@ class Collector:
         self._continuity = Continuity(self.server.records)
         self.publisher = Publisher(self.server, env_config, rule, self.counters, self._warnings, self._end)
         self._intake = ChunkIntake(
-            self.server, self.publisher, self.counters, self._warnings, self._continuity, self._transfer.in_turn
+            self.server, self.publisher, self.counters, self._warnings, self._continuity, self._transfer.max_senders
         )
         self.gate = self.publisher.gate
         self._rollouts: Rollouts | None = None

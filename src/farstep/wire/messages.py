@@ -24,7 +24,7 @@ A worker that shares no memory with the head sends and receives more:
                     ◄────────────── Weights
     Part, Part, ... ─────────────►                            stages of a chunk ahead of its `Chunk`
                     ◄────────────── Taken                     acknowledges rows of an unfinished chunk
-    RequestSend ─────────────────►                            if workers send in turn (`TransferTrigger.in_turn`)
+    RequestSend ─────────────────►                            if workers send in turn (`TransferTrigger.max_senders`)
                     ◄────────────── GrantSend
 
 Decoding checks all types; an invalid message raises `WireError`.
@@ -201,7 +201,7 @@ class Failure(msgspec.Struct, tag="failure"):
 class RequestSend(msgspec.Struct, tag="request-send"):
     """Worker without shared memory to head, before a chunk's last stage, if workers send in turn.
 
-    The head queues the request and answers `GrantSend` when fewer than `TransferTrigger.in_turn` workers are sending.
+    The head queues the request and answers `GrantSend` when fewer than `TransferTrigger.max_senders` workers send.
     """
 
     ticket: int

@@ -287,7 +287,7 @@ class Worker:
             self._words[PHASE] = Phase.IDLE
             self._idle_since = time.monotonic()
         chunk = self._chunk(ticket, rollout, waited_s)
-        if chunk.keys and ticket.steps > 1 and self._program.transfer.in_turn is not None:
+        if chunk.keys and ticket.steps > 1 and self._program.transfer.max_senders is not None:
             self._send(m.RequestSend(ticket.seq, self._index))
             try:
                 self._inbox.wait_for_turn(ticket, self._index)

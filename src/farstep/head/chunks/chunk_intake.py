@@ -29,7 +29,7 @@ class ChunkIntake:
         counters: Counts bytes and what workers report.
         warnings: Warns the user about what workers report.
         continuity: Which slots of a part continue the rows delivered last.
-        in_turn: How many workers may send their last stage at a time; None: all.
+        max_senders: How many workers may send their last stage at a time; None: all.
     """
 
     def __init__(
@@ -39,11 +39,11 @@ class ChunkIntake:
         counters: Counters,
         warnings: UserWarnings,
         continuity: Continuity,
-        in_turn: int | None,
+        max_senders: int | None,
     ) -> None:
         self._server, self._publisher = server, publisher
         self._counters, self._warnings, self._continuity = counters, warnings, continuity
-        self._in_turn, self._send_queue = in_turn, SendQueue(in_turn)
+        self._max_senders, self._send_queue = max_senders, SendQueue(max_senders)
         self._rollouts: Rollouts | None = None
         self.request = Request()
         """The request that workers currently roll for."""
@@ -118,8 +118,8 @@ class ChunkIntake:
 
     def queue_send(self, record: WorkerRecord, message: m.RequestSend) -> None:
         """Queue a worker that wants to send the last stage of its chunk."""
-        if self._in_turn is None:
-            raise WireError("a request for a turn, although all workers send at once (TransferTrigger.in_turn).")
+        if self._max_senders is None:
+            raise WireError("a request for a turn, although all workers send at once (TransferTrigger.max_senders).")
         issued = self._server.tickets.outstanding(message.ticket)
         if issued is not None and issued.worker == record.worker:  # else the ticket was cancelled meanwhile
             self._send_queue.request(record.worker, record.incarnation, message.index)
