@@ -190,7 +190,7 @@ def test_an_attribute_that_cannot_be_pickled_keeps_the_agent_eager() -> None:
 def actor_of(agent: Any) -> tuple[Actor, Any]:
     """The actor of a worker of three environments, and a call that probes it."""
     actor = Actor(cloudpickle.dumps(agent), "auto", "obs", Slots(0, [1, 2, 3], [0, 0, 0]))
-    return actor, lambda: actor.probe({"obs": OBS.copy()}, {"action": ArraySpec((), "<f4")})
+    return actor, lambda: actor.dry_run({"obs": OBS.copy()}, {"action": ArraySpec((), "<f4")})
 
 
 class Doubting(Module):

@@ -34,7 +34,7 @@ class WatchedGroup:
         self._gone_at = 0.0
         self._rejected: set[str] = set()
         """Names of node daemons that connected and were not needed."""
-        self._taken_back = 0
+        self._reclaimed = 0
         """Number of nodes that the engine reclaimed: it restarts them, or reports that they have ended."""
         self._places: list[str] = []
         """Places of the connected nodes."""
@@ -82,7 +82,7 @@ class WatchedGroup:
         """Number of nodes in `_gone` that the engine still counts."""
         if status.ended is not None:
             return sum(not status.has_ended(place) for place in self._gone)
-        return max(0, len(self._gone) - max(0, self._nodes - status.nodes - self._taken_back))
+        return max(0, len(self._gone) - max(0, self._nodes - status.nodes - self._reclaimed))
 
     def joined(self, place: str) -> None:
         """Record that a node connected or reconnected."""
@@ -90,7 +90,7 @@ class WatchedGroup:
         if place in self._gone:
             self._gone.remove(place)
         absent = max(0, self._nodes - self.connected)
-        self._taken_back = min(self._taken_back, absent)
+        self._reclaimed = min(self._reclaimed, absent)
         del self._gone[absent:]
 
     def rejected(self, daemon: str, place: str) -> None:
@@ -105,7 +105,7 @@ class WatchedGroup:
         if for_good:
             self._lose(place)
         else:
-            self._taken_back += 1
+            self._reclaimed += 1
 
     def _lose(self, place: str) -> None:
         self._gone.append(place)

@@ -45,7 +45,7 @@ class Actor:
         has_gpu: bool = False,
     ) -> None:
         self._slots, self._obs = slots, obs
-        # `probe` calls a second copy, since an agent may count its calls. That copy is unpickled first: unpickling a
+        # `dry_run` calls a second copy, since an agent may count its calls. That copy is unpickled first: unpickling a
         # class of the user's script a second time overwrites its class attributes, and the copy that acts must be last.
         self._trial: Policy | None = Policy(_unpacked(payload), "eager", has_gpu)
         self.policy = Policy(_unpacked(payload), inference, has_gpu)
@@ -53,12 +53,12 @@ class Actor:
         self.version = -1
         self.structure: dict[str, Any] = {}
         self.example: dict[str, Array] = {}
-        """The arrays of the row that `probe` used, one entry per environment."""
+        """The arrays of the row that `dry_run` used, one entry per environment."""
         self._reported_note = ""
         self._state: Any = None
         self._rng: list[np.random.Generator] = []
 
-    def probe(self, current: dict[str, Array], action_schema: Schema) -> tuple[Schema, Schema, Structure]:
+    def dry_run(self, current: dict[str, Array], action_schema: Schema) -> tuple[Schema, Schema, Structure]:
         """Call `act` once on the environments' current observations.
 
         Returns:
@@ -250,7 +250,7 @@ class Actor:
             self.policy.check_after_load()
 
     def take_note(self) -> str:
-        """How the worker calls the policy, if that changed since `probe` or the previous `take_note`; else ""."""
+        """How the worker calls the policy, if that changed since `dry_run` or the previous `take_note`; else ""."""
         if self.policy.note == self._reported_note:
             return ""
         self._reported_note = self.policy.note

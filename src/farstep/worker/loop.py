@@ -232,7 +232,7 @@ class Worker:
             self._seed_globals(self._program.seed, slots.first)
         self._host.prepare(self._user_errors)
         self._words[PHASE] = Phase.ACT
-        schema, state_schema, state = actor.probe(self._host.current, self._action_schema)
+        schema, state_schema, state = actor.dry_run(self._host.current, self._action_schema)
         description: Schema = {}
         window = probes_of(self._program.sync)
         if window and comparing_method(actor.policy.agent, schema):
