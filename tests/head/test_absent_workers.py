@@ -48,7 +48,7 @@ def test_who_comes_in_the_middle_is_part_of_the_next_batch() -> None:
     tickets.open(1)
     (*_, last) = tickets.grant([0], 0)
     tickets.join(1)
-    assert [order.batch for order in tickets.grant([1], 0)] == []
+    assert [order.round for order in tickets.grant([1], 0)] == []
     for seq in (last.seq - 1, last.seq):
         tickets.accept(0, seq, 0, None)
     assert workers_of(tickets) == [0]
@@ -148,7 +148,7 @@ def test_chunk_that_becomes_stale_after_its_worker_rejoined_is_not_rolled_again(
     """The worker takes part from the next batch on, so no batch waits for the round of the stale chunk."""
     tickets = Tickets(2, quorum=1)
     tickets.open(1)
-    first = {(order.worker, order.batch): order for order in tickets.grant([0, 1], 0)}
+    first = {(order.worker, order.round): order for order in tickets.grant([0, 1], 0)}
     for number in (0, 1):
         assert tickets.accept(1, first[1, number].seq, 0, None)
     tickets.lost(1)
@@ -157,20 +157,20 @@ def test_chunk_that_becomes_stale_after_its_worker_rejoined_is_not_rolled_again(
     assert tickets.take(2) is None  # both chunks of worker 1 are too old for version 2
     assert tickets.grant([0, 1], 2) == []
     assert tickets.accept(0, first[0, 0].seq, 2, None)
-    assert [(a.ticket.worker, a.ticket.batch) for a in tickets.take(2) or ()] == [(0, 0)]
+    assert [(a.ticket.worker, a.ticket.round) for a in tickets.take(2) or ()] == [(0, 0)]
 
 
 def test_workers_that_rejoin_take_part_in_whole_batches_of_several_rounds() -> None:
     tickets = Tickets(2, quorum=1)
     tickets.open(0, rollouts=2)
-    first = {(order.worker, order.batch): order for order in tickets.grant([0, 1], 0)}
+    first = {(order.worker, order.round): order for order in tickets.grant([0, 1], 0)}
     for worker in (0, 1):
         assert tickets.accept(worker, first[worker, 0].seq, 0, None)
         tickets.lost(worker)
         tickets.leave(worker)
     tickets.join(0)
     tickets.join(1)
-    assert {(order.worker, order.batch) for order in tickets.grant([0, 1], 0)} == {(0, 1)}
+    assert {(order.worker, order.round) for order in tickets.grant([0, 1], 0)} == {(0, 1)}
 
 
 @pytest.mark.parametrize("seed", range(150))
@@ -204,7 +204,7 @@ def test_batches_have_their_own_rounds_while_workers_leave_rejoin_or_become_stal
             return False
         numbers = Counter(arrived.ticket.worker for arrived in batch)
         assert max(numbers.values()) <= rollouts
-        assert all(taken <= arrived.ticket.batch < taken + rollouts for arrived in batch)
+        assert all(taken <= arrived.ticket.round < taken + rollouts for arrived in batch)
         taken, batches = taken + rollouts, batches + 1
         return True
 

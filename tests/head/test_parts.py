@@ -66,7 +66,7 @@ class World:
         self.rollouts = Rollouts(self.records, {name[4:]: name for name in OBS}, OBS, remote, transfer)
         self.rollouts.adopt({"action": "action", "value": "value"}, "state")
         self.rollouts.fit(LANES, STEPS, ROWS, STATE)
-        self.ticket = IssuedTicket(seq=4, worker=1, batch=0, lane=1, min_version=0)
+        self.ticket = IssuedTicket(seq=4, worker=1, round=0, lane=1, min_version=0)
         layout = Layout(1, STEPS, 2, ROWS, STATE)
         rng = np.random.default_rng(3)
         memory = bytearray(rng.integers(0, 2, layout.nbytes, np.uint8).tobytes())

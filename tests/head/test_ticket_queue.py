@@ -167,7 +167,7 @@ def test_grants_and_takes_the_same_rounds_as_checking_every_worker(seed: int) ->
             taken = [tickets.take(version) for tickets in both]
             assert taken[0] == taken[1]
             batches += taken[0] is not None
-            rolled = [(arrived.ticket.worker, arrived.ticket.batch) for arrived in taken[0] or ()]
+            rolled = [(arrived.ticket.worker, arrived.ticket.round) for arrived in taken[0] or ()]
             assert len(set(rolled)) == len(rolled), "a worker rolled the same round twice"
             if rng.random() < 0.7:
                 for tickets in both:

@@ -64,7 +64,7 @@ def test_synchronous_collection_is_one_ticket_each() -> None:
     tickets = Tickets(2)
     tickets.open(None, None, batches=1)
     orders = granted(tickets)
-    assert [(order.worker, order.batch, order.lane) for order in orders] == [(0, 0, 0), (1, 0, 0)]
+    assert [(order.worker, order.round, order.lane) for order in orders] == [(0, 0, 0), (1, 0, 0)]
     hand_over(tickets, orders[:1], 0)
     assert tickets.take(0) is None  # it waits for all
     hand_over(tickets, orders[1:], 0)
@@ -106,7 +106,7 @@ def test_staleness_one_collects_all_rollouts_of_one_batch_ahead() -> None:
     hand_over(tickets, orders[:1], 0)
     assert tickets.take(0) is None  # a batch is two of them
     hand_over(tickets, orders[1:3], 0)
-    assert [arrived.ticket.batch for arrived in tickets.take(0) or ()] == [0, 1]
+    assert [arrived.ticket.round for arrived in tickets.take(0) or ()] == [0, 1]
     assert granted(tickets, workers=1) == []
     tickets.release()
     following = granted(tickets, version=1, workers=1)
@@ -136,7 +136,7 @@ def test_publishing_twice_per_batch_makes_rows_too_old() -> None:
     tickets.release()
     assert tickets.take(2) is None
     assert tickets.dropped == {"stale": 1}
-    again = [order for order in granted(tickets, version=2, workers=1) if order.batch == 1]
+    again = [order for order in granted(tickets, version=2, workers=1) if order.round == 1]
     assert [(order.lane, order.min_version) for order in again] == [(1, 1)]  # the same batch, rolled again
 
 
@@ -149,7 +149,7 @@ def test_a_lost_worker_is_asked_for_the_same_batch_again() -> None:
     assert not tickets.accept(1, one.seq, 0, None)  # a stopped process that wakes up
     assert tickets.grant([0], 0) == []
     (again,) = tickets.grant([0, 1], 0)
-    assert (again.worker, again.batch, again.lane) == (1, one.batch, one.lane) and again.seq > one.seq
+    assert (again.worker, again.round, again.lane) == (1, one.round, one.lane) and again.seq > one.seq
     hand_over(tickets, [again], 0)
     assert len(tickets.take(0) or ()) == 2
     assert tickets.dropped == {"worker lost": 1}

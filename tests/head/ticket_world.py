@@ -106,7 +106,7 @@ class TicketWorld:
             assert Counter(owners) == dict.fromkeys(range(self.workers), self.rollouts), (
                 "a batch has `rollouts` chunks of every worker"
             )
-            rounds = {(a.ticket.batch, a.ticket.lane) for a in batch}
+            rounds = {(a.ticket.round, a.ticket.lane) for a in batch}
             assert len(rounds) == self.rollouts, "columns of different batches were mixed"
         else:
             assert len(batch) == self.num_chunks

@@ -14,7 +14,7 @@ class IssuedTicket:
     seq: int
     """The ticket's id; later tickets have larger ones."""
     worker: int
-    batch: int
+    round: int
     """Index of its round; -1 in a session without rounds."""
     lane: int
     min_version: int

@@ -210,13 +210,13 @@ class Tickets:
             self._session.due.add(worker)
 
     def _issue(
-        self, session: CollectionSession, worker: int, batch: int, lane: int, expected_version: int
+        self, session: CollectionSession, worker: int, round_index: int, lane: int, expected_version: int
     ) -> IssuedTicket:
         """Issue one ticket. If the learner publishes once per batch, it consumes the chunk at `expected_version`."""
         self._seq += 1
         self.issued += 1
         min_version = 0 if session.max_staleness is None else max(0, expected_version - session.max_staleness)
-        issued = IssuedTicket(self._seq, worker, batch, lane, min_version)
+        issued = IssuedTicket(self._seq, worker, round_index, lane, min_version)
         self._outstanding[issued.seq] = issued
         self._open[worker].append(issued.seq)
         self._touch(worker)
@@ -245,7 +245,7 @@ class Tickets:
         self._arrived_of[worker] += 1
         self._close(issued)
         session = self._session
-        if session is not None and session.missing and issued.batch < session.taken + session.rollouts:
+        if session is not None and session.missing and issued.round < session.taken + session.rollouts:
             left = session.missing.pop(worker, 1) - 1  # an absent worker has no entry: its chunk is optional
             if left:
                 session.missing[worker] = left
@@ -304,7 +304,7 @@ class Tickets:
             others = self._present(session) - {worker}
             begun = max((session.issued[other] for other in others), default=0)
             first = session.taken if len(others) < self.presence.quorum else max(begun, session.taken)
-            delivered = (a.ticket.batch for a in self._arrived.values() if a.ticket.worker == worker)
+            delivered = (a.ticket.round for a in self._arrived.values() if a.ticket.worker == worker)
             session.join(worker, first, delivered)
         self._touch(worker)
 
@@ -322,8 +322,8 @@ class Tickets:
         if session is None:
             return
         if session.num_chunks is None:
-            if issued.batch >= session.since.get(issued.worker, 0):  # else no batch needs it
-                session.redo[issued.worker].append((issued.batch, issued.lane))
+            if issued.round >= session.since.get(issued.worker, 0):  # else no batch needs it
+                session.redo[issued.worker].append((issued.round, issued.lane))
             session.missing = None
             self._touch(issued.worker)
         else:
@@ -415,7 +415,7 @@ class Tickets:
 
     def _of_next_batch(self, session: CollectionSession) -> list[AcceptedChunk]:
         stop = session.taken + session.rollouts
-        return [accepted for accepted in self._arrived.values() if accepted.ticket.batch < stop]
+        return [accepted for accepted in self._arrived.values() if accepted.ticket.round < stop]
 
     def _drop_stale(self, session: CollectionSession, version: int) -> None:
         if session.max_staleness is None or not self._arrived or version - self._oldest <= session.max_staleness:
