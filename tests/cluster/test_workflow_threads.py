@@ -140,14 +140,14 @@ def test_ctrl_c_while_a_run_begins_leaves_a_workflow_that_runs(monkeypatch: pyte
         flow = farstep.Workflow(env, TableAgent(), full(64))
         learner = Recorder(flow)
         flow.on(DataKeyTrigger(n=1, size=8), learner)
-        followed = Collector.followed
+        last_chunks = Collector.last_chunks
 
         def interrupted(collector: Collector) -> np.ndarray:
-            monkeypatch.setattr(Collector, "followed", followed)
+            monkeypatch.setattr(Collector, "last_chunks", last_chunks)
             os.kill(os.getpid(), signal.SIGINT)
-            return followed(collector)
+            return last_chunks(collector)
 
-        monkeypatch.setattr(Collector, "followed", interrupted)
+        monkeypatch.setattr(Collector, "last_chunks", interrupted)
         with pytest.raises(KeyboardInterrupt):
             flow.run(total_steps=64)
         flow.run(total_steps=64)

@@ -215,7 +215,7 @@ class Collector:
         if (failed := results == ReplayResult.NONE).any():
             self.one_batch(0, reset=ResetRequest([root] * len(failed), None if failed.all() else failed, None))
 
-    def followed(self) -> Array:
+    def last_chunks(self) -> Array:
         """Per slot, the key of the chunk that was delivered last; -1 if the next chunk does not continue it."""
         return self._continuity.last.copy()
 

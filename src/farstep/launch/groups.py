@@ -29,7 +29,7 @@ class WatchedGroup:
         self._group: Group | None = None
         self._checked = (0.0, RequestStatus("requested", nodes))
         """Time of the last status request to the engine, and its answer."""
-        self._gone: list[str] = []
+        self._lost_places: list[str] = []
         """Places of nodes that were connected once and are not expected to return."""
         self._gone_at = 0.0
         self._rejected: set[str] = set()
@@ -71,27 +71,29 @@ class WatchedGroup:
         return max(self.connected, status.nodes - self._overcounted(status))
 
     def _forget_returning(self, status: RequestStatus) -> None:
-        """Remove nodes from `_gone` that the engine restarts: SLURM requeues a job that lost its nodes."""
+        """Remove nodes from `_lost_places` that the engine restarts: SLURM requeues a job that lost its nodes."""
         if status.ended is not None:
-            self._gone = [place for place in self._gone if place.partition(",")[0] not in status.restarting]
+            self._lost_places = [
+                place for place in self._lost_places if place.partition(",")[0] not in status.restarting
+            ]
         else:
             returning = self._overcounted(status) - max(0, status.nodes - self.connected - status.pending)
-            del self._gone[: max(0, returning)]
+            del self._lost_places[: max(0, returning)]
 
     def _overcounted(self, status: RequestStatus) -> int:
-        """Number of nodes in `_gone` that the engine still counts."""
+        """Number of nodes in `_lost_places` that the engine still counts."""
         if status.ended is not None:
-            return sum(not status.has_ended(place) for place in self._gone)
-        return max(0, len(self._gone) - max(0, self._nodes - status.nodes - self._reclaimed))
+            return sum(not status.has_ended(place) for place in self._lost_places)
+        return max(0, len(self._lost_places) - max(0, self._nodes - status.nodes - self._reclaimed))
 
     def joined(self, place: str) -> None:
         """Record that a node connected or reconnected."""
         self._places.append(place)
-        if place in self._gone:
-            self._gone.remove(place)
+        if place in self._lost_places:
+            self._lost_places.remove(place)
         absent = max(0, self._nodes - self.connected)
         self._reclaimed = min(self._reclaimed, absent)
-        del self._gone[absent:]
+        del self._lost_places[absent:]
 
     def rejected(self, daemon: str, place: str) -> None:
         """Record that a node daemon was rejected; a repeated call, after a repeated hello, has no effect."""
@@ -108,7 +110,7 @@ class WatchedGroup:
             self._reclaimed += 1
 
     def _lose(self, place: str) -> None:
-        self._gone.append(place)
+        self._lost_places.append(place)
         self._gone_at = time.monotonic()
 
     def _watch(self) -> None:

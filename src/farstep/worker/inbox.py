@@ -39,7 +39,7 @@ class Inbox:
         A `Cancel` is written to the progress words, where the head writes it itself if it shares memory.
         """
         while (received := self._link.receive(0.0)) is not None:
-            self._defer(m.decode_from_head(received.frames), received)
+            self._react_or_defer(m.decode_from_head(received.frames), received)
 
     def wait_for_weights(self, agent: int) -> tuple[int, int, Sequence[BytesLike]]:
         """The reply to a `WeightRequest`: version, base version and frames.
@@ -56,7 +56,7 @@ class Inbox:
                 if len(received.frames) < 2:
                     raise TicketCancelled
                 return message.version, message.base, received.frames[1:]
-            self._defer(message, received)
+            self._react_or_defer(message, received)
 
     def wait_for_turn(self, ticket: m.Ticket, index: int) -> None:
         """Wait until the head grants the `RequestSend` for chunk `index`.
@@ -74,10 +74,10 @@ class Inbox:
                 if message.index == index:
                     return
                 continue
-            self._defer(message, received)
+            self._react_or_defer(message, received)
         raise TicketCancelled
 
-    def _defer(self, message: m.FromHead, received: Received) -> None:
+    def _react_or_defer(self, message: m.FromHead, received: Received) -> None:
         if isinstance(message, m.Taken):
             self.on_taken(message)
             return

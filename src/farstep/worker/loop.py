@@ -98,7 +98,7 @@ class Worker:
         """Process the next ticket; returns False if there is none."""
         if not self._tickets:
             return False
-        self._do(*self._tickets.popleft())
+        self._run_ticket(*self._tickets.popleft())
         return True
 
     @property
@@ -269,11 +269,11 @@ class Worker:
 
     # ---- a ticket ----
 
-    def _do(self, ticket: m.Ticket, frames: list[Any]) -> None:
+    def _run_ticket(self, ticket: m.Ticket, frames: list[Any]) -> None:
         waited_s = time.monotonic() - self._idle_since
         self._index += ticket.steps > 0
         try:
-            self._sync.before(ticket, self._actor)
+            self._sync.pull_if_needed(ticket, self._actor)
             rollout = self._roller.roll(ticket, frames, self._actor, self._index, self._sync.passed)
         except TicketCancelled:
             return

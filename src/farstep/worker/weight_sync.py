@@ -58,7 +58,7 @@ class WeightSync:
         self.probing.compare(probe, frames, actor.version)
         self._words[PHASE] = Phase.IDLE
 
-    def before(self, ticket: m.Ticket, actor: Actor | None) -> None:
+    def pull_if_needed(self, ticket: m.Ticket, actor: Actor | None) -> None:
         """Pull weights if the sync rule decides so, or if those in use are too old for the ticket.
 
         Raises:
@@ -69,7 +69,7 @@ class WeightSync:
         # A divergence that cannot be measured counts as infinite.
         divergences = self.probing.divergences if self.probing is not None else (math.inf,) * (probes_of(self.rule) > 0)
         state = SyncState(actor.version, self.weights.newest(), time.monotonic() - self._pulled_at, divergences)
-        wanted = self._ask_rule(state)
+        wanted = self._should_pull(state)
         self.passed = self._counts_as(state)
         if wanted or self.passed < ticket.min_version:
             self._pull(actor, self.weights)
@@ -79,7 +79,7 @@ class WeightSync:
         totals, self._totals = self._totals, PullTotals()
         return totals
 
-    def _ask_rule(self, state: SyncState) -> bool:
+    def _should_pull(self, state: SyncState) -> bool:
         self._words[PHASE] = Phase.LOAD  # an error in this phase ends the run: the rule would raise again
         try:
             self.divergence = divergence_of(self.rule, state) if self.probing is not None else None

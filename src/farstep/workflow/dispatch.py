@@ -168,7 +168,7 @@ class AllOf(_Joined):
     def ready(self, state: Ledger) -> Message | None:
         messages = []
         for part in self.parts:
-            message = _look(part, state)
+            message = _evaluate(part, state)
             if message is None:
                 return None
             messages.append(message)
@@ -181,7 +181,7 @@ class AllOf(_Joined):
                 part.consume(state, own)
 
     def deadline(self, state: Ledger) -> float | None:
-        waits = [part.deadline(state) for part in self.parts if _look(part, state) is None]
+        waits = [part.deadline(state) for part in self.parts if _evaluate(part, state) is None]
         known = [wait for wait in waits if wait is not None]
         return max(known, default=state.now) if len(known) == len(waits) else None
 
@@ -203,7 +203,7 @@ class AnyOf(_Joined):
     def ready(self, state: Ledger) -> Message | None:
         for offset in range(len(self.parts)):
             index = (self._turn + offset) % len(self.parts)
-            message = _look(self.parts[index], state)
+            message = _evaluate(self.parts[index], state)
             if message is not None:
                 return extended(message, any=index)
         return None
@@ -313,7 +313,7 @@ class Dispatcher:
     def _fire(self, entry: _Entry, state: Ledger) -> list[Message]:
         try:
             self._take_done(entry)
-            message = _look(entry.trigger, state) if entry.has_room else None
+            message = _evaluate(entry.trigger, state) if entry.has_room else None
             if message is None:
                 return []
             changes = state.changes
@@ -395,7 +395,7 @@ def _noted(error: BaseException, entry: _Entry) -> BaseException:
     return error
 
 
-def _look(trigger: Trigger, state: Ledger) -> Message | None:
+def _evaluate(trigger: Trigger, state: Ledger) -> Message | None:
     """Return the message of a trigger if it is ready and has not fired since the last change; otherwise None."""
     if trigger._fired_at == state.changes:
         return None

@@ -116,7 +116,7 @@ class Workflow:
         """Guards of consumers that may change the agent."""
         self._publishers: list[Publisher] = []
         self._has_deliveries = self._keyed_elsewhere = False
-        self._followed: Array | None = None
+        self._last_chunks: Array | None = None
         """Per slot, the last chunk that was delivered when the last run ended; chunks may be rolled between runs."""
         self._loop: int | None = None
         """Identifier of the thread in `run`."""
@@ -346,10 +346,10 @@ class Workflow:
         try:
             with collector.server.locked():  # defers Ctrl-C until the feed exists, so that it is closed below
                 state.feed = feed = Feed(collector, steps, plan, self._fires_early(steps))
-                followed = collector.followed()
-                known = self._followed is not None
+                last_chunks = collector.last_chunks()
+                known = self._last_chunks is not None
                 self._requests.update(feed)
-                self._follows: Array = followed == self._followed if known else np.zeros(len(followed), bool)
+                self._continues: Array = last_chunks == self._last_chunks if known else np.zeros(len(last_chunks), bool)
             self._loop = self.buffer.inserting_thread = threading.get_ident()
             self.buffer.on_room = state.wake
             self._watch_updates(collector.gate)
@@ -401,8 +401,8 @@ class Workflow:
 
     def _store(self, accepted: AcceptedChunk, batch: Batch) -> None:
         worker = accepted.ticket.worker
-        batch = replace(batch, continues=batch.continues & self._follows[batch.slots])
-        self._follows[batch.slots] = True
+        batch = replace(batch, continues=batch.continues & self._continues[batch.slots])
+        self._continues[batch.slots] = True
         self._requests.arrived(worker)
         ticket = accepted.ticket.seq
         self._state.void_lost()
@@ -416,7 +416,7 @@ class Workflow:
         issued, batch = early.ticket, early.part.so_far
         self._state.void_lost()
         if self._state.feed is not None and self._state.feed.is_live(issued.seq):
-            batch = replace(batch, continues=batch.continues & self._follows[batch.slots])
+            batch = replace(batch, continues=batch.continues & self._continues[batch.slots])
             self._state.retention.ahead.add(issued.worker, issued.seq, early.key, early.version, batch)
 
     def _fire(self) -> None:
@@ -516,7 +516,7 @@ class Workflow:
                 feed.close()
                 if self._state.collector is not None:
                     self._state.collector.gate.end_run()
-                    self._followed = self._state.collector.followed()
+                    self._last_chunks = self._state.collector.last_chunks()
         raised = failure or (errors.pop(0) if errors else None)
         if raised is not None:
             for error in errors:
