@@ -28,12 +28,14 @@ if TYPE_CHECKING:
     from farstep.config.env import WeightsConfig as WeightsConfig
     from farstep.config.kubernetes import KubernetesConfig as KubernetesConfig
     from farstep.config.launch import InProcessConfig as InProcessConfig
+    from farstep.config.launch import LaunchConfig as LaunchConfig
     from farstep.config.launch import LocalConfig as LocalConfig
     from farstep.config.launch import RayConfig as RayConfig
     from farstep.config.launch import SlurmConfig as SlurmConfig
     from farstep.config.launch import SSHConfig as SSHConfig
     from farstep.config.launch import Timeouts as Timeouts
     from farstep.config.transfer import TransferTrigger as TransferTrigger
+    from farstep.core import Agent as Agent
     from farstep.errors import AgentError as AgentError
     from farstep.errors import BufferTimeout as BufferTimeout
     from farstep.errors import CheckpointError as CheckpointError
@@ -57,6 +59,7 @@ if TYPE_CHECKING:
 __version__ = VERSION
 
 _HOMES = {
+    "Agent": "core",
     "Batch": "batch",
     "Buffer": "buffer.replay",
     "ClusterEnv": "cluster_env",
@@ -65,6 +68,7 @@ _HOMES = {
     "FullBatch": "buffer.samplers",
     "InProcessConfig": "config.launch",
     "KubernetesConfig": "config.kubernetes",
+    "LaunchConfig": "config.launch",
     "LocalConfig": "config.launch",
     "ObjectKeyTrigger": "workflow.triggers",
     "Part": "batch",

@@ -29,8 +29,10 @@ class Agent(Protocol):
     takes `act(obs, state, episode_start)` and returns its new state under the key `state`.
     """
 
-    def act(self, obs: Nested) -> Nested:
-        """Return the actions for a batch of observations, or a mapping with `action` and other arrays to record."""
+    @property
+    def act(self) -> Callable[..., Nested]:
+        """A method `act(obs)`: returns the actions for a batch of observations, or a mapping with `action` and other
+        arrays to record."""
 
     def get_parameters(self) -> Nested: ...
 

@@ -64,8 +64,8 @@ def test_an_unknown_key_names_the_nearest_and_lists_all(kind: Any, key: str, nea
         (lambda: check_count("num_envs", "4"), "num_envs is '4'; it must be an integer"),
         (lambda: check_count("steps", True), "integer"),
         (lambda: check_count("max_staleness", -1, minimum=0), "at least 0"),
-        (lambda: EnvConfig(env_name="A", weights={"only": ""}), "only is ''; expected a pattern"),  # type: ignore[arg-type]
-        (lambda: EnvConfig(env_name="A", weights={"only": ["a.*", ""]}), "expected a pattern"),  # type: ignore[arg-type]
+        (lambda: EnvConfig(env_name="A", weights={"only": ""}), "only is ''; expected a pattern"),
+        (lambda: EnvConfig(env_name="A", weights={"only": ["a.*", ""]}), "expected a pattern"),
         (lambda: LocalConfig(transport="udp"), "Known: ipc, shm, tcp"),  # type: ignore[arg-type]
         (lambda: LocalConfig(nodes=0), "at least 1"),
         (lambda: LocalConfig(nodes=True), "integer"),

@@ -5,9 +5,28 @@ from __future__ import annotations
 import dataclasses
 import numbers
 from collections.abc import Mapping
-from typing import Any, Self, cast, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Generic, Self, TypeVar, cast, get_args
 
 from farstep.errors import ConfigError, unknown_name
+
+T = TypeVar("T")
+
+if TYPE_CHECKING:
+
+    class OrMapping(Generic[T]):
+        """Type of a field that holds a `T`, and whose constructor argument may also be a mapping of its options."""
+
+        def __get__(self, instance: object, owner: type) -> T: ...
+
+        def __set__(self, instance: object, value: T | Mapping[str, object]) -> None: ...
+
+    def or_mapping(default: T) -> OrMapping[T]:
+        """Return the default of such a field."""
+else:
+    OrMapping = Annotated[T, "or a mapping of its options"]
+
+    def or_mapping(default):
+        return default
 
 
 class Options:

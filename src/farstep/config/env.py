@@ -17,6 +17,7 @@ from typing import Any, Literal
 from gymnasium.envs.registration import EnvSpec
 
 from farstep.config.base import Options as _Config
+from farstep.config.base import OrMapping, or_mapping
 from farstep.config.field_docs import show_fields
 from farstep.config.transfer import ALL_AT_ONCE, TransferTrigger
 from farstep.core import SyncRule
@@ -177,16 +178,16 @@ class EnvConfig(_Config):
     sync: SyncRule | None = None
     """When a worker pulls weights: `farstep.sync.Always()` (default), `EveryK`, `EverySeconds`, `MaxLag`, `AAPS`, or
     several joined by `|`."""
-    weights: WeightsConfig = ALL_WEIGHTS
+    weights: OrMapping[WeightsConfig] = or_mapping(ALL_WEIGHTS)
     """Which parameters are sent, and in what form; a mapping is accepted: `{"only": "actor.*", "half": True}`."""
-    transfer: TransferTrigger = ALL_AT_ONCE
+    transfer: OrMapping[TransferTrigger] = or_mapping(ALL_AT_ONCE)
     """When workers without shared memory send which arrays of a chunk; a mapping is accepted: `{"size": 64}`."""
     compression: Compression = "auto"
     """Compression of chunks from workers without shared memory: `lz4`, `zstd` (both need `farstep[compression]`),
     `none`, or `auto`, which measures the connection and chooses for each array."""
     inference: Inference = "auto"
     """`auto` replaces the agent's `act` by a faster equivalent if both return the same; `eager` always calls `act`."""
-    stagger: Stagger | None = None
+    stagger: OrMapping[Stagger | None] = or_mapping(None)
     """Spread environments over the horizon; a mapping is accepted: `{"horizon": 1000}`. None: all start together."""
 
     def __post_init__(self) -> None:
