@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shlex
@@ -203,6 +204,25 @@ def test_help_says_when_to_use_an_option(learner: str, options: list[str], capsy
     for option in options:
         (helped,) = re.findall(rf"--{option} (.*?)(?:--[a-z]|$)", output, re.S)
         assert {"Use", "Raise"} & set(helped.split()), option
+
+
+@pytest.mark.parametrize("arguments", [["train", "ppo"], ["watch"], ["plot"], ["train", "ppo", "--launcher", "slurm"]])
+def test_help_breaks_lines_only_where_the_next_word_does_not_fit(
+    arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    _, output, _ = said(capsys, *arguments, "--help")
+    lines = [line.strip("│").rstrip() for line in output.splitlines()]
+    width = max(map(len, lines[lines.index("") :]))
+    for line, following in itertools.pairwise(lines):
+        has_text = not line.strip().startswith("-") or "  " in line.strip()
+        if line[25:].strip() and has_text and following.startswith(" " * 25):
+            assert len(f"{line} {following.split()[0]}") > width - 3, f"{line!r} ends early, before {following!r}"
+
+
+def test_help_describes_groups_of_options(capsys: pytest.CaptureFixture[str]) -> None:
+    _, output, _ = said(capsys, "train", "ppo", "--help")
+    assert "Options of a training run" in output and "Options of synchronous PPO" in output
 
 
 def test_a_run_of_another_learner_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,12 +11,14 @@ from typing import Annotated
 import tyro
 
 from farstep.cli.options import parse
+from farstep.config.field_docs import show_fields
 from farstep.errors import ConfigError
 from farstep.observe.files import as_run_error
 from farstep.observe.plots import plot
 from farstep.observe.run_folder import RunFolder
 
 
+@show_fields
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """Plot return, throughput and staleness of runs; runs that differ only in their seed share a line."""

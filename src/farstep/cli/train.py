@@ -22,6 +22,7 @@ from farstep.cli.options import check_belonging, parse, typed
 from farstep.cli.recording import check_recording, record
 from farstep.cli.trust import check_trusted
 from farstep.cluster_env import ClusterEnv
+from farstep.config.field_docs import show_fields
 from farstep.config.launch import EngineConfig
 from farstep.errors import ConfigError, RunError, unknown_name
 from farstep.learners.async_ppo import AsyncPPO, AsyncPPOConfig
@@ -53,6 +54,7 @@ C = TypeVar("C", PPOConfig, AsyncPPOConfig, ImpalaConfig)
 E = TypeVar("E", bound=EngineConfig | NoOptions)
 
 
+@show_fields
 @dataclass(frozen=True, kw_only=True)
 class Options(Generic[C, E]):
     """Train an agent and store the run in a folder.

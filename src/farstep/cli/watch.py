@@ -18,6 +18,7 @@ from farstep.cli.recording import agent_of, check_recording, record
 from farstep.cli.train import load_config
 from farstep.cli.trust import check_trusted
 from farstep.config.env import check_count, check_seed
+from farstep.config.field_docs import show_fields
 from farstep.errors import ConfigError
 from farstep.learners.loop.saving import check_agent, join_state
 from farstep.learners.loop.training import Progress
@@ -26,6 +27,7 @@ from farstep.observe.run_folder import RunFolder
 from farstep.observe.video import check_fps
 
 
+@show_fields
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """Render episodes of a run's newest checkpoint to a video."""

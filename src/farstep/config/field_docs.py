@@ -10,17 +10,21 @@ import ast
 import dataclasses
 import inspect
 import itertools
+import re
 import textwrap
 from typing import Any, TypeVar, cast
 
 T = TypeVar("T")
 _WIDTH = 100
+_NO_BREAK = "\0"
+"""Stands for a space at which a line must not be broken."""
 
 
 def show_fields(kind: type[T]) -> type[T]:
     """Class decorator, above `@dataclass`: add the docstrings of the fields to the docstring of the class.
 
-    The source is read when `__doc__` is first used, not at import. Without source, fields appear without their texts.
+    The source is read when `__doc__` is first used, not at import. Fields without a text are left
+    out; without source, all fields appear, without their texts.
     """
     cast(Any, kind).__doc__ = _LazyDoc(kind, kind.__doc__ or "")
     return kind
@@ -45,7 +49,8 @@ class _LazyDoc:
     def __get__(self, instance: object, owner: type) -> str:
         if self._text is None:
             docs = field_docs(self._kind)
-            entries = [_entry(each, docs.get(each.name, "")) for each in dataclasses.fields(cast(Any, self._kind))]
+            fields = [each for each in dataclasses.fields(cast(Any, self._kind)) if each.name in docs or not docs]
+            entries = [_entry(each, docs.get(each.name, "")) for each in fields]
             self._text = "\n".join([inspect.cleandoc(self._summary), "", "Attributes:", *entries])
         return self._text
 
@@ -72,4 +77,13 @@ def _entry(field: dataclasses.Field[Any], text: str) -> str:
     else:
         shown = f", default {default!r}"
     line = f"{field.name} ({field.type}{shown}): {text}"
-    return textwrap.fill(line, _WIDTH, initial_indent=" " * 4, subsequent_indent=" " * 8, break_on_hyphens=False)
+    # tyro joins only lines that start with a letter, so break lines before letters only.
+    wrapped = textwrap.fill(
+        re.sub(r" (?![^\W\d_])", _NO_BREAK, line),
+        _WIDTH,
+        initial_indent=" " * 4,
+        subsequent_indent=" " * 8,
+        break_on_hyphens=False,
+        break_long_words=False,
+    )
+    return wrapped.replace(_NO_BREAK, " ")
