@@ -116,3 +116,9 @@ def test_a_bomb_does_not_go_off(choice: str) -> None:
 def test_what_is_no_compressed_array_is_refused(choice: str, frame: bytes) -> None:
     with pytest.raises(WireError):
         list(unpack(choice, frame, 1000, 10))
+
+
+@pytest.mark.parametrize("choice", [*ALL, *(DELTA + name for name in ALL)])
+def test_a_frame_without_a_complete_header_is_called_truncated(choice: str) -> None:
+    with pytest.raises(WireError, match="truncated compressed array: 7 bytes"):
+        list(unpack(choice, bytes(7), 1000, 10))

@@ -134,8 +134,10 @@ def unpack(choice: str, frame: BytesLike, most_bytes: int, row_bytes: int) -> It
         WireError: The array is larger than `most_bytes`, or the frame is invalid.
     """
     codec = available().get(choice.removeprefix(DELTA))
-    if codec is None or len(frame) < _SIZE.size:
+    if codec is None:
         raise WireError(f"an array compressed with {choice!r}, a codec that is not installed here.")
+    if len(frame) < _SIZE.size:
+        raise WireError(f"a truncated compressed array: {len(frame)} bytes; its header alone has {_SIZE.size}.")
     (size,) = _SIZE.unpack(frame[: _SIZE.size])
     if size > most_bytes:
         raise WireError(f"a compressed array of {size} bytes; at most {most_bytes} fit.")
