@@ -76,7 +76,7 @@ def _of_others(thing: str) -> bool:
 
 
 def _snapshot() -> set[str]:
-    threads = {f"thread {thread.name}" for thread in threading.enumerate()}
+    threads = {f"thread {thread.name} ({thread.ident})" for thread in threading.enumerate()}
     shared = (
         {f"shared memory {path.name}" for path in Path("/dev/shm").iterdir()} if Path("/dev/shm").exists() else set()
     )
