@@ -43,8 +43,8 @@ class WeightSync:
         self._totals = PullTotals()
 
     def close(self) -> None:
-        """Release the source of weights and forget the probes: the agent is being replaced."""
-        self.probing = None
+        """Release the source of weights and forget what was measured: the agent is being replaced."""
+        self.probing, self.divergence, self.passed = None, None, -1
         if self.weights is not None:
             self.weights.close()
             self.weights = None
