@@ -492,3 +492,15 @@ def test_seconds_between_runs_do_not_count() -> None:
         ledger.tick(now)
         dispatcher.check(ledger)
     assert fired == [201.5]
+
+
+def test_merged_writes_do_not_arrive_before_they_were_written() -> None:
+    """Old writes are merged to bound the memory; their last step then still has the time of its own write."""
+    ledger = Ledger()
+    arrivals = []
+    for _ in range(10_000):
+        ledger.wrote(0, 1, 0)
+        arrivals.append(ledger.changes)
+    for steps in (1, 100, 2048, 5000, 10_000):
+        reached = ledger.reached(0, steps)
+        assert reached is not None and reached >= arrivals[steps - 1]

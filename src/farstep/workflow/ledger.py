@@ -39,7 +39,7 @@ class _Track:
             old = slice(_HISTORY)
             self._oldest[old] = array("q", [min(self._oldest[old])])
             self._newest[old] = array("q", [max(self._newest[old])])
-            self._arrivals[old] = self._arrivals[:1]
+            self._arrivals[old] = self._arrivals[_HISTORY - 1 : _HISTORY]
             self._ends[old] = self._ends[_HISTORY - 1 : _HISTORY]
 
     def cut(self, end: int) -> None:
