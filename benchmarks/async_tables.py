@@ -23,8 +23,8 @@ def summary(document: dict[str, Any]) -> str:
     parts = [
         f"{settings['workers']} workers with an environment each, steps of {settings['mean_ms']:g} ms on average "
         f"(log-normal, sigma {settings['sigma']:g}), {settings['num_steps']} of them per rollout. Seconds per "
-        f"{rows:,} rows, means over seeds; ideal: the longer of collecting and "
-        "learning alone, or their sum where nothing goes on at the same time:"
+        f"{rows:,} rows, means over seeds; ideal: the longer of collecting alone "
+        "and learning alone or, for synchronous PPO, their sum:"
     ]
     parts.append(_times(found, rows))
     if BASELINE in found:

@@ -46,8 +46,8 @@ def summary(document: dict[str, Any]) -> str:
     if done:
         others = [run["others_cpu_s"] / max(run["wall_s"], 1e-9) for run in done]
         parts.append(
-            f"Others kept {median(others):.2f} cores busy (median; at most {max(others):.2f}); runs in which they kept "
-            f"more than {DISTURBED_CORES} busy are left out where three others of the contender remain."
+            f"Other processes kept {median(others):.2f} cores busy (median; at most {max(others):.2f}); a run in which "
+            f"they kept more than {DISTURBED_CORES} busy is left out if three other runs of its contender remain."
         )
     parts.append(_versions(done))
     return "\n\n".join(parts)

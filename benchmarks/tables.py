@@ -117,8 +117,8 @@ def load(others_cores: Sequence[float]) -> str:
     if not others_cores:
         return ""
     return (
-        f"Others kept {median(others_cores):.2f} cores busy (median; at most {max(others_cores):.2f}); runs in which "
-        f"they kept more than {DISTURBED_CORES} busy are left out where there are others."
+        f"Other processes kept {median(others_cores):.2f} cores busy (median; at most {max(others_cores):.2f}); a run "
+        f"in which they kept more than {DISTURBED_CORES} busy is left out if its contender has other runs."
     )
 
 
