@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 import farstep
 from farstep.testing import CountingEnv
@@ -21,21 +20,9 @@ class SeeingEnv(CountingEnv):
         return obs, {**info, "gpus": os.environ.get("CUDA_VISIBLE_DEVICES", "")}
 
 
-class Net(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = torch.nn.Linear(3, 3)
-
-    def act(self, obs: torch.Tensor) -> dict[str, torch.Tensor]:
-        on_gpu = torch.full((len(obs),), obs.is_cuda and self.layer.weight.is_cuda)
-        return {"action": self.layer(obs).argmax(-1), "on_gpu": on_gpu}
-
-    def get_parameters(self) -> Any:
-        return self.state_dict()
-
-
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
-@pytest.mark.parametrize(("names", "seen"), [("", ["0", "1", "0"]), ("5,7", ["5", "7", "5"])])
+@pytest.mark.parametrize(
+    ("transport", "names", "seen"), [("shm", "", ["0", "1", "0"]), ("tcp", "5,7", ["5", "7", "5"])]
+)
 def test_each_worker_sees_one(transport: Any, names: str, seen: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", names)
     source = {"type": "factory", "env_name": SeeingEnv, "envs_per_node": 3, "seed": 1}
@@ -46,6 +33,21 @@ def test_each_worker_sees_one(transport: Any, names: str, seen: list[str], monke
 
 
 def test_modules_act_on_it_if_torch_can() -> None:
+    # Imported here and not above: workers import this file for `SeeingEnv`.
+    torch = pytest.importorskip("torch")
+
+    class Net(torch.nn.Module):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(3, 3)
+
+        def act(self, obs: Any) -> dict[str, Any]:
+            on_gpu = torch.full((len(obs),), obs.is_cuda and self.layer.weight.is_cuda)
+            return {"action": self.layer(obs).argmax(-1), "on_gpu": on_gpu}
+
+        def get_parameters(self) -> Any:
+            return self.state_dict()
+
     source = {"type": "factory", "env_name": CountingEnv, "envs_per_node": 4, "seed": 1}
     agent = Net()
     with farstep.ClusterEnv(source, farstep.LocalConfig(workers_per_node=2, gpus_per_node=1)) as env:
