@@ -197,13 +197,18 @@ class FakeRun:
 
 
 def test_wandb_gets_steps_as_x_axis_and_resumes_by_id(tmp_path: Path, monkeypatch) -> None:
-    wandb = types.ModuleType("wandb")
-    monkeypatch.setattr(wandb, "init", FakeRun, raising=False)
+    wandb, started = types.ModuleType("wandb"), []
+
+    def init(**options: object) -> FakeRun:
+        started.append(FakeRun(**options))
+        return started[-1]
+
+    monkeypatch.setattr(wandb, "init", init, raising=False)
     monkeypatch.setattr(wandb, "Settings", dict, raising=False)
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     monkeypatch.delenv("WANDB_MODE", raising=False)
     logger = WandbLogger("project", "name", tmp_path, {"gamma": 0.99}, run_id="abc")
-    run = logger._run
+    (run,) = started
     assert run.options["id"] == logger.run_id == "abc" and run.options["resume"] == "allow"
     assert run.options["dir"] == str(tmp_path) and run.options["config"] == {"gamma": 0.99}
     assert run.metrics == {"step": None, "*": "step"}
