@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -57,12 +59,12 @@ def together(calls: Mapping[str, Callable[[], Any]], seconds: float = DEADLINE_S
     return outcomes
 
 
-def eventually(what: Callable[[], Any], seconds: float = DEADLINE_S) -> Any:
+def eventually(what: Callable[[], Any], seconds: float = DEADLINE_S, pause_s: float = 0.01) -> Any:
     """The first true answer of `what`, for events that nobody announces; fails at the deadline."""
     deadline = time.monotonic() + seconds
     while not (answer := what()):
         assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
-        time.sleep(0.01)
+        time.sleep(pause_s)
     return answer
 
 
@@ -72,6 +74,18 @@ def cluster(env: Any = CountingEnv, *, envs: int = 2, workers: int = 1, **option
     chosen = {name: options.pop(name) for name in names if name in options}
     config = options.pop("config", None) or farstep.LocalConfig(workers_per_node=workers, **options)
     return farstep.ClusterEnv({"type": "factory", "env_name": env, "envs_per_node": envs, "seed": 5, **chosen}, config)
+
+
+def worker_pids() -> list[int]:
+    """The local worker processes that this process started, in the order of their start."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if entry.name.isdigit() and b"farstep.worker" in (entry / "cmdline").read_bytes().split(b"\0"):
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+                if int(fields[1]) == os.getpid() and fields[0] != "Z":
+                    found.append((int(fields[19]), int(entry.name)))
+    return [pid for _, pid in sorted(found)]
 
 
 def in_process(workers: int = 1, **options: Any) -> farstep.InProcessConfig:

@@ -99,7 +99,8 @@ def replace(config: str, count: int) -> str:
     try:
         agent = TableAgent()
         env.collect(agent, steps=4)
-        os.kill(env._collector.server.records[0].pid, signal.SIGKILL)  # type: ignore[union-attr]
+        (worker,) = (pid for pid in children() if b"farstep.worker" in Path(f"/proc/{pid}/cmdline").read_bytes())
+        os.kill(int(worker), signal.SIGKILL)
         with left(count):
             result = outcome(lambda: env.collect(agent, steps=4))
         workers = env.stats()["workers"] if result == "ok" else {}

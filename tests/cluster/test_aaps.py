@@ -14,7 +14,7 @@ import farstep
 from farstep.config.launch import LaunchConfig
 from farstep.sync import AAPS, Always, MaxLag
 from farstep.testing import CountingEnv, TableAgent
-from tests.cluster.checks import assert_balanced, cluster, eventually, in_process, within
+from tests.cluster.checks import assert_balanced, cluster, eventually, in_process, within, worker_pids
 
 EVERYWHERE = pytest.mark.parametrize(
     "config",
@@ -200,9 +200,8 @@ def test_a_worker_that_joins_late_starts_with_the_newest_weights() -> None:
         for _ in range(4):
             agent.logit += 1
             env.collect(agent, steps=3)
-        victim = env._launched().server.records[1]
-        os.kill(victim.pid, signal.SIGKILL)
-        eventually(lambda: victim.incarnation == 1 and victim.ready)
+        os.kill(worker_pids()[1], signal.SIGKILL)
+        eventually(lambda: env.stats()["workers"]["restarts"] == 1 and env.stats()["workers"]["alive"] == 2)
         batch = env.collect(agent, steps=3)
         assert (batch["version"][:, :2] == 0).all() and (batch["version"][:, 2:] == 3).all()
         agent.logit += 1e-3
@@ -547,9 +546,8 @@ def test_differences_arrive_exactly_and_take_less(half: bool) -> None:
             assert (batch["value"] == np.float32(exact)).all() and (batch["logit"] == k).all()
         later = (env.stats()["bytes"]["weights_sent"] - whole) / 5
         assert 0 < later < 0.75 * whole
-        victim = env._launched().server.records[1]
-        os.kill(victim.pid, signal.SIGKILL)
-        eventually(lambda: victim.incarnation == 1 and victim.ready)
+        os.kill(worker_pids()[1], signal.SIGKILL)
+        eventually(lambda: env.stats()["workers"]["restarts"] == 1 and env.stats()["workers"]["alive"] == 2)
         agent.critic += 1  # a worker without a version gets it whole, the other the difference
         batch = env.collect(agent, steps=2)
         exact = np.float16(agent.critic[0]) if half else agent.critic[0]

@@ -14,7 +14,7 @@ import farstep
 from farstep.errors import AgentError, RemoteEnvError
 from farstep.testing import CountingEnv, TableAgent
 from farstep.workflow.triggers import DataKeyTrigger
-from tests.cluster.checks import cluster, eventually, in_process, within
+from tests.cluster.checks import cluster, eventually, in_process, within, worker_pids
 from tests.cluster.faulty import MuteAgent, MuteEnv, MuteError, SlowToCloseEnv
 from tests.cluster.flows import full
 from tests.cluster.test_fuzz import node_config
@@ -59,12 +59,12 @@ def test_a_closed_vector_keeps_no_descriptor() -> None:
 def of_cluster(folder: str) -> tuple[Callable[[], None], int]:
     env = cluster(SlowToCloseEnv, envs=1, env_kwargs={"folder": folder})
     env.launch()
-    return env.close, env._collector.server.records[0].pid  # type: ignore[union-attr]
+    return env.close, worker_pids()[0]
 
 
 def of_vector(folder: str) -> tuple[Callable[[], None], int]:
     vector = farstep.make_vec(SlowToCloseEnv, 1, env_kwargs={"folder": folder})
-    return vector.close, vector._stepper.server.records[0].pid
+    return vector.close, worker_pids()[0]
 
 
 @pytest.mark.parametrize("make", [of_cluster, of_vector])
@@ -93,7 +93,7 @@ def test_a_second_close_waits_for_the_first(
 def test_close_waits_for_a_failed_call_that_is_closing_in_another_thread(tmp_path: Path) -> None:
     env = cluster(SlowToCloseEnv, envs=1, env_kwargs={"folder": str(tmp_path)})
     env.launch()
-    worker = env._collector.server.records[0].pid  # type: ignore[union-attr]
+    (worker,) = worker_pids()
     found_running = []
 
     def fail() -> None:
