@@ -8,7 +8,7 @@ UV     := $(shell command -v uv 2>/dev/null)
 ADD    := $(if $(UV),$(UV) pip install --python $(BIN)/python --constraint constraints.txt,$(PIP))
 EXTRAS := torch,envs,envpool,tensorboard,ray,kubernetes,dev
 
-.PHONY: help setup demo test test-quick test-kubernetes lint format bench bench-buffer scaling aaps stagger defaults learning async scale bench-peers clean
+.PHONY: help setup demo test test-quick test-kubernetes coverage lint format bench bench-buffer scaling aaps stagger defaults learning async scale bench-peers clean
 help:            ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
 
@@ -39,6 +39,12 @@ test-quick: setup  ## units and in-process contracts, two processes, under two m
 
 test-kubernetes: setup  ## the launcher contract on a real Kubernetes cluster, built once from Debian's sources (needs root)
 	@$(BIN)/python -m tests.engines.kubernetes_cluster
+
+coverage: setup  ## share of lines that tests run, per module; a part of the tests: PYTEST_OPTIONS=tests/wire
+	@rm -rf build/coverage
+	-@$(BIN)/python -m coverage run -m pytest -n 4 --dist loadfile --no-loadscope-reorder $(PYTEST_OPTIONS)
+	@$(BIN)/python -m coverage combine --quiet
+	@$(BIN)/python -m coverage report
 
 lint: setup      ## ruff, mypy --strict, import-linter
 	$(BIN)/ruff check .
