@@ -45,6 +45,7 @@ def wait_for_columns(env: farstep.ClusterEnv, columns: int) -> None:
     deadline = time.monotonic() + 120
     while env.collect(TableAgent(), steps=4)["obs"].shape[1] != columns:
         assert time.monotonic() < deadline, f"no batch of {columns} columns"
+        time.sleep(0.05)  # processes start meanwhile, and need the CPU time
 
 
 @pytest.mark.timeout(300)
