@@ -21,7 +21,8 @@ from farstep.config.launch import SlurmConfig
 from farstep.errors import LaunchError
 from farstep.launch.slurm import batch_script, job_sizes
 from farstep.testing import CountingEnv, TableAgent, check_launcher
-from tests.cluster.checks import assert_balanced, eventually, within, without_programs
+from tests.cluster import checks
+from tests.cluster.checks import assert_balanced, within, without_programs
 from tests.engines.slurm_cluster import SlurmCluster
 
 pytestmark = pytest.mark.timeout(400)
@@ -29,12 +30,36 @@ BATCH_S = 200.0
 """A batch may have to wait for a job: SLURM's timers, and a daemon and its workers that start beside another test."""
 
 
-@pytest.fixture
-def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlurmCluster]:
+eventually = functools.partial(checks.eventually, pause_s=0.2)
+"""Each question here starts one of SLURM's programs or collects a batch."""
+
+
+@pytest.fixture(scope="module")
+def shared_cluster() -> Iterator[SlurmCluster]:
     with SlurmCluster(nodes=4) as cluster:
-        for name, value in cluster.environment.items():
-            monkeypatch.setenv(name, value)
         yield cluster
+
+
+@pytest.fixture
+def cluster(shared_cluster: SlurmCluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlurmCluster]:
+    """For tests that leave nodes and controller as they are; jobs of earlier tests are listed, but none is live."""
+    join(monkeypatch, shared_cluster)
+    yield shared_cluster
+    eventually(lambda: not live_jobs(shared_cluster))
+    shared_cluster.wait_until_idle()
+
+
+@pytest.fixture
+def own_cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlurmCluster]:
+    """For tests that kill or take out nodes, or stop the controller."""
+    with SlurmCluster(nodes=4) as cluster:
+        join(monkeypatch, cluster)
+        yield cluster
+
+
+def join(patch: pytest.MonkeyPatch, cluster: SlurmCluster) -> None:
+    for name, value in cluster.environment.items():
+        patch.setenv(name, value)
 
 
 def config(folder: Path, **options: Any) -> SlurmConfig:
@@ -79,26 +104,28 @@ def test_four_nodes_in_one_job(cluster: SlurmCluster, tmp_path: Path) -> None:
     eventually(lambda: not live_jobs(cluster))
 
 
-def test_a_node_that_loses_its_power_is_replaced_while_the_others_go_on(cluster: SlurmCluster, tmp_path: Path) -> None:
+def test_a_node_that_loses_its_power_is_replaced_while_the_others_go_on(
+    own_cluster: SlurmCluster, tmp_path: Path
+) -> None:
     with start(tmp_path, nodes=3, min_nodes=2, lease_s=3, slurm_extra=["--exclusive"]) as env:
         agent = TableAgent()
         eventually(lambda: columns(env, agent) == 9, BATCH_S)
         # Of the job that has only this one: see below for the first node of another job.
         victim = max(node["place"] for node in env.stats()["nodes"]).rpartition(" ")[2]
-        cluster.kill_node(victim)
+        own_cluster.kill_node(victim)
         eventually(lambda: columns(env, agent) == 6, BATCH_S)
         eventually(lambda: columns(env, agent) == 9, BATCH_S)  # on the fourth node
         assert victim not in str(env.stats()["nodes"])
         assert_balanced(env.stats())
 
 
-def test_nodes_that_a_job_holds_without_daemons_are_freed(cluster: SlurmCluster, tmp_path: Path) -> None:
+def test_nodes_that_a_job_holds_without_daemons_are_freed(own_cluster: SlurmCluster, tmp_path: Path) -> None:
     """The first node of a job of two fails, and the daemon on the other ends, as it does where it misses `srun`."""
     with start(tmp_path, nodes=3, min_nodes=2, lease_s=3, slurm_extra=["--exclusive"]) as env:
         agent = TableAgent()
         eventually(lambda: columns(env, agent) == 9, BATCH_S)
         first, second = sorted((node["place"], node["pid"]) for node in env.stats()["nodes"])[:2]
-        cluster.kill_node(first[0].rpartition(" ")[2])
+        own_cluster.kill_node(first[0].rpartition(" ")[2])
         with contextlib.suppress(ProcessLookupError):
             os.kill(second[1], signal.SIGKILL)
         eventually(lambda: columns(env, agent) == 9, BATCH_S)
@@ -161,14 +188,14 @@ def test_nodes_of_a_cancelled_job_are_requested_together_again(cluster: SlurmClu
         assert_balanced(env.stats())
 
 
-def test_spread_nodes_are_on_different_hosts(cluster: SlurmCluster, tmp_path: Path) -> None:
+def test_spread_nodes_are_on_different_hosts(own_cluster: SlurmCluster, tmp_path: Path) -> None:
     """Those that come later, too; without it SLURM fills one host first."""
-    cluster.down("n4")
+    own_cluster.down("n4")
     with start(tmp_path, nodes=3, min_nodes=2, max_nodes=4, spread=True) as env:
         agent = TableAgent()
         eventually(lambda: columns(env, agent) == 9, 60)
         env.scale(4)
-        cluster.resume("n4")
+        own_cluster.resume("n4")
         eventually(lambda: columns(env, agent) == 12, 60)
         places = sorted(node["place"].rpartition(" ")[2] for node in env.stats()["nodes"])
         assert places == ["n1", "n2", "n3", "n4"]
@@ -176,8 +203,7 @@ def test_spread_nodes_are_on_different_hosts(cluster: SlurmCluster, tmp_path: Pa
 
 def test_a_node_that_is_preempted_hands_over_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with SlurmCluster(nodes=2, preemption=True, grace_s=5) as cluster:
-        for name, value in cluster.environment.items():
-            monkeypatch.setenv(name, value)
+        join(monkeypatch, cluster)
         with start(tmp_path, nodes=1, partition="main", slurm_extra=["--exclusive"]) as env:
             agent = TableAgent()
             stream = env.stream(agent, steps=4, max_staleness=1)
@@ -195,10 +221,11 @@ def test_the_papers_loop_learns_on_the_cluster(cluster: SlurmCluster, tmp_path: 
     example = Path(__file__).parents[2] / "examples" / "clusterenv_ppo.py"
     options = "--nodes 2 --envs-per-node 4 --partition main --num-steps 64 --num-updates 2 --kl-threshold 0.0001"
     command = [sys.executable, str(example), *options.split()]
+    earlier = set(cluster.jobs())
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=360)
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"update 2: mean return -?[0-9]+, 2 pulls per worker", done.stdout), done.stdout
-    jobs = cluster.jobs().values()
+    jobs = [job for job in cluster.jobs().values() if job.id not in earlier]
     assert [(job.name, job.partition) for job in jobs] == [("ppo_lander", "main")]
     eventually(lambda: not live_jobs(cluster))
 
@@ -212,8 +239,7 @@ class SeeingEnv(CountingEnv):
 
 def test_gpus_of_a_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with SlurmCluster(nodes=1, gpus=2, gpu_type="a100") as cluster:
-        for name, value in cluster.environment.items():
-            monkeypatch.setenv(name, value)
+        join(monkeypatch, cluster)
         source = {"type": "factory", "env_name": SeeingEnv, "envs_per_node": 2}
         asked = config(tmp_path, gpu_type="a100", gpus_per_node=2, workers_per_node=2)
         with farstep.ClusterEnv(source, asked) as env:
@@ -232,19 +258,19 @@ def test_two_runs_at_once_do_not_meet(cluster: SlurmCluster, tmp_path: Path) -> 
         assert len(live_jobs(cluster)) == 2
 
 
-def test_a_job_that_still_waits_goes_with_a_head_that_is_killed(cluster: SlurmCluster, tmp_path: Path) -> None:
-    for node in cluster.nodes:
-        cluster.down(node)
+def test_a_job_that_still_waits_goes_with_a_head_that_is_killed(own_cluster: SlurmCluster, tmp_path: Path) -> None:
+    for node in own_cluster.nodes:
+        own_cluster.down(node)
     head = os.fork()
     if not head:
         try:
             start(tmp_path, nodes=1).launch()
         finally:
             os._exit(1)
-    eventually(lambda: live_jobs(cluster))
+    eventually(lambda: live_jobs(own_cluster))
     os.kill(head, signal.SIGKILL)
     os.waitpid(head, 0)
-    eventually(lambda: not live_jobs(cluster))
+    eventually(lambda: not live_jobs(own_cluster))
 
 
 def test_ctrl_c_cancels_the_job(cluster: SlurmCluster, tmp_path: Path) -> None:
@@ -265,29 +291,30 @@ def test_ctrl_c_cancels_the_job(cluster: SlurmCluster, tmp_path: Path) -> None:
     eventually(lambda: not live_jobs(cluster))
 
 
-def test_batches_go_on_while_the_controller_is_down(cluster: SlurmCluster, tmp_path: Path) -> None:
+def test_batches_go_on_while_the_controller_is_down(own_cluster: SlurmCluster, tmp_path: Path) -> None:
     with start(tmp_path, nodes=2, lease_s=3) as env:
         agent = TableAgent()
         assert columns(env, agent) == 6
-        cluster.stop_controller()
+        own_cluster.stop_controller()
         deadline = time.monotonic() + 10
         while time.monotonic() < deadline:
             assert columns(env, agent) == 6
+            time.sleep(0.2)
         assert not env.stats()["dropped"] and env.stats()["workers"]["restarts"] == 0
-    cluster.start_controller()  # the run ended without it: its job is cancelled now
-    eventually(lambda: not live_jobs(cluster), 60)
+    own_cluster.start_controller()  # the run ended without it: its job is cancelled now
+    eventually(lambda: not live_jobs(own_cluster), 60)
 
 
 def test_a_node_that_is_lost_while_the_controller_is_down_is_replaced_when_it_is_back(
-    cluster: SlurmCluster, tmp_path: Path
+    own_cluster: SlurmCluster, tmp_path: Path
 ) -> None:
     with start(tmp_path, nodes=2, min_nodes=1, lease_s=3, restart_budget=50) as env:
         agent = TableAgent()
         eventually(lambda: columns(env, agent) == 6, BATCH_S)
-        cluster.stop_controller()
+        own_cluster.stop_controller()
         kill_daemon(env.stats()["nodes"][1])
         eventually(lambda: columns(env, agent) == 3, BATCH_S)
-        cluster.start_controller()
+        own_cluster.start_controller()
         # farstep pauses between orders, for up to as long as the controller was away; then a daemon and a worker start.
         eventually(lambda: columns(env, agent) == 6, BATCH_S)
         assert_balanced(env.stats())
@@ -309,14 +336,14 @@ def test_two_losses_of_different_kinds_are_both_made_up_for(cluster: SlurmCluste
         assert_balanced(env.stats())
 
 
-def test_nodes_that_come_late_join(cluster: SlurmCluster, tmp_path: Path) -> None:
-    for node in cluster.nodes[1:]:
-        cluster.down(node)
+def test_nodes_that_come_late_join(own_cluster: SlurmCluster, tmp_path: Path) -> None:
+    for node in own_cluster.nodes[1:]:
+        own_cluster.down(node)
     with start(tmp_path, nodes=2, min_nodes=1, slurm_extra=["--exclusive"]) as env:
         agent = TableAgent()
         assert columns(env, agent) == 3
         assert env.stats()["workers"]["queued"] == 1
-        cluster.resume(cluster.nodes[1])
+        own_cluster.resume(own_cluster.nodes[1])
         eventually(lambda: columns(env, agent) == 6, BATCH_S)
 
 
@@ -329,10 +356,11 @@ def test_inside_an_allocation_daemons_are_a_step(cluster: SlurmCluster, tmp_path
     log = tmp_path / "inside.log"
     path = tmp_path / "script"
     path.write_text(script)
+    earlier = set(cluster.jobs())
     cluster.command("sbatch", "--nodes=2", "--cpus-per-task=2", f"--output={log}", f"--chdir={tmp_path}", str(path))
     eventually(lambda: log.exists() and "six columns" in log.read_text(), 60)
     eventually(lambda: not live_jobs(cluster))
-    assert len(cluster.jobs()) == 1, "no other job was submitted"
+    assert len(set(cluster.jobs()) - earlier) == 1, "no other job was submitted"
     assert (tmp_path / "mark").read_text() == "sourced\n"
 
 

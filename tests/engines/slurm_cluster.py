@@ -131,7 +131,7 @@ class SlurmCluster(Engine):
         self._start_daemon("slurmctld", self.controller, "slurmctld", "-D", "-c")
         for node in self.nodes:
             self._start_daemon(node, node, "slurmd", "-D", "-N", node)
-        self._wait_for(dict.fromkeys(self.nodes, "idle"))
+        self.wait_until_idle()
 
     def command(self, *words: str, timeout_s: float = 20.0) -> str:
         """What one of SLURM's programs answers, run where the controller is."""
@@ -158,6 +158,10 @@ class SlurmCluster(Engine):
         """Of all nodes: idle, mixed, allocated, down, completing, ...; with a * if it does not answer."""
         lines = self.command("sinfo", "-h", "-N", "-p", "main", "-o", "%N %T").splitlines()
         return dict(line.split() for line in lines)
+
+    def wait_until_idle(self) -> None:
+        """Returns when no node runs anything any more."""
+        self._wait_for(dict.fromkeys(self.nodes, "idle"))
 
     def kill_node(self, name: str) -> None:
         """As if its power failed: slurmd, and all that its jobs started, are gone."""
@@ -256,7 +260,8 @@ class SlurmCluster(Engine):
             return all(states.get(node) == state for node, state in wanted.items())
 
         logs = [self.folder / "log" / f"{name}.out" for name in ("slurmctld", *wanted)]
-        wait_until(is_so, f"nodes to be {wanted}", timeout_s, logs, [self._running[name] for name in self._running])
+        # Each question starts a program, so a shorter pause would cost more than it gains.
+        wait_until(is_so, f"nodes to be {wanted}", timeout_s, logs, list(self._running.values()), pause_s=0.2)
 
     def _logs(self) -> str:
         return tail(self.folder / "log" / "slurmctld.out")
