@@ -11,10 +11,13 @@ from tests.learning.tasks import DEFAULTS, make_env, make_training, trained
 pytestmark = pytest.mark.timeout(600)
 
 
-@pytest.mark.parametrize(("learner", "num_envs"), [("ppo", 16), ("async-ppo", 64), ("impala", 16)])
-def test_cart_pole_is_solved(learner: str, num_envs: int) -> None:
+@pytest.mark.parametrize(
+    ("learner", "num_envs", "launcher"),
+    [("ppo", 16, "in-process"), ("async-ppo", 64, "local"), ("impala", 16, "in-process")],
+)
+def test_cart_pole_is_solved(learner: str, num_envs: int, launcher: str) -> None:
     """Asynchronous PPO with 64 environments: it once fell behind PPO the more environments it had."""
-    mean, _ = trained("CartPole-v1", DEFAULTS[learner], 500_000, num_envs, target=475.0)
+    mean, _ = trained("CartPole-v1", DEFAULTS[learner], 500_000, num_envs, target=475.0, launcher=launcher)
     assert mean >= 475
 
 
