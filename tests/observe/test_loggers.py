@@ -197,7 +197,8 @@ class FakeRun:
 
 
 def test_wandb_gets_steps_as_x_axis_and_resumes_by_id(tmp_path: Path, monkeypatch) -> None:
-    wandb, started = types.ModuleType("wandb"), []
+    wandb = types.ModuleType("wandb")
+    started: list[FakeRun] = []
 
     def init(**options: object) -> FakeRun:
         started.append(FakeRun(**options))
