@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -28,8 +27,6 @@ from farstep.learners.loop.stop_signals import Stopped as Stopped
 from farstep.learners.loop.stop_signals import StopSignals
 from farstep.learners.loop.timing import Timer
 from farstep.learners.networks.nets import ActorCritic
-
-log = logging.getLogger("farstep")
 
 
 class Learner(Protocol):
@@ -159,7 +156,9 @@ class Training:
         self._journal = Journal() if checkpoints and learner.synchronous and not env.cannot_replay else None
         """None if the run cannot resume exactly where it was saved."""
         self.progress = Progress()
-        self._signals = StopSignals(self._journal is not None, self._drop_journal)
+        self._signals = StopSignals(self._journal is not None, self._drop_journal, env.emit_event)
+        if evaluator is not None:
+            evaluator.emit = env.emit_event
         self._guards = Guards()
         self._timer = Timer()
         self._stagger_steps = 0
@@ -178,11 +177,10 @@ class Training:
             Stopped: SIGINT or SIGTERM was received; a checkpoint was written.
         """
         if self._done():
-            log.warning(
-                "nothing to do: the run has %s of %s steps, or has reached its target return; raise --total-steps or "
-                "--target-return to train for longer",
-                f"{self.progress.steps:,}",
-                f"{self._limits.total_steps:,}",
+            self._env.emit_event(
+                "warned",
+                f"nothing to do: the run has {self.progress.steps:,} of {self._limits.total_steps:,} steps, or has "
+                "reached its target return; raise --total-steps or --target-return to train for longer",
             )
             return self.progress
         start = time.monotonic() - self.progress.seconds
@@ -200,10 +198,10 @@ class Training:
                 self.save()
                 raise
             if self._in_warmup:
-                log.warning(
-                    "the run ended after %d updates, during critic warm-up, so its policy was not trained: lower "
-                    "--critic-warmup-updates, or train for longer (--total-steps, --target-return)",
-                    self.progress.updates,
+                self._env.emit_event(
+                    "warned",
+                    f"the run ended after {self.progress.updates} updates, during critic warm-up, so its policy was "
+                    "not trained: lower --critic-warmup-updates, or train for longer (--total-steps, --target-return)",
                 )
             self.save()  # before the evaluation, which may be long and may be interrupted
             self._signals.check()
@@ -228,10 +226,10 @@ class Training:
         lag = version - batch["version"][batch["valid"]].astype(np.int64)
         metrics = self._learner.update(batch, version, progress.steps / self._limits.total_steps, timer)
         if metrics.get("actor/skipped_steps") == 1.0:
-            log.warning(
-                "update %d changed nothing: no gradient in it was finite. Lower the learning rate, or normalise "
-                "rewards (normalize_reward)",
-                progress.updates + 1,
+            self._env.emit_event(
+                "warned",
+                f"update {progress.updates + 1} changed nothing: no gradient in it was finite. Lower the learning "
+                "rate, or normalise rewards (normalize_reward)",
             )
         self._in_warmup = "critic/warmup" in metrics
         with timer("publish"):
@@ -276,7 +274,7 @@ class Training:
         report |= self._timer.take() | {"time/step": progress.seconds - self._reported_s}
         self._reported_s = progress.seconds
         for warning in self._guards.observe(report):
-            log.warning("%s", warning)
+            self._env.emit_event("warned", warning)
         if self.sink is not None:
             self.sink.log(progress.steps, report)
 
@@ -346,7 +344,9 @@ class Training:
             if self._journal is not None:
                 state["env"], state["journal"] = self._env.save(), self._journal.state()
             arrays, plain = split_state(state)
-            return checkpoint.save(self._checkpoints, arrays, {"state": plain})
+            folder = checkpoint.save(self._checkpoints, arrays, {"state": plain})
+        self._env.emit_event("checkpointed", f"wrote checkpoint {folder.name} at step {self.progress.steps:,}")
+        return folder
 
     def resume(self) -> None:
         """Continue from the newest checkpoint that fits this learner and these environments.
