@@ -21,7 +21,7 @@ from farstep.cli.launchers import ENGINES, NoOptions, check_options, chosen_laun
 from farstep.cli.options import check_belonging, parse, typed
 from farstep.cli.recording import check_recording, record
 from farstep.cli.trust import check_trusted
-from farstep.cluster_env import ClusterEnv
+from farstep.cluster_env import ClusterEnv, event_log_of
 from farstep.config.launch import EngineConfig
 from farstep.errors import ConfigError, RunError, unknown_name
 from farstep.learners.async_ppo import AsyncPPO, AsyncPPOConfig
@@ -32,6 +32,7 @@ from farstep.learners.loop.training import Learner, Limits, Progress, Stopped, T
 from farstep.learners.networks.nets import ActorCritic, NetConfig, make_agent
 from farstep.learners.ppo import PPO, PPOConfig
 from farstep.observe.console import console_logger
+from farstep.observe.event_files import EventFile
 from farstep.observe.loggers import (
     JsonlLogger,
     Loggers,
@@ -272,7 +273,7 @@ def train(learner: Learner, name: str, options: Options[Any, Any], env: ClusterE
         name: A key of `ALGORITHMS`.
         options: Options of the command line.
         env: The environments to train in.
-        folder: Where checkpoints, metrics and videos are written; it is locked until training ends.
+        folder: Where checkpoints, metrics, events and videos are written; it is locked until training ends.
 
     Returns:
         Steps, seconds and last returns of the run.
@@ -284,6 +285,9 @@ def train(learner: Learner, name: str, options: Options[Any, Any], env: ClusterE
     run, resume = options.run, options.resume is not None
     with ExitStack() as stack:
         stack.enter_context(folder.lock())
+        events = EventFile(folder.events_file)
+        stack.callback(events.close)
+        stack.callback(event_log_of(env).subscribe(events.write).close)
         evaluator = None
         if run.eval_every is not None:
             evaluator = _evaluator(run, folder)
