@@ -36,6 +36,19 @@ def test_train_writes_checkpoints_and_evaluations_and_resume_appends(tmp_path: P
     assert all(a.time < b.time for a, b in pairwise(both))
 
 
+def test_a_damaged_checkpoint_is_an_event_of_the_resumed_run(tmp_path: Path) -> None:
+    config = PPOConfig(num_steps=8)
+    with make_env("CartPole-v1", 4, launcher="in-process") as env:
+        training, _ = make_training(env, config, 32, checkpoints=tmp_path)
+        for _ in range(2):
+            training.save()
+    (tmp_path / "000002" / "meta.json").write_text("{")
+    with make_env("CartPole-v1", 4, launcher="in-process") as env:
+        make_training(env, config, 32, checkpoints=tmp_path)[0].resume()
+        texts = [event.text for event in env.events("warned")]
+    assert [text for text in texts if f"{tmp_path / '000002'} is not used: " in text]
+
+
 def test_an_evaluation_that_fails_has_its_traceback() -> None:
     with make_env("CartPole-v1", 4, launcher="in-process") as env:
 

@@ -307,7 +307,7 @@ def train(learner: Learner, name: str, options: Options[Any, Any], env: ClusterE
                 )
             training.resume()
             folder.write_config(_config(name, options))
-        sink = _loggers(name, options, folder, training.progress.steps if resume else None)
+        sink = _loggers(name, options, folder, training.progress.steps if resume else None, env)
         stack.callback(sink.close)
         training.sink = sink
         return training.run()
@@ -343,7 +343,9 @@ def _evaluator(run: RunConfig, folder: RunFolder) -> Evaluator:
     return Evaluator(env_config, run.eval_episodes, run.seed + 1, after, run.launch_config(workers=1))
 
 
-def _loggers(name: str, options: Options[Any, Any], folder: RunFolder, resume_step: int | None) -> Loggers:
+def _loggers(
+    name: str, options: Options[Any, Any], folder: RunFolder, resume_step: int | None, env: ClusterEnv
+) -> Loggers:
     run = options.run
     loggers: list[Any] = [JsonlLogger(folder.metrics_file, resume_step)]
     if run.tensorboard:
@@ -352,7 +354,7 @@ def _loggers(name: str, options: Options[Any, Any], folder: RunFolder, resume_st
         plain = msgspec.to_builtins(_config(name, options), enc_hook=str)
         loggers.append(WandbLogger(run.wandb, folder.path.name, folder.path, plain, folder.path.name))
     loggers.append(console_logger(run.total_steps, f"{name} on {run.env}"))
-    return Loggers(*loggers)
+    return Loggers(*loggers, emit=env.emit_event)
 
 
 def _normalized(net: NetConfig) -> str:

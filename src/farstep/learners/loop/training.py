@@ -177,10 +177,9 @@ class Training:
             Stopped: SIGINT or SIGTERM was received; a checkpoint was written.
         """
         if self._done():
-            self._env.emit_event(
-                "warned",
+            self._warn(
                 f"nothing to do: the run has {self.progress.steps:,} of {self._limits.total_steps:,} steps, or has "
-                "reached its target return; raise --total-steps or --target-return to train for longer",
+                "reached its target return; raise --total-steps or --target-return to train for longer"
             )
             return self.progress
         start = time.monotonic() - self.progress.seconds
@@ -198,10 +197,9 @@ class Training:
                 self.save()
                 raise
             if self._in_warmup:
-                self._env.emit_event(
-                    "warned",
+                self._warn(
                     f"the run ended after {self.progress.updates} updates, during critic warm-up, so its policy was "
-                    "not trained: lower --critic-warmup-updates, or train for longer (--total-steps, --target-return)",
+                    "not trained: lower --critic-warmup-updates, or train for longer (--total-steps, --target-return)"
                 )
             self.save()  # before the evaluation, which may be long and may be interrupted
             self._signals.check()
@@ -226,10 +224,9 @@ class Training:
         lag = version - batch["version"][batch["valid"]].astype(np.int64)
         metrics = self._learner.update(batch, version, progress.steps / self._limits.total_steps, timer)
         if metrics.get("actor/skipped_steps") == 1.0:
-            self._env.emit_event(
-                "warned",
+            self._warn(
                 f"update {progress.updates + 1} changed nothing: no gradient in it was finite. Lower the learning "
-                "rate, or normalise rewards (normalize_reward)",
+                "rate, or normalise rewards (normalize_reward)"
             )
         self._in_warmup = "critic/warmup" in metrics
         with timer("publish"):
@@ -274,9 +271,12 @@ class Training:
         report |= self._timer.take() | {"time/step": progress.seconds - self._reported_s}
         self._reported_s = progress.seconds
         for warning in self._guards.observe(report):
-            self._env.emit_event("warned", warning)
+            self._warn(warning)
         if self.sink is not None:
             self.sink.log(progress.steps, report)
+
+    def _warn(self, text: str) -> None:
+        self._env.emit_event("warned", text)
 
     def _done(self) -> bool:
         progress, limits = self.progress, self._limits
@@ -344,7 +344,7 @@ class Training:
             if self._journal is not None:
                 state["env"], state["journal"] = self._env.save(), self._journal.state()
             arrays, plain = split_state(state)
-            folder = checkpoint.save(self._checkpoints, arrays, {"state": plain})
+            folder = checkpoint.save(self._checkpoints, arrays, {"state": plain}, warn=self._warn)
         self._env.emit_event("checkpointed", f"wrote checkpoint {folder.name} at step {self.progress.steps:,}")
         return folder
 
@@ -355,7 +355,7 @@ class Training:
             CheckpointError: No checkpoint fits; learner, agent and environments are unchanged.
         """
         assert self._checkpoints is not None
-        saved = checkpoint.load_with(self._checkpoints, self._restore)
+        saved = checkpoint.load_with(self._checkpoints, self._restore, warn=self._warn)
         if self._journal is not None and saved.env is not None:
             self._env.resume(self._learner.agent, saved.env, self._journal.actions())
         else:
