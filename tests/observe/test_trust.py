@@ -19,6 +19,7 @@ from farstep.checkpoint import folder as checkpoint
 from farstep.cli import main
 from farstep.errors import CheckpointError, RunError
 from farstep.observe import signing
+from farstep.observe.event_files import EventFile
 from farstep.observe.loggers import JsonlLogger
 from farstep.observe.run_folder import RunFolder
 from farstep.version import VERSION
@@ -191,6 +192,9 @@ def test_no_file_is_written_through_a_link(tmp_path: Path) -> None:
     run.metrics_file.symlink_to(target)
     with pytest.raises(RunError, match="metrics cannot be written"):
         JsonlLogger(run.metrics_file)
+    run.events_file.symlink_to(target)
+    with pytest.raises(RunError, match=r"events.jsonl cannot be written"):
+        EventFile(run.events_file)
     assert target.read_text() == "mine"
     (run.checkpoints / ".lock").symlink_to(tmp_path / "new")
     with pytest.raises(CheckpointError, match="could not be saved"):

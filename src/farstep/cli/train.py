@@ -21,7 +21,7 @@ from farstep.cli.launchers import ENGINES, NoOptions, check_options, chosen_laun
 from farstep.cli.options import check_belonging, parse, typed
 from farstep.cli.recording import check_recording, record
 from farstep.cli.trust import check_trusted
-from farstep.cluster_env import ClusterEnv
+from farstep.cluster_env import ClusterEnv, event_log_of
 from farstep.config.field_docs import show_fields
 from farstep.config.launch import EngineConfig
 from farstep.errors import ConfigError, RunError, unknown_name
@@ -34,6 +34,7 @@ from farstep.learners.loop.training import Learner, Limits, Progress, Stopped, T
 from farstep.learners.networks.nets import ActorCritic, NetConfig, make_agent
 from farstep.learners.ppo import PPO, PPOConfig
 from farstep.observe.console import console_logger
+from farstep.observe.event_files import EventFile
 from farstep.observe.loggers import (
     JsonlLogger,
     Loggers,
@@ -275,7 +276,7 @@ def train(learner: Learner, name: str, options: Options[Any, Any], env: ClusterE
         name: A key of `ALGORITHMS`.
         options: Options of the command line.
         env: The environments to train in.
-        folder: Where checkpoints, metrics and videos are written; it is locked until training ends.
+        folder: Where checkpoints, metrics, events and videos are written; it is locked until training ends.
 
     Returns:
         Steps, seconds and last returns of the run.
@@ -287,6 +288,9 @@ def train(learner: Learner, name: str, options: Options[Any, Any], env: ClusterE
     run, resume = options.run, options.resume is not None
     with ExitStack() as stack:
         stack.enter_context(folder.lock())
+        events = EventFile(folder.events_file)
+        stack.callback(events.close)
+        stack.callback(event_log_of(env).subscribe(events.write).close)
         evaluator = None
         if run.eval_every is not None:
             evaluator = _evaluator(run, folder)
@@ -307,7 +311,7 @@ def train(learner: Learner, name: str, options: Options[Any, Any], env: ClusterE
                 )
             training.resume()
             folder.write_config(_config(name, options))
-        sink = _loggers(name, options, folder, training.progress.steps if resume else None)
+        sink = _loggers(name, options, folder, training.progress.steps if resume else None, env)
         stack.callback(sink.close)
         training.sink = sink
         return training.run()
@@ -343,7 +347,9 @@ def _evaluator(run: RunConfig, folder: RunFolder) -> Evaluator:
     return Evaluator(env_config, run.eval_episodes, run.seed + 1, after, run.launch_config(workers=1))
 
 
-def _loggers(name: str, options: Options[Any, Any], folder: RunFolder, resume_step: int | None) -> Loggers:
+def _loggers(
+    name: str, options: Options[Any, Any], folder: RunFolder, resume_step: int | None, env: ClusterEnv
+) -> Loggers:
     run = options.run
     loggers: list[Any] = [JsonlLogger(folder.metrics_file, resume_step)]
     if run.tensorboard:
@@ -352,7 +358,7 @@ def _loggers(name: str, options: Options[Any, Any], folder: RunFolder, resume_st
         plain = msgspec.to_builtins(_config(name, options), enc_hook=str)
         loggers.append(WandbLogger(run.wandb, folder.path.name, folder.path, plain, folder.path.name))
     loggers.append(console_logger(run.total_steps, f"{name} on {run.env}"))
-    return Loggers(*loggers)
+    return Loggers(*loggers, emit=env.emit_event)
 
 
 def _normalized(net: NetConfig) -> str:

@@ -19,6 +19,7 @@ from farstep.errors import ClosedError, WorkerError
 from farstep.head.chunks.chunk_intake import ChunkIntake
 from farstep.head.chunks.continuity import Continuity
 from farstep.head.chunks.rollouts import Rollouts, base_rows, key_of
+from farstep.head.events import EventLog
 from farstep.head.members.broadcast import Broadcast
 from farstep.head.members.resuming import ReplayResult, replay_episodes
 from farstep.head.members.saved_state import check_saved
@@ -43,7 +44,7 @@ T = TypeVar("T")
 class Collector:
     """Collects rollouts for a `ClusterEnv`; the client of its `Server`."""
 
-    def __init__(self, env_config: EnvConfig, config: LaunchConfig, seed: int) -> None:
+    def __init__(self, env_config: EnvConfig, config: LaunchConfig, seed: int, events: EventLog) -> None:
         by_threshold = Always() if env_config.kl_threshold is None else AAPS(env_config.kl_threshold)
         rule = env_config.sync or by_threshold
         self._transfer = env_config.transfer
@@ -59,10 +60,10 @@ class Collector:
             stagger=env_config.stagger,
             num_slots=config.most_nodes * env_config.envs_per_node,
         )
-        self.server = Server(config, program, env_config.envs_per_node, seed, config.restart_budget, self)
+        self.server = Server(config, program, env_config.envs_per_node, seed, config.restart_budget, self, events)
         self._num_workers = len(self.server.records)
         self.counters = Counters(self._num_workers)
-        self._warnings = UserWarnings(rule, env_config.weights)
+        self._warnings = UserWarnings(rule, env_config.weights, events.emit)
         self._continuity = Continuity(self.server.records)
         self.publisher = Publisher(self.server, env_config, rule, self.counters, self._warnings, self._end)
         self._intake = ChunkIntake(
@@ -207,7 +208,8 @@ class Collector:
         """
         self.publisher.first_version = version
         self.publisher.adopt(agent)
-        results = replay_episodes(self.server.records, self._broadcast, root, workers, actions)
+        emit = self.server.events.emit
+        results = replay_episodes(self.server.records, self._broadcast, root, workers, actions, emit)
         for record in self.server.records:  # the first chunk of a replayed slot continues the saved rows
             self._continuity.last[record.columns] = np.where(
                 results[record.columns] == ReplayResult.SAME, key_of(record, 0), -1

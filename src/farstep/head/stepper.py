@@ -10,6 +10,7 @@ from farstep.core import Array, BytesLike, Received
 from farstep.errors import WireError, WorkerError
 from farstep.head.chunks.incoming_chunks import IncomingChunk, decode_ends
 from farstep.head.chunks.rollouts import Rollouts, base_rows
+from farstep.head.events import EventLog
 from farstep.head.members.broadcast import Broadcast
 from farstep.head.members.worker_records import ResetRequest, WorkerRecord
 from farstep.head.server import Server
@@ -31,7 +32,7 @@ class Stepper:
     """
 
     def __init__(self, config: LaunchConfig, program: Program, envs_per_node: int) -> None:
-        self.server = Server(config, program, envs_per_node, 0, 0, self)
+        self.server = Server(config, program, envs_per_node, 0, 0, self, EventLog())
         self._steps = 0
         self._reset: ResetRequest | None = None
         self._error: WorkerError | None = None

@@ -3,6 +3,7 @@
 runs/CartPole-v1-ppo-seed1-20260131-120000/
 ├── config.json      the options of the run, and a tag that shows which user wrote them
 ├── metrics.jsonl    one line per update
+├── events.jsonl     one line per event
 ├── checkpoints/     where `--resume` continues
 ├── videos/
 ├── plots/
@@ -120,6 +121,11 @@ class RunFolder:
     def metrics_file(self) -> Path:
         """One line of JSON per update."""
         return self.path / "metrics.jsonl"
+
+    @property
+    def events_file(self) -> Path:
+        """One line of JSON per event; at most 5 MB."""
+        return self.path / "events.jsonl"
 
     @property
     def checkpoints(self) -> Path:

@@ -109,7 +109,7 @@ class Workflow:
         """Names of the triggers of consumers that read rows, in the order of `RowRetention.holders`."""
         self._state = RunState(agent, buffer, self._max_staleness, self._consuming, self._freed)
         self.ledger: Ledger = self._state.ledger
-        self._requests = RolloutRequests(self._state, self._by_data, self._consuming, env.num_workers)
+        self._requests = RolloutRequests(self._state, self._by_data, self._consuming, env.num_workers, env.emit_event)
         self._most_samples = 0
         self._threads: list[ConsumerThread] = []
         self._updaters: list[Guard] = []

@@ -12,6 +12,7 @@ from typing import Protocol
 from farstep.config.launch import RESTART_WINDOW_S, Timeouts
 from farstep.core import Launcher, Received
 from farstep.errors import FarstepError, LaunchError, ResourceError, WireError, WorkerError, typed_shortage
+from farstep.event import Emit, EventKind
 from farstep.head.event_loop import EventLoop
 from farstep.head.members import membership
 from farstep.head.members.worker_records import WorkerRecord
@@ -66,10 +67,11 @@ class Supervisor:
         restart_budget: int,
         event_loop: EventLoop,
         listener: Listener,
+        emit: Emit,
     ) -> None:
         self.records = records
         self.launcher = launcher
-        self._timeouts, self._event_loop, self._listener = timeouts, event_loop, listener
+        self._timeouts, self._event_loop, self._listener, self._emit = timeouts, event_loop, listener, emit
         # Progress that is reported by message is up to a heartbeat old, and the message may be late.
         slack_s = 0.0 if launcher.shares_memory else 3 * BEAT_S
         phases = [*(phase.label for phase in Phase if phase is not Phase.QUEUED), "transfer"]
@@ -177,11 +179,14 @@ class Supervisor:
     def reject(self, record: WorkerRecord, error: WireError) -> None:
         """Replace a worker that sent an unreadable or invalid message."""
         if self.membership.is_running(record.worker):
-            log.warning("worker %d sent a message that cannot be accepted: %s", record.worker, str(error))
             record.blame(record.phase)
             record.error = WorkerError(
                 f"a worker sent a message that cannot be accepted: {error}", record.where(record.phase)
             )
+            text = f"worker {record.worker} sent a message that cannot be accepted: {error}"
+            self._read_output(record)
+            output = record.handle.output() if record.handle is not None else ""
+            self._emit("lost", text, worker=record.worker, node=record.host, traceback=output)
         self.act_on(membership.Gone(record.worker))
 
     def _read_output(self, record: WorkerRecord) -> None:
@@ -246,7 +251,7 @@ class Supervisor:
                         limit_s = getattr(self._timeouts, f"{action.stuck_in}_s")
                         record.blame(action.stuck_in)
                         record.error = record.stuck(action.stuck_in, limit_s)
-                        log.warning("%s", str(record.error).splitlines()[0])
+                        self.emit_failure("stuck", record.error)
                     if record.handle is not None:
                         record.handle.kill()
                 case membership.RequestStacks():
@@ -301,7 +306,8 @@ class Supervisor:
             self._listener.fail(error)
             return
         if not self.membership.members[record.worker].attempts:
-            log.warning("%s Retrying for %g s.", str(error), self._timeouts.connect_s)
+            text = f"{error} Retrying for {self._timeouts.connect_s:g} s."
+            self._emit("warned", text, worker=record.worker, node=record.host)
         record.incarnation -= 1
         record.shortage = error
         self.act_on(membership.NotStarted(record.worker))
@@ -309,7 +315,7 @@ class Supervisor:
     def send_failed(self, record: WorkerRecord, error: OSError) -> None:
         """Restart a worker to which a message could not be sent; its replacement gets the message."""
         record.error = WorkerError(str(error), record.where(record.phase))
-        log.warning("%s; restarting the worker", str(record.error).splitlines()[0])
+        self.emit_failure("lost", record.error, "; restarting the worker")
         self.act_on(membership.Gone(record.worker))
 
     def _process_ended(self, record: WorkerRecord) -> None:
@@ -322,11 +328,16 @@ class Supervisor:
         if record.error is None and not self.membership.stopping and not ended.blameless:
             record.blame(record.phase)
             record.error = record.died(ended)
-            log.warning("%s", str(record.error).splitlines()[0])
+            self.emit_failure("lost", record.error)
         self._event_loop.unregister(record.handle.exit_fd)
         self.act_on(membership.Ended(record.worker, ended.blameless))
         if ended.blameless:  # it ended with its node: batches continue without it until it joins again
             self._listener.absent(record)
+
+    def emit_failure(self, kind: EventKind, error: WorkerError, consequence: str = "") -> None:
+        """Emit a failure of a worker with its traceback or output."""
+        text, where = str(error).splitlines()[0] + consequence, error.where
+        self._emit(kind, text, worker=where.worker, node=where.host, traceback=error.evidence)
 
     def _drop_process(self, record: WorkerRecord) -> None:
         if record.link is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +12,8 @@ import numpy as np
 from farstep.cluster_env import ClusterEnv
 from farstep.config.env import EnvConfig
 from farstep.config.launch import InProcessConfig, LaunchConfig, LocalConfig
+from farstep.errors import counted
+from farstep.event import Emit, traceback_of
 from farstep.learners.networks.nets import ActorCritic
 
 EVALUATION_SLOTS = 8
@@ -20,7 +21,6 @@ EVALUATION_SLOTS = 8
 _STEPS = 64
 _MAX_STEPS = 50_000
 """Steps of each environment after which an evaluation is cut off, so that endless episodes cannot block a run."""
-log = logging.getLogger("farstep")
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,12 @@ class EvaluationResult:
     """Returns of the episodes."""
     lengths: np.ndarray
     """Lengths of the episodes, in steps."""
+
+    def summary(self) -> str:
+        """Return the result in one sentence."""
+        mean = f": mean return {self.returns.mean():.4g}" if len(self.returns) else ""
+        episodes = counted(len(self.returns), "episode")
+        return f"evaluated version {self.version} in {episodes} at step {self.step:,}{mean}"
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics to log; none if no episode ended."""
@@ -75,6 +81,8 @@ class Evaluator:
         self._episodes, self._seed, self._after = episodes, seed, after
         self._slots = env_config.envs_per_node
         self._env = ClusterEnv(env_config, launch or LocalConfig(workers_per_node=1))
+        self.emit: Emit = self._env.emit_event
+        """Receives the events of evaluations; `Training` adds them to those of its own environments."""
         self._agent: ActorCritic | None = None
         self._thread: threading.Thread | None = None
         self._result: EvaluationResult | None = None
@@ -107,15 +115,18 @@ class Evaluator:
         """Return the result of an evaluation that has finished since the last call.
 
         Returns:
-            The result; None if there is none, or if the evaluation failed, which is logged as a warning.
+            The result; None if there is none, or if the evaluation failed, which is emitted as a warning.
         """
         if self.busy:
             return None
         self._thread = None
         error, self._error = self._error, None
         if error is not None:
-            log.warning("an evaluation failed and is skipped: %s: %s", type(error).__name__, error)
+            text = f"an evaluation failed and is skipped: {type(error).__name__}: {error}"
+            self.emit("warned", text, traceback=traceback_of(error))
         result, self._result = self._result, None
+        if result is not None:
+            self.emit("evaluated", result.summary())
         return result
 
     def wait(self) -> None:
@@ -146,7 +157,8 @@ class Evaluator:
                 returns[slot].append(float(value))
                 lengths[slot].append(int(length))
         else:
-            log.warning("an evaluation was cut off: some episodes did not end within %d steps", _MAX_STEPS)
+            text = f"an evaluation was cut off: some episodes did not end within {_MAX_STEPS} steps"
+            self.emit("warned", text)
         chosen = [
             (r, n)
             for rs, ns, k in zip(returns, lengths, quotas, strict=True)

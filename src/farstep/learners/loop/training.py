@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -29,8 +28,6 @@ from farstep.learners.loop.stop_signals import Stopped as Stopped
 from farstep.learners.loop.stop_signals import StopSignals
 from farstep.learners.loop.timing import Timer
 from farstep.learners.networks.nets import ActorCritic
-
-log = logging.getLogger("farstep")
 
 
 class Learner(Protocol):
@@ -160,7 +157,9 @@ class Training:
         self._journal = Journal() if checkpoints and learner.synchronous and not env.cannot_replay else None
         """None if the run cannot resume exactly where it was saved."""
         self.progress = Progress()
-        self._signals = StopSignals(self._journal is not None, self._drop_journal)
+        self._signals = StopSignals(self._journal is not None, self._drop_journal, env.emit_event)
+        if evaluator is not None:
+            evaluator.emit = env.emit_event
         self._guards = Guards()
         self._timer = Timer()
         self._schedule = CheckpointSchedule(limits.checkpoint_every)
@@ -180,11 +179,9 @@ class Training:
             Stopped: SIGINT or SIGTERM was received; a checkpoint was written.
         """
         if self._done():
-            log.warning(
-                "nothing to do: the run has %s of %s steps, or has reached its target return; raise --total-steps or "
-                "--target-return to train for longer",
-                f"{self.progress.steps:,}",
-                f"{self._limits.total_steps:,}",
+            self._warn(
+                f"nothing to do: the run has {self.progress.steps:,} of {self._limits.total_steps:,} steps, or has "
+                "reached its target return; raise --total-steps or --target-return to train for longer"
             )
             return self.progress
         start = time.monotonic() - self.progress.seconds
@@ -202,10 +199,9 @@ class Training:
                 self.save()
                 raise
             if self._in_warmup:
-                log.warning(
-                    "the run ended after %d updates, during critic warm-up, so its policy was not trained: lower "
-                    "--critic-warmup-updates, or train for longer (--total-steps, --target-return)",
-                    self.progress.updates,
+                self._warn(
+                    f"the run ended after {self.progress.updates} updates, during critic warm-up, so its policy was "
+                    "not trained: lower --critic-warmup-updates, or train for longer (--total-steps, --target-return)"
                 )
             self.save()  # before the evaluation, which may be long and may be interrupted
             self._signals.check()
@@ -230,10 +226,9 @@ class Training:
         lag = version - batch["version"][batch["valid"]].astype(np.int64)
         metrics = self._learner.update(batch, version, progress.steps / self._limits.total_steps, timer)
         if metrics.get("actor/skipped_steps") == 1.0:
-            log.warning(
-                "update %d changed nothing: no gradient in it was finite. Lower the learning rate, or normalise "
-                "rewards (normalize_reward)",
-                progress.updates + 1,
+            self._warn(
+                f"update {progress.updates + 1} changed nothing: no gradient in it was finite. Lower the learning "
+                "rate, or normalise rewards (normalize_reward)"
             )
         self._in_warmup = "critic/warmup" in metrics
         with timer("publish"):
@@ -278,9 +273,12 @@ class Training:
         report |= self._timer.take() | {"time/step": progress.seconds - self._reported_s}
         self._reported_s = progress.seconds
         for warning in self._guards.observe(report):
-            log.warning("%s", warning)
+            self._warn(warning)
         if self.sink is not None:
             self.sink.log(progress.steps, report)
+
+    def _warn(self, text: str) -> None:
+        self._env.emit_event("warned", text)
 
     def _done(self) -> bool:
         progress, limits = self.progress, self._limits
@@ -349,9 +347,10 @@ class Training:
             if self._journal is not None:
                 state["env"], state["journal"] = self._env.save(), self._journal.state()
             arrays, plain = split_state(state)
-            written = checkpoint.save(self._checkpoints, arrays, {"state": plain})
+            folder = checkpoint.save(self._checkpoints, arrays, {"state": plain}, warn=self._warn)
         self._schedule.wrote(began, time.monotonic())
-        return written
+        self._env.emit_event("checkpointed", f"wrote checkpoint {folder.name} at step {self.progress.steps:,}")
+        return folder
 
     def resume(self) -> None:
         """Continue from the newest checkpoint that fits this learner and these environments.
@@ -360,7 +359,7 @@ class Training:
             CheckpointError: No checkpoint fits; learner, agent and environments are unchanged.
         """
         assert self._checkpoints is not None
-        saved = checkpoint.load_with(self._checkpoints, self._restore)
+        saved = checkpoint.load_with(self._checkpoints, self._restore, warn=self._warn)
         if self._journal is not None and saved.env is not None:
             self._env.resume(self._learner.agent, saved.env, self._journal.actions())
         else:
