@@ -54,11 +54,12 @@ ROOT = Path(__file__).parents[2]
 CASES = 25_000
 NODE = "0123456789abcdef"
 SCHEMA = {"action": ArraySpec((2,), "<f4")}
+TIMES = m.Times(0.5, 0.25, 0.5, 0.125, 0.5)
 FROM_WORKER: list[m.FromWorker] = [
     m.Hello(0, 0, "run", "host", 1, versions()),
     m.Ready(pack(gymnasium.spaces.Box(-1, 1, (3,))), pack(gymnasium.spaces.Discrete(4))),
     m.AgentReady(1, SCHEMA, pack({"action": "action"}), SCHEMA, pack("state"), "eager", SCHEMA),
-    m.Chunk(1, 0, b"\0" * 16, 1, True, "tape", 0, 0.5, "why", 1, 100, 0.5, 0.5, ["obs", "reward"], 3, 4, 5),  # type: ignore[arg-type]
+    m.Chunk(1, 0, b"\0" * 16, 1, True, "tape", 0, 0.5, "why", 1, 100, TIMES, ["obs", "reward"], 3, 4, 5),  # type: ignore[arg-type]
     m.Part(1, 1, -1, 0, ["obs"], 0),
     m.Reply(1),
     m.Failure("message", "traceback", "step", "ValueError", 1, 2, 3, 4, 5, True, 6, 7),

@@ -40,6 +40,10 @@ class Flow(Protocol):
         """Wake the loop of the workflow, from any thread."""
         ...
 
+    def handling(self) -> AbstractContextManager[None]:
+        """Context manager: inside, a consumer thread handles a message."""
+        ...
+
 
 class Guard:
     """The delivery between a trigger and a consumer.
@@ -241,7 +245,8 @@ class ConsumerThread:
             self.guard.skip(message)
             return None
         try:
-            self._consumer(message)
+            with self._flow.handling():
+                self._consumer(message)
         except BaseException as error:  # raised in the thread of `run` instead
             self.unhandled[id(message)] = ""
             return None if self._flow.buffer.is_halted and isinstance(error, ClosedError) else error
