@@ -144,7 +144,7 @@ def test_bytes_of_weights_and_probes_are_logged_over_tcp(tmp_path: Path) -> None
     options = ["--num-envs", "4", "--num-steps", "64", "--total-steps", "1024", "--kl-threshold", "0.0001"]
     assert main(["train", "ppo", "--env", "CartPole-v1", *options, *where]) == 0
     last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
-    assert last["sync/weight_syncs"] >= 2 and last["sync/weights_bytes"] > 0 and last["sync/probes_bytes"] > 0
+    assert last["sync/pulls_per_worker"] >= 2 and last["sync/weights_bytes"] > 0 and last["sync/probe_bytes"] > 0
     run = RunConfig(env="CartPole-v1", workers=1, transport="tcp")
     assert run.launch_config() == LocalConfig(workers_per_node=1, transport="tcp")
 
