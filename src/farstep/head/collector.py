@@ -69,6 +69,8 @@ class Collector:
             self.server, self.publisher, self.counters, self._warnings, self._continuity, self._transfer.in_turn
         )
         self.gate = self.publisher.gate
+        self.workflow_counters: Callable[[], dict[str, Any]] = dict
+        """Returns the counters of the last workflow, which `snapshot` includes."""
         self._rollouts: Rollouts | None = None
         self._broadcast = Broadcast(self.server, without_lost=True)
 
@@ -97,7 +99,8 @@ class Collector:
     def snapshot(self) -> dict[str, Any]:
         """The counters for `ClusterEnv.stats`."""
         with self.server.locked():
-            return self.counters.snapshot(self.server, self.version(), self.inference)
+            found = self.counters.snapshot(self.server, self.version(), self.inference)
+        return found | self.workflow_counters()
 
     @property
     def inference(self) -> str:
