@@ -98,6 +98,8 @@ def test_shares_are_of_the_recent_updates_and_sum_to_one() -> None:
     for position in range(20):
         status.update(5000 + position, {"time/step": 1.0, "time/actor_training": 1.0}, 5.0)
     assert status.shares() == {"train": 1.0}
+    with_workers = after({"time/step": 1.0, "time/collect": 1.0, "time/env/env_interact_step": 0.7})
+    assert with_workers.shares() == {"collect": 1.0}, "workers spend their time at the same time"
     overlapping = after({"time/step": 1.0, "time/collect": 1.0, "time/evaluate": 1.0})
     assert overlapping.shares() == {"collect": 0.5, "evaluate": 0.5}
 

@@ -27,11 +27,11 @@ class WorkerTimer:
     """The time since the last `take`, by part.
 
     Args:
-        clock: Returns nanoseconds.
+        clock: Returns nanoseconds; None: `time.perf_counter_ns`.
     """
 
-    def __init__(self, clock: Callable[[], int] = time.perf_counter_ns) -> None:
-        self._clock = clock
+    def __init__(self, clock: Callable[[], int] | None = None) -> None:
+        self._clock = clock or time.perf_counter_ns
         self._random = random.Random(0).random
         self._ns: dict[Part, float] = {"env": 0, "inference": 0, "tickets": 0, "send": 0, "weights": 0}
         self._last = self._clock()
