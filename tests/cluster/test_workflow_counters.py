@@ -88,3 +88,21 @@ def test_consumers_update_in_whichever_thread(thread: bool) -> None:
     assert times["update"] >= 0.9 * sum(busy)
     assert times["wait"] <= 1.1 * (whole - sum(busy))
     assert times["publish"] > 0
+
+
+def test_the_loop_does_not_wait_while_a_consumer_thread_updates() -> None:
+    with cluster(envs=2, config=in_process(), env_kwargs=ENDLESS) as env:
+        flow = farstep.Workflow(env, TableAgent(), full(2 * 32), steps=8)
+        seen: list[tuple[dict[str, float], dict[str, float]]] = []
+
+        def learn(message: Any) -> None:
+            before = env.stats()["time"]["learner"]
+            time.sleep(0.05)
+            seen.append((before, env.stats()["time"]["learner"]))
+            flow.stop()
+
+        flow.on(DataKeyTrigger(n=1, size=8), learn, thread=True)
+        within(flow.run)
+    before, after = seen[0]
+    assert after["update"] - before["update"] >= 0.05
+    assert after["wait"] == pytest.approx(before["wait"])
