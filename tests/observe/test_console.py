@@ -38,8 +38,8 @@ METRICS = {
     "lag/versions_max": 1,
     "time/step": 1.0,
     "time/collect": 0.61,
-    "time/train": 0.37,
-    "sync/weight_syncs": 1200,
+    "time/actor_training": 0.37,
+    "sync/pulls_per_worker": 150,
     "sync/weights_bytes": 42e6,
     "workers/alive": 8,
     "workers/restarts": 0,
@@ -87,7 +87,7 @@ def test_the_line_says_how_the_run_stands() -> None:
 
 
 def test_what_is_not_a_number_is_as_if_it_were_not_there() -> None:
-    status = after({"env/return_mean": 5.0}, {"env/return_mean": math.nan, "time/train": math.inf})
+    status = after({"env/return_mean": 5.0}, {"env/return_mean": math.nan, "time/actor_training": math.inf})
     assert status.latest == {"env/return_mean": 5.0} and status.returns == [5.0] and not status.shares()
     assert line(after({"env/return_mean": math.nan})) == "steps 2,048 of 500,000 (0 %)"
 
@@ -96,8 +96,10 @@ def test_shares_are_of_the_recent_updates_and_sum_to_one() -> None:
     status = after({"time/step": 2.0, "time/collect": 1.0, "time/recompute_logprobs": 0.5, "time/publish": 0.0})
     assert status.shares() == {"collect": 0.5, "recompute": 0.25, "other": 0.25}
     for position in range(20):
-        status.update(5000 + position, {"time/step": 1.0, "time/train": 1.0}, 5.0)
+        status.update(5000 + position, {"time/step": 1.0, "time/actor_training": 1.0}, 5.0)
     assert status.shares() == {"train": 1.0}
+    with_workers = after({"time/step": 1.0, "time/collect": 1.0, "time/env/env_interact_step": 0.7})
+    assert with_workers.shares() == {"collect": 1.0}, "workers spend their time at the same time"
     overlapping = after({"time/step": 1.0, "time/collect": 1.0, "time/evaluate": 1.0})
     assert overlapping.shares() == {"collect": 0.5, "evaluate": 0.5}
 
@@ -158,7 +160,7 @@ def test_the_picture_shows_everything() -> None:
         "433.2 ± 12.0   version 20",
         "8,210 steps/s",
         "0.50 versions   at most 1",
-        "version 24   1,200 syncs   42.0 MB",
+        "version 24   150 pulls per worker   42.0 MB",
         "8 alive   1 restart   dropped: stale 12",
         "█ collect 61 %   ▓ train 37 %   ▒ other 2 %",
     ):
@@ -173,7 +175,7 @@ def test_before_the_first_update_it_says_so() -> None:
 
 @pytest.mark.parametrize("width", [20, 40, 60, 80, 100, 200])
 def test_the_picture_fits_any_terminal(width: int) -> None:
-    phases = ("collect", "recompute_logprobs", "advantages", "train", "publish", "checkpoint", "evaluate")
+    phases = ("collect", "recompute_logprobs", "advantages", "actor_training", "publish", "checkpoint", "evaluate")
     text = shown(after(METRICS | EVALUATION | {f"time/{name}": 0.1 for name in phases}), width)
     assert {len(each) for each in text.splitlines()} == {min(width, 100)}
 

@@ -70,6 +70,8 @@ class Collector:
             self.server, self.publisher, self.counters, self._warnings, self._continuity, self._transfer.max_senders
         )
         self.gate = self.publisher.gate
+        self.workflow_counters: Callable[[], dict[str, Any]] = dict
+        """Returns the counters of the last workflow, which `snapshot` includes."""
         self._rollouts: Rollouts | None = None
         self._broadcast = Broadcast(self.server, without_lost=True)
 
@@ -98,7 +100,8 @@ class Collector:
     def snapshot(self) -> dict[str, Any]:
         """The counters for `ClusterEnv.stats`."""
         with self.server.locked():
-            return self.counters.snapshot(self.server, self.version(), self.inference)
+            found = self.counters.snapshot(self.server, self.version(), self.inference)
+        return found | self.workflow_counters()
 
     @property
     def inference(self) -> str:
@@ -111,11 +114,13 @@ class Collector:
 
     def publish(self, agent: Agent) -> int:
         """Publish the agent's parameters as a new version, and return its number."""
-        return self.publisher.publish(agent)
+        with self.counters.learner.measure("publish"):
+            return self.publisher.publish(agent)
 
     def adopt(self, agent: Agent) -> None:
         """Make workers act with this agent and its current parameters."""
-        self.publisher.adopt(agent)
+        with self.counters.learner.measure("publish"):
+            self.publisher.adopt(agent)
 
     # ---- requests ----
 
@@ -289,16 +294,20 @@ class Collector:
 
         with server.locked():  # a ticket issued before the batch is copied could overwrite its lanes
             accepted = self._wait(request, next_chunks)
+            return self._batch(request, accepted, rollouts)
+
+    def _batch(self, request: Request, accepted: Sequence[AcceptedChunk], rollouts: Rollouts) -> Batch:
+        with self.counters.learner.measure("prepare"):
             continues = np.concatenate([self._continuity.deliver(a, request.steps) for a in accepted])
             one_round = request.num_chunks is None and request.rollouts == 1
             whole = one_round and len(accepted) == self._num_workers
             batch = (rollouts.batch if whole else rollouts.copied)(accepted, request.steps, continues)
             self.counters.batch(batch, accepted, self.version())
-        return batch
+            return batch
 
     def _wait(self, request: Request, poll: Callable[[], T | None]) -> T:
         """Wait until `poll` returns something, and return it; tickets are issued meanwhile."""
-        began, server = time.monotonic(), self.server
+        server = self.server
 
         def poll_and_grant() -> T | None:
             if request is not self._intake.request:
@@ -307,12 +316,10 @@ class Collector:
                 server.grant()
             return result
 
-        with server.locked():
+        with self.counters.learner.measure("wait"), server.locked():
             if request is self._intake.request:
                 server.grant()
-            result = server.wait(poll_and_grant)
-            self.counters.wait["learner"] += time.monotonic() - began
-        return result
+            return server.wait(poll_and_grant)
 
     # ---- callbacks of the server (see `client.Client`) ----
 

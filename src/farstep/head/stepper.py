@@ -15,6 +15,7 @@ from farstep.head.members.broadcast import Broadcast
 from farstep.head.members.worker_records import ResetRequest, WorkerRecord
 from farstep.head.server import Server
 from farstep.head.tickets.records import AcceptedChunk, IssuedTicket
+from farstep.head.worker_times import WorkerTimes
 from farstep.rollout.program import Program
 from farstep.schema import ArraySpec, Schema, space_schema
 from farstep.wire import messages as m
@@ -33,6 +34,7 @@ class Stepper:
 
     def __init__(self, config: LaunchConfig, program: Program, envs_per_node: int) -> None:
         self.server = Server(config, program, envs_per_node, 0, 0, self, EventLog())
+        self.times = WorkerTimes(len(self.server.records))
         self._steps = 0
         self._reset: ResetRequest | None = None
         self._error: WorkerError | None = None
@@ -139,6 +141,7 @@ class Stepper:
                 raise WireError(f"{type(message).__name__} from a worker of make_vec, which has no agent.")
 
     def _take(self, record: WorkerRecord, chunk: m.Chunk, received: Received) -> None:
+        self.times.add(record.worker, chunk.times)
         ends, *frames = received.frames[1:]
         infos = _infos(frames.pop(), record) if chunk.infos and frames else []
         if self.server.shares_memory and (frames or chunk.keys):

@@ -1,7 +1,7 @@
 """Write metrics to JSON lines, TensorBoard, Weights & Biases, or several of them.
 
     loggers = Loggers(JsonlLogger(run.metrics_file), TensorBoardLogger(run.tensorboard))
-    loggers.log(step, {"env/return_mean": 21.5, "time/train": 0.4})   # once per update
+    loggers.log(step, {"env/return_mean": 21.5, "time/actor_training": 0.4})   # once per update
     loggers.close()
 
 `step` counts environment steps and is the x axis everywhere. `console` has the loggers for the terminal.

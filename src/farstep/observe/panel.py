@@ -115,8 +115,8 @@ def _weights(status: RunStatus) -> str:
     parts = []
     if "version" in latest:
         parts.append(f"version {latest['version']:,.0f}")
-    if "sync/weight_syncs" in latest:
-        parts.append(f"{latest['sync/weight_syncs']:,.0f} syncs")
+    if "sync/pulls_per_worker" in latest:
+        parts.append(f"{latest['sync/pulls_per_worker']:,.0f} pulls per worker")
     if "sync/weights_bytes" in latest:
         parts.append(data_size(latest["sync/weights_bytes"]))
     return "   ".join(parts)

@@ -10,7 +10,7 @@ _HISTORY = 256
 _RECENT_UPDATES = 20
 
 RETURN = "env/return_mean"
-_PHASES = {"recompute_logprobs": "recompute"}
+_PHASES = {"recompute_logprobs": "recompute", "actor_training": "train"}
 """Short names of phases whose names are too long for the display."""
 
 
@@ -43,7 +43,8 @@ class RunStatus:
         self.step, self.updates = step, self.updates + 1
         self.latest |= known
         self._steps.append((now_s, step))
-        self._times.append({name.removeprefix("time/"): s for name, s in known.items() if name.startswith("time/")})
+        times = {name.removeprefix("time/"): s for name, s in known.items() if name.startswith("time/")}
+        self._times.append({name: s for name, s in times.items() if "/" not in name})  # without those of workers
         if RETURN in known:
             self._add_return(known[RETURN])
 

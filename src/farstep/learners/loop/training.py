@@ -26,7 +26,7 @@ from farstep.learners.loop.progress import Progress as Progress
 from farstep.learners.loop.saving import check_agent, join_state, split_state
 from farstep.learners.loop.stop_signals import Stopped as Stopped
 from farstep.learners.loop.stop_signals import StopSignals
-from farstep.learners.loop.timing import Timer
+from farstep.learners.loop.timing import Timer, WorkerTimer
 from farstep.learners.networks.nets import ActorCritic
 
 
@@ -66,7 +66,7 @@ class Learner(Protocol):
             batch: The rows to learn from.
             version: Version of the agent's weights.
             progress: Fraction of the run that is done, from 0 to 1.
-            timer: Measures phases of the update: `with timer("train"): ...` is logged as `time/train`.
+            timer: Measures phases of the update: `with timer("advantages"): ...` is logged as `time/advantages`.
 
         Returns:
             Metrics by name; they are logged with the prefix `train/`.
@@ -161,7 +161,7 @@ class Training:
         if evaluator is not None:
             evaluator.emit = env.emit_event
         self._guards = Guards()
-        self._timer = Timer()
+        self._timer, self._worker_timer = Timer(), WorkerTimer()
         self._schedule = CheckpointSchedule(limits.checkpoint_every)
         self._stagger_steps = 0
         self._in_warmup = False
@@ -258,19 +258,23 @@ class Training:
             "rate/steps_per_second": progress.steps / max(progress.seconds, 1e-9),
             "lag/versions_mean": float(lag.mean()) if lag.size else 0.0,
             "lag/versions_max": float(lag.max(initial=0)),
-            "sync/weight_syncs": stats["weight_syncs"]["total"],
+            "sync/pulls_per_worker": stats["weight_syncs"]["total"] / self._env.num_workers,
             "sync/weights_bytes": stats["bytes"]["weights_sent"],
-            "sync/probes_bytes": stats["bytes"]["probes_sent"],
+            "sync/probe_bytes": stats["bytes"]["probes_sent"],
             "workers/alive": stats["workers"]["alive"],
             "workers/restarts": stats["workers"]["restarts"],
         }
         if progress.returns:
             report["env/return_mean"] = float(np.mean(progress.returns))
             report["env/length_mean"] = float(np.mean(progress.lengths))
+        if divergences := list(stats["divergence"].values()):
+            report["sync/divergence_mean"] = float(np.mean(divergences))
+            report["sync/divergence_max"] = max(divergences)
         report |= {f"dropped/{cause.replace(' ', '_')}": count for cause, count in stats["dropped"].items() if count}
         report |= {f"train/{name}": value for name, value in metrics.items()}
         report |= self._evaluation()
         report |= self._timer.take() | {"time/step": progress.seconds - self._reported_s}
+        report |= self._worker_timer.take(stats)
         self._reported_s = progress.seconds
         for warning in self._guards.observe(report):
             self._warn(warning)
