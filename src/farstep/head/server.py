@@ -229,7 +229,7 @@ class Server:
                     starting or self.tickets.in_flight or self.supervisor.launcher.waiting()
                 ):
                     next_note = now + NOTE_S
-                    log.warning("waiting for %.0f s: %s", now - began, self.supervisor.whereabouts())
+                    log.warning("waiting %.0f s for %s", now - began, self.supervisor.whereabouts())
 
     def watch(self, fd: int, reader: Callable[[], None]) -> None:
         """Call `reader` whenever the descriptor can be read, from the thread that runs the event loop."""

@@ -21,7 +21,7 @@ def noted_while_slow(what: str) -> Iterator[None]:
     def note() -> None:
         pause_s = FIRST_NOTE_S
         while not done.wait(pause_s):
-            log.warning("waiting for %.0f s: %s", time.monotonic() - began, what)
+            log.warning("waiting %.0f s: %s", time.monotonic() - began, what)
             pause_s = NOTE_S
 
     thread = threading.Thread(target=note, daemon=True, name="farstep-notes")
