@@ -107,6 +107,10 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str,
         (["watch", "nowhere", "--fps", "0"], ["fps=0", "30"]),
         (["watch", "nowhere", "--max-steps", "0"], ["max_steps"]),
         (["watch", "nowhere", "--seed", "-1"], ["seed", "-1"]),
+        (["eval"], ["folder of a run", "farstep eval runs/NAME"]),
+        (["eval", "nowhere"], ["nowhere", "does not exist"]),
+        (["eval", "nowhere", "--episodes", "0"], ["episodes", "at least 1"]),
+        (["eval", "nowhere", "--greedy", "--sample"], ["--greedy and --sample"]),
         (["plot"], ["at least one run"]),
         (["plot", "nowhere"], ["nowhere"]),
         (["kubernetes", "--image", "x"], ["--print"]),
@@ -228,7 +232,7 @@ def test_what_cannot_change_is_said_as_it_is_typed(
     assert status == 1 and f"was started with {before} and cannot be resumed with {option}." in error
 
 
-@pytest.mark.parametrize("command", ["train", "watch"])
+@pytest.mark.parametrize("command", ["train", "eval", "watch"])
 def test_what_torch_is_needed_for_says_so(
     command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
