@@ -19,6 +19,7 @@ Train (learners: ppo, async-ppo, impala); the run is stored in runs/NAME:
   farstep train async-ppo --env LunarLander-v3 --workers 2 --num-envs 64
   farstep train ppo --env CartPole-v1 --launcher slurm --nodes 4 --partition gpu
   farstep train ppo --resume runs/NAME      continue from the newest checkpoint
+  farstep train ppo --config run.yaml       options in a file; each run writes one
 
 Inspect the result:
   farstep eval runs/NAME --episodes 100     mean and spread of the return

@@ -2,6 +2,7 @@
 
 runs/CartPole-v1-ppo-seed1-20260131-120000/
 ├── config.json      the options of the run, and a tag that shows which user wrote them
+├── config.yaml      the same options for people, and for `farstep train --config`
 ├── metrics.jsonl    one line per update
 ├── checkpoints/     where `--resume` continues
 ├── videos/
@@ -115,6 +116,11 @@ class RunFolder:
     def config_file(self) -> Path:
         """The options of the run."""
         return self.path / "config.json"
+
+    @property
+    def yaml_file(self) -> Path:
+        """The options of the run for people; nothing in it is trusted."""
+        return self.path / "config.yaml"
 
     @property
     def metrics_file(self) -> Path:

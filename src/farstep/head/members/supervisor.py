@@ -22,8 +22,13 @@ from farstep.wire.messages import Stop, encode
 log = logging.getLogger("farstep")
 _MESSAGES_AT_ONCE = 64
 """Messages read from one worker before the next one is served."""
-_PHASES = {"idle": "idle with work to do", "transfer": "sending"}
-"""How phases are described that are not a call into an environment or an agent."""
+_PHASES = {
+    "connect": "importing modules",
+    "idle": "idle with work to do",
+    "load": "loading weights",
+    "transfer": "sending",
+}
+"""How a running worker's phases are described that are not a call into an environment or the policy."""
 _EXIT_GRACE_S = 1.0
 """Seconds that a worker has to end by itself after its connection closed, so that its exit status explains why."""
 
