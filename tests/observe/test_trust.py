@@ -89,7 +89,11 @@ REASONS = {
 @pytest.mark.parametrize("how", FOREIGN)
 def test_a_config_of_others_needs_trust(how: str, run: Path, state: Path, capsys: pytest.CaptureFixture[str]) -> None:
     FOREIGN[how](run, state)
-    for arguments in (["watch", str(run)], ["train", "ppo", "--resume", str(run), "--total-steps", "256"]):
+    for arguments in (
+        ["eval", str(run)],
+        ["watch", str(run)],
+        ["train", "ppo", "--resume", str(run), "--total-steps", "256"],
+    ):
         assert main(arguments) == 1
         error = capsys.readouterr().err
         assert REASONS[how] in error and "the gymnasium environment 'CartPole-v1'" in error and "--trust" in error
@@ -146,7 +150,9 @@ def test_without_a_place_for_the_key_a_run_says_that_it_will_need_trust(
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
     run = RunFolder.create(tmp_path, "run", {"seed": 1})
-    assert "has no tag, so --resume and watch will need --trust" in caplog.text and "Not a directory" in caplog.text
+    assert (
+        "has no tag, so --resume, eval and watch will need --trust" in caplog.text and "Not a directory" in caplog.text
+    )
     assert run.read_signed_config() == ({"seed": 1}, "it has no tag")
 
 

@@ -67,7 +67,7 @@ def read_options(
     owners = {f"'farstep train {name}'": kind for name, kind in learners.items()}
     owners |= {f"launcher: {name}": kind for name, kind in ENGINES.items()}
     values = {name: _converted(path, name, value, types, owners) for name, value in given.items()}
-    nodes = ENGINES.get(chosen_launcher(arguments, in_file), NoOptions)
+    nodes: type[EngineConfig | NoOptions] = ENGINES.get(chosen_launcher(arguments, in_file), NoOptions)
     return _unchecked(RunConfig, values), _unchecked(learners[algorithm], values), _unchecked(nodes, values)
 
 
