@@ -218,7 +218,7 @@ def test_modules_in_the_current_folder_are_not_imported(program: str, command: l
     assert not (tmp_path / "executed").exists(), done.stdout + done.stderr
     assert "planted" not in done.stdout + done.stderr and "Traceback" not in done.stderr
     if command[0] == "plot":
-        assert done.returncode == 0 and (run.plots / "run.png").exists(), done.stderr
+        assert done.returncode == 0 and (tmp_path / "run.png").exists(), done.stderr
 
 
 def test_training_imports_modules_of_the_current_folder_behind_all_others(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ runs/CartPole-v1-ppo-seed1-20260131-120000/
 ├── metrics.jsonl    one line per update
 ├── checkpoints/     where `--resume` continues
 ├── videos/
-├── plots/
 └── tensorboard/     with `--tensorboard`
 """
 
@@ -87,7 +86,7 @@ class RunFolder:
         try:
             Path(root).mkdir(parents=True, exist_ok=True)
             run = cls(_make_new(Path(root), name))
-            for folder in (run.checkpoints, run.videos, run.plots):
+            for folder in (run.checkpoints, run.videos):
                 folder.mkdir()
             replace_file(run.config_file, run._signed(content))
         except OSError as error:
@@ -136,11 +135,6 @@ class RunFolder:
     def videos(self) -> Path:
         """Rendered episodes."""
         return self.path / "videos"
-
-    @property
-    def plots(self) -> Path:
-        """Plots of the metrics."""
-        return self.path / "plots"
 
     @property
     def tensorboard(self) -> Path:
