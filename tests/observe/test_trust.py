@@ -97,7 +97,7 @@ def test_a_config_of_others_needs_trust(how: str, run: Path, state: Path, capsys
         assert main(arguments) == 1
         error = capsys.readouterr().err
         assert REASONS[how] in error and "the gymnasium environment 'CartPole-v1'" in error and "--trust" in error
-    assert main(["plot", str(run)]) == 0, "to draw it executes nothing"
+    assert main(["plot", str(run), "--out", str(run / "a.png")]) == 0, "to draw it executes nothing"
 
 
 def test_trusted_run_resumes_and_is_tagged_as_own(run: Path, state: Path) -> None:
