@@ -338,6 +338,7 @@ EXTRAS = {
     "tensorboard": "tensorboard",
     "torch": "torch",
     "wandb": "wandb",
+    "yaml": "yaml",
 }
 """The extra of farstep that installs a module."""
 

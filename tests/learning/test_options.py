@@ -192,7 +192,7 @@ class Endless(gymnasium.Env[Any, Any]):
 def test_an_evaluation_whose_episodes_do_not_end_is_cut_off(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("farstep.learners.loop.evaluation._MAX_STEPS", 128)
+    monkeypatch.setattr("farstep.learners.loop.evaluation.MAX_STEPS", 128)
     with make_env(Endless, 2, launcher="in-process") as env:
         agent = make_agent(*env.launch(), NetConfig(), 0.99)
         evaluator = Evaluator(env.env_config, 2, seed=0)

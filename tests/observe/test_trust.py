@@ -90,11 +90,15 @@ REASONS = {
 @pytest.mark.parametrize("how", FOREIGN)
 def test_a_config_of_others_needs_trust(how: str, run: Path, state: Path, capsys: pytest.CaptureFixture[str]) -> None:
     FOREIGN[how](run, state)
-    for arguments in (["watch", str(run)], ["train", "ppo", "--resume", str(run), "--total-steps", "256"]):
+    for arguments in (
+        ["eval", str(run)],
+        ["watch", str(run)],
+        ["train", "ppo", "--resume", str(run), "--total-steps", "256"],
+    ):
         assert main(arguments) == 1
         error = capsys.readouterr().err
         assert REASONS[how] in error and "the gymnasium environment 'CartPole-v1'" in error and "--trust" in error
-    assert main(["plot", str(run)]) == 0, "to draw it executes nothing"
+    assert main(["plot", str(run), "--out", str(run / "a.png")]) == 0, "to draw it executes nothing"
 
 
 def test_trusted_run_resumes_and_is_tagged_as_own(run: Path, state: Path) -> None:
@@ -147,7 +151,9 @@ def test_without_a_place_for_the_key_a_run_says_that_it_will_need_trust(
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
     run = RunFolder.create(tmp_path, "run", {"seed": 1})
-    assert "has no tag, so --resume and watch will need --trust" in caplog.text and "Not a directory" in caplog.text
+    assert (
+        "has no tag, so --resume, eval and watch will need --trust" in caplog.text and "Not a directory" in caplog.text
+    )
     assert run.read_signed_config() == ({"seed": 1}, "it has no tag")
 
 
@@ -216,7 +222,7 @@ def test_modules_in_the_current_folder_are_not_imported(program: str, command: l
     assert not (tmp_path / "executed").exists(), done.stdout + done.stderr
     assert "planted" not in done.stdout + done.stderr and "Traceback" not in done.stderr
     if command[0] == "plot":
-        assert done.returncode == 0 and (run.plots / "run.png").exists(), done.stderr
+        assert done.returncode == 0 and (tmp_path / "run.png").exists(), done.stderr
 
 
 def test_training_imports_modules_of_the_current_folder_behind_all_others(tmp_path: Path) -> None:

@@ -155,10 +155,7 @@ def load_with(
     refused: list[str] = []
     for folder in numbered(root):
         try:
-            manifest = _inspect(folder)
-            arrays = {name: files.read_array(folder, name, entry, mmap) for name, entry in manifest.arrays.items()}
-            meta = _read_meta(folder, manifest.meta)
-            found = use(Loaded(arrays=arrays, meta=meta, folder=folder, refused=tuple(refused)))
+            found = use(_read(folder, mmap, tuple(refused)))
         except files.Refused as reason:
             if not folder.exists():  # a concurrent save removed it, so there are newer ones
                 return load_with(path, use, mmap=mmap, warn=warn)
@@ -177,6 +174,32 @@ def load_with(
         raise CheckpointError(f"{root} is a single checkpoint; load from its parent folder, {root.parent}.")
     what = "holds no checkpoint" if root.is_dir() else "is not a folder" if root.exists() else "does not exist"
     raise CheckpointError(f"{root} {what}; expected a folder of checkpoints, with e.g. {root / '000001'} in it.")
+
+
+def load_number(path: str | os.PathLike[str], number: int, use: Callable[[Loaded], T]) -> T:
+    """As `load_with`, but use only the checkpoint with this number.
+
+    Args:
+        path: The folder that was saved to.
+        number: Number of the checkpoint, e.g. 12 for the folder `000012`.
+        use: Restores the content, or raises `files.Refused`.
+
+    Returns:
+        What `use` returned.
+
+    Raises:
+        CheckpointError: The checkpoint does not exist or cannot be used.
+    """
+    known = {int(folder.name): folder for folder in numbered(path)}
+    if number not in known:
+        there = f"it has {', '.join(map(str, sorted(known)))}" if known else "it has none"
+        raise CheckpointError(f"{Path(path)} has no checkpoint {number}; {there}. Older ones are removed.")
+    try:
+        return use(_read(known[number], mmap=False))
+    except files.Refused as reason:
+        raise CheckpointError(
+            f"{known[number]} cannot be used: {reason}. Choose another one: {', '.join(map(str, sorted(known)))}."
+        ) from None
 
 
 def numbered(path: str | os.PathLike[str]) -> list[Path]:
@@ -288,6 +311,13 @@ def _inspect(folder: Path) -> _Manifest:
     if extra:
         raise files.Refused(f"{extra[0]} is not in {_MANIFEST}")
     return manifest
+
+
+def _read(folder: Path, mmap: bool, refused: tuple[str, ...] = ()) -> Loaded:
+    """Read a checkpoint; raise `Refused` if it is damaged."""
+    manifest = _inspect(folder)
+    arrays = {name: files.read_array(folder, name, entry, mmap) for name, entry in manifest.arrays.items()}
+    return Loaded(arrays=arrays, meta=_read_meta(folder, manifest.meta), folder=folder, refused=refused)
 
 
 def _read_meta(folder: Path, entry: files.FileEntry) -> dict[str, object]:

@@ -225,7 +225,7 @@ class ProbeRun:
             whereabouts = self._server.supervisor.whereabouts()
             if NEVER_STARTS in whereabouts:
                 break
-            report(f"waiting: {whereabouts}")
+            report(f"waiting for {whereabouts}")
         wanted, ready = len(self._server.records), len(self.ready())
         if ready == wanted:
             yield ok(f"all nodes connected: {wanted}")

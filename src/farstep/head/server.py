@@ -235,7 +235,7 @@ class Server:
                     starting or self.tickets.in_flight or self.supervisor.launcher.waiting()
                 ):
                     next_note = now + NOTE_S
-                    self.events.emit("warned", f"waiting for {now - began:.0f} s: {self.supervisor.whereabouts()}")
+                    self.events.emit("warned", f"waiting {now - began:.0f} s for {self.supervisor.whereabouts()}")
 
     def watch(self, fd: int, reader: Callable[[], None]) -> None:
         """Call `reader` whenever the descriptor can be read, from the thread that runs the event loop."""

@@ -21,7 +21,7 @@ def noted_while_slow(what: str, emit: Emit) -> Iterator[None]:
     def note() -> None:
         pause_s = FIRST_NOTE_S
         while not done.wait(pause_s):
-            emit("warned", f"waiting for {time.monotonic() - began:.0f} s: {what}")
+            emit("warned", f"waiting {time.monotonic() - began:.0f} s: {what}")
             pause_s = NOTE_S
 
     thread = threading.Thread(target=note, daemon=True, name="farstep-notes")

@@ -92,10 +92,21 @@ class RunStatus:
         return {name.removeprefix(prefix): int(n) for name, n in self.latest.items() if name.startswith(prefix) and n}
 
 
-def line(status: RunStatus) -> str:
-    """Return the status in one line, for logs and terminals without cursor control."""
+def line(status: RunStatus, now_s: float, diagnosis: str | None = None) -> str:
+    """Return the status in one line, for logs and terminals without cursor control.
+
+    Args:
+        status: What to show.
+        now_s: Current time of the clock that `status` was updated with.
+        diagnosis: A sentence that says what the run is waiting for; None: none.
+
+    Returns:
+        The line.
+    """
     latest = status.latest
     parts = [f"steps {status.step:,} of {status.total_steps:,} ({percent(status.fraction)})"]
+    if status.fraction < 1 and (left := status.seconds_left(now_s)) is not None:
+        parts.append(f"{duration(left)} left")
     if RETURN in latest:
         parts.append(f"return {number(latest[RETURN])}")
     if "eval/return_mean" in latest:
@@ -110,6 +121,8 @@ def line(status: RunStatus) -> str:
         parts.append(f"dropped {dropped:,}")
     if shares := " ".join(f"{name} {percent(share)}" for name, share in status.shares().items() if share >= 0.02):
         parts.append(shares)
+    if diagnosis:
+        parts.append(" ".join(diagnosis.split()))
     return " · ".join(parts)
 
 

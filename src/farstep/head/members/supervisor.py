@@ -15,6 +15,7 @@ from farstep.errors import FarstepError, LaunchError, ResourceError, WireError, 
 from farstep.event import Emit, EventKind
 from farstep.head.event_loop import EventLoop
 from farstep.head.members import membership
+from farstep.head.members.waiting import PendingWorker, describe
 from farstep.head.members.worker_records import WorkerRecord
 from farstep.rollout.progress import BEAT_S, COUNT, SLOT, Phase, check_words
 from farstep.wire.messages import Stop, encode
@@ -22,8 +23,13 @@ from farstep.wire.messages import Stop, encode
 log = logging.getLogger("farstep")
 _MESSAGES_AT_ONCE = 64
 """Messages read from one worker before the next one is served."""
-_MAX_LISTED = 8
-"""Most workers that a log line about waiting lists."""
+_PHASES = {
+    "connect": "importing modules",
+    "idle": "idle with work to do",
+    "load": "loading weights",
+    "transfer": "sending",
+}
+"""How a running worker's phases are described that are not a call into an environment or the policy."""
 _EXIT_GRACE_S = 1.0
 """Seconds that a worker has to end by itself after its connection closed, so that its exit status explains why."""
 
@@ -109,21 +115,25 @@ class Supervisor:
         self.launcher.close()
 
     def whereabouts(self) -> str:
-        """What each busy or starting worker is doing, as text."""
-        queued = [waiting] if (waiting := self.launcher.waiting()) else []
-        parts: list[str] = []
-        for record, member in zip(self.records, self.membership.members, strict=True):
-            if record.phase == "queued":
-                continue
-            if member.state is not membership.State.ALIVE:
-                again = f" (restart {member.incarnation})" if member.incarnation else ""
-                parts.append(f"worker {record.worker} is {member.state.value}{again}")
-            elif record.phase != "idle":
-                i = int(record.words[SLOT])
-                slot = f", environment slot {record.first + i}" if i >= 0 else ""
-                parts.append(f"worker {record.worker} in {record.phase}{slot}")
-        rest = [f"{len(parts) - _MAX_LISTED} more workers"] if len(parts) > _MAX_LISTED else []
-        return "; ".join([*queued, *parts[:_MAX_LISTED], *rest]) or "all workers are idle"
+        """What the head is waiting for: nodes, and workers that start or have not finished their work."""
+        pending = [found for record in self.records if (found := self._pending(record)) is not None]
+        return describe(pending, self.launcher.waiting())
+
+    def _pending(self, record: WorkerRecord) -> PendingWorker | None:
+        """What a worker is doing; None if it has nothing to do, or no node."""
+        member, phase = self.membership.members[record.worker], record.phase
+        if phase == "queued":
+            return None
+        state = member.state.value
+        if member.state is membership.State.ALIVE:
+            if phase == "idle" and not (phase := self._listener.expected(record)):
+                return None
+            state = _PHASES.get(phase, f"in {phase}")
+        elif member.state in (membership.State.DYING, membership.State.WAITING):
+            state = "lost"
+        elif member.state is membership.State.STARTING and member.incarnation:
+            state = "restarting"
+        return PendingWorker(record.worker, state, record.current_slot(phase))
 
     # ---- reading ----
 
