@@ -14,6 +14,7 @@ from farstep.checkpoint.checks import Count, converted
 from farstep.cli.train import load_config
 from farstep.cli.trust import check_trusted
 from farstep.errors import RunError
+from farstep.learners.loop.checkpoint_schedule import DEFAULT_EVERY
 from farstep.learners.loop.run_config import RunConfig
 from farstep.learners.loop.saving import check_agent, join_state
 from farstep.learners.loop.training import Progress
@@ -81,7 +82,8 @@ class SavedRun:
         path = self.folder.checkpoints
         if not checkpoint.numbered(path):
             raise RunError(
-                f"{self.folder.path} has no checkpoint yet; the first is written after {self.run.checkpoint_every} "
+                f"{self.folder.path} has no checkpoint yet; the first is written after "
+                f"{self.run.checkpoint_every or DEFAULT_EVERY} "
                 "updates (--checkpoint-every) or when the run ends. Try again then."
             )
         use = partial(_restore, agent)
