@@ -254,7 +254,8 @@ def page(document: dict[str, Any]) -> str:
         "the deviation over seeds (`results/aaps-ppo.json`)."
     )
     if continued_times := max(run["continued"] for run in document["runs"]):
-        setting += f" Runs were continued {continued_times} times at most; each time, every worker pulled once."
+        often = "once" if continued_times == 1 else f"up to {continued_times} times"
+        setting += f" Runs were continued {often}; each time, every worker pulled once."
     images = [
         "![evaluation returns over steps, for each threshold and loss](images/aaps-ppo-returns.png)",
         "![pulls over steps, bytes by threshold](images/aaps-ppo-pulls.png)",

@@ -230,10 +230,13 @@ def learner_summary(document: dict[str, Any], learner: str) -> str:
 
 
 def _of_sync(runs: list[dict[str, Any]], sync: list[dict[str, Any]]) -> str:
-    """Mean steps divided by PPO's, over the seeds that both have."""
+    """Mean steps divided by PPO's, over the seeds that both have; no number if PPO did not reach the threshold."""
+    if not all(run["reached"] for run in sync):
+        return "-"
+    bound = "" if all(run["reached"] for run in runs) else "> "
     seeds = {run["seed"] for run in runs} & {run["seed"] for run in sync}
     steps = [[run["steps"] for run in found if run["seed"] in seeds] for found in (runs, sync)]
-    return f"{mean(steps[0]) / mean(steps[1]):.2f}" if seeds else "-"
+    return f"{bound}{mean(steps[0]) / mean(steps[1]):.2f}" if seeds else "-"
 
 
 def _steps(runs: list[dict[str, Any]]) -> str:

@@ -110,6 +110,11 @@ def test_help_shows_the_text_of_every_option(kind: type) -> None:
         assert " ".join(docs[field.name].replace("|", " ").split()) in shown
 
 
+def test_help_names_mappings_where_they_are_accepted() -> None:
+    text = farstep.EnvConfig.__doc__ or ""
+    assert "weights (WeightsConfig | Mapping," in text and "OrMapping" not in text
+
+
 def test_help_works_in_optimized_bytecode() -> None:
     code = "import farstep\nprint(farstep.LocalConfig.__doc__)"
     done = subprocess.run([sys.executable, "-OO", "-c", code], capture_output=True, text=True, timeout=60, check=True)

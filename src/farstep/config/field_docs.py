@@ -76,7 +76,8 @@ def _entry(field: dataclasses.Field[Any], text: str) -> str:
         shown = f", default {type(default).__name__}()"  # not the values of all its fields
     else:
         shown = f", default {default!r}"
-    line = f"{field.name} ({field.type}{shown}): {text}"
+    kind = re.sub(r"^OrMapping\[(.*)\]$", r"\1 | Mapping", str(field.type))
+    line = f"{field.name} ({kind}{shown}): {text}"
     # tyro joins only lines that start with a letter, so break lines before letters only.
     wrapped = textwrap.fill(
         re.sub(r" (?![^\W\d_])", _NO_BREAK, line),

@@ -14,8 +14,8 @@ class Episodes:
     def __init__(self, store: Store) -> None:
         self._store = store
         self.begun: Array = np.full(store.columns, -1, np.int64)
-        """Per column, the key of the first row of the running episode; -1 if no episode is running, or
-        if its first row is unknown."""
+        """Per column, the key of the first row of the running episode; -1 if no episode is running, or if its
+        first row is unknown."""
 
     def completed(self, keys: Array, columns: slice, continues: Array | None) -> Array:
         """Update the running episodes after an insertion, and find the episodes that it completed.
