@@ -107,7 +107,7 @@ def measure(document: dict[str, Any], options: argparse.Namespace) -> bool:
     print(f"{len(cases)} runs to {options.steps:,} steps, {options.jobs} at a time; {len(done)} are in the results")
 
     def finished(index: int, metrics: list[Metrics]) -> str:
-        run = outcome(cases[index], metrics, options.workers) | {"command": trainings[index].command}
+        run = outcome(cases[index], metrics) | {"command": trainings[index].command}
         others = [other for other in document["runs"] if key_of(other) != key_of(run)]
         document["runs"] = sorted([*others, run], key=key_of)
         write_document(options.out, document)
@@ -163,12 +163,12 @@ def training_of(case: Run, options: argparse.Namespace) -> Training:
     return Training(name=name, learner="ppo", options=tuple(words), total_steps=options.steps)
 
 
-def outcome(case: Run, metrics: list[Metrics], workers: int) -> Run:
+def outcome(case: Run, metrics: list[Metrics]) -> Run:
     """The stored result of a run; its curve has steps, return, pulls per worker, bytes of weights and of probes."""
-    lines = [line for line in metrics if "sync/weight_syncs" in line]
-    counters, restarts = summed(lines, ("sync/weight_syncs", "sync/weights_bytes", "sync/probes_bytes"))
+    lines = [line for line in metrics if "sync/pulls_per_worker" in line]
+    counters, restarts = summed(lines, ("sync/pulls_per_worker", "sync/weights_bytes", "sync/probe_bytes"))
     points = [
-        [line["step"], round(line.get("env/return_mean", 0.0), 1), pulls / workers, weights, probes]
+        [line["step"], round(line.get("env/return_mean", 0.0), 1), pulls, weights, probes]
         for line, (pulls, weights, probes) in zip(lines, counters, strict=True)
     ]
     every = -(-len(points) // POINTS)

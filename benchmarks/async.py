@@ -175,7 +175,7 @@ KEPT = {
     "behave_k3": "train/actor/behave_k3",
     "filtered": "train/actor/behav_clip_fraction",
     "collect_s": "time/collect",
-    "train_s": "time/train",
+    "train_s": "time/actor_training",
 }
 """Values that are stored for each update, and the metric of each."""
 

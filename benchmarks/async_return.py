@@ -22,7 +22,7 @@ THRESHOLD = 200.0
 POINTS = 100
 PARTS = {
     "collect": ("time/collect",),
-    "learn": ("time/advantages", "time/recompute_logprobs", "time/train"),
+    "learn": ("time/advantages", "time/recompute_logprobs", "time/actor_training"),
     "publish": ("time/publish",),
     "checkpoint": ("time/checkpoint",),
 }

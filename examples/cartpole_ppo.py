@@ -120,7 +120,7 @@ def display(stats: dict, best: float, args: Args, elapsed_s: float) -> Table:
         "policy version", f"{stats['versions']['current']} (weights sent {stats['weight_syncs']['total']} times)"
     )
     table.add_row("workers", f"{stats['workers']['alive']} alive, {stats['workers']['restarts']} restarts")
-    table.add_row("time", f"{elapsed_s:.0f} s, {stats['wait']['learner']:.0f} s of it waiting for environments")
+    table.add_row("time", f"{elapsed_s:.0f} s, {stats['time']['learner']['wait']:.0f} s of it waiting for environments")
     return table
 
 

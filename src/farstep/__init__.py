@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from farstep.errors import WorkerDied as WorkerDied
     from farstep.errors import WorkerError as WorkerError
     from farstep.errors import WorkerStuck as WorkerStuck
+    from farstep.event import Event as Event
     from farstep.head.stats import scalars as scalars
     from farstep.vector_env import make_vec as make_vec
     from farstep.workflow.triggers import DataKeyTrigger as DataKeyTrigger
@@ -65,6 +66,7 @@ _HOMES = {
     "ClusterEnv": "cluster_env",
     "DataKeyTrigger": "workflow.triggers",
     "EnvConfig": "config.env",
+    "Event": "event",
     "FullBatch": "buffer.samplers",
     "InProcessConfig": "config.launch",
     "KubernetesConfig": "config.kubernetes",

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import weakref
-from collections.abc import Container, Generator, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Generator, Iterator, Mapping, Sequence
 from operator import itemgetter
 from types import NoneType, TracebackType
 from typing import Any, Self
@@ -20,8 +19,10 @@ from farstep.checkpoint.files import Refused
 from farstep.config.env import EnvConfig, check_count
 from farstep.config.launch import LaunchConfig, LocalConfig
 from farstep.core import Agent, Array, Nested
-from farstep.errors import CheckpointError, ClosedError, ConfigError
+from farstep.errors import CheckpointError, ClosedError, ConfigError, unknown_name
+from farstep.event import EVENT_KINDS, Event, EventKind
 from farstep.head.collector import Collector
+from farstep.head.events import EventLog
 from farstep.head.members.worker_records import ResetRequest
 from farstep.rollout.seeds import fresh_root, resumed_root
 from farstep.schema import map_leaves, nest
@@ -29,7 +30,6 @@ from farstep.sync import Always
 
 Space = gymnasium.spaces.Space[Any]
 _MAX_STALENESS = 1000
-log = logging.getLogger("farstep")
 
 
 class ClusterEnv:
@@ -73,6 +73,7 @@ class ClusterEnv:
         self.num_workers = self.config.num_workers(self.env_config.envs_per_node)
         self.seed = fresh_root() if self.env_config.seed is None else self.env_config.seed
         self._collector: Collector | None = None
+        self._events = EventLog()
         self._launching = threading.Lock()
         self._closing = threading.RLock()
         self._closed = False
@@ -105,7 +106,7 @@ class ClusterEnv:
         with self._launching:
             self._check_open()
             if self._collector is None:
-                collector = Collector(self.env_config, self.config, self.seed)
+                collector = Collector(self.env_config, self.config, self.seed, self._events)
                 # Closes at garbage collection and at interpreter exit, too, if close() is never called.
                 self._finalizer = weakref.finalize(self, Collector.close, collector)
                 self._collector = collector
@@ -371,7 +372,7 @@ class ClusterEnv:
             ) from None
         version, workers = saved["version"], saved["workers"]
         if reason := self.cannot_replay:
-            log.warning("restarting all episodes instead of resuming them: %s", reason)
+            self._events.emit("warned", f"restarting all episodes instead of resuming them: {reason}")
             workers = []
         self._launched().resume(agent, version, resumed_root(self.seed, version), workers, actions)
 
@@ -413,12 +414,59 @@ class ClusterEnv:
         """
         return self._launched().snapshot()
 
+    def events(self, kinds: EventKind | Collection[EventKind] | None = None, since: float = 0.0) -> list[Event]:
+        """Return the latest events of the run, at most 1,000; also before `launch` and after `close`.
+
+        Args:
+            kinds: The kinds to return, such as `"lost"` or `["lost", "stuck"]`; None: all.
+            since: Unix time in seconds; only later events are returned. Pass the `time` of the last event that you have
+                seen to get those after it.
+
+        Returns:
+            The events, oldest first.
+
+        Raises:
+            ConfigError: A kind is unknown.
+        """
+        if kinds is None:
+            return self._events.events(None, since)
+        chosen = [kinds] if isinstance(kinds, str) else list(kinds)
+        return self._events.events([_known_kind(kind) for kind in chosen], since)
+
+    def emit_event(
+        self, kind: EventKind, text: str, *, worker: int | None = None, node: str = "", traceback: str = ""
+    ) -> None:
+        """Add an event of your own to those of the run, from any thread; it is also logged.
+
+        Args:
+            kind: The kind, such as `"checkpointed"`, `"evaluated"` or `"warned"`.
+            text: One sentence.
+            worker: Index of the worker, if it concerns one.
+            node: Name of the host, if it concerns one.
+            traceback: For a failure, its traceback or output.
+
+        Raises:
+            ConfigError: The kind is unknown.
+        """
+        self._events.emit(_known_kind(kind), text, worker=worker, node=node, traceback=traceback)
+
 
 def collector_for(env: ClusterEnv, agent: Agent) -> Collector:
     """Launch, make the workers act with this agent, and return the collector, for a workflow that takes chunks."""
     collector = env._launched()
     collector.adopt(agent)
     return collector
+
+
+def event_log_of(env: ClusterEnv) -> EventLog:
+    """Return the events of a run, for readers that subscribe to them."""
+    return env._events
+
+
+def _known_kind(kind: EventKind) -> EventKind:
+    if kind not in EVENT_KINDS:
+        raise ConfigError(unknown_name("kind of event", str(kind), EVENT_KINDS))
+    return kind
 
 
 def check_saved(env: ClusterEnv, agent: Agent, saved: object, actions: Sequence[Mapping[str, Array]]) -> None:

@@ -128,6 +128,11 @@ class WorkerError(FarstepError):
         """
         WorkerError.__init__(self, f"{text} {self.message}", self.where, self.remote_traceback, self.output)
 
+    @property
+    def evidence(self) -> str:
+        """The traceback on the worker, or else the tail of its output; empty if neither is known."""
+        return self.remote_traceback or self.output
+
     def __str__(self) -> str:
         return str(self.args[0])  # KeyError, which `remote_error` may mix in, would return a repr
 
@@ -333,6 +338,7 @@ EXTRAS = {
     "tensorboard": "tensorboard",
     "torch": "torch",
     "wandb": "wandb",
+    "yaml": "yaml",
 }
 """The extra of farstep that installs a module."""
 

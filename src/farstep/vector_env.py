@@ -208,6 +208,17 @@ class ClusterVectorEnv(VectorEnv[Any, Any, Any]):
         self._done = terminated | truncated
         return self._observation(1), reward, terminated, truncated, self._merged(infos)
 
+    def stats(self) -> dict[str, Any]:
+        """Return how workers spent their time.
+
+        Returns:
+            `time`, with the seconds of each part: `workers` (summed over all) and `per_worker`, as in
+            `ClusterEnv.stats`.
+        """
+        times = self._stepper.times
+        with self._stepper.server.locked():
+            return {"time": {"workers": times.total(), "per_worker": times.per_worker()}}
+
     def _checked(self, actions: Nested) -> dict[str, Array]:
         try:
             arrays = {name: np.asarray(leaf) for name, leaf in leaves(self._action, actions)}

@@ -108,6 +108,10 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str,
         (["watch", "nowhere", "--fps", "0"], ["fps=0", "30"]),
         (["watch", "nowhere", "--max-steps", "0"], ["max_steps"]),
         (["watch", "nowhere", "--seed", "-1"], ["seed", "-1"]),
+        (["eval"], ["folder of a run", "farstep eval runs/NAME"]),
+        (["eval", "nowhere"], ["nowhere", "does not exist"]),
+        (["eval", "nowhere", "--episodes", "0"], ["episodes", "at least 1"]),
+        (["eval", "nowhere", "--greedy", "--sample"], ["--greedy and --sample"]),
         (["plot"], ["at least one run"]),
         (["plot", "nowhere"], ["nowhere"]),
         (["kubernetes", "--image", "x"], ["--print"]),
@@ -248,7 +252,7 @@ def test_what_cannot_change_is_said_as_it_is_typed(
     assert status == 1 and f"was started with {before} and cannot be resumed with {option}." in error
 
 
-@pytest.mark.parametrize("command", ["train", "watch"])
+@pytest.mark.parametrize("command", ["train", "eval", "watch"])
 def test_what_torch_is_needed_for_says_so(
     command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -258,14 +262,17 @@ def test_what_torch_is_needed_for_says_so(
     assert f"'farstep {command}' needs the package torch" in error and "pip install torch" in error
 
 
-def test_comparison_does_not_replace_the_picture_of_its_first_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_plots_are_written_to_the_current_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runs = [RunFolder.create(tmp_path, name, {}) for name in ("one", "other")]
+    runs = [RunFolder.create(tmp_path / "runs", name, {}) for name in ("one", "other")]
     for run in runs:
         run.metrics_file.write_text('{"step": 1, "env/return_mean": 1.0}\n{"step": 2, "env/return_mean": 2.0}\n')
-    assert said(capsys, "plot", str(runs[0].path))[:2] == (0, f"{runs[0].plots / 'run.png'}\n")
-    picture = (runs[0].plots / "run.png").read_bytes()
-    compared = runs[0].plots / "comparison.png"
-    assert said(capsys, "plot", *(str(run.path) for run in runs))[:2] == (0, f"{compared}\n")
-    assert (runs[0].plots / "run.png").read_bytes() == picture != compared.read_bytes()
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    assert said(capsys, "plot", str(runs[0].path))[:2] == (0, "one.png\n")
+    assert said(capsys, "plot", *(str(run.path) for run in runs))[:2] == (0, "comparison.png\n")
+    assert said(capsys, "plot", str(runs[0].path), "--out", "deep/own.svg")[:2] == (0, "deep/own.svg\n")
+    assert sorted(entry.name for entry in here.iterdir()) == ["comparison.png", "deep", "one.png"]
+    assert {entry.name for entry in runs[0].path.iterdir()} == {"config.json", "metrics.jsonl", "checkpoints", "videos"}

@@ -581,7 +581,8 @@ def test_stats_has_every_counter_of_the_design() -> None:
             "lag_max": 0,
             "lag_histogram": [{0: 3}, {0: 3}],
         }
-        assert stats["wait"].keys() == {"tickets", "weights", "learner", "transfer"}
+        assert stats["time"].keys() == {"workers", "per_worker", "learner", "head"}
+        assert len(stats["time"]["per_worker"]) == len(stats["workers"]["steps_per_second"]) == 2
         assert stats["divergence"] == {}
         assert stats["dropped"] == {}
         assert stats["episodes"]["length_mean"] > 1

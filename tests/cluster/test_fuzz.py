@@ -54,6 +54,7 @@ ROOT = Path(__file__).parents[2]
 CASES = 25_000
 NODE = "0123456789abcdef"
 SCHEMA = {"action": ArraySpec((2,), "<f4")}
+TIMES = m.Times(0.5, 0.25, 0.5, 0.125, 0.5)
 FROM_WORKER: list[m.FromWorker] = [
     m.Hello(0, 0, "run", "host", 1, versions()),
     m.Ready(pack(gymnasium.spaces.Box(-1, 1, (3,))), pack(gymnasium.spaces.Discrete(4))),
@@ -70,8 +71,7 @@ FROM_WORKER: list[m.FromWorker] = [
         unmeasured="why",
         syncs=1,
         synced_bytes=100,
-        tickets_s=0.5,
-        weights_s=0.5,
+        times=TIMES,
         keys=["obs", "reward"],
         codecs=["", "lz4"],
         first=3,

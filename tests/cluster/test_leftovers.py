@@ -136,7 +136,7 @@ def test_a_program_that_ends_without_close_says_nothing(tmp_path: Path) -> None:
     for name, head in heads.items():
         output, errors = head.process.communicate(timeout=60)
         # On a busy machine a slow start is logged.
-        said = [line for line in errors.splitlines() if not line.startswith("waiting for ")]
+        said = [line for line in errors.splitlines() if not line.startswith("waiting ")]
         assert (head.process.returncode, output, said) == (0, "", []), name
         head.assert_nothing_left()
 

@@ -53,7 +53,7 @@ def test_workers_that_are_slow_to_build_environments_are_named(
         launching = threading.Thread(target=env.launch)
         launching.start()
         try:
-            eventually(lambda: "worker 0 is constructing" in caplog.text)
+            eventually(lambda: "s for worker 0, constructing (slot 0)" in caplog.text)
         finally:
             gate.touch()
             launching.join(60)

@@ -134,7 +134,7 @@ def test_an_agent_that_cannot_be_compared_pulls_every_version_and_one_warning_sa
     assert stats["weight_syncs"]["per_worker"] == [5, 5]
     assert stats["divergence"] == {} and stats["bytes"]["probes_sent"] == 0
     # On a busy machine a slow start is logged.
-    (said,) = [text for text in caplog.messages if not text.startswith("waiting for ")]
+    (said,) = [text for text in caplog.messages if not text.startswith("waiting ")]
     for words in ("pull every version", "MuteAgent has no distribution(obs)", "'logits'", '"distribution"'):
         assert words in said
 

@@ -171,3 +171,22 @@ def test_a_daemon_whose_hello_cannot_be_decoded_is_refused_with_both_versions(tm
     env = farstep.ClusterEnv({"env_name": "CartPole-v1"}, config(tmp_path, setup=[f"export PYTHONPATH={folders}"]))
     with pytest.raises(LaunchError, match=rf"farstep {re.escape(VERSION)} here and 9\.9 on the worker"):
         env.launch()
+
+
+@pytest.mark.timeout(300)
+def test_times_of_workers_on_a_node_that_leaves_and_returns_continue(tmp_path: Path) -> None:
+    source = {"type": "factory", "env_name": CountingEnv, "envs_per_node": 1, "seed": 1}
+    with farstep.ClusterEnv(source, config(tmp_path, nodes=1, max_nodes=2, min_nodes=1, workers_per_node=1)) as env:
+        wait_for_columns(env, 1)
+        first, second = env.stats()["time"]["per_worker"]
+        assert first["env"] > 0 == sum(second.values()), "the second worker has no node yet"
+        env.scale(2)
+        wait_for_columns(env, 2)
+        joined = env.stats()["time"]["per_worker"][1]
+        env.scale(1)
+        wait_for_columns(env, 1)
+        env.scale(2)
+        wait_for_columns(env, 2)
+        stats = env.stats()
+    assert stats["time"]["per_worker"][1]["env"] > joined["env"] > 0
+    assert len(stats["workers"]["steps_per_second"]) == 2

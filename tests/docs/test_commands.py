@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from farstep.cli.train import _options
 from farstep.learners.async_ppo import AsyncPPOConfig
 from farstep.learners.impala import ImpalaConfig
 from farstep.learners.loop.run_config import RunConfig
@@ -36,7 +37,7 @@ def shell(script: str, folder: Path) -> str:
     program.chmod(0o755)
     environment = os.environ | {"PATH": f"{program.parent}:{os.environ['PATH']}"}
     done = subprocess.run(
-        ["bash", "-e", "-c", script], cwd=folder, env=environment, capture_output=True, text=True, timeout=170
+        ["bash", "-e", "-c", script], cwd=folder, env=environment, capture_output=True, text=True, timeout=280
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -72,14 +73,24 @@ def test_a_learners_page_has_no_metric_that_is_not_logged_and_every_option(learn
     assert known <= {"train/", *OF_EVERY_RUN}
 
 
+def test_the_configuration_file_of_the_page_is_accepted(tmp_path):
+    (text,) = re.findall(r"^```yaml\n(.*?)^```$", (DOCS / "training.md").read_text(), re.S | re.M)
+    (tmp_path / "run.yaml").write_text(text)
+    options = _options("ppo", ["--config", str(tmp_path / "run.yaml")])
+    assert (options.run.env, options.run.env_kwargs) == ("LunarLander-v3", '{"continuous": true}')
+    assert (options.learner.learning_rate, options.learner.net.hidden, options.nodes.nodes) == (3e-4, (128, 128), 4)
+
+
 def test_the_page_of_training_has_every_option():
     page = (DOCS / "training.md").read_text()
     for field in (*fields(RunConfig), *fields(NetConfig)):
         assert f"`--{field.name.replace('_', '-')}" in page, field.name
 
 
-def test_a_run_is_trained_resumed_watched_and_plotted(tmp_path):
-    shell(commands("training.md"), tmp_path)
+def test_a_run_is_trained_resumed_evaluated_watched_plotted_and_repeated(tmp_path):
+    output = shell(commands("training.md"), tmp_path)
+    assert "version 3, after 12,288 steps; 5 episodes" in output
+    assert [row["step"] for row in metrics(tmp_path / "runs" / "again")] == [4096]
     run = tmp_path / "runs" / "first"
     assert [row["step"] for row in metrics(run)] == [4096, 8192, 12288]
-    assert list((run / "videos").glob("*.mp4")) and list((run / "plots").glob("*.png"))
+    assert list((run / "videos").glob("*.mp4")) and (tmp_path / "first.png").exists()

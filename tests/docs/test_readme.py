@@ -58,6 +58,15 @@ def test_the_code_of_a_page_is_one_script_and_prints_what_it_says(page, tmp_path
     assert run.stdout == printed
 
 
+def test_the_guides_example_of_events_prints_what_it_says(tmp_path):
+    text = (ROOT / "docs/guide.md").read_text().partition("\n## Events\n")[2].partition("\n## ")[0]
+    ((code, printed),) = re.findall(r"^```python\n(.*?)^```\n\n```\n(.*?)^```$", text, re.S | re.M)
+    (tmp_path / "script.py").write_text(code)
+    run = subprocess.run([sys.executable, "script.py"], capture_output=True, text=True, timeout=280, cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout == printed
+
+
 def test_the_readme_and_its_example_are_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 120
     assert len([line for line in example("README.md")[0].splitlines() if line.strip()]) == 12
@@ -77,7 +86,7 @@ def test_the_readmes_commands_are_accepted():
     train = pytest.importorskip("farstep.cli.train")
     blocks = "".join(re.findall(r"^```bash\n(.*?)^```$", (ROOT / "README.md").read_text(), re.S | re.M))
     lines = re.findall(r"^farstep (\w+) (.*?)(?: +#.*)?$", blocks, re.M)
-    assert [command for command, _ in lines] == ["train", "train", "watch", "plot"]
+    assert [command for command, _ in lines] == ["train", "train", "eval", "watch", "plot"]
     learner, *options = lines[0][1].split()
     assert train._options(learner, options).run.env == "CartPole-v1"
 

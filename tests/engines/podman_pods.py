@@ -12,6 +12,7 @@ from typing import Any
 
 import farstep.launch
 from farstep.config.kubernetes import KubernetesConfig
+from farstep.head.events import EventLog
 from farstep.launch.daemon.guardian import Guardian
 from farstep.launch.engine import Group, RequestStatus
 from farstep.launch.kubernetes.engine import KubernetesEngine
@@ -110,7 +111,7 @@ class PodmanEngine:
         self._config, self._asked, self._guardian = config, 0, Guardian()
 
     def listen_on(self) -> Sequence[str]:
-        return KubernetesEngine(self._config).listen_on()
+        return KubernetesEngine(self._config, EventLog().emit).listen_on()
 
     def request(self, nodes: int, bootstrap: bytes) -> Played:
         run = str(json.loads(bootstrap)["run"])
@@ -158,8 +159,8 @@ class Played(Group):
         self._guardian.unregister(self._name)
 
 
-def _engine_for(config: Any, workers_per_node: int, known: Any = farstep.launch._engine_for) -> Any:
-    return PodmanEngine(config) if isinstance(config, PodmanConfig) else known(config, workers_per_node)
+def _engine_for(config: Any, workers_per_node: int, emit: Any, known: Any = farstep.launch._engine_for) -> Any:
+    return PodmanEngine(config) if isinstance(config, PodmanConfig) else known(config, workers_per_node, emit)
 
 
 farstep.launch._engine_for = _engine_for

@@ -9,6 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from farstep.head.events import EventLog
 from farstep.launch.engine import Group, RequestStatus
 from farstep.launch.groups import WatchedGroup
 
@@ -40,7 +41,7 @@ class Jobs(RuleBasedStateMachine):
     @initialize(sizes=st.lists(st.integers(1, 3), min_size=1, max_size=3))
     def submit(self, sizes: list[int]) -> None:
         self.jobs = [Job(number, size) for number, size in enumerate(sizes)]
-        self.watched = WatchedGroup(sum(sizes), never)
+        self.watched = WatchedGroup(sum(sizes), never, EventLog().emit)
         self.seen = False
         self.look()
 

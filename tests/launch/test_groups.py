@@ -10,6 +10,7 @@ import pytest
 
 from farstep.config.launch import RESTART_WINDOW_S, SSHConfig
 from farstep.errors import LaunchError
+from farstep.head.events import EventLog
 from farstep.launch import groups as module
 from farstep.launch.engine import EngineLost, Group, RequestStatus
 from farstep.launch.groups import Groups
@@ -76,7 +77,7 @@ def make(engine: Fake, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[...
 
     def make(nodes: int = 2, here: int = 2, **options: Any) -> Groups:
         config = SSHConfig(hosts=[f"h{i}" for i in range(nodes)], **{"restart_budget": 3, **options})
-        made.append(Groups(engine, config, lambda number: str(number).encode()))
+        made.append(Groups(engine, config, lambda number: str(number).encode(), EventLog().emit))
         made[-1].request(nodes)
         for _ in range(here):
             made[-1][0].joined("a node")

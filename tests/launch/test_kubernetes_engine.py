@@ -16,6 +16,7 @@ import pytest
 
 from farstep.config.kubernetes import KubernetesConfig
 from farstep.errors import LaunchError
+from farstep.head.events import EventLog
 from farstep.launch.kubernetes import api as kubernetes_api
 from farstep.launch.kubernetes.engine import KubernetesEngine, Pods
 from tests.launch.fake_kubernetes import FakeKubernetes, kubeconfig, serving
@@ -36,7 +37,7 @@ def engine() -> Iterator[Any]:
     engines: list[KubernetesEngine] = []
 
     def make(**options: Any) -> KubernetesEngine:
-        engines.append(KubernetesEngine(KubernetesConfig(image="farstep:1", **options)))
+        engines.append(KubernetesEngine(KubernetesConfig(image="farstep:1", **options), EventLog().emit))
         return engines[-1]
 
     yield make
@@ -247,7 +248,8 @@ HEAD = """
 import signal, sys
 from farstep.launch.kubernetes.engine import KubernetesEngine
 from farstep.config.kubernetes import KubernetesConfig
-engine = KubernetesEngine(KubernetesConfig(image="farstep:1"))
+from farstep.head.events import EventLog
+engine = KubernetesEngine(KubernetesConfig(image="farstep:1"), EventLog().emit)
 engine.request(2, sys.argv[1].encode())
 print(flush=True)
 signal.pause()

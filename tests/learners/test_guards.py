@@ -18,7 +18,7 @@ def warnings(updates: int = 60, pulls_every: int = 3, **changes: float) -> list[
     guards = Guards()
     found: list[str] = []
     for k in range(updates):
-        metrics = {**HEALTHY, "sync/weight_syncs": float(k // pulls_every)}
+        metrics = {**HEALTHY, "sync/pulls_per_worker": float(k // pulls_every)}
         metrics |= {name.replace("__", "/"): value for name, value in changes.items()}
         if pulls_every > updates:
             metrics["lag/versions_mean"] = float(k)

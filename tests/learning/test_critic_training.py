@@ -120,7 +120,7 @@ def test_workers_with_a_kl_threshold_pull_nothing_during_critic_warmup() -> None
     """Action distributions of old and new weights are equal."""
     seen = watched("CartPole-v1", CONFIGS["ppo"](critic_warmup_updates=3), 6, kl_threshold=1e-9)
     assert all(torch.equal(seen.policies[0], policy) for policy in seen.policies[1:4])
-    pulls = [row["sync/weight_syncs"] for row in seen.rows]
+    pulls = [row["sync/pulls_per_worker"] for row in seen.rows]
     assert pulls[0] == pulls[2] < pulls[-1]
     assert [row["lag/versions_max"] for row in seen.rows[:3]] == [0, 1, 2]
 

@@ -21,6 +21,7 @@ from farstep.learners.async_ppo import AsyncPPOConfig
 from farstep.learners.impala import ImpalaConfig
 from farstep.learners.loop.evaluation import Evaluator
 from farstep.learners.loop.run_config import RunConfig
+from farstep.learners.loop.timing import WORKER_METRICS
 from farstep.learners.networks.nets import NetConfig, make_agent
 from farstep.learners.optimizing import Optimizer
 from farstep.learners.ppo import PPOConfig
@@ -144,7 +145,10 @@ def test_bytes_of_weights_and_probes_are_logged_over_tcp(tmp_path: Path) -> None
     options = ["--num-envs", "4", "--num-steps", "64", "--total-steps", "1024", "--kl-threshold", "0.0001"]
     assert main(["train", "ppo", "--env", "CartPole-v1", *options, *where]) == 0
     last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
-    assert last["sync/weight_syncs"] >= 2 and last["sync/weights_bytes"] > 0 and last["sync/probes_bytes"] > 0
+    assert last["sync/pulls_per_worker"] >= 2 and last["sync/weights_bytes"] > 0 and last["sync/probe_bytes"] > 0
+    assert 0 <= last["sync/divergence_mean"] <= last["sync/divergence_max"]
+    parts = [last[name] for name in WORKER_METRICS.values()]
+    assert min(parts) > 0, "environment, inference, tickets, sending and weights all took time"
     run = RunConfig(env="CartPole-v1", workers=1, transport="tcp")
     assert run.launch_config() == LocalConfig(workers_per_node=1, transport="tcp")
 
@@ -188,7 +192,7 @@ class Endless(gymnasium.Env[Any, Any]):
 def test_an_evaluation_whose_episodes_do_not_end_is_cut_off(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("farstep.learners.loop.evaluation._MAX_STEPS", 128)
+    monkeypatch.setattr("farstep.learners.loop.evaluation.MAX_STEPS", 128)
     with make_env(Endless, 2, launcher="in-process") as env:
         agent = make_agent(*env.launch(), NetConfig(), 0.99)
         evaluator = Evaluator(env.env_config, 2, seed=0)

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import termios
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -38,8 +39,8 @@ METRICS = {
     "lag/versions_max": 1,
     "time/step": 1.0,
     "time/collect": 0.61,
-    "time/train": 0.37,
-    "sync/weight_syncs": 1200,
+    "time/actor_training": 0.37,
+    "sync/pulls_per_worker": 150,
     "sync/weights_bytes": 42e6,
     "workers/alive": 8,
     "workers/restarts": 0,
@@ -77,27 +78,32 @@ def after(*updates: dict[str, float], total_steps: int = 500_000) -> RunStatus:
 def test_the_line_says_how_the_run_stands() -> None:
     status = RunStatus(500_000)
     status.update(51_200, METRICS, 0.0)
-    assert line(status) == (
+    assert line(status, 0.0) == (
         "steps 51,200 of 500,000 (10 %) · return 123.4 · 8,210 steps/s · staleness 0.5 · "
         "collect 61 % train 37 % other 2 %"
     )
     status.update(53_248, {**EVALUATION, "workers/restarts": 2, "dropped/stale": 30, "dropped/lost": 0}, 1.0)
-    assert "return 123.4 · evaluation 433.2 · " in line(status)
-    assert "restarts 2 · dropped 30" in line(status)
+    assert "(11 %) · 0:03:38 left · return 123.4 · evaluation 433.2 · " in line(status, 1.0)
+    assert "restarts 2 · dropped 30" in line(status, 1.0)
+    assert line(status, 1.0, "slow\nenvironment").endswith(" · slow environment")
+    status.update(500_000, {}, 2.0)
+    assert "left" not in line(status, 2.0)
 
 
 def test_what_is_not_a_number_is_as_if_it_were_not_there() -> None:
-    status = after({"env/return_mean": 5.0}, {"env/return_mean": math.nan, "time/train": math.inf})
+    status = after({"env/return_mean": 5.0}, {"env/return_mean": math.nan, "time/actor_training": math.inf})
     assert status.latest == {"env/return_mean": 5.0} and status.returns == [5.0] and not status.shares()
-    assert line(after({"env/return_mean": math.nan})) == "steps 2,048 of 500,000 (0 %)"
+    assert line(after({"env/return_mean": math.nan}), 1.0) == "steps 2,048 of 500,000 (0 %)"
 
 
 def test_shares_are_of_the_recent_updates_and_sum_to_one() -> None:
     status = after({"time/step": 2.0, "time/collect": 1.0, "time/recompute_logprobs": 0.5, "time/publish": 0.0})
     assert status.shares() == {"collect": 0.5, "recompute": 0.25, "other": 0.25}
     for position in range(20):
-        status.update(5000 + position, {"time/step": 1.0, "time/train": 1.0}, 5.0)
+        status.update(5000 + position, {"time/step": 1.0, "time/actor_training": 1.0}, 5.0)
     assert status.shares() == {"train": 1.0}
+    with_workers = after({"time/step": 1.0, "time/collect": 1.0, "time/env/env_interact_step": 0.7})
+    assert with_workers.shares() == {"collect": 1.0}, "workers spend their time at the same time"
     overlapping = after({"time/step": 1.0, "time/collect": 1.0, "time/evaluate": 1.0})
     assert overlapping.shares() == {"collect": 0.5, "evaluate": 0.5}
 
@@ -158,7 +164,7 @@ def test_the_picture_shows_everything() -> None:
         "433.2 ± 12.0   version 20",
         "8,210 steps/s",
         "0.50 versions   at most 1",
-        "version 24   1,200 syncs   42.0 MB",
+        "version 24   150 pulls per worker   42.0 MB",
         "8 alive   1 restart   dropped: stale 12",
         "█ collect 61 %   ▓ train 37 %   ▒ other 2 %",
     ):
@@ -173,23 +179,60 @@ def test_before_the_first_update_it_says_so() -> None:
 
 @pytest.mark.parametrize("width", [20, 40, 60, 80, 100, 200])
 def test_the_picture_fits_any_terminal(width: int) -> None:
-    phases = ("collect", "recompute_logprobs", "advantages", "train", "publish", "checkpoint", "evaluate")
+    phases = ("collect", "recompute_logprobs", "advantages", "actor_training", "publish", "checkpoint", "evaluate")
     text = shown(after(METRICS | EVALUATION | {f"time/{name}": 0.1 for name in phases}), width)
     assert {len(each) for each in text.splitlines()} == {min(width, 100)}
 
 
-def test_plain_lines_come_at_most_every_ten_seconds_and_at_both_ends() -> None:
+def test_plain_lines_come_at_most_every_five_seconds_and_at_both_ends() -> None:
     console, clock = Console(file=io.StringIO(), width=40), FakeClock()
     logger = PlainLines(10_000, console, clock)
-    for step in range(1, 26):
+    for step in range(1, 14):
         logger.log(step * 100, METRICS)
         clock.advance(1.0)
+    logger.show("the environment is slow", EVENTS)
     logger.close()
     logger.close()
     lines = written(console).splitlines()
-    assert [each.split(" (")[0] for each in lines] == [
-        f"steps {n} of 10,000" for n in ("100", "1,100", "2,100", "2,500")
+    assert [each.split(" · return")[0] for each in lines] == [
+        "steps 100 of 10,000 (1 %)",
+        "steps 600 of 10,000 (6 %) · 0:01:34 left",
+        "steps 1,100 of 10,000 (11 %) · 0:01:29 left",
+        "steps 1,300 of 10,000 (13 %) · 0:01:26 left",
     ]
+    assert [each.endswith(" · the environment is slow") for each in lines] == [False, False, False, True]
+
+
+@dataclass(frozen=True)
+class Event:
+    time: float
+    kind: str
+    text: str
+
+
+EVENTS = [Event(60.0 * i, kind, f"worker {i}\nof [red]") for i, kind in enumerate(("lost", "joined", "stuck", "lost"))]
+SENTENCE = "the environment is slow: workers spend 93 % of their time in step; use more workers, or a faster one"
+
+
+def test_panel_has_the_diagnosis_and_the_latest_three_events() -> None:
+    console = Console(file=io.StringIO(), width=80, color_system=None)
+    console.print(panel(after(METRICS), "run", 1.0, 1.0, 80, diagnosis=SENTENCE, events=EVENTS))
+    text = written(console)
+    assert {len(each) for each in text.splitlines()} == {80}
+    words = " ".join(re.sub("[│╰╯─]", " ", text).split())
+    assert SENTENCE in words, "a long sentence is wrapped, not cut off"
+    shown_events = re.findall(r"\d\d:\d\d:00 (\w+)  worker (\d) of \[red\]", text)
+    assert shown_events == [("joined", "1"), ("stuck", "2"), ("lost", "3")]
+    assert "diagnosis" not in shown(after(METRICS)) and "events" not in shown(after(METRICS))
+
+
+def test_live_display_shows_what_it_is_given() -> None:
+    console = terminal()
+    live = LiveDisplay(500_000, "CartPole-v1", console)
+    live.log(51_200, METRICS)
+    live.show("the learner is slow", EVENTS)
+    live.close()
+    assert "the learner is slow" in plain(console) and "worker 3 of [red]" in plain(console)
 
 
 def test_a_stream_of_ascii_gets_ascii() -> None:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from farstep.errors import ConfigError, RunError
+from farstep.head.events import EventLog
 from farstep.observe.files import read_rows
 from farstep.observe.loggers import JsonlLogger, Loggers, TensorBoardLogger, WandbLogger
 
@@ -117,6 +118,15 @@ def test_a_logger_that_fails_is_reported_once_and_left_out(tmp_path: Path, caplo
     assert bad.calls == 1 and bad.closed == 1 and good.closed == 1
     [record] = caplog.records
     assert "Kept failed at step 1" in record.message and "the network is gone" in record.message
+
+
+def test_a_logger_that_fails_is_an_event_with_its_traceback() -> None:
+    events = EventLog()
+    with Loggers(Kept(RuntimeError("the network is gone")), emit=events.emit) as loggers:
+        loggers.log(1, {"a": 1.0})
+    (event,) = events.events()
+    assert "Kept failed at step 1" in event.text and event.kind == "warned"
+    assert "RuntimeError: the network is gone" in event.traceback
 
 
 def test_all_loggers_are_closed_though_one_fails(tmp_path: Path, caplog) -> None:

@@ -134,18 +134,59 @@ def test_one_run_needs_no_legend(tmp_path: Path, monkeypatch) -> None:
     assert not figures[0].legends and figures[0].get_suptitle() == "only"
 
 
-def test_metrics_that_are_not_there_are_named(tmp_path: Path, monkeypatch) -> None:
+def titles(figure: Any) -> list[str]:
+    return [axes.get_title(loc="left") for axes in figure.axes]
+
+
+def test_there_is_no_panel_for_what_did_not_happen(tmp_path: Path, monkeypatch) -> None:
     figures = as_drawn(monkeypatch)
-    run = RunFolder.create(tmp_path, "a", {})
-    run.metrics_file.write_text('{"step": 5, "env/return_mean": 3.0}\n')
-    plot([run.path], tmp_path / "a.png")
-    said = [[text.get_text() for text in axes.texts] for axes in figures[0].axes]
-    assert said == [
-        [],
-        ["no env/return_mean with seconds in the metrics"],
-        ["no rate/steps_per_second in the metrics"],
-        ["no lag/versions_mean in the metrics"],
+    row: dict[str, float] = {"step": 5, "env/return_mean": 3.0, "lag/versions_mean": 0.0, "lag/versions_max": 0.0}
+    more: list[dict[str, float]] = [{}, {"seconds": 2.0}, {"lag/versions_max": 1.0}, {"workers/restarts": 0}]
+    more += [{"workers/restarts": 2}, {"dropped/stale": 4}]
+    for position, metrics in enumerate(more):
+        run = RunFolder.create(tmp_path, f"run{position}", {})
+        run.metrics_file.write_text(json.dumps(row | metrics) + "\n")
+        plot([run.path], tmp_path / "a.png")
+    assert [titles(figure) for figure in figures] == [
+        ["Return"],
+        ["Return", "Return over time", "Throughput in steps per second"],
+        ["Return", "Staleness in policy versions"],
+        ["Return"],
+        ["Return", "Worker restarts so far"],
+        ["Return", "Dropped chunks per update"],
     ]
+    assert not any(axes.get_legend() for axes in figures[0].axes), "there was no evaluation"
+    (tmp_path / "run0" / "metrics.jsonl").write_text('{"step": 5}\n')
+    with pytest.raises(RunError, match=r"run0: no episode has ended.*nothing to plot"):
+        plot([tmp_path / "run0"], tmp_path / "b.png")
+
+
+def test_throughput_is_that_of_a_window(tmp_path: Path, monkeypatch) -> None:
+    """A run that becomes four times as fast is drawn so, while the mean since its start has hardly changed."""
+    run = RunFolder.create(tmp_path, "run", {})
+    rows, seconds = [], 0.0
+    for update in range(1, 121):
+        seconds += 4.0 if update <= 100 else 1.0
+        rows.append({"step": update * 1000, "seconds": seconds, "rate/steps_per_second": update * 1000 / seconds})
+    rows.append({"step": 120_000, "seconds": seconds, "eval/return_mean": 1.0})
+    run.metrics_file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    xs, ys = Run.read(run.path).speed(10)
+    assert xs.tolist() == [update * 1000.0 for update in range(1, 121)]
+    assert set(ys[:100]) == {250.0} and set(ys[109:]) == {1000.0}
+    assert ys[104] == pytest.approx(10_000 / 25)
+    figures = as_drawn(monkeypatch)
+    plot([run.path], tmp_path / "a.png")
+    *_, speed = figures[0].axes
+    np.testing.assert_allclose(max(speed.lines, key=lambda line: line.get_linewidth()).get_ydata(), ys)
+
+
+def test_counters_are_drawn_as_what_was_added(tmp_path: Path) -> None:
+    run = RunFolder.create(tmp_path, "run", {})
+    rows: list[dict[str, float]] = [{}, {"dropped/stale": 2}, {"dropped/stale": 2, "dropped/cancelled": 3}, {}]
+    rows += [{"dropped/stale": 1}]  # a resumed run counts from zero
+    lines = [json.dumps({"step": step} | row) + "\n" for step, row in enumerate(rows)]
+    run.metrics_file.write_text("".join(lines))
+    assert Run.read(run.path).increase("dropped/")[1].tolist() == [0, 2, 3, 0, 0]
 
 
 def test_runs_that_cannot_be_drawn_are_named(tmp_path: Path) -> None:

@@ -48,13 +48,13 @@ def test_a_run_is_named_after_what_it_does(env_id: str, seed: int | None, name: 
 def test_a_new_run_has_its_parts_and_its_options(tmp_path: Path) -> None:
     run = RunFolder.create(tmp_path / "new" / "root", "first", {"learner": Options(), "gamma": 0.99})
     assert run.config_file.name == "config.json" and run.metrics_file.name == "metrics.jsonl"
-    assert all(folder.is_dir() for folder in (run.checkpoints, run.videos, run.plots))
+    assert all(folder.is_dir() for folder in (run.checkpoints, run.videos))
     again = RunFolder.open(str(run.path))
     assert again == run
     assert again.read_config() == {"learner": {"seed": 1, "mode": "fast", "root": "runs"}, "gamma": 0.99}
     run.write_config({"gamma": float("inf"), "env": Options})
     assert run.read_config() == {"gamma": float("inf"), "env": f"{__name__}:Options"}
-    assert sorted(path.name for path in run.path.iterdir()) == ["checkpoints", "config.json", "plots", "videos"]
+    assert sorted(path.name for path in run.path.iterdir()) == ["checkpoints", "config.json", "videos"]
 
 
 def test_a_taken_name_gets_a_number(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from farstep.checkpoint import folder as checkpoint
 from farstep.cli import main
 from farstep.errors import CheckpointError, RunError
 from farstep.observe import signing
+from farstep.observe.event_files import EventFile
 from farstep.observe.loggers import JsonlLogger
 from farstep.observe.run_folder import RunFolder
 from farstep.version import VERSION
@@ -89,11 +90,15 @@ REASONS = {
 @pytest.mark.parametrize("how", FOREIGN)
 def test_a_config_of_others_needs_trust(how: str, run: Path, state: Path, capsys: pytest.CaptureFixture[str]) -> None:
     FOREIGN[how](run, state)
-    for arguments in (["watch", str(run)], ["train", "ppo", "--resume", str(run), "--total-steps", "256"]):
+    for arguments in (
+        ["eval", str(run)],
+        ["watch", str(run)],
+        ["train", "ppo", "--resume", str(run), "--total-steps", "256"],
+    ):
         assert main(arguments) == 1
         error = capsys.readouterr().err
         assert REASONS[how] in error and "the gymnasium environment 'CartPole-v1'" in error and "--trust" in error
-    assert main(["plot", str(run)]) == 0, "to draw it executes nothing"
+    assert main(["plot", str(run), "--out", str(run / "a.png")]) == 0, "to draw it executes nothing"
 
 
 def test_trusted_run_resumes_and_is_tagged_as_own(run: Path, state: Path) -> None:
@@ -146,7 +151,9 @@ def test_without_a_place_for_the_key_a_run_says_that_it_will_need_trust(
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
     run = RunFolder.create(tmp_path, "run", {"seed": 1})
-    assert "has no tag, so --resume and watch will need --trust" in caplog.text and "Not a directory" in caplog.text
+    assert (
+        "has no tag, so --resume, eval and watch will need --trust" in caplog.text and "Not a directory" in caplog.text
+    )
     assert run.read_signed_config() == ({"seed": 1}, "it has no tag")
 
 
@@ -191,6 +198,9 @@ def test_no_file_is_written_through_a_link(tmp_path: Path) -> None:
     run.metrics_file.symlink_to(target)
     with pytest.raises(RunError, match="metrics cannot be written"):
         JsonlLogger(run.metrics_file)
+    run.events_file.symlink_to(target)
+    with pytest.raises(RunError, match=r"events.jsonl cannot be written"):
+        EventFile(run.events_file)
     assert target.read_text() == "mine"
     (run.checkpoints / ".lock").symlink_to(tmp_path / "new")
     with pytest.raises(CheckpointError, match="could not be saved"):
@@ -212,7 +222,7 @@ def test_modules_in_the_current_folder_are_not_imported(program: str, command: l
     assert not (tmp_path / "executed").exists(), done.stdout + done.stderr
     assert "planted" not in done.stdout + done.stderr and "Traceback" not in done.stderr
     if command[0] == "plot":
-        assert done.returncode == 0 and (run.plots / "run.png").exists(), done.stderr
+        assert done.returncode == 0 and (tmp_path / "run.png").exists(), done.stderr
 
 
 def test_training_imports_modules_of_the_current_folder_behind_all_others(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
 import random
@@ -91,6 +92,9 @@ class StaleFlow:
 
     def wake(self) -> None:
         pass
+
+    def handling(self) -> Any:
+        return contextlib.nullcontext()
 
 
 def test_sampling_consumer_in_a_thread_is_never_skipped_as_stale() -> None:

@@ -61,9 +61,14 @@ class _Update:
 
 
 class UpdateGate:
-    """Tracks the threads that may be changing the agent, and grants publishers their turns."""
+    """Tracks the threads that may be changing the agent, and grants publishers their turns.
 
-    def __init__(self) -> None:
+    Args:
+        warn: Receives a warning about a publisher that has waited for long; default: the logger.
+    """
+
+    def __init__(self, warn: Callable[[str], object] = log.warning) -> None:
+        self._warn = warn
         self.limit_s = 300.0
         """Longest time in seconds that a publisher waits for updates to end."""
         self._changed = threading.Condition()
@@ -272,11 +277,9 @@ class UpdateGate:
             )
         if waited >= WARN_S and not turn.warned:
             turn.warned = True
-            log.warning(
-                "publishing has waited for %.0f s: %s. If that consumer does not change the agent, register it with "
-                "flow.on(..., updates=False).",
-                waited,
-                self._names(turn),
+            self._warn(
+                f"publishing has waited for {waited:.0f} s: {self._names(turn)}. If that consumer does not change the "
+                "agent, register it with flow.on(..., updates=False)."
             )
 
     def _names(self, turn: Turn) -> str:

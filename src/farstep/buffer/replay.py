@@ -224,6 +224,12 @@ class Buffer:
         return 0 if self._contents is None else self._contents.size
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays that hold the rows; 0 before they are allocated."""
+        contents = self._contents
+        return 0 if contents is None else sum(array.nbytes for array in contents.store.blocks.arrays.values())
+
+    @property
     def schema(self) -> Schema:
         """Shape and dtype of each array of a row.
 

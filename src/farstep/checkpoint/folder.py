@@ -35,6 +35,7 @@ from farstep.core import Array
 from farstep.errors import CheckpointError, ConfigError
 
 log = logging.getLogger("farstep")
+Warn = Callable[[str], object]
 T = TypeVar("T")
 
 _META, _MANIFEST, _DONE, _LOCK, _TEMPORARY = "meta.json", "manifest.json", "DONE", ".lock", ".tmp-"
@@ -68,6 +69,7 @@ def save(
     *,
     keep: int = 2,
     lock_timeout_s: float = 60.0,
+    warn: Warn = log.warning,
 ) -> Path:
     """Write the next numbered checkpoint, atomically.
 
@@ -79,6 +81,7 @@ def save(
         meta: Plain data that JSON can represent.
         keep: Number of newest intact checkpoints to keep, at least 1; default: 2.
         lock_timeout_s: Seconds to wait while another process saves to the same path; default: 60.
+        warn: Receives a warning about an older checkpoint that cannot be removed; default: the logger.
 
     Returns:
         The folder of the new checkpoint.
@@ -101,7 +104,7 @@ def save(
             for leftover in root.glob(f"{_TEMPORARY}*"):
                 _remove(leftover)
             folder = _write(root, plan, text)
-            _prune(root, keep)
+            _prune(root, keep, warn)
     except CheckpointError:
         raise
     except OSError as error:
@@ -130,7 +133,9 @@ def load(path: str | os.PathLike[str], *, mmap: bool = False) -> Loaded:
     return load_with(path, lambda loaded: loaded, mmap=mmap)
 
 
-def load_with(path: str | os.PathLike[str], use: Callable[[Loaded], T], *, mmap: bool = False) -> T:
+def load_with(
+    path: str | os.PathLike[str], use: Callable[[Loaded], T], *, mmap: bool = False, warn: Warn = log.warning
+) -> T:
     """Call `use` with the newest intact checkpoint of the folder `path`, and return its result.
 
     Args:
@@ -138,6 +143,7 @@ def load_with(path: str | os.PathLike[str], use: Callable[[Loaded], T], *, mmap:
         use: Restores the content. If it cannot, it raises `files.Refused` before changing anything, and is called
             again with the next older checkpoint.
         mmap: As in `load`.
+        warn: Receives a warning about each newer checkpoint that cannot be used; default: the logger.
 
     Returns:
         What `use` returned.
@@ -149,17 +155,14 @@ def load_with(path: str | os.PathLike[str], use: Callable[[Loaded], T], *, mmap:
     refused: list[str] = []
     for folder in numbered(root):
         try:
-            manifest = _inspect(folder)
-            arrays = {name: files.read_array(folder, name, entry, mmap) for name, entry in manifest.arrays.items()}
-            meta = _read_meta(folder, manifest.meta)
-            found = use(Loaded(arrays=arrays, meta=meta, folder=folder, refused=tuple(refused)))
+            found = use(_read(folder, mmap, tuple(refused)))
         except files.Refused as reason:
             if not folder.exists():  # a concurrent save removed it, so there are newer ones
-                return load_with(path, use, mmap=mmap)
+                return load_with(path, use, mmap=mmap, warn=warn)
             refused.append(f"{folder} is not used: {reason}")
         else:
             for sentence in refused:
-                log.warning("%s", sentence)
+                warn(sentence)
             return found
     if refused:
         advice = (
@@ -171,6 +174,32 @@ def load_with(path: str | os.PathLike[str], use: Callable[[Loaded], T], *, mmap:
         raise CheckpointError(f"{root} is a single checkpoint; load from its parent folder, {root.parent}.")
     what = "holds no checkpoint" if root.is_dir() else "is not a folder" if root.exists() else "does not exist"
     raise CheckpointError(f"{root} {what}; expected a folder of checkpoints, with e.g. {root / '000001'} in it.")
+
+
+def load_number(path: str | os.PathLike[str], number: int, use: Callable[[Loaded], T]) -> T:
+    """As `load_with`, but use only the checkpoint with this number.
+
+    Args:
+        path: The folder that was saved to.
+        number: Number of the checkpoint, e.g. 12 for the folder `000012`.
+        use: Restores the content, or raises `files.Refused`.
+
+    Returns:
+        What `use` returned.
+
+    Raises:
+        CheckpointError: The checkpoint does not exist or cannot be used.
+    """
+    known = {int(folder.name): folder for folder in numbered(path)}
+    if number not in known:
+        there = f"it has {', '.join(map(str, sorted(known)))}" if known else "it has none"
+        raise CheckpointError(f"{Path(path)} has no checkpoint {number}; {there}. Older ones are removed.")
+    try:
+        return use(_read(known[number], mmap=False))
+    except files.Refused as reason:
+        raise CheckpointError(
+            f"{known[number]} cannot be used: {reason}. Choose another one: {', '.join(map(str, sorted(known)))}."
+        ) from None
 
 
 def numbered(path: str | os.PathLike[str]) -> list[Path]:
@@ -242,7 +271,7 @@ def _seal(manifest: bytes) -> bytes:
     return b"%08x\n" % zlib.crc32(manifest)
 
 
-def _prune(root: Path, keep: int) -> None:
+def _prune(root: Path, keep: int, warn: Warn) -> None:
     """Remove all checkpoints older than the `keep` newest complete ones."""
     complete = 0
     for folder in numbered(root):
@@ -255,7 +284,7 @@ def _prune(root: Path, keep: int) -> None:
         except files.Refused:
             pass
         except OSError as error:
-            log.warning("%s is no longer needed but could not be removed: %s", folder, error)
+            warn(f"{folder} is no longer needed but could not be removed: {error}")
 
 
 def _remove(entry: Path) -> None:
@@ -282,6 +311,13 @@ def _inspect(folder: Path) -> _Manifest:
     if extra:
         raise files.Refused(f"{extra[0]} is not in {_MANIFEST}")
     return manifest
+
+
+def _read(folder: Path, mmap: bool, refused: tuple[str, ...] = ()) -> Loaded:
+    """Read a checkpoint; raise `Refused` if it is damaged."""
+    manifest = _inspect(folder)
+    arrays = {name: files.read_array(folder, name, entry, mmap) for name, entry in manifest.arrays.items()}
+    return Loaded(arrays=arrays, meta=_read_meta(folder, manifest.meta), folder=folder, refused=refused)
 
 
 def _read_meta(folder: Path, entry: files.FileEntry) -> dict[str, object]:

@@ -19,8 +19,10 @@ Train (learners: ppo, async-ppo, impala); the run is stored in runs/NAME:
   farstep train async-ppo --env LunarLander-v3 --workers 2 --num-envs 64
   farstep train ppo --env CartPole-v1 --launcher slurm --nodes 4 --partition gpu
   farstep train ppo --resume runs/NAME      continue from the newest checkpoint
+  farstep train ppo --config run.yaml       options in a file; each run writes one
 
 Inspect the result:
+  farstep eval runs/NAME --episodes 100     mean and spread of the return
   farstep watch runs/NAME                   render episodes to a video
   farstep plot runs/NAME runs/OTHER         plot return, throughput and staleness
 
@@ -32,8 +34,8 @@ Prepare a cluster:
 Options: 'farstep COMMAND --help', for example 'farstep train ppo --help' or
 'farstep train ppo --launcher slurm --help'. Version: 'farstep --version'.
 """
-_COMMANDS = ("train", "watch", "plot", "doctor", "slurm", "kubernetes")
-_LAUNCHING = ("train", "doctor")
+_COMMANDS = ("train", "eval", "watch", "plot", "doctor", "slurm", "kubernetes")
+_LAUNCHING = ("train", "eval", "doctor")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -74,14 +76,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _imports_from_here(arguments: Sequence[str]) -> bool:
     """Return whether the command imports environments or wrappers, which may be modules in the current folder."""
     has_env_option = any(argument.partition("=")[0] == "--env" for argument in arguments)
-    return arguments[:1] in (["train"], ["watch"]) or (arguments[:1] == ["doctor"] and has_env_option)
+    return arguments[:1] in (["train"], ["eval"], ["watch"]) or (arguments[:1] == ["doctor"] and has_env_option)
 
 
 def _command(name: str) -> Callable[[Sequence[str]], int]:
     """Return the `main` function of a command, imported lazily: torch alone takes two seconds."""
     if name not in _COMMANDS:
         raise FarstepError(unknown_name("command", name, _COMMANDS))
-    if name in ("train", "watch"):
+    if name in ("train", "eval", "watch"):
         require("torch", "torch", f"'farstep {name}'", "nn")
     command: Callable[[Sequence[str]], int] = importlib.import_module(f"farstep.cli.{name}").main
     return command

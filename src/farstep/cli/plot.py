@@ -21,13 +21,17 @@ from farstep.observe.run_folder import RunFolder
 @show_fields
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Plot return, throughput and staleness of runs; runs that differ only in their seed share a line."""
+    """Plot return and throughput of runs, and staleness, dropped chunks and restarts if there were any; runs that
+    differ only in their seed share a line.
+
+    Examples: farstep plot runs/NAME; farstep plot runs/NAME runs/OTHER --out comparison.svg
+    """
 
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
     """Folders of the runs."""
     out: Path | None = None
-    """PNG file to write. None: plots/run.png in the folder of a single run, plots/comparison.png in the folder of the
-    first of several."""
+    """File to write, ending in .png, .svg or .pdf. None: NAME.png in the current folder for one run, comparison.png for
+    several."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -35,8 +39,8 @@ def main(arguments: Sequence[str]) -> int:
     options = parse(Options, arguments, "farstep plot")
     if not options.runs:
         raise ConfigError("'farstep plot' needs at least one run, e.g. farstep plot runs/NAME.")
-    name = "run.png" if len(options.runs) == 1 else "comparison.png"
-    out = options.out or RunFolder.open(options.runs[0]).plots / name
+    name = RunFolder.open(options.runs[0]).path.resolve().name if len(options.runs) == 1 else "comparison"
+    out = options.out or Path(f"{name}.png")
     with as_run_error(out):
         plot(options.runs, out)
     sys.stdout.write(f"{out}\n")

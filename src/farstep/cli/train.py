@@ -17,11 +17,12 @@ import torch
 import tyro
 
 from farstep.checkpoint import folder as checkpoint
+from farstep.cli.config_file import as_yaml, read_options
 from farstep.cli.launchers import ENGINES, NoOptions, check_options, chosen_launcher
 from farstep.cli.options import check_belonging, parse, typed
 from farstep.cli.recording import check_recording, record
 from farstep.cli.trust import check_trusted
-from farstep.cluster_env import ClusterEnv
+from farstep.cluster_env import ClusterEnv, event_log_of
 from farstep.config.field_docs import show_fields
 from farstep.config.launch import EngineConfig
 from farstep.errors import ConfigError, RunError, unknown_name
@@ -34,6 +35,8 @@ from farstep.learners.loop.training import Learner, Limits, Progress, Stopped, T
 from farstep.learners.networks.nets import ActorCritic, NetConfig, make_agent
 from farstep.learners.ppo import PPO, PPOConfig
 from farstep.observe.console import console_logger
+from farstep.observe.event_files import EventFile
+from farstep.observe.files import as_run_error, replace_file
 from farstep.observe.loggers import (
     JsonlLogger,
     Loggers,
@@ -66,6 +69,8 @@ class Options(Generic[C, E]):
     learner: tyro.conf.OmitArgPrefixes[C]
     nodes: tyro.conf.OmitArgPrefixes[E]
     """Nodes of the cluster that --launcher names."""
+    config: Path | None = None
+    """YAML file with options, such as the config.yaml of a run; options on the command line take precedence over it."""
     resume: Path | None = None
     """Folder of a run to continue. Its options are the defaults of all others."""
     trust: bool = False
@@ -123,16 +128,25 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _options(name: str, arguments: Sequence[str]) -> Options[Any, Any]:
-    command, resumed = f"farstep train {name}", _resumed(arguments)
-    default, why_not = (None, "") if resumed is None else _saved_options(name, resumed)
+    command, default, why_not = f"farstep train {name}", None, ""
+    resumed = _named_path(arguments, "--resume", "the folder of a run, e.g. --resume runs/NAME")
+    config = _named_path(arguments, "--config", "a YAML file, e.g. --config run.yaml")
+    if resumed is not None and config is not None:
+        raise ConfigError("--resume and --config contradict each other: a resumed run has its own options. Omit one.")
+    if resumed is not None:
+        default, why_not = _saved_options(name, resumed)
+    elif config is not None:
+        learners = {each: algorithm.config for each, algorithm in ALGORITHMS.items()}
+        run, learner, engine = read_options(config, name, learners, arguments)
+        default = Options(run=run, learner=learner, nodes=engine)
     launcher = chosen_launcher(arguments, "local" if default is None else default.run.launcher)
     nodes: Any = ENGINES.get(launcher, NoOptions)
     if default is not None and type(default.nodes) is not nodes:  # resumed with another launcher
         default = replace(default, nodes=tyro.MISSING_NONPROP)
     kind: Any = Options[ALGORITHMS[name].config, nodes]  # type: ignore[misc]
     check_options(kind, arguments, command, launcher)
-    learners = {f"'farstep train {other}'": algorithm.config for other, algorithm in ALGORITHMS.items()}
-    check_belonging(kind, arguments, f"'{command}'", learners)
+    owners = {f"'farstep train {other}'": algorithm.config for other, algorithm in ALGORITHMS.items()}
+    check_belonging(kind, arguments, f"'{command}'", owners)
     options: Options[Any, Any] = parse(kind, arguments, command, default)
     if default is not None and resumed is not None:
         _check_same(default, options)
@@ -161,13 +175,13 @@ def _check_same(saved: Options[Any, Any], now: Options[Any, Any]) -> None:
             )
 
 
-def _resumed(arguments: Sequence[str]) -> Path | None:
-    """Return the folder that `--resume` names, found before parsing: its options are the defaults of all others."""
+def _named_path(arguments: Sequence[str], option: str, expected: str) -> Path | None:
+    """Return the path that an option names, found before parsing: what it holds are the defaults of all others."""
     for i, argument in enumerate(arguments):
         flag, _, value = argument.partition("=")
-        if flag == "--resume":
+        if flag == option:
             if not value and i + 1 == len(arguments):
-                raise ConfigError("--resume needs the folder of a run, e.g. --resume runs/NAME.")
+                raise ConfigError(f"{option} needs {expected}.")
             return Path(value or arguments[i + 1])
     return None
 
@@ -238,7 +252,17 @@ def _folder(name: str, options: Options[Any, Any]) -> RunFolder:
     config = _config(name, options)
     if options.resume is not None:
         return RunFolder.open(options.resume)
-    return RunFolder.create(run.folder, run.name or run_name(run.env, name, run.seed), config)
+    folder = RunFolder.create(run.folder, run.name or run_name(run.env, name, run.seed), config)
+    _write_yaml(name, options, folder)
+    return folder
+
+
+def _write_yaml(name: str, options: Options[Any, Any], folder: RunFolder) -> None:
+    """Write the options for people, and for --config."""
+    parts = {"run": options.run, "learner": options.learner}
+    cluster = {"cluster": options.nodes} if isinstance(options.nodes, EngineConfig) else {}
+    with as_run_error(folder.yaml_file):
+        replace_file(folder.yaml_file, as_yaml(name, parts | cluster).encode())
 
 
 def _config(name: str, options: Options[Any, Any]) -> dict[str, Any]:
@@ -275,7 +299,7 @@ def train(learner: Learner, name: str, options: Options[Any, Any], env: ClusterE
         name: A key of `ALGORITHMS`.
         options: Options of the command line.
         env: The environments to train in.
-        folder: Where checkpoints, metrics and videos are written; it is locked until training ends.
+        folder: Where checkpoints, metrics, events and videos are written; it is locked until training ends.
 
     Returns:
         Steps, seconds and last returns of the run.
@@ -287,6 +311,9 @@ def train(learner: Learner, name: str, options: Options[Any, Any], env: ClusterE
     run, resume = options.run, options.resume is not None
     with ExitStack() as stack:
         stack.enter_context(folder.lock())
+        events = EventFile(folder.events_file)
+        stack.callback(events.close)
+        stack.callback(event_log_of(env).subscribe(events.write).close)
         evaluator = None
         if run.eval_every is not None:
             evaluator = _evaluator(run, folder)
@@ -307,7 +334,8 @@ def train(learner: Learner, name: str, options: Options[Any, Any], env: ClusterE
                 )
             training.resume()
             folder.write_config(_config(name, options))
-        sink = _loggers(name, options, folder, training.progress.steps if resume else None)
+            _write_yaml(name, options, folder)
+        sink = _loggers(name, options, folder, training.progress.steps if resume else None, env)
         stack.callback(sink.close)
         training.sink = sink
         return training.run()
@@ -343,7 +371,9 @@ def _evaluator(run: RunConfig, folder: RunFolder) -> Evaluator:
     return Evaluator(env_config, run.eval_episodes, run.seed + 1, after, run.launch_config(workers=1))
 
 
-def _loggers(name: str, options: Options[Any, Any], folder: RunFolder, resume_step: int | None) -> Loggers:
+def _loggers(
+    name: str, options: Options[Any, Any], folder: RunFolder, resume_step: int | None, env: ClusterEnv
+) -> Loggers:
     run = options.run
     loggers: list[Any] = [JsonlLogger(folder.metrics_file, resume_step)]
     if run.tensorboard:
@@ -352,7 +382,7 @@ def _loggers(name: str, options: Options[Any, Any], folder: RunFolder, resume_st
         plain = msgspec.to_builtins(_config(name, options), enc_hook=str)
         loggers.append(WandbLogger(run.wandb, folder.path.name, folder.path, plain, folder.path.name))
     loggers.append(console_logger(run.total_steps, f"{name} on {run.env}"))
-    return Loggers(*loggers)
+    return Loggers(*loggers, emit=env.emit_event)
 
 
 def _normalized(net: NetConfig) -> str:

@@ -5,25 +5,18 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import torch
 import tyro
 
-from farstep.checkpoint import folder as checkpoint
 from farstep.cli.options import parse
 from farstep.cli.recording import agent_of, check_recording, record
-from farstep.cli.train import load_config
-from farstep.cli.trust import check_trusted
+from farstep.cli.saved_run import SavedRun
 from farstep.config.env import check_count, check_seed
 from farstep.config.field_docs import show_fields
 from farstep.errors import ConfigError
-from farstep.learners.loop.saving import check_agent, join_state
-from farstep.learners.loop.training import Progress
-from farstep.learners.networks.nets import ActorCritic
-from farstep.observe.run_folder import RunFolder
 from farstep.observe.video import check_fps
 
 
@@ -61,16 +54,14 @@ def main(arguments: Sequence[str]) -> int:
     check_seed(options.seed)
     if options.fps is not None:
         check_fps(options.fps)
-    folder = RunFolder.open(options.run)
-    saved, why_not = folder.read_signed_config()
-    run, config = load_config(saved)
-    check_trusted(folder, run, why_not, options.trust, "farstep watch")
+    saved = SavedRun.open(options.run, options.trust, "farstep watch")
+    run = saved.run
     check_recording(run)
-    agent = agent_of(run, config)
-    steps = checkpoint.load_with(folder.checkpoints, partial(_restore, agent))
+    agent = agent_of(run, saved.learner)
+    steps = saved.restore(agent).steps
     agent.greedy = not options.sample
     torch.manual_seed(options.seed)
-    out = options.out or folder.videos / f"step-{steps:09d}.mp4"
+    out = options.out or saved.folder.videos / f"step-{steps:09d}.mp4"
     returns = record(
         agent, run, out, seed=options.seed, episodes=options.episodes, max_steps=options.max_steps, fps=options.fps
     )
@@ -79,12 +70,3 @@ def main(arguments: Sequence[str]) -> int:
         f"{out}: {len(returns)} episode{'s' * (len(returns) > 1)} after {steps:,} steps, return {listed}\n"
     )
     return 0
-
-
-def _restore(agent: ActorCritic, loaded: checkpoint.Loaded) -> int:
-    """Load the agent's parameters; return the number of steps that it was trained for."""
-    state = join_state(loaded)
-    check_agent(agent, state.get("agent"))
-    steps = Progress.of(state.get("progress")).steps
-    agent.load_state_dict(state["agent"])
-    return steps

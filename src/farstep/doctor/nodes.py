@@ -18,6 +18,7 @@ from farstep.core import Received
 from farstep.doctor.findings import Finding, Report, ok, problem, warning
 from farstep.doctor.probe import Probe
 from farstep.errors import FarstepError, WireError, WorkerError, counted
+from farstep.head.events import EventLog
 from farstep.head.members.worker_records import WorkerRecord
 from farstep.head.server import Server
 from farstep.head.tickets.records import IssuedTicket
@@ -195,7 +196,7 @@ class ProbeRun:
         source = Source.of(EnvConfig(type="factory", env_name=Probe))
         program = Program(source, Always(), autoreset_mode="Disabled")
         self._config = config
-        self._server = Server(config, program, 1, 0, 0, self)
+        self._server = Server(config, program, 1, 0, 0, self, EventLog())
         self._request, self._answers = 0, dict[int, Any]()
         try:
             with self._server.locked():
@@ -224,7 +225,7 @@ class ProbeRun:
             whereabouts = self._server.supervisor.whereabouts()
             if NEVER_STARTS in whereabouts:
                 break
-            report(f"waiting: {whereabouts}")
+            report(f"waiting for {whereabouts}")
         wanted, ready = len(self._server.records), len(self.ready())
         if ready == wanted:
             yield ok(f"all nodes connected: {wanted}")

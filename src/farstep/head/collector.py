@@ -19,6 +19,7 @@ from farstep.errors import ClosedError, WorkerError
 from farstep.head.chunks.chunk_intake import ChunkIntake
 from farstep.head.chunks.continuity import Continuity
 from farstep.head.chunks.rollouts import Rollouts, base_rows, key_of
+from farstep.head.events import EventLog
 from farstep.head.members.broadcast import Broadcast
 from farstep.head.members.resuming import ReplayResult, replay_episodes
 from farstep.head.members.saved_state import check_saved
@@ -43,7 +44,7 @@ T = TypeVar("T")
 class Collector:
     """Collects rollouts for a `ClusterEnv`; the client of its `Server`."""
 
-    def __init__(self, env_config: EnvConfig, config: LaunchConfig, seed: int) -> None:
+    def __init__(self, env_config: EnvConfig, config: LaunchConfig, seed: int, events: EventLog) -> None:
         by_threshold = Always() if env_config.kl_threshold is None else AAPS(env_config.kl_threshold)
         rule = env_config.sync or by_threshold
         self._transfer = env_config.transfer
@@ -59,16 +60,18 @@ class Collector:
             stagger=env_config.stagger,
             num_slots=config.most_nodes * env_config.envs_per_node,
         )
-        self.server = Server(config, program, env_config.envs_per_node, seed, config.restart_budget, self)
+        self.server = Server(config, program, env_config.envs_per_node, seed, config.restart_budget, self, events)
         self._num_workers = len(self.server.records)
         self.counters = Counters(self._num_workers)
-        self._warnings = UserWarnings(rule, env_config.weights)
+        self._warnings = UserWarnings(rule, env_config.weights, events.emit)
         self._continuity = Continuity(self.server.records)
         self.publisher = Publisher(self.server, env_config, rule, self.counters, self._warnings, self._end)
         self._intake = ChunkIntake(
             self.server, self.publisher, self.counters, self._warnings, self._continuity, self._transfer.max_senders
         )
         self.gate = self.publisher.gate
+        self.workflow_counters: Callable[[], dict[str, Any]] = dict
+        """Returns the counters of the last workflow, which `snapshot` includes."""
         self._rollouts: Rollouts | None = None
         self._broadcast = Broadcast(self.server, without_lost=True)
 
@@ -97,7 +100,8 @@ class Collector:
     def snapshot(self) -> dict[str, Any]:
         """The counters for `ClusterEnv.stats`."""
         with self.server.locked():
-            return self.counters.snapshot(self.server, self.version(), self.inference)
+            found = self.counters.snapshot(self.server, self.version(), self.inference)
+        return found | self.workflow_counters()
 
     @property
     def inference(self) -> str:
@@ -110,11 +114,13 @@ class Collector:
 
     def publish(self, agent: Agent) -> int:
         """Publish the agent's parameters as a new version, and return its number."""
-        return self.publisher.publish(agent)
+        with self.counters.learner.measure("publish"):
+            return self.publisher.publish(agent)
 
     def adopt(self, agent: Agent) -> None:
         """Make workers act with this agent and its current parameters."""
-        self.publisher.adopt(agent)
+        with self.counters.learner.measure("publish"):
+            self.publisher.adopt(agent)
 
     # ---- requests ----
 
@@ -207,7 +213,8 @@ class Collector:
         """
         self.publisher.first_version = version
         self.publisher.adopt(agent)
-        results = replay_episodes(self.server.records, self._broadcast, root, workers, actions)
+        emit = self.server.events.emit
+        results = replay_episodes(self.server.records, self._broadcast, root, workers, actions, emit)
         for record in self.server.records:  # the first chunk of a replayed slot continues the saved rows
             self._continuity.last[record.columns] = np.where(
                 results[record.columns] == ReplayResult.SAME, key_of(record, 0), -1
@@ -287,16 +294,20 @@ class Collector:
 
         with server.locked():  # a ticket issued before the batch is copied could overwrite its lanes
             accepted = self._wait(request, next_chunks)
+            return self._batch(request, accepted, rollouts)
+
+    def _batch(self, request: Request, accepted: Sequence[AcceptedChunk], rollouts: Rollouts) -> Batch:
+        with self.counters.learner.measure("prepare"):
             continues = np.concatenate([self._continuity.deliver(a, request.steps) for a in accepted])
             one_round = request.num_chunks is None and request.rollouts == 1
             whole = one_round and len(accepted) == self._num_workers
             batch = (rollouts.batch if whole else rollouts.copied)(accepted, request.steps, continues)
             self.counters.batch(batch, accepted, self.version())
-        return batch
+            return batch
 
     def _wait(self, request: Request, poll: Callable[[], T | None]) -> T:
         """Wait until `poll` returns something, and return it; tickets are issued meanwhile."""
-        began, server = time.monotonic(), self.server
+        server = self.server
 
         def poll_and_grant() -> T | None:
             if request is not self._intake.request:
@@ -305,12 +316,10 @@ class Collector:
                 server.grant()
             return result
 
-        with server.locked():
+        with self.counters.learner.measure("wait"), server.locked():
             if request is self._intake.request:
                 server.grant()
-            result = server.wait(poll_and_grant)
-            self.counters.wait["learner"] += time.monotonic() - began
-        return result
+            return server.wait(poll_and_grant)
 
     # ---- callbacks of the server (see `client.Client`) ----
 

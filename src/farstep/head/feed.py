@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
@@ -88,18 +87,16 @@ class Feed:
             store_early: Stores a part.
             room: Entered while a chunk is taken and stored, so that no other thread uses the free space.
         """
-        began = time.monotonic()
-        waited = 0.0
+        times = self._collector.counters.learner
 
         def poll() -> bool | None:
-            nonlocal waited
-            waited = time.monotonic() - began
             if self._woken or self._server.tickets.presence.changes != self._seen_changes:
                 return False
             with room:
                 found = self._collector.take_chunk(self._request, wanted)
                 if found is not None:
-                    store(*found)
+                    with times.measure("prepare"):
+                        store(*found)
                     self._server.tickets.stored(found[0])
                     self._server.grant()
                     return True
@@ -107,8 +104,8 @@ class Feed:
             return None
 
         with self._server.locked():  # Ctrl-C before it is stored would lose a chunk that counts as delivered
-            self._server.wait_until(poll, deadline)
-            self._collector.counters.wait["learner"] += waited
+            with times.measure("wait"):
+                self._server.wait_until(poll, deadline)
             self._woken = False
             while self._early:
                 store_early(self._early.popleft())
@@ -180,6 +177,7 @@ class Feed:
     def close(self) -> None:
         """Cancel open tickets and free the descriptor."""
         self._collector.publisher.on_published = None
+        self._collector.counters.learner.end()
         try:
             self._collector.end_feed(self._request)
         finally:

@@ -26,10 +26,13 @@ from farstep.errors import (
     HandshakeError,
     LaunchError,
     WireError,
+    WorkerError,
     typed_shortage,
 )
+from farstep.event import traceback_of
 from farstep.head.client import Client
 from farstep.head.event_loop import EventLoop
+from farstep.head.events import EventLog
 from farstep.head.members import membership
 from farstep.head.members.message_rules import check_message, is_late
 from farstep.head.members.supervisor import Supervisor
@@ -61,6 +64,7 @@ class Server:
         root: Seed that the seeds of all slots derive from.
         restart_budget: Failures tolerated within ten minutes; one more fails the run.
         client: Handles what workers answer.
+        events: Receives the events of the run.
     """
 
     def __init__(
@@ -71,6 +75,7 @@ class Server:
         root: int,
         restart_budget: int,
         client: Client,
+        events: EventLog,
     ) -> None:
         refuse_nested_launch()
         self._pid = os.getpid()
@@ -78,7 +83,7 @@ class Server:
         self._close_s = config.timeouts.close_s
         engine = type(config).__name__.removesuffix("Config") if isinstance(config, EngineConfig) else ""
         self._slow_start = f"{engine} has not answered yet" if engine else "starting worker processes"
-        self._client = client
+        self._client, self.events = client, events
         workers = config.num_workers(envs_per_node)
         self.records = split(config.most_nodes, envs_per_node, workers, root)
         per_node = workers // config.most_nodes
@@ -100,12 +105,13 @@ class Server:
         with typed_shortage("the head could not be set up"), contextlib.ExitStack() as opened:
             self._event_loop = EventLoop()
             opened.callback(self._event_loop.close)
-            with noted_while_slow(self._slow_start):
-                launcher = launcher_for(config, workers, max(record.num_envs for record in self.records))
+            with noted_while_slow(self._slow_start, events.emit):
+                envs = max(record.num_envs for record in self.records)
+                launcher = launcher_for(config, workers, envs, events.emit)
             opened.callback(launcher.close)
             self.shares_memory, self._driven = launcher.shares_memory, launcher.driven
             self.supervisor = Supervisor(
-                launcher, self.records, config.timeouts, restart_budget, self._event_loop, self
+                launcher, self.records, config.timeouts, restart_budget, self._event_loop, self, events.emit
             )
             opened.pop_all()
 
@@ -121,7 +127,7 @@ class Server:
     def begin(self) -> None:
         """Start all workers, without waiting for them."""
         self._started_at = time.monotonic()
-        with self.locked(), noted_while_slow(self._slow_start):
+        with self.locked(), noted_while_slow(self._slow_start, self.events.emit):
             self.supervisor.start()
         if not self._driven:
             with typed_shortage("the head's thread could not be started"):
@@ -205,7 +211,7 @@ class Server:
 
         Args:
             poll: Called after each event.
-            starting: Log what is waited for after `FIRST_NOTE_S` seconds instead of `NOTE_S`.
+            starting: Emit what is waited for after `FIRST_NOTE_S` seconds instead of `NOTE_S`.
 
         Raises:
             FarstepError: The run has failed, or is closed.
@@ -229,7 +235,7 @@ class Server:
                     starting or self.tickets.in_flight or self.supervisor.launcher.waiting()
                 ):
                     next_note = now + NOTE_S
-                    log.warning("waiting for %.0f s: %s", now - began, self.supervisor.whereabouts())
+                    self.events.emit("warned", f"waiting {now - began:.0f} s for {self.supervisor.whereabouts()}")
 
     def watch(self, fd: int, reader: Callable[[], None]) -> None:
         """Call `reader` whenever the descriptor can be read, from the thread that runs the event loop."""
@@ -261,9 +267,21 @@ class Server:
         """End the run with an error, which a waiting call or else the next call raises."""
         if self._failure is None:
             self._failure = error
+            self._emit_end(error)
         self.supervisor.stop()
         if self.tickets.is_open:
             self.cancel()  # otherwise workers would retry their tickets forever
+
+    def _emit_end(self, error: FarstepError) -> None:
+        """Emit the error that ends the run; it is not logged, since it is raised."""
+        first, _, rest = str(error).partition("\n")
+        text = f"the run failed: {first}"
+        if isinstance(error, WorkerError):
+            worker, node = error.where.worker, error.where.host
+            self.events.emit("warned", text, worker=worker, node=node, traceback=error.evidence, logged=False)
+        else:  # an error of the launcher quotes the logs of nodes after its first line
+            traceback = rest.strip() or (traceback_of(error.__cause__) if error.__cause__ else "")
+            self.events.emit("warned", text, traceback=traceback, logged=False)
 
     def locked(self) -> contextlib.AbstractContextManager[None]:
         """Hold the lock under which all state changes."""
@@ -287,8 +305,10 @@ class Server:
                 self.fail(error)
         except Exception as error:  # an internal error must reach the caller
             if not self._closed:
-                self.fail(FarstepError(f"internal error in the head: {error!r}"))
-                log.exception("internal error in the head")
+                internal = FarstepError(f"internal error in the head: {error!r}")
+                internal.__cause__ = error
+                self.fail(internal)
+                log.exception("internal error in the head")  # with its traceback, which an event would not log
 
     def _pump(self, timeout_s: float) -> None:
         """Read messages, waiting up to `timeout_s`, and check processes every `_tick_s`; the caller holds the lock."""
@@ -425,9 +445,18 @@ class Server:
             self.start_s["construct"] = time.monotonic() - self._started_at - self.start_s["connect"]
         self.supervisor.act_on(membership.Ready(record.worker))
         self._set_phase(record, Phase.IDLE)
+        self._emit_ready(record)
         for announced, frames, fds in self._announcements:
             self.send(record, announced, frames, fds)
         self.grant()
+
+    def _emit_ready(self, record: WorkerRecord) -> None:
+        if record.incarnation and not self.supervisor.membership.members[record.worker].blameless:
+            text = f"worker {record.worker} was restarted on {record.host} (restart {record.incarnation})"
+            self.events.emit("restarted", text, worker=record.worker, node=record.host)
+        else:
+            text = f"worker {record.worker} joined on {record.host}"
+            self.events.emit("joined", text, worker=record.worker, node=record.host)
 
     def _failed(self, record: WorkerRecord, failure: m.Failure) -> None:
         error = record.failed(failure)
@@ -440,7 +469,7 @@ class Server:
         if failure.phase in ("act", "load") or (failure.ticket is None and first_time):
             self.fail(error)  # a retry would fail in the same way
         elif failure.ticket is None:
-            log.warning("%s", str(error).splitlines()[0])
+            self.supervisor.emit_failure("lost", error)
         elif not failure.again:
             if self.tickets.give_back(record.worker, failure.ticket, "environment failed"):
                 self._client.on_error(record, failure, error)
@@ -449,7 +478,7 @@ class Server:
         elif self.tickets.retry(record.worker, failure.ticket, "environment failed"):
             self.supervisor.act_on(membership.Failed(record.worker))
             if self._failure is None:
-                log.warning("%s; continuing with the next episodes", str(error).splitlines()[0])
+                self.supervisor.emit_failure("warned", error, "; continuing with the next episodes")
                 record.error = None  # it must not be reported as the cause of a later death
 
     # ---- tickets ----

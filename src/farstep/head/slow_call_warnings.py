@@ -1,27 +1,27 @@
-"""Logs, from a background thread, what a blocking call is waiting for."""
+"""Emits, from a background thread, what a blocking call is waiting for."""
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import threading
 import time
 from collections.abc import Iterator
 
-log = logging.getLogger("farstep")
+from farstep.event import Emit
+
 FIRST_NOTE_S, NOTE_S = 5.0, 10.0
-"""Seconds before the first log line about a slow start, and between further ones."""
+"""Seconds before the first event about a slow start, and between further ones."""
 
 
 @contextlib.contextmanager
-def noted_while_slow(what: str) -> Iterator[None]:
-    """Log `what` after `FIRST_NOTE_S`, and every `NOTE_S` from then on, until the block ends."""
+def noted_while_slow(what: str, emit: Emit) -> Iterator[None]:
+    """Emit `what` after `FIRST_NOTE_S`, and every `NOTE_S` from then on, until the block ends."""
     done, began = threading.Event(), time.monotonic()
 
     def note() -> None:
         pause_s = FIRST_NOTE_S
         while not done.wait(pause_s):
-            log.warning("waiting for %.0f s: %s", time.monotonic() - began, what)
+            emit("warned", f"waiting {time.monotonic() - began:.0f} s: {what}")
             pause_s = NOTE_S
 
     thread = threading.Thread(target=note, daemon=True, name="farstep-notes")

@@ -11,15 +11,16 @@ from typing import Any
 import numpy as np
 
 from farstep.batch import Batch
+from farstep.head.learner_times import LearnerTimes
 from farstep.head.members.membership import State
+from farstep.head.rates import Rate
 from farstep.head.server import Server
 from farstep.head.tickets.records import AcceptedChunk
+from farstep.head.worker_times import WorkerTimes
 from farstep.wire.messages import Chunk
 
 _WINDOW = 100
 """Episodes over which returns and lengths are averaged."""
-_RATE_WINDOW_S = 10.0
-"""Seconds over which `steps_per_second` is measured."""
 
 
 class Counters:
@@ -30,17 +31,21 @@ class Counters:
         self.weights_sent = self.probes_sent = self.rollouts_received = 0
         self.syncs = [0] * num_workers
         self.divergence: dict[int, float] = {}
-        self.wait = {"tickets": 0.0, "weights": 0.0, "learner": 0.0, "transfer": 0.0}
-        self._recent: deque[tuple[float, int]] = deque()
+        self.receive_s = 0.0
+        """Seconds in which the head copied arrays of workers without shared memory."""
+        self.learner, self.workers = LearnerTimes(), WorkerTimes(num_workers)
+        self._rate = Rate()
         self._returns: deque[float] = deque(maxlen=_WINDOW)
         self._lengths: deque[float] = deque(maxlen=_WINDOW)
         self._lag_sum = self._lag_rows = self._lag_max = 0
         self._lags: list[Counter[int]] = [Counter() for _ in range(num_workers)]
         self._oldest: int | None = None
 
-    def received(self, nbytes: int) -> None:
-        """Count the bytes of an accepted chunk."""
+    def received(self, worker: int, nbytes: int, steps: int) -> None:
+        """Count the bytes and the environment steps of an accepted chunk."""
         self.rollouts_received += nbytes
+        if steps:
+            self.workers.arrived(worker, steps, time.monotonic())
 
     def reported(self, worker: int, chunk: Chunk) -> None:
         """Count what a worker reports with a chunk, cancelled or not: pulls, waiting times and divergence."""
@@ -48,8 +53,7 @@ class Counters:
             self.divergence[worker] = chunk.divergence
         self.syncs[worker] += chunk.syncs
         self.weights_sent += chunk.synced_bytes
-        self.wait["tickets"] += chunk.tickets_s
-        self.wait["weights"] += chunk.weights_s
+        self.workers.add(worker, chunk.times)
         self.stagger_steps += chunk.stagger_steps
 
     def batch(self, batch: Batch, accepted: Sequence[AcceptedChunk], version: int) -> None:
@@ -57,10 +61,7 @@ class Counters:
         rows, slots = batch.shape
         self.steps += rows * slots
         self.chunks += len(accepted) if rows else 0  # a reset has no rows
-        now = time.monotonic()
-        self._recent.append((now, rows * slots))
-        while now - self._recent[0][0] > _RATE_WINDOW_S and len(self._recent) > 2:
-            self._recent.popleft()
+        self._rate.add(rows * slots, time.monotonic())
         self.episodes += len(batch.episodes["return"])
         self._returns.extend(batch.episodes["return"].tolist())
         self._lengths.extend(batch.episodes["length"].tolist())
@@ -78,9 +79,7 @@ class Counters:
     def snapshot(self, server: Server, version: int, inference: str) -> dict[str, Any]:
         """All counters as plain data, as `ClusterEnv.stats` returns them."""
         members, tickets = server.supervisor.membership, server.tickets
-        absent = len(tickets.presence.absent)
-        span = self._recent[-1][0] - self._recent[0][0] if len(self._recent) > 1 else 0.0
-        later_steps = sum(steps for _, steps in list(self._recent)[1:])
+        absent, now = len(tickets.presence.absent), time.monotonic()
         return {
             "steps": self.steps,
             "stagger_steps": self.stagger_steps,
@@ -90,7 +89,7 @@ class Counters:
             "buffered": tickets.buffered,
             "in_flight": tickets.in_flight,
             "dropped": dict(tickets.dropped),
-            "steps_per_second": later_steps / span if span > 0 else 0.0,
+            "steps_per_second": self._rate.per_second(now),
             "workers": {
                 "alive": members.count(State.ALIVE),
                 "starting": members.count(State.STARTING, State.CONSTRUCTING, State.WAITING) - absent,
@@ -98,6 +97,7 @@ class Counters:
                 "parked": 0,
                 "lost": members.count(State.DYING),
                 "restarts": members.restarts,
+                "steps_per_second": self.workers.rates(now),
             },
             "nodes": server.supervisor.launcher.nodes(),
             "weight_syncs": {"total": sum(self.syncs), "per_worker": list(self.syncs)},
@@ -116,7 +116,12 @@ class Counters:
             "divergence": dict(self.divergence),
             "inference": inference,
             "start": dict(server.start_s),
-            "wait": dict(self.wait),
+            "time": {
+                "workers": self.workers.total(),
+                "per_worker": self.workers.per_worker(),
+                "learner": self.learner.snapshot(),
+                "head": {"receive": self.receive_s},
+            },
             "episodes": {
                 "count": self.episodes,
                 "return_mean": float(np.mean(self._returns)) if self._returns else None,

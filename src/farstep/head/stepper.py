@@ -10,10 +10,12 @@ from farstep.core import Array, BytesLike, Received
 from farstep.errors import WireError, WorkerError
 from farstep.head.chunks.incoming_chunks import IncomingChunk, decode_ends
 from farstep.head.chunks.rollouts import Rollouts, base_rows
+from farstep.head.events import EventLog
 from farstep.head.members.broadcast import Broadcast
 from farstep.head.members.worker_records import ResetRequest, WorkerRecord
 from farstep.head.server import Server
 from farstep.head.tickets.records import AcceptedChunk, IssuedTicket
+from farstep.head.worker_times import WorkerTimes
 from farstep.rollout.program import Program
 from farstep.schema import ArraySpec, Schema, space_schema
 from farstep.wire import messages as m
@@ -31,7 +33,8 @@ class Stepper:
     """
 
     def __init__(self, config: LaunchConfig, program: Program, envs_per_node: int) -> None:
-        self.server = Server(config, program, envs_per_node, 0, 0, self)
+        self.server = Server(config, program, envs_per_node, 0, 0, self, EventLog())
+        self.times = WorkerTimes(len(self.server.records))
         self._steps = 0
         self._reset: ResetRequest | None = None
         self._error: WorkerError | None = None
@@ -138,6 +141,7 @@ class Stepper:
                 raise WireError(f"{type(message).__name__} from a worker of make_vec, which has no agent.")
 
     def _take(self, record: WorkerRecord, chunk: m.Chunk, received: Received) -> None:
+        self.times.add(record.worker, chunk.times)
         ends, *frames = received.frames[1:]
         infos = _infos(frames.pop(), record) if chunk.infos and frames else []
         if self.server.shares_memory and (frames or chunk.keys):

@@ -1,27 +1,25 @@
-"""Warnings to the `farstep` logger about how workers use the agent, each logged once."""
+"""Warnings about how workers use the agent, each emitted once."""
 
 from __future__ import annotations
 
-import logging
-
 from farstep.config.env import WeightsConfig
 from farstep.core import SyncRule
+from farstep.event import Emit
 from farstep.sync.rules import threshold_of
 
-log = logging.getLogger("farstep")
 _STARVED_S = 5.0
-"""Seconds without a batch after which a stream that drops stale chunks logs a warning."""
+"""Seconds without a batch after which a stream that drops stale chunks emits a warning."""
 
 
 class UserWarnings:
-    """Remembers what was logged about the current agent and the current stream."""
+    """Remembers which warnings were emitted about the current agent and the current stream."""
 
-    def __init__(self, rule: SyncRule, weights: WeightsConfig) -> None:
-        self._rule, self._weights = rule, weights
+    def __init__(self, rule: SyncRule, weights: WeightsConfig, emit: Emit) -> None:
+        self._rule, self._weights, self._emit = rule, weights, emit
         self.inference = self._unmeasured = self._incomparable = ""
         self._warned_remaining = False
         self._starved: object = None
-        """The last call for which starvation was logged."""
+        """The last call for which starvation was reported."""
 
     def forget(self) -> None:
         """Re-enable warnings about the agent, because another agent is adopted."""
@@ -30,23 +28,25 @@ class UserWarnings:
     def note_inference(self, note: str) -> None:
         """Store how workers call the agent, and warn if they do not use the fast path."""
         if note.startswith("eager:") and note != self.inference:
-            log.warning("workers call the agent without the fast path, because %s", note[7:])
+            self._emit("warned", f"workers call the agent without the fast path, because {note[7:]}")
         self.inference = note
 
     def note_incomparable(self, why: str) -> None:
         """Warn that no divergence can be measured with this agent."""
         if why != self._incomparable:
-            log.warning(
-                "workers pull every version, as without kl_threshold, because policies cannot be compared: %s", why
+            self._emit(
+                "warned",
+                f"workers pull every version, as without kl_threshold, because policies cannot be compared: {why}",
             )
         self._incomparable = why
 
     def note_unmeasured(self, note: str) -> None:
         """Warn that a divergence is not a number, with the reason that a worker gave."""
         if note != self._unmeasured:
-            log.warning(
-                "%s; this counts as above the threshold, so workers pull every such version, as without kl_threshold",
-                note,
+            self._emit(
+                "warned",
+                f"{note}; this counts as above the threshold, so workers pull every such version, as without "
+                "kl_threshold",
             )
         self._unmeasured = note
 
@@ -58,13 +58,12 @@ class UserWarnings:
         self._warned_remaining = True
         causes = ["weights.half rounds"] if self._weights.half else []
         causes += ["weights.only leaves out"] if self._weights.only is not None else []
-        log.warning(
-            "the divergence is still %.3g > %g right after a pull, so workers pull every version, as without "
-            "kl_threshold: %s what the policy uses. Send these weights unchanged, or choose a threshold above "
-            "this divergence",
-            divergence,
-            threshold,
-            " and ".join(causes) or "get_parameters() leaves out",
+        cause = " and ".join(causes) or "get_parameters() leaves out"
+        self._emit(
+            "warned",
+            f"the divergence is still {divergence:.3g} > {threshold:g} right after a pull, so workers pull every "
+            f"version, as without kl_threshold: {cause} what the policy uses. Send these weights unchanged, or choose "
+            "a threshold above this divergence",
         )
 
     def note_starving(self, call: object, waited_s: float, dropped: int) -> None:
@@ -77,9 +76,8 @@ class UserWarnings:
         """
         if dropped and waited_s >= _STARVED_S and call is not self._starved:
             self._starved = call
-            log.warning(
-                "a stream has yielded no batch for %.0f s; chunks dropped as too old meanwhile: %d. Versions are "
-                "published faster than chunks are rolled: raise max_staleness or publish less often",
-                waited_s,
-                dropped,
+            self._emit(
+                "warned",
+                f"a stream has yielded no batch for {waited_s:.0f} s; chunks dropped as too old meanwhile: {dropped}. "
+                "Versions are published faster than chunks are rolled: raise max_staleness or publish less often",
             )

@@ -14,6 +14,7 @@ from farstep.config.launch import (
 )
 from farstep.core import Launcher
 from farstep.errors import ConfigError
+from farstep.event import Emit
 from farstep.launch.cluster import ClusterLauncher
 from farstep.launch.engine import Engine
 from farstep.launch.in_process import InProcessLauncher
@@ -25,13 +26,14 @@ from farstep.launch.slurm import SlurmEngine
 from farstep.launch.ssh import SSHEngine
 
 
-def launcher_for(config: LaunchConfig, workers: int, envs: int) -> Launcher:
+def launcher_for(config: LaunchConfig, workers: int, envs: int, emit: Emit) -> Launcher:
     """Create the launcher of a configuration; it starts nothing yet.
 
     Args:
         config: Where workers run.
         workers: Number of workers, at most.
         envs: Environments per worker, at most.
+        emit: Receives events about nodes.
 
     Raises:
         ConfigError: This version has no launcher for the configuration.
@@ -44,18 +46,19 @@ def launcher_for(config: LaunchConfig, workers: int, envs: int) -> Launcher:
             return LocalLauncher(workers, envs, config.cpus_per_worker, gpus)
         return NetworkLauncher(envs, config.cpus_per_worker, config.transport, gpus)
     if isinstance(config, EngineConfig):
-        return ClusterLauncher(config, workers, envs, _engine_for(config, workers // config.most_nodes))
+        engine = _engine_for(config, workers // config.most_nodes, emit)
+        return ClusterLauncher(config, workers, envs, engine, emit)
     raise ConfigError(f"{type(config).__name__} is not a launch configuration that this version can start.")
 
 
-def _engine_for(config: EngineConfig, workers_per_node: int) -> Engine:
+def _engine_for(config: EngineConfig, workers_per_node: int, emit: Emit) -> Engine:
     match config:
         case SSHConfig():
             return SSHEngine(config)
         case RayConfig():
             return RayEngine(config, workers_per_node)
         case SlurmConfig():
-            return SlurmEngine(config, workers_per_node)
+            return SlurmEngine(config, workers_per_node, emit)
         case KubernetesConfig():
-            return KubernetesEngine(config)
+            return KubernetesEngine(config, emit)
     raise ConfigError(f"{type(config).__name__} is not an engine that this version can start.")

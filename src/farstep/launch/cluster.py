@@ -7,7 +7,6 @@ whose block has no node is queued. The block of a lost node is reassigned to the
 from __future__ import annotations
 
 import json
-import logging
 import os
 import resource
 import time
@@ -19,6 +18,7 @@ import zmq
 from farstep.config.launch import EngineConfig
 from farstep.core import Ended, Launcher, Received, Started
 from farstep.errors import LaunchError, WireError, counted
+from farstep.event import Emit
 from farstep.launch.addresses import own_addresses
 from farstep.launch.engine import Engine
 from farstep.launch.groups import Groups
@@ -29,10 +29,9 @@ from farstep.wire import node_messages as n
 from farstep.wire.channels.zmq import Hub
 from farstep.wire.versions import mismatches
 
-log = logging.getLogger("farstep")
 _FILES_PER_WORKER, _OTHER_FILES = 8, 1024
 _MAX_REFUSED = 64
-"""Maximum number of refused hosts that are stored and logged; a peer could invent any number of them."""
+"""Maximum number of refused hosts that are stored and emitted; a peer could invent any number of them."""
 _SILENT_S = 3 * n.BEAT_S
 """Seconds of silence after which a node is declared lost if its engine reports that it has ended."""
 
@@ -43,8 +42,8 @@ class ClusterLauncher(Launcher):
     shares_memory = False
     driven = False
 
-    def __init__(self, config: EngineConfig, workers: int, envs: int, engine: Engine) -> None:
-        self._config, self._envs, self._engine = config, envs, engine
+    def __init__(self, config: EngineConfig, workers: int, envs: int, engine: Engine, emit: Emit) -> None:
+        self._config, self._envs, self._engine, self._emit = config, envs, engine, emit
         self._per_node = workers // config.most_nodes
         self._run = os.urandom(8).hex()
         self._nodes: dict[str, Node] = {}
@@ -52,12 +51,12 @@ class ClusterLauncher(Launcher):
         self._blocks: list[Node | None] = [None] * config.most_nodes
         self._queued: dict[int, RemoteWorker] = {}
         self._wanted = config.nodes
-        self._groups = Groups(engine, config, self._daemon_bootstrap)
+        self._groups = Groups(engine, config, self._daemon_bootstrap, emit)
         self._ticked_at = self._enough_at = time.monotonic()
         self._next_beat, self._stopping = 0.0, False
         self.refused: dict[str, str] = {}
         """Hosts that connected with other versions, and the differences."""
-        _raise_file_limit(_FILES_PER_WORKER * workers)
+        _raise_file_limit(_FILES_PER_WORKER * workers, emit)
         self._invalid: Counter[int] = Counter()
         """Number of invalid messages per group."""
         self._refusal: LaunchError | None = None
@@ -169,6 +168,8 @@ class ClusterLauncher(Launcher):
         if nodes > before:
             self._groups.request(nodes - before)
             self._start_queued()
+        if nodes != before:
+            self._emit("scaled", f"scaled from {before} to {counted(nodes, 'node')}")
 
     def waiting(self) -> str:
         """The engine's report on nodes that are not connected yet; empty if all are connected."""
@@ -247,16 +248,16 @@ class ClusterLauncher(Launcher):
                     copy_words(message.words, worker.words)
                     worker.end(Ended(message.status, message.note, blameless=node.leaving))
             case n.Leaving():
-                log.warning("%s is being reclaimed by its engine (%s): draining its workers", node, message.reason)
+                text = f"{node} is being reclaimed by its engine ({message.reason}): draining its workers"
+                self._emit("requeued", text, node=node.host)
                 self._drain_node(node)
 
     def _on_invalid(self, group: int, error: WireError) -> None:
-        """Log the 1st, 2nd, 4th, 8th, ... invalid message, so that a broken peer cannot fill the log."""
+        """Emit the 1st, 2nd, 4th, 8th, ... invalid message, so that a broken peer cannot fill the log."""
         self._invalid[group] += 1
         if self._invalid[group].bit_count() == 1:
-            log.warning(
-                "a node daemon sent a message that cannot be accepted (%d): %s", self._invalid[group], str(error)
-            )
+            number = self._invalid[group]
+            self._emit("warned", f"a node daemon sent a message that cannot be accepted ({number}): {error}")
 
     def _refuse(self, host: str, different: str) -> None:
         """Refuse a node whose versions differ from the head's."""
@@ -264,7 +265,7 @@ class ClusterLauncher(Launcher):
         if self._config.fewest_nodes == self._config.nodes:
             self._refusal = LaunchError(text)
         if host not in self.refused and len(self.refused) < _MAX_REFUSED:
-            log.warning("%s Continuing without it.", text)
+            self._emit("warned", f"{text} Continuing without it.", node=host)
             self.refused[host] = different
 
     def _admit(self, group: int, hello: n.NodeHello) -> None:
@@ -301,9 +302,10 @@ class ClusterLauncher(Launcher):
         self._nodes[node.name] = self._blocks[free] = node
         self._groups[group].joined(hello.place)
         node.send(n.NodeBeat(node.name))
-        log.info("%s connected, with %d cores", node, hello.cpus)
+        self._emit("joined", f"{node} connected, with {hello.cpus} cores", node=node.host)
         if hello.setup_failed:
-            log.warning("%s: of its setup, %r failed; continuing anyway", node, hello.setup_failed)
+            text = f"{node}: of its setup, {hello.setup_failed!r} failed; continuing anyway"
+            self._emit("warned", text, node=node.host)
         self._start_queued()
 
     def _start_queued(self) -> None:
@@ -322,7 +324,7 @@ class ClusterLauncher(Launcher):
 
     def _lose(self, node: Node, why: str) -> None:
         """Declare a node lost: end its workers, whose keys are revoked, and free its block."""
-        log.warning("%s %s", node, why)
+        self._emit("lost", f"{node} {why}", node=node.host)
         del self._nodes[node.name]
         self._blocks[node.block] = None
         self._groups[node.group].left(node.place, for_good=True)
@@ -346,7 +348,7 @@ class ClusterLauncher(Launcher):
             self._groups[node.group].left(node.place, for_good=node.released)
 
 
-def _raise_file_limit(count: int) -> None:
+def _raise_file_limit(count: int, emit: Emit) -> None:
     """Raise the soft limit on open files for `count` connections, and warn if the hard limit is too low."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = count + _OTHER_FILES
@@ -355,4 +357,4 @@ def _raise_file_limit(count: int) -> None:
             resource.RLIMIT_NOFILE, (needed if hard == resource.RLIM_INFINITY else min(needed, hard), hard)
         )
     if hard != resource.RLIM_INFINITY and hard < needed:
-        log.warning("this process may open %d files; %d may be needed: raise the limit (ulimit -n)", hard, needed)
+        emit("warned", f"this process may open {hard} files; {needed} may be needed: raise the limit (ulimit -n)")

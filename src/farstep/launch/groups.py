@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import deque
@@ -10,9 +9,9 @@ from collections.abc import Callable
 
 from farstep.config.launch import RESTART_WINDOW_S, EngineConfig
 from farstep.errors import FarstepError, LaunchError, counted
+from farstep.event import Emit, traceback_of
 from farstep.launch.engine import Engine, EngineLost, Group, RequestStatus
 
-log = logging.getLogger("farstep")
 _CHECK_S = 2.0
 """Seconds between two status checks of a group."""
 _MAX_BACKOFF_S = 60.0
@@ -24,8 +23,8 @@ _END_S = 120.0
 class WatchedGroup:
     """A group and the thread that calls its engine, whose calls may block."""
 
-    def __init__(self, nodes: int, request: Callable[[], Group]) -> None:
-        self._nodes, self._request = nodes, request
+    def __init__(self, nodes: int, request: Callable[[], Group], emit: Emit) -> None:
+        self._nodes, self._request, self._emit = nodes, request, emit
         self._group: Group | None = None
         self._checked = (0.0, RequestStatus("requested", nodes))
         """Time of the last status request to the engine, and its answer."""
@@ -118,7 +117,8 @@ class WatchedGroup:
             if self._group is None:
                 self.request()
         except Exception as error:  # the engine has worked before, so the failure may be temporary
-            log.warning("%s: %s Continuing without these nodes for now.", type(error).__name__, error)
+            text = f"{type(error).__name__}: {error} Continuing without these nodes for now."
+            self._emit("warned", text, traceback=traceback_of(error))
             self._checked = (time.monotonic(), RequestStatus(str(error), 0, engine_lost=isinstance(error, EngineLost)))
         if self._group is None:
             return
@@ -139,8 +139,13 @@ class WatchedGroup:
         except Exception as error:  # the nodes may still exist, although the engine does not answer
             text = f"the engine does not answer: {error if isinstance(error, FarstepError) else repr(error)}"
             if text != before.text:
-                log.warning("%s", text)
+                self._emit("warned", text, traceback=traceback_of(error))
             return RequestStatus(text, before.nodes, engine_lost=isinstance(error, EngineLost))
+
+    @property
+    def final_logs(self) -> str:
+        """The logs of the group if all its nodes have ended, else ""; does not call the engine."""
+        return self._logs or ""
 
     def logs(self) -> str:
         if self._logs is not None:
@@ -169,9 +174,9 @@ def _logs_of(group: Group) -> str:
 class Groups:
     """All groups of a run, numbered in the order of their requests."""
 
-    def __init__(self, engine: Engine, config: EngineConfig, bootstrap: Callable[[int], bytes]) -> None:
+    def __init__(self, engine: Engine, config: EngineConfig, bootstrap: Callable[[int], bytes], emit: Emit) -> None:
         """`bootstrap(group)` returns the bootstrap of the node daemons of that group."""
-        self._engine, self._config, self._bootstrap = engine, config, bootstrap
+        self._engine, self._config, self._bootstrap, self._emit = engine, config, bootstrap, emit
         self._groups: list[WatchedGroup] = []
         self._request_lock = threading.Lock()
         """Engines receive one request at a time."""
@@ -202,7 +207,7 @@ class Groups:
 
     def _new(self, nodes: int) -> WatchedGroup:
         bootstrap = self._bootstrap(len(self._groups))
-        group = WatchedGroup(nodes, lambda: self._request(nodes, bootstrap))
+        group = WatchedGroup(nodes, lambda: self._request(nodes, bootstrap), self._emit)
         self._groups.append(group)
         return group
 
@@ -241,17 +246,18 @@ class Groups:
         if too_few and (self._given_up or not self._complete):
             raise _missing(missing, last, self._budget_used())
         if self._given_up:
-            log.warning(
-                "%s; continuing with %s, and requesting more in at most %g minutes",
-                f"{last.status.text}{self._budget_used()}",
-                counted(expected, "node"),
-                RESTART_WINDOW_S / 60,
+            self._emit(
+                "warned",
+                f"{last.status.text}{self._budget_used()}; continuing with {counted(expected, 'node')}, and requesting "
+                f"more in at most {RESTART_WINDOW_S / 60:g} minutes",
+                traceback=last.final_logs,
             )
             self._retry_at = (self._retries[0] if self._retries else now) + RESTART_WINDOW_S
             return
         self._retries.append(now)
         detail = f" ({last.last_line})" if last.last_line else ""
-        log.warning("%s%s; requesting %s again", last.status.text, detail, counted(missing, "node"))
+        text = f"{last.status.text}{detail}; requesting {counted(missing, 'node')} again"
+        self._emit("resubmitted", text, traceback=last.final_logs)
         self._new(missing).watch()
 
     def _budget_used(self) -> str:

@@ -7,7 +7,6 @@ They are part of the batch script, which SLURM shows only to its owner and to ad
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import re
 import shlex
@@ -19,12 +18,12 @@ from pathlib import Path
 
 from farstep.config.launch import SlurmConfig
 from farstep.errors import LaunchError, counted
+from farstep.event import Emit, traceback_of
 from farstep.launch.addresses import own_addresses
 from farstep.launch.daemon.guardian import Guardian
 from farstep.launch.engine import RECLAIMED, RESTARTS, Group, RequestStatus, setup_lines
 from farstep.launch.engine_processes import EngineProcess, EngineProcesses, after_setup, end_processes
 
-log = logging.getLogger("farstep")
 _COMMAND_S = 60.0
 _INTERRUPTED_S = 3.0
 """Seconds that sbatch may still take after Ctrl-C: a job that it submits in that time is cancelled."""
@@ -55,8 +54,8 @@ class SlurmEngine:
 
     grace_s = 20.0
 
-    def __init__(self, config: SlurmConfig, workers_per_node: int) -> None:
-        self._config, self._per_node = config, workers_per_node
+    def __init__(self, config: SlurmConfig, workers_per_node: int, emit: Emit) -> None:
+        self._config, self._per_node, self._emit = config, workers_per_node, emit
         self._inside = "SLURM_JOB_ID" in os.environ
         self._guardian = Guardian()
         self._steps: list[EngineProcess] = []
@@ -87,7 +86,7 @@ class SlurmEngine:
             ) from None
         together = [size for before in self._jobs for size in before.unreplaced()]
         together = together if self._jobs else [self._config.fewest_nodes]
-        jobs = Jobs(folder, self._guardian)
+        jobs = Jobs(folder, self._guardian, self._emit)
         try:
             for size, script in self._scripts(nodes, together, bootstrap.decode()):
                 jobs.submit(script, size)
@@ -200,8 +199,8 @@ def _daemon_command(config: SlurmConfig) -> list[str]:
 class Jobs(Group):
     """Jobs that were submitted together."""
 
-    def __init__(self, folder: Path, guardian: Guardian) -> None:
-        self._folder, self._guardian = folder, guardian
+    def __init__(self, folder: Path, guardian: Guardian, emit: Emit) -> None:
+        self._folder, self._guardian, self._emit = folder, guardian, emit
         self._sizes: dict[str, int] = {}
         """Number of nodes of each job, by job id."""
         self._connected: set[str] = set()
@@ -290,7 +289,11 @@ class Jobs(Group):
         return self._sizes[number]
 
     def _cancel(self, number: str, why: str) -> None:
-        log.warning("SLURM job %s %s: cancelled, so that its nodes can be requested again", number, why)
+        text = f"SLURM job {number} {why}: cancelled, so that its nodes can be requested again"
+        logs = ""
+        with contextlib.suppress(OSError):
+            logs = self._log(number)
+        self._emit("lost", text, traceback=logs)
         _run(["scancel", number], missing="")
         self._seen.discard(number)
 
@@ -313,7 +316,8 @@ class Jobs(Group):
             if self._sizes:
                 _run(["scancel", *self._sizes], missing="")
         except LaunchError as error:  # the daemons end anyway, and the guardian keeps retrying
-            log.warning("%s; jobs %s will be cancelled when SLURM answers again", error, ", ".join(self._sizes))
+            text = f"{error}; jobs {', '.join(self._sizes)} will be cancelled when SLURM answers again"
+            self._emit("warned", text, traceback=traceback_of(error))
             return
         for number in self._sizes:
             self._guardian.unregister(number)

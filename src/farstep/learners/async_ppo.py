@@ -215,7 +215,7 @@ class AsyncPPO(OnPolicy):
             batch: The rows to learn from.
             version: Version of the agent's weights.
             progress: Fraction of the run that is done, from 0 to 1.
-            timer: Measures `recompute_logprobs`, `advantages` and `train`.
+            timer: Measures `recompute_logprobs`, `advantages` and `actor_training`.
 
         Returns:
             Metrics by name, without the prefix `train/`.
@@ -238,7 +238,7 @@ class AsyncPPO(OnPolicy):
             normalize=config.normalize_advantages == "minibatch",
             target_kl=config.target_kl,
         )
-        with timer("train"):
+        with timer("actor_training"):
             return self.learn(batch, rollout, columns, self._loss, schedule)
 
     def batches(self, env: ClusterEnv) -> Iterator[Batch]:

@@ -145,7 +145,7 @@ class Impala(OnPolicy):
             batch: The rows to learn from.
             version: Version of the agent's weights.
             progress: Fraction of the run that is done, from 0 to 1.
-            timer: Measures `advantages` and `train`.
+            timer: Measures `advantages` and `actor_training`.
 
         Returns:
             Metrics by name, without the prefix `train/`.
@@ -161,7 +161,7 @@ class Impala(OnPolicy):
                 advantages = losses.normalize(advantages, rollout.valid)
         columns = {"targets": targets, "advantages": advantages, **rollout.mask()}
         schedule = Schedule(epochs=1, batch_size=advantages.numel())
-        with timer("train"):
+        with timer("actor_training"):
             return self.learn(batch, rollout, columns, self._loss, schedule) | metrics
 
     def batches(self, env: ClusterEnv) -> Iterator[Batch]:

@@ -153,7 +153,7 @@ class PPO(OnPolicy):
             batch: The rows to learn from.
             version: Version of the agent's weights.
             progress: Fraction of the run that is done, from 0 to 1.
-            timer: Measures `advantages` and `train`.
+            timer: Measures `advantages` and `actor_training`.
 
         Returns:
             Metrics by name, without the prefix `train/`.
@@ -174,7 +174,7 @@ class PPO(OnPolicy):
             normalize=config.normalize_advantages == "minibatch",
             target_kl=config.target_kl,
         )
-        with timer("train"):
+        with timer("actor_training"):
             return self.learn(batch, rollout, columns, self._loss, schedule)
 
     def batches(self, env: ClusterEnv) -> Iterator[Batch]:

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TextIO
 
 from rich.console import Console
@@ -24,11 +24,10 @@ from rich.live import Live
 from rich.text import Text
 
 from farstep.errors import ClosedError
-from farstep.observe.loggers import Logger
-from farstep.observe.panel import panel
+from farstep.observe.panel import ShownEvent, panel
 from farstep.observe.run_status import RunStatus, line
 
-_LINE_EVERY_S = 10.0
+_LINE_EVERY_S = 5.0
 _REFRESH_S = 0.25
 _CLOSE_S = 5.0
 """Seconds that `close` waits for the drawing thread."""
@@ -36,7 +35,9 @@ _MAX_LINES = 10_000
 """Maximum number of printed lines that wait to be shown; older ones are dropped."""
 
 
-def console_logger(total_steps: int, title: str = "farstep", console: Console | None = None) -> Logger:
+def console_logger(
+    total_steps: int, title: str = "farstep", console: Console | None = None
+) -> LiveDisplay | PlainLines:
     """Create a logger that writes to the terminal.
 
     Args:
@@ -53,7 +54,7 @@ def console_logger(total_steps: int, title: str = "farstep", console: Console | 
 
 
 class PlainLines:
-    """Prints at most one line every ten seconds, and one at the end."""
+    """Prints at most one line every five seconds, and one at the end."""
 
     def __init__(
         self, total_steps: int, console: Console | None = None, clock: Callable[[], float] = time.monotonic
@@ -63,6 +64,7 @@ class PlainLines:
         self._clock = clock
         self._next_s = float("-inf")
         self._shown = 0
+        self._diagnosis: str | None = None
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         now = self._clock()
@@ -71,6 +73,10 @@ class PlainLines:
             self._show()
             self._next_s = now + _LINE_EVERY_S
 
+    def show(self, diagnosis: str | None = None, events: Sequence[ShownEvent] = ()) -> None:
+        """Add a diagnosis to the lines from now on; events have log lines of their own."""
+        self._diagnosis = diagnosis
+
     def close(self) -> None:
         if self._shown != self._status.updates:
             self._show()
@@ -78,7 +84,7 @@ class PlainLines:
     def _show(self) -> None:
         self._shown = self._status.updates
         encoding = self._console.encoding
-        text = line(self._status).encode(encoding, "replace").decode(encoding)
+        text = line(self._status, self._clock(), self._diagnosis).encode(encoding, "replace").decode(encoding)
         self._console.print(text, soft_wrap=True, highlight=False, markup=False, emoji=False)
 
 
@@ -92,6 +98,8 @@ class LiveDisplay:
         self._console.file = self._console.file  # keeps the current stream: sys.stdout is redirected below
         self._started_s = time.monotonic()
         self._updates: deque[tuple[int, Mapping[str, float], float]] = deque()
+        self._remarks: tuple[str | None, tuple[ShownEvent, ...]] = (None, ())
+        """Diagnosis and events; replaced as a whole, because another thread draws them."""
         self._lines: deque[str] = deque(maxlen=_MAX_LINES)
         self._closing = threading.Event()
         self._failure: Exception | None = None
@@ -105,6 +113,15 @@ class LiveDisplay:
         if self._failure is not None:
             raise ClosedError(f"the live display has failed: {self._failure}") from self._failure
         self._updates.append((step, dict(metrics), time.monotonic()))
+
+    def show(self, diagnosis: str | None = None, events: Sequence[ShownEvent] = ()) -> None:
+        """Replace the diagnosis and the events that the panel shows.
+
+        Args:
+            diagnosis: A sentence that says what the run is waiting for; None: nothing to say.
+            events: What happened, oldest first; the latest three are shown.
+        """
+        self._remarks = (diagnosis, tuple(events))
 
     def close(self) -> None:
         """Draw a last time and restore streams and log handlers; the cursor ends below the panel."""
@@ -136,7 +153,9 @@ class LiveDisplay:
             self._status.update(*self._updates.popleft())
         if lines := [self._lines.popleft() for _ in range(len(self._lines))]:
             self._console.print(Text.from_ansi("\n".join(lines)), soft_wrap=True)
-        drawn = panel(self._status, self._title, now - self._started_s, now, self._console.width)
+        diagnosis, events = self._remarks
+        elapsed_s, width = now - self._started_s, self._console.width
+        drawn = panel(self._status, self._title, elapsed_s, now, width, diagnosis=diagnosis, events=events)
         live.update(drawn, refresh=True)
 
 

@@ -54,9 +54,30 @@ class Run:
         """Return one metric as a function of another, at updates that have both."""
         points = [(row[x], row[y]) for row in self.rows if row.get(x) is not None and row.get(y) is not None]
         xs, ys = np.array(points, np.float64).reshape(-1, 2).T
-        if x == "seconds":  # the seconds of a resumed run may restart at zero
-            xs = xs + np.cumsum(np.maximum(-np.diff(xs, prepend=xs[:1]), 0))
-        return xs, ys
+        return (_without_restarts(xs) if x == "seconds" else xs), ys
+
+    def speed(self, updates: int) -> Curve:
+        """Return the steps per second over the latest `updates` updates, at each update."""
+        steps, seconds = self.curve("seconds", "step")
+        seconds = _without_restarts(seconds)
+        steps, seconds = np.concatenate([[0.0], steps]), np.concatenate([[0.0], seconds])
+        best = np.maximum.accumulate(steps)
+        latest = np.maximum.accumulate(seconds)
+        later = np.concatenate([[True], (steps[1:] > best[:-1]) & (seconds[1:] > latest[:-1])])
+        steps, seconds = steps[later], seconds[later]  # without rows that only report an evaluation
+        at = np.arange(1, len(steps))
+        before = np.maximum(at - updates, 0)
+        return steps[at], (steps[at] - steps[before]) / (seconds[at] - seconds[before])
+
+    def increase(self, prefix: str) -> Curve:
+        """Return by how much counters with this prefix, summed, have grown with each update."""
+        latest: dict[str, float] = {}
+        totals = [0.0]
+        for row in self.rows:
+            latest |= {name: value for name, value in row.items() if name.startswith(prefix) and value is not None}
+            totals.append(sum(latest.values()))
+        grown = np.maximum(np.diff(np.array(totals)), 0.0)  # a resumed run counts from zero
+        return np.array([row["step"] for row in self.rows], np.float64), grown
 
     def option(self, names: Sequence[str]) -> str:
         """Return the value of the first of these options that the run has, at any depth; "" if it has none."""
@@ -78,6 +99,16 @@ class Group:
         """Return the curves of the runs that have at least one point."""
         found = [run.curve(y, x) for run in self.runs]
         return [curve for curve in found if len(curve[0])]
+
+    def increases(self, prefix: str) -> list[Curve]:
+        """Return by how much counters with this prefix have grown with each update, for each run."""
+        return [run.increase(prefix) for run in self.runs]
+
+
+def _without_restarts(seconds: Numbers) -> Numbers:
+    """Return a clock that goes on where that of a resumed run restarts at zero."""
+    lost: Numbers = np.maximum(-np.diff(seconds, prepend=seconds[:1]), 0)
+    return seconds + np.cumsum(lost)
 
 
 def read_groups(paths: Sequence[str | os.PathLike[str]]) -> list[Group]:

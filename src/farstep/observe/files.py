@@ -1,4 +1,4 @@
-"""Atomic writes, and reading the metrics of a run."""
+"""Atomic writes, and reading the lines of a run's metrics and events."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import contextlib
 import json
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from farstep.errors import RunError
 
 log = logging.getLogger("farstep")
+T = TypeVar("T")
 _SHOWN = 5
 _LARGEST = 1e300
 
@@ -56,8 +57,13 @@ def _is_metric(value: object) -> bool:
 
 def read_lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
     """Return the valid lines of a run's metrics, as bytes and decoded; a warning names the lines that are skipped."""
+    return read_valid_lines(path, read_row)
+
+
+def read_valid_lines(path: Path, decode: Callable[[bytes], T | None]) -> list[tuple[bytes, T]]:
+    """Return the lines that `decode` accepts, as bytes and decoded; a warning names the others."""
     with path.open("rb") as stream:
-        lines = [(line, read_row(line)) for line in stream]
+        lines = [(line, decode(line)) for line in stream]
     invalid = [number for number, (_, row) in enumerate(lines, 1) if row is None]
     if invalid:
         more = f" and {len(invalid) - _SHOWN} more" if len(invalid) > _SHOWN else ""

@@ -1,7 +1,7 @@
 """Write metrics to JSON lines, TensorBoard, Weights & Biases, or several of them.
 
     loggers = Loggers(JsonlLogger(run.metrics_file), TensorBoardLogger(run.tensorboard))
-    loggers.log(step, {"env/return_mean": 21.5, "time/train": 0.4})   # once per update
+    loggers.log(step, {"env/return_mean": 21.5, "time/actor_training": 0.4})   # once per update
     loggers.close()
 
 `step` counts environment steps and is the x axis everywhere. `console` has the loggers for the terminal.
@@ -23,6 +23,7 @@ from typing import IO, Any, Protocol
 
 from farstep.checkpoint.files import no_follow
 from farstep.errors import ConfigError, RunError
+from farstep.event import Emit, traceback_of
 from farstep.observe.extras import require
 from farstep.observe.files import as_run_error, read_lines, replace_file
 
@@ -236,10 +237,14 @@ class Loggers:
 
     A logger that raises is removed with a warning, and training continues without it. Only errors of a `JsonlLogger`
     are raised: its file is the complete record of the run.
+
+    Args:
+        loggers: The loggers.
+        emit: Receives an event for each logger that raises; None: a warning is logged.
     """
 
-    def __init__(self, *loggers: Logger) -> None:
-        self._loggers = list(loggers)
+    def __init__(self, *loggers: Logger, emit: Emit | None = None) -> None:
+        self._loggers, self._emit = list(loggers), emit
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         for logger in list(self._loggers):
@@ -249,11 +254,9 @@ class Loggers:
                 if isinstance(logger, JsonlLogger):
                     raise
                 self._loggers.remove(logger)
-                log.warning(
-                    "%s failed at step %d and gets no more metrics; training continues without it: %s: %s",
-                    type(logger).__name__,
-                    step,
-                    type(error).__name__,
+                self._warn(
+                    f"{type(logger).__name__} failed at step {step} and gets no more metrics; training continues "
+                    f"without it: {type(error).__name__}: {error}",
                     error,
                 )
                 with contextlib.suppress(Exception):
@@ -269,9 +272,15 @@ class Loggers:
                 if isinstance(logger, JsonlLogger):
                     failure = error
                 else:
-                    log.warning("%s failed when it was closed: %s", type(logger).__name__, error)
+                    self._warn(f"{type(logger).__name__} failed when it was closed: {error}", error)
         if failure is not None:
             raise failure
+
+    def _warn(self, text: str, error: Exception) -> None:
+        if self._emit is None:
+            log.warning("%s", text)
+        else:
+            self._emit("warned", text, traceback=traceback_of(error))
 
     def __enter__(self) -> Loggers:
         return self

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
+from typing import Protocol
 
 from rich import box
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -29,9 +31,38 @@ _COLOURS = {
 }
 _MAX_WIDTH = 100
 _SPARKLINE_WIDTH = 32
+_SHOWN_EVENTS = 3
 
 
-def panel(status: RunStatus, title: str, elapsed_s: float, now_s: float, width: int) -> Panel:
+class ShownEvent(Protocol):
+    """What the panel shows of an event."""
+
+    @property
+    def time(self) -> float:
+        """Unix time in seconds."""
+        ...
+
+    @property
+    def kind(self) -> str:
+        """What happened, in one word, e.g. `restarted`."""
+        ...
+
+    @property
+    def text(self) -> str:
+        """What happened, in one sentence."""
+        ...
+
+
+def panel(
+    status: RunStatus,
+    title: str,
+    elapsed_s: float,
+    now_s: float,
+    width: int,
+    *,
+    diagnosis: str | None = None,
+    events: Sequence[ShownEvent] = (),
+) -> Panel:
     """Render the status.
 
     Args:
@@ -40,6 +71,8 @@ def panel(status: RunStatus, title: str, elapsed_s: float, now_s: float, width: 
         elapsed_s: Seconds since the start of the run.
         now_s: Current time of the clock that `status` was updated with.
         width: Columns of the terminal.
+        diagnosis: A sentence that says what the run is waiting for; None: no row for it.
+        events: What happened, oldest first; the latest three are shown.
 
     Returns:
         The panel, at most 100 columns wide.
@@ -74,8 +107,17 @@ def panel(status: RunStatus, title: str, elapsed_s: float, now_s: float, width: 
         grid.add_row("workers", _workers(status))
     if shares := status.shares():
         grid.add_row("time", Shares(shares))
+    if diagnosis:
+        grid.add_row("diagnosis", Text(diagnosis, style="yellow", no_wrap=False, overflow="fold"))
+    if events:
+        grid.add_row("events", Text("\n").join(map(_event, events[-_SHOWN_EVENTS:])))
     heading = Text(title, style="bold")
     return Panel(grid, title=heading, title_align="left", box=box.ROUNDED, border_style="dim", width=width)
+
+
+def _event(event: ShownEvent) -> Text:
+    clock = time.strftime("%H:%M:%S", time.localtime(event.time))
+    return Text.assemble((f"{clock} ", "dim"), (event.kind, "bold"), f"  {' '.join(event.text.split())}")
 
 
 def _add(text: Text, label: str, value: float | None, form: Callable[[float], str]) -> None:
@@ -115,8 +157,8 @@ def _weights(status: RunStatus) -> str:
     parts = []
     if "version" in latest:
         parts.append(f"version {latest['version']:,.0f}")
-    if "sync/weight_syncs" in latest:
-        parts.append(f"{latest['sync/weight_syncs']:,.0f} syncs")
+    if "sync/pulls_per_worker" in latest:
+        parts.append(f"{latest['sync/pulls_per_worker']:,.0f} pulls per worker")
     if "sync/weights_bytes" in latest:
         parts.append(data_size(latest["sync/weights_bytes"]))
     return "   ".join(parts)

@@ -1,15 +1,15 @@
-"""Plots return, throughput and staleness of runs."""
+"""Plots what happened in runs: return, throughput, staleness, dropped chunks, restarts."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from farstep.errors import ConfigError
+from farstep.errors import ConfigError, RunError
 from farstep.observe.curves import Curve, Group, common_range, read_groups, smoothed, stacked
 from farstep.observe.extras import require
 from farstep.observe.files import replacing
@@ -23,6 +23,9 @@ _POINTS_PER_WINDOW = 100
 _LARGE_DOTS = 30
 _SHOWN_RAW = 3
 _LEGEND_CHARACTERS = 120
+_RATE_UPDATES = 10
+"""Smallest number of updates over which a rate is measured, in runs of at least 50."""
+_RETURN, _EVALUATION = "env/return_mean", "eval/return_mean"
 _STYLE = {
     "font.size": 10,
     "axes.edgecolor": "#bbbbbb",
@@ -54,7 +57,8 @@ def plot(
         runs: Folders of the runs.
         out: File to write, ending in .png, .svg or .pdf.
         band: From the lowest to the highest seed (`range`), or one standard deviation to both sides (`std`).
-        smooth: Updates per moving average; 1: none; None: a hundredth of the run.
+        smooth: Updates per moving average; 1: none; None: a hundredth of the run, and for rates at least ten
+            updates, or a fifth of a run of fewer than fifty.
         title: Heading; None: the environment and the learner that the runs have in common.
 
     Returns:
@@ -79,7 +83,7 @@ def plot(
     # A Figure without pyplot changes no global state and needs no display.
     figures = require("matplotlib.figure", "matplotlib", "drawing runs", "Figure")
     with matplotlib.rc_context(_STYLE):
-        figure = figures.Figure(figsize=(11, 7.2), layout="constrained")
+        figure = figures.Figure(layout="constrained")
         _Drawing(figure, groups, band, smooth).draw(title or _title(groups))
         out.parent.mkdir(parents=True, exist_ok=True)
         with replacing(out) as partial:
@@ -101,52 +105,122 @@ def _title(groups: Sequence[Group]) -> str:
 
 
 class _Drawing:
-    """Four panels with one line for each group of runs."""
+    """Panels with one line for each group of runs; there is a panel only for what happened in at least one run."""
 
     def __init__(self, figure: Any, groups: Sequence[Group], band: str, smooth: int | None) -> None:
         self._figure, self._groups, self._band, self._smooth = figure, groups, band, smooth
 
     def draw(self, title: str) -> None:
-        (by_steps, by_time), (speed, lag) = self._figure.subplots(2, 2)
-        for axes, name, x in ((by_steps, "Return", "step"), (by_time, "Return over time", "seconds")):
-            self._panel(axes, name, "env/return_mean", x)
-            self._evaluations(axes, x)
-        self._panel(speed, "Throughput in steps per second", "rate/steps_per_second")
-        self._panel(lag, "Staleness in policy versions", "lag/versions_mean")
-        self._oldest(lag)
-        for axes in (by_steps, speed, lag):
-            axes.set_xlabel("environment steps")
-            axes.xaxis.set_major_formatter(_thousands)
-        speed.yaxis.set_major_formatter(_thousands)
-        speed.set_ylim(bottom=0)
-        top = max(1.0, lag.get_ylim()[1])
-        lag.set_ylim(-0.02 * top, top)  # keeps a line at zero apart from the axis
-        self._clock(by_time)
-        for axes in (by_steps, by_time, speed, lag):
+        panels = [panel for happened, panel in self._panels() if happened]
+        if not panels:
+            names = ", ".join(run.name for group in self._groups for run in group.runs)
+            raise RunError(f"{names}: no episode has ended and no time was logged yet, so there is nothing to plot.")
+        for panel, axes in zip(panels, self._axes(len(panels)), strict=True):
+            panel(axes)
+            axes.margins(x=0.01)
             axes.set_xlim(left=0)
         self._figure.suptitle(title, fontsize=13, fontweight="bold")
         self._legend()
+
+    def _panels(self) -> Iterator[tuple[bool, Callable[[Any], None]]]:
+        """Yield whether something happened, and what draws it."""
+        for x, panel in (("step", self._return_by_steps), ("seconds", self._return_by_time)):
+            yield any(group.curves(name, x) for group in self._groups for name in (_RETURN, _EVALUATION)), panel
+        yield any(self._speeds(group) for group in self._groups), self._throughput
+        yield self._positive(lambda group: group.curves("lag/versions_max")), self._staleness
+        yield self._positive(lambda group: group.increases("dropped/")), self._dropped
+        yield self._positive(lambda group: group.curves("workers/restarts")), self._restarts
+
+    def _positive(self, curves: Callable[[Group], list[Curve]]) -> bool:
+        return any((ys > 0).any() for group in self._groups for _, ys in curves(group))
+
+    def _axes(self, number: int) -> list[Any]:
+        """Return axes in two columns, or three for more than four panels; the last one fills its row."""
+        columns = min(number, 2 if number <= 4 else 3)
+        rows = -(-number // columns)
+        self._figure.set_size_inches(5.5 * max(columns, 1.5), 0.3 + 3.5 * rows)
+        grid = self._figure.add_gridspec(rows, columns)
+        places = [divmod(i, columns) for i in range(number)]
+        last = number - 1
+        return [
+            self._figure.add_subplot(grid[row, column:] if i == last else grid[row, column])
+            for i, (row, column) in enumerate(places)
+        ]
 
     def _style(self, position: int) -> dict[str, Any]:
         lines = _LINES[position // len(_COLOURS) % len(_LINES)]
         return {"color": _COLOURS[position % len(_COLOURS)], "linestyle": lines}
 
-    def _panel(self, axes: Any, title: str, metric: str, x: str = "step") -> None:
-        axes.set_title(title, loc="left", fontsize=11)
-        drawn = [self._line(axes, group.curves(metric, x), self._style(i)) for i, group in enumerate(self._groups)]
-        axes.margins(x=0.01)
-        if not any(drawn):
-            what = metric if x == "step" else f"{metric} with {x}"
-            axes.text(0.5, 0.5, f"no {what} in the metrics", transform=axes.transAxes, ha="center", color=_FAINT)
-            axes.set(xticks=[], yticks=[])
+    # ---- panels ----
 
-    def _line(self, axes: Any, raw: list[Curve], style: dict[str, Any]) -> bool:
+    def _return_by_steps(self, axes: Any) -> None:
+        self._averaged(axes, "Return", lambda group: group.curves(_RETURN))
+        self._evaluations(axes, "step")
+
+    def _return_by_time(self, axes: Any) -> None:
+        self._averaged(axes, "Return over time", lambda group: group.curves(_RETURN, "seconds"))
+        self._evaluations(axes, "seconds")
+        self._clock(axes)
+
+    def _throughput(self, axes: Any) -> None:
+        self._heading(axes, "Throughput in steps per second")
+        for position, group in enumerate(self._groups):
+            self._line(axes, self._speeds(group, 1), self._speeds(group), self._style(position))
+        axes.yaxis.set_major_formatter(_thousands)
+        axes.set_ylim(bottom=0)
+
+    def _staleness(self, axes: Any) -> None:
+        self._averaged(axes, "Staleness in policy versions", lambda group: group.curves("lag/versions_mean"))
+        self._oldest(axes)
+        top = max(1.0, axes.get_ylim()[1])
+        axes.set_ylim(-0.02 * top, top)  # keeps a line at zero apart from the axis
+
+    def _dropped(self, axes: Any) -> None:
+        self._heading(axes, "Dropped chunks per update")
+        for position, group in enumerate(self._groups):
+            averages = [smoothed(curve, self._rate_window(len(curve[0]))) for curve in group.increases("dropped/")]
+            self._line(axes, averages, averages, self._style(position))
+        axes.set_ylim(bottom=0)
+
+    def _restarts(self, axes: Any) -> None:
+        self._heading(axes, "Worker restarts so far")
+        for position, group in enumerate(self._groups):
+            raw = group.curves("workers/restarts")
+            self._line(axes, raw, raw, self._style(position))
+        axes.set_ylim(bottom=0)
+        axes.yaxis.get_major_locator().set_params(integer=True)
+
+    # ---- lines ----
+
+    def _heading(self, axes: Any, title: str) -> None:
+        axes.set_title(title, loc="left", fontsize=11)
+        axes.set_xlabel("environment steps")
+        axes.xaxis.set_major_formatter(_thousands)
+
+    def _window(self, points: int) -> int:
+        return self._smooth or max(points // _POINTS_PER_WINDOW, 1)
+
+    def _rate_window(self, points: int) -> int:
+        return self._smooth or max(self._window(points), min(_RATE_UPDATES, points // 5))
+
+    def _speeds(self, group: Group, updates: int | None = None) -> list[Curve]:
+        """Return the throughput of each run that has one, over a window of this many updates; None: by its length."""
+        found = [run.speed(updates or self._rate_window(len(run.rows))) for run in group.runs]
+        return [curve for curve in found if len(curve[0])]
+
+    def _averaged(self, axes: Any, title: str, curves: Callable[[Group], list[Curve]]) -> None:
+        """Draw moving averages of the groups' curves."""
+        self._heading(axes, title)
+        for position, group in enumerate(self._groups):
+            raw = curves(group)
+            averages = [smoothed(curve, self._window(len(curve[0]))) for curve in raw]
+            self._line(axes, raw, averages, self._style(position))
+
+    def _line(self, axes: Any, raw: list[Curve], curves: list[Curve], style: dict[str, Any]) -> None:
         """Draw the mean of a group's curves with its band; thin lines where only some of them have values."""
         if not raw:
-            return False
-        windows = [self._smooth or max(len(xs) // _POINTS_PER_WINDOW, 1) for xs, _ in raw]
-        curves = [smoothed(curve, window) for curve, window in zip(raw, windows, strict=True)]
-        if len(raw) == 1 and windows[0] > 1 and len(self._groups) <= _SHOWN_RAW:
+            return
+        if len(raw) == 1 and len(self._groups) <= _SHOWN_RAW and not np.array_equal(raw[0][1], curves[0][1]):
             axes.plot(*raw[0], color=style["color"], alpha=0.22, linewidth=0.8)
         grid, values = stacked(curves)
         mean = values.mean(0)
@@ -158,13 +232,12 @@ class _Drawing:
             for xs, ys in curves:
                 axes.plot(xs[xs >= end], ys[xs >= end], color=style["color"], alpha=0.45, linewidth=0.9)
         axes.plot(grid, mean, linewidth=1.8, marker="o" if len(grid) == 1 else None, **style)
-        return True
 
     def _evaluations(self, axes: Any, x: str) -> None:
         """Draw the return of evaluations as dots: the mean over seeds, at the steps of the run with the fewest."""
         shown = False
         for position, group in enumerate(self._groups):
-            curves = group.curves("eval/return_mean", x)
+            curves = group.curves(_EVALUATION, x)
             if not curves:
                 continue
             grid = min((xs for xs, _ in curves), key=len)
@@ -197,7 +270,12 @@ class _Drawing:
 
     def _clock(self, axes: Any) -> None:
         """Label the axis of wall-clock time in seconds, minutes or hours."""
-        ends = [curve[0][-1] for group in self._groups for curve in group.curves("env/return_mean", "seconds")]
+        ends = [
+            curve[0][-1]
+            for group in self._groups
+            for name in (_RETURN, _EVALUATION)
+            for curve in group.curves(name, "seconds")
+        ]
         longest = max(ends, default=0.0)
         unit, length = next(
             (each for each in (("hours", 3600), ("minutes", 60)) if longest >= 3 * each[1]), ("seconds", 1)

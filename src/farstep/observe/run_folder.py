@@ -2,10 +2,11 @@
 
 runs/CartPole-v1-ppo-seed1-20260131-120000/
 ├── config.json      the options of the run, and a tag that shows which user wrote them
+├── config.yaml      the same options for people, and for `farstep train --config`
 ├── metrics.jsonl    one line per update
+├── events.jsonl     one line per event
 ├── checkpoints/     where `--resume` continues
 ├── videos/
-├── plots/
 └── tensorboard/     with `--tensorboard`
 """
 
@@ -86,7 +87,7 @@ class RunFolder:
         try:
             Path(root).mkdir(parents=True, exist_ok=True)
             run = cls(_make_new(Path(root), name))
-            for folder in (run.checkpoints, run.videos, run.plots):
+            for folder in (run.checkpoints, run.videos):
                 folder.mkdir()
             replace_file(run.config_file, run._signed(content))
         except OSError as error:
@@ -117,9 +118,19 @@ class RunFolder:
         return self.path / "config.json"
 
     @property
+    def yaml_file(self) -> Path:
+        """The options of the run for people; nothing in it is trusted."""
+        return self.path / "config.yaml"
+
+    @property
     def metrics_file(self) -> Path:
         """One line of JSON per update."""
         return self.path / "metrics.jsonl"
+
+    @property
+    def events_file(self) -> Path:
+        """One line of JSON per event; at most 5 MB."""
+        return self.path / "events.jsonl"
 
     @property
     def checkpoints(self) -> Path:
@@ -130,11 +141,6 @@ class RunFolder:
     def videos(self) -> Path:
         """Rendered episodes."""
         return self.path / "videos"
-
-    @property
-    def plots(self) -> Path:
-        """Plots of the metrics."""
-        return self.path / "plots"
 
     @property
     def tensorboard(self) -> Path:
@@ -183,7 +189,7 @@ class RunFolder:
         try:
             config[_TAG] = signing.tag(config)
         except signing.NoKey as reason:
-            log.warning("%s has no tag, so --resume and watch will need --trust: %s", self.config_file, reason)
+            log.warning("%s has no tag, so --resume, eval and watch will need --trust: %s", self.config_file, reason)
         return json.dumps(config, indent=2).encode() + b"\n"
 
     @contextlib.contextmanager

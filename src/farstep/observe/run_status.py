@@ -10,7 +10,7 @@ _HISTORY = 256
 _RECENT_UPDATES = 20
 
 RETURN = "env/return_mean"
-_PHASES = {"recompute_logprobs": "recompute"}
+_PHASES = {"recompute_logprobs": "recompute", "actor_training": "train"}
 """Short names of phases whose names are too long for the display."""
 
 
@@ -43,7 +43,8 @@ class RunStatus:
         self.step, self.updates = step, self.updates + 1
         self.latest |= known
         self._steps.append((now_s, step))
-        self._times.append({name.removeprefix("time/"): s for name, s in known.items() if name.startswith("time/")})
+        times = {name.removeprefix("time/"): s for name, s in known.items() if name.startswith("time/")}
+        self._times.append({name: s for name, s in times.items() if "/" not in name})  # without those of workers
         if RETURN in known:
             self._add_return(known[RETURN])
 
@@ -91,10 +92,21 @@ class RunStatus:
         return {name.removeprefix(prefix): int(n) for name, n in self.latest.items() if name.startswith(prefix) and n}
 
 
-def line(status: RunStatus) -> str:
-    """Return the status in one line, for logs and terminals without cursor control."""
+def line(status: RunStatus, now_s: float, diagnosis: str | None = None) -> str:
+    """Return the status in one line, for logs and terminals without cursor control.
+
+    Args:
+        status: What to show.
+        now_s: Current time of the clock that `status` was updated with.
+        diagnosis: A sentence that says what the run is waiting for; None: none.
+
+    Returns:
+        The line.
+    """
     latest = status.latest
     parts = [f"steps {status.step:,} of {status.total_steps:,} ({percent(status.fraction)})"]
+    if status.fraction < 1 and (left := status.seconds_left(now_s)) is not None:
+        parts.append(f"{duration(left)} left")
     if RETURN in latest:
         parts.append(f"return {number(latest[RETURN])}")
     if "eval/return_mean" in latest:
@@ -109,6 +121,8 @@ def line(status: RunStatus) -> str:
         parts.append(f"dropped {dropped:,}")
     if shares := " ".join(f"{name} {percent(share)}" for name, share in status.shares().items() if share >= 0.02):
         parts.append(shares)
+    if diagnosis:
+        parts.append(" ".join(diagnosis.split()))
     return " · ".join(parts)
 
 

@@ -1,7 +1,7 @@
 """Tags that show that a run's config.json was written by this user.
 
-config.json names code that `--resume` and `watch` execute: environments, wrappers, commands on nodes. A tag is a keyed
-hash (HMAC-SHA256) of the options under a key that only this user can read.
+config.json names code that `--resume`, `eval` and `watch` execute: environments, wrappers, commands on nodes. A tag is
+a keyed hash (HMAC-SHA256) of the options under a key that only this user can read.
 """
 
 from __future__ import annotations

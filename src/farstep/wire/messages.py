@@ -42,13 +42,14 @@ from farstep.errors import WireError
 from farstep.schema import Schema
 from farstep.wire.codec import Limits
 
-PROTOCOL = 7
+PROTOCOL = 8
 """Increment this with every incompatible change of a message: head and worker must use the same number."""
 Word = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 Line = Annotated[str, msgspec.Meta(max_length=1024, pattern=r"\A[^\x00-\x1f\x7f-\x9f\u2028\u2029]*\Z")]
 """Text that is safe in one line of a log: without line breaks and terminal control characters."""
 Lines = Annotated[dict[Line, Line], msgspec.Meta(max_length=64)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
 
 
 class Hello(msgspec.Struct, tag="hello"):
@@ -96,6 +97,21 @@ class AgentReady(msgspec.Struct, tag="agent-ready"):
     """The arrays that describe the policy on one observation; empty unless the sync rule measures divergence."""
 
 
+class Times(msgspec.Struct, array_like=True, frozen=True):
+    """How a worker spent its time since its last `Chunk` message, in seconds; sending that message is included."""
+
+    env: Seconds = 0.0
+    """Stepping and resetting environments, and recording their rows."""
+    inference: Seconds = 0.0
+    """Acting, and evaluating probes."""
+    tickets: Seconds = 0.0
+    """Waiting for a ticket."""
+    send: Seconds = 0.0
+    """Compressing and sending chunks, and waiting for a `GrantSend`."""
+    weights: Seconds = 0.0
+    """Waiting for weights and loading them."""
+
+
 class Chunk(msgspec.Struct, tag="chunk"):
     """Worker to head: the chunk of a ticket is complete. Only `Worker._chunk` creates this message.
 
@@ -126,10 +142,7 @@ class Chunk(msgspec.Struct, tag="chunk"):
     """Weight pulls since the last chunk."""
     synced_bytes: int = 0
     """Bytes of these pulls."""
-    tickets_s: float = 0.0
-    """Seconds for which the worker had no ticket."""
-    weights_s: float = 0.0
-    """Seconds that these pulls took."""
+    times: Times = Times()
     keys: list[str] = []
     """The arrays in the frames, in order; empty with shared memory."""
     codecs: list[str] = []

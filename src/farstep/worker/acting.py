@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -55,6 +56,7 @@ class Actor:
         self.example: dict[str, Array] = {}
         """The arrays of the row that `dry_run` used, one entry per environment."""
         self._reported_note = ""
+        self._timed_ns = self._timed_rows = 0
         self._state: Any = None
         self._rng: list[np.random.Generator] = []
 
@@ -157,6 +159,18 @@ class Actor:
                 )
                 self._explain(invalid, [rows[name][t] for name in leaf_names(self._obs)])
                 raise invalid
+
+    def timed_act(self, t: int) -> None:
+        """As `act`, and measure how long it takes."""
+        start = time.perf_counter_ns()
+        self.act(t)
+        self._timed_ns += time.perf_counter_ns() - start
+        self._timed_rows += 1
+
+    def take_timed(self) -> tuple[int, int]:
+        """The nanoseconds and the number of the calls of `timed_act` since the last call."""
+        timed, self._timed_ns, self._timed_rows = (self._timed_ns, self._timed_rows), 0, 0
+        return timed
 
     def _flattened(self, out: dict[str, Any]) -> dict[str, Any]:
         """The arrays of an output by name; raises `AgentError` if it is not nested as in the first call of `act`."""

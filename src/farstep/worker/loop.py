@@ -14,7 +14,6 @@ import os
 import pickle
 import socket
 import sys
-import time
 import traceback
 from collections import deque
 from collections.abc import Sequence
@@ -49,8 +48,17 @@ from farstep.worker.rolling import AnyHost, Roller, Rollout
 from farstep.worker.saving import Saving, seed_generators
 from farstep.worker.weight_sync import WeightSync
 from farstep.worker.weights import RemoteWeights, SharedWeights
+from farstep.worker.worker_timer import Part, WorkerTimer
 
 log = logging.getLogger("farstep.worker")
+_TIMED: dict[type[m.FromHead], Part | None] = {
+    m.Probe: "inference",
+    m.Call: "env",
+    m.Welcome: None,
+    m.SendAgent: None,
+    m.Parameters: None,
+}
+"""Messages that take time to handle, and the part of the worker's time to which it belongs; None: to its start."""
 _KNOWN_ERRORS = ("builtins", "farstep.errors")
 """Modules whose exception classes the head also has."""
 
@@ -72,7 +80,7 @@ class Worker:
         self._actor: Actor | None = None
         self._sync = WeightSync(words)
         self._agent_id = -1
-        self._idle_since = time.monotonic()
+        self._timer = WorkerTimer()
         self._index = 0
         """Counts the chunks that were started (see `messages.Chunk.index`)."""
 
@@ -134,6 +142,9 @@ class Worker:
         other error it raises `SystemExit`.
         """
         message = m.decode_from_head(received.frames)
+        timed = type(message) in _TIMED
+        if timed:
+            self._timer.lap("tickets")
         try:
             self._dispatch(message, received)
         except self._user_errors as error:
@@ -143,6 +154,19 @@ class Worker:
             self._words[PHASE] = Phase.IDLE
             if not isinstance(message, m.Call) and rejected is None:
                 raise SystemExit(1) from error
+        finally:
+            if timed:
+                self._time_message(message)
+
+    def _time_message(self, message: m.FromHead) -> None:
+        """Add the time since the message arrived to the part to which it belongs."""
+        part = _TIMED[type(message)]
+        if part is not None:
+            self._timer.lap(part)
+        elif isinstance(message, m.Welcome):
+            self._timer.restart()
+        else:
+            self._timer.skip()
 
     def _dispatch(self, message: m.FromHead, received: Received) -> None:
         match message:
@@ -205,7 +229,7 @@ class Worker:
         compressor = Compressor(self._program.compression, self._program.codecs, rate)
         sender = ChunkSender(self._program.transfer, self._send, self._inbox.poll, compressor)
         self._inbox.on_taken = sender.acknowledged
-        self._roller = Roller(self._host, self._words, self._inbox.poll, sender)
+        self._roller = Roller(self._host, self._words, self._inbox.poll, sender, self._timer)
         self._sync.rule = self._program.sync
         spaces = (pack(self._host.observation_space), pack(self._host.action_space))
         self._send(m.Ready(*spaces))
@@ -270,33 +294,46 @@ class Worker:
     # ---- a ticket ----
 
     def _run_ticket(self, ticket: m.Ticket, frames: list[Any]) -> None:
-        waited_s = time.monotonic() - self._idle_since
+        self._timer.lap("tickets")
         self._index += ticket.steps > 0
         try:
-            self._sync.pull_if_needed(ticket, self._actor)
+            self._update_weights(ticket)
             rollout = self._roller.roll(ticket, frames, self._actor, self._index, self._sync.passed)
         except TicketCancelled:
             return
         except self._user_errors as error:
             self._fail(ticket, frames, error)
+            self._timer.lap("env")
             return
         except BaseException:  # Ctrl-C in a user's process that also runs this worker
             self._recover(None)
             raise
         finally:
             self._words[PHASE] = Phase.IDLE
-            self._idle_since = time.monotonic()
-        chunk = self._chunk(ticket, rollout, waited_s)
+        try:
+            self._send_chunk(ticket, rollout)
+        except TicketCancelled:
+            return
+        finally:
+            self._timer.lap("send")
+
+    def _update_weights(self, ticket: m.Ticket) -> None:
+        if self._actor is not None and ticket.steps:
+            try:
+                self._sync.pull_if_needed(ticket, self._actor)
+            finally:
+                self._timer.lap("weights")
+
+    def _send_chunk(self, ticket: m.Ticket, rollout: Rollout) -> None:
+        """Send a chunk, in its turn if workers take turns; raises `TicketCancelled`."""
+        chunk = self._chunk(ticket, rollout)
         if chunk.keys and ticket.steps > 1 and self._program.transfer.max_senders is not None:
             self._send(m.RequestSend(ticket.seq, self._index))
-            try:
-                self._inbox.wait_for_turn(ticket, self._index)
-            except TicketCancelled:
-                return
+            self._inbox.wait_for_turn(ticket, self._index)
         self._words[ROLLED] = ticket.seq  # signals to the head that the chunk is being sent
         self._send(chunk, *rollout.frames)
 
-    def _chunk(self, ticket: m.Ticket, rollout: Rollout, waited_s: float) -> m.Chunk:
+    def _chunk(self, ticket: m.Ticket, rollout: Rollout) -> m.Chunk:
         """The chunk's header; this is the only place that fills it in."""
         unmeasured = ""
         if self._sync.probing is not None and ticket.steps:
@@ -315,8 +352,7 @@ class Worker:
             unmeasured=unmeasured,
             syncs=totals.pulls,
             synced_bytes=totals.nbytes,
-            tickets_s=waited_s,
-            weights_s=totals.seconds,
+            times=self._timer.take(),
             keys=payload.keys,
             codecs=payload.codecs,
             first=payload.first,

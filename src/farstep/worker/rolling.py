@@ -24,6 +24,7 @@ from farstep.worker.hosting.staggered import Staggered
 from farstep.worker.hosting.strict import StrictEnvs
 from farstep.worker.hosting.vector import HostedVector
 from farstep.worker.inbox import TicketCancelled
+from farstep.worker.worker_timer import WorkerTimer
 
 AnyHost = HostedEnvs | HostedVector | StrictEnvs
 _POLL_S = 0.2
@@ -57,8 +58,10 @@ class Roller:
     rows: Rows
     """The rows that the last ticket wrote."""
 
-    def __init__(self, host: AnyHost, words: memoryview, poll: Callable[[], None], sender: ChunkSender) -> None:
-        self._host, self._words, self._poll, self._sender = host, words, poll, sender
+    def __init__(
+        self, host: AnyHost, words: memoryview, poll: Callable[[], None], sender: ChunkSender, timer: WorkerTimer
+    ) -> None:
+        self._host, self._words, self._poll, self._sender, self._timer = host, words, poll, sender, timer
         _, self._action_schema = space_schema(host.action_space, "action")
         self._next_poll = 0.0
 
@@ -89,40 +92,20 @@ class Roller:
         Raises:
             TicketCancelled: The head cancelled the ticket, or the worker has to stop.
         """
-        host, words, steps = self._host, self._words, ticket.steps
-        acting = actor if isinstance(host, Host) else None
+        host, steps = self._host, ticket.steps
+        acting = actor if isinstance(host, Host) and steps else None
         self.rows = rows = Rows(self._layout, self._blocks, ticket.lane if self._shared else 0, *self._columns)
         for name, frame in zip(self._action_schema, frames, strict=False):
             target = rows.row[name][0]
             target[...] = np.frombuffer(frame, target.dtype).reshape(target.shape)
-        host.want_infos(ticket.infos)
-        if ticket.reset is not None:
-            self._reset(ticket.reset)
-        host.begin(rows, steps)
-        if acting is not None and steps:
-            acting.begin(rows)
-            if isinstance(host, Staggered):
-                host.advance_to_phase(steps, acting, partial(self._check_cancelled, ticket))
-            rows.row["version"][:steps] = acting.version
-        due = -1 if self._shared else self._sender.begin(ticket, index, rows)
-        next_poll = time.monotonic() + _POLL_S
-        for t in range(steps):
-            if not self._shared and time.monotonic() > next_poll:
-                self._poll()
-                next_poll = time.monotonic() + _POLL_S
-            if words[CANCEL] >= ticket.seq:
-                host.finish(t)
-                raise TicketCancelled
-            if t == due:
-                due = self._sender.send_rows(t)
-            if acting is not None:
-                if host.slots.any_fresh:
-                    host.slots.mark_starts(rows.row["episode_start"][t])
-                words[PHASE] = ACT
-                words[COUNT] += 1
-                acting.act(t)
-            host.step(t)
-        ends = host.finish(steps)
+        self._timer.begin_roll()
+        self._rolled, self._next_measured = 0, 0
+        try:
+            self._begin(ticket, rows, acting, index)
+            self._roll_rows(ticket, rows, acting)
+            ends = host.finish(steps)
+        finally:
+            self._timer.end_roll(self._rolled, acting, self._next_measured)
         version = actor.version if actor else 0
         passed = max(version, passed)
         resume = host.slots.resume.tobytes()
@@ -130,6 +113,56 @@ class Roller:
         payload = ChunkPayload([ends], [], [], 0) if self._shared else self._sender.finish(ends, passed)
         infos = pack(host.infos, opaque=True) if ticket.infos and host.infos else None
         return Rollout(version, passed, resume, clock, stagger_steps, payload, infos)
+
+    def _begin(self, ticket: m.Ticket, rows: Rows, acting: Actor | None, index: int) -> None:
+        """Bring the environments to the first row, and prepare to send it."""
+        host, steps = self._host, ticket.steps
+        host.want_infos(ticket.infos)
+        if ticket.reset is not None:
+            self._reset(ticket.reset)
+        host.begin(rows, steps)
+        if acting is not None:
+            acting.begin(rows)
+            if isinstance(host, Staggered):
+                host.advance_to_phase(steps, acting, partial(self._check_cancelled, ticket))
+            self._next_measured = self._timer.first_measured(acting)
+            rows.row["version"][:steps] = acting.version
+        self._due = -1 if self._shared else self._sender.begin(ticket, index, rows)
+
+    def _roll_rows(self, ticket: m.Ticket, rows: Rows, acting: Actor | None) -> None:
+        host, words, due, measured = self._host, self._words, self._due, self._next_measured
+        next_poll = time.monotonic() + _POLL_S
+        t = 0
+        try:
+            for t in range(ticket.steps):
+                if not self._shared and time.monotonic() > next_poll:
+                    self._poll()
+                    next_poll = time.monotonic() + _POLL_S
+                if words[CANCEL] >= ticket.seq:
+                    host.finish(t)
+                    raise TicketCancelled
+                if t == due:
+                    due = self._send_rows(t)
+                if acting is not None:
+                    if host.slots.any_fresh:
+                        host.slots.mark_starts(rows.row["episode_start"][t])
+                    words[PHASE] = ACT
+                    words[COUNT] += 1
+                    if t == measured:
+                        acting.timed_act(t)
+                        measured = self._timer.next_measured(t)
+                    else:
+                        acting.act(t)
+                host.step(t)
+            t = ticket.steps
+        finally:
+            self._rolled, self._next_measured = t, measured
+
+    def _send_rows(self, t: int) -> int:
+        self._timer.lap("env")
+        due = self._sender.send_rows(t)
+        self._timer.lap("send")
+        return due
 
     def _check_cancelled(self, ticket: m.Ticket) -> None:
         """Raise `TicketCancelled` if the head cancelled the ticket; called while a staggered host advances slots."""

@@ -18,11 +18,10 @@ from farstep.worker.weights import Weights
 
 
 class PullTotals(NamedTuple):
-    """Pulls since the last chunk: how many, their size and the time they took."""
+    """Pulls since the last chunk: how many, and their size."""
 
     pulls: int = 0
     nbytes: int = 0
-    seconds: float = 0.0
 
 
 class WeightSync:
@@ -98,14 +97,13 @@ class WeightSync:
         return state.newest if state.held >= 0 and threshold_of(self.rule) == math.inf else state.held
 
     def _pull(self, actor: Actor, weights: Weights) -> None:
-        began = time.monotonic()
         self._words[PHASE] = Phase.LOAD
         self._words[COUNT] += 1
         version, nbytes = weights.load(actor.loader)
         actor.loaded(version)
         self._pulled_at, self.passed = time.monotonic(), actor.version
-        pulls, total, seconds = self._totals
-        self._totals = PullTotals(pulls + 1, total + nbytes, seconds + self._pulled_at - began)
+        pulls, total = self._totals
+        self._totals = PullTotals(pulls + 1, total + nbytes)
         if self.probing is not None:
             self._words[PHASE] = Phase.ACT
             self._words[COUNT] += 1

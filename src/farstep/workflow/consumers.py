@@ -40,6 +40,10 @@ class Flow(Protocol):
         """Wake the loop of the workflow, from any thread."""
         ...
 
+    def handling(self) -> AbstractContextManager[None]:
+        """Context manager: inside, a consumer thread handles a message."""
+        ...
+
 
 class Guard:
     """The delivery between a trigger and a consumer.
@@ -66,6 +70,8 @@ class Guard:
         self._held: dict[Actor, list[int]] = {}
         """Per actor, the first rows of the windows of these messages."""
         self._delivered = 0
+        self._last: tuple[Message, int] | None = None
+        """The last message with rows that this consumer took, and the newest version then."""
         self._gaps: dict[Actor, int] = {}
         """Per actor, the first row after rows that were dropped instead of delivered."""
 
@@ -85,6 +91,7 @@ class Guard:
                 self._finish(message, "stale")
                 return True
             message = self._flow.retention.located(message, self)
+            self._last = message, self._flow.ledger.versions.get("parameters", 0)
         self._delivered += 1
         message = extended(message, message_id=f"{message['trigger_id']}/{self._delivered}")
         self._open.append(message)
@@ -103,6 +110,13 @@ class Guard:
     def is_stale(self, message: Message) -> bool:
         """Return whether the message names rows that are too old; always False if the consumer takes no rows."""
         return bool(self.takers) and self._flow.is_stale(message)
+
+    def lag(self) -> int | None:
+        """Return how many versions old the oldest rows of the last message were; None if it takes no rows."""
+        if self._last is None:
+            return None
+        message, current = self._last
+        return current - min((span[0] for part in windows_of(message) for span in part["versions"]), default=current)
 
     # ---- updates in progress (`delivery.MessageObserver`) ----
 
@@ -241,7 +255,8 @@ class ConsumerThread:
             self.guard.skip(message)
             return None
         try:
-            self._consumer(message)
+            with self._flow.handling():
+                self._consumer(message)
         except BaseException as error:  # raised in the thread of `run` instead
             self.unhandled[id(message)] = ""
             return None if self._flow.buffer.is_halted and isinstance(error, ClosedError) else error

@@ -223,6 +223,7 @@ class _Entry:
     delivery: Delivery
     max_outstanding: int
     outstanding: int = 0
+    fired: int = 0
 
     @property
     def has_room(self) -> bool:
@@ -319,6 +320,7 @@ class Dispatcher:
             changes = state.changes
             entry.trigger.consume(state, message)
             message = extended(message, trigger_id=entry.trigger_id)
+            entry.fired += 1
             entry.outstanding += 1  # count it first: it may be done before the delivery returns
             later = False
             try:
@@ -373,6 +375,28 @@ class Dispatcher:
             The number of messages.
         """
         return sum(entry.outstanding for name, entry in self._entries.items() if trigger_id in (None, name))
+
+    def fired(self, trigger_id: str) -> int:
+        """Return how often a trigger has fired.
+
+        Args:
+            trigger_id: The id of the trigger.
+
+        Returns:
+            The number of its messages.
+        """
+        return self._entries[trigger_id].fired
+
+    def trigger(self, trigger_id: str) -> Trigger:
+        """Return a registered trigger.
+
+        Args:
+            trigger_id: The id of the trigger.
+
+        Returns:
+            The trigger.
+        """
+        return self._entries[trigger_id].trigger
 
     def deadline(self, state: Ledger) -> float | None:
         """Return when to call `Ledger.tick` and `check` again if nothing else changes.

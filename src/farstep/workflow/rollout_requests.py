@@ -6,18 +6,17 @@ request lets every present worker roll one window, and triggers with `n="all"` w
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from farstep.event import Emit
 from farstep.head.feed import Feed
 from farstep.head.tickets.records import FeedPlan
 from farstep.workflow.run_state import RunState
 from farstep.workflow.triggers import DataKeyTrigger
 
-log = logging.getLogger("farstep")
 _ABSENT_S = 5.0  # seconds without the workers that a trigger needs until a warning names the trigger
 
 
@@ -29,6 +28,7 @@ class RolloutRequests:
         triggers: All `DataKeyTrigger`s; more may be added to this list.
         consuming: Those of them that consume rows; more may be added to this list.
         num_workers: Largest number of workers.
+        emit: Receives warnings about triggers that wait for absent workers.
     """
 
     def __init__(
@@ -37,8 +37,10 @@ class RolloutRequests:
         triggers: Sequence[DataKeyTrigger],
         consuming: Sequence[DataKeyTrigger],
         num_workers: int,
+        emit: Emit,
     ) -> None:
         self._state, self._triggers, self._consuming, self._num_workers = state, triggers, consuming, num_workers
+        self._emit = emit
         self.on_demand = False
         """Whether workers roll only when `next_rollout` is called."""
         self.warn_at = math.inf
@@ -148,16 +150,15 @@ class RolloutRequests:
         for trigger in self._triggers:
             needed = self._quorum if trigger.n is None else trigger.n
             if needed > len(self._present) and not trigger.is_warm:
-                log.warning(
-                    "%r waits for %d workers, but %d of at most %d are present, so it cannot fire until others join. "
-                    "%s",
-                    trigger,
-                    needed,
-                    len(self._present),
-                    self._num_workers,
+                advice = (
                     "min_nodes requires them."
                     if trigger.n is None
-                    else 'DataKeyTrigger(n="all", ...) waits only for those that are present.',
+                    else 'DataKeyTrigger(n="all", ...) waits only for those that are present.'
+                )
+                self._emit(
+                    "warned",
+                    f"{trigger!r} waits for {needed} workers, but {len(self._present)} of at most {self._num_workers} "
+                    f"are present, so it cannot fire until others join. {advice}",
                 )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 from farstep.buffer.replay import Buffer
 from farstep.core import Agent
@@ -57,6 +58,10 @@ class RunState:
         """Make the loop check its triggers now; from any thread."""
         if (feed := self.feed) is not None:
             feed.wake()
+
+    def handling(self) -> AbstractContextManager[None]:
+        """Context manager: inside, a consumer thread handles a message, which counts as the learner's time."""
+        return nullcontext() if self.collector is None else self.collector.counters.learner.handling()
 
     def void_lost(self) -> None:
         """Discard the early parts of chunks that were dropped."""

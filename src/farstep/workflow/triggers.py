@@ -166,6 +166,22 @@ class DataKeyTrigger(Trigger):
         """
         return min([self.start_of(actor), *(each.starts[actor] for each in self._open.of(actor))])
 
+    def pending(self, state: Ledger) -> dict[Actor, int]:
+        """Return the steps that wait for a message; for replay, all steps since those of the last message.
+
+        Args:
+            state: The ledger.
+
+        Returns:
+            Steps by actor.
+        """
+        actors = tuple(state.actors)
+        if self.min_new is None:
+            return {actor: max(0, state.written(actor) - self.start_of(actor)) for actor in actors}
+        written = {actor: state.written(actor) for actor in actors}
+        share = max(0, sum(written.values()) - self._counted) / max(1, sum(written.values()))
+        return {actor: round(share * steps) for actor, steps in written.items()}
+
     def _recheck(self, actors: Iterable[Actor]) -> None:
         if self._ready is not None:
             for actor in actors:

@@ -9,12 +9,14 @@ until a chunk arrives, a deadline passes, or another thread (e.g. that of a cons
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -31,9 +33,10 @@ from farstep.head.feed import Feed
 from farstep.head.tickets.records import AcceptedChunk
 from farstep.workflow.binding import bind_buffer, check_limiter, check_triggers
 from farstep.workflow.consumers import Consumer, ConsumerThread, Guard, Publisher, name_of
+from farstep.workflow.counters import buffer_counters, limiter_counters, trigger_counters
 from farstep.workflow.delivery import Direct, LocalQueue
 from farstep.workflow.dispatch import Delivery, Dispatcher, Message, Trigger, leaves_of
-from farstep.workflow.ledger import Ledger
+from farstep.workflow.ledger import Actor, Ledger
 from farstep.workflow.objects import ModelBlock
 from farstep.workflow.rollout_requests import RolloutRequests
 from farstep.workflow.run_state import RunState
@@ -109,12 +112,16 @@ class Workflow:
         """Names of the triggers of consumers that read rows, in the order of `RowRetention.holders`."""
         self._state = RunState(agent, buffer, self._max_staleness, self._consuming, self._freed)
         self.ledger: Ledger = self._state.ledger
-        self._requests = RolloutRequests(self._state, self._by_data, self._consuming, env.num_workers)
+        self._requests = RolloutRequests(self._state, self._by_data, self._consuming, env.num_workers, env.emit_event)
         self._most_samples = 0
         self._threads: list[ConsumerThread] = []
         self._updaters: list[Guard] = []
         """Guards of consumers that may change the agent."""
         self._publishers: list[Publisher] = []
+        self._guards: list[tuple[str, Guard]] = []
+        """The name of each trigger, and the delivery to its consumer."""
+        self._refused_at: float | None = None
+        """When the limiter refused the chunk that waits to be inserted."""
         self._has_deliveries = self._keyed_elsewhere = False
         self._last_chunks: Array | None = None
         """Per slot, the last chunk that was delivered when the last run ended; chunks may be rolled between runs."""
@@ -179,6 +186,7 @@ class Workflow:
         samples = None if samples is None else check_count("samples", samples)
         guard = Guard(self._state, delivery, by_data, started, samples, name_of(consumer))
         found = self._dispatcher.add(trigger, guard, trigger_id=name, max_outstanding=max_outstanding)
+        self._guards.append((found, guard))
         self._by_data += by_data
         if guard.takers:
             guard.discard(self.ledger)  # it does not get rows of earlier runs
@@ -352,6 +360,7 @@ class Workflow:
                 self._continues: Array = last_chunks == self._last_chunks if known else np.zeros(len(last_chunks), bool)
             self._loop = self.buffer.inserting_thread = threading.get_ident()
             self.buffer.on_room = state.wake
+            collector.workflow_counters = self._counters
             self._watch_updates(collector.gate)
             self._dispatcher.resume(self.ledger, time.monotonic())
             for thread in self._threads:
@@ -407,6 +416,7 @@ class Workflow:
         ticket = accepted.ticket.seq
         self._state.void_lost()
         self.buffer.insert(batch, timeout_s=0)
+        self._note_admitted()
         self._state.retention.add(worker, ticket, accepted.version, batch)
         if self._state.feed is not None:
             self._requests.drop_if_absent(worker, self._state.feed)
@@ -456,8 +466,26 @@ class Workflow:
     def _has_room(self, worker: int, steps: int, feed: Feed) -> bool:
         """Return whether the limiter allows a worker's next chunk, and it overwrites no row that a consumer needs."""
         if not self.buffer.limiter.can_insert(steps * feed.record(worker).num_envs):
+            self._refused_at = self._refused_at or time.monotonic()
             return False
         return self._state.retention.has_room(worker, steps)
+
+    def _note_admitted(self) -> None:
+        """Count the time for which the limiter refused chunks; `Buffer.insert` did not wait."""
+        if self._refused_at is not None:
+            self.buffer.waited_s["insert"] += time.monotonic() - self._refused_at
+            self._refused_at = None
+
+    def _counters(self) -> dict[str, Any]:
+        """Return the counters of buffer, limiter and triggers for `ClusterEnv.stats`; from any thread."""
+        refused_at, collector = self._refused_at, self._state.collector
+        assert collector is not None
+        num_envs: dict[Actor, int] = {record.worker: record.num_envs for record in collector.server.records}
+        return {
+            "buffer": buffer_counters(self.buffer),
+            "limiter": limiter_counters(self.buffer, 0.0 if refused_at is None else time.monotonic() - refused_at),
+            "workflow": trigger_counters(self._dispatcher, self._guards, self.ledger, num_envs),
+        }
 
     def _check_progress(self, feed: Feed, steps: int) -> None:
         """Raise `FarstepError` if the workflow is in a deadlock."""
@@ -511,6 +539,10 @@ class Workflow:
             try:
                 self._state.retention.discard(set(range(self.env.num_workers)))
             finally:
+                self._note_admitted()
+                if self._state.collector is not None:
+                    final = self._counters()  # without references to this workflow and its buffer
+                    self._state.collector.workflow_counters = lambda: copy.deepcopy(final)
                 self._state.feed = self._loop = self.buffer.inserting_thread = self.buffer.on_room = None
                 self.buffer.between_updates = contextlib.nullcontext
                 feed.close()

@@ -79,8 +79,8 @@ class ChunkIntake:
         began = time.monotonic()
         info = rollouts.take(record, issued, request.steps, chunk, received, publisher.version)
         if chunk.keys:
-            self._counters.wait["transfer"] += time.monotonic() - began
-        self._counters.received(info.nbytes)
+            self._counters.receive_s += time.monotonic() - began
+        self._counters.received(record.worker, info.nbytes, request.steps * record.num_envs)
         tickets.accept(record.worker, chunk.ticket, chunk.passed, info)
         if publisher.prober is not None and request.steps:
             publisher.prober.remember(record, chunk, rollouts.rows(record, issued.lane), request.steps)
@@ -100,7 +100,7 @@ class ChunkIntake:
         assert self._rollouts is not None
         began = time.monotonic()
         ends = self._rollouts.take_part(record, issued, self.request.steps, part, received)
-        self._counters.wait["transfer"] += time.monotonic() - began
+        self._counters.receive_s += time.monotonic() - began
         if ends is None:
             self._server.send(record, m.Taken(part.index))
         elif self.request.on_part is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from typing import Any
@@ -10,10 +9,9 @@ from typing import Any
 import numpy as np
 
 from farstep.core import Array
+from farstep.event import Emit
 from farstep.head.members.broadcast import Broadcast
 from farstep.head.members.worker_records import WorkerRecord
-
-log = logging.getLogger("farstep")
 
 
 class ReplayResult(IntEnum):
@@ -33,6 +31,7 @@ def replay_episodes(
     root: int,
     workers: Sequence[Any],
     actions: Sequence[Mapping[str, Array]],
+    emit: Emit,
 ) -> Array:
     """Send workers their saved state and the actions of their current episodes; returns a `ReplayResult` per slot.
 
@@ -42,8 +41,9 @@ def replay_episodes(
         root: Seed of slots that cannot be replayed.
         workers: Per worker, its saved state; None for one that was being restarted.
         actions: Per slot, the actions of its current episode.
+        emit: Receives an event for each episode that cannot be replayed.
     """
-    parts = _parts(records, workers, actions)
+    parts = _parts(records, workers, actions, emit)
     for record, part in zip(records, parts, strict=True):
         if part is not None:  # used if the worker is restarted, and for seeds in error messages
             record.roots[:] = part["roots"]
@@ -59,14 +59,15 @@ def replay_episodes(
                 results[slot] = ReplayResult.OTHER
                 differing.setdefault(why, []).append(slot)
         elif part is not None:
-            log.warning("restarting episodes of worker %d: it died while replaying them", record.worker)
+            text = f"restarting episodes of worker {record.worker}: it died while replaying them"
+            emit("warned", text, worker=record.worker, node=record.host)
     for why, slots in differing.items():
-        log.warning("replay did not restore environment slot %s: %s", ", ".join(map(str, slots)), why)
+        emit("warned", f"replay did not restore environment slot {', '.join(map(str, slots))}: {why}")
     return results
 
 
 def _parts(
-    records: Sequence[WorkerRecord], workers: Sequence[Any], actions: Sequence[Mapping[str, Array]]
+    records: Sequence[WorkerRecord], workers: Sequence[Any], actions: Sequence[Mapping[str, Array]], emit: Emit
 ) -> list[Any]:
     """What to send to each worker; None if it has nothing to replay."""
     fitting = len(workers) == len(records) and len(actions) == records[-1].stop
@@ -74,9 +75,10 @@ def _parts(
         w and len(w["episodes"]) != record.num_envs for w, record in zip(workers, records, strict=True)
     ):
         if workers:
-            log.warning("restarting all episodes: the run was saved with other numbers of workers or environments")
+            emit("warned", "restarting all episodes: the run was saved with other numbers of workers or environments")
         return [None] * len(records)
     for record, worker in zip(records, workers, strict=True):
         if worker is None:
-            log.warning("restarting episodes of worker %d: it was not alive when the run was saved", record.worker)
+            text = f"restarting episodes of worker {record.worker}: it was not alive when the run was saved"
+            emit("warned", text, worker=record.worker)
     return [w and {**w, "actions": list(actions[record.columns])} for w, record in zip(workers, records, strict=True)]

@@ -12,8 +12,10 @@ from typing import Protocol
 from farstep.config.launch import RESTART_WINDOW_S, Timeouts
 from farstep.core import Launcher, Received
 from farstep.errors import FarstepError, LaunchError, ResourceError, WireError, WorkerError, typed_shortage
+from farstep.event import Emit, EventKind
 from farstep.head.event_loop import EventLoop
 from farstep.head.members import membership
+from farstep.head.members.waiting import PendingWorker, describe
 from farstep.head.members.worker_records import WorkerRecord
 from farstep.rollout.progress import BEAT_S, COUNT, SLOT, Phase, check_words
 from farstep.wire.messages import Stop, encode
@@ -21,8 +23,13 @@ from farstep.wire.messages import Stop, encode
 log = logging.getLogger("farstep")
 _MESSAGES_AT_ONCE = 64
 """Messages read from one worker before the next one is served."""
-_MAX_LISTED = 8
-"""Most workers that a log line about waiting lists."""
+_PHASES = {
+    "connect": "importing modules",
+    "idle": "idle with work to do",
+    "load": "loading weights",
+    "transfer": "sending",
+}
+"""How a running worker's phases are described that are not a call into an environment or the policy."""
 _EXIT_GRACE_S = 1.0
 """Seconds that a worker has to end by itself after its connection closed, so that its exit status explains why."""
 
@@ -66,10 +73,11 @@ class Supervisor:
         restart_budget: int,
         event_loop: EventLoop,
         listener: Listener,
+        emit: Emit,
     ) -> None:
         self.records = records
         self.launcher = launcher
-        self._timeouts, self._event_loop, self._listener = timeouts, event_loop, listener
+        self._timeouts, self._event_loop, self._listener, self._emit = timeouts, event_loop, listener, emit
         # Progress that is reported by message is up to a heartbeat old, and the message may be late.
         slack_s = 0.0 if launcher.shares_memory else 3 * BEAT_S
         phases = [*(phase.label for phase in Phase if phase is not Phase.QUEUED), "transfer"]
@@ -107,21 +115,25 @@ class Supervisor:
         self.launcher.close()
 
     def whereabouts(self) -> str:
-        """What each busy or starting worker is doing, as text."""
-        queued = [waiting] if (waiting := self.launcher.waiting()) else []
-        parts: list[str] = []
-        for record, member in zip(self.records, self.membership.members, strict=True):
-            if record.phase == "queued":
-                continue
-            if member.state is not membership.State.ALIVE:
-                again = f" (restart {member.incarnation})" if member.incarnation else ""
-                parts.append(f"worker {record.worker} is {member.state.value}{again}")
-            elif record.phase != "idle":
-                i = int(record.words[SLOT])
-                slot = f", environment slot {record.first + i}" if i >= 0 else ""
-                parts.append(f"worker {record.worker} in {record.phase}{slot}")
-        rest = [f"{len(parts) - _MAX_LISTED} more workers"] if len(parts) > _MAX_LISTED else []
-        return "; ".join([*queued, *parts[:_MAX_LISTED], *rest]) or "all workers are idle"
+        """What the head is waiting for: nodes, and workers that start or have not finished their work."""
+        pending = [found for record in self.records if (found := self._pending(record)) is not None]
+        return describe(pending, self.launcher.waiting())
+
+    def _pending(self, record: WorkerRecord) -> PendingWorker | None:
+        """What a worker is doing; None if it has nothing to do, or no node."""
+        member, phase = self.membership.members[record.worker], record.phase
+        if phase == "queued":
+            return None
+        state = member.state.value
+        if member.state is membership.State.ALIVE:
+            if phase == "idle" and not (phase := self._listener.expected(record)):
+                return None
+            state = _PHASES.get(phase, f"in {phase}")
+        elif member.state in (membership.State.DYING, membership.State.WAITING):
+            state = "lost"
+        elif member.state is membership.State.STARTING and member.incarnation:
+            state = "restarting"
+        return PendingWorker(record.worker, state, record.current_slot(phase))
 
     # ---- reading ----
 
@@ -177,11 +189,14 @@ class Supervisor:
     def reject(self, record: WorkerRecord, error: WireError) -> None:
         """Replace a worker that sent an unreadable or invalid message."""
         if self.membership.is_running(record.worker):
-            log.warning("worker %d sent a message that cannot be accepted: %s", record.worker, str(error))
             record.blame(record.phase)
             record.error = WorkerError(
                 f"a worker sent a message that cannot be accepted: {error}", record.where(record.phase)
             )
+            text = f"worker {record.worker} sent a message that cannot be accepted: {error}"
+            self._read_output(record)
+            output = record.handle.output() if record.handle is not None else ""
+            self._emit("lost", text, worker=record.worker, node=record.host, traceback=output)
         self.act_on(membership.Gone(record.worker))
 
     def _read_output(self, record: WorkerRecord) -> None:
@@ -246,7 +261,7 @@ class Supervisor:
                         limit_s = getattr(self._timeouts, f"{action.stuck_in}_s")
                         record.blame(action.stuck_in)
                         record.error = record.stuck(action.stuck_in, limit_s)
-                        log.warning("%s", str(record.error).splitlines()[0])
+                        self.emit_failure("stuck", record.error)
                     if record.handle is not None:
                         record.handle.kill()
                 case membership.RequestStacks():
@@ -301,7 +316,8 @@ class Supervisor:
             self._listener.fail(error)
             return
         if not self.membership.members[record.worker].attempts:
-            log.warning("%s Retrying for %g s.", str(error), self._timeouts.connect_s)
+            text = f"{error} Retrying for {self._timeouts.connect_s:g} s."
+            self._emit("warned", text, worker=record.worker, node=record.host)
         record.incarnation -= 1
         record.shortage = error
         self.act_on(membership.NotStarted(record.worker))
@@ -309,7 +325,7 @@ class Supervisor:
     def send_failed(self, record: WorkerRecord, error: OSError) -> None:
         """Restart a worker to which a message could not be sent; its replacement gets the message."""
         record.error = WorkerError(str(error), record.where(record.phase))
-        log.warning("%s; restarting the worker", str(record.error).splitlines()[0])
+        self.emit_failure("lost", record.error, "; restarting the worker")
         self.act_on(membership.Gone(record.worker))
 
     def _process_ended(self, record: WorkerRecord) -> None:
@@ -322,11 +338,16 @@ class Supervisor:
         if record.error is None and not self.membership.stopping and not ended.blameless:
             record.blame(record.phase)
             record.error = record.died(ended)
-            log.warning("%s", str(record.error).splitlines()[0])
+            self.emit_failure("lost", record.error)
         self._event_loop.unregister(record.handle.exit_fd)
         self.act_on(membership.Ended(record.worker, ended.blameless))
         if ended.blameless:  # it ended with its node: batches continue without it until it joins again
             self._listener.absent(record)
+
+    def emit_failure(self, kind: EventKind, error: WorkerError, consequence: str = "") -> None:
+        """Emit a failure of a worker with its traceback or output."""
+        text, where = str(error).splitlines()[0] + consequence, error.where
+        self._emit(kind, text, worker=where.worker, node=where.host, traceback=error.evidence)
 
     def _drop_process(self, record: WorkerRecord) -> None:
         if record.link is not None:

@@ -88,6 +88,11 @@ class WorkerRecord:
         seed = None if episode is None else episode_seed(self.roots[i], slot, episode)
         return self.where(phase, slot=slot, seed=seed)
 
+    def current_slot(self, phase: str) -> int | None:
+        """The environment slot that its progress words name; None if this phase has none."""
+        i, _ = self._current_episode(phase)
+        return None if i is None else self.first + i
+
     def _current_episode(self, phase: str) -> tuple[int | None, int | None]:
         """Index of its current environment and the episode there, each None if unknown."""
         i = int(self.words[SLOT])

@@ -52,7 +52,7 @@ class Publisher:
         self._cancel_session = cancel_session
         self._adopting = threading.Lock()
         """Serialises threads that adopt or publish an agent."""
-        self.gate = UpdateGate()
+        self.gate = UpdateGate(lambda text: server.events.emit("warned", text))
         """Entered to read the agent's parameters between two updates; must be entered before any lock is acquired."""
         self.agent_id = 0
         self.version = 0

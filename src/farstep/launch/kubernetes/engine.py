@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 import sys
 from collections import Counter
@@ -12,6 +11,7 @@ from collections.abc import Sequence
 
 from farstep.config.kubernetes import KubernetesConfig
 from farstep.errors import FarstepError, LaunchError
+from farstep.event import Emit, traceback_of
 from farstep.launch.addresses import own_addresses
 from farstep.launch.daemon.guardian import Guardian
 from farstep.launch.daemon.process import import_path
@@ -19,7 +19,6 @@ from farstep.launch.engine import Group, RequestStatus
 from farstep.launch.kubernetes.api import Api, RefusedError, containers
 from farstep.launch.kubernetes.manifests import GROUP_LABEL, RUN_LABEL, Manifest, manifests, owned, owner
 
-log = logging.getLogger("farstep")
 _MAX_LOGS = 8
 _MAX_RESTARTS = 5
 """Number of restarts after which a failing pod of a Deployment is given up."""
@@ -35,8 +34,8 @@ class KubernetesEngine:
 
     grace_s = 20.0
 
-    def __init__(self, config: KubernetesConfig) -> None:
-        self._config = config
+    def __init__(self, config: KubernetesConfig, emit: Emit) -> None:
+        self._config, self._emit = config, emit
         self._api: Api | None = None
         self._owners: list[dict[str, str]] = []
         self._guardian = Guardian(environment={"PYTHONPATH": os.pathsep.join(import_path())})
@@ -55,7 +54,7 @@ class KubernetesEngine:
         run, number = str(json.loads(bootstrap)["run"]), self._requests
         self._requests += 1
         wanted = manifests(self._config, run, number, nodes, bootstrap, self.grace_s)
-        group = Pods(self._api, wanted, self._owners, self._guardian)
+        group = Pods(self._api, wanted, self._owners, self._guardian, self._emit)
         try:
             group.create()
         except BaseException:
@@ -73,9 +72,9 @@ class Pods(Group):
     """Pods that were requested together."""
 
     def __init__(
-        self, api: Api, wanted: Sequence[Manifest], owners: Sequence[dict[str, str]], guardian: Guardian
+        self, api: Api, wanted: Sequence[Manifest], owners: Sequence[dict[str, str]], guardian: Guardian, emit: Emit
     ) -> None:
-        self._api, self._owners, self._guardian = api, owners, guardian
+        self._api, self._owners, self._guardian, self._emit = api, owners, guardian, emit
         self._secret, *self._workloads = wanted
         self._name = self._secret["metadata"]["name"]
         labels = self._secret["metadata"]["labels"]
@@ -141,7 +140,8 @@ class Pods(Group):
         try:
             self._api.delete(self._created)
         except LaunchError as error:
-            log.warning("%s The objects of this run (%s) will be deleted when it answers.", error, self._selector)
+            text = f"{error} The objects of this run ({self._selector}) will be deleted when it answers."
+            self._emit("warned", text, traceback=traceback_of(error))
             return
         self._guardian.unregister(self._name)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,14 +12,15 @@ import numpy as np
 from farstep.cluster_env import ClusterEnv
 from farstep.config.env import EnvConfig
 from farstep.config.launch import InProcessConfig, LaunchConfig, LocalConfig
+from farstep.errors import counted
+from farstep.event import Emit, traceback_of
 from farstep.learners.networks.nets import ActorCritic
 
 EVALUATION_SLOTS = 8
 """Environments of an evaluation, unless it has fewer episodes."""
 _STEPS = 64
-_MAX_STEPS = 50_000
+MAX_STEPS = 50_000
 """Steps of each environment after which an evaluation is cut off, so that endless episodes cannot block a run."""
-log = logging.getLogger("farstep")
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,12 @@ class EvaluationResult:
     """Returns of the episodes."""
     lengths: np.ndarray
     """Lengths of the episodes, in steps."""
+
+    def summary(self) -> str:
+        """Return the result in one sentence."""
+        mean = f": mean return {self.returns.mean():.4g}" if len(self.returns) else ""
+        episodes = counted(len(self.returns), "episode")
+        return f"evaluated version {self.version} in {episodes} at step {self.step:,}{mean}"
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics to log; none if no episode ended."""
@@ -73,8 +79,9 @@ class Evaluator:
         launch: LaunchConfig | None = None,
     ) -> None:
         self._episodes, self._seed, self._after = episodes, seed, after
-        self._slots = env_config.envs_per_node
         self._env = ClusterEnv(env_config, launch or LocalConfig(workers_per_node=1))
+        self.emit: Emit = self._env.emit_event
+        """Receives the events of evaluations; `Training` adds them to those of its own environments."""
         self._agent: ActorCritic | None = None
         self._thread: threading.Thread | None = None
         self._result: EvaluationResult | None = None
@@ -107,15 +114,18 @@ class Evaluator:
         """Return the result of an evaluation that has finished since the last call.
 
         Returns:
-            The result; None if there is none, or if the evaluation failed, which is logged as a warning.
+            The result; None if there is none, or if the evaluation failed, which is emitted as a warning.
         """
         if self.busy:
             return None
         self._thread = None
         error, self._error = self._error, None
         if error is not None:
-            log.warning("an evaluation failed and is skipped: %s: %s", type(error).__name__, error)
+            text = f"an evaluation failed and is skipped: {type(error).__name__}: {error}"
+            self.emit("warned", text, traceback=traceback_of(error))
         result, self._result = self._result, None
+        if result is not None:
+            self.emit("evaluated", result.summary())
         return result
 
     def wait(self) -> None:
@@ -126,35 +136,60 @@ class Evaluator:
     def _run(self, version: int, step: int) -> None:
         try:
             assert self._agent is not None
-            self._result = EvaluationResult(step, version, *self._run_episodes(self._agent))
+            episodes = run_episodes(
+                self._env, self._agent, self._episodes, self._seed, max_steps=MAX_STEPS, emit=self.emit
+            )
+            self._result = EvaluationResult(step, version, *episodes)
             if self._after is not None:
                 self._after(self._agent, step)
         except Exception as error:
             self._error = error
 
-    def _run_episodes(self, agent: ActorCritic) -> tuple[np.ndarray, np.ndarray]:
-        """Run the episodes, distributed evenly over the slots; return their returns and lengths."""
-        self._env.reset(seed=self._seed)
-        quotas = [self._episodes // self._slots + (i < self._episodes % self._slots) for i in range(self._slots)]
-        returns: list[list[float]] = [[] for _ in quotas]
-        lengths: list[list[int]] = [[] for _ in quotas]
-        for _ in range(0, _MAX_STEPS, _STEPS):
-            if all(len(finished) >= quota for finished, quota in zip(returns, quotas, strict=True)):
-                break
-            ended = self._env.collect(agent, _STEPS).episodes
-            for slot, value, length in zip(ended["slot"], ended["return"], ended["length"], strict=True):
-                returns[slot].append(float(value))
-                lengths[slot].append(int(length))
-        else:
-            log.warning("an evaluation was cut off: some episodes did not end within %d steps", _MAX_STEPS)
-        chosen = [
-            (r, n)
-            for rs, ns, k in zip(returns, lengths, quotas, strict=True)
-            for r, n in zip(rs[:k], ns[:k], strict=True)
-        ]
-        return np.array([r for r, _ in chosen]), np.array([n for _, n in chosen])
-
     def close(self) -> None:
         """Stop the worker and the evaluation in progress."""
         self._env.close()
         self.wait()
+
+
+def run_episodes(
+    env: ClusterEnv,
+    agent: ActorCritic,
+    episodes: int,
+    seed: int,
+    *,
+    max_steps: int,
+    emit: Emit,
+    on_progress: Callable[[int], None] | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Run episodes, distributed evenly over the slots: the first ones of each slot count, whatever their length.
+
+    Args:
+        env: The environments.
+        agent: The agent; its attribute `greedy` decides how it acts.
+        episodes: Number of episodes.
+        seed: Seed of the environments.
+        max_steps: Steps of each environment after which the rest is abandoned with a warning.
+        emit: Receives that warning.
+        on_progress: Called with the number of finished episodes after every 64 steps; None: nothing.
+
+    Returns:
+        Returns and lengths of the episodes that ended; the same number of each.
+    """
+    env.reset(seed=seed)
+    slots = env.num_envs
+    quotas = [episodes // slots + (i < episodes % slots) for i in range(slots)]
+    found: list[list[tuple[float, int]]] = [[] for _ in quotas]
+    for _ in range(0, max_steps, _STEPS):
+        ended = env.collect(agent, _STEPS).episodes
+        for slot, value, length in zip(ended["slot"], ended["return"], ended["length"], strict=True):
+            if len(found[slot]) < quotas[slot]:
+                found[slot].append((float(value), int(length)))
+        finished = sum(map(len, found))
+        if on_progress is not None:
+            on_progress(finished)
+        if finished == episodes:
+            break
+    else:
+        emit("warned", f"an evaluation was cut off: some episodes did not end within {max_steps} steps")
+    chosen = [episode for of_slot in found for episode in of_slot]
+    return np.array([value for value, _ in chosen]), np.array([length for _, length in chosen])

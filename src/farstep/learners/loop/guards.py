@@ -62,7 +62,7 @@ def weights_not_pulled(window: Sequence[Metrics]) -> str | None:
     """
     if any("train/critic/warmup" in metrics for metrics in window):
         return None
-    pulls = [metrics.get("sync/weight_syncs") for metrics in window]
+    pulls = [metrics.get("sync/pulls_per_worker") for metrics in window]
     lag = window[-1].get("lag/versions_mean", 0.0)
     if pulls[0] is None or pulls[0] != pulls[-1] or lag < len(window) - 1:
         return None

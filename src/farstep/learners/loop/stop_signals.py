@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-log = logging.getLogger("farstep")
+from farstep.event import Emit
+
 _GRACE_S = 10.0
 """Seconds that a run which can resume exactly waits for the rollout in progress."""
 
@@ -24,10 +24,11 @@ class StopSignals:
     Args:
         waits_for_rollout: Let the rollout in progress finish, for 10 s at most; False: abandon it at once.
         on_abandon: Called before a rollout in progress is abandoned.
+        emit: Receives an event when the first signal arrives.
     """
 
-    def __init__(self, waits_for_rollout: bool, on_abandon: Callable[[], None]) -> None:
-        self._waits, self._on_abandon = waits_for_rollout, on_abandon
+    def __init__(self, waits_for_rollout: bool, on_abandon: Callable[[], None], emit: Emit) -> None:
+        self._waits, self._on_abandon, self._emit = waits_for_rollout, on_abandon, emit
         self._received: signal.Signals | None = None
         self.collecting = False
         """Whether the run waits for a batch. No row of it has been used, so it can be abandoned."""
@@ -61,10 +62,8 @@ class StopSignals:
         if self._received is not None:
             raise KeyboardInterrupt
         self._received = signal.Signals(number)
-        log.warning(
-            "%s: stopping after this update, with a checkpoint; a second signal stops at once, without one",
-            self._received.name,
-        )
+        consequence = "stopping after this update, with a checkpoint; a second signal stops at once, without one"
+        self._emit("warned", f"{self._received.name}: {consequence}")
         if self._waits:
             signal.setitimer(signal.ITIMER_REAL, _GRACE_S)
         else:

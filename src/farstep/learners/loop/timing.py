@@ -1,20 +1,30 @@
-"""Measures the phases of an update."""
+"""Measures the phases of an update, and how workers spent the time meanwhile."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
+
+WORKER_METRICS = {
+    "env": "time/env/env_interact_step",
+    "inference": "time/rollout/predict",
+    "tickets": "time/rollout/tickets",
+    "send": "time/rollout/send",
+    "weights": "time/rollout/weights",
+}
+"""The metric of each part of `stats()["time"]["workers"]`; the first two have RLinf's names."""
 
 
 class Timer:
     """Sums seconds by name.
 
     Example:
-        >>> with timer("train"):
+        >>> with timer("actor_training"):
         ...     learn()
         >>> timer.take()
-        {'time/train': 0.31}
+        {'time/actor_training': 0.31}
     """
 
     def __init__(self) -> None:
@@ -33,3 +43,16 @@ class Timer:
         """Return the seconds since the last call as metrics `time/<name>`, and start from 0."""
         taken, self._seconds = self._seconds, {}
         return {f"time/{name}": seconds for name, seconds in taken.items()}
+
+
+class WorkerTimer:
+    """How workers spent their time between two updates, from `ClusterEnv.stats`."""
+
+    def __init__(self) -> None:
+        self._before: dict[str, float] = {}
+
+    def take(self, stats: Mapping[str, Any]) -> dict[str, float]:
+        """Return the seconds since the last call as metrics, averaged over the workers that are alive."""
+        now, alive = stats["time"]["workers"], max(1, stats["workers"]["alive"])
+        before, self._before = self._before, now
+        return {name: (now[part] - before.get(part, 0.0)) / alive for part, name in WORKER_METRICS.items()}

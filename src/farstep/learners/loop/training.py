@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -27,10 +26,8 @@ from farstep.learners.loop.progress import Progress as Progress
 from farstep.learners.loop.saving import check_agent, join_state, split_state
 from farstep.learners.loop.stop_signals import Stopped as Stopped
 from farstep.learners.loop.stop_signals import StopSignals
-from farstep.learners.loop.timing import Timer
+from farstep.learners.loop.timing import Timer, WorkerTimer
 from farstep.learners.networks.nets import ActorCritic
-
-log = logging.getLogger("farstep")
 
 
 class Learner(Protocol):
@@ -69,7 +66,7 @@ class Learner(Protocol):
             batch: The rows to learn from.
             version: Version of the agent's weights.
             progress: Fraction of the run that is done, from 0 to 1.
-            timer: Measures phases of the update: `with timer("train"): ...` is logged as `time/train`.
+            timer: Measures phases of the update: `with timer("advantages"): ...` is logged as `time/advantages`.
 
         Returns:
             Metrics by name; they are logged with the prefix `train/`.
@@ -160,9 +157,11 @@ class Training:
         self._journal = Journal() if checkpoints and learner.synchronous and not env.cannot_replay else None
         """None if the run cannot resume exactly where it was saved."""
         self.progress = Progress()
-        self._signals = StopSignals(self._journal is not None, self._drop_journal)
+        self._signals = StopSignals(self._journal is not None, self._drop_journal, env.emit_event)
+        if evaluator is not None:
+            evaluator.emit = env.emit_event
         self._guards = Guards()
-        self._timer = Timer()
+        self._timer, self._worker_timer = Timer(), WorkerTimer()
         self._schedule = CheckpointSchedule(limits.checkpoint_every)
         self._stagger_steps = 0
         self._in_warmup = False
@@ -180,11 +179,9 @@ class Training:
             Stopped: SIGINT or SIGTERM was received; a checkpoint was written.
         """
         if self._done():
-            log.warning(
-                "nothing to do: the run has %s of %s steps, or has reached its target return; raise --total-steps or "
-                "--target-return to train for longer",
-                f"{self.progress.steps:,}",
-                f"{self._limits.total_steps:,}",
+            self._warn(
+                f"nothing to do: the run has {self.progress.steps:,} of {self._limits.total_steps:,} steps, or has "
+                "reached its target return; raise --total-steps or --target-return to train for longer"
             )
             return self.progress
         start = time.monotonic() - self.progress.seconds
@@ -202,10 +199,9 @@ class Training:
                 self.save()
                 raise
             if self._in_warmup:
-                log.warning(
-                    "the run ended after %d updates, during critic warm-up, so its policy was not trained: lower "
-                    "--critic-warmup-updates, or train for longer (--total-steps, --target-return)",
-                    self.progress.updates,
+                self._warn(
+                    f"the run ended after {self.progress.updates} updates, during critic warm-up, so its policy was "
+                    "not trained: lower --critic-warmup-updates, or train for longer (--total-steps, --target-return)"
                 )
             self.save()  # before the evaluation, which may be long and may be interrupted
             self._signals.check()
@@ -230,10 +226,9 @@ class Training:
         lag = version - batch["version"][batch["valid"]].astype(np.int64)
         metrics = self._learner.update(batch, version, progress.steps / self._limits.total_steps, timer)
         if metrics.get("actor/skipped_steps") == 1.0:
-            log.warning(
-                "update %d changed nothing: no gradient in it was finite. Lower the learning rate, or normalise "
-                "rewards (normalize_reward)",
-                progress.updates + 1,
+            self._warn(
+                f"update {progress.updates + 1} changed nothing: no gradient in it was finite. Lower the learning "
+                "rate, or normalise rewards (normalize_reward)"
             )
         self._in_warmup = "critic/warmup" in metrics
         with timer("publish"):
@@ -263,24 +258,31 @@ class Training:
             "rate/steps_per_second": progress.steps / max(progress.seconds, 1e-9),
             "lag/versions_mean": float(lag.mean()) if lag.size else 0.0,
             "lag/versions_max": float(lag.max(initial=0)),
-            "sync/weight_syncs": stats["weight_syncs"]["total"],
+            "sync/pulls_per_worker": stats["weight_syncs"]["total"] / self._env.num_workers,
             "sync/weights_bytes": stats["bytes"]["weights_sent"],
-            "sync/probes_bytes": stats["bytes"]["probes_sent"],
+            "sync/probe_bytes": stats["bytes"]["probes_sent"],
             "workers/alive": stats["workers"]["alive"],
             "workers/restarts": stats["workers"]["restarts"],
         }
         if progress.returns:
             report["env/return_mean"] = float(np.mean(progress.returns))
             report["env/length_mean"] = float(np.mean(progress.lengths))
+        if divergences := list(stats["divergence"].values()):
+            report["sync/divergence_mean"] = float(np.mean(divergences))
+            report["sync/divergence_max"] = max(divergences)
         report |= {f"dropped/{cause.replace(' ', '_')}": count for cause, count in stats["dropped"].items() if count}
         report |= {f"train/{name}": value for name, value in metrics.items()}
         report |= self._evaluation()
         report |= self._timer.take() | {"time/step": progress.seconds - self._reported_s}
+        report |= self._worker_timer.take(stats)
         self._reported_s = progress.seconds
         for warning in self._guards.observe(report):
-            log.warning("%s", warning)
+            self._warn(warning)
         if self.sink is not None:
             self.sink.log(progress.steps, report)
+
+    def _warn(self, text: str) -> None:
+        self._env.emit_event("warned", text)
 
     def _done(self) -> bool:
         progress, limits = self.progress, self._limits
@@ -349,9 +351,10 @@ class Training:
             if self._journal is not None:
                 state["env"], state["journal"] = self._env.save(), self._journal.state()
             arrays, plain = split_state(state)
-            written = checkpoint.save(self._checkpoints, arrays, {"state": plain})
+            folder = checkpoint.save(self._checkpoints, arrays, {"state": plain}, warn=self._warn)
         self._schedule.wrote(began, time.monotonic())
-        return written
+        self._env.emit_event("checkpointed", f"wrote checkpoint {folder.name} at step {self.progress.steps:,}")
+        return folder
 
     def resume(self) -> None:
         """Continue from the newest checkpoint that fits this learner and these environments.
@@ -360,7 +363,7 @@ class Training:
             CheckpointError: No checkpoint fits; learner, agent and environments are unchanged.
         """
         assert self._checkpoints is not None
-        saved = checkpoint.load_with(self._checkpoints, self._restore)
+        saved = checkpoint.load_with(self._checkpoints, self._restore, warn=self._warn)
         if self._journal is not None and saved.env is not None:
             self._env.resume(self._learner.agent, saved.env, self._journal.actions())
         else:

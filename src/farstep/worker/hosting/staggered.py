@@ -127,7 +127,7 @@ class StaggeredEnvs(HostedEnvs, Staggered):
                 rows["episode_start"][0] = starts
                 self._progress[PHASE] = ACT
                 self._progress[COUNT] += 1
-                actor.act(0)
+                actor.timed_act(0)
                 starts[:] = False
                 actions = self._envs.actions(rows, 0)
                 for i in np.flatnonzero(self._left > 0).tolist():

@@ -1,0 +1,142 @@
+"""`farstep eval`: measure the return of a trained policy."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import tyro
+
+from farstep.cli.options import parse
+from farstep.cli.saved_run import SavedPolicy, SavedRun
+from farstep.cluster_env import ClusterEnv
+from farstep.config.env import check_count, check_seed
+from farstep.errors import ConfigError, RunError, counted
+from farstep.learners.loop.evaluation import EVALUATION_SLOTS, MAX_STEPS, run_episodes
+from farstep.learners.networks.nets import make_agent
+from farstep.observe.episode_progress import EpisodeProgress
+from farstep.observe.run_status import number
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Evaluate the policy of a run in new environments on this machine; training is not affected.
+
+    Examples: farstep eval runs/NAME --episodes 100; farstep eval runs/NAME --sample --json > result.json
+    """
+
+    run: Annotated[Path, tyro.conf.Positional]
+    """Folder of the run."""
+    checkpoint: int | None = None
+    """Number of the checkpoint, e.g. 12 for checkpoints/000012. None: the newest that is intact."""
+    episodes: int = 20
+    """Number of episodes."""
+    seed: int | None = None
+    """Seed of episodes and of sampling. None: that of the run's own evaluations, so that results are equal."""
+    greedy: bool = False
+    """Take the most likely actions, as without --sample."""
+    sample: bool = False
+    """Sample actions as in training, instead of taking the most likely ones."""
+    num_envs: int | None = None
+    """Number of environments, which run in parallel. None: 8, or the number of episodes if that is lower."""
+    workers: int | None = None
+    """Worker processes. None: as many as in training if that was on this machine, else one per core."""
+    max_steps: int = MAX_STEPS
+    """Steps of each environment after which unfinished episodes are abandoned."""
+    json: bool = False
+    """Write the result as JSON to standard output: statistics, and return and length of every episode."""
+    trust: bool = False
+    """Execute the code that the run's config.json names, even if its tag does not show that you wrote the
+    file."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Load a checkpoint, run episodes and print statistics; return the exit status."""
+    if not arguments:
+        raise ConfigError("'farstep eval' needs the folder of a run, e.g. farstep eval runs/NAME.")
+    options = parse(Options, arguments, "farstep eval")
+    for name in ("episodes", "num_envs", "workers", "max_steps"):
+        if getattr(options, name) is not None:
+            check_count(name, getattr(options, name))
+    if options.seed is not None:
+        check_seed(options.seed)
+    if options.greedy and options.sample:
+        raise ConfigError("--greedy and --sample contradict each other; pass one of them.")
+    saved = SavedRun.open(options.run, options.trust, "farstep eval")
+    result = _evaluate(saved, options)
+    sys.stdout.write(json.dumps(result, indent=2) + "\n" if options.json else _text(result))
+    return 0
+
+
+def _evaluate(saved: SavedRun, options: Options) -> dict[str, Any]:
+    run = saved.run
+    seed = run.seed + 1 if options.seed is None else options.seed
+    slots = min(options.num_envs or EVALUATION_SLOTS, options.episodes)
+    config = run.env_config(envs_per_node=slots, stagger=None, kl_threshold=None, seed=seed)
+    torch.set_num_threads(1)  # only the workers of --launcher in-process run in this process
+    with ClusterEnv(config, run.launch_config(options.workers)) as env:
+        agent = make_agent(*env.launch(), saved.learner.net, saved.learner.gamma)
+        policy = saved.restore(agent, options.checkpoint)
+        agent.greedy = not options.sample
+        torch.manual_seed(seed)  # for --launcher in-process; worker processes have seeds of their own
+        progress = EpisodeProgress(options.episodes)
+        try:
+            returns, lengths = run_episodes(
+                env,
+                agent,
+                options.episodes,
+                seed,
+                max_steps=options.max_steps,
+                emit=env.emit_event,
+                on_progress=progress.update,
+            )
+        finally:
+            progress.close()
+    if not len(returns):
+        raise RunError(
+            f"no episode ended within {options.max_steps:,} steps, so there is no return. Raise --max-steps, or give "
+            "the environment a time limit (gymnasium.wrappers:TimeLimit)."
+        )
+    return _result(saved, policy, seed, agent.greedy, returns, lengths)
+
+
+def _result(
+    saved: SavedRun, policy: SavedPolicy, seed: int, greedy: bool, returns: np.ndarray, lengths: np.ndarray
+) -> dict[str, Any]:
+    """Return what --json writes."""
+    return {
+        "run": str(saved.folder.path),
+        "checkpoint": int(policy.checkpoint.name),
+        "version": policy.version,
+        "step": policy.steps,
+        "seed": seed,
+        "greedy": greedy,
+        "episodes": len(returns),
+        "return": _statistics(returns),
+        "length": _statistics(lengths),
+        "returns": returns.tolist(),
+        "lengths": lengths.tolist(),
+    }
+
+
+def _statistics(values: np.ndarray) -> dict[str, float]:
+    return {name: float(getattr(values, name)()) for name in ("mean", "std", "min", "max")}
+
+
+def _text(result: dict[str, Any]) -> str:
+    actions = "most likely" if result["greedy"] else "sampled"
+    lines = [
+        f"{result['run']}: checkpoint {result['checkpoint']}, version {result['version']:,}, after "
+        f"{result['step']:,} steps; {counted(result['episodes'], 'episode')} with {actions} actions, seed "
+        f"{result['seed']}"
+    ]
+    for name in ("return", "length"):
+        mean, std, low, high = (number(result[name][key]) for key in ("mean", "std", "min", "max"))
+        lines.append(f"{name}  mean {mean}, standard deviation {std}, from {low} to {high}")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,58 @@
+"""Events of a run: what happened, when and where. `head/events.py` emits them."""
+
+from __future__ import annotations
+
+import traceback
+from dataclasses import dataclass
+from typing import Literal, Protocol, get_args
+
+EventKind = Literal[
+    "joined",
+    "lost",
+    "restarted",
+    "stuck",
+    "parked",
+    "scaled",
+    "requeued",
+    "resubmitted",
+    "checkpointed",
+    "evaluated",
+    "warned",
+]
+EVENT_KINDS: tuple[EventKind, ...] = get_args(EventKind)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """Something that happened in a run.
+
+    Attributes:
+        time: Unix time in seconds; every event of a run has a later time than the one before it.
+        kind: What happened: `joined`, `lost`, `restarted`, `stuck`, `parked`, `scaled`, `requeued`, `resubmitted`,
+            `checkpointed`, `evaluated` or `warned`.
+        text: The event in one sentence, as logged.
+        worker: Index of the worker; None if it concerns no worker, or several.
+        node: Name of the host; empty if it concerns no host.
+        traceback: For a failure, the traceback, the stacks or the last output of the process that failed; otherwise
+            empty.
+    """
+
+    time: float
+    kind: EventKind
+    text: str
+    worker: int | None = None
+    node: str = ""
+    traceback: str = ""
+
+
+class Emit(Protocol):
+    """Records an event. It never raises, and may be called from any thread."""
+
+    def __call__(
+        self, kind: EventKind, text: str, *, worker: int | None = None, node: str = "", traceback: str = ""
+    ) -> None: ...
+
+
+def traceback_of(error: BaseException) -> str:
+    """Return the traceback of an exception of this process, for `Event.traceback`."""
+    return "".join(traceback.format_exception(error))

@@ -1,0 +1,171 @@
+"""The events of a run: stores the latest, and passes each one to the `farstep` logger and to subscribers."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Collection
+from dataclasses import replace
+
+from farstep.errors import described, typed_shortage
+from farstep.event import EVENT_KINDS, Event, EventKind, traceback_of
+
+log = logging.getLogger("farstep")
+MAX_EVENTS = 1_000
+"""Latest events that are kept in memory."""
+_MAX_TEXT, _MAX_TRACEBACK = 4_000, 16_000
+"""Most characters of an event's text and traceback; longer ones are cut, since a peer may have written them."""
+_MAX_UNREAD = 10_000
+"""Events that may wait for a slow subscriber; further ones are dropped and counted."""
+_CLOSE_S = 5.0
+"""Seconds that a subscriber has to read the remaining events when its subscription is closed."""
+_TICK_S = 1e-6
+"""Smallest difference between the times of two events."""
+_INFO = frozenset({"joined", "restarted", "parked", "scaled", "checkpointed", "evaluated"})
+"""Kinds that are logged at level INFO; the others are warnings."""
+
+
+class EventLog:
+    """The events of one run. All methods may be called from any thread, and from a signal handler.
+
+    A subscriber reads in a thread of its own, so that a slow or failing one delays nothing. The logger is called in the
+    emitting thread, as by any other use of `logging`.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # reentrant, since a signal handler may emit
+        self._events: deque[Event] = deque(maxlen=MAX_EVENTS)
+        self._counts: Counter[EventKind] = Counter()
+        self._subscriptions: list[Subscription] = []
+        self._last = 0.0
+
+    def emit(
+        self,
+        kind: EventKind,
+        text: str,
+        *,
+        worker: int | None = None,
+        node: str = "",
+        traceback: str = "",
+        logged: bool = True,
+    ) -> None:
+        """Record an event. Never raises, and never waits for a subscriber.
+
+        Args:
+            kind: What happened.
+            text: One sentence.
+            worker: Index of the worker, if it concerns one.
+            node: Name of the host, if it concerns one.
+            traceback: For a failure, its traceback or the output of the process.
+            logged: Whether to pass it to the logger; False if an exception tells the user.
+        """
+        with contextlib.suppress(Exception):  # also a text that is not a string, and a logging handler that raises
+            event = Event(
+                time=0.0,
+                kind=kind,
+                text=_start_of(str(text), _MAX_TEXT),
+                worker=worker,
+                node=node,
+                traceback=_end_of(traceback, _MAX_TRACEBACK),
+            )
+            with self._lock:
+                self._last = max(time.time(), self._last + _TICK_S)  # also if the clock was set back
+                event = replace(event, time=self._last)
+                self._events.append(event)
+                self._counts[kind] += 1
+                for subscription in self._subscriptions:
+                    subscription.put(event)
+            if logged:
+                log.log(logging.INFO if kind in _INFO else logging.WARNING, "%s", event.text, stacklevel=2)
+
+    def events(self, kinds: Collection[EventKind] | None = None, since: float = 0.0) -> list[Event]:
+        """Return the stored events of these kinds (None: all) that are later than `since`, oldest first."""
+        with self._lock:
+            stored = list(self._events)
+        return [event for event in stored if event.time > since and (kinds is None or event.kind in kinds)]
+
+    def counts(self) -> dict[EventKind, int]:
+        """Return how many events of each kind were emitted, including those that are no longer stored."""
+        with self._lock:
+            return {kind: self._counts[kind] for kind in EVENT_KINDS}
+
+    def subscribe(self, read: Callable[[Event], None]) -> Subscription:
+        """Call `read` with every stored event and every later one, in order, in a thread of its own.
+
+        Args:
+            read: If it raises, it gets no more events, and the failure is emitted as `warned`.
+
+        Returns:
+            The subscription; close it to end the thread.
+
+        Raises:
+            ResourceError: No thread can be started.
+        """
+        subscription = Subscription(self, read)
+        with typed_shortage("the thread of a subscriber to events could not be started"):
+            subscription.start()
+        with self._lock:
+            for event in self._events:
+                subscription.put(event)
+            self._subscriptions.append(subscription)
+        return subscription
+
+    def unsubscribe(self, subscription: Subscription) -> None:
+        """Pass no further events to a subscription."""
+        with self._lock, contextlib.suppress(ValueError):
+            self._subscriptions.remove(subscription)
+
+
+class Subscription:
+    """Passes events to one subscriber, in a thread; made by `EventLog.subscribe`."""
+
+    def __init__(self, events: EventLog, read: Callable[[Event], None]) -> None:
+        self._events, self._read = events, read
+        self._unread: queue.SimpleQueue[Event | None] = queue.SimpleQueue()  # reentrant, for signal handlers
+        self._dropped = 0
+        self._thread = threading.Thread(target=self._run, daemon=True, name="farstep-events")
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def put(self, event: Event) -> None:
+        """Queue an event, or drop it if too many are unread; the caller holds the lock of the log."""
+        if self._unread.qsize() >= _MAX_UNREAD:
+            self._dropped += 1
+        else:
+            self._unread.put(event)
+
+    def close(self) -> None:
+        """Let the subscriber read the remaining events, for a few seconds at most, and end its thread."""
+        self._events.unsubscribe(self)
+        self._unread.put(None)
+        self._thread.join(_CLOSE_S)
+
+    def _run(self) -> None:
+        while (event := self._unread.get()) is not None:
+            try:
+                self._read(event)
+            except Exception as error:
+                self._events.unsubscribe(self)
+                self._events.emit(
+                    "warned",
+                    f"a reader of events failed and gets no more of them: {described(error)}",
+                    traceback=traceback_of(error),
+                )
+                return
+            if self._dropped and self._unread.empty():
+                dropped, self._dropped = self._dropped, 0
+                self._events.emit("warned", f"a reader of events is too slow: {dropped} events were dropped for it")
+
+
+def _start_of(text: str, limit: int) -> str:
+    return text if len(text) <= limit else f"{text[:limit]} [{len(text) - limit} characters left out]"
+
+
+def _end_of(text: str, limit: int) -> str:
+    """The end of a traceback has the error, and the end of an output what was printed last."""
+    return text if len(text) <= limit else f"[{len(text) - limit} characters left out]\n{text[-limit:]}"

@@ -1,0 +1,126 @@
+"""Splits the learner's time into waiting for batches, preparing them, updating and publishing.
+
+farstep sees only its own calls. `update` is therefore what remains: the time of the collecting thread between them,
+and the time in which consumer threads of a workflow handle messages. The parts of both do not overlap: their sum is the
+time since the first batch was requested, plus the publishing of other threads.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+Part = Literal["wait", "prepare", "publish"]
+
+
+class LearnerTimes:
+    """Seconds of the learner, by part; may be used from any thread.
+
+    Args:
+        clock: Returns seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._seconds: dict[str, float] = {"wait": 0.0, "prepare": 0.0, "update": 0.0, "publish": 0.0}
+        self._thread: int | None = None
+        """The thread that collects."""
+        self._inside: list[Part] = []
+        """The calls that this thread is in, the innermost last."""
+        self._last = self._handled_at_last = 0.0
+        """When the time of this thread was last added, and `_handled_until` then."""
+        self._handling: set[int] = set()
+        """Consumer threads that are handling a message."""
+        self._handling_since = self._handled = 0.0
+
+    def measure(self, part: Part) -> _Measured:
+        """Context manager: the time inside belongs to a part, except that of contexts inside it."""
+        return _Measured(self, part)
+
+    def enter(self, part: Part) -> float:
+        """Begin a part; returns the time."""
+        thread = threading.get_ident()
+        with self._lock:
+            now = self._clock()
+            if thread == self._thread:
+                self._lap(now)
+            elif part == "wait" and not self._inside:
+                self._thread, self._last, self._handled_at_last = thread, now, self._handled_until(now)
+            if thread == self._thread:
+                self._inside.append(part)
+            return now
+
+    def leave(self, part: Part, start: float) -> None:
+        """End a part that began at `start`."""
+        thread = threading.get_ident()
+        with self._lock:
+            now = self._clock()
+            if thread == self._thread:
+                self._lap(now)
+                self._inside.pop()
+                return
+            self._seconds[part] += now - start
+            if thread in self._handling:
+                self._seconds["update"] -= now - start  # which `_handled` includes
+
+    def _lap(self, now: float) -> None:
+        """Add the time of the collecting thread since the last lap to the part that it is in."""
+        part = self._inside[-1] if self._inside else "update"
+        handled = self._handled_until(now)
+        others = handled - self._handled_at_last if part in ("wait", "update") else 0.0
+        self._seconds[part] += max(0.0, now - self._last - others)
+        self._last, self._handled_at_last = now, handled
+
+    @contextmanager
+    def handling(self) -> Iterator[None]:
+        """Count the time inside the context as updating: a consumer thread handles a message."""
+        thread = threading.get_ident()
+        with self._lock:
+            if not self._handling:
+                self._handling_since = self._clock()
+            self._handling.add(thread)
+        try:
+            yield
+        finally:
+            with self._lock:
+                now = self._clock()
+                self._handled, self._handling_since = self._handled_until(now), now
+                self._handling.discard(thread)
+
+    def _handled_until(self, now: float) -> float:
+        """Seconds until now in which at least one consumer thread was handling a message."""
+        return self._handled + (now - self._handling_since if self._handling else 0.0)
+
+    def end(self) -> None:
+        """Leave out the time until the next batch is requested: a workflow has ended."""
+        with self._lock:
+            self._thread = None
+            self._inside.clear()
+
+    def snapshot(self) -> dict[str, float]:
+        """The seconds of each part, until now inside a call, otherwise until the last call."""
+        with self._lock:
+            now = self._clock()
+            if self._inside:
+                self._lap(now)
+            handled = self._handled_until(now)
+            return self._seconds | {"update": max(0.0, self._seconds["update"] + handled)}
+
+
+class _Measured:
+    """The context manager of `LearnerTimes.measure`; a class, since every step of `ClusterEnv.step` enters three."""
+
+    __slots__ = ("_part", "_start", "_times")
+
+    def __init__(self, times: LearnerTimes, part: Part) -> None:
+        self._times, self._part = times, part
+
+    def __enter__(self) -> None:
+        self._start = self._times.enter(self._part)
+
+    def __exit__(self, *error: object) -> None:
+        self._times.leave(self._part, self._start)

@@ -1,0 +1,41 @@
+"""Sums what workers report about their time and their steps; the sums continue when a worker is replaced."""
+
+from __future__ import annotations
+
+from farstep.head.rates import Rate
+from farstep.wire.messages import Times
+
+_PARTS = Times.__struct_fields__
+
+
+class WorkerTimes:
+    """Per worker, the seconds of each part of its time, and its rate."""
+
+    def __init__(self, num_workers: int) -> None:
+        self._seconds = [dict.fromkeys(_PARTS, 0.0) for _ in range(num_workers)]
+        self._rates = [Rate() for _ in range(num_workers)]
+
+    def add(self, worker: int, times: Times) -> None:
+        """Add what a worker reports with a chunk."""
+        seconds = self._seconds[worker]
+        seconds["env"] += times.env
+        seconds["inference"] += times.inference
+        seconds["tickets"] += times.tickets
+        seconds["send"] += times.send
+        seconds["weights"] += times.weights
+
+    def arrived(self, worker: int, steps: int, now: float) -> None:
+        """Count the environment steps of a chunk that was accepted at time `now`."""
+        self._rates[worker].add(steps, now)
+
+    def total(self) -> dict[str, float]:
+        """The seconds of each part, summed over all workers."""
+        return {part: sum(seconds[part] for seconds in self._seconds) for part in _PARTS}
+
+    def per_worker(self) -> list[dict[str, float]]:
+        """The seconds of each part, by worker."""
+        return [dict(seconds) for seconds in self._seconds]
+
+    def rates(self, now: float) -> list[float]:
+        """Environment steps per second of each worker over the last 10 s."""
+        return [rate.per_second(now) for rate in self._rates]

@@ -1,0 +1,55 @@
+"""The counters of a workflow in `ClusterEnv.stats`: its buffer, its limiter, its triggers and their consumers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from farstep.buffer.replay import Buffer
+from farstep.workflow.consumers import Guard
+from farstep.workflow.dispatch import Dispatcher, leaves_of
+from farstep.workflow.ledger import Actor, Ledger
+from farstep.workflow.triggers import DataKeyTrigger
+
+
+def buffer_counters(buffer: Buffer) -> dict[str, int]:
+    """Rows in the buffer, rows that fit, and bytes of its arrays."""
+    return {"fill": len(buffer), "capacity": buffer.capacity, "bytes": buffer.nbytes}
+
+
+def limiter_counters(buffer: Buffer, refused_s: float) -> dict[str, Any]:
+    """Samples per inserted row so far, and seconds for which the limiter blocked inserting and sampling.
+
+    Args:
+        buffer: The buffer.
+        refused_s: Seconds for which the limiter has refused the chunk that waits now.
+    """
+    limiter, waited_s = buffer.limiter, buffer.waited_s
+    return {
+        "ratio": limiter.samples / limiter.inserts if limiter.inserts else 0.0,
+        "blocked": {"insert": waited_s["insert"] + refused_s, "sample": waited_s["sample"]},
+    }
+
+
+def trigger_counters(
+    dispatcher: Dispatcher, guards: Iterable[tuple[str, Guard]], ledger: Ledger, num_envs: Mapping[Actor, int]
+) -> dict[str, dict[str, int | None]]:
+    """Per trigger: how often it fired, rows that it has not consumed yet, messages not done, lag of its consumer.
+
+    Args:
+        dispatcher: Evaluates the triggers.
+        guards: The name of each trigger, and the delivery to its consumer.
+        ledger: The counters that triggers read.
+        num_envs: The number of environments of each actor.
+    """
+    found: dict[str, dict[str, int | None]] = {}
+    for name, guard in guards:
+        leaves = [leaf for leaf in leaves_of(dispatcher.trigger(name)) if isinstance(leaf, DataKeyTrigger)]
+        pending = [steps * num_envs[actor] for leaf in leaves for actor, steps in leaf.pending(ledger).items()]
+        found[name] = {
+            "fired": dispatcher.fired(name),
+            "pending_rows": sum(pending) if leaves else None,
+            "outstanding": dispatcher.outstanding(name),
+            "lag": guard.lag(),
+        }
+    return found

@@ -1,0 +1,140 @@
+"""`farstep train --config`: a file repeats a run, the command line wins, and mistakes are named."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from farstep.cli import main
+from farstep.config.launch import SlurmConfig
+
+train = pytest.importorskip("farstep.cli.train")
+
+SHORT = ["--launcher", "in-process", "--num-envs", "2", "--num-steps", "16", "--total-steps", "64"]
+
+
+def parsed(*arguments: str, learner: str = "ppo") -> Any:
+    """The options that a command has, without running it."""
+    return train._options(learner, list(arguments))
+
+
+def written(folder: Path, text: str) -> str:
+    (folder / "run.yaml").write_text(text)
+    return str(folder / "run.yaml")
+
+
+def config(run: Path) -> dict[str, Any]:
+    """The options in config.json without the tag, which covers the name."""
+    found: dict[str, Any] = json.loads((run / "config.json").read_text())
+    del found["tag"]
+    return found
+
+
+def test_config_of_a_run_repeats_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    options = ["--env-kwargs", '{"sutton_barto_reward": true}', "--hidden", "8", "--learning-rate", "1e-05"]
+    assert main(["train", "ppo", "--env", "CartPole-v1", *SHORT, *options, "--name", "one", "--no-anneal-lr"]) == 0
+    one = tmp_path / "runs" / "one"
+    assert main(["train", "ppo", "--config", str(one / "config.yaml")]) == 0
+    again = tmp_path / "runs" / "one-2"
+    assert config(again) == config(one)
+    assert (again / "config.yaml").read_text() == (one / "config.yaml").read_text()
+    returns = [
+        [json.loads(line)["env/episodes"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+        for run in (one, again)
+    ]
+    assert returns[0] == returns[1]
+    assert main(["train", "ppo", "--resume", str(one), "--total-steps", "96"]) == 0
+    assert "total_steps: 96\n" in (one / "config.yaml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("learner", "options"),
+    [
+        ("ppo", "--env X --wrappers gymnasium.wrappers:FlattenObservation a-b:c --stagger '{\"horizon\":  7}'"),
+        ("ppo", '--env "odd: [name] #1" --env-kwargs \'{"a": [1, null, "no"]}\' --name yes --kl-threshold 1e-9'),
+        ("async-ppo", "--env X --recurrent lstm --no-normalize-obs --target-return -200 --folder /some/where"),
+        ("impala", "--env X --eval-every 100 --hidden --device cuda:1"),
+        (
+            "ppo",
+            "--env X --launcher slurm --nodes 4 --partition 7 --slurm-extra=--exclusive --step-s 3 --setup 'a b' c",
+        ),
+        ("ppo", "--env X --launcher ssh --hosts a b --lease-s 5 --no-encrypted"),
+        ("ppo", "--env X --launcher ray --resources-per-node '{\"gpu\": 0.5}'"),
+        ("ppo", '--env X --launcher kubernetes --image x:1 --tolerations \'[{"key": "a"}]\' --requests cpu 4'),
+    ],
+)
+def test_every_option_survives_the_file(learner: str, options: str, tmp_path: Path) -> None:
+    before = parsed(*shlex.split(options), learner=learner)
+    parts = {"run": before.run, "learner": before.learner, "cluster": before.nodes}
+    path = written(tmp_path, train.as_yaml(learner, parts))
+    after = parsed("--config", path, learner=learner)
+    for one, other in ((before.run, after.run), (before.learner, after.learner), (before.nodes, after.nodes)):
+        assert type(one) is type(other)
+        assert train.msgspec.to_builtins(one, enc_hook=str) == train.msgspec.to_builtins(other, enc_hook=str)
+
+
+def test_command_line_takes_precedence(tmp_path: Path) -> None:
+    path = written(tmp_path, "num-envs: 8\ngamma: 0.5\nlearning_rate: 3e-4\nhidden: [4]\ncapture_video: true\n")
+    options = parsed("--config", path, "--env", "X", "--gamma=0.9", "--eval-every", "10")
+    assert (options.run.env, options.run.num_envs, options.run.eval_every) == ("X", 8, 10)
+    assert (options.learner.gamma, options.learner.learning_rate, options.learner.net.hidden) == (0.9, 3e-4, (4,))
+
+
+def test_another_launcher_takes_what_it_has_of_the_file(tmp_path: Path) -> None:
+    path = written(tmp_path, "env: X\nlauncher: slurm\nnodes: 4\npartition: cpu\nlease_s: 7\n")
+    slurm = parsed("--config", path).nodes
+    assert isinstance(slurm, SlurmConfig) and (slurm.nodes, slurm.partition, slurm.lease_s) == (4, "cpu", 7.0)
+    ssh = parsed("--config", path, "--launcher", "ssh", "--hosts", "a", "b", "c", "d").nodes
+    assert (ssh.nodes, ssh.lease_s) == (4, 7.0)
+    assert parsed("--config", path, "--launcher", "local").run.launcher == "local"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("env: X\nnum_env: 4\n", ["unknown option 'num_env'", "did you mean num_envs?"]),
+        ("env: X\nnonsense: 4\n", ["'nonsense'", "-h"]),
+        ("env: X\nstaleness_threshold: 4\n", ["belongs to 'farstep train async-ppo'"]),
+        ("env: X\npartition: 4\n", ["belongs to launcher: slurm"]),
+        ("env: X\nnum_envs: many\n", ["num_envs is 'many'", "Expected `int`"]),
+        ("env: X\nactivation: rleu\n", ["activation is 'rleu'", "Invalid enum value"]),
+        ("env: X\nnum_envs: 0\n", ["num_envs", "at least 1"]),
+        ("env: X\nseed: 1\nseed: 2\n", ["line 3", "seed is there twice"]),
+        ("env: X\nlauncher: slrum\n", ["launcher 'slrum'", "'slurm'"]),
+        ("algorithm: impala\n", ["is for impala, not for ppo", "farstep train impala --config"]),
+        ("seed: 1\n", ["'farstep train ppo' needs --env"]),
+        ("", ["needs --env"]),
+        ("- env\n", ["contains a list", "env: CartPole-v1"]),
+        ("env: [\n", ["is not YAML", "line 2"]),
+    ],
+)
+def test_mistakes_in_the_file_are_named(
+    text: str, words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", "ppo", "--config", written(tmp_path, text)]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("farstep: ") and error.count("\n") == 1, error
+    for word in words:
+        assert word in error
+
+
+def test_mistakes_around_the_file_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = written(tmp_path, "env: X\n")
+    for arguments, words in (
+        (["--config"], "--config needs a YAML file"),
+        (["--config", str(tmp_path / "none.yaml")], "none.yaml cannot be read"),
+        (["--config", path, "--resume", str(tmp_path)], "--resume and --config contradict each other"),
+    ):
+        assert main(["train", "ppo", *arguments]) == 1
+        assert words in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    assert main(["train", "ppo", "--config", path]) == 1
+    assert "pip install 'farstep[yaml]'" in capsys.readouterr().err

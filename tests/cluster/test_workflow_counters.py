@@ -1,0 +1,108 @@
+"""While a workflow runs and after it, `stats()` has the counters of its buffer, limiter, triggers and consumers."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+
+import farstep
+from farstep.buffer import SampleToInsertRatio, Uniform
+from farstep.testing import TableAgent
+from farstep.workflow.triggers import DataKeyTrigger, TimeTrigger
+from tests.cluster.checks import cluster, eventually, in_process, within
+from tests.cluster.flows import full
+from tests.cluster.tables import ENDLESS
+
+
+def test_triggers_count_what_they_fired_and_what_they_wait_for() -> None:
+    with cluster(envs=2, config=in_process(), env_kwargs=ENDLESS) as env:
+        assert not env.stats().keys() & {"buffer", "limiter", "workflow"}
+        flow = farstep.Workflow(env, TableAgent(), full(2 * 32), steps=4, max_staleness=4)
+        pending: list[int] = []
+
+        def look(message: Any) -> None:
+            pending.append(env.stats()["workflow"]["learn"]["pending_rows"])
+            if pending[-1]:
+                flow.publish()  # between the two chunks of a window
+
+        flow.on(DataKeyTrigger(n=1, size=8), flow.batch, name="learn")
+        flow.on(TimeTrigger(8, unit="env_steps"), look, name="look")  # after each chunk: 4 steps of 2 environments
+        within(lambda: flow.run(total_steps=64))
+        stats = env.stats()
+    assert pending == [8, 0] * 4
+    assert stats["workflow"]["learn"] == {"fired": 4, "pending_rows": 0, "outstanding": 0, "lag": 1}
+    assert stats["workflow"]["look"] == {"fired": 8, "pending_rows": None, "outstanding": 0, "lag": None}
+    assert (stats["buffer"]["fill"], stats["buffer"]["capacity"]) == (64, 64)
+    assert stats["buffer"]["bytes"] >= 64 * 3 * 4
+    assert farstep.scalars(stats)["farstep/workflow/learn/fired"] == 4
+
+
+def test_a_limiter_that_holds_workers_back_shows_for_how_long() -> None:
+    buffer = farstep.Buffer(256, Uniform(), limiter=SampleToInsertRatio(1.0, 32, 32.0))
+    with cluster(envs=2, workers=1, env_kwargs=ENDLESS) as env, buffer:
+        flow = farstep.Workflow(env, TableAgent(), buffer, steps=8)
+        go = threading.Event()
+
+        def learn(message: Any) -> None:
+            assert go.wait(60)
+            for _ in range(20):
+                buffer.sample(16)
+            flow.stop()
+
+        flow.on(DataKeyTrigger(n=1, size=8, consume=False, min_new=8), learn, thread=True)
+        running = threading.Thread(target=flow.run)
+        running.start()
+        try:
+            first = eventually(lambda: env.stats().get("limiter", {}).get("blocked", {}).get("insert"))
+            eventually(lambda: env.stats()["limiter"]["blocked"]["insert"] > first)  # also while it is blocked
+        finally:
+            go.set()
+            running.join(60)
+        assert not running.is_alive()
+        limiter = env.stats()["limiter"]
+    assert limiter["ratio"] == pytest.approx(buffer.limiter.samples / buffer.limiter.inserts)
+    assert limiter["blocked"]["insert"] == buffer.waited_s["insert"] > first
+
+
+@pytest.mark.parametrize("thread", [False, True])
+def test_consumers_update_in_whichever_thread(thread: bool) -> None:
+    """The loop waits for rows only while no consumer works on them."""
+    with cluster(envs=2, workers=1, env_kwargs=ENDLESS) as env:
+        flow = farstep.Workflow(env, TableAgent(), full(2 * 64), steps=8)
+        busy: list[float] = []
+
+        def learn(message: Any) -> None:
+            start = time.monotonic()
+            time.sleep(0.05)
+            busy.append(time.monotonic() - start)
+            flow.publish()
+
+        flow.on(DataKeyTrigger(n=1, size=8), learn, thread=thread)
+        start = time.monotonic()
+        within(lambda: flow.run(until=lambda: len(busy) >= 8))
+        whole = time.monotonic() - start
+        times = env.stats()["time"]["learner"]
+    assert times["update"] >= 0.9 * sum(busy)
+    assert times["wait"] <= 1.1 * (whole - sum(busy))
+    assert times["publish"] > 0
+
+
+def test_the_loop_does_not_wait_while_a_consumer_thread_updates() -> None:
+    with cluster(envs=2, config=in_process(), env_kwargs=ENDLESS) as env:
+        flow = farstep.Workflow(env, TableAgent(), full(2 * 32), steps=8)
+        seen: list[tuple[dict[str, float], dict[str, float]]] = []
+
+        def learn(message: Any) -> None:
+            before = env.stats()["time"]["learner"]
+            time.sleep(0.05)
+            seen.append((before, env.stats()["time"]["learner"]))
+            flow.stop()
+
+        flow.on(DataKeyTrigger(n=1, size=8), learn, thread=True)
+        within(flow.run)
+    before, after = seen[0]
+    assert after["update"] - before["update"] >= 0.05
+    assert after["wait"] == pytest.approx(before["wait"])

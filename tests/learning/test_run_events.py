@@ -1,0 +1,66 @@
+"""`farstep train` writes the events of a run to its folder, and a resumed run appends to them."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from farstep.cli import main
+from farstep.event import Event
+from farstep.learners.loop.evaluation import Evaluator
+from farstep.learners.ppo import PPOConfig
+from farstep.observe.event_files import read_events
+from tests.learning.tasks import make_env, make_training
+
+
+def events_of(run: Path) -> list[Event]:
+    """The events of a run, without warnings about a slow machine."""
+    return [event for event in read_events(run / "events.jsonl") if event.kind != "warned"]
+
+
+def test_train_writes_checkpoints_and_evaluations_and_resume_appends(tmp_path: Path) -> None:
+    train = ["train", "ppo", "--env", "CartPole-v1", "--launcher", "in-process", "--num-envs", "4", "--num-steps", "16"]
+    options = ["--eval-every", "64", "--eval-episodes", "1", "--folder", str(tmp_path), "--name", "run"]
+    assert main([*train, *options, "--total-steps", "64"]) == 0
+    first = events_of(tmp_path / "run")
+    assert {event.kind for event in first[:-2]} == {"joined"}
+    assert [event.kind for event in first[-2:]] == ["checkpointed", "evaluated"]
+    assert first[-2].text == "wrote checkpoint 000001 at step 64"
+    assert first[-1].text.startswith("evaluated version 1 in 1 episode at step 64: mean return ")
+    resume = ["train", "ppo", "--resume", str(tmp_path / "run")]
+    assert main([*resume, "--total-steps", "128"]) == 0
+    both = events_of(tmp_path / "run")
+    assert both[: len(first)] == first
+    assert [event.kind for event in both[len(first) :]] == [event.kind for event in first]
+    assert all(a.time < b.time for a, b in pairwise(both))
+
+
+def test_a_damaged_checkpoint_is_an_event_of_the_resumed_run(tmp_path: Path) -> None:
+    config = PPOConfig(num_steps=8)
+    with make_env("CartPole-v1", 4, launcher="in-process") as env:
+        training, _ = make_training(env, config, 32, checkpoints=tmp_path)
+        for _ in range(2):
+            training.save()
+    (tmp_path / "000002" / "meta.json").write_text("{")
+    with make_env("CartPole-v1", 4, launcher="in-process") as env:
+        make_training(env, config, 32, checkpoints=tmp_path)[0].resume()
+        texts = [event.text for event in env.events("warned")]
+    assert [text for text in texts if f"{tmp_path / '000002'} is not used: " in text]
+
+
+def test_an_evaluation_that_fails_has_its_traceback() -> None:
+    with make_env("CartPole-v1", 4, launcher="in-process") as env:
+
+        def fail(*_: Any) -> None:
+            raise ArithmeticError("no result")
+
+        evaluator = Evaluator(env.env_config, 1, seed=0, after=fail, launch=env.config)
+        try:
+            training, _ = make_training(env, PPOConfig(num_steps=8), 32, evaluator=evaluator)
+            training.run()
+        finally:
+            evaluator.close()
+        (warned,) = [event for event in env.events("warned") if event.traceback]
+    assert warned.text == "an evaluation failed and is skipped: ArithmeticError: no result"
+    assert "in fail" in warned.traceback

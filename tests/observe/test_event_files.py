@@ -1,0 +1,80 @@
+"""events.jsonl: bounded on disk, appended to by a resumed run, and read even if lines are damaged."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from farstep.event import Event
+from farstep.head.events import EventLog
+from farstep.observe.event_files import MAX_BYTES, EventFile, read_events
+
+
+def event(number: int, text: str = "a sentence", traceback: str = "") -> Event:
+    return Event(time=float(number), kind="lost", text=text, worker=number, node="host", traceback=traceback)
+
+
+def test_events_are_read_as_they_were_written(tmp_path: Path) -> None:
+    events = [
+        event(1, "two\nlines, 100 % \N{SNOWMAN}", traceback="Traceback:\n  in f\n"),
+        Event(time=1.5, kind="scaled", text=""),
+    ]
+    file = EventFile(tmp_path / "events.jsonl")
+    for each in events:
+        file.write(each)
+    assert read_events(tmp_path / "events.jsonl") == events  # also before it is closed
+    file.close()
+
+
+def test_a_resumed_run_appends_after_a_line_that_was_cut_off(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "events.jsonl"
+    for number in (1, 2):
+        file = EventFile(path)
+        file.write(event(number))
+        file.close()
+        with path.open("ab") as stream:
+            stream.write(b'{"time": 3.0, "ki')
+    assert read_events(path) == [event(1), event(2)]
+    assert "skipped line 2, 4: truncated, or not written by farstep" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "line", [b"", b"[]", b"{}", b'{"time": "now", "kind": "lost", "text": ""}', b"[" * 10**5, b"\xff\0"]
+)
+def test_lines_that_farstep_did_not_write_are_skipped(line: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    unknown = b'{"time": 1.0, "kind": "exploded", "text": ""}'
+    file = EventFile(path)
+    file.write(event(1))
+    with path.open("ab") as stream:
+        stream.write(line + b"\n" + unknown + b"\n")
+    file.write(event(2))
+    file.close()
+    assert read_events(path) == [event(1), event(2)]
+
+
+def test_the_older_half_is_dropped_when_the_file_is_full(tmp_path: Path) -> None:
+    path, written = tmp_path / "events.jsonl", 0
+    file = EventFile(path, max_bytes=4_000)
+    sizes = []
+    for written in range(1, 201):
+        file.write(event(written))
+        sizes.append(path.stat().st_size)
+        assert read_events(path)[-1] == event(written)
+    file.close()
+    assert max(sizes) <= 4_000 and min(sizes[100:]) >= 1_800 and MAX_BYTES == 5_000_000
+    numbers = [each.worker for each in read_events(path)]
+    assert numbers == list(range(201 - len(numbers), 201))
+    assert [entry.name for entry in tmp_path.iterdir()] == ["events.jsonl"]
+
+
+def test_a_full_disk_does_not_stop_the_run(caplog: pytest.LogCaptureFixture) -> None:
+    log, file = EventLog(), EventFile("/dev/full")
+    subscription = log.subscribe(file.write)
+    with caplog.at_level(logging.WARNING, "farstep"):
+        log.emit("joined", "worker 0 joined")
+        subscription.close()
+    file.close()
+    assert "a reader of events failed" in caplog.text and "No space left on device" in caplog.text
