@@ -39,3 +39,9 @@ def test_a_slow_disk_delays_only_the_next_checkpoint() -> None:
     assert schedule.due(20, 100.1)
     schedule.wrote(100.1, 100.2)
     assert schedule.due(30, 106.0)
+
+
+def test_an_interval_is_kept_if_updates_are_reported_many_at_a_time() -> None:
+    """A replay learner makes hundreds of updates between two reports; few of their counts are multiples."""
+    schedule = CheckpointSchedule(100)
+    assert [updates for updates in range(30, 400, 30) if schedule.due(updates, 0.0)] == [120, 210, 300]

@@ -15,11 +15,11 @@ import tyro
 
 from farstep.cli.options import parse
 from farstep.cli.saved_run import SavedPolicy, SavedRun
+from farstep.cli.train import agent_for
 from farstep.cluster_env import ClusterEnv
 from farstep.config.env import check_count, check_seed
 from farstep.errors import ConfigError, RunError, counted
 from farstep.learners.loop.evaluation import EVALUATION_SLOTS, MAX_STEPS, run_episodes
-from farstep.learners.networks.nets import make_agent
 from farstep.observe.episode_progress import EpisodeProgress
 from farstep.observe.run_status import number
 
@@ -81,7 +81,7 @@ def _evaluate(saved: SavedRun, options: Options) -> dict[str, Any]:
     config = run.env_config(envs_per_node=slots, stagger=None, kl_threshold=None, seed=seed)
     torch.set_num_threads(1)  # only the workers of --launcher in-process run in this process
     with ClusterEnv(config, run.launch_config(options.workers)) as env:
-        agent = make_agent(*env.launch(), saved.learner.net, saved.learner.gamma)
+        agent = agent_for(saved.learner, *env.launch())
         policy = saved.restore(agent, options.checkpoint)
         agent.greedy = not options.sample
         torch.manual_seed(seed)  # for --launcher in-process; worker processes have seeds of their own

@@ -14,7 +14,8 @@ from farstep.agents.policy import Policy
 from farstep.core import Array
 from farstep.errors import ConfigError
 from farstep.learners.loop.run_config import RunConfig
-from farstep.learners.networks.nets import ActorCritic, NetConfig, make_agent
+from farstep.learners.networks.agent import NetworkAgent
+from farstep.learners.networks.nets import Space
 from farstep.observe.video import require_encoder, write_video
 from farstep.rollout.sources import Source, explain_missing
 from farstep.schema import leaves, map_leaves, nest, space_schema
@@ -22,18 +23,17 @@ from farstep.schema import leaves, map_leaves, nest, space_schema
 Env = gymnasium.Env[Any, Any]
 
 
-def agent_of(run: RunConfig, config: Any) -> ActorCritic:
-    """Return a newly initialised agent with the network of a run, for the environment of that run."""
+def spaces_of(run: RunConfig) -> tuple[Space, Space]:
+    """Return the observation space and the action space of a run's environment."""
     env = _environment(run)
     try:
-        net: NetConfig = config.net
-        return make_agent(env.observation_space, env.action_space, net, config.gamma)
+        return env.observation_space, env.action_space
     finally:
         env.close()
 
 
 def record(
-    agent: ActorCritic,
+    agent: NetworkAgent,
     run: RunConfig,
     path: Path,
     *,
@@ -93,7 +93,7 @@ def _environment(run: RunConfig) -> Env:
 
 
 def _frames(
-    agent: ActorCritic, env: Env, seed: int, episodes: int, max_steps: int, returns: list[float]
+    agent: NetworkAgent, env: Env, seed: int, episodes: int, max_steps: int, returns: list[float]
 ) -> Iterator[Array]:
     policy = Policy(agent)
     structure, _ = space_schema(env.observation_space, "obs")

@@ -18,7 +18,7 @@ from farstep.learners.loop.checkpoint_schedule import DEFAULT_EVERY
 from farstep.learners.loop.run_config import RunConfig
 from farstep.learners.loop.saving import check_agent, join_state
 from farstep.learners.loop.training import Progress
-from farstep.learners.networks.nets import ActorCritic
+from farstep.learners.networks.agent import NetworkAgent
 from farstep.observe.run_folder import RunFolder
 
 
@@ -65,7 +65,7 @@ class SavedRun:
         check_trusted(folder, run, why_not, trust, command)
         return cls(folder, run, learner)
 
-    def restore(self, agent: ActorCritic, number: int | None = None) -> SavedPolicy:
+    def restore(self, agent: NetworkAgent, number: int | None = None) -> SavedPolicy:
         """Load the parameters of a checkpoint into an agent.
 
         Args:
@@ -94,7 +94,7 @@ class _Version(msgspec.Struct):
     version: Count
 
 
-def _restore(agent: ActorCritic, loaded: checkpoint.Loaded) -> SavedPolicy:
+def _restore(agent: NetworkAgent, loaded: checkpoint.Loaded) -> SavedPolicy:
     state = join_state(loaded)
     check_agent(agent, state.get("agent"))
     steps = Progress.of(state.get("progress")).steps

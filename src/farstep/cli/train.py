@@ -32,7 +32,8 @@ from farstep.learners.loop.checkpoint_schedule import DEFAULT_EVERY
 from farstep.learners.loop.evaluation import EVALUATION_SLOTS, Evaluator
 from farstep.learners.loop.run_config import RunConfig
 from farstep.learners.loop.training import Learner, Limits, Progress, Stopped, Training
-from farstep.learners.networks.nets import ActorCritic, NetConfig, make_agent
+from farstep.learners.networks.agent import NetworkAgent
+from farstep.learners.networks.nets import Space, make_agent
 from farstep.learners.ppo import PPO, PPOConfig
 from farstep.observe.console import console_logger
 from farstep.observe.event_files import EventFile
@@ -52,8 +53,7 @@ from farstep.version import VERSION
 _FIXED = ("env", "env_type", "env_kwargs", "wrappers", "seed", "name", "folder")
 """Options that a resumed run cannot change."""
 _EXIT_STATUS = {"SIGINT": 130, "SIGTERM": 143}
-Config = PPOConfig | AsyncPPOConfig | ImpalaConfig
-C = TypeVar("C", PPOConfig, AsyncPPOConfig, ImpalaConfig)
+C = TypeVar("C")
 E = TypeVar("E", bound=EngineConfig | NoOptions)
 
 
@@ -80,17 +80,31 @@ class Options(Generic[C, E]):
 
 @dataclass(frozen=True)
 class Algorithm:
-    """The configuration class and the constructor of a learner that the command line can name."""
+    """How the command line makes a learner and its agent."""
 
     config: type[Any]
+    """Class of the learner's options; their field `net` has the options of the network."""
     learner: Callable[..., Learner]
+    """Makes the learner of an agent, options, seed and device."""
+    agent: Callable[[Space, Space, Any], NetworkAgent]
+    """Makes the agent for an observation space, an action space and the learner's options."""
+
+
+def _actor_critic(observation_space: Space, action_space: Space, config: Any) -> NetworkAgent:
+    return make_agent(observation_space, action_space, config.net, config.gamma)
 
 
 ALGORITHMS = {
-    "ppo": Algorithm(PPOConfig, PPO),
-    "async-ppo": Algorithm(AsyncPPOConfig, AsyncPPO),
-    "impala": Algorithm(ImpalaConfig, Impala),
+    "ppo": Algorithm(PPOConfig, PPO, _actor_critic),
+    "async-ppo": Algorithm(AsyncPPOConfig, AsyncPPO, _actor_critic),
+    "impala": Algorithm(ImpalaConfig, Impala, _actor_critic),
 }
+
+
+def agent_for(config: Any, observation_space: Space, action_space: Space) -> NetworkAgent:
+    """Make a new agent of the learner with these options, for the spaces of an environment."""
+    algorithm = next(each for each in ALGORITHMS.values() if each.config is type(config))
+    return algorithm.agent(observation_space, action_space, config)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -165,7 +179,7 @@ def _cluster(options: Options[Any, Any]) -> ClusterEnv:
 
 def _check_same(saved: Options[Any, Any], now: Options[Any, Any]) -> None:
     """Raise `ConfigError` if an option that defines the run differs from the saved one."""
-    network = [(field.name, saved.learner.net, now.learner.net) for field in fields(NetConfig)]
+    network = [(field.name, saved.learner.net, now.learner.net) for field in fields(saved.learner.net)]
     for name, *configs in [*((name, saved.run, now.run) for name in _FIXED), *network]:
         before, after = (typed(name, getattr(config, name)) for config in configs)
         if before != after:
@@ -271,7 +285,7 @@ def _config(name: str, options: Options[Any, Any]) -> dict[str, Any]:
     return config | ({"nodes": options.nodes} if isinstance(options.nodes, EngineConfig) else {})
 
 
-def make_learner(name: str, run: RunConfig, config: Config, env: ClusterEnv) -> Learner:
+def make_learner(name: str, run: RunConfig, config: Any, env: ClusterEnv) -> Learner:
     """Create the agent for the environments of a run, and its learner.
 
     Args:
@@ -284,7 +298,7 @@ def make_learner(name: str, run: RunConfig, config: Config, env: ClusterEnv) -> 
         The learner.
     """
     torch.manual_seed(run.seed)
-    agent = make_agent(*env.launch(), config.net, config.gamma)
+    agent = agent_for(config, *env.launch())
     learner = ALGORITHMS[name].learner(agent, config, run.seed, run.device)
     # More threads do not speed up small matrices, and slow them down where workers need the cores.
     torch.set_num_threads(run.threads or (usable_cpus() if agent.sees_images and learner.synchronous else 1))
@@ -364,7 +378,7 @@ def _evaluator(run: RunConfig, folder: RunFolder) -> Evaluator:
     slots = min(run.eval_episodes, EVALUATION_SLOTS)
     env_config = run.env_config(envs_per_node=slots, stagger=None, kl_threshold=None)
 
-    def video(agent: ActorCritic, step: int) -> None:
+    def video(agent: NetworkAgent, step: int) -> None:
         record(agent, run, folder.videos / f"step-{step:09d}.mp4", seed=run.seed)
 
     after = video if run.capture_video else None
@@ -385,13 +399,14 @@ def _loggers(
     return Loggers(*loggers, emit=env.emit_event)
 
 
-def _normalized(net: NetConfig) -> str:
+def _normalized(net: object) -> str:
     """Return a line that says what the learner normalises and how to turn it off."""
-    found = [what for what, on in (("observations", net.normalize_obs), ("rewards", net.normalize_reward)) if on]
+    words = {"normalize_obs": "observations", "normalize_reward": "rewards"}
+    found = {option: what for option, what in words.items() if getattr(net, option, False)}
     if not found:
         return "normalized: nothing"
-    flags = " ".join(f"--no-normalize-{'obs' if what == 'observations' else 'reward'}" for what in found)
-    return f"normalized: {' and '.join(found)} ({flags} to turn off)"
+    flags = " ".join(f"--no-{option.replace('_', '-')}" for option in found)
+    return f"normalized: {' and '.join(found.values())} ({flags} to turn off)"
 
 
 def _summary(progress: Progress, folder: RunFolder) -> str:

@@ -12,8 +12,9 @@ import torch
 import tyro
 
 from farstep.cli.options import parse
-from farstep.cli.recording import agent_of, check_recording, record
+from farstep.cli.recording import check_recording, record, spaces_of
 from farstep.cli.saved_run import SavedRun
+from farstep.cli.train import agent_for
 from farstep.config.env import check_count, check_seed
 from farstep.config.field_docs import show_fields
 from farstep.errors import ConfigError
@@ -57,7 +58,7 @@ def main(arguments: Sequence[str]) -> int:
     saved = SavedRun.open(options.run, options.trust, "farstep watch")
     run = saved.run
     check_recording(run)
-    agent = agent_of(run, saved.learner)
+    agent = agent_for(saved.learner, *spaces_of(run))
     steps = saved.restore(agent).steps
     agent.greedy = not options.sample
     torch.manual_seed(options.seed)

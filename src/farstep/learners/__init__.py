@@ -26,12 +26,15 @@ if TYPE_CHECKING:
     from farstep.learners.impala import Impala as Impala
     from farstep.learners.impala import ImpalaConfig as ImpalaConfig
     from farstep.learners.loop.evaluation import Evaluator as Evaluator
+    from farstep.learners.loop.iteration import Iteration as Iteration
+    from farstep.learners.loop.iteration import Loop as Loop
     from farstep.learners.loop.progress import Progress as Progress
     from farstep.learners.loop.stop_signals import Stopped as Stopped
     from farstep.learners.loop.training import Learner as Learner
     from farstep.learners.loop.training import Limits as Limits
     from farstep.learners.loop.training import Sink as Sink
     from farstep.learners.loop.training import Training as Training
+    from farstep.learners.networks.agent import NetworkAgent as NetworkAgent
     from farstep.learners.networks.nets import ActorCritic as ActorCritic
     from farstep.learners.networks.nets import NetConfig as NetConfig
     from farstep.learners.networks.nets import RecurrentActorCritic as RecurrentActorCritic
@@ -47,9 +50,12 @@ _HOMES = {
     "Evaluator": "loop.evaluation",
     "Impala": "impala",
     "ImpalaConfig": "impala",
+    "Iteration": "loop.iteration",
     "Learner": "loop.training",
     "Limits": "loop.training",
+    "Loop": "loop.iteration",
     "NetConfig": "networks.nets",
+    "NetworkAgent": "networks.agent",
     "PPOConfig": "ppo",
     "Progress": "loop.progress",
     "RecurrentActorCritic": "networks.nets",

@@ -13,8 +13,9 @@ from torch import Tensor
 from farstep.batch import Batch
 from farstep.checkpoint.checks import Count, converted
 from farstep.cluster_env import ClusterEnv
-from farstep.errors import RewardError
-from farstep.learners.loop.statistics import Statistics
+from farstep.learners.loop.iteration import Iteration, Loop
+from farstep.learners.loop.statistics import Statistics, check_rewards
+from farstep.learners.loop.timing import Timer
 from farstep.learners.networks.nets import ActorCritic
 from farstep.learners.optimizing import Loss, Optimizer, Schedule, onednn_for_images
 from farstep.learners.rollout import Rollout, prepare
@@ -49,6 +50,12 @@ class _Saved(msgspec.Struct, forbid_unknown_fields=True):
 class OnPolicy:
     """Optimizes an agent with a given loss, and saves and restores the optimizer; contains no algorithm.
 
+    A subclass defines `batches` and `update`. The loop, without logging and checkpoints:
+
+        for batch in learner.batches(env):
+            metrics = learner.update(batch, env.version, progress, timer)
+            env.publish(learner.agent)
+
     Args:
         agent: The agent to train; it is moved to `device`.
         config: Learning rates, gradient norm and critic warm-up.
@@ -64,6 +71,59 @@ class OnPolicy:
         self._anneal_lr = config.anneal_lr
         self._critic_warmup_updates = config.critic_warmup_updates
         self._updates = 0
+
+    def batches(self, env: ClusterEnv) -> Iterator[Batch]:
+        """Return an endless iterator of batches.
+
+        Args:
+            env: The environments to collect from.
+
+        Returns:
+            The iterator.
+        """
+        raise NotImplementedError
+
+    def update(self, batch: Batch, version: int, progress: float, timer: Timer) -> dict[str, float]:
+        """Update the agent on a batch.
+
+        Args:
+            batch: The rows to learn from.
+            version: Version of the agent's weights.
+            progress: Fraction of the run that is done, from 0 to 1.
+            timer: Measures phases of the update.
+
+        Returns:
+            Metrics by name; they are logged with the prefix `train/`.
+        """
+        raise NotImplementedError
+
+    def run(self, env: ClusterEnv, loop: Loop) -> None:
+        """Update the agent on one batch after another, and publish it after each, until `loop.report` returns False.
+
+        Args:
+            env: The environments to train in.
+            loop: The training loop.
+        """
+        batches, going = self.batches(env), True
+        while going:
+            with loop.collecting():
+                batch = next(batches)
+            version = env.version
+            lags = version - batch["version"][batch["valid"]].astype(np.int64)
+            metrics = self.update(batch, version, loop.fraction_done, loop.timer)
+            with loop.timer("publish"):
+                env.publish(self.agent)
+            going = loop.report(
+                Iteration(
+                    metrics=metrics,
+                    updates=1,
+                    steps=int(batch["valid"].sum()),
+                    returns=batch.episodes["return"].tolist(),
+                    lengths=batch.episodes["length"].tolist(),
+                    lags=lags,
+                    batch=batch,
+                )
+            )
 
     def prepare(self, batch: Batch, version: int, progress: float) -> Rollout:
         """Start an update: set the learning rates and convert the batch to tensors.
@@ -81,7 +141,7 @@ class OnPolicy:
         """
         if self._anneal_lr:
             self._optimizer.anneal(1 - progress)
-        _check_rewards(batch)
+        check_rewards(batch)
         self._statistics.observe_rewards(batch)
         return prepare(self.agent, batch, version, self.device)
 
@@ -133,17 +193,6 @@ class OnPolicy:
         self._optimizer.load(optimizer)
         self._statistics.load(statistics)
         self._updates = saved.updates
-
-
-def _check_rewards(batch: Batch) -> None:
-    rewards = batch["reward"]
-    if np.isfinite(rewards).all() or not (bad := np.argwhere(~np.isfinite(rewards) & batch["valid"])).size:
-        return
-    row, column = bad[0]
-    raise RewardError(
-        f"the environment in slot {batch.slots[column]} returned the reward {rewards[row, column]} (row {row} of a "
-        "rollout); expected a finite number. Correct the environment, or clip its rewards with a wrapper."
-    )
 
 
 def rollouts(env: ClusterEnv, agent: ActorCritic, steps: int, epochs: int) -> Iterator[Batch]:

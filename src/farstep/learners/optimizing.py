@@ -19,7 +19,7 @@ from farstep.learners.loop.saving import check_tensor
 from farstep.learners.networks.nets import ActorCritic
 from farstep.learners.rollout import Minibatch, Rollout, minibatches
 
-_MAX_STEPS = 2**24
+MAX_STEPS = 2**24
 """Largest step count: Adam counts in float32, which is exact up to here."""
 _KL = "actor/proximal_k3"
 Loss = Callable[[Minibatch], tuple[Tensor, Mapping[str, Tensor]]]
@@ -50,8 +50,14 @@ class SavedOptimizer(msgspec.Struct, forbid_unknown_fields=True):
     generator: Tensor
 
 
-class _Group:
-    """Parameters that share a learning rate and a step count, as slices of the flat vectors."""
+class AdamGroup:
+    """Parameters that share a learning rate and a step count, as slices of flat vectors.
+
+    Args:
+        learning_rate: Learning rate of Adam.
+        slices: The parameters.
+        vectors: Values, gradients, and Adam's first and second moments of all parameters.
+    """
 
     def __init__(self, learning_rate: float, slices: Sequence[slice], vectors: Sequence[Tensor]) -> None:
         self._learning_rate = self.lr = learning_rate
@@ -59,6 +65,7 @@ class _Group:
         self.steps = [torch.zeros((), device=vectors[0].device) for _ in slices]
 
     def anneal(self, left: float) -> None:
+        """Set the learning rate to the fraction `left` of its initial value."""
         self.lr = self._learning_rate * max(left, 0.0)
 
     @torch.no_grad()
@@ -101,13 +108,13 @@ class Optimizer:
     def __init__(
         self, agent: ActorCritic, learning_rate: float, max_grad_norm: float, seed: int, value_lr: float | None = None
     ) -> None:
-        flat, self._gradient = _flatten_parameters(list(agent.parameters()))
+        flat, self._gradient = flatten_parameters(list(agent.parameters()))
         self._max_grad_norm = max_grad_norm
         self._moments = {name: torch.zeros_like(flat) for name in ("exp_avg", "exp_avg_sq")}
         policy, critic = _parameter_slices(agent)
         vectors = (flat, self._gradient, *self._moments.values())
-        self._policy = _Group(learning_rate, policy, vectors)
-        self._critic = _Group(learning_rate if value_lr is None else value_lr, [critic], vectors)
+        self._policy = AdamGroup(learning_rate, policy, vectors)
+        self._critic = AdamGroup(learning_rate if value_lr is None else value_lr, [critic], vectors)
         self._critic_gradient = self._gradient[critic]
         self.generator = torch.Generator().manual_seed(seed)
         """Random generator for the order of rows in minibatches."""
@@ -207,8 +214,8 @@ class Optimizer:
         check_keys("optimizer.adam", saved.adam, ("step", "critic_step", *self._moments))
         for name in ("step", "critic_step"):
             step = check_tensor(f"optimizer.adam.{name}", saved.adam[name], torch.zeros(()))
-            if not (0 <= step <= _MAX_STEPS and step == np.floor(step)):
-                raise Refused(f"optimizer.adam.{name} is {step}; expected a whole number from 0 to {_MAX_STEPS}")
+            if not (0 <= step <= MAX_STEPS and step == np.floor(step)):
+                raise Refused(f"optimizer.adam.{name} is {step}; expected a whole number from 0 to {MAX_STEPS}")
         for name, vector in self._moments.items():
             check_tensor(f"optimizer.adam.{name}", saved.adam[name], vector)
         if (saved.adam["exp_avg_sq"] < 0).any():
@@ -227,7 +234,7 @@ class Optimizer:
         self.anneal(1.0)
 
 
-def _flatten_parameters(parameters: list[nn.Parameter]) -> tuple[Tensor, Tensor]:
+def flatten_parameters(parameters: list[nn.Parameter]) -> tuple[Tensor, Tensor]:
     """Move the parameters into one flat vector and their gradients into another; return both vectors."""
     sizes = [parameter.numel() for parameter in parameters]
     flat = torch.cat([parameter.detach().flatten() for parameter in parameters])

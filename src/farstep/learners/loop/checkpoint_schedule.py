@@ -20,12 +20,20 @@ class CheckpointSchedule:
     def __init__(self, every: int | None) -> None:
         self._every = every
         self._earliest = -math.inf
+        self._checked: int | None = None
+        """Updates at the last call of `due`."""
 
     def due(self, updates: int, now: float) -> bool:
-        """Whether to write a checkpoint after this number of updates, at this time in seconds."""
-        if self._every is not None:
-            return updates % self._every == 0
-        return updates % DEFAULT_EVERY == 0 and now >= self._earliest
+        """Whether to write a checkpoint: a multiple of the interval was reached since the last call.
+
+        Args:
+            updates: Updates so far.
+            now: The time in seconds.
+        """
+        before = updates - 1 if self._checked is None else self._checked
+        self._checked = updates
+        every = self._every or DEFAULT_EVERY
+        return updates // every > before // every and (self._every is not None or now >= self._earliest)
 
     def wrote(self, began: float, ended: float) -> None:
         """Record when writing a checkpoint began and ended, in seconds."""

@@ -14,7 +14,7 @@ from farstep.config.env import EnvConfig
 from farstep.config.launch import InProcessConfig, LaunchConfig, LocalConfig
 from farstep.errors import counted
 from farstep.event import Emit, traceback_of
-from farstep.learners.networks.nets import ActorCritic
+from farstep.learners.networks.agent import NetworkAgent
 
 EVALUATION_SLOTS = 8
 """Environments of an evaluation, unless it has fewer episodes."""
@@ -75,14 +75,14 @@ class Evaluator:
         env_config: EnvConfig,
         episodes: int,
         seed: int,
-        after: Callable[[ActorCritic, int], None] | None = None,
+        after: Callable[[NetworkAgent, int], None] | None = None,
         launch: LaunchConfig | None = None,
     ) -> None:
         self._episodes, self._seed, self._after = episodes, seed, after
         self._env = ClusterEnv(env_config, launch or LocalConfig(workers_per_node=1))
         self.emit: Emit = self._env.emit_event
         """Receives the events of evaluations; `Training` adds them to those of its own environments."""
-        self._agent: ActorCritic | None = None
+        self._agent: NetworkAgent | None = None
         self._thread: threading.Thread | None = None
         self._result: EvaluationResult | None = None
         self._error: Exception | None = None
@@ -92,8 +92,8 @@ class Evaluator:
         """Whether an evaluation is in progress."""
         return self._thread is not None and self._thread.is_alive()
 
-    def start(self, agent: ActorCritic, version: int, step: int) -> None:
-        """Start an evaluation of the agent's current parameters, with the most likely actions.
+    def start(self, agent: NetworkAgent, version: int, step: int) -> None:
+        """Start an evaluation of the agent's current parameters, which acts without exploring (`greedy`).
 
         Args:
             agent: The agent; it is copied.
@@ -153,7 +153,7 @@ class Evaluator:
 
 def run_episodes(
     env: ClusterEnv,
-    agent: ActorCritic,
+    agent: NetworkAgent,
     episodes: int,
     seed: int,
     *,

@@ -12,7 +12,7 @@ from farstep.checkpoint.checks import check_array, check_finite, check_keys
 from farstep.checkpoint.files import Refused
 from farstep.checkpoint.folder import Loaded
 from farstep.core import Array
-from farstep.learners.networks.nets import ActorCritic
+from farstep.learners.networks.agent import NetworkAgent
 from farstep.learners.networks.normalizers import RunningMoments
 
 _ARRAY, _TENSOR, _ITEMS = "array", "tensor", "items"
@@ -94,7 +94,7 @@ def check_tensor(where: str, value: object, like: torch.Tensor) -> Array:
     return array
 
 
-def check_agent(agent: ActorCritic, saved: object) -> None:
+def check_agent(agent: NetworkAgent, saved: object) -> None:
     """Check that saved parameters and running statistics fit an agent.
 
     Args:

@@ -9,6 +9,7 @@ import torch
 from farstep.batch import Batch
 from farstep.checkpoint.checks import check_array, check_finite, converted
 from farstep.core import Array
+from farstep.errors import RewardError
 from farstep.learners.networks.nets import ActorCritic
 from farstep.schema import map_leaves
 
@@ -67,3 +68,15 @@ def _columns_by_turn(slots: Array) -> list[Array]:
     """Return groups of columns in which no slot occurs twice: the first column of every slot, then the second, ..."""
     earlier = np.array([np.count_nonzero(slots[:column] == slot) for column, slot in enumerate(slots)])
     return [np.flatnonzero(earlier == turn) for turn in range(earlier.max(initial=-1) + 1)]
+
+
+def check_rewards(batch: Batch) -> None:
+    """Raise `RewardError` if a reward is not finite, naming its environment."""
+    rewards = batch["reward"]
+    if np.isfinite(rewards).all() or not (bad := np.argwhere(~np.isfinite(rewards) & batch["valid"])).size:
+        return
+    row, column = bad[0]
+    raise RewardError(
+        f"the environment in slot {batch.slots[column]} returned the reward {rewards[row, column]} (row {row} of a "
+        "rollout); expected a finite number. Correct the environment, or clip its rewards with a wrapper."
+    )

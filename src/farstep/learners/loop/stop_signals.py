@@ -33,6 +33,11 @@ class StopSignals:
         self.collecting = False
         """Whether the run waits for a batch. No row of it has been used, so it can be abandoned."""
 
+    @property
+    def is_received(self) -> bool:
+        """Whether a signal was received."""
+        return self._received is not None
+
     def check(self) -> None:
         """Raise `Stopped` if a signal was received."""
         if self._received is not None:

@@ -1,9 +1,10 @@
-"""The training loop: collects batches, updates the learner, publishes weights, logs metrics, writes checkpoints."""
+"""The training loop: runs a learner, logs its metrics, evaluates its agent, writes checkpoints."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,7 +13,6 @@ import msgspec
 import numpy as np
 import torch
 
-from farstep.batch import Batch
 from farstep.checkpoint import folder as checkpoint
 from farstep.checkpoint.checks import Count, check_torch_generator, converted
 from farstep.checkpoint.files import Refused
@@ -20,6 +20,8 @@ from farstep.cluster_env import ClusterEnv, check_saved
 from farstep.learners.loop.checkpoint_schedule import CheckpointSchedule
 from farstep.learners.loop.evaluation import EvaluationResult, Evaluator
 from farstep.learners.loop.guards import Guards
+from farstep.learners.loop.iteration import Iteration as Iteration
+from farstep.learners.loop.iteration import Loop as Loop
 from farstep.learners.loop.journal import Journal
 from farstep.learners.loop.progress import LAST_EPISODES
 from farstep.learners.loop.progress import Progress as Progress
@@ -27,49 +29,39 @@ from farstep.learners.loop.saving import check_agent, join_state, split_state
 from farstep.learners.loop.stop_signals import Stopped as Stopped
 from farstep.learners.loop.stop_signals import StopSignals
 from farstep.learners.loop.timing import Timer, WorkerTimer
-from farstep.learners.networks.nets import ActorCritic
+from farstep.learners.networks.agent import NetworkAgent
 
 
 class Learner(Protocol):
     """The interface that `Training` requires of a learner.
 
-    The loop, without logging and checkpoints:
+    A learner collects rows, updates its agent and publishes it in its own way, and reports regularly:
 
-        for batch in learner.batches(env):
-            metrics = learner.update(batch, env.version, progress, timer)
-            env.publish(learner.agent)
+        def run(self, env, loop):
+            going = True
+            while going:
+                batch = env.collect(self.agent)
+                metrics = ...  # update the agent
+                env.publish(self.agent)
+                going = loop.report(Iteration(metrics=metrics, updates=1, ...))
     """
 
-    agent: ActorCritic
-    """The agent that acts on workers and is updated here."""
+    @property
+    def agent(self) -> NetworkAgent:
+        """The agent that acts on workers and is updated here."""
+        ...
 
     @property
     def synchronous(self) -> bool:
-        """Whether workers wait during updates; such a run can resume exactly where it was saved."""
+        """Whether workers wait during updates, and every iteration has its batch; such a run can resume exactly."""
         ...
 
-    def batches(self, env: ClusterEnv) -> Iterator[Batch]:
-        """Return an endless iterator of batches.
+    def run(self, env: ClusterEnv, loop: Loop) -> None:
+        """Learn until `loop.report` returns False.
 
         Args:
-            env: The environments to collect from.
-
-        Returns:
-            The iterator.
-        """
-        ...
-
-    def update(self, batch: Batch, version: int, progress: float, timer: Timer) -> dict[str, float]:
-        """Update the agent on a batch.
-
-        Args:
-            batch: The rows to learn from.
-            version: Version of the agent's weights.
-            progress: Fraction of the run that is done, from 0 to 1.
-            timer: Measures phases of the update: `with timer("advantages"): ...` is logged as `time/advantages`.
-
-        Returns:
-            Metrics by name; they are logged with the prefix `train/`.
+            env: The environments to train in.
+            loop: The training loop.
         """
         ...
 
@@ -161,11 +153,11 @@ class Training:
         if evaluator is not None:
             evaluator.emit = env.emit_event
         self._guards = Guards()
-        self._timer, self._worker_timer = Timer(), WorkerTimer()
+        self.timer, self._worker_timer = Timer(), WorkerTimer()
         self._schedule = CheckpointSchedule(limits.checkpoint_every)
         self._stagger_steps = 0
         self._in_warmup = False
-        self._reported_s = 0.0
+        self._start = self._reported_s = 0.0
 
     # ---- the loop ----
 
@@ -184,17 +176,12 @@ class Training:
                 "reached its target return; raise --total-steps or --target-return to train for longer"
             )
             return self.progress
-        start = time.monotonic() - self.progress.seconds
+        self._start = time.monotonic() - self.progress.seconds
         self._reported_s = self.progress.seconds
         with self._signals.installed():
             try:
-                for batch in self._batches():
-                    self._one_update(batch, start)
-                    self._signals.check()
-                    if self._done():
-                        break
-                    if self._schedule.due(self.progress.updates, time.monotonic()):
-                        self.save()
+                self._learner.run(self._env, self)
+                self._signals.check()
             except Stopped:
                 self.save()
                 raise
@@ -208,56 +195,85 @@ class Training:
         self._finish_evaluation()
         return self.progress
 
-    def _batches(self) -> Iterator[Batch]:
-        batches = self._learner.batches(self._env)
-        while True:
-            with self._timer("collect"):
-                self._signals.collecting = True
-                try:
-                    self._signals.check_before_rollout()  # a signal may have arrived while a checkpoint was written
-                    batch = next(batches)
-                finally:
-                    self._signals.collecting = False
-            yield batch
+    # ---- for the learner (`iteration.Loop`) ----
 
-    def _one_update(self, batch: Batch, start: float) -> None:
-        progress, timer = self.progress, self._timer
-        version = self._env.version
-        lag = version - batch["version"][batch["valid"]].astype(np.int64)
-        metrics = self._learner.update(batch, version, progress.steps / self._limits.total_steps, timer)
+    @property
+    def fraction_done(self) -> float:
+        """Fraction of the run that is done, from 0 to 1."""
+        return self.progress.steps / self._limits.total_steps
+
+    @property
+    def total_steps(self) -> int:
+        """Environment steps of the whole run."""
+        return self._limits.total_steps
+
+    @property
+    def steps_left(self) -> int:
+        """Environment steps until the run ends."""
+        return max(0, self._limits.total_steps - self.progress.steps)
+
+    @property
+    def stopping(self) -> bool:
+        """Whether a signal has requested the run to stop."""
+        return self._signals.is_received
+
+    @contextmanager
+    def collecting(self) -> Iterator[None]:
+        """Context manager: inside, the learner waits for rows, and a signal may abandon them by raising `Stopped`."""
+        with self.timer("collect"):
+            self._signals.collecting = True
+            try:
+                self._signals.check_before_rollout()  # a signal may have arrived while a checkpoint was written
+                yield
+            finally:
+                self._signals.collecting = False
+
+    def report(self, iteration: Iteration) -> bool:
+        """Log an iteration, start an evaluation and write a checkpoint if they are due.
+
+        Args:
+            iteration: What was done since the last report.
+
+        Returns:
+            Whether to continue.
+        """
+        progress, metrics = self.progress, iteration.metrics
         if metrics.get("actor/skipped_steps") == 1.0:
             self._warn(
-                f"update {progress.updates + 1} changed nothing: no gradient in it was finite. Lower the learning "
-                "rate, or normalise rewards (normalize_reward)"
+                f"update {progress.updates + iteration.updates} changed nothing: no gradient in it was finite. Lower "
+                "the learning rate, or normalise rewards (normalize_reward)"
             )
         self._in_warmup = "critic/warmup" in metrics
-        with timer("publish"):
-            self._env.publish(self._learner.agent)
-        if self._journal is not None:
-            self._journal.add(batch)
-        progress.steps += int(batch["valid"].sum()) + self._new_stagger_steps()  # both count as training
-        progress.updates += 1
-        progress.seconds = time.monotonic() - start
-        progress.episodes += len(batch.episodes["return"])
-        progress.returns.extend(batch.episodes["return"].tolist())
-        progress.lengths.extend(batch.episodes["length"].tolist())
-        self._report(metrics, lag)
+        if self._journal is not None and iteration.batch is not None:
+            self._journal.add(iteration.batch)
+        progress.steps += iteration.steps + self._new_stagger_steps()  # both count as training
+        progress.updates += iteration.updates
+        progress.seconds = time.monotonic() - self._start
+        progress.episodes += len(iteration.returns)
+        progress.returns.extend(iteration.returns)
+        progress.lengths.extend(iteration.lengths)
+        self._log(iteration)
+        if self.stopping or self._done():
+            return False
+        if self._schedule.due(progress.updates, time.monotonic()):
+            self.save()
+        return True
 
     def _new_stagger_steps(self) -> int:
         """Return the steps since the last update that moved staggered environments to their offsets."""
         before, self._stagger_steps = self._stagger_steps, int(self._env.stats()["stagger_steps"])
         return self._stagger_steps - before
 
-    def _report(self, metrics: Mapping[str, float], lag: np.ndarray) -> None:
-        progress, stats = self.progress, self._env.stats()
+    def _log(self, iteration: Iteration) -> None:
+        progress, stats, lags = self.progress, self._env.stats(), iteration.lags
         report: dict[str, float] = {
             "update": progress.updates,
             "version": stats["versions"]["current"],
             "seconds": progress.seconds,
             "env/episodes": progress.episodes,
             "rate/steps_per_second": progress.steps / max(progress.seconds, 1e-9),
-            "lag/versions_mean": float(lag.mean()) if lag.size else 0.0,
-            "lag/versions_max": float(lag.max(initial=0)),
+            "lag/versions_mean": float(lags.mean()) if lags.size else 0.0,
+            "lag/versions_max": float(lags.max(initial=0)),
             "sync/pulls_per_worker": stats["weight_syncs"]["total"] / self._env.num_workers,
             "sync/weights_bytes": stats["bytes"]["weights_sent"],
             "sync/probe_bytes": stats["bytes"]["probes_sent"],
@@ -271,9 +287,10 @@ class Training:
             report["sync/divergence_mean"] = float(np.mean(divergences))
             report["sync/divergence_max"] = max(divergences)
         report |= {f"dropped/{cause.replace(' ', '_')}": count for cause, count in stats["dropped"].items() if count}
-        report |= {f"train/{name}": value for name, value in metrics.items()}
+        report |= {f"train/{name}": value for name, value in iteration.metrics.items()}
+        report |= iteration.counters or {}
         report |= self._evaluation()
-        report |= self._timer.take() | {"time/step": progress.seconds - self._reported_s}
+        report |= self.timer.take() | {"time/step": progress.seconds - self._reported_s}
         report |= self._worker_timer.take(stats)
         self._reported_s = progress.seconds
         for warning in self._guards.observe(report):
@@ -317,12 +334,12 @@ class Training:
     def _wait_for_evaluation(self) -> EvaluationResult | None:
         """Wait for the evaluation in progress, and log its result."""
         assert self._evaluator is not None
-        with self._timer("evaluate"):
+        with self.timer("evaluate"):
             self._evaluator.wait()
         result = self._evaluator.take()
         if result is not None and self.sink is not None:
             self.sink.log(
-                self.progress.steps, {"seconds": self.progress.seconds, **result.metrics(), **self._timer.take()}
+                self.progress.steps, {"seconds": self.progress.seconds, **result.metrics(), **self.timer.take()}
             )
         return result
 
@@ -340,7 +357,7 @@ class Training:
         if self._checkpoints is None:
             return None
         began = time.monotonic()
-        with self._timer("checkpoint"):
+        with self.timer("checkpoint"):
             state: dict[str, object] = {
                 "agent": self._learner.agent.state_dict(),
                 "learner": self._learner.state(),

@@ -13,8 +13,10 @@ from gymnasium import spaces
 from torch import Tensor, nn
 from torch.nn import functional
 
+from farstep.core import Nested
 from farstep.errors import SpaceError
 from farstep.learners.networks.normalizers import RunningMoments
+from farstep.schema import leaf_spaces, leaves, space_schema
 
 Space = gymnasium.spaces.Space[Any]
 _NATURE = ((32, 8, 4), (64, 4, 2), (64, 3, 1))
@@ -150,6 +152,53 @@ def encoder_for(space: Space, normalize: bool) -> Encoder:
                 "MultiDiscrete, MultiBinary, or Dict and Tuple of these. Wrap the environment, or pass an agent that "
                 "you wrote."
             )
+
+
+class Encoders(nn.ModuleDict):
+    """One encoder for each array of an observation space; their features are concatenated.
+
+    Args:
+        space: The observation space.
+        normalize: Normalise Boxes that are not images by running moments.
+
+    Raises:
+        SpaceError: The space is not supported.
+    """
+
+    def __init__(self, space: Space, normalize: bool) -> None:
+        spaces_by_name = leaf_spaces(space, "obs")
+        super().__init__({module_key(name): encoder_for(leaf, normalize) for name, leaf in spaces_by_name.items()})
+        self._structure, _ = space_schema(space, "obs")
+        widths: list[Any] = [encoder.width for encoder in self.values()]
+        self.width: int = sum(widths)
+        """Number of features."""
+        self.sees_images = any(is_image(leaf) for leaf in spaces_by_name.values())
+        """Whether an encoder has convolutions."""
+
+    def forward(self, obs: Nested) -> Tensor:
+        """Return the features `[n, width]` of observations `[n, ...]`."""
+        parts = [self[module_key(name)](array) for name, array in leaves(self._structure, obs)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+
+    def update_moments(self, obs: Nested) -> None:
+        """Update running moments with observations `[n, ...]`."""
+        for name, array in leaves(self._structure, obs):
+            self[module_key(name)].update(array)  # type: ignore[operator]
+
+
+def module_key(name: str) -> str:
+    """Return the name of an array without dots, which torch does not allow in module names."""
+    return name.replace(".", "/")
+
+
+def hidden_layers(width: int, hidden: tuple[int, ...], activation: str) -> tuple[nn.Sequential, int]:
+    """Return linear layers of these widths, each with its activation, and the width of their output."""
+    layers: list[nn.Module] = []
+    between = {"tanh": nn.Tanh, "relu": nn.ReLU, "silu": nn.SiLU}[activation]
+    for size in hidden:
+        layers += [orthogonal(nn.Linear(width, size)), between()]
+        width = size
+    return nn.Sequential(*layers), width
 
 
 def orthogonal(layer: nn.Linear | nn.Conv2d, gain: float = math.sqrt(2)) -> nn.Module:

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 
 from farstep.config.env import check_count
 from farstep.config.field_docs import show_fields
-from farstep.core import Array, Nested
+from farstep.core import Nested
 from farstep.learners.loop.checks import check_choice, check_counts
-from farstep.learners.networks.encoders import encoder_for, is_image, orthogonal
+from farstep.learners.networks.agent import NetworkAgent
+from farstep.learners.networks.encoders import Encoders, hidden_layers, module_key, orthogonal
 from farstep.learners.networks.heads import GaussianHead, head_for
 from farstep.learners.networks.normalizers import RewardScale
 from farstep.schema import leaf_names, leaf_spaces, leaves, map_leaves, nest, space_schema
@@ -81,7 +82,7 @@ class Evaluation:
     """Values of the observations."""
 
 
-class ActorCritic(nn.Module):
+class ActorCritic(NetworkAgent):
     """Agent without a recurrent core: acts on workers, and is optimized by the learner on the head.
 
     Args:
@@ -95,34 +96,23 @@ class ActorCritic(nn.Module):
     """
 
     def __init__(self, observation_space: Space, action_space: Space, config: NetConfig, gamma: float = 0.99) -> None:
-        super().__init__()
-        self._arguments = (observation_space, action_space, config, gamma)
-        self._obs, _ = space_schema(observation_space, "obs")
+        super().__init__(observation_space, action_space, config, gamma)
         self._action, _ = space_schema(action_space, "action")
-        obs_spaces = leaf_spaces(observation_space, "obs")
-        self.encoders = nn.ModuleDict({_key(n): encoder_for(s, config.normalize_obs) for n, s in obs_spaces.items()})
-        widths: list[Any] = [encoder.width for encoder in self.encoders.values()]
-        width = sum(widths)
+        self.encoders = Encoders(observation_space, config.normalize_obs)
+        width = self.encoders.width
         self.reward_scale = RewardScale(gamma) if config.normalize_reward else None
-        self.sees_images = any(is_image(space) for space in obs_spaces.values())
+        self.sees_images = self.encoders.sees_images
         hidden = () if self.sees_images else config.hidden
         self.core = _core(config, width)
         width = width if self.core is None else config.core
-        self.actor, actor_width = _layers(width, hidden, config.activation)
-        critic, critic_width = _layers(width, hidden, config.activation)
+        self.actor, actor_width = hidden_layers(width, hidden, config.activation)
+        critic, critic_width = hidden_layers(width, hidden, config.activation)
         self.critic = nn.Sequential(critic, orthogonal(nn.Linear(critic_width, 1), 1.0))
         action_spaces = leaf_spaces(action_space, "action")
-        self.heads = nn.ModuleDict({_key(n): head_for(s, actor_width) for n, s in action_spaces.items()})
+        self.heads = nn.ModuleDict({module_key(n): head_for(s, actor_width) for n, s in action_spaces.items()})
         self.keeps_samples = any(isinstance(head, GaussianHead) for head in self.heads.values())
         """Whether samples are recorded, too, because actions may differ from them (clipping)."""
         self.normalizes_obs = config.normalize_obs
-        self.greedy = False
-        """Whether to take the most likely action instead of sampling, as in an evaluation."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # Copies of arrays: an optimizer makes parameters views of one vector, and each view would pickle all of it.
-        state = {name: tensor.numpy(force=True).copy() for name, tensor in self.state_dict().items()}
-        return _rebuild, (type(self), self._arguments, state, self.greedy)
 
     # ---- on a worker ----
 
@@ -136,10 +126,6 @@ class ActorCritic(nn.Module):
             `action`, `logprob` and `value`, and `sample` if actions may differ from samples; each `[n, ...]`.
         """
         return self._act(self._encode(obs))
-
-    def get_parameters(self) -> dict[str, Any]:
-        """Return parameters and running statistics by name."""
-        return self.state_dict()
 
     def distribution(self, obs: Nested) -> Mapping[str, Any]:
         """Return the parameters of the action distributions, from which AAPS computes the divergence.
@@ -177,7 +163,7 @@ class ActorCritic(nn.Module):
             Log-probabilities, entropies and values.
         """
         hidden = self.actor(features)
-        scores = [self.heads[_key(n)].evaluate(hidden, part) for n, part in leaves(self._action, sample)]  # type: ignore[operator]
+        scores = [self.heads[module_key(n)].evaluate(hidden, part) for n, part in leaves(self._action, sample)]  # type: ignore[operator]
         logprob, entropy = scores[0]
         for more_logprob, more_entropy in scores[1:]:
             logprob, entropy = logprob + more_logprob, entropy + more_entropy
@@ -201,14 +187,13 @@ class ActorCritic(nn.Module):
         Args:
             obs: Observations `[n, ...]`, not normalised.
         """
-        for name, array in leaves(self._obs, obs):
-            self.encoders[_key(name)].update(array)  # type: ignore[operator]
+        self.encoders.update_moments(obs)
 
     # ---- layers ----
 
     def _encode(self, obs: Nested) -> Tensor:
-        parts = [self.encoders[_key(name)](array) for name, array in leaves(self._obs, obs)]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+        features: Tensor = self.encoders(obs)
+        return features
 
     def _act(self, features: Tensor) -> dict[str, Any]:
         hidden = self.actor(features)
@@ -226,7 +211,7 @@ class ActorCritic(nn.Module):
 
     def _describe(self, features: Tensor) -> dict[str, Any]:
         hidden = self.actor(features)
-        parts = {_key(name): head.describe(hidden) for name, head in self._named_heads()}
+        parts = {module_key(name): head.describe(hidden) for name, head in self._named_heads()}
         return parts if len(parts) > 1 else next(iter(parts.values()))
 
     def _value(self, features: Tensor) -> Tensor:
@@ -235,7 +220,7 @@ class ActorCritic(nn.Module):
 
     def _named_heads(self) -> Iterator[tuple[str, Any]]:
         for name in leaf_names(self._action):
-            yield name, self.heads[_key(name)]
+            yield name, self.heads[module_key(name)]
 
 
 class RecurrentActorCritic(ActorCritic):
@@ -351,17 +336,6 @@ class RecurrentActorCritic(ActorCritic):
         return self._value(self.step_core(self._encode(obs), state, starts)[0])
 
 
-def _rebuild(
-    kind: type[ActorCritic], arguments: tuple[Any, ...], state: Mapping[str, Array], greedy: bool
-) -> ActorCritic:
-    """Rebuild a pickled or copied agent, on the CPU."""
-    with torch.random.fork_rng(devices=[]):  # initial weights are drawn and overwritten
-        agent = kind(*arguments)
-    agent.load_state_dict({name: torch.from_numpy(array) for name, array in state.items()})
-    agent.greedy = greedy
-    return agent
-
-
 def make_agent(observation_space: Space, action_space: Space, config: NetConfig, gamma: float) -> ActorCritic:
     """Make an agent for the spaces of an environment.
 
@@ -395,20 +369,6 @@ def _core(config: NetConfig, width: int) -> nn.Module | None:
         else:
             nn.init.orthogonal_(parameter)
     return core
-
-
-def _layers(width: int, hidden: tuple[int, ...], activation: str) -> tuple[nn.Sequential, int]:
-    layers: list[nn.Module] = []
-    between = {"tanh": nn.Tanh, "relu": nn.ReLU, "silu": nn.SiLU}[activation]
-    for size in hidden:
-        layers += [orthogonal(nn.Linear(width, size)), between()]
-        width = size
-    return nn.Sequential(*layers), width
-
-
-def _key(name: str) -> str:
-    """Return the name of an array without dots, which torch does not allow in module names."""
-    return name.replace(".", "/")
 
 
 def _flat(value: Nested) -> Nested:

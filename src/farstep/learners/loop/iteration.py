@@ -1,0 +1,78 @@
+"""What passes between the training loop and a learner: one `Iteration` per row of metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+from farstep.batch import Batch
+from farstep.core import Array
+from farstep.learners.loop.timing import Timer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Iteration:
+    """What a learner did since its last report."""
+
+    metrics: Mapping[str, float]
+    """Metrics by name; they are logged with the prefix `train/`."""
+    updates: int
+    """Updates of the agent."""
+    steps: int
+    """Environment steps that arrived."""
+    returns: Sequence[float]
+    """Returns of the episodes that ended."""
+    lengths: Sequence[int]
+    """Lengths of these episodes, in steps."""
+    lags: Array
+    """Age of each row that arrived, in versions."""
+    batch: Batch | None = None
+    """The rows that arrived, if the learner is synchronous: a run can replay its episodes from them."""
+    counters: Mapping[str, float] | None = None
+    """Further metrics, logged without a prefix."""
+
+
+class Loop(Protocol):
+    """What a learner needs of the training loop; `Training` implements it."""
+
+    timer: Timer
+    """Measures phases: `with loop.timer("advantages"): ...` is logged as `time/advantages`. One thread at a time."""
+
+    @property
+    def fraction_done(self) -> float:
+        """Fraction of the run that is done, from 0 to 1."""
+        ...
+
+    @property
+    def total_steps(self) -> int:
+        """Environment steps of the whole run."""
+        ...
+
+    @property
+    def steps_left(self) -> int:
+        """Environment steps until the run ends."""
+        ...
+
+    @property
+    def stopping(self) -> bool:
+        """Whether a signal has requested the run to stop."""
+        ...
+
+    def collecting(self) -> AbstractContextManager[None]:
+        """Context manager: inside, the learner waits for rows, and a signal may abandon them by raising `Stopped`."""
+        ...
+
+    def report(self, iteration: Iteration) -> bool:
+        """Log an iteration, start an evaluation and write a checkpoint if they are due.
+
+        The agent must not change during the call. It may be called from any thread, from one at a time.
+
+        Args:
+            iteration: What was done since the last report.
+
+        Returns:
+            Whether to continue.
+        """
+        ...

@@ -1,0 +1,51 @@
+"""What the training loop, evaluations and the command line need of an agent, whatever its learner."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from farstep.core import Array
+
+
+class NetworkAgent(nn.Module):
+    """A torch module that acts on workers and is trained on the head; base class of the agents of farstep's learners.
+
+    A subclass defines `act`. The head publishes all its parameters and buffers; what only the learner needs (target
+    networks, critics) belongs to the learner.
+
+    Args:
+        arguments: Positional arguments of the subclass, with which a pickled or copied agent is rebuilt.
+    """
+
+    act: Callable[..., Any]
+    """A method `act(obs)`, as `farstep.core.Agent` describes it."""
+    sees_images: bool
+    """Whether observations are encoded by convolutions."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__()
+        self._arguments = arguments
+        self.greedy = False
+        """Whether to take the best action instead of exploring, as in an evaluation."""
+
+    def get_parameters(self) -> dict[str, Any]:
+        """Return parameters and buffers by name."""
+        return self.state_dict()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Copies of arrays: an optimizer makes parameters views of one vector, and each view would pickle all of it.
+        state = {name: tensor.numpy(force=True).copy() for name, tensor in self.state_dict().items()}
+        return self._rebuild, (self._arguments, state, self.greedy)
+
+    @classmethod
+    def _rebuild(cls, arguments: tuple[Any, ...], state: Mapping[str, Array], greedy: bool) -> Self:
+        """Rebuild a pickled or copied agent, on the CPU."""
+        with torch.random.fork_rng(devices=[]):  # initial weights are drawn and overwritten
+            agent = cls(*arguments)
+        agent.load_state_dict({name: torch.from_numpy(array) for name, array in state.items()})
+        agent.greedy = greedy
+        return agent
