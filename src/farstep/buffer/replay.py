@@ -109,8 +109,11 @@ class Buffer:
         self.inserting_thread: int | None = None
         """Id of the only thread that inserts, if known. If it had to wait in `sample`, it would deadlock."""
         self.on_room: Callable[[], None] | None = None
-        """Called when a thread other than `inserting_thread` sampled, deleted or changed the limiter, so that an insert
-        may be possible again."""
+        """Called when a thread other than `inserting_thread` deleted or changed the limiter, or sampled, and an insert
+        of `refused_rows` may be possible again."""
+        self.refused_rows: int | None = 0
+        """Fewest rows that the limiter refused to the inserting thread, which waits for `on_room`; None: it does not
+        wait."""
         self.between_updates: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
         """Entered during `sample`: a workflow may publish then, since a sampling consumer is between two updates."""
         self._warned_unused_priorities = False
@@ -381,7 +384,10 @@ class Buffer:
                 used_up = cells[info.times_sampled >= self.max_times_sampled]
                 used_up = np.sort(used_up) if contents.selector.distinct else np.unique(used_up)
                 self._removed("sampled", contents.remove(used_up, are_oldest=isinstance(self.sampler, FIFO)))
-            self._notify()
+            if self.refused_rows is not None and self.limiter.can_insert(self.refused_rows):
+                self._notify()
+            else:
+                self._gate.notify()
         return nested(batch, self._structures), info
 
     def _choose(self, count: int) -> tuple[Array, Array] | None:

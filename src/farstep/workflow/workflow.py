@@ -359,7 +359,7 @@ class Workflow:
                 self._requests.update(feed)
                 self._continues: Array = last_chunks == self._last_chunks if known else np.zeros(len(last_chunks), bool)
             self._loop = self.buffer.inserting_thread = threading.get_ident()
-            self.buffer.on_room = state.wake
+            self.buffer.on_room, self.buffer.refused_rows = state.wake, None
             collector.workflow_counters = self._counters
             self._watch_updates(collector.gate)
             self._dispatcher.resume(self.ledger, time.monotonic())
@@ -465,8 +465,10 @@ class Workflow:
 
     def _has_room(self, worker: int, steps: int, feed: Feed) -> bool:
         """Return whether the limiter allows a worker's next chunk, and it overwrites no row that a consumer needs."""
-        if not self.buffer.limiter.can_insert(steps * feed.record(worker).num_envs):
+        rows, refused = steps * feed.record(worker).num_envs, self.buffer.refused_rows
+        if not self.buffer.limiter.can_insert(rows):
             self._refused_at = self._refused_at or time.monotonic()
+            self.buffer.refused_rows = rows if refused is None else min(rows, refused)
             return False
         return self._state.retention.has_room(worker, steps)
 
@@ -474,7 +476,7 @@ class Workflow:
         """Count the time for which the limiter refused chunks; `Buffer.insert` did not wait."""
         if self._refused_at is not None:
             self.buffer.waited_s["insert"] += time.monotonic() - self._refused_at
-            self._refused_at = None
+            self._refused_at = self.buffer.refused_rows = None
 
     def _counters(self) -> dict[str, Any]:
         """Return the counters of buffer, limiter and triggers for `ClusterEnv.stats`; from any thread."""
@@ -544,7 +546,7 @@ class Workflow:
                     final = self._counters()  # without references to this workflow and its buffer
                     self._state.collector.workflow_counters = lambda: copy.deepcopy(final)
                 self._state.feed = self._loop = self.buffer.inserting_thread = self.buffer.on_room = None
-                self.buffer.between_updates = contextlib.nullcontext
+                self.buffer.between_updates, self.buffer.refused_rows = contextlib.nullcontext, 0
                 feed.close()
                 if self._state.collector is not None:
                     self._state.collector.gate.end_run()
