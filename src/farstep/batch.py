@@ -18,6 +18,9 @@ ENDS = np.dtype([("row", "<i4"), ("slot", "<i4"), ("length", "<i8"), ("return", 
 RESERVED = {"obs", "reward", "terminated", "truncated", "valid", "version", "episode_start", "final_obs", "last_obs"}
 """Names that farstep uses for its own arrays; `act` must not return them."""
 
+PRIORITY = "priority"
+"""Name of the array of initial priorities: what the agent's `priorities(rows)` returned, or an output of `act`."""
+
 
 def is_final(name: str) -> bool:
     """Return whether an array holds final observations, which are stored per ended episode instead of per row."""

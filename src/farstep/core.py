@@ -25,8 +25,9 @@ Nested = Any
 class Agent(Protocol):
     """The policy. The learner publishes its parameters (arrays or tensors by name); every worker acts with a copy.
 
-    `act` may also take `rng`, one random generator per environment slot. A recurrent agent has `initial_state(n)`,
-    takes `act(obs, state, episode_start)` and returns its new state under the key `state`.
+    `act` may also take `rng`, one random generator per environment slot, and `slots`, the slot of each row. A recurrent
+    agent has `initial_state(n)`, takes `act(obs, state, episode_start)`, and returns its new state as `state`.
+    Workers call `priorities(rows)`, if the agent has it, after each chunk; the result becomes the array `priority`.
     """
 
     @property

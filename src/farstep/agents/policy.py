@@ -8,13 +8,14 @@ import logging
 import random
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import cloudpickle
 import numpy as np
 
 from farstep.agents.parameters import as_array, is_torch_module
-from farstep.core import Nested
+from farstep.core import Array, Nested
 from farstep.errors import AgentError, described
 from farstep.schema import flat, map_leaves
 
@@ -22,9 +23,16 @@ log = logging.getLogger(__name__)
 
 
 class Policy:
-    """Calls `act` with the arguments in its signature, or a recorded program that returns the same results."""
+    """Calls `act` with the arguments in its signature, or a recorded program that returns the same results.
 
-    def __init__(self, agent: Any, inference: str = "eager", has_gpu: bool = False) -> None:
+    Args:
+        agent: The agent.
+        inference: "auto" to record a program if possible, otherwise "eager".
+        has_gpu: Whether to move a torch module to the GPU.
+        slots: The environment slot of each row, for an `act` that takes `slots`; None: 0, 1, ...
+    """
+
+    def __init__(self, agent: Any, inference: str = "eager", has_gpu: bool = False, slots: Array | None = None) -> None:
         if not callable(getattr(agent, "act", None)):
             raise AgentError(
                 f"{type(agent).__name__} has no act(obs); see farstep.core.Agent for the methods of an agent."
@@ -33,12 +41,14 @@ class Policy:
         self.is_torch = is_torch_module(agent)
         self.recurrent = callable(getattr(agent, "initial_state", None))
         parameters = _parameters_of(agent.act)
-        self.wants_rng = "rng" in parameters
-        further = [name for name, needed in list(parameters.items())[1:] if needed and name != "rng"]
+        self.wants_rng, self._wants_slots = "rng" in parameters, "slots" in parameters
+        self._slots = slots
+        own = ("rng", "slots")
+        further = [name for name, needed in list(parameters.items())[1:] if needed and name not in own]
         if further and not self.recurrent:
             raise AgentError(
                 f"act requires {further} beside obs, which only a recurrent agent gets, and {type(agent).__name__} "
-                "is not recurrent; add initial_state(n), or define act(obs) or act(obs, rng)."
+                "is not recurrent; add initial_state(n), or define act(obs), act(obs, rng) or act(obs, slots)."
             )
         self.note = "eager"
         """How `act` is called, for users: "fast", or "eager" with the reason."""
@@ -82,10 +92,45 @@ class Policy:
         if self.recurrent:
             episode_start = episode_start.copy()
         arguments = self._arguments(obs, state, episode_start)
+        further = self._generators(rng) | self._slot_numbers(arguments)
         if not self.is_torch:
-            return _mapping(self.agent.act(*arguments, **self._generators(rng)))
+            return _mapping(self.agent.act(*arguments, **further))
         with self._torch.inference_mode():
-            return _mapping(map_leaves(as_array, self.agent.act(*self._tensors(arguments), **self._generators(rng))))
+            return _mapping(map_leaves(as_array, self.agent.act(*self._tensors(arguments), **further)))
+
+    def _slot_numbers(self, arguments: Sequence[Nested]) -> dict[str, Any]:
+        """Return the argument `slots` of `act`, if it takes it: int64 `[n]`, a tensor for a torch module."""
+        if not self._wants_slots:
+            return {}
+        count = len(next(flat(arguments[0])))
+        known = self._slots is not None and len(self._slots) == count
+        slots = np.array(self._slots if known else np.arange(count), np.int64)
+        return {"slots": self._tensors(slots) if self.is_torch else slots}
+
+    def priorities(self, rows: Mapping[str, Nested]) -> Array:
+        """Call the agent's `priorities(rows)` on the rows of a chunk.
+
+        Args:
+            rows: Arrays `[steps, n, ...]` by name.
+
+        Returns:
+            One priority per row, `[steps, n]`.
+
+        Raises:
+            AgentError: The agent returned something else, or a priority that is negative or not finite.
+        """
+        shape = rows["reward"].shape
+        if self.is_torch:
+            with self._torch.inference_mode():
+                found = as_array(self.agent.priorities(self._tensors(dict(rows))))
+        else:
+            found = np.asarray(self.agent.priorities(dict(rows)))
+        if found.dtype.kind not in "fiu" or found.shape != shape:
+            got = f"{found.dtype}{list(found.shape)}"
+            raise AgentError(f"priorities() returned {got}; expected one number per row, {list(shape)}.")
+        if not (np.isfinite(found) & (found >= 0)).all():
+            raise AgentError("priorities() returned a number that is negative or not finite; expected 0 or above.")
+        return found
 
     def query(self, method: str, arguments: Sequence[Nested]) -> Any:
         """Call another method of the agent on arrays (observations first), without changing modes or random states.
@@ -99,7 +144,8 @@ class Policy:
         """Call `act` on a copy of the agent, since `act` may count its calls or draw from its own generators."""
         count = len(next(flat(arguments[0])))
         generators = self._generators([np.random.default_rng(0) for _ in range(count)])
-        return _mapping(self._call(self._copied(), "act", arguments, **generators))
+        slots = self._slot_numbers(arguments)
+        return _mapping(self._call(self._copied(), "act", arguments, **generators, **slots))
 
     def _copied(self) -> Any:
         """Return a copy of the agent that shares the module's parameters and non-leaf tensors."""
@@ -198,7 +244,10 @@ class Policy:
 
         rng = self._torch.get_rng_state()
         try:
-            self._fast = compile_act(self.agent.act, *self._tensors(self._example))
+            act = self.agent.act
+            if slots := self._slot_numbers(self._example):  # the same in every call on a worker
+                act = partial(act, **slots)
+            self._fast = compile_act(act, *self._tensors(self._example))
         except Untraceable as error:
             return str(error)
         finally:
@@ -216,7 +265,8 @@ class Policy:
         rng = torch.get_rng_state()
         try:
             with torch.inference_mode():
-                eager = map_leaves(as_array, self.agent.act(*self._tensors(self._example)))
+                slots = self._slot_numbers(self._example)
+                eager = map_leaves(as_array, self.agent.act(*self._tensors(self._example), **slots))
             torch.set_rng_state(rng)
             difference = equal_results(_mapping(eager), _mapping(self._fast(*self._example)))
         except Exception as error:  # fall back to eager, which is correct by definition

@@ -13,7 +13,7 @@ import numpy as np
 
 from farstep.agents.parameters import ParameterLoader, as_array, leaves_of
 from farstep.agents.policy import Policy, same_randomness
-from farstep.batch import RESERVED
+from farstep.batch import PRIORITY, RESERVED, is_final
 from farstep.config.env import ALL_WEIGHTS, WeightsConfig
 from farstep.core import Array
 from farstep.errors import AgentError, SpaceError, described
@@ -48,8 +48,11 @@ class Actor:
         self._slots, self._obs = slots, obs
         # `dry_run` calls a second copy, since an agent may count its calls. That copy is unpickled first: unpickling a
         # class of the user's script a second time overwrites its class attributes, and the copy that acts must be last.
-        self._trial: Policy | None = Policy(_unpacked(payload), "eager", has_gpu)
-        self.policy = Policy(_unpacked(payload), inference, has_gpu)
+        numbers = slots.first + np.arange(len(slots.roots))
+        self._trial: Policy | None = Policy(_unpacked(payload), "eager", has_gpu, numbers)
+        self.policy = Policy(_unpacked(payload), inference, has_gpu, numbers)
+        self.has_priorities = callable(getattr(self.policy.agent, "priorities", None))
+        """Whether the agent computes the initial priorities of rows, which `add_priorities` records."""
         self.loader = ParameterLoader(self.policy.agent, weights)
         self.version = -1
         self.structure: dict[str, Any] = {}
@@ -98,6 +101,10 @@ class Actor:
             )
         new_state = {"state": out.pop("state")} if recurrent else {}
         schema, self.structure = _schema_of(out, count)
+        if self.has_priorities:
+            if PRIORITY in schema:
+                raise AgentError(f"act returned {PRIORITY!r}, but the agent has priorities(rows); drop one of them.")
+            schema[PRIORITY] = ArraySpec((), np.dtype(np.float32).str)
         for name, spec in action_schema.items():
             if name not in schema or schema[name].shape != spec.shape:
                 raise AgentError(
@@ -118,6 +125,11 @@ class Actor:
             self.policy.accelerate(nest(self._obs, current), self._state, starts)
         self._reported_note = self.policy.note
         return schema, state_schema, state_structure.get("state", "")
+
+    @property
+    def recorded(self) -> dict[str, Any]:
+        """Structure of all arrays that this actor records: what `act` returns, and initial priorities."""
+        return {**self.structure, PRIORITY: PRIORITY} if self.has_priorities else self.structure
 
     def begin(self, rows: Rows) -> None:
         """Start a chunk: record the recurrent state at its start, and write later outputs into `rows`."""
@@ -159,6 +171,21 @@ class Actor:
                 )
                 self._explain(invalid, [rows[name][t] for name in leaf_names(self._obs)])
                 raise invalid
+
+    def add_priorities(self, rows: Rows, steps: int) -> None:
+        """Record the initial priorities of a complete chunk, if the agent computes them.
+
+        `priorities` gets the arrays of the chunk, `[steps, n, ...]`, nested as in a batch, and `last_obs`, the
+        observations after its last row, `[n, ...]`.
+        """
+        if not self.has_priorities:
+            return
+        arrays = {name: array[:steps] for name, array in rows.row.items() if name != PRIORITY and not is_final(name)}
+        given: dict[str, Any] = {key: nest(structure, arrays) for key, structure in self.structure.items()}
+        given |= {key: arrays[key] for key in ("reward", "terminated", "truncated", "episode_start", "valid")}
+        given["obs"] = nest(self._obs, arrays)
+        given["last_obs"] = nest(self._obs, {name: rows.row[name][steps] for name in leaf_names(self._obs)})
+        rows.row[PRIORITY][:steps] = self.policy.priorities(map_leaves(np.array, given))
 
     def timed_act(self, t: int) -> None:
         """As `act`, and measure how long it takes."""

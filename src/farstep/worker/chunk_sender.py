@@ -42,13 +42,20 @@ class ChunkSender:
         self._transfer, self._send, self._poll, self._compressor = transfer, send, poll, compressor
         self._in_flight, self._index = False, -1
 
-    def begin(self, ticket: m.Ticket, index: int, rows: Rows) -> int:
-        """Start a chunk; returns the row before which to call `send_rows`, -1 for never."""
+    def begin(self, ticket: m.Ticket, index: int, rows: Rows, whole: bool = False) -> int:
+        """Start a chunk; returns the row before which to call `send_rows`, -1 for never.
+
+        Args:
+            ticket: Its ticket.
+            index: Its index.
+            rows: Its rows.
+            whole: Whether no row may be sent before the chunk is complete.
+        """
         self._ticket, self._index, self._rows = ticket, index, rows
         self._first, self._in_flight, self._since = 0, False, time.monotonic()
         self._trigger = self._transfer if ticket.steps > 1 else ALL_AT_ONCE  # stages of a single row save no time
         self._row_bytes = sum(block[:1].nbytes for name, block in rows.row.items() if not is_final(name))
-        return self._next(0) if self._trigger.sends_early else -1
+        return self._next(0) if self._trigger.sends_early and not whole else -1
 
     def _next(self, t: int) -> int:
         """The row before which to check the trigger after row `t`; with `size` alone, `size` rows later."""

@@ -266,7 +266,7 @@ class Worker:
         self._actor, self._agent_id = actor, message.agent
         note = actor.policy.note
         self._send(
-            m.AgentReady(message.agent, schema, pack(actor.structure), state_schema, pack(state), note, description)
+            m.AgentReady(message.agent, schema, pack(actor.recorded), state_schema, pack(state), note, description)
         )
         if self._owns_process:
             gc.collect()

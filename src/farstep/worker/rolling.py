@@ -103,6 +103,8 @@ class Roller:
         try:
             self._begin(ticket, rows, acting, index)
             self._roll_rows(ticket, rows, acting)
+            if acting is not None:
+                acting.add_priorities(rows, steps)
             ends = host.finish(steps)
         finally:
             self._timer.end_roll(self._rolled, acting, self._next_measured)
@@ -127,7 +129,8 @@ class Roller:
                 host.advance_to_phase(steps, acting, partial(self._check_cancelled, ticket))
             self._next_measured = self._timer.first_measured(acting)
             rows.row["version"][:steps] = acting.version
-        self._due = -1 if self._shared else self._sender.begin(ticket, index, rows)
+        whole = acting is not None and acting.has_priorities  # they are known only once the chunk is complete
+        self._due = -1 if self._shared else self._sender.begin(ticket, index, rows, whole)
 
     def _roll_rows(self, ticket: m.Ticket, rows: Rows, acting: Actor | None) -> None:
         host, words, due, measured = self._host, self._words, self._due, self._next_measured

@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from farstep.batch import Batch
+from farstep.batch import PRIORITY, Batch
 from farstep.buffer.samplers import FIFO, EpisodeSelector, Sampler
 from farstep.buffer.selectors import Selector
 from farstep.buffer.storage.cyclic import spans
 from farstep.buffer.storage.episodes import Episodes
-from farstep.buffer.storage.rows import arrays_of, check_names, check_rows
+from farstep.buffer.storage.rows import arrays_of, as_priorities, check_names, check_rows
 from farstep.buffer.storage.store import Store
 from farstep.checkpoint.checks import check_array, check_keys, check_like, check_numpy_generator, prefixed, require
 from farstep.checkpoint.files import Refused
@@ -67,10 +67,11 @@ class Contents:
         self._episodes = Episodes(self.store)
         self._slots: Array = np.full(columns, -1, np.int64)
         """Per column, the environment slot of its newest row."""
-        self.is_plain = (
-            columns == 1 and not tails and "valid" not in schema and not isinstance(self.selector, EpisodeSelector)
-        )
-        """Whether items are single rows of one column, without filler rows or episodes to track."""
+        self._has_priorities = PRIORITY in schema and schema[PRIORITY].shape == ()
+        """Whether rows are inserted with their initial priorities."""
+        further = tails or "valid" in schema or self._has_priorities or isinstance(self.selector, EpisodeSelector)
+        self.is_plain = columns == 1 and not further
+        """Whether items are single rows of one column, without filler rows, episodes or priorities to track."""
 
     @property
     def size(self) -> int:
@@ -93,6 +94,7 @@ class Contents:
         """Raise `ConfigError` if rows `[n, ...]` do not match the schema."""
         check_names(values, self.store.schema)
         check_rows(values, self.store.schema)
+        self._check_priorities(values)
         if self.store.tails is not None:
             raise ConfigError("this buffer stores the next observations of batches: insert batches, not rows.")
 
@@ -101,12 +103,18 @@ class Contents:
         store = self.store
         values = arrays_of(batch, with_next=any(name.startswith("next_obs") for name in store.schema))
         check_rows(values, store.schema, leading=2, slots=batch.slots.tolist())
+        self._check_priorities(values)
         if self.is_cyclic and batch.shape[0] > store.rows:
             raise ConfigError(
                 f"a batch of {batch.shape[0]} steps does not fit: a capacity of {self.capacity} rows for "
                 f"{store.columns} environment slots leaves {store.rows} rows for each. Raise capacity."
             )
         return values
+
+    def _check_priorities(self, values: Mapping[str, Array]) -> None:
+        if self._has_priorities:
+            given = np.asarray(values[PRIORITY]).reshape(-1)
+            as_priorities(given, np.arange(len(given)))
 
     def warn_if_shared(self, batch: Batch) -> None:
         """Warn the caller of `Buffer.insert` if slots share a column."""
@@ -155,12 +163,16 @@ class Contents:
         new = keys.reshape(-1)
         cells = new % table.cells
         valid = values.get("valid")
+        filler: Array | None = None
         if valid is not None and valid.ndim == 2 and not valid.all():  # filler rows are resets, not steps
             filler = ~valid.astype(bool).reshape(-1)
             self._take_out(cells[filler])  # selectors may still list the items that these cells held before
             cells, new = cells[~filler], new[~filler]
         for selector in self._selectors():
             selector.inserted(cells, new)
+        if self._has_priorities:
+            given = values[PRIORITY].reshape(-1)
+            self._prioritize(cells, given if filler is None else given[~filler])
         if isinstance(self.selector, EpisodeSelector):
             columns = slice(first, first + keys.shape[1])
             self.selector.completed(self._episodes.completed(keys, columns, continues))
@@ -211,6 +223,14 @@ class Contents:
         self.store.write(cells, {name: values[name][rows] for name in self.store.flat})
         for selector in self._selectors():
             selector.inserted(cells, keys)
+        if self._has_priorities:
+            self._prioritize(cells, values[PRIORITY][rows])
+
+    def _prioritize(self, cells: Array, priorities: Array) -> None:
+        """Set the initial priorities of new rows; episodes get theirs when they are complete."""
+        for selector in self._selectors():
+            if not isinstance(selector, EpisodeSelector):
+                selector.updated(cells, priorities)
 
     def _displace(self, values: Mapping[str, Array], rows: Array, keys: Array) -> int:
         """Put rows into a full store, one after the other; return the number of evicted items."""
