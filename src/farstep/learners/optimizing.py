@@ -16,6 +16,7 @@ from torch.optim.adam import adam
 from farstep.checkpoint.checks import check_keys, check_torch_generator, converted
 from farstep.checkpoint.files import Refused
 from farstep.learners.loop.saving import check_tensor
+from farstep.learners.networks.agent import NetworkAgent
 from farstep.learners.networks.nets import ActorCritic
 from farstep.learners.rollout import Minibatch, Rollout, minibatches
 
@@ -262,7 +263,7 @@ def _parameter_slices(agent: ActorCritic) -> tuple[list[slice], slice]:
 
 
 @contextlib.contextmanager
-def onednn_for_images(agent: ActorCritic) -> Iterator[None]:
+def onednn_for_images(agent: NetworkAgent) -> Iterator[None]:
     """Disable oneDNN unless the agent has convolutions: on ARM it costs up to 0.3 ms per small matrix."""
     onednn = torch.backends.mkldnn
     before = onednn.enabled

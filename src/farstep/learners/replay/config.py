@@ -1,0 +1,60 @@
+"""Options that all replay learners share; a field's docstring is its `--help`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+
+from farstep.config.field_docs import show_fields
+from farstep.errors import ConfigError
+from farstep.learners.loop.checks import check_above, check_counts, check_numbers
+
+_CHUNK_ROWS = 64
+
+
+@show_fields
+@dataclass(frozen=True, kw_only=True)
+class ReplayConfig:
+    """Options of the replay buffer and of the loop around it.
+
+    Raises:
+        ConfigError: An option is out of range, or options contradict each other.
+    """
+
+    buffer_size: int = 100_000
+    """Rows (transitions) that the replay buffer holds; the oldest are evicted. Memory is allocated before training."""
+    learning_starts: int = 1_000
+    """Rows in the buffer before the first update."""
+    batch_size: int = 128
+    """Rows per update."""
+    updates_per_step: float = 0.5
+    """Updates per environment step, after learning_starts rows. Whichever of learner and workers is ahead waits."""
+    num_steps: int | None = None
+    """Steps of each environment per chunk; None: 64 divided by the number of environments, at least 1. Workers get new
+    weights only between chunks."""
+    publish_every: int = 16
+    """Updates between two published versions of the weights."""
+    report_every: int = 1_000
+    """Environment steps between two rows of metrics."""
+    concurrent: bool = True
+    """Learn while workers roll. --no-concurrent: alternate; workers roll one chunk each, then wait while the learner
+    makes its updates. This is slower, and reproducible; --launcher in-process always does it."""
+
+    def __post_init__(self) -> None:
+        check_counts(self, "buffer_size", "learning_starts", "batch_size", "num_steps", "publish_every", "report_every")
+        check_above(self, updates_per_step=0)
+        check_numbers(self, updates_per_step=(0, inf))
+        if self.learning_starts > self.buffer_size:
+            raise ConfigError(
+                f"learning_starts is {self.learning_starts}, more than the {self.buffer_size} rows that the buffer "
+                "holds (buffer_size), so learning would never start. Lower learning_starts, or raise buffer_size."
+            )
+
+    @property
+    def samples_per_row(self) -> float:
+        """Rows sampled per row inserted."""
+        return self.updates_per_step * self.batch_size
+
+    def chunk_steps(self, num_envs: int) -> int:
+        """Return the number of steps of each environment per chunk."""
+        return self.num_steps or max(1, _CHUNK_ROWS // num_envs)

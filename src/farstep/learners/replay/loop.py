@@ -1,0 +1,251 @@
+"""The loop of all replay learners, over a `Workflow`: rolling, inserting and learning at the same time.
+
+    workers ─chunks─► Workflow.run (caller's thread) ─insert─► Buffer ◄─limiter─► learner's thread ─publish─► workers
+
+Only the caller's thread inserts. Only the learner's thread touches the agent: updates, published versions, evaluations
+and checkpoints all happen there, between two optimizer steps, so none of them sees half an update.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from farstep.buffer.limiter import RateLimiter
+from farstep.buffer.replay import Buffer
+from farstep.buffer.samplers import Sampler
+from farstep.cluster_env import ClusterEnv
+from farstep.config.launch import InProcessConfig
+from farstep.learners.loop.iteration import Iteration, Loop
+from farstep.learners.loop.statistics import check_rewards
+from farstep.learners.networks.agent import NetworkAgent
+from farstep.learners.optimizing import Means, onednn_for_images
+from farstep.learners.replay.batches import DeviceBatches, ReplayBatch
+from farstep.learners.replay.collected import Collected
+from farstep.learners.replay.config import ReplayConfig
+from farstep.workflow.dispatch import Message
+from farstep.workflow.triggers import DataKeyTrigger, ObjectKeyTrigger, TimeTrigger
+from farstep.workflow.workflow import Workflow
+
+_ROUNDS_AHEAD = 2
+"""Rounds of chunks that workers may be ahead of the learner."""
+_REPORT_S = 10.0
+"""Longest time between two rows of metrics, in seconds, if rows arrive slowly."""
+
+
+class ReplayAlgorithm(Protocol):
+    """What the loop needs of a replay learner."""
+
+    @property
+    def agent(self) -> NetworkAgent:
+        """The agent that acts on workers and is updated here."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the learner."""
+        ...
+
+    @property
+    def sampler(self) -> Sampler:
+        """How rows are sampled."""
+        ...
+
+    @property
+    def names(self) -> Collection[str]:
+        """The arrays of a batch that `step` needs."""
+        ...
+
+    def step(self, batch: ReplayBatch) -> tuple[Mapping[str, Tensor], Tensor | None]:
+        """Update the agent on a batch.
+
+        Args:
+            batch: The rows to learn from.
+
+        Returns:
+            Metrics by name, and the new priorities of the rows, `[batch]`; None: rows have no priorities.
+        """
+        ...
+
+    def explore(self, steps: int, num_envs: int) -> None:
+        """Set how the agent explores, before it is published.
+
+        Args:
+            steps: Environment steps so far.
+            num_envs: Number of environments.
+        """
+        ...
+
+
+class ReplayLoop:
+    """Runs a replay learner.
+
+    Args:
+        algorithm: The learner.
+        config: Options of the buffer and the loop.
+        seed: Seed of the sampler.
+        resumed: Whether the run continues from a checkpoint, which has no rows; an event then says so.
+    """
+
+    def __init__(self, algorithm: ReplayAlgorithm, config: ReplayConfig, seed: int, resumed: bool = False) -> None:
+        self._algorithm, self._config, self._seed, self._resumed = algorithm, config, seed, resumed
+
+    def run(self, env: ClusterEnv, loop: Loop) -> None:
+        """Collect and learn until the run is done, or `loop` stops it.
+
+        Args:
+            env: The environments to train in.
+            loop: The training loop.
+
+        Raises:
+            RewardError: A reward is not finite.
+            FarstepError: A worker, an environment or the agent failed and could not be replaced.
+        """
+        config, steps = self._config, self._config.chunk_steps(env.num_envs)
+        if self._resumed:
+            env.emit_event(
+                "warned",
+                "the replay buffer starts empty, because checkpoints do not hold it: learning continues after "
+                f"{config.learning_starts:,} new rows (--learning-starts)",
+            )
+        limiter = make_limiter(config, steps * env.num_envs)
+        with Buffer(config.buffer_size, self._algorithm.sampler, limiter=limiter, seed=self._seed) as buffer:
+            session = _Session(self._algorithm, config, env, loop, buffer)
+            try:
+                session.run(steps)
+            finally:
+                session.close()
+
+
+def make_limiter(config: ReplayConfig, round_rows: int) -> RateLimiter:
+    """Return the limiter that holds `updates_per_step`, counted in rows after the first `learning_starts`.
+
+    The learner is never ahead of the ratio. Workers may be ahead by two rounds of chunks and a batch.
+
+    Args:
+        config: Options of the loop.
+        round_rows: Rows of one chunk of every worker.
+    """
+    ratio = config.samples_per_row
+    first = config.learning_starts * ratio
+    ahead = config.batch_size + _ROUNDS_AHEAD * round_rows * ratio
+    return RateLimiter(ratio, config.learning_starts, first, first + ahead)
+
+
+class _Session:
+    """One run of a replay learner."""
+
+    def __init__(
+        self, algorithm: ReplayAlgorithm, config: ReplayConfig, env: ClusterEnv, loop: Loop, buffer: Buffer
+    ) -> None:
+        self._algorithm, self._config, self._env, self._loop, self._buffer = algorithm, config, env, loop, buffer
+        self._batches = DeviceBatches(buffer, config.batch_size, algorithm.names, algorithm.device)
+        self._collected = Collected()
+        self._means = Means()
+        self._updates = self._reported_updates = self._published_updates = 0
+        self._reported_at = time.monotonic()
+        self._steps_left = loop.steps_left
+        """Environment steps of this session."""
+        self._going = True
+
+    def run(self, steps: int) -> None:
+        """Run the workflow with chunks of `steps` steps, then report the rest."""
+        self._explore()
+        flow = self._flow = Workflow(self._env, self._algorithm.agent, self._buffer, steps=steps)
+        if self._config.concurrent and not isinstance(self._env.config, InProcessConfig):
+            flow.on(DataKeyTrigger(n=1, size=steps), self._collect, updates=False, name="collect")
+            flow.on(TimeTrigger(1, unit="env_steps"), self._learn, thread=True, name="learn")
+        else:
+            flow.on(DataKeyTrigger(n="all", size=steps), self._alternate, name="alternate")
+            flow.on(ObjectKeyTrigger("parameters"), flow.next_rollout, updates=False)
+        flow.run(total_steps=self._steps_left, until=lambda: self._loop.stopping)
+        if self._published_updates < self._updates:
+            self._publish()
+        if self._going and (self._collected.steps or self._reported_updates < self._updates):
+            self._report()
+
+    def close(self) -> None:
+        """End the prefetching thread."""
+        self._batches.close()
+
+    # ---- consumers ----
+
+    def _collect(self, message: Message) -> None:
+        """Record the steps and episodes of a chunk; in the thread that inserts."""
+        batch = self._flow.batch(message)
+        check_rewards(batch)
+        self._collected.add(batch, self._env.version)
+
+    def _learn(self, message: Message) -> None:
+        """Make the updates that the limiter allows, and report; in the learner's thread."""
+        with onednn_for_images(self._algorithm.agent):
+            while self._going and not self._loop.stopping and self._batches.is_ready:
+                self._update()
+                if self._updates - self._published_updates >= self._config.publish_every:
+                    self._publish()
+                self._report_if_due()
+        self._report_if_due()
+
+    def _alternate(self, message: Message) -> None:
+        """Handle the chunks of all workers, make the updates that they allow, and let workers roll again."""
+        self._collect(message)
+        self._learn(message)
+        if self._going:
+            self._publish()
+
+    # ---- the learner's thread ----
+
+    def _update(self) -> None:
+        loop = self._loop
+        with loop.timer("sample"):
+            batch = self._batches.take()
+        with loop.timer("actor_training"):
+            metrics, priorities = self._algorithm.step(batch)
+            if priorities is not None:
+                self._buffer.update_priorities(batch.keys, priorities.numpy(force=True))
+        self._means.add(metrics, 1.0)
+        self._updates += 1
+
+    def _publish(self) -> None:
+        with self._loop.timer("publish"):
+            self._explore()
+            self._flow.publish()
+        self._published_updates = self._updates
+
+    def _explore(self) -> None:
+        steps = self._loop.total_steps - self._steps_left + self._collected.total_steps
+        self._algorithm.explore(steps, self._env.num_envs)
+
+    def _report_if_due(self) -> None:
+        steps = self._collected.steps
+        if self._collected.total_steps >= self._steps_left:
+            return  # all rows have arrived; the last report follows when the learner has made its updates
+        late = time.monotonic() - self._reported_at >= _REPORT_S
+        if self._going and (steps >= self._config.report_every or (steps and late)):
+            self._report()
+
+    def _report(self) -> None:
+        arrivals, limiter = self._collected.take(), self._buffer.limiter
+        since = max(0, limiter.inserts - self._config.learning_starts)
+        counters = {
+            "replay/rows": float(len(self._buffer)),
+            "replay/updates_per_step": limiter.samples / self._config.batch_size / since if since else 0.0,
+        }
+        iteration = Iteration(
+            metrics=self._means.result(),
+            updates=self._updates - self._reported_updates,
+            steps=arrivals.steps,
+            returns=arrivals.returns,
+            lengths=arrivals.lengths,
+            lags=arrivals.lags,
+            counters=counters,
+        )
+        self._means, self._reported_updates = Means(), self._updates
+        if not self._loop.report(iteration):
+            self._going = False
+            self._flow.stop()
+        self._reported_at = time.monotonic()
