@@ -27,6 +27,7 @@ from farstep.config.field_docs import show_fields
 from farstep.config.launch import EngineConfig
 from farstep.errors import ConfigError, RunError, unknown_name
 from farstep.learners.async_ppo import AsyncPPO, AsyncPPOConfig
+from farstep.learners.dqn import DQN, ApexConfig, DQNConfig, make_q_agent
 from farstep.learners.impala import Impala, ImpalaConfig
 from farstep.learners.loop.checkpoint_schedule import DEFAULT_EVERY
 from farstep.learners.loop.evaluation import EVALUATION_SLOTS, Evaluator
@@ -98,6 +99,8 @@ ALGORITHMS = {
     "ppo": Algorithm(PPOConfig, PPO, _actor_critic),
     "async-ppo": Algorithm(AsyncPPOConfig, AsyncPPO, _actor_critic),
     "impala": Algorithm(ImpalaConfig, Impala, _actor_critic),
+    "dqn": Algorithm(DQNConfig, DQN, make_q_agent),
+    "apex": Algorithm(ApexConfig, DQN, make_q_agent),
 }
 
 

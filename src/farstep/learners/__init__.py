@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from farstep.learners import returns as returns
     from farstep.learners.async_ppo import AsyncPPO as AsyncPPO
     from farstep.learners.async_ppo import AsyncPPOConfig as AsyncPPOConfig
+    from farstep.learners.dqn import DQN as DQN
+    from farstep.learners.dqn import ApexConfig as ApexConfig
+    from farstep.learners.dqn import DQNConfig as DQNConfig
+    from farstep.learners.dqn import make_q_agent as make_q_agent
     from farstep.learners.impala import Impala as Impala
     from farstep.learners.impala import ImpalaConfig as ImpalaConfig
     from farstep.learners.loop.evaluation import Evaluator as Evaluator
@@ -39,14 +43,20 @@ if TYPE_CHECKING:
     from farstep.learners.networks.nets import NetConfig as NetConfig
     from farstep.learners.networks.nets import RecurrentActorCritic as RecurrentActorCritic
     from farstep.learners.networks.nets import make_agent as make_agent
+    from farstep.learners.networks.q_network import QAgent as QAgent
+    from farstep.learners.networks.q_network import QNetConfig as QNetConfig
     from farstep.learners.ppo import PPO as PPO
     from farstep.learners.ppo import PPOConfig as PPOConfig
+    from farstep.learners.replay.config import ReplayConfig as ReplayConfig
 
 _HOMES = {
+    "DQN": "dqn",
     "PPO": "ppo",
     "ActorCritic": "networks.nets",
+    "ApexConfig": "dqn",
     "AsyncPPO": "async_ppo",
     "AsyncPPOConfig": "async_ppo",
+    "DQNConfig": "dqn",
     "Evaluator": "loop.evaluation",
     "Impala": "impala",
     "ImpalaConfig": "impala",
@@ -58,11 +68,15 @@ _HOMES = {
     "NetworkAgent": "networks.agent",
     "PPOConfig": "ppo",
     "Progress": "loop.progress",
+    "QAgent": "networks.q_network",
+    "QNetConfig": "networks.q_network",
     "RecurrentActorCritic": "networks.nets",
+    "ReplayConfig": "replay.config",
     "Sink": "loop.training",
     "Stopped": "loop.stop_signals",
     "Training": "loop.training",
     "make_agent": "networks.nets",
+    "make_q_agent": "dqn",
 }
 _MODULES = ("losses", "returns")
 
