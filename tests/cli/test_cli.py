@@ -186,10 +186,11 @@ def test_help_names_the_commands(arguments: list[str], capsys: pytest.CaptureFix
 
 
 def test_to_train_needs_a_learner(capsys: pytest.CaptureFixture[str]) -> None:
-    assert said(capsys, "train") == (2, "", "farstep: 'farstep train' needs a learner: ppo, async-ppo, impala.\n")
+    needed = "farstep: 'farstep train' needs a learner: ppo, async-ppo, impala, dqn, apex, sac.\n"
+    assert said(capsys, "train") == (2, "", needed)
 
 
-@pytest.mark.parametrize("learner", ["ppo", "async-ppo", "impala"])
+@pytest.mark.parametrize("learner", ["ppo", "async-ppo", "impala", "dqn", "apex"])
 def test_every_option_is_explained(learner: str, capsys: pytest.CaptureFixture[str]) -> None:
     status, output, _ = said(capsys, "train", learner, "--help")
     assert status == 0 and "--total-steps" in output and "--learning-rate" in output

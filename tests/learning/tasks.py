@@ -14,16 +14,27 @@ import torch
 from gymnasium import spaces
 
 import farstep
+from farstep.cli.train import agent_for
 from farstep.learners.async_ppo import AsyncPPO, AsyncPPOConfig
+from farstep.learners.dqn import DQN, ApexConfig, DQNConfig
 from farstep.learners.impala import Impala, ImpalaConfig
 from farstep.learners.loop.training import Limits, Stopped, Training
-from farstep.learners.networks.nets import ActorCritic, make_agent
+from farstep.learners.networks.agent import NetworkAgent
 from farstep.learners.ppo import PPO, PPOConfig
+from farstep.learners.sac import SAC, SACConfig
 
-Config = PPOConfig | AsyncPPOConfig | ImpalaConfig
-DEFAULTS: dict[str, Config] = {"ppo": PPOConfig(), "async-ppo": AsyncPPOConfig(), "impala": ImpalaConfig()}
-"""Each learner with its default options."""
-LEARNERS: dict[type, Any] = {PPOConfig: PPO, AsyncPPOConfig: AsyncPPO, ImpalaConfig: Impala}
+OnPolicyConfig = PPOConfig | AsyncPPOConfig | ImpalaConfig
+Config = OnPolicyConfig | DQNConfig | SACConfig
+DEFAULTS: dict[str, OnPolicyConfig] = {"ppo": PPOConfig(), "async-ppo": AsyncPPOConfig(), "impala": ImpalaConfig()}
+"""Each on-policy learner with its default options."""
+LEARNERS: dict[type, Any] = {
+    PPOConfig: PPO,
+    AsyncPPOConfig: AsyncPPO,
+    ImpalaConfig: Impala,
+    DQNConfig: DQN,
+    ApexConfig: DQN,
+    SACConfig: SAC,
+}
 
 
 class Identity(gymnasium.Env[Any, Any]):
@@ -111,10 +122,10 @@ def make_env(
 
 def make_training(
     env: farstep.ClusterEnv, config: Config, total_steps: int, seed: int = 1, **options: Any
-) -> tuple[Training, ActorCritic]:
+) -> tuple[Training, Any]:
     """A training of the learner that the configuration is of."""
     torch.manual_seed(seed)
-    agent = make_agent(*env.launch(), config.net, config.gamma)
+    agent: NetworkAgent = agent_for(config, *env.launch())
     learner = LEARNERS[type(config)](agent, config, seed)
     limits = Limits(
         total_steps=total_steps,
@@ -133,7 +144,7 @@ def trained(
     target: float | None = None,
     seed: int = 1,
     **options: Any,
-) -> tuple[float, ActorCritic]:
+) -> tuple[float, Any]:
     """The mean return of the last episodes, and the agent."""
     with make_env(env, num_envs, seed, **options) as cluster:
         training, agent = make_training(cluster, config, total_steps, seed, target_return=target)

@@ -36,6 +36,7 @@ from farstep.learners.loop.training import Learner, Limits, Progress, Stopped, T
 from farstep.learners.networks.agent import NetworkAgent
 from farstep.learners.networks.nets import Space, make_agent
 from farstep.learners.ppo import PPO, PPOConfig
+from farstep.learners.sac import SAC, SACConfig, make_soft_actor
 from farstep.observe.console import console_logger
 from farstep.observe.event_files import EventFile
 from farstep.observe.files import as_run_error, replace_file
@@ -101,6 +102,7 @@ ALGORITHMS = {
     "impala": Algorithm(ImpalaConfig, Impala, _actor_critic),
     "dqn": Algorithm(DQNConfig, DQN, make_q_agent),
     "apex": Algorithm(ApexConfig, DQN, make_q_agent),
+    "sac": Algorithm(SACConfig, SAC, make_soft_actor),
 }
 
 

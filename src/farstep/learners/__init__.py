@@ -45,13 +45,19 @@ if TYPE_CHECKING:
     from farstep.learners.networks.nets import make_agent as make_agent
     from farstep.learners.networks.q_network import QAgent as QAgent
     from farstep.learners.networks.q_network import QNetConfig as QNetConfig
+    from farstep.learners.networks.soft_actor import SACNetConfig as SACNetConfig
+    from farstep.learners.networks.soft_actor import SoftActor as SoftActor
     from farstep.learners.ppo import PPO as PPO
     from farstep.learners.ppo import PPOConfig as PPOConfig
     from farstep.learners.replay.config import ReplayConfig as ReplayConfig
+    from farstep.learners.sac import SAC as SAC
+    from farstep.learners.sac import SACConfig as SACConfig
+    from farstep.learners.sac import make_soft_actor as make_soft_actor
 
 _HOMES = {
     "DQN": "dqn",
     "PPO": "ppo",
+    "SAC": "sac",
     "ActorCritic": "networks.nets",
     "ApexConfig": "dqn",
     "AsyncPPO": "async_ppo",
@@ -72,11 +78,15 @@ _HOMES = {
     "QNetConfig": "networks.q_network",
     "RecurrentActorCritic": "networks.nets",
     "ReplayConfig": "replay.config",
+    "SACConfig": "sac",
+    "SACNetConfig": "networks.soft_actor",
     "Sink": "loop.training",
+    "SoftActor": "networks.soft_actor",
     "Stopped": "loop.stop_signals",
     "Training": "loop.training",
     "make_agent": "networks.nets",
     "make_q_agent": "dqn",
+    "make_soft_actor": "sac",
 }
 _MODULES = ("losses", "returns")
 

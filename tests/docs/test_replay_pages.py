@@ -1,0 +1,43 @@
+"""Pages of replay learners: their commands are run as they stand, and options and metrics are explained."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from farstep.learners.dqn import ApexConfig
+from farstep.learners.sac import SACConfig
+from tests.docs.test_commands import DOCS, metrics, named, shell
+
+PAGES: dict[str, Any] = {"dqn": ApexConfig(), "sac": SACConfig()}
+
+
+def option_names(config: Any) -> Iterator[str]:
+    for field in fields(config):
+        if is_dataclass(value := getattr(config, field.name)):
+            yield from option_names(value)
+        else:
+            yield f"--{field.name.replace('_', '-')}"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_page_explains_every_option(page: str) -> None:
+    assert set(option_names(PAGES[page])) <= named(f"{page}.md")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PAGES)
+def test_the_command_of_the_page_runs_and_the_page_explains_what_it_logs(page: str, tmp_path: Path) -> None:
+    text = (DOCS / f"{page}.md").read_text()
+    marker = r"<!-- executed by tests/docs/test_replay_pages.py -->\n```bash\n(.*?)^```$"
+    (command,) = re.findall(marker, text, re.S | re.M)
+    shell(command, tmp_path)
+    (run,) = (tmp_path / "runs").iterdir()
+    logged = {name for row in metrics(run) for name in row}
+    assert {"env/return_mean", "eval/return_mean", "replay/updates_per_step", "train/critic/loss"} <= logged
+    assert logged <= named(f"{page}.md") | named("dqn.md") | named("training.md")

@@ -1,0 +1,114 @@
+"""Replay learners solve a tiny task, resume, survive the loss of a worker, and train twice identically."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from farstep.learners.dqn import ApexConfig, DQNConfig
+from farstep.learners.loop.training import Stopped
+from farstep.learners.networks.q_network import QNetConfig
+from farstep.learners.networks.soft_actor import SACNetConfig
+from farstep.learners.replay.config import ReplayConfig
+from farstep.learners.sac import SACConfig
+from tests.cluster.checks import worker_pids
+from tests.learning.tasks import Config, Identity, Rows, make_env, make_training, trained
+
+pytestmark = pytest.mark.timeout(600)
+
+REPLAY = ReplayConfig(buffer_size=4_000, learning_starts=200, batch_size=64, updates_per_step=0.25, report_every=200)
+Q_NET, SAC_NET = QNetConfig(hidden=(32,)), SACNetConfig(hidden=(32,))
+CONFIGS: dict[str, Config] = {
+    "dqn": DQNConfig(replay=REPLAY, net=Q_NET, exploration_steps=1_000, learning_rate=3e-3, gamma=0.5, tau=0.1),
+    "apex": ApexConfig(replay=REPLAY, net=Q_NET, learning_rate=3e-3, gamma=0.5, tau=0.1),
+    "sac": SACConfig(replay=REPLAY, net=SAC_NET, policy_lr=1e-2, q_lr=1e-2, gamma=0.5),
+}
+
+
+@pytest.mark.parametrize(
+    ("learner", "kind"), [("dqn", "discrete"), ("apex", "discrete"), ("sac", "discrete"), ("sac", "continuous")]
+)
+def test_identity_is_learned(learner: str, kind: str) -> None:
+    """A random policy gets 2.5 of 10 with discrete actions and about 3 with continuous ones."""
+    mean, _ = trained(partial(Identity, kind), CONFIGS[learner], 8_000, target=7.0, launcher="in-process")
+    assert mean >= 7.0
+
+
+def train(config: Any, total_steps: int, launcher: str = "local", **options: Any) -> tuple[list[dict[str, float]], Any]:
+    rows = Rows(options.pop("stop_at", None))
+    resume = options.pop("resume", False)
+    with make_env(Identity, 4, launcher=launcher) as env:
+        training, agent = make_training(env, config, total_steps, sink=rows, **options)
+        if resume:
+            training.resume()
+        training.run()
+    return rows.rows, agent
+
+
+@pytest.mark.parametrize("concurrent", [True, False])
+def test_updates_per_step_are_held_and_reported(concurrent: bool) -> None:
+    """The ratio counts updates after the first `learning_starts` rows, whatever the sampler's items are."""
+    config = DQNConfig(replay=replace(REPLAY, updates_per_step=0.5, concurrent=concurrent), net=Q_NET, n_step=3)
+    rows, _ = train(config, 1_200)
+    last = rows[-1]
+    assert last["step"] >= 1_200
+    assert last["update"] == (last["step"] - 200) // 2
+    assert last["replay/updates_per_step"] == pytest.approx(0.5, abs=0.01)
+    assert last["replay/rows"] == last["step"]
+    assert sum("train/critic/loss" in row for row in rows) >= 4
+    assert last["version"] > 10, "weights are published every 16 updates"
+
+
+@pytest.mark.parametrize("config", [CONFIGS["apex"], CONFIGS["sac"]], ids=["apex", "sac"])
+def test_alternating_runs_with_one_seed_are_identical(config: Any) -> None:
+    config = replace(config, replay=replace(REPLAY, concurrent=False))
+    first, second = (train(config, 600, "in-process")[1].state_dict() for _ in range(2))
+    assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
+
+
+class KillsWorker(Rows):
+    """Kills a worker after the second row of metrics."""
+
+    def log(self, step: int, metrics: Any) -> None:
+        super().log(step, metrics)
+        if len(self.rows) == 2:
+            os.kill(worker_pids()[0], signal.SIGKILL)
+
+
+def test_learning_continues_when_a_worker_is_killed() -> None:
+    with make_env(Identity, 4) as env:
+        rows = KillsWorker()
+        training, _ = make_training(env, CONFIGS["apex"], 2_000, sink=rows)
+        progress = training.run()
+        assert env.stats()["workers"]["restarts"] == 1
+    assert progress.steps >= 2_000
+    assert rows.rows[-1]["replay/updates_per_step"] == pytest.approx(0.25, abs=0.01)
+    assert np.isfinite([row.get("train/critic/loss", 0.0) for row in rows.rows]).all()
+
+
+@pytest.mark.parametrize("learner", ["apex", "sac"])
+def test_stopped_run_resumes_with_its_learner_and_an_empty_buffer(learner: str, tmp_path: Path) -> None:
+    config = CONFIGS[learner]
+    with pytest.raises(Stopped, match="SIGTERM"):
+        train(config, 5_000, checkpoints=tmp_path, stop_at=5)
+    with make_env(Identity, 4) as env:
+        rows = Rows()
+        training, agent = make_training(env, config, 2_000, sink=rows, checkpoints=tmp_path)
+        training.resume()
+        saved, before = training.progress.updates, {n: t.clone() for n, t in agent.state_dict().items()}
+        assert 0 < saved < 450
+        assert training.progress.steps >= 1_000
+        progress = training.run()
+        warned = [event.text for event in env.events("warned")]
+    assert any("the replay buffer starts empty" in text for text in warned)
+    assert progress.steps >= 2_000
+    assert progress.updates > saved
+    assert any(not torch.equal(tensor, before[name]) for name, tensor in agent.state_dict().items())
