@@ -74,8 +74,8 @@ def weights_not_pulled(window: Sequence[Metrics]) -> str | None:
 
 def steps_skipped(window: Sequence[Metrics]) -> str | None:
     """Warn if most gradients are not finite, so that their optimizer steps are skipped."""
-    fraction = _mean(window, "train/actor/skipped_steps")
-    if fraction is None or fraction <= _MAX_SKIPPED:
+    fraction = max(_mean(window, f"train/{part}/skipped_steps") or 0.0 for part in ("actor", "critic"))
+    if fraction <= _MAX_SKIPPED:
         return None
     return (
         f"{fraction:.0%} of the optimizer steps were skipped, because their gradients were not finite: lower "

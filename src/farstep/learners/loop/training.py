@@ -238,10 +238,10 @@ class Training:
             Whether to continue.
         """
         progress, metrics = self.progress, iteration.metrics
-        if metrics.get("actor/skipped_steps") == 1.0:
+        if any(metrics.get(f"{part}/skipped_steps") == 1.0 for part in ("actor", "critic")):
             self._warn(
                 f"update {progress.updates + iteration.updates} changed nothing: no gradient in it was finite. Lower "
-                "the learning rate, or normalise rewards (normalize_reward)"
+                "the learning rate, or normalise rewards (normalize_reward, or a wrapper)"
             )
         self._in_warmup = "critic/warmup" in metrics
         if self._journal is not None and iteration.batch is not None:

@@ -38,7 +38,7 @@ class SACNetConfig:
         ConfigError: An option is unknown or out of range.
     """
 
-    hidden: tuple[int, ...] = (256, 256)
+    hidden: tuple[int, ...] = (128, 128)
     """Widths of the hidden layers of the actor and of each critic. Ignored for images."""
     activation: Literal["tanh", "relu", "silu"] = "relu"
     """Activation function between layers."""
