@@ -64,9 +64,9 @@ class TwinLearner:
         if self.updates == self.fail_at:
             raise ZeroDivisionError("of the test")
         with torch.no_grad():
-            self.agent.left += 1
+            self.agent.left.add_(1)
             time.sleep(0)  # lets other threads run in the middle of the update
-            self.agent.right += 1
+            self.agent.right.add_(1)
         return {"loss": batch.rows["reward"].mean()}, None
 
     def explore(self, steps: int, num_envs: int) -> None:
