@@ -135,14 +135,14 @@ class TicketWorld:
         worker = self.rng.randrange(self.workers)
         if self.queues[worker]:
             order = self.queues[worker].popleft()
-            assert self.tickets.give_back(worker, order.seq, "environment failed")
+            assert self.tickets.give_back(worker, order.seq, "environment_failed")
             self.closed_seqs.append((worker, order.seq))
 
     def retry(self) -> None:
         """A worker failed and does the same ticket once more: one more was issued, one dropped, it stays open."""
         worker = self.rng.randrange(self.workers)
         if self.queues[worker]:
-            assert self.tickets.retry(worker, self.queues[worker][0].seq, "environment failed")
+            assert self.tickets.retry(worker, self.queues[worker][0].seq, "environment_failed")
 
     def die(self) -> None:
         worker = self.rng.randrange(self.workers)

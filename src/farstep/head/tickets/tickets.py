@@ -275,7 +275,7 @@ class Tickets:
         """Reclaim the open tickets of a lost worker; its accepted chunks stay."""
         for issued in [self._outstanding[seq] for seq in self._open[worker]]:
             self._close(issued)
-            self._drop(issued, "worker lost")
+            self._drop(issued, "worker_lost")
 
     def _close(self, issued: IssuedTicket) -> None:
         del self._outstanding[issued.seq]

@@ -270,7 +270,7 @@ class Training:
         if divergences := list(stats["divergence"].values()):
             report["sync/divergence_mean"] = float(np.mean(divergences))
             report["sync/divergence_max"] = max(divergences)
-        report |= {f"dropped/{cause.replace(' ', '_')}": count for cause, count in stats["dropped"].items() if count}
+        report |= {f"dropped/{cause}": count for cause, count in stats["dropped"].items() if count}
         report |= {f"train/{name}": value for name, value in metrics.items()}
         report |= self._evaluation()
         report |= self._timer.take() | {"time/step": progress.seconds - self._reported_s}
