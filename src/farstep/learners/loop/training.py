@@ -258,7 +258,7 @@ class Training:
             "rate/steps_per_second": progress.steps / max(progress.seconds, 1e-9),
             "lag/versions_mean": float(lag.mean()) if lag.size else 0.0,
             "lag/versions_max": float(lag.max(initial=0)),
-            "sync/pulls_per_worker": stats["weight_syncs"]["total"] / self._env.num_workers,
+            "sync/pulls_per_worker": stats["pulls"]["total"] / self._env.num_workers,
             "sync/weights_bytes": stats["bytes"]["weights_sent"],
             "sync/probe_bytes": stats["bytes"]["probes_sent"],
             "workers/alive": stats["workers"]["alive"],
