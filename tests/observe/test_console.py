@@ -41,7 +41,7 @@ METRICS = {
     "time/collect": 0.61,
     "time/actor_training": 0.37,
     "sync/pulls_per_worker": 150,
-    "sync/weights_bytes": 42e6,
+    "bytes/weights_sent": 42e6,
     "workers/alive": 8,
     "workers/restarts": 0,
 }

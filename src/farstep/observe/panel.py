@@ -159,8 +159,8 @@ def _weights(status: RunStatus) -> str:
         parts.append(f"version {latest['version']:,.0f}")
     if "sync/pulls_per_worker" in latest:
         parts.append(f"{latest['sync/pulls_per_worker']:,.0f} pulls per worker")
-    if "sync/weights_bytes" in latest:
-        parts.append(data_size(latest["sync/weights_bytes"]))
+    if "bytes/weights_sent" in latest:
+        parts.append(data_size(latest["bytes/weights_sent"]))
     return "   ".join(parts)
 
 

@@ -259,8 +259,8 @@ class Training:
             "lag/versions_mean": float(lag.mean()) if lag.size else 0.0,
             "lag/versions_max": float(lag.max(initial=0)),
             "sync/pulls_per_worker": stats["pulls"]["total"] / self._env.num_workers,
-            "sync/weights_bytes": stats["bytes"]["weights_sent"],
-            "sync/probe_bytes": stats["bytes"]["probes_sent"],
+            "bytes/weights_sent": stats["bytes"]["weights_sent"],
+            "bytes/probes_sent": stats["bytes"]["probes_sent"],
             "workers/alive": stats["workers"]["alive"],
             "workers/restarts": stats["workers"]["restarts"],
         }
