@@ -175,7 +175,7 @@ def outcome(case: Run, metrics: list[Metrics]) -> Run:
     return {
         **case,
         "steps": lines[-1]["step"],
-        "versions": lines[-1]["version"],
+        "versions": lines[-1]["train/actor/current_version"],
         "seconds": round(lines[-1]["seconds"], 1),
         "continued": restarts,
         "curve": [*points[:-1:every], points[-1]],

@@ -31,7 +31,7 @@ from farstep.testing import FakeClock
 
 METRICS = {
     "update": 25,
-    "version": 24,
+    "train/actor/current_version": 24,
     "env/return_mean": 123.4,
     "env/length_mean": 99.5,
     "rate/steps_per_second": 8210.3,

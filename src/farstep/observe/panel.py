@@ -155,8 +155,8 @@ def _sparkline(values: Sequence[float], width: int = _SPARKLINE_WIDTH) -> str:
 def _weights(status: RunStatus) -> str:
     latest = status.latest
     parts = []
-    if "version" in latest:
-        parts.append(f"version {latest['version']:,.0f}")
+    if "train/actor/current_version" in latest:
+        parts.append(f"version {latest['train/actor/current_version']:,.0f}")
     if "sync/pulls_per_worker" in latest:
         parts.append(f"{latest['sync/pulls_per_worker']:,.0f} pulls per worker")
     if "bytes/weights_sent" in latest:

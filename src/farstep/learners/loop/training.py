@@ -252,7 +252,7 @@ class Training:
         progress, stats = self.progress, self._env.stats()
         report: dict[str, float] = {
             "update": progress.updates,
-            "version": stats["versions"]["current"],
+            "train/actor/current_version": stats["versions"]["current"],
             "seconds": progress.seconds,
             "env/episodes": progress.episodes,
             "rate/steps_per_second": progress.steps / max(progress.seconds, 1e-9),
