@@ -9,6 +9,7 @@ import signal
 import sys
 import types
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -268,3 +269,18 @@ def test_names_in_the_sources_are_in_the_glossary() -> None:
     found = {name for file in files for name in literal.findall(file.read_text())}
     paths = {path for name in STATS for path in (name, name.rpartition("/")[0])}
     assert len(found) > 30 and sorted(found - METRICS.keys() - paths) == []
+
+
+def test_displays_take_labels_and_units_from_the_glossary(
+    all_metrics: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    speed = "rate/steps_per_second"
+    monkeypatch.setitem(METRICS, speed, replace(METRICS[speed], label="pace", unit="steps/min"))
+    monkeypatch.setitem(METRICS, "time/collect", replace(METRICS["time/collect"], label="waiting"))
+    status = RunStatus(1000)
+    status.update(128, all_metrics, 0.0)
+    console = Console(file=(shown := io.StringIO()), width=100)
+    console.print(panel(status, "title", 1.0, 1.0, 100))
+    assert "pace" in shown.getvalue() and "1 steps/min" in shown.getvalue() and "waiting" in shown.getvalue()
+    assert "1 steps/min" in line(status, 1.0) and "waiting" in line(status, 1.0)
+    assert METRICS[speed].title == "Pace in steps/min"
