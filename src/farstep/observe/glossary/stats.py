@@ -32,7 +32,9 @@ STATS_GROUPS = (
         "`rolled = delivered + buffered + in_flight + sum(dropped)`.",
         (
             _head("steps", "environment steps delivered to you", kind="counter", unit="steps"),
-            _head("steps_per_second", "their rate over the last 10 s", unit="steps/s"),
+            _head(
+                "steps_per_second", "environment steps delivered to you, per second over the last 10 s", unit="steps/s"
+            ),
             _workers(
                 "stagger_steps",
                 "steps that only moved environments to their position in the horizon; they are in no batch "
@@ -62,7 +64,7 @@ STATS_GROUPS = (
             *(metric for name, metric in METRICS.items() if name.startswith("dropped/")),
             _workflow(
                 "dropped/worker_left",
-                "in the incomplete window of a trigger when their worker left",
+                "chunks in the incomplete window of a trigger when their worker left",
                 kind="counter",
                 unit="chunks",
                 when="in a workflow, once a node has left",
@@ -102,9 +104,13 @@ STATS_GROUPS = (
         "How often workers pulled weights.",
         (
             _workers(
-                "pulls/total", "summed over workers", kind="counter", unit="pulls", logged_as="sync/pulls_per_worker"
+                "pulls/total",
+                "how often workers pulled weights, summed over workers",
+                kind="counter",
+                unit="pulls",
+                logged_as="sync/pulls_per_worker",
             ),
-            _workers("pulls/per_worker/<worker>", "of one worker", kind="counter", unit="pulls"),
+            _workers("pulls/per_worker/<worker>", "how often one worker pulled weights", kind="counter", unit="pulls"),
         ),
     ),
     Namespace(
@@ -168,15 +174,21 @@ STATS_GROUPS = (
         "episodes/",
         "Episodes that ended in delivered rows.",
         (
-            _head("episodes/count", "episodes so far", kind="counter", unit="episodes", logged_as="env/episodes"),
+            _head(
+                "episodes/count",
+                "episodes that have ended so far",
+                kind="counter",
+                unit="episodes",
+                logged_as="env/episodes",
+            ),
             _head(
                 "episodes/return_mean",
-                "mean return of the last 100; None: none has ended",
+                "mean return of the last 100 episodes; None: none has ended",
                 logged_as="env/return_mean",
             ),
             _head(
                 "episodes/length_mean",
-                "mean length of the last 100; None: none has ended",
+                "mean length of the last 100 episodes; None: none has ended",
                 unit="steps",
                 logged_as="env/length_mean",
             ),
@@ -191,9 +203,9 @@ STATS_GROUPS = (
         "start/",
         "Parts of the start.",
         (
-            _head("start/connect", "until all workers had connected", unit="seconds"),
-            _head("start/construct", "until they had constructed their environments", unit="seconds"),
-            _head("start/agent", "until they had the agent", unit="seconds", when="once an agent was sent"),
+            _head("start/connect", "time until all workers had connected", unit="seconds"),
+            _head("start/construct", "time from then until all environments were constructed", unit="seconds"),
+            _head("start/agent", "time until all workers had the agent", unit="seconds", when="once an agent was sent"),
         ),
     ),
     Namespace(
@@ -211,8 +223,8 @@ STATS_GROUPS = (
                 for part, (meaning, logged_as) in _WORKER_PARTS.items()
             ),
             *(
-                _workers(f"time/per_worker/<worker>/{part}", "the same of one worker", kind="counter", unit="seconds")
-                for part in _WORKER_PARTS
+                _workers(f"time/per_worker/<worker>/{part}", f"{meaning}; one worker", kind="counter", unit="seconds")
+                for part, (meaning, _) in _WORKER_PARTS.items()
             ),
             _head(
                 "time/learner/wait",
@@ -251,9 +263,9 @@ STATS_GROUPS = (
         "buffer/",
         "The buffer of the last [workflow](workflows.md).",
         (
-            _workflow("buffer/fill", "rows in it", unit="rows"),
-            _workflow("buffer/capacity", "rows that fit", unit="rows"),
-            _workflow("buffer/bytes", "size of its arrays", unit="bytes"),
+            _workflow("buffer/fill", "rows in the buffer", unit="rows"),
+            _workflow("buffer/capacity", "rows that fit into the buffer", unit="rows"),
+            _workflow("buffer/bytes", "size of the buffer's arrays", unit="bytes"),
         ),
     ),
     Namespace(
@@ -261,9 +273,17 @@ STATS_GROUPS = (
         "The limiter of that buffer.",
         (
             _workflow("limiter/ratio", "rows sampled per row inserted so far"),
-            _workflow("limiter/blocked/insert", "it made chunks that had arrived wait", kind="counter", unit="seconds"),
             _workflow(
-                "limiter/blocked/sample", "it made threads in `Buffer.sample` wait", kind="counter", unit="seconds"
+                "limiter/blocked/insert",
+                "time for which chunks that had arrived waited for the limiter",
+                kind="counter",
+                unit="seconds",
+            ),
+            _workflow(
+                "limiter/blocked/sample",
+                "time for which threads in `Buffer.sample` waited for the limiter",
+                kind="counter",
+                unit="seconds",
             ),
         ),
     ),
@@ -271,16 +291,16 @@ STATS_GROUPS = (
         "workflow/",
         "The triggers of that workflow, by name.",
         (
-            _workflow("workflow/<trigger>/fired", "how often it fired", kind="counter", unit="messages"),
+            _workflow("workflow/<trigger>/fired", "how often the trigger fired", kind="counter", unit="messages"),
             _workflow(
                 "workflow/<trigger>/pending_rows",
-                "rows that it has not taken yet; None: it does not count rows",
+                "rows that the trigger has not taken yet; None: it does not count rows",
                 unit="rows",
             ),
-            _workflow("workflow/<trigger>/outstanding", "messages that are not done", unit="messages"),
+            _workflow("workflow/<trigger>/outstanding", "messages of the trigger that are not done", unit="messages"),
             _workflow(
                 "workflow/<trigger>/lag",
-                "how many versions old the oldest row of its consumer's last message was; None: it takes no rows",
+                "age of the oldest row in the last message to the trigger's consumer; None: it takes no rows",
                 unit="versions",
             ),
         ),

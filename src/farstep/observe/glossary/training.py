@@ -55,8 +55,8 @@ NAMESPACES = (
                 healthy="at least `env/return_mean`",
                 label="evaluation",
             ),
-            _evaluation("eval/return_std", "standard deviation of their returns", when=_EVAL),
-            _evaluation("eval/length_mean", "their mean length", unit="steps", when=_EVAL),
+            _evaluation("eval/return_std", "standard deviation of the evaluation's returns", when=_EVAL),
+            _evaluation("eval/length_mean", "mean length of the evaluation's episodes", unit="steps", when=_EVAL),
             _evaluation("eval/version", "version of the evaluated weights", unit="versions", when=_EVAL),
             _evaluation(
                 "eval/step", "environment steps of training when the evaluation started", unit="steps", when=_EVAL
@@ -82,12 +82,12 @@ NAMESPACES = (
         (
             _loop(
                 "lag/versions_mean",
-                "mean over the rows",
+                "mean age of the rows of this update",
                 unit="versions",
                 healthy="ppo: 0 without AAPS; async-ppo, impala: up to the staleness bound",
                 label="staleness",
             ),
-            _loop("lag/versions_max", "largest of the rows", unit="versions", label="oldest row"),
+            _loop("lag/versions_max", "age of the oldest row of this update", unit="versions", label="oldest row"),
         ),
     ),
     Namespace(
@@ -159,8 +159,8 @@ NAMESPACES = (
             ),
             _learner(
                 "train/actor/behave_k3",
-                "the same divergence over all rows, as the mean of weight - 1 - log(weight): includes outliers, "
-                "never negative",
+                "KL divergence between proximal and behaviour policy, as the mean of weight - 1 - log(weight) over all "
+                "rows: includes outliers, never negative",
                 unit="nats",
                 when=_PPO,
                 healthy="below 0.05, with AAPS below its threshold; ppo: 0 without AAPS",
@@ -247,7 +247,9 @@ NAMESPACES = (
                 healthy="rises to 0.5 and more",
             ),
             _learner("train/critic/lr", "learning rate of the critic's own layers"),
-            _learner("train/critic/warmup", "always 1", when="during critic warm-up"),
+            _learner(
+                "train/critic/warmup", "1: only the critic's own layers are trained", when="during critic warm-up"
+            ),
         ),
     ),
     Namespace(
@@ -328,7 +330,12 @@ NAMESPACES = (
                 when=_KL,
                 healthy="below the threshold",
             ),
-            _workers("sync/divergence_max", "the largest of them", unit="nats", when=_KL),
+            _workers(
+                "sync/divergence_max",
+                "largest KL divergence of a worker's policy from the learner's",
+                unit="nats",
+                when=_KL,
+            ),
         ),
     ),
     Namespace(
@@ -370,16 +377,21 @@ NAMESPACES = (
         "above 0. [What happens then](guide.md#what-happens-when-something-dies).",
         (
             _head(
-                "dropped/stale", "rows that became too old before they were delivered", kind="counter", unit="chunks"
+                "dropped/stale", "chunks that became too old before they were delivered", kind="counter", unit="chunks"
             ),
             _head(
                 "dropped/cancelled",
-                "cancelled by another call, by the end of a stream or by the end of a workflow",
+                "chunks and tickets cancelled by another call, by the end of a stream or by the end of a workflow",
                 kind="counter",
                 unit="chunks",
             ),
-            _head("dropped/worker_lost", "in flight when their worker was lost", kind="counter", unit="chunks"),
-            _head("dropped/environment_failed", "in flight when an environment raised", kind="counter", unit="chunks"),
+            _head("dropped/worker_lost", "tickets in flight when their worker was lost", kind="counter", unit="chunks"),
+            _head(
+                "dropped/environment_failed",
+                "tickets in flight when an environment raised",
+                kind="counter",
+                unit="chunks",
+            ),
         ),
     ),
 )
