@@ -48,9 +48,12 @@ class Seen:
     def __init__(self) -> None:
         self.metrics: set[str] = set()
         self.stats: set[str] = set()
+        self.last: dict[str, float] = {}
+        """The latest value of each metric."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self.metrics |= {"step", *metrics}
+        self.last |= metrics
 
     def close(self) -> None: ...
 
@@ -74,7 +77,13 @@ def train(seen: Seen, env: farstep.ClusterEnv, config: Config, total_steps: int,
     with env:
         training, _ = make_training(env, config, total_steps, sink=seen, **options)
         training.run()
-        seen.stats |= set(entries(env.stats()))
+        seen.stats |= set(entries(stats := env.stats()))
+        counted = {name.removeprefix("farstep/"): value for name, value in farstep.scalars(stats).items()}
+        same = counted.keys() & seen.last.keys()
+        assert len(same) > 3 and {name: counted[name] for name in same} == {name: seen.last[name] for name in same}
+        assert seen.last["train/actor/current_version"] == counted["versions/current"]
+        assert seen.last["sync/pulls_per_worker"] == counted["pulls/total"] / env.num_workers
+        seen.last.clear()
 
 
 @pytest.fixture(scope="module")

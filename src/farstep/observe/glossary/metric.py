@@ -31,8 +31,8 @@ class Metric:
     label: str = ""
     """Short name in the terminal and in plots; empty: the last part of `name`."""
     logged_as: str = ""
-    """The metric of `farstep train` that is computed from this entry of `ClusterEnv.stats`; empty: none, or the one
-    with the same name."""
+    """The metric of `farstep train` that measures the same as this entry of `ClusterEnv.stats`, but per update or per
+    worker, or across resumes; empty: none, or the one with the same name."""
 
     @property
     def title(self) -> str:

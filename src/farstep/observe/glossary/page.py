@@ -32,7 +32,8 @@ _STATS = """
 
 `env.stats()` is a plain dictionary, and everything in it counts from `launch()`. The name `bytes/weights_sent` stands
 for `env.stats()["bytes"]["weights_sent"]`; a part in angle brackets is any key, or a position in a list. *Logged as* is
-the metric of `farstep train` that is computed from the entry; an entry with the name of a metric is that metric.
+the metric of `farstep train` that measures the same, but per update or per worker, or across resumes. An entry with
+the name of a metric is that metric.
 [The guide](guide.md#counters) shows how to log these numbers from your own program.
 """
 _OWN = """
