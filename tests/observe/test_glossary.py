@@ -172,12 +172,15 @@ def _run_workflow_on_nodes(seen: Seen, folder: Path) -> None:
         seen.stats |= set(entries(env.stats()))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_runs_log_exactly_the_metrics_of_the_glossary(seen: Seen) -> None:
     assert sorted(seen.metrics - METRICS.keys()) == [], "logged and not in the glossary"
     assert sorted(METRICS.keys() - seen.metrics) == [], "in the glossary and not logged"
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_stats_have_exactly_the_entries_of_the_glossary(seen: Seen) -> None:
     assert sorted({entry_of(path) for path in seen.stats} ^ STATS.keys()) == []
 
