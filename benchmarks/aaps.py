@@ -166,7 +166,7 @@ def training_of(case: Run, options: argparse.Namespace) -> Training:
 def outcome(case: Run, metrics: list[Metrics]) -> Run:
     """The stored result of a run; its curve has steps, return, pulls per worker, bytes of weights and of probes."""
     lines = [line for line in metrics if "sync/pulls_per_worker" in line]
-    counters, restarts = summed(lines, ("sync/pulls_per_worker", "sync/weights_bytes", "sync/probe_bytes"))
+    counters, restarts = summed(lines, ("sync/pulls_per_worker", "bytes/weights_sent", "bytes/probes_sent"))
     points = [
         [line["step"], round(line.get("env/return_mean", 0.0), 1), pulls, weights, probes]
         for line, (pulls, weights, probes) in zip(lines, counters, strict=True)
@@ -175,7 +175,7 @@ def outcome(case: Run, metrics: list[Metrics]) -> Run:
     return {
         **case,
         "steps": lines[-1]["step"],
-        "versions": lines[-1]["version"],
+        "versions": lines[-1]["train/actor/current_version"],
         "seconds": round(lines[-1]["seconds"], 1),
         "continued": restarts,
         "curve": [*points[:-1:every], points[-1]],

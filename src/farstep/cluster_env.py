@@ -407,7 +407,7 @@ class ClusterEnv:
         """Return counters and rates of the run. Launches the workers if necessary.
 
         Returns:
-            Plain data by name; docs/guide.md lists the names.
+            Plain data by name; docs/metrics.md lists the names.
 
         Raises:
             FarstepError: The workers could not be started, or the `ClusterEnv` is closed.

@@ -369,7 +369,7 @@ def test_a_sync_rule_decides_which_version_acts() -> None:
             agent.table[:] = k % 3
             versions.append(set(env.collect(agent, steps=2)["version"].flat))
         assert versions == [{0}, {0}, {0}, {3}, {3}, {3}, {6}, {6}]
-        assert env.stats()["weight_syncs"] == {"total": 6, "per_worker": [3, 3]}
+        assert env.stats()["pulls"] == {"total": 6, "per_worker": [3, 3]}
 
 
 # ---- streams ----
@@ -571,7 +571,7 @@ def test_stats_has_every_counter_of_the_design() -> None:
         assert stats["steps_per_second"] > 0
         workers = {"alive": 2, "starting": 0, "parked": 0, "lost": 0, "restarts": 0}
         assert workers.items() <= stats["workers"].items()
-        assert stats["weight_syncs"] == {"total": 2, "per_worker": [1, 1]}
+        assert stats["pulls"] == {"total": 2, "per_worker": [1, 1]}
         assert stats["bytes"].keys() == {"weights_sent", "probes_sent", "rollouts_received"}
         assert stats["bytes"]["rollouts_received"] > 90 * 3 * 4
         assert stats["versions"] == {

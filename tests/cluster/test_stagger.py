@@ -400,7 +400,7 @@ def test_an_environment_that_raises_goes_back_to_its_place() -> None:
         stagger = {"horizon": H, "groups": 4}
         with cluster(PoisonEnv, envs=N, config=config, env_kwargs=kwargs, stagger=stagger) as env:
             found = collected(env, 8)
-            assert env.stats()["dropped"]["environment failed"] == 2
+            assert env.stats()["dropped"]["environment_failed"] == 2
         np.testing.assert_array_equal(phases(found), (np.arange(8 * K)[:, None] + np.arange(N) * 4 // N * 5) % H)
         for slot in (3, 6):
             assert found["obs"][0, slot, 0] == CountingEnv().reset(seed=episode_seed(5, slot, 1))[0][0]

@@ -227,8 +227,8 @@ def test_loading_weights_is_measured(clock: VirtualClock) -> None:
             env.publish(agent)
             env.collect(agent, steps=2)
         stats = env.stats()
-    assert stats["time"]["workers"]["weights"] == pytest.approx(0.05 * stats["weight_syncs"]["total"])
-    assert stats["weight_syncs"]["total"] == 3
+    assert stats["time"]["workers"]["weights"] == pytest.approx(0.05 * stats["pulls"]["total"])
+    assert stats["pulls"]["total"] == 3
 
 
 def test_evaluating_probes_of_aaps_is_inference(clock: VirtualClock) -> None:

@@ -157,5 +157,5 @@ def test_a_run_that_was_killed_and_resumed_equals_one_that_was_not(
     for name, array in first.items():
         np.testing.assert_array_equal(array, second[name], err_msg=name)
     rows = [[json.loads(line) for line in (run / "metrics.jsonl").open()] for run in (whole, killed)]
-    for key in ("step", "update", "version", "train/actor/policy_loss", "env/episodes"):
+    for key in ("step", "update", "train/actor/current_version", "train/actor/policy_loss", "env/episodes"):
         assert [row[key] for row in rows[0]] == [row[key] for row in rows[1]], key

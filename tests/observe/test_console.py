@@ -31,7 +31,7 @@ from farstep.testing import FakeClock
 
 METRICS = {
     "update": 25,
-    "version": 24,
+    "train/actor/current_version": 24,
     "env/return_mean": 123.4,
     "env/length_mean": 99.5,
     "rate/steps_per_second": 8210.3,
@@ -41,7 +41,7 @@ METRICS = {
     "time/collect": 0.61,
     "time/actor_training": 0.37,
     "sync/pulls_per_worker": 150,
-    "sync/weights_bytes": 42e6,
+    "bytes/weights_sent": 42e6,
     "workers/alive": 8,
     "workers/restarts": 0,
 }

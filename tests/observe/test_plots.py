@@ -109,8 +109,8 @@ def test_a_plot_shows_return_throughput_and_staleness(tmp_path: Path, monkeypatc
     assert [axes.get_title(loc="left") for axes in figures[0].axes] == [
         "Return",
         "Return over time",
-        "Throughput in steps per second",
-        "Staleness in policy versions",
+        "Speed in steps/s",
+        "Staleness in versions",
     ]
     assert by_steps.get_xlabel() == speed.get_xlabel() == lag.get_xlabel() == "environment steps"
     assert by_time.get_xlabel() == "wall-clock minutes"
@@ -149,8 +149,8 @@ def test_there_is_no_panel_for_what_did_not_happen(tmp_path: Path, monkeypatch) 
         plot([run.path], tmp_path / "a.png")
     assert [titles(figure) for figure in figures] == [
         ["Return"],
-        ["Return", "Return over time", "Throughput in steps per second"],
-        ["Return", "Staleness in policy versions"],
+        ["Return", "Return over time", "Speed in steps/s"],
+        ["Return", "Staleness in versions"],
         ["Return"],
         ["Return", "Worker restarts so far"],
         ["Return", "Dropped chunks per update"],

@@ -25,6 +25,7 @@ Inspect the result:
   farstep eval runs/NAME --episodes 100     mean and spread of the return
   farstep watch runs/NAME                   render episodes to a video
   farstep plot runs/NAME runs/OTHER         plot return, throughput and staleness
+  farstep metrics lag/                      explain metrics by a part of their name
 
 Prepare a cluster:
   farstep doctor --launcher slurm --nodes 4 check nodes, network and versions
@@ -34,7 +35,7 @@ Prepare a cluster:
 Options: 'farstep COMMAND --help', for example 'farstep train ppo --help' or
 'farstep train ppo --launcher slurm --help'. Version: 'farstep --version'.
 """
-_COMMANDS = ("train", "eval", "watch", "plot", "doctor", "slurm", "kubernetes")
+_COMMANDS = ("train", "eval", "watch", "plot", "metrics", "doctor", "slurm", "kubernetes")
 _LAUNCHING = ("train", "eval", "doctor")
 
 

@@ -14,7 +14,7 @@ from farstep.batch import Batch
 from farstep.head.chunks.incoming_chunks import EarlyPart
 from farstep.head.collector import Collector
 from farstep.head.members.worker_records import WorkerRecord
-from farstep.head.tickets.records import AcceptedChunk, FeedPlan
+from farstep.head.tickets.records import AcceptedChunk, DropCause, FeedPlan
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ class Feed:
         with self._server.locked():
             return self._server.tickets.pending(worker)
 
-    def consumed(self, worker: int, chunks: int, dropped: str | None = None) -> None:
+    def consumed(self, worker: int, chunks: int, dropped: DropCause | None = None) -> None:
         """Record that the learner is done with some chunks of a worker, or that they were dropped for a cause."""
         with self._server.locked():
             self._server.tickets.consumed(worker, chunks, dropped)

@@ -471,11 +471,11 @@ class Server:
         elif failure.ticket is None:
             self.supervisor.emit_failure("lost", error)
         elif not failure.again:
-            if self.tickets.give_back(record.worker, failure.ticket, "environment failed"):
+            if self.tickets.give_back(record.worker, failure.ticket, "environment_failed"):
                 self._client.on_error(record, failure, error)
         elif isinstance(error, (AgentError, ConfigError)):
             self.fail(error)  # neither is fixed by a retry
-        elif self.tickets.retry(record.worker, failure.ticket, "environment failed"):
+        elif self.tickets.retry(record.worker, failure.ticket, "environment_failed"):
             self.supervisor.act_on(membership.Failed(record.worker))
             if self._failure is None:
                 self.supervisor.emit_failure("warned", error, "; continuing with the next episodes")

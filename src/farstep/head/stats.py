@@ -29,7 +29,7 @@ class Counters:
     def __init__(self, num_workers: int) -> None:
         self.steps = self.chunks = self.episodes = self.stagger_steps = 0
         self.weights_sent = self.probes_sent = self.rollouts_received = 0
-        self.syncs = [0] * num_workers
+        self.pulls = [0] * num_workers
         self.divergence: dict[int, float] = {}
         self.receive_s = 0.0
         """Seconds in which the head copied arrays of workers without shared memory."""
@@ -51,7 +51,7 @@ class Counters:
         """Count what a worker reports with a chunk, cancelled or not: pulls, waiting times and divergence."""
         if chunk.divergence is not None:
             self.divergence[worker] = chunk.divergence
-        self.syncs[worker] += chunk.syncs
+        self.pulls[worker] += chunk.syncs
         self.weights_sent += chunk.synced_bytes
         self.workers.add(worker, chunk.times)
         self.stagger_steps += chunk.stagger_steps
@@ -100,7 +100,7 @@ class Counters:
                 "steps_per_second": self.workers.rates(now),
             },
             "nodes": server.supervisor.launcher.nodes(),
-            "weight_syncs": {"total": sum(self.syncs), "per_worker": list(self.syncs)},
+            "pulls": {"total": sum(self.pulls), "per_worker": list(self.pulls)},
             "bytes": {
                 "weights_sent": self.weights_sent,
                 "probes_sent": self.probes_sent,

@@ -194,7 +194,6 @@ class AsyncPPO(OnPolicy):
             behave_weight_lower=config.behave_weight_lower,
             denominator=config.denominator,
             versions=minibatch["version"],
-            current_version=self._version + 1,
         )
         value_loss, critic = losses.value_loss(
             evaluation.value,

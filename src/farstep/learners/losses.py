@@ -84,7 +84,6 @@ def decoupled_ppo(
     behave_weight_lower: float | None = None,
     denominator: Denominator = "valid",
     versions: Tensor | None = None,
-    current_version: int | None = None,
 ) -> tuple[Tensor, Metrics]:
     """Compute the decoupled PPO loss for rows of an older policy (Hilton et al. 2022).
 
@@ -110,7 +109,6 @@ def decoupled_ppo(
         denominator: `"valid"` divides by the number of valid rows; `"kept"` divides by the number of rows that were not
             excluded, so that the remaining rows gain weight as more are excluded.
         versions: Version of the policy that acted in each row; only reported, as `average_version`.
-        current_version: Version that the update produces; only reported.
 
     Returns:
         The loss, which has a gradient with respect to `logprob` only, and metrics by name.
@@ -156,8 +154,6 @@ def decoupled_ppo(
     if versions is not None:
         _check_shapes(logprob, versions=versions)
         metrics["average_version"] = counted.means({"": versions.double()})[""].to(loss.dtype)
-    if current_version is not None:
-        metrics["current_version"] = torch.full_like(loss.detach(), float(current_version))
     return loss, metrics
 
 

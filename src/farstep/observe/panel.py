@@ -15,7 +15,20 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from farstep.observe.run_status import RETURN, RunStatus, data_size, duration, number, percent
+from farstep.observe.glossary import METRICS
+from farstep.observe.run_status import (
+    EVALUATION,
+    RESTARTS,
+    RETURN,
+    SPEED,
+    STALENESS,
+    RunStatus,
+    data_size,
+    duration,
+    label,
+    number,
+    percent,
+)
 
 _BARS = "▁▂▃▄▅▆▇█"
 _SHADES = "█▓▒░"
@@ -87,20 +100,20 @@ def panel(
         grid.add_row("", Text("waiting for the first update", style="dim"))
     if RETURN in latest:
         text = Text(f"{number(latest[RETURN])}  ", style="bold").append(_sparkline(status.returns), style="green")
-        _add(text, "   length", latest.get("env/length_mean"), number)
-        grid.add_row("return", text)
-    if "eval/return_mean" in latest:
-        text = Text(number(latest["eval/return_mean"]), style="bold")
+        _add(text, f"   {label('env/length_mean')}", latest.get("env/length_mean"), number)
+        grid.add_row(label(RETURN), text)
+    if EVALUATION in latest:
+        text = Text(number(latest[EVALUATION]), style="bold")
         _add(text, " ±", latest.get("eval/return_std"), number)
         _add(text, "   version", latest.get("eval/version"), "{:,.0f}".format)
-        grid.add_row("evaluation", text)
-    if "rate/steps_per_second" in latest:
-        text = Text(f"{latest['rate/steps_per_second']:,.0f} steps/s")
-        grid.add_row("speed", text.append(f"   {duration(elapsed_s)} so far", style="dim"))
-    if "lag/versions_mean" in latest:
-        text = Text(f"{latest['lag/versions_mean']:.2f} versions")
+        grid.add_row(label(EVALUATION), text)
+    if SPEED in latest:
+        text = Text(f"{latest[SPEED]:,.0f} {METRICS[SPEED].unit}")
+        grid.add_row(label(SPEED), text.append(f"   {duration(elapsed_s)} so far", style="dim"))
+    if STALENESS in latest:
+        text = Text(f"{latest[STALENESS]:.2f} {METRICS[STALENESS].unit}")
         _add(text, "   at most", latest.get("lag/versions_max"), "{:,.0f}".format)
-        grid.add_row("staleness", text)
+        grid.add_row(label(STALENESS), text)
     if weights := _weights(status):
         grid.add_row("weights", weights)
     if "workers/alive" in latest or status.dropped():
@@ -155,12 +168,12 @@ def _sparkline(values: Sequence[float], width: int = _SPARKLINE_WIDTH) -> str:
 def _weights(status: RunStatus) -> str:
     latest = status.latest
     parts = []
-    if "version" in latest:
-        parts.append(f"version {latest['version']:,.0f}")
-    if "sync/pulls_per_worker" in latest:
-        parts.append(f"{latest['sync/pulls_per_worker']:,.0f} pulls per worker")
-    if "sync/weights_bytes" in latest:
-        parts.append(data_size(latest["sync/weights_bytes"]))
+    if (version := "train/actor/current_version") in latest:
+        parts.append(f"{label(version)} {latest[version]:,.0f}")
+    if (pulls := "sync/pulls_per_worker") in latest:
+        parts.append(f"{latest[pulls]:,.0f} {label(pulls)}")
+    if "bytes/weights_sent" in latest:
+        parts.append(data_size(latest["bytes/weights_sent"]))
     return "   ".join(parts)
 
 
@@ -168,8 +181,8 @@ def _workers(status: RunStatus) -> Text:
     latest = status.latest
     text = Text()
     if "workers/alive" in latest:
-        text.append(f"{latest['workers/alive']:,.0f} alive")
-    if (restarts := latest.get("workers/restarts")) is not None:
+        text.append(f"{latest['workers/alive']:,.0f} {label('workers/alive')}")
+    if (restarts := latest.get(RESTARTS)) is not None:
         text.append(f"   {restarts:,.0f} restart{'' if restarts == 1 else 's'}", style="yellow" if restarts else "dim")
     if dropped := status.dropped():
         causes = ", ".join(f"{cause} {count:,}" for cause, count in dropped.items())

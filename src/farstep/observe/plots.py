@@ -13,6 +13,8 @@ from farstep.errors import ConfigError, RunError
 from farstep.observe.curves import Curve, Group, common_range, read_groups, smoothed, stacked
 from farstep.observe.extras import require
 from farstep.observe.files import replacing
+from farstep.observe.glossary import METRICS
+from farstep.observe.run_status import EVALUATION, RESTARTS, RETURN, SPEED, STALENESS, label
 
 _FORMATS = (".png", ".svg", ".pdf")
 # Okabe and Ito's palette for colour-blind readers, without yellow, which is hard to see on paper.
@@ -25,7 +27,7 @@ _SHOWN_RAW = 3
 _LEGEND_CHARACTERS = 120
 _RATE_UPDATES = 10
 """Smallest number of updates over which a rate is measured, in runs of at least 50."""
-_RETURN, _EVALUATION = "env/return_mean", "eval/return_mean"
+_OLDEST = "lag/versions_max"
 _STYLE = {
     "font.size": 10,
     "axes.edgecolor": "#bbbbbb",
@@ -125,11 +127,11 @@ class _Drawing:
     def _panels(self) -> Iterator[tuple[bool, Callable[[Any], None]]]:
         """Yield whether something happened, and what draws it."""
         for x, panel in (("step", self._return_by_steps), ("seconds", self._return_by_time)):
-            yield any(group.curves(name, x) for group in self._groups for name in (_RETURN, _EVALUATION)), panel
+            yield any(group.curves(name, x) for group in self._groups for name in (RETURN, EVALUATION)), panel
         yield any(self._speeds(group) for group in self._groups), self._throughput
-        yield self._positive(lambda group: group.curves("lag/versions_max")), self._staleness
+        yield self._positive(lambda group: group.curves(_OLDEST)), self._staleness
         yield self._positive(lambda group: group.increases("dropped/")), self._dropped
-        yield self._positive(lambda group: group.curves("workers/restarts")), self._restarts
+        yield self._positive(lambda group: group.curves(RESTARTS)), self._restarts
 
     def _positive(self, curves: Callable[[Group], list[Curve]]) -> bool:
         return any((ys > 0).any() for group in self._groups for _, ys in curves(group))
@@ -154,38 +156,38 @@ class _Drawing:
     # ---- panels ----
 
     def _return_by_steps(self, axes: Any) -> None:
-        self._averaged(axes, "Return", lambda group: group.curves(_RETURN))
+        self._averaged(axes, METRICS[RETURN].title, lambda group: group.curves(RETURN))
         self._evaluations(axes, "step")
 
     def _return_by_time(self, axes: Any) -> None:
-        self._averaged(axes, "Return over time", lambda group: group.curves(_RETURN, "seconds"))
+        self._averaged(axes, f"{METRICS[RETURN].title} over time", lambda group: group.curves(RETURN, "seconds"))
         self._evaluations(axes, "seconds")
         self._clock(axes)
 
     def _throughput(self, axes: Any) -> None:
-        self._heading(axes, "Throughput in steps per second")
+        self._heading(axes, METRICS[SPEED].title)
         for position, group in enumerate(self._groups):
             self._line(axes, self._speeds(group, 1), self._speeds(group), self._style(position))
         axes.yaxis.set_major_formatter(_thousands)
         axes.set_ylim(bottom=0)
 
     def _staleness(self, axes: Any) -> None:
-        self._averaged(axes, "Staleness in policy versions", lambda group: group.curves("lag/versions_mean"))
+        self._averaged(axes, METRICS[STALENESS].title, lambda group: group.curves(STALENESS))
         self._oldest(axes)
         top = max(1.0, axes.get_ylim()[1])
         axes.set_ylim(-0.02 * top, top)  # keeps a line at zero apart from the axis
 
     def _dropped(self, axes: Any) -> None:
-        self._heading(axes, "Dropped chunks per update")
+        self._heading(axes, f"Dropped {METRICS['dropped/stale'].unit} per update")
         for position, group in enumerate(self._groups):
             averages = [smoothed(curve, self._rate_window(len(curve[0]))) for curve in group.increases("dropped/")]
             self._line(axes, averages, averages, self._style(position))
         axes.set_ylim(bottom=0)
 
     def _restarts(self, axes: Any) -> None:
-        self._heading(axes, "Worker restarts so far")
+        self._heading(axes, f"Worker {label(RESTARTS)} so far")
         for position, group in enumerate(self._groups):
-            raw = group.curves("workers/restarts")
+            raw = group.curves(RESTARTS)
             self._line(axes, raw, raw, self._style(position))
         axes.set_ylim(bottom=0)
         axes.yaxis.get_major_locator().set_params(integer=True)
@@ -237,7 +239,7 @@ class _Drawing:
         """Draw the return of evaluations as dots: the mean over seeds, at the steps of the run with the fewest."""
         shown = False
         for position, group in enumerate(self._groups):
-            curves = group.curves(_EVALUATION, x)
+            curves = group.curves(EVALUATION, x)
             if not curves:
                 continue
             grid = min((xs for xs, _ in curves), key=len)
@@ -250,14 +252,14 @@ class _Drawing:
             shown = True
         if shown:
             axes.plot([], [], color=_INK, label="training")
-            axes.plot([], [], "o", color=_INK, markersize=4.5, label="evaluation")
+            axes.plot([], [], "o", color=_INK, markersize=4.5, label=label(EVALUATION))
             axes.legend(loc="best", fontsize=9)
 
     def _oldest(self, axes: Any) -> None:
         """Draw the maximum staleness of each update, unless it equals the mean."""
         shown = False
         for position, group in enumerate(self._groups):
-            oldest, means = group.curves("lag/versions_max"), group.curves("lag/versions_mean")
+            oldest, means = group.curves(_OLDEST), group.curves(STALENESS)
             if not oldest or all(np.array_equal(a[1], b[1]) for a, b in zip(oldest, means, strict=False)):
                 continue
             grid, values = stacked(oldest)
@@ -265,7 +267,7 @@ class _Drawing:
             shown = True
         if shown:
             axes.plot([], [], color=_INK, label="mean")
-            axes.plot([], [], ":", color=_INK, linewidth=1.1, label="oldest row")
+            axes.plot([], [], ":", color=_INK, linewidth=1.1, label=label(_OLDEST))
             axes.legend(loc="best", fontsize=9)
 
     def _clock(self, axes: Any) -> None:
@@ -273,7 +275,7 @@ class _Drawing:
         ends = [
             curve[0][-1]
             for group in self._groups
-            for name in (_RETURN, _EVALUATION)
+            for name in (RETURN, EVALUATION)
             for curve in group.curves(name, "seconds")
         ]
         longest = max(ends, default=0.0)

@@ -6,12 +6,18 @@ import math
 from collections import deque
 from collections.abc import Mapping
 
+from farstep.observe.glossary import METRICS
+
 _HISTORY = 256
 _RECENT_UPDATES = 20
 
-RETURN = "env/return_mean"
-_PHASES = {"recompute_logprobs": "recompute", "actor_training": "train"}
-"""Short names of phases whose names are too long for the display."""
+RETURN, EVALUATION, SPEED, STALENESS = (
+    "env/return_mean",
+    "eval/return_mean",
+    "rate/steps_per_second",
+    "lag/versions_mean",
+)
+RESTARTS = "workers/restarts"
 
 
 class RunStatus:
@@ -80,7 +86,7 @@ class RunStatus:
             for name, seconds in times.items():
                 sums[name] = sums.get(name, 0.0) + max(seconds, 0.0)
         whole = sums.pop("step", 0.0)
-        parts = {_PHASES.get(name, name): seconds for name, seconds in sums.items()}
+        parts = {phase_label(name): seconds for name, seconds in sums.items()}
         if whole > sum(parts.values()):
             parts["other"] = whole - sum(parts.values())
         total = sum(parts.values())
@@ -107,16 +113,13 @@ def line(status: RunStatus, now_s: float, diagnosis: str | None = None) -> str:
     parts = [f"steps {status.step:,} of {status.total_steps:,} ({percent(status.fraction)})"]
     if status.fraction < 1 and (left := status.seconds_left(now_s)) is not None:
         parts.append(f"{duration(left)} left")
-    if RETURN in latest:
-        parts.append(f"return {number(latest[RETURN])}")
-    if "eval/return_mean" in latest:
-        parts.append(f"evaluation {number(latest['eval/return_mean'])}")
-    if "rate/steps_per_second" in latest:
-        parts.append(f"{latest['rate/steps_per_second']:,.0f} steps/s")
-    if "lag/versions_mean" in latest:
-        parts.append(f"staleness {latest['lag/versions_mean']:.1f}")
-    if restarts := int(latest.get("workers/restarts", 0)):
-        parts.append(f"restarts {restarts}")
+    parts += [f"{label(name)} {number(latest[name])}" for name in (RETURN, EVALUATION) if name in latest]
+    if SPEED in latest:
+        parts.append(f"{latest[SPEED]:,.0f} {METRICS[SPEED].unit}")
+    if STALENESS in latest:
+        parts.append(f"{label(STALENESS)} {latest[STALENESS]:.1f}")
+    if restarts := int(latest.get(RESTARTS, 0)):
+        parts.append(f"{label(RESTARTS)} {restarts}")
     if dropped := sum(status.dropped().values()):
         parts.append(f"dropped {dropped:,}")
     if shares := " ".join(f"{name} {percent(share)}" for name, share in status.shares().items() if share >= 0.02):
@@ -124,6 +127,17 @@ def line(status: RunStatus, now_s: float, diagnosis: str | None = None) -> str:
     if diagnosis:
         parts.append(" ".join(diagnosis.split()))
     return " · ".join(parts)
+
+
+def label(name: str) -> str:
+    """Return the short name of a metric of farstep."""
+    return METRICS[name].short_name
+
+
+def phase_label(phase: str) -> str:
+    """Return the short name of a phase of an update, which may be one of a user's learner."""
+    metric = METRICS.get(f"time/{phase}")
+    return metric.short_name if metric is not None else phase
 
 
 def number(value: float) -> str:

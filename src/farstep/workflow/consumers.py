@@ -7,12 +7,13 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from farstep.agents.update_gate import Turn, UpdateGate
 from farstep.buffer.replay import Buffer
 from farstep.core import Agent
 from farstep.errors import ClosedError, FarstepError
+from farstep.head.tickets.records import DropCause
 from farstep.workflow.delivery import Direct, LocalQueue
 from farstep.workflow.dispatch import Delivery, Message, extended
 from farstep.workflow.ledger import Actor, Ledger
@@ -156,7 +157,7 @@ class Guard:
         failed.difference_update(found)
         return [message["trigger_id"] for message in done]
 
-    def _finish(self, message: Message, unhandled: str | None) -> None:
+    def _finish(self, message: Message, unhandled: DropCause | Literal[""] | None) -> None:
         """Free the rows of a done message.
 
         `unhandled` is the reason if it was not handled: "stale", "cancelled" or "" (the consumer raised); else None.
@@ -221,7 +222,7 @@ class ConsumerThread:
 
     def __init__(self, flow: Flow, consumer: Consumer, queue: LocalQueue) -> None:
         self._flow, self._consumer, self.queue = flow, consumer, queue
-        self.unhandled: dict[int, str] = {}
+        self.unhandled: dict[int, DropCause | Literal[""]] = {}
         """By `id(message)`, why messages were not handled."""
         self.guard: Guard | None = None
         self.name = ""

@@ -14,6 +14,7 @@ import numpy as np
 from farstep.batch import Batch, side_by_side
 from farstep.buffer.replay import Buffer
 from farstep.errors import ConfigError, FarstepError
+from farstep.head.tickets.records import DropCause
 from farstep.workflow.dispatch import Message
 from farstep.workflow.ledger import Ledger
 from farstep.workflow.partial_chunks import PartialChunks
@@ -60,7 +61,7 @@ class RowRetention:
         buffer: Buffer,
         ledger: Ledger,
         triggers: Sequence[DataKeyTrigger],
-        freed: Callable[[int, int, str | None], None],
+        freed: Callable[[int, int, DropCause | None], None],
     ) -> None:
         self._buffer, self._ledger, self._freed = buffer, ledger, freed
         self._windows = Windows(buffer)
@@ -92,7 +93,7 @@ class RowRetention:
     def _unread_from(self, actor: int) -> int:
         return min(holder.unread_from(actor) for holder in self.holders)
 
-    def free(self, actors: set[int], dropped: str | None = None) -> None:
+    def free(self, actors: set[int], dropped: DropCause | None = None) -> None:
         """Free the rows of these actors that no holder needs; `dropped` is the reason if they were dropped unread."""
         self._mark(actors)
         for actor in actors if self.holders else ():
@@ -122,7 +123,7 @@ class RowRetention:
         """Free the rows of the incomplete window of an actor that has left."""
         for holder in self.holders:
             holder.left(self._ledger, actor)
-        self.free({actor}, "worker left")
+        self.free({actor}, "worker_left")
 
     def batch(self, message: Message) -> Batch:
         """Return the rows that a message names.

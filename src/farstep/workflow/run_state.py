@@ -10,6 +10,7 @@ from farstep.buffer.replay import Buffer
 from farstep.core import Agent
 from farstep.head.collector import Collector
 from farstep.head.feed import Feed
+from farstep.head.tickets.records import DropCause
 from farstep.workflow.dispatch import Message
 from farstep.workflow.ledger import Ledger
 from farstep.workflow.row_retention import RowRetention, windows_of
@@ -33,7 +34,7 @@ class RunState:
         buffer: Buffer,
         max_staleness: int | None,
         consuming: Sequence[DataKeyTrigger],
-        freed: Callable[[int, int, str | None], None],
+        freed: Callable[[int, int, DropCause | None], None],
     ) -> None:
         self.agent, self.buffer = agent, buffer
         self.ledger = Ledger(now=time.monotonic())

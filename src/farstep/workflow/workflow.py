@@ -30,7 +30,7 @@ from farstep.errors import ClosedError, ConfigError, FarstepError, described
 from farstep.head.chunks.incoming_chunks import EarlyPart
 from farstep.head.collector import Collector
 from farstep.head.feed import Feed
-from farstep.head.tickets.records import AcceptedChunk
+from farstep.head.tickets.records import AcceptedChunk, DropCause
 from farstep.workflow.binding import bind_buffer, check_limiter, check_triggers
 from farstep.workflow.consumers import Consumer, ConsumerThread, Guard, Publisher, name_of
 from farstep.workflow.counters import buffer_counters, limiter_counters, trigger_counters
@@ -501,7 +501,7 @@ class Workflow:
                 "that would make room. Widen the limiter, raise capacity, or lower a trigger's n or size."
             )
 
-    def _freed(self, worker: int, chunks: int, dropped: str | None) -> None:
+    def _freed(self, worker: int, chunks: int, dropped: DropCause | None) -> None:
         """Handle chunks that are no longer needed; `dropped` is the reason if they were not consumed."""
         if dropped is not None:
             self._requests.dropped(worker, chunks)

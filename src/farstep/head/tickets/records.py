@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
+
+DropCause = Literal["stale", "cancelled", "worker_lost", "worker_left", "environment_failed"]
+"""Why a ticket or a chunk is dropped; `ClusterEnv.stats` counts them by cause."""
 
 
 @dataclass(frozen=True)

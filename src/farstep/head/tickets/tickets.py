@@ -19,7 +19,7 @@ from itertools import islice
 from typing import Any
 
 from farstep.head.tickets.presence import Presence
-from farstep.head.tickets.records import AcceptedChunk, FeedPlan, IssuedTicket
+from farstep.head.tickets.records import AcceptedChunk, DropCause, FeedPlan, IssuedTicket
 from farstep.head.tickets.session import CollectionSession
 from farstep.head.tickets.worker_queue import TICKETS_PER_WORKER, WorkerQueue
 
@@ -55,7 +55,7 @@ class Tickets:
         self._queue: WorkerQueue | None = None
         """Order in which workers get tickets, in a session without rounds."""
         self.issued = self.delivered = 0
-        self.dropped: Counter[str] = Counter()
+        self.dropped: Counter[DropCause] = Counter()
         """Tickets and chunks dropped so far, by cause."""
 
     def lanes_needed(
@@ -253,7 +253,7 @@ class Tickets:
 
     # ---- workers that fail, leave and join ----
 
-    def give_back(self, worker: int, seq: int, cause: str) -> bool:
+    def give_back(self, worker: int, seq: int, cause: DropCause) -> bool:
         """Reclaim a ticket that the worker could not complete, and reissue it later."""
         issued = self._outstanding.get(seq)
         if issued is None or issued.worker != worker:
@@ -262,7 +262,7 @@ class Tickets:
         self._drop(issued, cause)
         return True
 
-    def retry(self, worker: int, seq: int, cause: str) -> bool:
+    def retry(self, worker: int, seq: int, cause: DropCause) -> bool:
         """Count an attempt that failed: the worker itself retries the ticket, before its later ones."""
         issued = self._outstanding.get(seq)
         if issued is None or issued.worker != worker:
@@ -275,7 +275,7 @@ class Tickets:
         """Reclaim the open tickets of a lost worker; its accepted chunks stay."""
         for issued in [self._outstanding[seq] for seq in self._open[worker]]:
             self._close(issued)
-            self._drop(issued, "worker lost")
+            self._drop(issued, "worker_lost")
 
     def _close(self, issued: IssuedTicket) -> None:
         del self._outstanding[issued.seq]
@@ -316,7 +316,7 @@ class Tickets:
             if worker not in self.presence.absent and session.since.get(worker, 0) <= session.taken
         }
 
-    def _drop(self, issued: IssuedTicket, cause: str) -> None:
+    def _drop(self, issued: IssuedTicket, cause: DropCause) -> None:
         self.dropped[cause] += 1
         session = self._session
         if session is None:
@@ -364,7 +364,7 @@ class Tickets:
             self._session.lanes[accepted.ticket.worker].append(accepted.ticket.lane)
             self._touch(accepted.ticket.worker)
 
-    def consumed(self, worker: int, chunks: int, dropped: str | None = None) -> None:
+    def consumed(self, worker: int, chunks: int, dropped: DropCause | None = None) -> None:
         """Record that the learner is done with some chunks of a feed, or that they were dropped for a cause."""
         session = self._session
         if session is not None:

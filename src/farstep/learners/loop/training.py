@@ -252,15 +252,15 @@ class Training:
         progress, stats = self.progress, self._env.stats()
         report: dict[str, float] = {
             "update": progress.updates,
-            "version": stats["versions"]["current"],
+            "train/actor/current_version": stats["versions"]["current"],
             "seconds": progress.seconds,
             "env/episodes": progress.episodes,
             "rate/steps_per_second": progress.steps / max(progress.seconds, 1e-9),
             "lag/versions_mean": float(lag.mean()) if lag.size else 0.0,
             "lag/versions_max": float(lag.max(initial=0)),
-            "sync/pulls_per_worker": stats["weight_syncs"]["total"] / self._env.num_workers,
-            "sync/weights_bytes": stats["bytes"]["weights_sent"],
-            "sync/probe_bytes": stats["bytes"]["probes_sent"],
+            "sync/pulls_per_worker": stats["pulls"]["total"] / self._env.num_workers,
+            "bytes/weights_sent": stats["bytes"]["weights_sent"],
+            "bytes/probes_sent": stats["bytes"]["probes_sent"],
             "workers/alive": stats["workers"]["alive"],
             "workers/restarts": stats["workers"]["restarts"],
         }
@@ -270,7 +270,7 @@ class Training:
         if divergences := list(stats["divergence"].values()):
             report["sync/divergence_mean"] = float(np.mean(divergences))
             report["sync/divergence_max"] = max(divergences)
-        report |= {f"dropped/{cause.replace(' ', '_')}": count for cause, count in stats["dropped"].items() if count}
+        report |= {f"dropped/{cause}": count for cause, count in stats["dropped"].items() if count}
         report |= {f"train/{name}": value for name, value in metrics.items()}
         report |= self._evaluation()
         report |= self._timer.take() | {"time/step": progress.seconds - self._reported_s}
