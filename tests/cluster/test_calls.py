@@ -258,7 +258,7 @@ class CountedEnv(CountingEnv):
 
 
 @TRANSPORTS
-def test_a_worker_drops_a_ticket_that_was_taken_back(transport: str) -> None:
+def test_a_worker_drops_a_reclaimed_ticket(transport: str) -> None:
     with cluster(CountedEnv, envs=1, transport=transport) as env:
         agent = TableAgent()
         env.collect(agent, steps=1)

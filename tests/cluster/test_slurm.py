@@ -403,7 +403,7 @@ def test_the_job_ends_as_its_daemons_did(tmp_path: Path, status: int) -> None:
     assert done.returncode == status
 
 
-def test_a_job_whose_nodes_are_taken_back_stays_whatever_setup_says(tmp_path: Path) -> None:
+def test_a_job_whose_nodes_are_reclaimed_stays_whatever_setup_says(tmp_path: Path) -> None:
     """SLURM would not queue it again if it ended by itself."""
     for name, line in (("srun", "exit 75"), ("sleep", f"echo $* > {tmp_path}/slept")):
         (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")

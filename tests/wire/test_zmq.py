@@ -277,7 +277,7 @@ def test_a_worker_does_not_talk_to_another_head(hub: Hub) -> None:
     assert settle(hub, hub.admit(0, 0), server_key=KeyPair.fresh().public) == ("refused", [])
 
 
-def test_a_key_is_taken_back_with_its_worker(hub: Hub) -> None:
+def test_a_key_is_revoked_with_its_worker(hub: Hub) -> None:
     old = hub.admit(0, 0)
     new = hub.admit(0, 1)
     assert settle(hub, old) == ("refused", [])
