@@ -251,7 +251,7 @@ def page(document: dict[str, Any]) -> str:
         f"{settings['workers']} workers with {settings['envs_per_worker']} environments each over TCP, "
         f"{settings['num_steps']} steps per rollout, {settings['epochs']} epochs, {steps:,} steps ({versions} "
         f"versions), {machines(document)}. Final return: the mean of the evaluations in the last tenth of the steps, ± "
-        "the deviation over seeds (`results/aaps-ppo.json`)."
+        "the standard deviation over seeds (`results/aaps-ppo.json`)."
     )
     if continued_times := max(run["continued"] for run in document["runs"]):
         often = "once" if continued_times == 1 else f"up to {continued_times} times"
@@ -277,7 +277,7 @@ def verdict(document: dict[str, Any]) -> str:
         said = [f"δ = {', '.join(deltas)}: {words}" for words, deltas in groups.items()]
         if said:
             spread = f"{min(always):.0f} to {max(always):.0f}"
-            sentences.append(f"With the {loss} loss, beside δ = 0 ({spread} over its seeds): {'; '.join(said)}.")
+            sentences.append(f"With the {loss} loss, compared with δ = 0 ({spread} over its seeds): {'; '.join(said)}.")
     return " ".join(sentences) or "There are too few seeds to compare thresholds."
 
 

@@ -51,7 +51,7 @@ class Args:
 
 
 class ActorCritic(nn.Module):
-    """The agent, which workers get a copy of; any object with `act` and `get_parameters` can be one."""
+    """The agent; every worker gets a copy. Any object with `act` and `get_parameters` can be an agent."""
 
     def __init__(self, obs_size: int, num_actions: int) -> None:
         super().__init__()

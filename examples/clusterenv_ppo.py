@@ -70,7 +70,7 @@ class Args:
 
 
 class Agent(nn.Module):
-    """The agent, which workers get a copy of. It records `logits`, which the divergence of policies needs."""
+    """The agent; every worker gets a copy. It returns `logits`, from which farstep computes the divergence."""
 
     def __init__(self, obs_size: int, num_actions: int) -> None:
         super().__init__()

@@ -42,7 +42,7 @@ def interrupted(after_s: float, call: Callable[[], object]) -> None:
 
 
 @BOTH
-def test_an_interrupted_call_leaves_a_cluster_that_goes_on(config: LaunchConfig) -> None:
+def test_a_cluster_is_usable_after_an_interrupted_call(config: LaunchConfig) -> None:
     with cluster(FaultyEnv, envs=2, env_kwargs=SLOW, config=config) as env:
         agent = TableAgent()
         last = env.collect(agent, steps=1).last_obs.copy()
@@ -258,7 +258,7 @@ class CountedEnv(CountingEnv):
 
 
 @TRANSPORTS
-def test_a_worker_drops_a_ticket_that_was_taken_back(transport: str) -> None:
+def test_a_worker_drops_a_reclaimed_ticket(transport: str) -> None:
     with cluster(CountedEnv, envs=1, transport=transport) as env:
         agent = TableAgent()
         env.collect(agent, steps=1)

@@ -422,7 +422,7 @@ class HeldEnv(CountingEnv):
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_a_ticket_may_be_taken_back_on_the_way_and_the_next_goes_on_there(transport: Any, tmp_path: Path) -> None:
+def test_a_ticket_may_be_reclaimed_on_the_way_and_the_next_continues_there(transport: Any, tmp_path: Path) -> None:
     config = farstep.LocalConfig(workers_per_node=1, transport=transport)
     stagger, kwargs = {"horizon": 200, "groups": 2}, {"folder": str(tmp_path)}
     with cluster(HeldEnv, envs=2, config=config, env_kwargs=kwargs, stagger=stagger) as env:

@@ -88,7 +88,9 @@ REASONS = {
 
 
 @pytest.mark.parametrize("how", FOREIGN)
-def test_a_config_of_others_needs_trust(how: str, run: Path, state: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_config_of_another_user_needs_trust(
+    how: str, run: Path, state: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     FOREIGN[how](run, state)
     for arguments in (
         ["eval", str(run)],
