@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from farstep.errors import described, typed_shortage
-from farstep.event import EVENT_KINDS, Event, EventKind, traceback_of
+from farstep.event import EVENT_KINDS, Event, EventKind, check_kind, traceback_of
 
 log = logging.getLogger("farstep")
 MAX_EVENTS = 1_000
@@ -82,11 +82,18 @@ class EventLog:
             if logged:
                 log.log(logging.INFO if kind in _INFO else logging.WARNING, "%s", event.text, stacklevel=2)
 
-    def events(self, kinds: Collection[EventKind] | None = None, since: float = 0.0) -> list[Event]:
-        """Return the stored events of these kinds (None: all) that are later than `since`, oldest first."""
+    def events(self, kinds: EventKind | Collection[EventKind] | None = None, since: float = 0.0) -> list[Event]:
+        """Return the stored events of these kinds (None: all) that are later than `since`, oldest first.
+
+        Raises:
+            ConfigError: A kind is unknown.
+        """
+        chosen = EVENT_KINDS if kinds is None else (kinds,) if isinstance(kinds, str) else tuple(kinds)
+        for kind in chosen:
+            check_kind(kind)
         with self._lock:
             stored = list(self._events)
-        return [event for event in stored if event.time > since and (kinds is None or event.kind in kinds)]
+        return [event for event in stored if event.time > since and event.kind in chosen]
 
     def counts(self) -> dict[EventKind, int]:
         """Return how many events of each kind were emitted, including those that are no longer stored."""
