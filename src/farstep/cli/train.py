@@ -313,7 +313,9 @@ def train(learner: Learner, name: str, options: Options[Any, Any], env: ClusterE
         stack.enter_context(folder.lock())
         events = EventFile(folder.events_file)
         stack.callback(events.close)
-        stack.callback(event_log_of(env).subscribe(events.write).close)
+        event_log = event_log_of(env)
+        stack.callback(event_log.subscribe(events.write).close)
+        stack.enter_context(event_log.emitting_failure())
         evaluator = None
         if run.eval_every is not None:
             evaluator = _evaluator(run, folder)

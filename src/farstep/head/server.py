@@ -26,10 +26,8 @@ from farstep.errors import (
     HandshakeError,
     LaunchError,
     WireError,
-    WorkerError,
     typed_shortage,
 )
-from farstep.event import traceback_of
 from farstep.head.client import Client
 from farstep.head.event_loop import EventLoop
 from farstep.head.events import EventLog
@@ -265,21 +263,10 @@ class Server:
         """End the run with an error, which a waiting call or else the next call raises."""
         if self._failure is None:
             self._failure = error
-            self._emit_end(error)
+            self.events.emit_failure(error)
         self.supervisor.stop()
         if self.tickets.is_open:
             self.cancel()  # otherwise workers would retry their tickets forever
-
-    def _emit_end(self, error: FarstepError) -> None:
-        """Emit the error that ends the run; it is not logged, since it is raised."""
-        first, _, rest = str(error).partition("\n")
-        text = f"the run failed: {first}"
-        if isinstance(error, WorkerError):
-            worker, node = error.where.worker, error.where.host
-            self.events.emit("warned", text, worker=worker, node=node, traceback=error.evidence, logged=False)
-        else:  # an error of the launcher quotes the logs of nodes after its first line
-            traceback = rest.strip() or (traceback_of(error.__cause__) if error.__cause__ else "")
-            self.events.emit("warned", text, traceback=traceback, logged=False)
 
     def locked(self) -> contextlib.AbstractContextManager[None]:
         """Hold the lock under which all state changes."""
