@@ -105,3 +105,19 @@ def test_a_start_without_a_thread_for_notes_goes_on(monkeypatch: pytest.MonkeyPa
     finally:
         env.close()
         monkeypatch.undo()
+
+
+def test_a_start_that_ends_as_the_warning_is_due_is_not_warned_about(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An in-process worker builds its environments inside the head's event loop, longer than the warning waits."""
+    monkeypatch.setattr(slow_call_warnings, "FIRST_START_S", 0.05)
+
+    class SlowToBuild(CountingEnv):
+        def __init__(self) -> None:
+            super().__init__()
+            time.sleep(0.1)
+
+    with cluster(SlowToBuild, envs=1, config=farstep.InProcessConfig()) as env:
+        env.launch()
+    assert "all of which are idle" not in caplog.text

@@ -227,11 +227,11 @@ class Server:
                 result = poll()
                 if result is not None or (left := deadline - time.monotonic()) <= 0:
                     return result
-                self._pump(min(left, self._tick_s))
                 if (now := time.monotonic()) > warning.due and (
                     starting or self.tickets.in_flight or self.supervisor.launcher.waiting()
                 ):
                     warning.warn(f" for {self.supervisor.whereabouts()}", now)
+                self._pump(min(left, self._tick_s))
 
     def watch(self, fd: int, reader: Callable[[], None]) -> None:
         """Call `reader` whenever the descriptor can be read, from the thread that runs the event loop."""
