@@ -19,8 +19,8 @@ from farstep.checkpoint.files import Refused
 from farstep.config.env import EnvConfig, check_count
 from farstep.config.launch import LaunchConfig, LocalConfig
 from farstep.core import Agent, Array, Nested
-from farstep.errors import CheckpointError, ClosedError, ConfigError, unknown_name
-from farstep.event import EVENT_KINDS, Event, EventKind
+from farstep.errors import CheckpointError, ClosedError, ConfigError
+from farstep.event import Event, EventKind, check_kind
 from farstep.head.collector import Collector
 from farstep.head.events import EventLog
 from farstep.head.members.worker_records import ResetRequest
@@ -428,10 +428,7 @@ class ClusterEnv:
         Raises:
             ConfigError: A kind is unknown.
         """
-        if kinds is None:
-            return self._events.events(None, since)
-        chosen = [kinds] if isinstance(kinds, str) else list(kinds)
-        return self._events.events([_known_kind(kind) for kind in chosen], since)
+        return self._events.events(kinds, since)
 
     def emit_event(
         self, kind: EventKind, text: str, *, worker: int | None = None, node: str = "", traceback: str = ""
@@ -448,7 +445,8 @@ class ClusterEnv:
         Raises:
             ConfigError: The kind is unknown.
         """
-        self._events.emit(_known_kind(kind), text, worker=worker, node=node, traceback=traceback)
+        check_kind(kind)
+        self._events.emit(kind, text, worker=worker, node=node, traceback=traceback)
 
 
 def collector_for(env: ClusterEnv, agent: Agent) -> Collector:
@@ -461,12 +459,6 @@ def collector_for(env: ClusterEnv, agent: Agent) -> Collector:
 def event_log_of(env: ClusterEnv) -> EventLog:
     """Return the events of a run, for readers that subscribe to them."""
     return env._events
-
-
-def _known_kind(kind: EventKind) -> EventKind:
-    if kind not in EVENT_KINDS:
-        raise ConfigError(unknown_name("kind of event", str(kind), EVENT_KINDS))
-    return kind
 
 
 def check_saved(env: ClusterEnv, agent: Agent, saved: object, actions: Sequence[Mapping[str, Array]]) -> None:

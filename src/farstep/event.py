@@ -6,6 +6,8 @@ import traceback
 from dataclasses import dataclass
 from typing import Literal, Protocol, get_args
 
+from farstep.errors import ConfigError, unknown_name
+
 EventKind = Literal[
     "joined",
     "lost",
@@ -20,6 +22,12 @@ EventKind = Literal[
     "warned",
 ]
 EVENT_KINDS: tuple[EventKind, ...] = get_args(EventKind)
+
+
+def check_kind(kind: EventKind) -> None:
+    """Raise `ConfigError` if a kind is unknown."""
+    if kind not in EVENT_KINDS:
+        raise ConfigError(unknown_name("kind of event", str(kind), EVENT_KINDS))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ import dataclasses
 import reprlib
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import cloudpickle
@@ -20,6 +20,8 @@ from farstep.config.env import EnvConfig, check_count
 from farstep.config.launch import LaunchConfig, LocalConfig
 from farstep.core import Array, Nested
 from farstep.errors import ConfigError, EndedError, RemoteEnvError, WireError, unknown_name
+from farstep.event import Event, EventKind
+from farstep.head.events import EventLog
 from farstep.head.members.worker_records import ResetRequest
 from farstep.head.stepper import Info, Stepper
 from farstep.rollout.program import Program
@@ -131,7 +133,8 @@ class ClusterVectorEnv(VectorEnv[Any, Any, Any]):
         self.autoreset_mode = autoreset_mode
         source = dataclasses.replace(Source.of(env_config), thunks=thunks)
         program = Program(source, Always(), autoreset_mode=autoreset_mode.value)
-        self._stepper = Stepper(config, program, env_config.envs_per_node)
+        self._events = EventLog()
+        self._stepper = Stepper(config, program, env_config.envs_per_node, self._events)
         self._finalizer = weakref.finalize(self, Stepper.close, self._stepper)
         self.closed = False
         try:
@@ -218,6 +221,21 @@ class ClusterVectorEnv(VectorEnv[Any, Any, Any]):
         times = self._stepper.times
         with self._stepper.server.locked():
             return {"time": {"workers": times.total(), "per_worker": times.per_worker()}}
+
+    def events(self, kinds: EventKind | Collection[EventKind] | None = None, since: float = 0.0) -> list[Event]:
+        """Return the latest events of the workers, at most 1,000, as `ClusterEnv.events` does; also after `close`.
+
+        Args:
+            kinds: The kinds to return, such as `"lost"` or `["lost", "stuck"]`; None: all.
+            since: Unix time in seconds; only later events are returned.
+
+        Returns:
+            The events, oldest first.
+
+        Raises:
+            ConfigError: A kind is unknown.
+        """
+        return self._events.events(kinds, since)
 
     def _checked(self, actions: Nested) -> dict[str, Array]:
         try:

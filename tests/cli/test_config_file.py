@@ -111,7 +111,10 @@ def test_another_launcher_takes_what_it_has_of_the_file(tmp_path: Path) -> None:
         ("seed: 1\n", ["'farstep train ppo' needs --env"]),
         ("", ["needs --env"]),
         ("- env\n", ["contains a list", "env: CartPole-v1"]),
-        ("env: [\n", ["is not YAML", "line 2"]),
+        ("env: [\n", ["is not YAML: line 2, column 1: ", "while parsing a flow node"]),
+        ("env: X\n\tseed: 1\n", ["is not YAML: line 2, column 1: found character '\\t' that cannot start any token"]),
+        ("env: X\n\x07\n", ["is not YAML", "special characters are not allowed"]),
+        ("run:\n  env: X\n", ["unknown option 'run'", "without indentation"]),
     ],
 )
 def test_mistakes_in_the_file_are_named(

@@ -323,6 +323,23 @@ class Gone(io.StringIO):
         raise OSError(5, "Input/output error")
 
 
+def test_pipe_without_a_reader_does_not_end_the_training(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in `farstep train ... | head`, or when the connection that the output goes through is closed."""
+    reader, writer = os.pipe()
+    with os.fdopen(writer, "w") as output:
+        monkeypatch.setattr(sys, "stdout", output)
+        loggers = Loggers(console_logger(100_000))
+        os.close(reader)
+        loggers.log(51_200, METRICS)
+        loggers.log(51_201, METRICS)
+        loggers.close()
+        output.write("the summary of the run\n")
+    assert "PlainLines failed at step 51200" in caplog.text and "training continues without it" in caplog.text
+    assert caplog.text.count("has ended") == 1
+
+
 def test_a_terminal_that_is_gone_does_not_end_the_training(caplog, capsys) -> None:
     streams = (sys.stdout, sys.stderr)
     live = LiveDisplay(100, "run", Console(file=Gone(), force_terminal=True))

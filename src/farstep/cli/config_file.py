@@ -80,7 +80,7 @@ def _read(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config {path} cannot be read: {error}. Pass a YAML file with options.") from error
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}.") from error
+        raise ConfigError(f"{path} is not YAML: {_mistake(error)}.") from error
     if found is None:
         return {}
     if not isinstance(found, dict):
@@ -94,12 +94,23 @@ def _read(path: Path) -> dict[str, Any]:
     return {str(key).replace("-", "_"): value for key, value in found.items()}
 
 
+def _mistake(error: Any) -> str:
+    """Return what a `YAMLError` says, with the numbers of the lines."""
+    if (mark := getattr(error, "problem_mark", None)) is None:
+        return " ".join(str(error).split())
+    start = getattr(error, "context_mark", None)
+    context = f" {error.context} that starts in line {start.line + 1}" if error.context and start is not None else ""
+    return f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}{context}"
+
+
 def _converted(path: Path, name: str, value: Any, types: Mapping[str, Any], owners: Mapping[str, type[Any]]) -> Any:
     """Convert a value to the type of its option."""
     if name not in types:
         having = [owner for owner, kind in owners.items() if name in dict(_options(kind))]
         near = difflib.get_close_matches(name, types, n=1)
         hint = f"did you mean {near[0]}?" if near else "the options are those of 'farstep train LEARNER -h'."
+        if isinstance(value, dict):
+            hint = "options are not grouped: write each one on a line of its own, without indentation."
         hint = f"it belongs to {' or '.join(having)}." if having else hint
         raise ConfigError(f"{path} has the unknown option {name!r}; {hint}")
     if name in _JSON and isinstance(value, dict):

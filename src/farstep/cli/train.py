@@ -25,7 +25,7 @@ from farstep.cli.trust import check_trusted
 from farstep.cluster_env import ClusterEnv, event_log_of
 from farstep.config.field_docs import show_fields
 from farstep.config.launch import EngineConfig
-from farstep.errors import ConfigError, RunError, unknown_name
+from farstep.errors import ConfigError, RunError, counted, unknown_name
 from farstep.learners.async_ppo import AsyncPPO, AsyncPPOConfig
 from farstep.learners.impala import Impala, ImpalaConfig
 from farstep.learners.loop.checkpoint_schedule import DEFAULT_EVERY
@@ -313,7 +313,9 @@ def train(learner: Learner, name: str, options: Options[Any, Any], env: ClusterE
         stack.enter_context(folder.lock())
         events = EventFile(folder.events_file)
         stack.callback(events.close)
-        stack.callback(event_log_of(env).subscribe(events.write).close)
+        event_log = event_log_of(env)
+        stack.callback(event_log.subscribe(events.write).close)
+        stack.enter_context(event_log.emitting_failure())
         evaluator = None
         if run.eval_every is not None:
             evaluator = _evaluator(run, folder)
@@ -396,7 +398,7 @@ def _normalized(net: NetConfig) -> str:
 
 def _summary(progress: Progress, folder: RunFolder) -> str:
     last = progress.returns
-    mean = f"; mean return of the last {len(last)} episodes {np.mean(last):.1f}" if last else ""
+    mean = f"; mean return of the last {counted(len(last), 'episode')} {np.mean(last):.1f}" if last else ""
     return (
         f"{progress.steps:,} steps in {progress.seconds:.0f} s{mean}\n"
         f"watch: farstep watch {folder.path}\nplot:  farstep plot {folder.path}\n"

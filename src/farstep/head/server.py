@@ -26,10 +26,8 @@ from farstep.errors import (
     HandshakeError,
     LaunchError,
     WireError,
-    WorkerError,
     typed_shortage,
 )
-from farstep.event import traceback_of
 from farstep.head.client import Client
 from farstep.head.event_loop import EventLoop
 from farstep.head.events import EventLog
@@ -37,7 +35,7 @@ from farstep.head.members import membership
 from farstep.head.members.message_rules import check_message, is_late
 from farstep.head.members.supervisor import Supervisor
 from farstep.head.members.worker_records import WorkerRecord, expected, split
-from farstep.head.slow_call_warnings import FIRST_NOTE_S, NOTE_S, noted_while_slow
+from farstep.head.slow_call_warnings import WaitWarning, warn_while_slow
 from farstep.head.tickets.tickets import Tickets
 from farstep.launch import launcher_for
 from farstep.launch.daemon.process import import_path
@@ -105,7 +103,7 @@ class Server:
         with typed_shortage("the head could not be set up"), contextlib.ExitStack() as opened:
             self._event_loop = EventLoop()
             opened.callback(self._event_loop.close)
-            with noted_while_slow(self._slow_start, events.emit):
+            with warn_while_slow(self._slow_start, events.emit):
                 envs = max(record.num_envs for record in self.records)
                 launcher = launcher_for(config, workers, envs, events.emit)
             opened.callback(launcher.close)
@@ -127,7 +125,7 @@ class Server:
     def begin(self) -> None:
         """Start all workers, without waiting for them."""
         self._started_at = time.monotonic()
-        with self.locked(), noted_while_slow(self._slow_start, self.events.emit):
+        with self.locked(), warn_while_slow(self._slow_start, self.events.emit):
             self.supervisor.start()
         if not self._driven:
             with typed_shortage("the head's thread could not be started"):
@@ -211,7 +209,7 @@ class Server:
 
         Args:
             poll: Called after each event.
-            starting: Emit what is waited for after `FIRST_NOTE_S` seconds instead of `NOTE_S`.
+            starting: Whether the wait is for workers to start; then the warning about a long wait comes earlier.
 
         Raises:
             FarstepError: The run has failed, or is closed.
@@ -223,19 +221,17 @@ class Server:
     def wait_until(self, poll: Callable[[], T | None], deadline: float, *, starting: bool = False) -> T | None:
         """As `wait`, but return None after the deadline (in `time.monotonic()` seconds)."""
         with self._event_loop.lead():
-            began = time.monotonic()
-            next_note = began + (FIRST_NOTE_S if starting else NOTE_S)
+            warning = WaitWarning(self.events.emit, time.monotonic(), starting=starting)
             while True:
                 self.raise_failure()
                 result = poll()
                 if result is not None or (left := deadline - time.monotonic()) <= 0:
                     return result
-                self._pump(min(left, self._tick_s))
-                if (now := time.monotonic()) > next_note and (
+                if (now := time.monotonic()) > warning.due and (
                     starting or self.tickets.in_flight or self.supervisor.launcher.waiting()
                 ):
-                    next_note = now + NOTE_S
-                    self.events.emit("warned", f"waiting {now - began:.0f} s for {self.supervisor.whereabouts()}")
+                    warning.warn(f" for {self.supervisor.whereabouts()}", now)
+                self._pump(min(left, self._tick_s))
 
     def watch(self, fd: int, reader: Callable[[], None]) -> None:
         """Call `reader` whenever the descriptor can be read, from the thread that runs the event loop."""
@@ -267,21 +263,10 @@ class Server:
         """End the run with an error, which a waiting call or else the next call raises."""
         if self._failure is None:
             self._failure = error
-            self._emit_end(error)
+            self.events.emit_failure(error)
         self.supervisor.stop()
         if self.tickets.is_open:
             self.cancel()  # otherwise workers would retry their tickets forever
-
-    def _emit_end(self, error: FarstepError) -> None:
-        """Emit the error that ends the run; it is not logged, since it is raised."""
-        first, _, rest = str(error).partition("\n")
-        text = f"the run failed: {first}"
-        if isinstance(error, WorkerError):
-            worker, node = error.where.worker, error.where.host
-            self.events.emit("warned", text, worker=worker, node=node, traceback=error.evidence, logged=False)
-        else:  # an error of the launcher quotes the logs of nodes after its first line
-            traceback = rest.strip() or (traceback_of(error.__cause__) if error.__cause__ else "")
-            self.events.emit("warned", text, traceback=traceback, logged=False)
 
     def locked(self) -> contextlib.AbstractContextManager[None]:
         """Hold the lock under which all state changes."""

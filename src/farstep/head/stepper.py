@@ -32,8 +32,8 @@ class Stepper:
     running, and the caller can continue with `reset`.
     """
 
-    def __init__(self, config: LaunchConfig, program: Program, envs_per_node: int) -> None:
-        self.server = Server(config, program, envs_per_node, 0, 0, self, EventLog())
+    def __init__(self, config: LaunchConfig, program: Program, envs_per_node: int, events: EventLog) -> None:
+        self.server = Server(config, program, envs_per_node, 0, 0, self, events)
         self.times = WorkerTimes(len(self.server.records))
         self._steps = 0
         self._reset: ResetRequest | None = None
@@ -162,6 +162,10 @@ class Stepper:
 
     def on_error(self, record: WorkerRecord, failure: m.Failure, error: WorkerError) -> None:
         if failure.ticket is not None:
+            text, where = str(error).splitlines()[0], error.where
+            self.server.events.emit(  # not logged, since the call raises it
+                "warned", text, worker=where.worker, node=where.host, traceback=error.evidence, logged=False
+            )
             self._error = self._error or error
         else:
             self._broadcast.failed(record, failure, error)

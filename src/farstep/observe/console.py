@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import io
 import logging
 import os
@@ -48,9 +49,20 @@ def console_logger(
     Returns:
         A `LiveDisplay` if the terminal can show it, else `PlainLines`.
     """
-    console = Console() if console is None else console
+    console = OutputConsole() if console is None else console
     drawable = console.is_terminal and not console.is_dumb_terminal and console.encoding.startswith("utf")
     return LiveDisplay(total_steps, title, console) if drawable else PlainLines(total_steps, console)
+
+
+class OutputConsole(Console):
+    """A console that raises if the reader of its output has ended; rich's own console would end the process."""
+
+    def on_broken_pipe(self) -> None:
+        """Discard all further output, and raise, so that training continues without this logger."""
+        devnull = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(devnull, self.file.fileno())
+        os.close(devnull)
+        raise BrokenPipeError(errno.EPIPE, "the program that read the output has ended")
 
 
 class PlainLines:
@@ -60,7 +72,7 @@ class PlainLines:
         self, total_steps: int, console: Console | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._status = RunStatus(total_steps)
-        self._console = Console() if console is None else console
+        self._console = OutputConsole() if console is None else console
         self._clock = clock
         self._next_s = float("-inf")
         self._shown = 0
@@ -94,7 +106,7 @@ class LiveDisplay:
     def __init__(self, total_steps: int, title: str = "farstep", console: Console | None = None) -> None:
         self._status = RunStatus(total_steps)
         self._title = title
-        self._console = Console() if console is None else console
+        self._console = OutputConsole() if console is None else console
         self._console.file = self._console.file  # keeps the current stream: sys.stdout is redirected below
         self._started_s = time.monotonic()
         self._updates: deque[tuple[int, Mapping[str, float], float]] = deque()

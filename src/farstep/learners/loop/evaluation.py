@@ -179,8 +179,8 @@ def run_episodes(
     slots = env.num_envs
     quotas = [episodes // slots + (i < episodes % slots) for i in range(slots)]
     found: list[list[tuple[float, int]]] = [[] for _ in quotas]
-    for _ in range(0, max_steps, _STEPS):
-        ended = env.collect(agent, _STEPS).episodes
+    for start in range(0, max_steps, _STEPS):
+        ended = env.collect(agent, min(_STEPS, max_steps - start)).episodes
         for slot, value, length in zip(ended["slot"], ended["return"], ended["length"], strict=True):
             if len(found[slot]) < quotas[slot]:
                 found[slot].append((float(value), int(length)))
