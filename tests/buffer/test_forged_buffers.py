@@ -142,7 +142,7 @@ def is_possible(way: Way, kind: str, case: str) -> bool:
         case (("rows/obs" | "rows/obs.x" | "rows/reward" | "store/tails.obs.x",), "negative" | "infinite" | "nan"):
             return True
         case (("store/cut",), "flipped"):  # rows that follow it may have been lost
-            return case in ("ring", "batches")  # elsewhere rows have no neighbours, or links must agree
+            return case in ("ring", "batches")  # elsewhere rows have no neighbors, or links must agree
         case (("selector0/log" | "selector1/log",), "longer" | "shorter"):  # by the key of an item that is gone
             return case == "lifo"
         case (("table/times",), "huge"):

@@ -155,7 +155,7 @@ class Buffer:
     def is_cyclic(self) -> bool:
         """Whether rows stay in the order of insertion and the oldest are evicted first.
 
-        Otherwise a row has no neighbours, and the remover chooses which item a full buffer removes.
+        Otherwise a row has no neighbors, and the remover chooses which item a full buffer removes.
         """
         return self._cyclic
 

@@ -23,7 +23,7 @@ Env = gymnasium.Env[Any, Any]
 
 
 def agent_of(run: RunConfig, config: Any) -> ActorCritic:
-    """Return a newly initialised agent with the network of a run, for the environment of that run."""
+    """Return a newly initialized agent with the network of a run, for the environment of that run."""
     env = _environment(run)
     try:
         net: NetConfig = config.net

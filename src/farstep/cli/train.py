@@ -386,7 +386,7 @@ def _loggers(
 
 
 def _normalized(net: NetConfig) -> str:
-    """Return a line that says what the learner normalises and how to turn it off."""
+    """Return a line that says what the learner normalizes and how to turn it off."""
     found = [what for what, on in (("observations", net.normalize_obs), ("rewards", net.normalize_reward)) if on]
     if not found:
         return "normalized: nothing"

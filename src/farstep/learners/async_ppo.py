@@ -1,8 +1,8 @@
 """Asynchronous PPO with the decoupled loss (Hilton et al. 2022): workers roll while the learner updates.
 
-A row is at most `staleness_threshold` versions old when the learner uses it. The loss has three policies: the behaviour
+A row is at most `staleness_threshold` versions old when the learner uses it. The loss has three policies: the behavior
 policy, which acted; the proximal policy, the learner's at the start of the update, around which the ratio is clipped;
-and the policy that is optimised. With a threshold of 0 this is synchronous PPO. The loss of a minibatch is
+and the policy that is optimized. With a threshold of 0 this is synchronous PPO. The loss of a minibatch is
 
     L = policy_loss + value_coef * value_loss - entropy_bonus * entropy
 
@@ -67,7 +67,7 @@ class AsyncPPOConfig:
     clip_ratio_c: float | None = 3.0
     """Dual clip: bound of a row's loss as a multiple of |advantage|, for negative advantages; None: no dual clip."""
     value_clip: float | None = None
-    """Clip range of the value loss around the recorded value, in units of (normalised) returns (published: 0.2); None:
+    """Clip range of the value loss around the recorded value, in units of (normalized) returns (published: 0.2); None:
     no clipping."""
     huber_delta: float | None = None
     """Value errors larger than this enter the loss linearly (Huber loss); None: squared error."""
@@ -76,12 +76,12 @@ class AsyncPPOConfig:
     entropy_bonus: float = 0.01
     """Weight of the entropy bonus in the loss."""
     normalize_advantages: Literal["minibatch", "batch", "no"] = "minibatch"
-    """Rows over which advantages are normalised to mean 0 and standard deviation 1: each minibatch, the whole batch, or
-    no normalisation."""
+    """Rows over which advantages are normalized to mean 0 and standard deviation 1: each minibatch, the whole batch, or
+    no normalization."""
     gamma: float = 0.99
     """Discount factor."""
     gae_lambda: float = 0.95
-    """Lambda of generalised advantage estimation (GAE)."""
+    """Lambda of generalized advantage estimation (GAE)."""
     num_steps: int | None = None
     """Steps of each environment per rollout; None: 4,096 divided by the number of environments, at least 16, and at
     most 128 for a recurrent agent."""

@@ -47,7 +47,7 @@ def clipped_ppo(
     row with a negative advantage grows without bound as r grows.
 
     Args:
-        logprob: Log-probabilities of the actions under the policy that is optimised.
+        logprob: Log-probabilities of the actions under the policy that is optimized.
         old_logprob: Log-probabilities under the policy that the ratio is clipped around.
         advantages: Advantages A.
         valid: False on rows to exclude; None: all rows are valid.
@@ -89,15 +89,15 @@ def decoupled_ppo(
     """Compute the decoupled PPO loss for rows of an older policy (Hilton et al. 2022).
 
         L = mean(w max(-A r, -A clip(r, 1 - low, 1 + high)))
-        r = exp(logprob - proximal_logprob)               ratio of the optimised to the proximal policy
+        r = exp(logprob - proximal_logprob)               ratio of the optimized to the proximal policy
         w = exp(proximal_logprob - behave_logprob)        weight of a row, without a gradient
 
-    Where proximal and behaviour log-probabilities are equal, w is 1; then, with bounds around 1, the result equals
+    Where proximal and behavior log-probabilities are equal, w is 1; then, with bounds around 1, the result equals
     that of `clipped_ppo` bit for bit.
 
     Args:
-        logprob: Log-probabilities of the actions under the policy that is optimised.
-        behave_logprob: Log-probabilities under the behaviour policy, which acted.
+        logprob: Log-probabilities of the actions under the policy that is optimized.
+        behave_logprob: Log-probabilities under the behavior policy, which acted.
         proximal_logprob: Log-probabilities under the proximal policy, which the ratio is clipped around.
         advantages: Advantages A.
         valid: False on rows to exclude; None: all rows are valid.
@@ -167,8 +167,8 @@ def interpolate_proximal(logprob: Tensor, behave_logprob: Tensor, versions: Tens
         proximal = behave + d / (d + 1) (logprob - behave)        d = current_version - 1 - version
 
     Args:
-        logprob: Log-probabilities of the actions under the policy that is optimised.
-        behave_logprob: Log-probabilities under the behaviour policy.
+        logprob: Log-probabilities of the actions under the policy that is optimized.
+        behave_logprob: Log-probabilities under the behavior policy.
         versions: Version of the policy that acted in each row; below 0 if unknown.
         current_version: The learner's version plus one.
 
@@ -263,7 +263,7 @@ def masked_mean(rows: Tensor, valid: Tensor | None) -> Tensor:
 
 
 def normalize(advantages: Tensor, valid: Tensor | None, *, correction: int = 1, eps: float = 1e-8) -> Tensor:
-    """Normalise advantages to mean 0 and standard deviation 1 over valid rows.
+    """Normalize advantages to mean 0 and standard deviation 1 over valid rows.
 
         (A - mean(A)) / (std(A) + eps)
 
@@ -275,7 +275,7 @@ def normalize(advantages: Tensor, valid: Tensor | None, *, correction: int = 1, 
         eps: Added to the standard deviation.
 
     Returns:
-        Normalised advantages, without a gradient; 0 on excluded rows.
+        Normalized advantages, without a gradient; 0 on excluded rows.
 
     Raises:
         ConfigError: Shapes differ.

@@ -37,7 +37,7 @@ class Schedule:
     micro_batch_size: int | None = None
     """Rows per forward and backward pass, to save memory; None: all rows of an optimizer step."""
     normalize: bool = False
-    """Normalise advantages to mean 0 and standard deviation 1 over the rows of each optimizer step."""
+    """Normalize advantages to mean 0 and standard deviation 1 over the rows of each optimizer step."""
     target_kl: float | None = None
     """Stop after the epoch whose mean KL divergence from the policy at the start of the update exceeds this, in nats;
     None: run all epochs."""

@@ -1,4 +1,4 @@
-"""Synchronous proximal policy optimisation (Schulman et al. 2017): collect a rollout, update, publish, repeat.
+"""Synchronous proximal policy optimization (Schulman et al. 2017): collect a rollout, update, publish, repeat.
 
 The loss of a minibatch is
 
@@ -60,15 +60,15 @@ class PPOConfig:
     gamma: float = 0.99
     """Discount factor."""
     gae_lambda: float = 0.95
-    """Lambda of generalised advantage estimation (GAE)."""
+    """Lambda of generalized advantage estimation (GAE)."""
     minibatch_size: int | None = None
     """Rows per optimizer step; None: 128, or an eighth of an update's rows for a recurrent agent, whose sequences are
     not split. Raise it for noisy rewards and large networks, lower it if updates change the policy too little."""
     update_epochs: int = 8
     """Passes over the rows of an update."""
     normalize_advantages: Literal["minibatch", "batch", "no"] = "minibatch"
-    """Rows over which advantages are normalised to mean 0 and standard deviation 1: each minibatch, the whole batch, or
-    no normalisation."""
+    """Rows over which advantages are normalized to mean 0 and standard deviation 1: each minibatch, the whole batch, or
+    no normalization."""
     clip_coef: float = 0.2
     """Clip range of the probability ratio: [1 - clip_coef, 1 + clip_coef]."""
     decoupled: bool = True
@@ -79,7 +79,7 @@ class PPOConfig:
     behave_weight_threshold: float | None = 2.0
     """Upper bound of a row's weight with --decoupled; None: no bound."""
     value_clip: float | None = None
-    """Clip range of the value loss around the recorded value, in units of (normalised) returns; None: no clipping."""
+    """Clip range of the value loss around the recorded value, in units of (normalized) returns; None: no clipping."""
     ent_coef: float = 0.01
     """Weight of the entropy bonus in the loss."""
     vf_coef: float = 0.5

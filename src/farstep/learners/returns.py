@@ -102,7 +102,7 @@ def gae(
     *,
     valid: Array | None = None,
 ) -> tuple[Array, Array]:
-    """Compute advantages and returns by generalised advantage estimation (Schulman et al. 2016, eq. 16).
+    """Compute advantages and returns by generalized advantage estimation (Schulman et al. 2016, eq. 16).
 
         A_t = delta_t + gamma lambda A_{t+1}        delta_t = r_t + gamma V_{t+1} - V_t        R_t = A_t + V_t
 

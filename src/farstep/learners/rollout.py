@@ -177,7 +177,7 @@ class Minibatch:
         )
 
     def normalized(self) -> Minibatch:
-        """Return a copy whose advantages are normalised to mean 0 and standard deviation 1."""
+        """Return a copy whose advantages are normalized to mean 0 and standard deviation 1."""
         advantages = normalize(self._columns["advantages"], self._columns.get("valid"))
         return replace(self, _columns={**self._columns, "advantages": advantages})
 

@@ -19,7 +19,7 @@ from farstep.observe.run_status import RETURN, RunStatus, data_size, duration, n
 
 _BARS = "▁▂▃▄▅▆▇█"
 _SHADES = "█▓▒░"
-_COLOURS = {
+_COLORS = {
     "collect": "cyan",
     "recompute": "magenta",
     "advantages": "yellow",
@@ -180,7 +180,7 @@ def _workers(status: RunStatus) -> Text:
 
 
 class Shares:
-    """A bar of segments in proportion to the shares, with a legend; shaded if the terminal has no colours."""
+    """A bar of segments in proportion to the shares, with a legend; shaded if the terminal has no colors."""
 
     def __init__(self, shares: Mapping[str, float]) -> None:
         self._shares = shares
@@ -190,10 +190,10 @@ class Shares:
         bar, legend, lines = Text(no_wrap=True), Text(no_wrap=True), []
         at = 0.0
         for position, (name, share) in enumerate(self._shares.items()):
-            mark, colour = shades[position % len(shades)], _COLOURS.get(name, "bright_white")
+            mark, color = shades[position % len(shades)], _COLORS.get(name, "bright_white")
             at += share
-            bar.append(mark * (round(at * options.max_width) - len(bar)), style=colour)
-            entry = Text.assemble((mark, colour), (f" {name.replace('_', ' ')} ", "dim"), percent(share))
+            bar.append(mark * (round(at * options.max_width) - len(bar)), style=color)
+            entry = Text.assemble((mark, color), (f" {name.replace('_', ' ')} ", "dim"), percent(share))
             if legend and len(legend) + len(entry) + 3 > options.max_width:
                 lines.append(legend)
                 legend = Text(no_wrap=True)

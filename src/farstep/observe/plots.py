@@ -15,8 +15,8 @@ from farstep.observe.extras import require
 from farstep.observe.files import replacing
 
 _FORMATS = (".png", ".svg", ".pdf")
-# Okabe and Ito's palette for colour-blind readers, without yellow, which is hard to see on paper.
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#7F7F7F")
+# Okabe and Ito's palette for color-blind readers, without yellow, which is hard to see on paper.
+_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#7F7F7F")
 _LINES = ("-", "--", "-.", ":")
 _INK, _FAINT = "#333333", "#8a8a8a"
 _POINTS_PER_WINDOW = 100
@@ -148,8 +148,8 @@ class _Drawing:
         ]
 
     def _style(self, position: int) -> dict[str, Any]:
-        lines = _LINES[position // len(_COLOURS) % len(_LINES)]
-        return {"color": _COLOURS[position % len(_COLOURS)], "linestyle": lines}
+        lines = _LINES[position // len(_COLORS) % len(_LINES)]
+        return {"color": _COLORS[position % len(_COLORS)], "linestyle": lines}
 
     # ---- panels ----
 
@@ -244,9 +244,9 @@ class _Drawing:
             start, end = common_range(curves)
             grid = grid[(grid >= start) & (grid <= end)]
             mean = np.mean([np.interp(grid, *curve) for curve in curves], 0)
-            colour = self._style(position)["color"]
+            color = self._style(position)["color"]
             dots = {"markersize": 4.5, "markeredgecolor": "white"} if len(grid) <= _LARGE_DOTS else {"markersize": 2.2}
-            axes.plot(grid, mean, "o", color=colour, markeredgewidth=0.8, **dots)
+            axes.plot(grid, mean, "o", color=color, markeredgewidth=0.8, **dots)
             shown = True
         if shown:
             axes.plot([], [], color=_INK, label="training")

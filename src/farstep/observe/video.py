@@ -86,7 +86,7 @@ def _checked(frames: Iterable[Array]) -> Iterator[Array]:
 def _command(ffmpeg: str, first: Array, fps: float, path: Path) -> list[str]:
     height, width, _ = first.shape
     source = ["-f", "rawvideo", "-pix_fmt", "rgb24", "-s", f"{width}x{height}", "-r", f"{fps:g}", "-i", "-"]
-    # yuv420p, which every player supports, stores colour at half the resolution, so sizes must be even.
+    # yuv420p, which every player supports, stores color at half the resolution, so sizes must be even.
     pixels = ["-vf", "pad=ceil(iw/2)*2:ceil(ih/2)*2", "-pix_fmt", "yuv420p"]
     # At most two threads: training needs the other cores.
     coding = ["-c:v", "libx264", "-preset", "veryfast", "-crf", "20", "-threads", "2", "-movflags", "+faststart"]

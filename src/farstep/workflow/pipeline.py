@@ -6,7 +6,7 @@
             optimizer.step()
             optimizer.zero_grad()
 
-It does not depend on a framework: the caller computes gradients and steps the optimiser.
+It does not depend on a framework: the caller computes gradients and steps the optimizer.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Minibatch:
     weight: float
     """Factor for the loss of this mini-batch."""
     step: bool
-    """Whether the optimiser steps after this mini-batch."""
+    """Whether the optimizer steps after this mini-batch."""
 
 
 def minibatches(
@@ -43,14 +43,14 @@ def minibatches(
 ) -> Iterator[Minibatch]:
     """Turn the parts of a rollout into one mini-batch per worker, in order of arrival.
 
-    `"accumulate"` takes one optimiser step, after the last mini-batch:
+    `"accumulate"` takes one optimizer step, after the last mini-batch:
 
         weight = envs of the worker / num_envs,   sum_w weight_w * grad(loss_w) = grad(loss of the whole batch)
 
     in any order of arrival, provided that the loss is a mean over all rows (filler rows count as 0) and that it
-    normalises with constants, e.g. advantages as they are or scaled with statistics of an earlier rollout.
+    normalizes with constants, e.g. advantages as they are or scaled with statistics of an earlier rollout.
 
-    `"step"` takes an optimiser step after every mini-batch, each with weight 1, so the order of arrival matters.
+    `"step"` takes an optimizer step after every mini-batch, each with weight 1, so the order of arrival matters.
 
     Args:
         parts: The parts of one rollout, as `env.parts` yields them.

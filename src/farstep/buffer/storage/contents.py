@@ -243,7 +243,7 @@ class Contents:
         keys = np.empty(batch.shape, np.int64)
         inserted = evicted = 0
         columns = batch.slots % store.columns
-        for a, b in _neighbours(columns):
+        for a, b in _neighbors(columns):
             first = int(columns[a])
             slots = self._slots[first : first + b - a]
             part = {name: values[name][:, a:b] for name in store.schema}
@@ -513,7 +513,7 @@ def _last_occurrences(values: Array) -> Array:
     return np.sort(len(values) - 1 - from_end)
 
 
-def _neighbours(slots: Array) -> list[tuple[int, int]]:
+def _neighbors(slots: Array) -> list[tuple[int, int]]:
     """Return the ranges of entries whose slots are consecutive."""
     cuts = [0, *(np.flatnonzero(np.diff(slots) != 1) + 1).tolist(), len(slots)]
     return [(a, b) for a, b in pairwise(cuts) if b > a]

@@ -2,7 +2,7 @@
 
 A cell is the place of one row, numbered `row * columns + column`. A key identifies an item for the lifetime of the
 buffer: `key = cell + lap * cells`, where `lap` grows each time that the cell is reused. The cell of a key is thus
-computed without a dictionary, and the key of a removed item is recognised.
+computed without a dictionary, and the key of a removed item is recognized.
 """
 
 from __future__ import annotations

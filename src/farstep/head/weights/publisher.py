@@ -51,7 +51,7 @@ class Publisher:
         self._counters, self._warnings = counters, warnings
         self._cancel_session = cancel_session
         self._adopting = threading.Lock()
-        """Serialises threads that adopt or publish an agent."""
+        """Serializes threads that adopt or publish an agent."""
         self.gate = UpdateGate(lambda text: server.events.emit("warned", text))
         """Entered to read the agent's parameters between two updates; must be entered before any lock is acquired."""
         self.agent_id = 0

@@ -144,7 +144,7 @@ class WorkerProcess:
 
 
 def _with_gpu(rank: object) -> dict[str, str]:
-    """The environment variable that makes one GPU visible to a worker; CUDA reads it when it is initialised."""
+    """The environment variable that makes one GPU visible to a worker; CUDA reads it when it is initialized."""
     if not isinstance(rank, int):
         return {}
     names = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]

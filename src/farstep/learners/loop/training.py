@@ -228,7 +228,7 @@ class Training:
         if metrics.get("actor/skipped_steps") == 1.0:
             self._warn(
                 f"update {progress.updates + 1} changed nothing: no gradient in it was finite. Lower the learning "
-                "rate, or normalise rewards (normalize_reward)"
+                "rate, or normalize rewards (normalize_reward)"
             )
         self._in_warmup = "critic/warmup" in metrics
         with timer("publish"):

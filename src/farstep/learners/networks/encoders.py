@@ -26,11 +26,11 @@ _IMAGE_SIDE = 8
 
 
 class VectorEncoder(nn.Module):
-    """Flattens a Box of numbers; normalises it by running moments, or divides bytes by their upper bound.
+    """Flattens a Box of numbers; normalizes it by running moments, or divides bytes by their upper bound.
 
     Args:
         space: The observation space.
-        normalize: Normalise by running mean and standard deviation.
+        normalize: Normalize by running mean and standard deviation.
     """
 
     def __init__(self, space: spaces.Box, normalize: bool) -> None:
@@ -125,7 +125,7 @@ def encoder_for(space: Space, normalize: bool) -> Encoder:
 
     Args:
         space: The space of the array.
-        normalize: Normalise a Box that is not an image by running moments.
+        normalize: Normalize a Box that is not an image by running moments.
 
     Returns:
         The encoder; `width` is its number of features.
@@ -153,7 +153,7 @@ def encoder_for(space: Space, normalize: bool) -> Encoder:
 
 
 def orthogonal(layer: nn.Linear | nn.Conv2d, gain: float = math.sqrt(2)) -> nn.Module:
-    """Initialise a layer with orthogonal weights and zero bias, as is usual for PPO."""
+    """Initialize a layer with orthogonal weights and zero bias, as is usual for PPO."""
     nn.init.orthogonal_(layer.weight, gain)
     assert layer.bias is not None
     nn.init.zeros_(layer.bias)

@@ -48,7 +48,7 @@ class NetConfig:
     core: int = 128
     """Width of the recurrent core."""
     normalize_obs: bool = True
-    """Normalise observations, except images, by their running mean and standard deviation; workers receive these with
+    """Normalize observations, except images, by their running mean and standard deviation; workers receive these with
     the weights."""
     normalize_reward: bool = True
     """Divide rewards by the running standard deviation of discounted returns."""
@@ -199,7 +199,7 @@ class ActorCritic(nn.Module):
         """Update the running statistics of observations.
 
         Args:
-            obs: Observations `[n, ...]`, not normalised.
+            obs: Observations `[n, ...]`, not normalized.
         """
         for name, array in leaves(self._obs, obs):
             self.encoders[_key(name)].update(array)  # type: ignore[operator]

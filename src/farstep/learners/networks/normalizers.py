@@ -1,6 +1,6 @@
 """Running statistics of observations and rewards, as torch buffers of the agent: sent and saved with its weights.
 
-Observation statistics change only after an update, so that the learner normalises a batch as the workers did. Reward
+Observation statistics change only after an update, so that the learner normalizes a batch as the workers did. Reward
 statistics, which workers do not use, change before an update, so that even the first batch is scaled.
 """
 
@@ -34,7 +34,7 @@ class RunningMoments(nn.Module):
         self.register_buffer("count", torch.zeros(()))
 
     def forward(self, value: Tensor) -> Tensor:
-        """Normalise rows, and clip them to [-10, 10]."""
+        """Normalize rows, and clip them to [-10, 10]."""
         return ((value - self.mean) / self.std).clamp(-_CLIP, _CLIP)
 
     @torch.no_grad()
