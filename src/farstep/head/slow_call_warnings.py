@@ -1,4 +1,4 @@
-"""Emits, from a background thread, what a blocking call is waiting for."""
+"""Reports, from a background thread, what a blocking call is waiting for."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from farstep.event import Emit
 
 FIRST_NOTE_S, NOTE_S = 5.0, 10.0
-"""Seconds before the first event about a slow start, and between further ones."""
+"""Seconds before the first event about a slow start, and between further events."""
 
 
 @contextlib.contextmanager
 def noted_while_slow(what: str, emit: Emit) -> Iterator[None]:
-    """Emit `what` after `FIRST_NOTE_S`, and every `NOTE_S` from then on, until the block ends."""
+    """Context manager: emit `what` after `FIRST_NOTE_S` seconds and then every `NOTE_S` seconds, until the end."""
     done, began = threading.Event(), time.monotonic()
 
     def note() -> None:
@@ -25,7 +25,7 @@ def noted_while_slow(what: str, emit: Emit) -> Iterator[None]:
             pause_s = NOTE_S
 
     thread = threading.Thread(target=note, daemon=True, name="farstep-notes")
-    with contextlib.suppress(RuntimeError):  # no more threads: the block will raise a typed error
+    with contextlib.suppress(RuntimeError):  # threads are exhausted: the block will raise a typed error
         thread.start()
     try:
         yield

@@ -35,10 +35,9 @@ def refuse_nested_launch() -> None:
         return
     if (module := _imported_module(frames)) is not None:
         raise LaunchError(
-            f"a worker imported the module {module}, which launches farstep on import, so workers would "
-            "start workers "
-            "endlessly. Put the launch under if __name__ == '__main__':, or into a function that only the learner's "
-            "program calls."
+            f"importing the module {module} launches farstep. A worker imports this module, so workers would start "
+            "workers endlessly. Put the launch under if __name__ == '__main__':, or into a function that only the "
+            "learner's program calls."
         )
     raise LaunchError(
         "the code of an environment or an agent launches farstep inside a worker, which is not allowed. "
