@@ -477,5 +477,5 @@ def test_wrong_value_options_are_refused(options: dict[str, Any]) -> None:
 def test_a_wrong_shape_is_refused_and_not_broadcast(name: str) -> None:
     rows: dict[str, Any] = {**random_rows(1), "versions": torch.zeros(40)}
     rows[name] = rows[name][:, None]
-    with pytest.raises(ConfigError, match=rf"{name} has shape \[40, 1\]; expected \[40\].*Nothing is broadcast"):
+    with pytest.raises(ConfigError, match=rf"{name} has shape \[40, 1\]; expected \[40\].*Losses do not broadcast"):
         decoupled_ppo(**rows, **PUBLISHED)

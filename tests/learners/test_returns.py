@@ -483,7 +483,7 @@ def test_a_wrong_shape_is_refused_and_not_broadcast(name: str) -> None:
     rollout = Rollout.random(1)
     rollout = rollout._replace(**{name: getattr(rollout, name)[..., None]})
     for compute in (lambda: gae(*rollout, 0.9, 0.9), lambda: n_step(*rollout, 0.9, 3)):
-        with pytest.raises(ConfigError, match=rf"{name} has shape .*, 1\]; expected \[.*Nothing is broadcast"):
+        with pytest.raises(ConfigError, match=rf"{name} has shape .*, 1\]; expected \[.*Arrays are not broadcast"):
             compute()
 
 
