@@ -5,7 +5,7 @@ The value that follows row t depends on how the row ends:
     row t ──► V of row t+1            the episode continues
           ──► 0                       terminated (also if truncated at the same time)
           ──► V of its final_obs      truncated: `final_values[t]`, ignored on all other rows
-          ──► unknown                 the worker died and the next rows are lost, or the next row is a filler row (only a
+          ──► unknown                 the worker died and the next rows are lost, or the next row is a filler row (a
                                       reset of a vector environment)
 
 `gae`, `lambda_returns` and `n_step` take the flags of a batch. `vtrace`, `retrace_delta` and `retrace_q` take
