@@ -155,10 +155,10 @@ def test_looking_for_rare_starts_is_bounded() -> None:
 
 
 def test_a_sequence_longer_than_the_buffer_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"needs 5 consecutive rows, .* room for 4 .* Raise capacity"):
+    with pytest.raises(ConfigError, match=r"needs 5 consecutive rows, .* room for only 4 .* Raise capacity"):
         Buffer(4, Sequence(length=5))
     Buffer(4, Sequence(length=5, pad=True)).close()
-    with pytest.raises(ConfigError, match="room for 4 of each environment"):
+    with pytest.raises(ConfigError, match="room for only 4 per environment"):
         Buffer(8, Sequence(length=5)).bind({"a": ArraySpec((), "<f8")}, columns=2)
 
 

@@ -149,10 +149,11 @@ class RateLimiter:
             )
         if math.isfinite(uses_per_row) and self.max_diff > capacity * fewest_uses:
             raise ConfigError(
-                f"max_diff={self.max_diff:g} of the limiter is too large for {capacity} rows: a row is removed after "
-                f"max_times_sampled samples, so it may have only {fewest_uses} left. Rows would be evicted before they "
-                f"are sampled. Raise capacity to at least {math.ceil(self.max_diff / fewest_uses)}, or lower the "
-                "limiter's max_diff."
+                f"max_diff={self.max_diff:g} of the limiter is too large for the {capacity} rows of this "
+                "buffer. A row is "
+                f"removed after max_times_sampled samples, so only {fewest_uses} each can be relied on, and rows would "
+                "be evicted before they are sampled. Raise capacity to at least "
+                f"{math.ceil(self.max_diff / fewest_uses)}, or lower the limiter's max_diff."
             )
 
     def change(

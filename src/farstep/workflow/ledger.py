@@ -107,8 +107,8 @@ class Ledger:
             raise ConfigError(f"{actor!r} wrote {steps} steps of {envs} environments; expected at least 1 of each.")
         if keys is not None and not self.keys:
             raise ConfigError(
-                f"only the keys {list(keys)} were written, but the ledger does not know all keys; create it "
-                "with keys=[...]."
+                f"only the keys {list(keys)} were written, but the ledger does not know all keys; use "
+                "Ledger(keys=[...])."
             )
         self._known(keys)
         tracks = self._tracks.setdefault(actor, {"": _Track()})
