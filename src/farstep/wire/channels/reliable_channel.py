@@ -228,8 +228,8 @@ class ReliableChannel:
     def rate(self) -> float:
         """Bytes per second of large messages, from sending to acknowledgement; infinite before the first measurement.
 
-        If this side reads an acknowledgement late, its measurement is too low. The result is therefore the maximum of the
-        last `_RATES` measurements.
+        A measurement is too low if this side reads the acknowledgement late. So the result is the maximum of the last
+        `_RATES` measurements.
         """
         return max(self._rates, default=math.inf)
 
