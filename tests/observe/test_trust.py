@@ -193,7 +193,7 @@ def test_no_file_is_written_through_a_link(tmp_path: Path) -> None:
     run, target = RunFolder.create(tmp_path, "run", {}), tmp_path / "target"
     target.write_text("mine")
     (run.path / ".lock").symlink_to(target)
-    with pytest.raises(RunError, match="Remove that symbolic link"), run.lock():
+    with pytest.raises(RunError, match="Remove the symbolic link"), run.lock():
         pass
     run.metrics_file.symlink_to(target)
     with pytest.raises(RunError, match="metrics cannot be written"):

@@ -1,4 +1,4 @@
-"""Renders the status of a run as a rich panel, for the live display."""
+"""Renders the status of a run for the live display, as a panel of the package rich."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _SHOWN_EVENTS = 3
 
 
 class ShownEvent(Protocol):
-    """What the panel shows of an event."""
+    """The attributes of an event that the panel shows."""
 
     @property
     def time(self) -> float:
@@ -66,13 +66,13 @@ def panel(
     """Render the status.
 
     Args:
-        status: What to show.
+        status: The status to show.
         title: Heading of the panel.
         elapsed_s: Seconds since the start of the run.
-        now_s: Current time of the clock that `status` was updated with.
+        now_s: Current time, from the same clock as `RunStatus.update`.
         width: Columns of the terminal.
-        diagnosis: A sentence that says what the run is waiting for; None: no row for it.
-        events: What happened, oldest first; the latest three are shown.
+        diagnosis: A sentence that says what the run is waiting for; None: show no diagnosis.
+        events: The events, oldest first; the panel shows the latest three.
 
     Returns:
         The panel, at most 100 columns wide.
@@ -180,7 +180,7 @@ def _workers(status: RunStatus) -> Text:
 
 
 class Shares:
-    """A bar of segments in proportion to the shares, with a legend; shaded if the terminal has no colors."""
+    """A bar whose segments are proportional to the shares, with a legend. Without colors, segments are shaded."""
 
     def __init__(self, shares: Mapping[str, float]) -> None:
         self._shares = shares
