@@ -170,8 +170,8 @@ class ClusterEnv:
             mask = np.asarray(mask)
             if mask.shape != (self.num_envs,) or mask.dtype != bool:
                 raise ConfigError(
-                    f"reset_mask has shape {list(mask.shape)} and dtype {mask.dtype}; "
-                    f"expected [{self.num_envs}] and bool."
+                    f"reset_mask has shape {list(mask.shape)} and dtype {mask.dtype}; expected [{self.num_envs}] and "
+                    "bool."
                 )
         root = self.env_config.check_reset(seed, mask is not None)
         roots = None if root is None else [root] * self.num_envs

@@ -132,7 +132,7 @@ class Policy:
         try:
             for module in modes:
                 module.training = False
-            with self._torch.no_grad(), same_randomness():  # not inference_mode: the agent may cache tensors
+            with self._torch.no_grad(), same_randomness():  # not inference_mode, because the agent may cache tensors
                 return function(*tensors, **generators)
         finally:
             for module, training in modes.items():
@@ -147,7 +147,7 @@ class Policy:
         return (obs, state, episode_start) if self.recurrent else (obs,)
 
     def _floats(self, obs: Nested) -> Nested:
-        """Convert float64 observations to float32 if that is torch's default, as modules expect."""
+        """Convert float64 observations to float32 if this is torch's default dtype, because modules expect it."""
         if self._has_doubles is None:
             single = self._torch.get_default_dtype() == self._torch.float32
             self._has_doubles = single and any(leaf.dtype == np.float64 for leaf in flat(obs))

@@ -77,8 +77,7 @@ class RateLimiter:
         """
         if self._is_taken:
             raise ConfigError(
-                f"this limiter ({self}) already counts the rows of another buffer, and each buffer would "
-                "wait for the "
+                f"this limiter ({self}) already counts the rows of another buffer, and each buffer would wait for the "
                 "other's rows; make one limiter for each buffer."
             )
         self._is_taken = True
@@ -149,10 +148,9 @@ class RateLimiter:
             )
         if math.isfinite(uses_per_row) and self.max_diff > capacity * fewest_uses:
             raise ConfigError(
-                f"max_diff={self.max_diff:g} of the limiter is too large for the {capacity} rows of this "
-                "buffer. A row is "
-                f"removed after max_times_sampled samples, so only {fewest_uses} each can be relied on, and rows would "
-                "be evicted before they are sampled. Raise capacity to at least "
+                f"max_diff={self.max_diff:g} of the limiter is too large for the {capacity} rows of this buffer. A row "
+                f"is removed after max_times_sampled samples, so only {fewest_uses} each can be relied on, and rows "
+                "would be evicted before they are sampled. Raise capacity to at least "
                 f"{math.ceil(self.max_diff / fewest_uses)}, or lower the limiter's max_diff."
             )
 

@@ -413,10 +413,9 @@ class Buffer:
                     "with buffer.limit(...)."
                 )
             return (
-                f"{wanted}, and the buffer cannot provide them ({len(self)} items; {limiter}); {deadlock}. "
-                "Remedies: call "
-                f"the consumer only when the limiter allows this many samples (flow.on(..., samples={rows})), sample "
-                "fewer items, raise the size of the trigger, widen the limiter, or sample in a separate thread "
+                f"{wanted}, and the buffer cannot provide them ({len(self)} items; {limiter}); {deadlock}. Remedies: "
+                f"call the consumer only when the limiter allows this many samples (flow.on(..., samples={rows})), "
+                "sample fewer items, raise the size of the trigger, widen the limiter, or sample in a separate thread "
                 "(flow.on(..., thread=True))."
             )
         usable = len(self._chooser.usable_items(contents))

@@ -415,8 +415,7 @@ class Sequence(_Composed):
         if rows < self.length and not self.pad:
             raise ConfigError(
                 f"{self!r} needs {self.length} consecutive rows, but the buffer has room for only {rows} per "
-                "environment, "
-                "so nothing could ever be sampled. Raise capacity, lower length, or set pad=True."
+                "environment, so nothing could ever be sampled. Raise capacity, lower length, or set pad=True."
             )
 
     def usable(self, store: Store, cells: Array) -> Array | None:

@@ -110,8 +110,7 @@ def save(
     except OSError as error:
         kept = "Earlier checkpoints are intact; make" if before else "Make"
         raise CheckpointError(
-            f"the checkpoint could not be saved to {root}: {error}. {kept} sure that the disk has free space "
-            "and that "
+            f"the checkpoint could not be saved to {root}: {error}. {kept} sure that the disk has free space and that "
             "the folder is writable, then save again."
         ) from error
     return folder

@@ -240,9 +240,8 @@ def _check_known(saved: Mapping[str, object], known: Mapping[str, object], path:
     for name, value in saved.items():
         if name not in known:
             raise ConfigError(
-                f"config.json has the option {path + name!r}, which farstep {VERSION} does not know. Use the "
-                "version that "
-                "wrote the file, or remove this entry and pass --trust."
+                f"config.json has the option {path + name!r}, which farstep {VERSION} does not know. Use the version "
+                "that wrote the file, or remove this entry and pass --trust."
             )
         if isinstance(value, Mapping) and is_dataclass(part := known[name]):
             _check_known(value, vars(part), f"{path}{name}.")

@@ -77,8 +77,8 @@ class KubernetesConfig(EngineConfig):
             object.__setattr__(self, name, self._texts(name))
         if not _is_template(self.pod_template):
             raise ConfigError(
-                f"KubernetesConfig.pod_template is {self.pod_template!r}; expected a mapping with 'metadata' or "
-                "'spec', which are mappings, e.g. {'spec': {'hostNetwork': True}}; 'containers' in it is a list of "
+                f"KubernetesConfig.pod_template is {self.pod_template!r}; expected a mapping with the "
+                "mappings 'metadata' or 'spec', e.g. {'spec': {'hostNetwork': True}}. 'containers' in 'spec' must be a list of "
                 "mappings with a 'name' (farstep's container is named 'node-daemon')."
             )
         if isinstance(self.tolerations, (str, Mapping)) or not all(isinstance(t, Mapping) for t in self.tolerations):

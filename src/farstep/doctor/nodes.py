@@ -123,8 +123,7 @@ def _small(config: LaunchConfig, cpus: int, wait_s: float) -> LaunchConfig:
     if isinstance(config, LocalConfig):
         return dataclasses.replace(config, **shared, transport="tcp")
     assert isinstance(config, EngineConfig)
-    # SLURM puts `min_nodes` nodes into one job on different machines; keep it, so that the request equals that of a
-    # run.
+    # Keep `min_nodes`, because SLURM puts this many nodes into one job: the doctor must make the same request as a run.
     fewest = config.min_nodes if isinstance(config, SlurmConfig) else 1
     return dataclasses.replace(config, **shared, min_nodes=fewest, max_nodes=None, queue_s=wait_s + _CALL_S)
 

@@ -293,9 +293,8 @@ class Server:
         """Raise in a fork of the head, because a fork would read messages that belong to the head."""
         if os.getpid() != self._pid:
             raise ClosedError(
-                f"this cluster belongs to process {self._pid} but was used in its fork {os.getpid()}; make a "
-                "new cluster "
-                "in the fork, or start processes with multiprocessing's spawn method."
+                f"this cluster belongs to process {self._pid} but was used in its fork {os.getpid()}; make a new "
+                "cluster in the fork, or start processes with multiprocessing's spawn method."
             )
 
     def _pump_alone(self) -> None:

@@ -68,8 +68,7 @@ class SlurmEngine:
         program = "srun" if self._inside else "sbatch"
         if shutil.which(program) is None:
             raise LaunchError(
-                f"{program!r} is not on this machine; start farstep on a machine that can submit jobs "
-                "(Debian package "
+                f"{program!r} is not on this machine; start farstep on a machine that can submit jobs (Debian package "
                 "slurm-client), or use LocalConfig."
             )
         if self._inside:

@@ -137,21 +137,18 @@ class AsyncPPOConfig:
             steps = self.num_steps or 1
             if size is not None and size < steps and self.net.is_recurrent:
                 raise ConfigError(
-                    f"{name} is {size} with recurrent={self.net.recurrent!r}; sequences of num_steps={steps} "
-                    "rows are not "
-                    f"split, so set {name} to at least {steps}, or lower num_steps."
+                    f"{name} is {size} with recurrent={self.net.recurrent!r}; sequences of num_steps={steps} rows are "
+                    f"not split, so set {name} to at least {steps}, or lower num_steps."
                 )
         if self.micro_batch_size and self.global_batch_size and self.micro_batch_size > self.global_batch_size:
             raise ConfigError(
-                f"micro_batch_size is {self.micro_batch_size}, more than "
-                f"global_batch_size={self.global_batch_size}. An "
-                "optimizer step of global_batch_size rows consists of passes of micro_batch_size rows. Lower "
+                f"micro_batch_size is {self.micro_batch_size}, more than global_batch_size={self.global_batch_size}. "
+                "An optimizer step of global_batch_size rows consists of passes of micro_batch_size rows. Lower "
                 "micro_batch_size."
             )
         if self.micro_batch_size and self.denominator == "kept":
             raise ConfigError(
-                f"denominator is 'kept' with micro_batch_size={self.micro_batch_size}. 'kept' needs the "
-                "number of kept "
+                f"denominator is 'kept' with micro_batch_size={self.micro_batch_size}. 'kept' needs the number of kept "
                 "rows of the whole optimizer step, but a micro-batch knows only its own. Use denominator='valid', or "
                 "leave out micro_batch_size."
             )

@@ -301,7 +301,7 @@ def _surrogate(
     if not (0 <= clip_ratio_low <= 1 and clip_ratio_high >= 0):
         raise ConfigError(
             f"clip_ratio_low and clip_ratio_high are {clip_ratio_low} and {clip_ratio_high}; the ratio is clipped to "
-            "[1 - low, 1 + high]. low must be from 0 to 1, and high at least 0; use e.g. 0.2 for both."
+            "[1 - low, 1 + high]. low must be from 0 to 1, and high at least 0, such as 0.2 for both."
         )
     if clip_ratio_c is not None and not clip_ratio_c > 1:
         raise ConfigError(
@@ -401,9 +401,8 @@ def _check_shapes(like: Tensor, **arrays: Tensor) -> None:
         if array.shape != like.shape:
             raise ConfigError(
                 f"{name} has shape {list(array.shape)}; expected {list(like.shape)}, the shape of the first argument. "
-                "Losses do not broadcast: sum log-probabilities over the parts of an action, and flatten or "
-                "expand the "
-                "other arguments."
+                "Losses do not broadcast: sum log-probabilities over the parts of an action, and flatten or expand "
+                "the other arguments."
             )
 
 

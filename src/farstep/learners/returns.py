@@ -32,10 +32,10 @@ square over a batch do not overflow float32."""
 def usable(valid: Array, episode_start: Array, terminated: Array, truncated: Array) -> Array:
     """Find the rows that are transitions with a known successor. Pass the result as `valid` to returns and losses.
 
-    Two kinds of rows are excluded. The first are filler rows. The second are rows without a terminated or truncated
-    flag although the next row starts an episode (the worker died) or is a filler row: using the next row as their
-    successor would join two episodes. The successor of the last row is the observation after the rollout (`last_values`
-    of `gae`), so the last row is excluded only if it is a filler row.
+    Two kinds of rows are excluded. The first are filler rows. The second are rows that neither terminate nor truncate
+    an episode, although the next row starts an episode (the worker died) or is a filler row. For these, using the next
+    row as successor would join two episodes. The successor of the last row is the observation after the rollout
+    (`last_values` of `gae`), so the last row is excluded only if it is a filler row.
 
     Args:
         valid: `batch["valid"]`, `[T, N]`; False on filler rows.

@@ -40,10 +40,9 @@ def refuse_nested_launch() -> None:
             "learner's program calls."
         )
     raise LaunchError(
-        "the code of an environment or an agent launches farstep inside a worker, which is not allowed. "
-        "Launch in the "
-        "learner's program. If an environment starts a process or submits a job that must launch, start it without the "
-        f"environment variable {_VARIABLE}."
+        "the code of an environment or an agent launches farstep inside a worker, which is not allowed. Launch in the "
+        "learner's program. If an environment starts a process or submits a job that must launch, start it without "
+        f"the environment variable {_VARIABLE}."
     )
 
 

@@ -14,8 +14,8 @@ from farstep.errors import WireError
 from farstep.wire.channels.memory import SharedMemory
 
 PHASE, COUNT, SLOT, CANCEL, ROLLED = range(5)
-"""Indices of words: the `Phase`; a counter that increases with progress; the current slot; the id up to which tickets
-are cancelled (the head writes this word); the id of the last ticket whose chunk is being sent."""
+"""Indices of words: the `Phase`; a counter that increases with progress; the current slot; the id of the last cancelled
+ticket (the head writes this word); the id of the last ticket whose chunk is being sent."""
 EPISODES = 8
 """Index of the first of the words for environments, one each: its episode plus one, or 0 if unknown."""
 BEAT_S = 1.0

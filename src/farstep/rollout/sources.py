@@ -148,9 +148,8 @@ def _advice(source: str | EnvSpec | Callable[..., Any], kwargs: Mapping[str, Any
         if install_extra(error.name or ""):
             raise ConfigError(explain_missing(name, error)) from error
         raise ConfigError(
-            f"{name!r} cannot be imported: {error.__cause__ or error}. Install the module, start the run in "
-            "the folder of "
-            "the module, or add that folder to PYTHONPATH."
+            f"{name!r} cannot be imported: {error.__cause__ or error}. Install the module, start the run in the folder "
+            "of the module, or add that folder to PYTHONPATH."
         ) from error
     except (AssertionError, TypeError, gymnasium.error.Error) as error:
         cause = error.__cause__ or error

@@ -49,7 +49,7 @@ class Always(Rule):
 
 @dataclass(frozen=True)
 class EveryK(Rule):
-    """Pull when the newest version is at least `k` versions ahead.
+    """Pull when the newest version is at least `k` versions newer than the worker's.
 
     Args:
         k: Number of versions, at least 1.

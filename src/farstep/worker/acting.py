@@ -195,9 +195,8 @@ class Actor:
         if (place := first_misfit(array, row.dtype)) is not None:
             slot, value = self._slot_and_value(place, array)
             raise AgentError(
-                f"act returned {name} {value} ({array.dtype}) for environment slot {slot}. In its first "
-                f"call, {name} had "
-                f"the dtype {row.dtype}, which cannot represent this number. Return the same dtype every time."
+                f"act returned {name} {value} ({array.dtype}) for environment slot {slot}. In its first call, {name} "
+                f"had the dtype {row.dtype}, which cannot represent this number. Return the same dtype every time."
             )
         return array
 
@@ -317,8 +316,7 @@ def _schema_of(out: dict[str, Any], count: int) -> tuple[Schema, dict[str, Any]]
     for name, array in arrays.items():
         if array.ndim == 0 or array.shape[0] != count:
             raise AgentError(
-                f"act's {name} has shape {list(array.shape)}; its first dimension must be the {count} "
-                "environments of "
+                f"act's {name} has shape {list(array.shape)}; its first dimension must be the {count} environments of "
                 "the worker (also for a recurrent state: [n, ...], not [layers, n, ...])."
             )
     return {name: ArraySpec.of(array) for name, array in arrays.items()}, structure

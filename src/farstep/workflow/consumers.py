@@ -279,9 +279,8 @@ class ConsumerThread:
     def error(self, waited_s: float) -> FarstepError:
         """Return the error to raise if the thread has not ended `waited_s` seconds after the run."""
         return FarstepError(
-            f"{self} has not returned {waited_s:g} s after the end of the run. Its thread continues. This "
-            "workflow can run "
-            "again after the consumer has returned. If the consumer needs more time, raise Workflow(end_s=...)."
+            f"{self} has not returned {waited_s:g} s after the end of the run. Its thread continues. This workflow can "
+            "run again after the consumer has returned. If the consumer needs more time, raise Workflow(end_s=...)."
         )
 
     def __str__(self) -> str:

@@ -410,9 +410,8 @@ class ZmqSender:
             self.failed.update(lost)
             raise DeliveryError(
                 f"the receiver at {self._hub.address} {how} before it was done with messages of "
-                f"{', '.join(map(_trigger_of, lost))}; see its output for the reason. If these messages "
-                "matter, send them "
-                "again to a new receiver."
+                f"{', '.join(map(_trigger_of, lost))}; see its output for the reason. If these messages matter, send "
+                "them again to a new receiver."
             )
 
     def close(self) -> None:

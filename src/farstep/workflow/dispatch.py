@@ -189,7 +189,8 @@ class AllOf(_Joined):
 class AnyOf(_Joined):
     """`a | b`: fires when one of the parts is ready, and consumes only from this part.
 
-    The message is that of the ready part, with the index of this part under `message["any"]`. Ready parts take turns.
+    The message is the message of the ready part, plus the index of this part as `message["any"]`. Ready parts take
+    turns.
 
     Args:
         parts: The triggers.

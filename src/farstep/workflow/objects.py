@@ -129,9 +129,8 @@ class SharedObject:
         """
         if os.getpid() != self._pid:
             raise ClosedError(
-                f"this object belongs to process {self._pid}; its fork {os.getpid()} can read the object, "
-                "but must publish "
-                "under another name."
+                f"this object belongs to process {self._pid}; its fork {os.getpid()} can read the object, but must "
+                "publish under another name."
             )
         schema, structure, arrays = _flattened(value)
         found = differences(self._schema, schema)

@@ -91,7 +91,7 @@ class PartialChunks:
             self._record(actor, chunk)
 
     def stored(self, actor: int, ticket: int) -> list[str] | None:
-        """Forget a chunk that is now in the buffer. Return those of its keys that are not recorded yet (None: all)."""
+        """Forget a chunk that is now in the buffer. Return the keys that are not recorded yet (None: all)."""
         chunks = self._chunks.get(actor)
         if not chunks:
             return None

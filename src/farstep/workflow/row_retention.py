@@ -136,16 +136,14 @@ class RowRetention:
         if len(windows) != 1:
             raise ConfigError(
                 f"the message names {len(windows)} windows of rows; expected one. Pass the message of a "
-                "DataKeyTrigger. If "
-                "the trigger combines several triggers, pass one entry of message['all']."
+                "DataKeyTrigger. If the trigger combines several triggers, pass one entry of message['all']."
             )
         window = windows[0]
         holder = next((each for each in self.holders if each.holds(window, message.get("trigger_id"))), None)
         if holder is None:
             raise FarstepError(
-                "the rows of this message are no longer retained. If its consumer has returned, call batch() "
-                "earlier. If "
-                "its trigger has consume=False, use buffer.sample() instead."
+                "the rows of this message are no longer retained. If its consumer has returned, call batch() earlier. "
+                "If its trigger has consume=False, use buffer.sample() instead."
             )
         if "ahead" in window:
             return self._early[window["ahead"]]

@@ -500,10 +500,9 @@ class Workflow:
             )
         if (waiting := feed.waiting) and not any(self._has_room(worker, steps, feed) for worker in waiting):
             raise FarstepError(
-                f"the workflow is in a deadlock: chunks have arrived, but the buffer has no room for them "
-                f"({self.buffer.limiter}; {len(self.buffer)} of {self.buffer.capacity} rows), and no trigger "
-                "that would "
-                "free rows can fire. Widen the limiter, raise capacity, or lower a trigger's n or size."
+                "the workflow is in a deadlock: chunks have arrived, but the buffer has no room for them "
+                f"({self.buffer.limiter}; {len(self.buffer)} of {self.buffer.capacity} rows), and no trigger that "
+                "would free rows can fire. Widen the limiter, raise capacity, or lower a trigger's n or size."
             )
 
     def _freed(self, worker: int, chunks: int, dropped: str | None) -> None:

@@ -105,8 +105,7 @@ class Contents:
         if self.is_cyclic and batch.shape[0] > store.rows:
             raise ConfigError(
                 f"a batch of {batch.shape[0]} steps does not fit: a capacity of {self.capacity} rows for "
-                f"{store.columns} "
-                f"environment slots gives only {store.rows} rows per slot. Raise capacity."
+                f"{store.columns} environment slots gives only {store.rows} rows per slot. Raise capacity."
             )
         return values
 

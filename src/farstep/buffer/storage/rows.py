@@ -90,7 +90,7 @@ def check_rows(values: Mapping[str, Array], schema: Schema, leading: int = 1, sl
     Args:
         values: Arrays `[rows, ...]`, or `[rows, slots, ...]` with `leading=2`.
         schema: The arrays of the buffer.
-        leading: Number of axes before those of a row.
+        leading: Number of leading axes that do not belong to a row.
         slots: With `leading=2`, the environment slots, for error messages.
     """
     for name, spec in schema.items():
@@ -105,8 +105,7 @@ def check_rows(values: Mapping[str, Array], schema: Schema, leading: int = 1, sl
         if got.dtype != spec.dtype and (place := first_misfit(got, np.dtype(spec.dtype))) is not None:
             where = f"row {place[0]}" if leading == 1 else f"row {place[0]} of slot {slots[place[1]]}"
             raise ConfigError(
-                f"insert got {got[place]} in {name!r}, {where}; this buffer holds {spec}, which cannot "
-                "represent this "
+                f"insert got {got[place]} in {name!r}, {where}; this buffer holds {spec}, which cannot represent this "
                 "number. Give the buffer a wider dtype (spec), or clip the values."
             )
 

@@ -115,7 +115,7 @@ class Store:
         """Append rows to a ring.
 
         Args:
-            values: Arrays `[T, n, ...]`, with at most as many rows as a column has.
+            values: Arrays `[T, n, ...]`; T must not exceed the number of rows of a column.
             first: The first column.
             continues: For each column, whether the first new row follows the previous newest row; None: all do.
 

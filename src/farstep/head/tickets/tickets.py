@@ -404,7 +404,7 @@ class Tickets:
         return sorted(batch, key=lambda accepted: (accepted.ticket.worker, accepted.ticket.seq))
 
     def round_is_complete(self) -> bool:
-        """Whether the next batch has all chunks of the present workers, and at least those of a quorum."""
+        """Whether the next batch is complete: it has all chunks of the present workers, which must be a quorum."""
         session = self._session
         assert session is not None
         if session.missing is None:

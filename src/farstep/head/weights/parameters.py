@@ -106,8 +106,8 @@ class ParameterStore:
             )
         if has_nan(leaf, array):
             raise AgentError(
-                f"parameter {name!r} has a NaN; {self._consequence}. "
-                "Workers would act with it: lower the learning rate, or clip gradients."
+                f"parameter {name!r} has a NaN; {self._consequence}. Workers would act with it: lower the learning "
+                "rate, or clip gradients."
             )
         return array
 

@@ -101,7 +101,8 @@ class Api:
         return list(found["items"])
 
     def log_tail(self, pod: Manifest) -> str:
-        """The last lines of the node daemon's log. If a restarted daemon has no log yet, those of its predecessor."""
+        """The last lines of the node daemon's log. If a restarted daemon has no log yet, return the last lines of its
+        predecessor's log."""
         name, restarted = pod["metadata"]["name"], any(status.get("restartCount") for status in containers(pod))
         for previous in (False, True) if restarted else (False,):
             options = {"container": CONTAINER, "tail_lines": _LOG_LINES, "previous": previous}

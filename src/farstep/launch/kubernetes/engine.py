@@ -24,8 +24,8 @@ _MAX_RESTARTS = 5
 """A failing pod of a Deployment is given up after this many restarts."""
 _COST = "controller.kubernetes.io/pod-deletion-cost"
 _CLEAN_UP = (
-    "import sys; from farstep.launch.kubernetes.engine import clean_up; "
-    "clean_up(sys.argv[1], sys.argv[2], sys.argv[3:])"
+    "import sys; from farstep.launch.kubernetes.engine import clean_up; clean_up(sys.argv[1], sys.argv[2], "
+    "sys.argv[3:])"
 )
 
 

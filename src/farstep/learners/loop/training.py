@@ -398,9 +398,8 @@ class Training:
             return self._journal
         if saved.env.get("version") != saved.version:
             raise Refused(
-                f"the run has version {saved.version}, but its environments have "
-                f"{saved.env.get('version')!r}; expected "
-                "the same version"
+                f"the run has version {saved.version}, but its environments have {saved.env.get('version')!r}; "
+                "expected the same version"
             )
         journal = Journal.of(saved.journal)
         check_saved(self._env, self._learner.agent, saved.env, journal.actions())

@@ -50,7 +50,7 @@ class VectorEncoder(nn.Module):
 
 
 class ImageEncoder(nn.Module):
-    """Convolutions over an image, channels first or last: those of Nature DQN, or two small ones for sides below 36
+    """Convolutions over an image, channels first or last. Uses the layers of Nature DQN, or two small layers below 36
     pixels.
 
     Args:

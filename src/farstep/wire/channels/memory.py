@@ -85,8 +85,9 @@ def map_immutable(fd: int, nbytes: int) -> memoryview:
     """Map a peer's memfd without copying, so that unread bytes take no memory of this process.
 
     Raises:
-        WireError: The descriptor is not a memfd; or it is not sealed, so that the sender could change it and reading
-            could raise SIGBUS; or its size is not `nbytes`; or it has holes, for which reading would allocate memory.
+        WireError: The descriptor is not a memfd, is not sealed, does not have the size `nbytes`, or has holes. Without
+            a seal, the sender could change the memory, and reading could raise SIGBUS. Reading holes would allocate
+            memory.
     """
     try:
         seals = fcntl.fcntl(fd, _F_GET_SEALS)

@@ -305,9 +305,8 @@ class ReliableChannel:
     def _is_new(self, seq: int) -> bool:
         if seq > self._delivered + MAX_AHEAD:
             raise WireError(
-                f"message {seq} arrived while message {self._delivered + 1} is missing; at most {MAX_AHEAD} "
-                "messages may "
-                "arrive before a missing message."
+                f"message {seq} arrived while message {self._delivered + 1} is missing; at most {MAX_AHEAD} messages "
+                "may arrive before a missing message."
             )
         self.owes_ack = True
         return seq > self._delivered and seq not in self._ready

@@ -26,7 +26,7 @@ from farstep.worker.hosting.single_envs import SingleEnvs, as_info, explain_step
 
 Space = gymnasium.spaces.Space[Any]
 Info = dict[str, Any]
-_NOT_DETERMINISTIC = "it is not determined by its seed and actions"
+_NOT_DETERMINISTIC = "the environment is not deterministic, given its seed and actions"
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class Host:
         return self.slots.finish(steps)
 
     def _blame(self, error: Exception, t: int, i: int, action: Any) -> None:
-        """Raise `AgentError` if the step in row `t` failed because the agent's action is invalid.
+        """If the agent's action is invalid, raise `AgentError` instead of the error of the step in row `t`.
 
         An action outside a Box only adds a note to the error. Such actions are common, because many environments clip.
         """
@@ -164,7 +164,7 @@ class HostedEnvs(Host):
             except failures as error:
                 self._replace(i)
                 self.slots.skip(i)
-                reason = f"it raised {described(error)}; it is rebuilt and starts its next episode"
+                reason = f"the environment raised {described(error)}; it is rebuilt and starts its next episode"
             if reason:
                 diverged[self.slots.first + i] = reason
         return diverged
@@ -175,19 +175,21 @@ class HostedEnvs(Host):
             return ""
         if saved.steps and len(next(iter(saved.actions.values()), ())) != saved.steps:
             self.slots.skip(i)
-            return "the actions of its episode were not kept, so it starts the next one"  # too many for `Journal`
+            return "the actions of the episode were not kept, so the slot starts its next episode"  # see `Journal`
         for t in range(saved.steps):
             self._progress[PHASE], self._progress[SLOT] = STEP, i
             self._progress[COUNT] += 1
             obs, reward, terminated, truncated, _ = self._steps[i](self._envs.action(saved.actions, t))
             if terminated or truncated:
                 self.slots.skip(i)
-                return f"its episode ended earlier than before, so it starts the next one; {_NOT_DETERMINISTIC}"
+                return (
+                    f"the episode ended earlier than before, so the slot starts its next episode; {_NOT_DETERMINISTIC}"
+                )
             self.slots.replayed(i, float(reward))
             for name, leaf in leaves(self._obs, obs):
                 self.current[name][i] = leaf
         same = all(np.array_equal(self.current[name][i], leaf, equal_nan=True) for name, leaf in saved.obs.items())
-        return "" if same else f"its observation differs from the saved one; {_NOT_DETERMINISTIC}"
+        return "" if same else f"the observation differs from the saved observation; {_NOT_DETERMINISTIC}"
 
     def step(self, t: int) -> None:
         """Step every environment with the actions of row `t`. Write the new observations to row `t + 1`."""
@@ -264,8 +266,7 @@ class HostedEnvs(Host):
             self.infos[i] = info
 
     def recover(self, i: int | None) -> None:
-        """Recover from an exception: rebuild environment `i`, if given, and rewind all slots to where they can
-        continue."""
+        """Recover from an exception: rebuild environment `i`, if given, and discard the current chunk of all slots."""
         self.slots.rewind(() if i is None else (i,))
         if i is not None:
             self._replace(i)

@@ -1,8 +1,8 @@
 """Hosts for `EnvConfig.stagger`: the episodes of their environments are spread over the horizon (`stagger.py`).
 
-A slot is out of phase if its episode did not start at the end of the previous episode, but because of a first start, a
-reset, a replaced worker or a failed environment. Before the next rollout, the host advances the slot to the episode
-step that the schedule prescribes.
+Normally an episode starts when the previous episode of its slot ends. A slot is out of phase if its episode started for
+another reason: a first start, a reset, a replaced worker or a failed environment. Before the next rollout, the host
+advances the slot to the episode step that the schedule prescribes.
 """
 
 from __future__ import annotations
@@ -59,8 +59,7 @@ class Staggered(Host):
         super().reset(mask, roots, options)
 
     def report(self) -> tuple[int, int]:
-        """Return values for the chunk's header: the schedule's clock, and the steps since the last call that no chunk
-        has."""
+        """Return the schedule's clock, and the number of steps since the last call that are not part of a chunk."""
         steps, self._stagger_steps = self._stagger_steps, 0
         return self._schedule.clock(self.slots.total_rows), steps
 
