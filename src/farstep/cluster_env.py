@@ -51,7 +51,7 @@ class ClusterEnv:
         num_envs: Number of environments on all nodes, including absent nodes. `batch.slots` lists the environments of a
             batch.
         num_workers: Number of workers on all nodes, including absent nodes.
-        seed: The root seed: the configured one, or the one that was drawn at random.
+        seed: The root seed, configured or drawn at random.
         observation_space: Space of one environment's observations; set by `launch`.
         action_space: Space of one environment's actions; set by `launch`.
 
@@ -355,8 +355,8 @@ class ClusterEnv:
         """Restore what another process saved: version, random states, recurrent states and episodes.
 
         Episodes in progress are replayed: each environment is reset with its seed and takes its recorded actions again.
-        Other episodes restart with unused seeds: those that `cannot_replay` excludes, those of a worker that was being
-        replaced, and all of them if the number of workers changed.
+        Some episodes restart with unused seeds instead: if `cannot_replay` has a reason, if their worker was being
+        replaced, or if the number of workers changed.
 
         Args:
             agent: The agent, with the parameters that it had when `save` was called.

@@ -277,7 +277,7 @@ _DOUBLES = (
 
 
 def remote_error(kind: str, message: str, where: Where, remote_traceback: str) -> RemoteEnvError:
-    """Return the error for an exception on a worker. If `_DOUBLES` has the exception's class, the error is also one."""
+    """Return the error for an exception on a worker. If `_DOUBLES` has its class, the error is also of this class."""
     for double in _DOUBLES:
         if double.__name__ == kind:
             both = type(f"Remote{kind}", (RemoteEnvError, double), {"__module__": __name__, "kind": kind})

@@ -171,7 +171,7 @@ class EngineConfig(LaunchConfig):
     encrypted: bool = True
     """Encrypt rollouts and weights. Use False only on a private network. Control messages are always encrypted."""
     python: str | None = None
-    """Python interpreter on the nodes. None: the path of the current one."""
+    """Python interpreter on the nodes. None: the path of the current interpreter."""
     setup: Sequence[str] = ()
     """Shell lines to run first on each node, e.g. `module load cuda`, or `source env/bin/activate` with
     python="python"."""
@@ -333,8 +333,8 @@ class RayConfig(EngineConfig):
     """Run workers on a Ray cluster. Each node is one Ray actor that reserves the resources of its workers."""
 
     address: str | None = None
-    """Address of the cluster: `auto` finds a running one, `local` starts one on this machine. None: the cluster that
-    this program has joined; if none, a running one; if none, `local`."""
+    """Address of the cluster: `auto` finds a running cluster, `local` starts a cluster on this machine. None: the
+    cluster that this program has joined, otherwise as `auto`, otherwise as `local`."""
     resources_per_node: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """Further resources of each actor: Ray's custom resources, or `memory` in bytes. CPUs (`workers_per_node` times
     `cpus_per_worker`) and GPUs (`gpus_per_node`) are added."""

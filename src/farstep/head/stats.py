@@ -48,8 +48,7 @@ class Counters:
             self.workers.arrived(worker, steps, time.monotonic())
 
     def reported(self, worker: int, chunk: Chunk) -> None:
-        """Add a worker's report on pulls, waiting times and divergence. Every chunk has one, even if it was
-        cancelled."""
+        """Add a worker's report on pulls, waiting times and divergence. Even a cancelled chunk has a report."""
         if chunk.divergence is not None:
             self.divergence[worker] = chunk.divergence
         self.syncs[worker] += chunk.syncs

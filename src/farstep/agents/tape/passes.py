@@ -43,7 +43,7 @@ def _settled(ops: list[Op], tensor: Tensor) -> bool:
 
 
 def live(ops: list[Op], results: list[Tensor]) -> list[Op]:
-    """Return the operations to keep: those that results depend on, random draws, and checks (without outputs)."""
+    """Return the operations to keep: operations that results depend on, random draws, and checks (without outputs)."""
     wanted = {storage_of(tensor) for tensor in results}
     live = []
     for op in reversed(ops):

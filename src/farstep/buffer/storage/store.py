@@ -375,7 +375,7 @@ class Store:
         if self.tails is not None:
             cells = state["tails"]
             is_cell = ((cells >= 0) & (cells < self.table.cells)).all() and (np.diff(cells) > 0).all()
-            require(is_cell and cut.reshape(-1)[cells].all(), "tails names a row that cannot have one")
+            require(is_cell and cut.reshape(-1)[cells].all(), "tails names a row that cannot have a tail")
             require(
                 all(len(v) == len(cells) for n, v in state.items() if n.startswith("tails")), "tails differ in length"
             )
@@ -396,7 +396,7 @@ class Store:
         require((cut | ~must).all(), "cut lets a row follow the last one of its episode or column")
         self._check_open(state, ended)
         if self.tails is not None:
-            require(is_used.reshape(-1)[state["tails"]].all(), "tails names a row that cannot have one")
+            require(is_used.reshape(-1)[state["tails"]].all(), "tails names a row that cannot have a tail")
 
     def _ends_and_starts(self) -> tuple[Array, Array]:
         """Return for each cell whether its row is the last row, and whether it is the first row, of an episode."""
@@ -427,7 +427,7 @@ class Store:
         is_end = ended.reshape(-1)[linked] | starts.reshape(-1)[after]
         require(not is_end.any(), "after lets a row follow the last one of its episode")
         if self.tails is not None:
-            require(not is_free[state["tails"]].any(), "tails names a row that cannot have one")
+            require(not is_free[state["tails"]].any(), "tails names a row that cannot have a tail")
 
     def close(self) -> None:
         self.blocks.close()

@@ -300,7 +300,7 @@ class Tickets:
     def join(self, worker: int) -> None:
         """Include a ready worker, from the first batch for which no other worker has a ticket.
 
-        If the other workers are no quorum, include it from the next batch on, because this batch needs it.
+        If the other workers do not reach the quorum, include the worker already in the next batch, which needs it.
         """
         if self.presence.join(worker) and (session := self._session) is not None:
             others = self._present(session) - {worker}

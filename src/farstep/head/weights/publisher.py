@@ -251,7 +251,7 @@ class Publisher:
     def on_agent_ready(self, record: WorkerRecord, message: m.AgentReady) -> None:
         """Store a worker's report that it can use the agent."""
         if message.agent > self.agent_id:
-            raise WireError(f"a report that agent {message.agent} is ready; the last one sent is {self.agent_id}.")
+            raise WireError(f"a report that agent {message.agent} is ready; the last agent sent is {self.agent_id}.")
         if message.agent == self.agent_id:
             agent_structures(message, self._actions)  # raise here, where the sender is known
             self._answers[record.worker] = message
