@@ -149,8 +149,8 @@ class RateLimiter:
         if math.isfinite(uses_per_row) and self.max_diff > capacity * fewest_uses:
             raise ConfigError(
                 f"max_diff={self.max_diff:g} of the limiter is too large for the {capacity} rows of this buffer. A row "
-                f"is removed after max_times_sampled samples, so only {fewest_uses} each can be relied on, and rows "
-                "would be evicted before they are sampled. Raise capacity to at least "
+                f"is removed after max_times_sampled samples and may have few left (at least {fewest_uses} each), so "
+                "rows would be evicted before they are sampled. Raise capacity to at least "
                 f"{math.ceil(self.max_diff / fewest_uses)}, or lower the limiter's max_diff."
             )
 

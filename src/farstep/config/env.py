@@ -165,8 +165,7 @@ class EnvConfig(_Config):
     env_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Keyword arguments for the constructor of every environment."""
     wrappers: Sequence[Any] = ()
-    """Wrappers, applied in order: callables, dotted paths, or pairs `(wrapper, kwargs)` of one of these and its keyword
-    arguments."""
+    """Wrappers, applied in order: callables, dotted paths, or pairs of a callable or path and its keyword arguments."""
     envs_per_node: int = 1
     """Number of environments on each node."""
     seed: int | None = None

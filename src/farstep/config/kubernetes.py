@@ -79,8 +79,7 @@ class KubernetesConfig(EngineConfig):
             raise ConfigError(
                 f"KubernetesConfig.pod_template is {self.pod_template!r}; expected a mapping with the "
                 "mappings 'metadata' or 'spec', e.g. 'spec': {'hostNetwork': True}. 'containers' in 'spec' "
-                "must be a "
-                "list of mappings with a 'name' (farstep's container is named 'node-daemon')."
+                "must be a list of mappings with a 'name' (farstep's container is named 'node-daemon')."
             )
         if isinstance(self.tolerations, (str, Mapping)) or not all(isinstance(t, Mapping) for t in self.tolerations):
             raise ConfigError(

@@ -24,7 +24,7 @@ class Client(Protocol):
         ...
 
     def on_error(self, record: WorkerRecord, failure: m.Failure, error: WorkerError) -> None:
-        """Handle an exception on a worker that a request of the client (agent, call, step) caused; the worker still
+        """Handle an exception that a request of the client (agent, call, step) caused on a worker. The worker still
         runs."""
         ...
 

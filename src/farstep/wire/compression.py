@@ -29,8 +29,8 @@ _SMALL_BYTES = 1024
 _REMEASURE_EVERY = 64
 """After this many uses, the choice of a codec is measured again."""
 _WORTH = 0.5
-"""A codec must take less than this fraction of the time to send plain bytes, because sending runs in the background and
-compression does not."""
+"""A codec is used only if it takes less than this fraction of the time to send plain bytes. Sending runs in the
+background, but compression does not."""
 
 
 @dataclass(frozen=True)

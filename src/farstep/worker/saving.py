@@ -47,8 +47,8 @@ class Saving:
             root: The root seed of the global generators.
 
         Returns:
-            The episodes with which a replacement of this worker would continue, and the slots whose replay failed with
-            the reasons. None if `part` is None.
+            The episodes with which a replacement of this worker would continue; and the slots whose replay failed, each
+            with the reason. None if `part` is None.
         """
         slots = self._host.slots
         if part is None:

@@ -1,9 +1,10 @@
 """Splits a worker's time into the parts of `messages.Times`, with few readings of the clock.
 
 `lap` adds the time since the previous reading to the part that has just ended. Acting and stepping alternate too often
-for this. While a chunk is rolled, both count as time of the environment; at its end, the time of inference, which
-`Actor.timed_act` measures, is moved. If rows take long, every row is measured. Otherwise about one row in eight is
-measured, chosen at random, so that periodic patterns of the agent do not bias the result.
+for this. While a chunk is rolled, both count as time of the environment. `Actor.timed_act` measures the time of
+inference; at the end of the chunk, this time is moved to its own part. If rows take long, every row is measured.
+Otherwise about one row in eight is measured, chosen at random, so that periodic patterns of the agent do not bias the
+result.
 """
 
 from __future__ import annotations

@@ -258,9 +258,9 @@ class Workflow:
         """Let every present worker roll one window (the largest of all consuming triggers), or one chunk without such
         triggers.
 
-        If this method is a consumer, workers roll only when it is called. A worker that is absent during the call rolls
-        when it joins. With `DataKeyTrigger(n="all")`, it waits for the next call instead, unless too few requested
-        workers remain for `min_nodes`.
+        If this method is a consumer, workers roll only when it is called. If a worker is absent during the call, it
+        rolls when it joins. With `DataKeyTrigger(n="all")`, it waits for the next call instead, unless too few
+        requested workers remain for `min_nodes`.
 
         Args:
             message: Ignored; it allows registering this method as a consumer.

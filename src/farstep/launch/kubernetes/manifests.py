@@ -145,7 +145,7 @@ def _container(config: KubernetesConfig) -> Manifest:
         requests["cpu"] = str(config.cores_per_node)
     if config.gpus_per_node:
         limits["nvidia.com/gpu"] = str(config.gpus_per_node)
-    # Pass the file as stdin. If the daemon opened it, it would require mode 0600, but fsGroup sets mode 0440.
+    # Pass the file as stdin. A daemon that opens the file itself requires mode 0600, but fsGroup sets mode 0440.
     daemon = f"{shlex.quote(config.python or 'python3')} -m farstep.launch.daemon.node_daemon"
     start = f'exec {daemon} --place "$FARSTEP_NODE" < {_FOLDER}/{_FILE}'
     return {
