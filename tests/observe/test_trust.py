@@ -121,7 +121,7 @@ def test_unknown_option_in_config_json_is_an_error(part: str, run: Path, capsys:
         place = place[name]
     place["new_option"] = 1
     (run / "config.json").write_text(json.dumps(config))
-    known = f"config.json has {f'{part}.new_option'.lstrip('.')!r}, which farstep {VERSION} does not know"
+    known = f"config.json has the option {f'{part}.new_option'.lstrip('.')!r}, which farstep {VERSION} does not know"
     assert resumed(run, "--total-steps", "128", "--trust") == 1
     assert known in capsys.readouterr().err
     if part != "nodes":  # which only training uses
