@@ -88,8 +88,8 @@ class AsyncPPOConfig:
     recurrent agent, at most 128."""
     rollout_epochs: int = 1
     """Rollouts per update, collected one after the other with the same weights. Advantages are computed per rollout.
-    For larger updates, raise it if the agent is recurrent (its sequences have num_steps steps); otherwise raise
-    num_steps."""
+    Raise it to enlarge the updates of a recurrent agent, because its sequences have num_steps steps. For other agents,
+    raise num_steps instead."""
     update_epochs: int = 8
     """Passes over the rows of an update."""
     global_batch_size: int | None = None

@@ -56,8 +56,8 @@ class PPOConfig:
     recurrent agent, at most 128."""
     rollout_epochs: int = 1
     """Rollouts per update, collected one after the other with the same weights. Advantages are computed per rollout.
-    For larger updates, raise it if the agent is recurrent (its sequences have num_steps steps); otherwise raise
-    num_steps."""
+    Raise it to enlarge the updates of a recurrent agent, because its sequences have num_steps steps. For other agents,
+    raise num_steps instead."""
     gamma: float = 0.99
     """Discount factor."""
     gae_lambda: float = 0.95
