@@ -211,7 +211,7 @@ def test_a_native_vector_refuses_to_reset_some_of_its_environments() -> None:
     described = {"type": "vector", "env_name": "CartPole-v1", "envs_per_node": 4}
     with farstep.ClusterEnv(described, farstep.InProcessConfig(workers_per_node=2, restart_budget=0)) as env:
         env.reset(options={"reset_mask": np.array([True, True, False, False])})  # a worker's environments, whole
-        with pytest.raises(farstep.ConfigError, match="chooses 1 of the 2 environments that CartPoleVectorEnv"):
+        with pytest.raises(farstep.ConfigError, match="selects 1 of 2 environments, but CartPoleVectorEnv"):
             env.reset(options={"reset_mask": np.array([True, False, False, False])})
 
 
